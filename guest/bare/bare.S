@@ -1,7 +1,7 @@
 # A guest of one boot sector that needs no operating system, so that it also runs under a KVM on which stock kernels do not.
 #
 # Each processor rewrites its own 48 MiB, the first from 16 MiB on, the second (started here, where there is one) from 64 MiB on: in every page
-# the number of the pass and the page's address. Before it writes a page it looks whether the page still holds what the pass before wrote.
+# the number of the pass and the page's address. Before it writes a page it checks that the page still holds the content of the pass before.
 # Each processor writes a line to the serial port every 8 passes, "a" the first and "b" the second; "!" means a wrong page.
 #
 # as --32 -o bare.o bare.S && ld -m elf_i386 -Ttext 0x7c00 --oformat binary -o bare.bin bare.o

@@ -17,7 +17,7 @@ use crate::run::Daemon;
 /// The port at which agents listen.
 const PORT: u16 = 7740;
 
-/// The agents of a laboratory: on hosts `a` and `b`, and the witness with the register.
+/// Agents of a laboratory: on hosts `a` and `b`, and the witness with the ownership registry.
 #[derive(Debug)]
 pub struct Agents {
     program: PathBuf,
@@ -30,7 +30,7 @@ pub struct Agents {
 }
 
 impl Agents {
-    /// Agents by the program `whimbrel`, with TLS, without a register. Nothing is started yet.
+    /// Returns agents that run the program `whimbrel`, with TLS, without an ownership registry. Starts nothing.
     pub fn new(lab: &Lab, environment: &Environment, program: &Path) -> Self {
         Self {
             program: program.to_owned(),
@@ -43,28 +43,28 @@ impl Agents {
         }
     }
 
-    /// With a register, kept by the witness.
+    /// Adds an ownership registry, kept by the witness.
     #[must_use]
     pub fn with_register(mut self) -> Self {
         self.witness = true;
         self
     }
 
-    /// Arriving VMs are started by this QEMU, rather than by the distribution's.
+    /// Starts arriving VMs with this QEMU instead of the distribution's.
     #[must_use]
     pub fn with_qemu(mut self, version: QemuVersion) -> Self {
         self.qemu = version;
         self
     }
 
-    /// Without TLS, on all agents.
+    /// Turns TLS off on all agents.
     #[must_use]
     pub fn plain(mut self) -> Self {
         self.plain = true;
         self
     }
 
-    /// More tables for all configurations, such as `[limits]` or `[timeouts]`. They replace those made here.
+    /// Adds tables to all configurations, such as `[limits]` or `[timeouts]`. They replace the tables made here.
     #[must_use]
     pub fn with(mut self, more: Table) -> Self {
         self.more.extend(more);
@@ -103,7 +103,7 @@ impl Agents {
         Daemon::start(&mut command, &host.directory().join("agent.log"))
     }
 
-    /// Starts all of them, and waits until they answer. They end when the results are dropped.
+    /// Starts all agents, and waits until they answer. They end when the results are dropped.
     pub fn start_all(&self) -> Result<Vec<Daemon>> {
         let daemons = self.all().iter().map(|host| self.start(host)).collect::<Result<Vec<_>>>()?;
         for (host, daemon) in self.all().iter().zip(&daemons) {
@@ -112,24 +112,24 @@ impl Agents {
         Ok(daemons)
     }
 
-    /// The socket of a host's agent for users.
+    /// Returns the path of the socket on which a host's agent serves users.
     pub fn socket(host: &Host) -> PathBuf {
         host.directory().join("run/agent.sock")
     }
 
-    /// Where a host's agent makes images for disks that arrive.
+    /// Returns the directory in which a host's agent makes images for arriving disks.
     pub fn pool(host: &Host) -> PathBuf {
         host.directory().join("images")
     }
 
-    /// The program, told to speak to a host's agent.
+    /// Returns a command that runs the program as a client of a host's agent.
     pub fn command(&self, host: &Host, words: &[&str]) -> Command {
         let mut command = host.command(&self.program);
         command.arg("--socket").arg(Self::socket(host)).args(words);
         command
     }
 
-    /// The hosts that have an agent.
+    /// Returns the hosts that have an agent.
     pub fn all(&self) -> &[Host] {
         let agents = if self.witness { 3 } else { 2 };
         &self.hosts[..agents]
@@ -169,7 +169,7 @@ impl Agents {
         Ok(config)
     }
 
-    /// What arriving VMs are started with.
+    /// Returns the configuration of the QEMU that runs arriving VMs.
     fn qemu(&self) -> Result<Table> {
         let qemu = self.environment.qemu(self.qemu)?;
         let path = |path: &PathBuf| Value::from(path.display().to_string());

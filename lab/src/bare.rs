@@ -1,5 +1,5 @@
 //! The bare-metal guest: one boot sector (`guest/bare/bare.S`) that rewrites 48 MiB on each of one or two processors
-//! for ever, and checks each page before it rewrites it. It runs where no operating system does, such as under a nested
+//! for ever, and checks each page before it rewrites it. It needs no operating system, so it also runs under a nested
 //! KVM.
 
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::follow::Follow;
 /// The assembled boot sector; a test assembles the source again and compares.
 const SECTOR: &[u8; 512] = include_bytes!("../../guest/bare/bare.bin");
 
-/// The image of a disk that boots it.
+/// Returns the image of a disk that boots the guest.
 pub fn image() -> Vec<u8> {
     let mut image = SECTOR.to_vec();
     // The firmware does not boot from a disk of a single sector.
@@ -18,7 +18,7 @@ pub fn image() -> Vec<u8> {
     image
 }
 
-/// What the guest has said so far.
+/// Progress that the guest has printed so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Lines of each processor: one every eight passes over its memory.
@@ -40,7 +40,7 @@ impl Progress {
         }
     }
 
-    /// Waits until every one of `vcpus` processors has said `lines` lines more than now.
+    /// Waits until each of `vcpus` processors has printed `lines` more lines than now.
     pub fn wait(&mut self, output: &mut Follow, vcpus: usize, lines: u64, deadline: Duration) -> Result<()> {
         let start = *self;
         output.wait_for("passes of the bare-metal guest", deadline, |line| {

@@ -1,7 +1,7 @@
-//! A client that watches a service: connections that are opened once, kept, and never opened again; the longest silence
-//! is what a move of the VM costs somebody outside.
+//! A client that watches a service over connections that are opened once, kept, and never reopened. The longest silence
+//! is the disruption that a migration of the VM causes for an outside client.
 //!
-//! One connection asks for a page again and again, the other hands in notes, each of which has to be there in the end.
+//! One connection requests a page again and again; the other hands in notes, each of which must be stored in the end.
 //! Both speak HTTP/1.1 with keep-alive. The sockets are made in a host of the laboratory; the threads that use them
 //! belong to this process.
 
@@ -21,39 +21,40 @@ use crate::http::Connection;
 
 /// Longest answer that is read. The service's are far smaller.
 const ANSWER_BYTES: u64 = 1 << 20;
-/// A connection that is silent for so long is given up: far beyond what any move takes.
+/// Silence after which a connection is given up: far longer than any migration needs.
 const SILENCE: Duration = Duration::from_mins(1);
 
-/// What was seen on one connection.
+/// Observations on one connection.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Watched {
     /// Requests answered with success.
     pub answered: u64,
     /// The longest time between two answers, ms.
     pub longest_gap_ms: f64,
-    /// When it ended, ms since the client began.
+    /// Time at which that gap ended, ms since the client began.
     pub longest_gap_at_ms: f64,
-    /// Half of all answers came within this time after their request, ms.
+    /// Median time from a request to its answer, ms.
     pub median_ms: f64,
-    /// What ended the connection, if anything did. It is never opened again.
+    /// Error that ended the connection, if any. The connection is never reopened.
     pub error: Option<String>,
 }
 
-/// What a client saw.
+/// Report of a client.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ClientReport {
-    /// How long it watched, ms.
+    /// Time for which the client watched, ms.
     pub watched_ms: f64,
-    /// The connection that asks for the page.
+    /// The connection that requests the page.
     pub page: Watched,
     /// The connection that hands in notes.
     pub notes: Watched,
-    /// Notes that the service has in the end, less those it had at the beginning. `None` when it could not be asked.
+    /// Notes that the service has in the end, minus those that it had at the beginning. `None` if the service did not
+    /// answer.
     pub notes_kept: Option<u64>,
 }
 
 impl ClientReport {
-    /// Whether no connection broke and every note whose receipt was confirmed is there.
+    /// Returns true if no connection broke and every note whose receipt was confirmed is stored.
     pub fn is_clean(&self) -> bool {
         self.page.error.is_none()
             && self.notes.error.is_none()
@@ -66,7 +67,7 @@ impl ClientReport {
 pub struct Client {
     start: Instant,
     stop: Arc<AtomicBool>,
-    /// Told of each answer with the page; it ends when the connection does.
+    /// Receives one item for each answer with the page; disconnected when the connection ends.
     answers: Receiver<()>,
     page: JoinHandle<Watched>,
     notes: JoinHandle<(Watched, Option<u64>)>,
@@ -93,7 +94,7 @@ impl Client {
             page: thread::spawn(move || {
                 watch(&page_stop, start, pause, |_| {
                     page.request("GET", "/", "", ANSWER_BYTES)?;
-                    // Nobody may be waiting.
+                    // The receiver may be gone.
                     let _ = answered.send(());
                     Ok(())
                 })
@@ -107,9 +108,9 @@ impl Client {
         })
     }
 
-    /// Waits for so many more answers with the page. An error when the connection breaks before.
+    /// Waits for `answers` more answers with the page. Fails if the connection breaks first.
     pub fn wait_for_answers(&self, answers: usize) -> Result<()> {
-        // Those until now do not count.
+        // Earlier answers do not count.
         let _ = self.answers.try_iter().count();
         if self.answers.iter().take(answers).count() < answers {
             return Err(Error::Config("the client's connection broke".to_owned()));
@@ -117,18 +118,18 @@ impl Client {
         Ok(())
     }
 
-    /// Ends watching and tells what was seen.
+    /// Ends watching and returns the report.
     pub fn finish(self) -> ClientReport {
         let watched_ms = self.start.elapsed().as_secs_f64() * 1e3;
         self.stop.store(true, Relaxed);
-        // The threads do not panic; if one did, that goes on here.
+        // The threads do not panic; if one did, the panic continues here.
         let page = self.page.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         let (notes, notes_kept) = self.notes.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         ClientReport { watched_ms, page, notes, notes_kept }
     }
 }
 
-/// Repeats a request until told to stop, or until it fails.
+/// Repeats a request until it is stopped, or until a request fails.
 fn watch(
     stop: &AtomicBool,
     start: Instant,
@@ -160,14 +161,14 @@ fn watch(
     watched
 }
 
-/// How many notes the service has.
+/// Returns the number of notes that the service has.
 fn notes(connection: &mut Connection) -> io::Result<u64> {
     let body: serde_json::Value =
         serde_json::from_slice(&connection.request("GET", "/notes", "", ANSWER_BYTES)?)?;
     body["count"].as_u64().ok_or_else(|| io::Error::other("the answer tells no count"))
 }
 
-/// Waits until a service takes connections, as seen from a host.
+/// Waits until a service accepts connections from a host.
 pub fn wait_for_service(host: &Host, address: Ipv4Addr, port: u16, deadline: Duration) -> Result<()> {
     let start = Instant::now();
     let service = SocketAddr::from((address, port));

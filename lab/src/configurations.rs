@@ -9,9 +9,9 @@ use crate::error::{Context, Result};
 /// A type of device that QEMU lets its user plug.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pluggable {
-    /// What `-device` calls it.
+    /// Its name for `-device`.
     pub name: String,
-    /// The kind of bus that it needs; none for a few that are on no bus.
+    /// The kind of bus that it needs; `None` for the few devices that are on no bus.
     pub bus: Option<String>,
 }
 
@@ -24,10 +24,10 @@ pub struct Plugged {
     pub words: Vec<String>,
 }
 
-/// The types of devices that `-device help` lists, but processors.
+/// Returns the types of devices that `-device help` lists, except processors.
 ///
 /// # Errors
-/// When QEMU does not start.
+/// Fails if QEMU does not start.
 pub fn pluggable(qemu: &Qemu) -> Result<Vec<Pluggable>> {
     let output = Command::new(&qemu.program)
         .args(qemu.arguments())
@@ -47,10 +47,10 @@ fn parse(help: &str) -> Vec<Pluggable> {
     help.lines().filter_map(device).collect()
 }
 
-/// Network cards, by how their names begin.
+/// Network cards, by the beginning of their names.
 const CARDS: [&str; 10] =
     ["e1000", "i825", "i82801", "igb", "ne2k_", "pcnet", "rtl8139", "tulip", "usb-net", "vmxnet3"];
-/// Devices with an image behind them, by how their names begin.
+/// Devices with an image behind them, by the beginning of their names.
 const DISKS: [&str; 10] = [
     "floppy",
     "ide-hd",
@@ -63,7 +63,7 @@ const DISKS: [&str; 10] = [
     "emmc",
     "ufs-lu",
 ];
-/// Devices with a character device behind them, by how their names begin.
+/// Devices with a character device behind them, by the beginning of their names.
 const LINES: [&str; 8] = [
     "isa-serial",
     "pci-serial",
@@ -75,10 +75,10 @@ const LINES: [&str; 8] = [
     "ccid-card-passthru",
 ];
 
-/// How a device can be plugged that is the configuration's `number`th; files that it needs are made in `directory`.
+/// Describes how to plug `device` as the configuration's `number`th; files that it needs are made in `directory`.
 ///
 /// # Errors
-/// When a file cannot be made.
+/// Fails if a file cannot be made.
 pub fn plug(device: &Pluggable, number: usize, directory: &Path) -> Result<Plugged> {
     let name = device.name.as_str();
     let begins = |list: &[&str]| list.iter().any(|start| name.starts_with(start));

@@ -20,8 +20,8 @@ use crate::spec::GuestSpec;
 
 const PORT: u16 = 5432;
 
-/// A guest with PostgreSQL on a root disk of its own, number `n` in the laboratory's network; with `fio` it also writes
-/// and verifies a file all the while, and says `VERIFIED` on its console after each time, or `FIO FAILED`.
+/// Returns a guest with PostgreSQL on a root disk of its own, number `n` in the laboratory's network. With `fio` it
+/// also writes and verifies a file continuously, and prints `VERIFIED` on its console after each time, or `FIO FAILED`.
 pub fn database_guest(
     lab: &Lab,
     environment: &Environment,
@@ -34,7 +34,7 @@ pub fn database_guest(
     server(environment, name, n, &disk, if fio { "guest.fio" } else { "" })
 }
 
-/// The same guest with a root disk (qcow2) that it had before.
+/// Returns the same guest with the root disk (qcow2) that it had before.
 pub fn database_guest_again(environment: &Environment, name: &str, n: u8, disk: &Path) -> Result<GuestSpec> {
     server(environment, name, n, disk, "")
 }
@@ -54,17 +54,17 @@ fn failed(error: &postgres::Error) -> Error {
 #[derive(Debug)]
 pub struct Committer {
     stop: Arc<AtomicBool>,
-    /// Told of each transaction whose commit was confirmed; it ends when the connection does.
+    /// Receives one item for each transaction whose commit was confirmed; disconnected when the connection ends.
     commits: Receiver<()>,
     thread: JoinHandle<(u64, Option<String>)>,
 }
 
-/// What a committer has seen.
+/// Result of a committer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Committed {
     /// Rows 0 to just before this one were confirmed.
     pub rows: u64,
-    /// What ended its connection, if anything did.
+    /// Error that ended its connection, if any.
     pub error: Option<String>,
 }
 
@@ -90,7 +90,7 @@ impl Committer {
                     return (rows, Some(failed(&error).to_string()));
                 }
                 rows += 1;
-                // Nobody may be waiting.
+                // The receiver may be gone.
                 let _ = tell.send(());
             }
             (rows, None)
@@ -98,9 +98,9 @@ impl Committer {
         Ok(Self { stop, commits, thread: thread::spawn(work) })
     }
 
-    /// Waits for so many more commits. An error when the connection breaks before.
+    /// Waits for `commits` more commits. Fails if the connection breaks first.
     pub fn wait_for_commits(&self, commits: usize) -> Result<()> {
-        // Those until now do not count.
+        // Earlier commits do not count.
         let _ = self.commits.try_iter().count();
         if self.commits.iter().take(commits).count() < commits {
             return Err(Error::Config("the client's connection broke".to_owned()));
@@ -108,7 +108,7 @@ impl Committer {
         Ok(())
     }
 
-    /// Ends, and tells what was confirmed.
+    /// Ends the committer and returns the confirmed commits.
     pub fn finish(self) -> Committed {
         self.stop.store(true, Relaxed);
         let (rows, error) = self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -116,8 +116,8 @@ impl Committer {
     }
 }
 
-/// The rows of a client that are in the database, after all of its tables and their indices were found sound:
-/// PostgreSQL compares the checksum of each page that it reads.
+/// Returns a client's rows in the database, after all of its tables and their indices were found sound: PostgreSQL
+/// compares the checksum of each page that it reads.
 pub fn rows(host: &Host, address: Ipv4Addr, number: i32) -> Result<BTreeSet<u64>> {
     let mut client = connect(host, address)?;
     let read = (|| {

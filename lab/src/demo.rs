@@ -1,5 +1,5 @@
-//! The demonstration: a Debian guest that serves a page and keeps notes moves from one host to another while a client
-//! watches.
+//! The demonstration: a Debian guest that serves a page and keeps notes migrates from one host to another while a
+//! client watches.
 
 use std::fs;
 use std::path::Path;
@@ -21,35 +21,35 @@ use crate::lab::{Lab, LabConfig, VM_GATEWAY, vm_address};
 use crate::run::run;
 use crate::spec::{Boot, Device, Disk, GuestSpec, Load, Net};
 
-/// The name of the VM that moves.
+/// The name of the VM that migrates.
 const VM: &str = "notes";
 /// Time between an answer and the client's next request.
 const PAUSE: Duration = Duration::from_millis(2);
-/// Answers that the client waits for before the move, and again after it.
+/// Answers that the client waits for before the migration, and again after it.
 const ANSWERS: usize = 500;
 
-/// What the demonstration found.
+/// Results of the demonstration.
 #[derive(Debug, Clone, Serialize)]
 pub struct DemoReport {
     /// From the start of QEMU until the guest served, ms.
     pub boot_ms: u128,
-    /// What the migration's source reported; see the manual of `whimbrel migrate --json`.
+    /// Report of the migration's source; see the manual of `whimbrel migrate --json`.
     pub migration: Value,
-    /// What the client saw.
+    /// Report of the client.
     pub client: ClientReport,
-    /// Whether the VM's QEMU runs on the destination, and only there.
+    /// True if the VM's QEMU runs on the destination, and only there.
     pub moved: bool,
 }
 
-/// The Debian guest as the `n`th VM: on a disk of its own over the one that was made, in the shared directory.
+/// Returns the Debian guest as the `n`th VM: its own disk, over the prepared one, is in the shared directory.
 pub fn debian_guest(lab: &Lab, environment: &Environment, name: &str, n: u8) -> Result<GuestSpec> {
     let disk = lab.shared_directory()?.join(format!("{name}.qcow2"));
     overlay(&environment.qemu(QemuVersion::Installed)?, &disk, &environment.debian_disk()?, "qcow2")?;
     server(environment, name, n, &disk, "")
 }
 
-/// A Debian guest with this root disk, number `n` in the laboratory's network; `more` is added to the kernel's command
-/// line.
+/// Returns a Debian guest with this root disk, number `n` in the laboratory's network; `more` is added to the kernel's
+/// command line.
 pub(crate) fn server(
     environment: &Environment,
     name: &str,
@@ -77,8 +77,8 @@ pub(crate) fn server(
     })
 }
 
-/// Runs the demonstration with the program `whimbrel`; `say` is told what happens. Reports are written into
-/// `directory`.
+/// Runs the demonstration with the program `whimbrel`; `say` receives lines about its progress. Reports are written
+/// into `directory`.
 pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) -> Result<DemoReport> {
     let environment = Environment::discover();
     say("Two hosts, a witness, a router and a client, as network namespaces.");
@@ -127,13 +127,13 @@ pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) ->
 }
 
 impl DemoReport {
-    /// Whether everything went as it should.
+    /// Returns true if everything succeeded.
     pub fn is_clean(&self) -> bool {
         self.moved && self.client.is_clean() && self.migration["outcome"] == "moved"
     }
 }
 
-/// The one JSON document that the program prints; what is none is kept as text.
+/// Parses the one JSON document that the program prints; other output is kept as text.
 fn document(output: &str) -> Value {
     serde_json::from_str(output).unwrap_or_else(|_| Value::String(output.to_owned()))
 }
@@ -143,7 +143,7 @@ fn runs_qemu(host: &Host) -> Result<bool> {
     Ok(host.processes()?.iter().map(program).any(|path| path.display().to_string().contains("qemu-system")))
 }
 
-/// What the client saw, in a few lines.
+/// Describes the client's report in a few lines.
 fn describe(client: &ClientReport, say: &mut impl FnMut(&str)) {
     for (name, watched) in [("page", &client.page), ("notes", &client.notes)] {
         say(&format!(

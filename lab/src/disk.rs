@@ -10,8 +10,7 @@ use crate::environment::Qemu;
 use crate::error::{Context, Error, Result};
 use crate::run::run;
 
-/// Makes an image whose every block can be checked by its number: what the tiny guest's disk readers and writers
-/// expect.
+/// Makes an image whose every block can be checked by its number, as the tiny guest's disk readers and writers expect.
 pub fn known_content(qemu: &Qemu, path: &Path, format: &str, size_mib: u64) -> Result<()> {
     let raw = if format == "raw" { path.to_owned() } else { path.with_extension("raw") };
     write(&raw, size_mib).context(|| format!("cannot write {}", raw.display()))?;
@@ -31,8 +30,8 @@ pub fn overlay(qemu: &Qemu, path: &Path, base: &Path, base_format: &str) -> Resu
     run(&mut command).map(drop)
 }
 
-/// Has `qemu-img` look at an image that no QEMU has open. Clusters that a killed QEMU had taken and not used yet are no
-/// harm.
+/// Checks an image that no QEMU has open, with `qemu-img check`. Clusters that a killed QEMU had allocated and not used
+/// yet are no error.
 pub fn is_sound(qemu: &Qemu, path: &Path) -> Result<()> {
     const LEAKS_ALONE: i32 = 3;
     let mut command = std::process::Command::new(&qemu.img);

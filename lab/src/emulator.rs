@@ -29,14 +29,14 @@ use crate::lab::Direction;
 /// Largest packet. Larger than Ethernet's, so that fewer are handled for the same data.
 const MTU: u16 = 9000;
 
-/// How the link behaves, the same both ways.
+/// Behaviour of the link, the same both ways.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     /// Bytes that can pass each second in each direction. `None`: no limit.
     pub rate_bytes_per_s: Option<u64>,
-    /// How long a packet is on its way.
+    /// Time that a packet is on its way.
     pub delay: Duration,
-    /// By how much the delay may be longer, evenly spread.
+    /// Largest addition to the delay, evenly distributed.
     pub jitter: Duration,
     /// The share of packets lost, 0 to 1.
     pub loss: f64,
@@ -103,7 +103,7 @@ struct Wire {
 struct Queue {
     packets: VecDeque<(Instant, Vec<u8>)>,
     bytes: usize,
-    /// When the last packet that was let in has left the sender.
+    /// Time at which the last accepted packet has left the sender.
     sent_until: Option<Instant>,
 }
 
@@ -141,7 +141,7 @@ impl Emulator {
         }
     }
 
-    /// What passed in one direction.
+    /// Returns the counts of one direction.
     pub fn counts(&self, direction: Direction) -> Counts {
         let wire = self.wire(direction);
         Counts {
@@ -165,7 +165,7 @@ impl Drop for Emulator {
     fn drop(&mut self) {
         for wire in &self.wires {
             wire.stopping.store(true, Relaxed);
-            // An event counter takes a small number at any time.
+            // An event counter accepts a small number at any time.
             let _ = rustix::io::write(&wire.stop, &1_u64.to_ne_bytes());
             drop(lock(&wire.queue));
             wire.changed.notify_all();
@@ -204,13 +204,13 @@ impl Wire {
         }))
     }
 
-    /// Takes packets from the one device until the link ends.
+    /// Receives packets from the one device until the link ends.
     fn receive(&self, settings: &Mutex<Settings>, mut dice: Dice) {
         let mut buffer = vec![0; usize::from(MTU) + 64];
         while let Ok(true) = self.wait_for_packet() {
             match self.from.recv(&mut buffer) {
                 Ok(length) => self.take(&buffer[..length], settings, &mut dice),
-                // Taken down, or removed with its namespace: nothing comes any more.
+                // Taken down, or removed with its namespace: no packet arrives any longer.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => return,
             }
@@ -225,7 +225,7 @@ impl Wire {
         }
     }
 
-    /// Decides what becomes of a packet.
+    /// Decides whether a packet is dropped, and otherwise when it is due.
     fn take(&self, packet: &[u8], settings: &Mutex<Settings>, dice: &mut Dice) {
         let settings = lock(settings).clone();
         // The dice are thrown for every packet, so that decisions depend on its number alone.
@@ -273,7 +273,7 @@ impl Wire {
                     let Some((_, packet)) = queue.packets.pop_front() else { continue };
                     queue.bytes -= packet.len();
                     drop(queue);
-                    // Counted before: whoever has received a packet finds it counted.
+                    // Counted before the send: a receiver that has a packet finds it counted.
                     self.delivered.fetch_add(1, Relaxed);
                     self.delivered_bytes.fetch_add(packet.len() as u64, Relaxed);
                     if self.to.send(&packet).is_err() {
@@ -305,7 +305,7 @@ fn tap(host: &Host, name: &str) -> Result<Arc<SyncDevice>> {
         .within(|| DeviceBuilder::new().layer(Layer::L2).name(name).mtu(MTU).build_sync())?
         .context(|| format!("cannot make the device {name} in {}", host.namespace()))?;
     device.set_nonblocking(true).context(|| "cannot make a device non-blocking")?;
-    // Made here rather than by the builder: whatever that does with addresses, the link must be up in the end.
+    // Done here rather than by the builder: whatever that does with addresses, the link must be up in the end.
     host.run(&["ip", "link", "set", "dev", name, "up"])?;
     Ok(Arc::new(device))
 }

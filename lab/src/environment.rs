@@ -1,4 +1,4 @@
-//! What `scripts/setup` has made on this machine, and where: QEMU in two versions, guests' kernel and disks.
+//! Files that `scripts/setup` has made on this machine: QEMU in two versions, guests' kernel and disks.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Says what a test could not try on this machine, where it is seen although the test passes: `make test` lists it at
-/// its end, from the file that `WHIMBREL_NOT_TRIED` names.
+/// Reports what a test could not try on this machine, although the test passes: `make test` lists it at its end, from
+/// the file that `WHIMBREL_NOT_TRIED` names.
 pub fn not_tried(what: impl AsRef<str>) {
     // One line, so that lines of several tests stay whole.
     let what = what.as_ref().lines().collect::<Vec<_>>().join("; ");
@@ -39,31 +39,31 @@ pub struct Qemu {
     pub program: PathBuf,
     /// `qemu-img` of the same version.
     pub img: PathBuf,
-    /// Where it finds its firmware, if not where it was built for.
+    /// Directories with its firmware, if they are not where it was built for.
     pub data_dirs: Vec<PathBuf>,
 }
 
-/// The things that `scripts/setup` keeps in its cache.
+/// Paths that `scripts/setup` keeps in its cache.
 #[derive(Debug, Clone)]
 pub struct Environment {
     cache: PathBuf,
 }
 
 impl Environment {
-    /// The cache of this workspace, or the one that the environment variable `WHIMBREL_CACHE` names.
+    /// Returns the cache of this workspace, or the one that the environment variable `WHIMBREL_CACHE` names.
     pub fn discover() -> Self {
         let cache = std::env::var_os("WHIMBREL_CACHE")
             .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache"), PathBuf::from);
         Self { cache }
     }
 
-    /// The directory of the cache.
+    /// Returns the directory of the cache.
     pub fn cache(&self) -> &Path {
         &self.cache
     }
 
-    /// The QEMU of a version. [`Error::Missing`] where setup found no newer one: such a test has to say that it was
-    /// skipped.
+    /// Returns the QEMU of a version. [`Error::Missing`] where setup found no newer one: such a test has to report that
+    /// it was skipped.
     pub fn qemu(&self, version: QemuVersion) -> Result<Qemu> {
         match version {
             QemuVersion::Installed => {
@@ -88,7 +88,7 @@ impl Environment {
         }
     }
 
-    /// All versions that there are here.
+    /// Returns all versions that this machine has.
     pub fn qemu_versions(&self) -> Vec<QemuVersion> {
         [QemuVersion::Installed, QemuVersion::Newer]
             .into_iter()
@@ -96,46 +96,47 @@ impl Environment {
             .collect()
     }
 
-    /// The guests' kernel.
+    /// Returns the path of the guests' kernel.
     pub fn kernel(&self) -> Result<PathBuf> {
         existing(self.cache.join("kernel/vmlinuz"))
     }
 
-    /// The initial RAM disk of the tiny guest: drivers and load generator.
+    /// Returns the path of the tiny guest's initial RAM disk: drivers and load generator.
     pub fn tiny_initrd(&self) -> Result<PathBuf> {
         existing(self.cache.join("tiny/initrd.gz"))
     }
 
-    /// The initial RAM disk of the Debian guest.
+    /// Returns the path of the Debian guest's initial RAM disk.
     pub fn debian_initrd(&self) -> Result<PathBuf> {
         existing(self.cache.join("debian/initrd.gz"))
     }
 
-    /// The root disk of the Debian guest (qcow2). Never to be written: make an overlay.
+    /// Returns the path of the Debian guest's root disk (qcow2). Never to be written: make an overlay.
     pub fn debian_disk(&self) -> Result<PathBuf> {
         existing(self.cache.join("debian/root.qcow2"))
     }
 
-    /// The root disk of the Debian guest with PostgreSQL (qcow2). Never to be written: make an overlay.
+    /// Returns the path of the root disk of the Debian guest with PostgreSQL (qcow2). Never to be written: make an
+    /// overlay.
     pub fn database_disk(&self) -> Result<PathBuf> {
         existing(self.cache.join("database/root.qcow2"))
     }
 
-    /// The root disk of the Debian guest with services, whose disk is moved for measurements (qcow2). Never to be
-    /// written: make a copy.
+    /// Returns the path of the root disk of the Debian guest with services, whose disk is moved for measurements
+    /// (qcow2). Never to be written: make a copy.
     pub fn services_disk(&self) -> Result<PathBuf> {
         existing(self.cache.join("services/root.qcow2"))
     }
 
-    /// Whether a guest can run under the real KVM of this machine: `/dev/kvm` alone proves nothing, so the bare-metal
-    /// guest is tried by those who need it; this says only whether it is worth trying.
+    /// Returns true if running a guest under this machine's KVM is worth an attempt. `/dev/kvm` alone proves nothing,
+    /// so callers that need KVM try the bare-metal guest.
     pub fn has_kvm(&self) -> bool {
         OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
     }
 }
 
 impl Qemu {
-    /// Arguments that tell it where its firmware is.
+    /// Returns QEMU's arguments that name its firmware directories.
     pub fn arguments(&self) -> Vec<String> {
         self.data_dirs.iter().flat_map(|directory| ["-L".into(), directory.display().to_string()]).collect()
     }

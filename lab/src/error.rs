@@ -1,4 +1,4 @@
-//! What can go wrong in the laboratory.
+//! Errors of the laboratory.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,34 +12,34 @@ pub enum Error {
     Command {
         /// The command line.
         command: String,
-        /// How it ended.
+        /// Its exit status.
         status: ExitStatus,
-        /// What it printed, errors first.
+        /// Its output, errors first.
         output: String,
     },
-    /// The system refused something.
+    /// The system refused an operation.
     #[error("{what}")]
     Io {
-        /// What was tried.
+        /// The operation.
         what: String,
-        /// The system's answer.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// Something that `scripts/setup` makes is not there.
+    /// A file that `scripts/setup` makes is missing.
     #[error("{path} is missing: run scripts/setup as root")]
     Missing {
-        /// What is missing.
+        /// The missing path.
         path: PathBuf,
     },
-    /// An awaited line did not come.
+    /// An awaited line did not arrive in time.
     #[error("{log}: waited {waited_ms} ms in vain for {awaited}; it ends with:\n{tail}")]
     Timeout {
         /// The file that was followed.
         log: PathBuf,
-        /// How long, milliseconds.
+        /// Time waited, milliseconds.
         waited_ms: u128,
-        /// What for.
+        /// The awaited line.
         awaited: String,
         /// The file's last lines.
         tail: String,
@@ -49,7 +49,7 @@ pub enum Error {
     Ended {
         /// The file that was followed.
         log: PathBuf,
-        /// What for.
+        /// The awaited line.
         awaited: String,
         /// The file's last lines.
         tail: String,
@@ -65,10 +65,10 @@ pub enum Error {
         /// The answer.
         answer: String,
     },
-    /// A prefix that cannot be one.
+    /// An invalid prefix.
     #[error("prefix {0:?}: 1 to 20 letters, digits and dashes are possible")]
     Prefix(String),
-    /// A setting of the laboratory that cannot be.
+    /// An invalid setting of the laboratory.
     #[error("{0}")]
     Config(String),
 }
@@ -76,7 +76,7 @@ pub enum Error {
 /// Result of the laboratory's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Names what was tried when the system refuses it.
+/// Adds the attempted operation to an error of the system.
 pub(crate) trait Context<T> {
     /// `what` is evaluated only on failure.
     fn context<S: Into<String>>(self, what: impl FnOnce() -> S) -> Result<T>;

@@ -1,4 +1,4 @@
-//! Following a file that grows, line by line, woken by the kernel (inotify) when something was written.
+//! Following a file that grows, line by line; the kernel (inotify) wakes the follower after each write.
 //!
 //! Tests wait for lines, never for time; the deadline is only there so that a broken run ends.
 
@@ -15,10 +15,10 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::error::{Context, Error, Result};
 
-/// The deadline where a test has no better one: far beyond anything but a hang, on a machine however loaded.
+/// The deadline where a test has no better one: far longer than anything but a hang, also on a loaded machine.
 pub const DEADLINE: Duration = Duration::from_mins(2);
 
-/// The longest that somebody is waited for who says that he is at it.
+/// Longest wait for an answer while lines report that work on it continues.
 pub(crate) const LONGEST: Duration = Duration::from_mins(5);
 
 /// A growing file, read line by line.
@@ -35,8 +35,8 @@ pub struct Follow {
 }
 
 impl Follow {
-    /// From the file's beginning. The file is made when it is not there yet. With `writer`, waiting fails as soon as
-    /// that process has ended and all it wrote was read.
+    /// Follows a file from its beginning. A missing file is made. With `writer`, waiting fails as soon as that process
+    /// has ended and all of its output was read.
     pub fn start(path: &Path, writer: Option<u32>) -> Result<Self> {
         let context = || format!("cannot follow {}", path.display());
         fs::OpenOptions::new().create(true).append(true).open(path).context(context)?;
@@ -58,14 +58,14 @@ impl Follow {
         })
     }
 
-    /// Passes over everything that is in the file now.
+    /// Skips everything that is in the file now.
     pub fn skip(&mut self) -> Result<()> {
         self.read()?;
         self.lines.clear();
         Ok(())
     }
 
-    /// The next line, when it is there already.
+    /// Returns the next line, if it is there already.
     pub fn next_now(&mut self) -> Result<Option<String>> {
         if self.lines.is_empty() {
             self.read()?;
@@ -73,7 +73,7 @@ impl Follow {
         Ok(self.lines.pop_front())
     }
 
-    /// The next line for which `wanted` holds; lines before it are passed over. `awaited` names it in errors.
+    /// Returns the next line for which `wanted` holds; lines before it are skipped. `awaited` names it in errors.
     pub fn wait_for(
         &mut self,
         awaited: &str,
@@ -83,8 +83,8 @@ impl Follow {
         self.wait_while(awaited, deadline, |_| false, wanted)
     }
 
-    /// The same, of somebody who may need long and says so: the deadline is counted from the last line that tells that
-    /// he `is_at_it`, [`LONGEST`] at the most.
+    /// Waits like [`Follow::wait_for`] for a writer that may need long and reports so: the deadline is counted from the
+    /// last line for which `is_at_it` holds, and ends after [`LONGEST`] at the latest.
     pub fn wait_while(
         &mut self,
         awaited: &str,
@@ -95,7 +95,7 @@ impl Follow {
         let start = Instant::now();
         let mut until = deadline;
         loop {
-            // Before reading: what a process wrote before it ended must still be found.
+            // Before reading: the output of a process that has ended must still be found.
             let ended = self.writer.as_ref().is_some_and(is_readable);
             while let Some(line) = self.next_now()? {
                 if wanted(&line) {
@@ -125,7 +125,7 @@ impl Follow {
         }
     }
 
-    /// The next line that contains `text`.
+    /// Returns the next line that contains `text`.
     pub fn wait_for_text(&mut self, text: &str) -> Result<String> {
         self.wait_for(&format!("\"{text}\""), DEADLINE, |line| line.contains(text))
     }
@@ -137,7 +137,7 @@ impl Follow {
         tail.join("\n")
     }
 
-    /// Reads what is new.
+    /// Reads new content.
     fn read(&mut self) -> Result<()> {
         self.file
             .read_to_end(&mut self.partial)
@@ -154,12 +154,12 @@ impl Follow {
         Ok(())
     }
 
-    /// Until the file was written, the writer ended, or the time is over.
+    /// Sleeps until the file was written, the writer ended, or the time is over.
     fn sleep(&self, at_most: Duration) -> io::Result<()> {
         let mut files = vec![PollFd::new(&self.watch, PollFlags::IN)];
         files.extend(self.writer.as_ref().map(|writer| PollFd::new(writer, PollFlags::IN)));
         poll_for(&mut files, Some(at_most))?;
-        // Which events there were does not matter: all that is new is read.
+        // The kinds of events do not matter: all new content is read.
         let mut buffer = [MaybeUninit::uninit(); 1024];
         let mut events = inotify::Reader::new(&self.watch, &mut buffer);
         while events.next().is_ok() {}
@@ -180,7 +180,7 @@ fn is_readable(file: impl AsFd) -> bool {
     poll_for(&mut files, Some(Duration::ZERO)).is_ok() && !files[0].revents().is_empty()
 }
 
-/// Until a process (named by its descriptor) has ended.
+/// Waits until a process (named by its descriptor) has ended.
 pub(crate) fn wait_for_end(process: impl AsFd) -> io::Result<()> {
     while !is_readable(&process) {
         poll_for(&mut [PollFd::new(&process, PollFlags::IN)], None)?;

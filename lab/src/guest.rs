@@ -19,7 +19,7 @@ use crate::run::Daemon;
 use crate::serial::{Serial, Tick};
 use crate::spec::{Boot, Device, GuestSpec};
 
-/// How long filling a MiB may take.
+/// Time that filling one MiB may need.
 const FILL_PATIENCE: Duration = Duration::from_millis(100);
 
 /// A guest that was started here. Its QEMU is killed when this is dropped, unless it was [`Guest::release`]d.
@@ -74,45 +74,46 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Waits until the tiny guest ticks, which it does when it has filled so much memory.
+    /// Waits until the tiny guest ticks, which it does once it has filled this much memory.
     pub fn wait_for_load(&self, fill_mib: u64) -> Result<Tick> {
         // Without KVM it may fill no more than some 50 MiB in a second.
         let deadline = DEADLINE + FILL_PATIENCE * fill_mib as u32;
         self.serial.follow()?.wait_for_tick(deadline, |_| true)
     }
 
-    /// The process id of its QEMU.
+    /// Returns the process id of its QEMU.
     pub fn pid(&self) -> u32 {
         self.daemon.pid()
     }
 
-    /// The directory with its sockets and logs.
+    /// Returns the directory with its sockets and logs.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The socket of its monitor.
+    /// Returns the path of its monitor's socket.
     pub fn qmp_socket(&self) -> PathBuf {
         self.directory.join("qmp.sock")
     }
 
-    /// Its serial line.
+    /// Returns its serial line.
     pub fn serial(&self) -> &Serial {
         &self.serial
     }
 
-    /// Connects to its monitor: the second one where it has one, so that nobody is in the way.
+    /// Connects to its monitor: to the second one where it has one, so that other users of the first are not in the
+    /// way.
     pub fn monitor(&self) -> Result<Monitor> {
         let second = self.directory.join("lab.sock");
         Monitor::connect(&if second.exists() { second } else { self.qmp_socket() })
     }
 
-    /// Whether its QEMU still runs.
+    /// Returns true if its QEMU still runs.
     pub fn is_running(&mut self) -> bool {
         self.daemon.is_running()
     }
 
-    /// Waits until its QEMU has ended; it is not reaped, so that the kernel goes on to tell what it used.
+    /// Waits until its QEMU has ended, without reaping it, so that the kernel still reports its resource usage.
     pub fn wait_for_end(&self) -> Result<()> {
         self.daemon.wait_for_end()
     }
@@ -122,20 +123,21 @@ impl Guest {
         self.daemon.kill()
     }
 
-    /// Lets its QEMU live on when this is dropped. Returns the process id.
+    /// Keeps its QEMU running when this is dropped. Returns the process id.
     pub fn release(self) -> u32 {
         self.daemon.release()
     }
 
-    /// Woken when something is made in the directory; the monitor answers once the machine is made.
+    /// Waits until the monitor answers, which it does once the machine is made; wakes when a file is made in the
+    /// directory.
     fn wait_for_monitor(&mut self) -> Result<()> {
         let context = || format!("cannot watch {}", self.directory.display());
         let watch =
             inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK).context(context)?;
         inotify::add_watch(&watch, &self.directory, inotify::WatchFlags::CREATE).context(context)?;
         let start = Instant::now();
-        // It is asked for again while it is refused: the name is there a moment before connections are taken, and a
-        // QEMU that fails while it starts has already taken one.
+        // Connects again while the monitor refuses: the socket's name exists a moment before connections are accepted,
+        // and a QEMU that fails while it starts has already accepted one.
         while let Err(refused) = Monitor::connect(&self.qmp_socket()) {
             if !self.daemon.is_running() {
                 let log = self.daemon.log();

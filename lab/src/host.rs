@@ -9,7 +9,7 @@ use std::process::Command;
 use crate::error::{Context, Error, Result};
 use crate::run::{Daemon, kill_pid, run};
 
-/// Where named network namespaces are.
+/// Directory of named network namespaces.
 const NAMESPACES: &str = "/run/netns";
 
 /// A network namespace under a name, with a directory of its own. A handle: dropping it changes nothing.
@@ -31,38 +31,38 @@ impl Host {
         }
     }
 
-    /// Its name in the laboratory: `a`, `b`, `witness`, `router`, `client`.
+    /// Returns its name in the laboratory: `a`, `b`, `witness`, `router`, `client`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The name of its network namespace.
+    /// Returns the name of its network namespace.
     pub fn namespace(&self) -> &str {
         &self.namespace
     }
 
-    /// The file that stands for its network namespace.
+    /// Returns the file that stands for its network namespace.
     pub fn namespace_path(&self) -> PathBuf {
         Path::new(NAMESPACES).join(&self.namespace)
     }
 
-    /// A directory for its files: on a real file system (disk images with direct I/O), and short enough for the paths
-    /// of sockets.
+    /// Returns the directory for its files: on a real file system (disk images with direct I/O), and short enough for
+    /// the paths of sockets.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Its address on the migration link (hosts) or on its only network (others).
+    /// Returns its address on the migration link (hosts) or on its only network (others).
     pub fn address(&self) -> Ipv4Addr {
         self.addresses.first().copied().unwrap_or(Ipv4Addr::LOCALHOST)
     }
 
-    /// Its address on the network that it shares with the witness, where it has one.
+    /// Returns its address on the network that it shares with the witness, if it has one.
     pub fn control_address(&self) -> Option<Ipv4Addr> {
         self.addresses.get(1).copied()
     }
 
-    /// A command that runs in this host's network namespace.
+    /// Returns a command that runs in this host's network namespace.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         // It becomes the program: the process id is the program's own.
@@ -70,7 +70,7 @@ impl Host {
         command
     }
 
-    /// Runs a command to its end in this host and returns what it printed.
+    /// Runs a command to its end in this host and returns its output.
     pub fn run(&self, words: &[&str]) -> Result<String> {
         let (program, arguments) =
             words.split_first().ok_or_else(|| Error::Config("an empty command".to_owned()))?;
@@ -84,8 +84,8 @@ impl Host {
         Daemon::start(self.command(program).args(arguments), &self.directory.join(format!("{name}.log")))
     }
 
-    /// Runs a function on a thread that is in this host's network namespace: sockets and devices that it makes belong
-    /// there, also after.
+    /// Runs a function on a thread in this host's network namespace. Sockets and devices that it makes belong to that
+    /// namespace, also afterwards.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
         let path = self.namespace_path();
         let namespace = fs::File::open(&path).context(|| format!("no namespace {}", path.display()))?;
@@ -95,12 +95,12 @@ impl Host {
                     .context(|| format!("cannot enter {}", path.display()))?;
                 Ok(work())
             });
-            // A panic of the work goes on here.
+            // A panic of the work continues here.
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
 
-    /// Makes a tap device for a VM, connected to the VMs' network. One that is there already stays.
+    /// Makes a tap device for a VM, connected to the VMs' network. An existing one stays.
     pub fn tap(&self, name: &str) -> Result<()> {
         if self.run(&["ip", "link", "show", "dev", name]).is_err() {
             self.run(&["ip", "tuntap", "add", "dev", name, "mode", "tap"])?;
@@ -109,19 +109,19 @@ impl Host {
         Ok(())
     }
 
-    /// Process ids of everything that runs in this host.
+    /// Returns the process ids of everything that runs in this host.
     pub fn processes(&self) -> Result<Vec<u32>> {
         processes_in(&self.namespace_path())
     }
 }
 
-/// Process ids of everything that runs in a network namespace.
+/// Returns the process ids of everything that runs in a network namespace.
 fn processes_in(namespace: &Path) -> Result<Vec<u32>> {
     let wanted = fs::metadata(namespace).context(|| format!("no namespace {}", namespace.display()))?;
     let processes = fs::read_dir("/proc").context(|| "cannot read /proc")?;
     Ok(processes
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
-        // A process may end while we look.
+        // A process may end during the scan.
         .filter(|pid| {
             fs::metadata(format!("/proc/{pid}/ns/net"))
                 .is_ok_and(|it| (it.ino(), it.dev()) == (wanted.ino(), wanted.dev()))
@@ -129,7 +129,7 @@ fn processes_in(namespace: &Path) -> Result<Vec<u32>> {
         .collect())
 }
 
-/// Names of the network namespaces of hosts with this prefix.
+/// Returns the names of the network namespaces of hosts with this prefix.
 pub(crate) fn namespaces(prefix: &str, hosts: &[&str]) -> Result<Vec<String>> {
     let entries = match fs::read_dir(NAMESPACES) {
         Ok(entries) => entries,
@@ -147,13 +147,13 @@ pub(crate) fn namespaces(prefix: &str, hosts: &[&str]) -> Result<Vec<String>> {
 /// Kills everything in a network namespace and removes it.
 pub(crate) fn remove_namespace(name: &str) -> Result<()> {
     let path = Path::new(NAMESPACES).join(name);
-    // A file that was left by a crash between its making and the mounting is no namespace; nothing runs there.
+    // A file that a crash left between its creation and the mounting is no namespace; nothing runs there.
     loop {
         let processes = processes_in(&path)?;
         if processes.is_empty() {
             break;
         }
-        // Again until there are none: a dying process may have had children meanwhile.
+        // Repeats until none is found: a dying process may have made children in the meantime.
         processes.into_iter().try_for_each(kill_pid)?;
     }
     run(Command::new("ip").args(["netns", "del", name]))?;

@@ -1,4 +1,4 @@
-//! As much of HTTP/1.1 as the laboratory's clients need: one connection that carries one request after another.
+//! The part of HTTP/1.1 that the laboratory's clients need: one connection that carries one request after another.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// Longest head of an answer.
 const HEAD_BYTES: u64 = 64 << 10;
-/// How much of a body is read at once.
+/// Bytes of a body read at once.
 const PIECE_BYTES: usize = 64 << 10;
 
 /// A connection that is kept, and never opened again.
@@ -20,12 +20,12 @@ pub(crate) struct Connection {
 pub(crate) struct Head {
     pub(crate) status: u16,
     pub(crate) body_bytes: u64,
-    /// Where to go instead.
+    /// The target of a redirection.
     pub(crate) location: Option<String>,
 }
 
 impl Connection {
-    /// Connects; silence of the service for longer than `patience` is an error, then and later.
+    /// Connects. Silence of the service for longer than `patience` is an error, now and later.
     pub(crate) fn open(service: SocketAddr, patience: Duration) -> io::Result<Self> {
         let stream = TcpStream::connect_timeout(&service, patience)?;
         stream.set_nodelay(true)?;
@@ -34,12 +34,12 @@ impl Connection {
         Ok(Self { stream: BufReader::new(stream) })
     }
 
-    /// The socket.
+    /// Returns the socket.
     pub(crate) fn socket(&self) -> &TcpStream {
         self.stream.get_ref()
     }
 
-    /// Sends a request, with `headers` (lines that end with CRLF) among its own, and reads the head of the answer.
+    /// Sends a request, with additional `headers` (lines that end with CRLF), and reads the head of the answer.
     pub(crate) fn ask(&mut self, method: &str, path: &str, headers: &str, body: &str) -> io::Result<Head> {
         let length = body.len();
         let request = format!(
@@ -49,7 +49,7 @@ impl Connection {
         read_head(&mut self.stream)
     }
 
-    /// Reads a body, and tells of each piece when it is there.
+    /// Reads a body, and passes each piece to `piece` on arrival.
     pub(crate) fn read_body(&mut self, head: &Head, mut piece: impl FnMut(&[u8])) -> io::Result<()> {
         let mut buffer = vec![0; PIECE_BYTES];
         let mut left = head.body_bytes;
@@ -61,7 +61,7 @@ impl Connection {
                     piece(&buffer[..read]);
                     left -= read as u64;
                 }
-                // A socket with a time limit is not read again by itself.
+                // A read of a socket with a time limit is not repeated by itself.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
@@ -69,12 +69,12 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads so many bytes of a body.
+    /// Reads bytes of a body until `bytes` is full.
     pub(crate) fn read_exact(&mut self, bytes: &mut [u8]) -> io::Result<()> {
         self.stream.read_exact(bytes)
     }
 
-    /// Sends a request and reads the answer's body, which may have so many bytes. Anything but success is an error.
+    /// Sends a request and reads the answer's body, up to a limit in bytes. Any status but success is an error.
     pub(crate) fn request(
         &mut self,
         method: &str,

@@ -59,7 +59,7 @@ const CLIENT_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 254);
 /// The hosts, in the order in which they are drawn above.
 const HOSTS: [&str; 5] = ["a", "b", "witness", "router", "client"];
 
-/// The address of the `n`th VM (1 to 253) in the VMs' network.
+/// Returns the address of the `n`th VM (1 to 253) in the VMs' network.
 pub const fn vm_address(n: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 92, 0, n)
 }
@@ -67,10 +67,10 @@ pub const fn vm_address(n: u8) -> Ipv4Addr {
 /// The link between the two hosts.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum Link {
-    /// As fast as this machine can.
+    /// The full speed of this machine.
     #[default]
     Fast,
-    /// At most so many bytes each second, each way.
+    /// A limited rate each way.
     Limited {
         /// The limit.
         rate_bytes_per_s: u64,
@@ -79,19 +79,19 @@ pub enum Link {
     Emulated(Settings),
 }
 
-/// What laboratory to make.
+/// Configuration of a laboratory.
 #[derive(Debug, Clone)]
 pub struct LabConfig {
-    /// Names of namespaces begin with it. At most 20 letters, digits and dashes.
+    /// Prefix of the namespaces' names. At most 20 letters, digits and dashes.
     pub prefix: String,
-    /// Where the hosts' directories are made.
+    /// Directory in which the hosts' directories are made.
     pub directory: PathBuf,
     /// The migration link.
     pub link: Link,
 }
 
 impl LabConfig {
-    /// A laboratory with this prefix, with its directory at the usual place.
+    /// Returns a laboratory with this prefix, with its directory at the usual place.
     pub fn new(prefix: &str) -> Self {
         Self {
             prefix: prefix.to_owned(),
@@ -100,7 +100,7 @@ impl LabConfig {
         }
     }
 
-    /// A laboratory of its own for a test: the prefix is not used by another one on this machine.
+    /// Returns a laboratory for one test: no other laboratory on this machine uses its prefix.
     pub fn for_test() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         Self::new(&format!("wt{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed)))
@@ -115,7 +115,7 @@ impl LabConfig {
         Ok(())
     }
 
-    /// The same with another migration link.
+    /// Sets another migration link.
     #[must_use]
     pub fn link(mut self, link: Link) -> Self {
         self.link = link;
@@ -153,12 +153,12 @@ pub struct Lab {
     pub witness: Host,
     /// The router between VMs and client, and the switch of the VMs' network.
     pub router: Host,
-    /// Where clients of VMs run.
+    /// The host of the VMs' clients.
     pub client: Host,
 }
 
 impl Lab {
-    /// Makes a laboratory. Whatever is left of an earlier one with the same prefix is taken down first.
+    /// Makes a laboratory. Remains of an earlier one with the same prefix are taken down first.
     pub fn up(config: &LabConfig) -> Result<Self> {
         Self::down(config)?;
         let mut lab = Self::handle(config)?;
@@ -177,7 +177,7 @@ impl Lab {
         Ok(lab)
     }
 
-    /// Handles of a laboratory that is up already (and stays so when this is dropped).
+    /// Returns handles of a laboratory that is up already (and stays so when this is dropped).
     pub fn attach(config: &LabConfig) -> Result<Self> {
         let mut lab = Self::handle(config)?;
         lab.kept = true;
@@ -194,10 +194,10 @@ impl Lab {
         Ok(lab)
     }
 
-    /// Takes a laboratory down: kills all that runs in its namespaces, removes them and its directory. Nothing happens
-    /// when there is none.
+    /// Takes a laboratory down: kills all that runs in its namespaces, removes them and its directory. Does nothing if
+    /// there is none.
     pub fn down(config: &LabConfig) -> Result<()> {
-        // What is removed below bears the prefix's name: it must not be a way to somewhere else.
+        // The paths removed below contain the prefix: it must not lead to another directory.
         config.check()?;
         namespaces(&config.prefix, &HOSTS)?.iter().try_for_each(|name| remove_namespace(name))?;
         match fs::remove_dir_all(&config.directory) {
@@ -208,17 +208,17 @@ impl Lab {
         }
     }
 
-    /// Leaves it up when this is dropped. An emulated link ends with this process all the same.
+    /// Keeps it up when this is dropped. An emulated link ends with this process all the same.
     pub fn keep(&mut self) {
         self.kept = true;
     }
 
-    /// All its hosts, in the order in which they are drawn above.
+    /// Returns all its hosts, in the order in which they are drawn above.
     pub fn hosts(&self) -> [&Host; 5] {
         [&self.a, &self.b, &self.witness, &self.router, &self.client]
     }
 
-    /// What a person needs to know to use it by hand.
+    /// Describes the laboratory for a person who uses it by hand.
     pub fn describe(&self) -> String {
         let host = |host: &Host| {
             let control = host.control_address().filter(|control| *control != host.address());
@@ -234,19 +234,19 @@ impl Lab {
         self.hosts().map(host).into_iter().chain([network, files]).collect::<Vec<_>>().join("\n")
     }
 
-    /// The directory that both hosts see: shared storage for VMs' disks.
+    /// Returns the directory that both hosts see: shared storage for VMs' disks.
     pub fn shared_directory(&self) -> Result<PathBuf> {
         let path = self.directory.join("shared");
         fs::create_dir_all(&path).context(|| format!("cannot make {}", path.display()))?;
         Ok(path)
     }
 
-    /// The emulator of the migration link, where it is emulated: settings can be changed and packets counted.
+    /// Returns the emulator of an emulated migration link, which changes settings and counts packets.
     pub fn emulator(&self) -> Option<&Emulator> {
         self.emulator.as_ref()
     }
 
-    /// Changes the rate of the migration link, bytes per second each way. `None`: as fast as can be.
+    /// Changes the rate of the migration link, bytes per second each way. `None`: as fast as possible.
     pub fn set_rate(&self, rate_bytes_per_s: Option<u64>) -> Result<()> {
         if let Some(emulator) = &self.emulator {
             emulator.change(|settings| settings.rate_bytes_per_s = rate_bytes_per_s);
@@ -254,11 +254,11 @@ impl Lab {
         }
         for host in [&self.a, &self.b] {
             let Some(rate) = rate_bytes_per_s else {
-                // None there is no error: then it is as fast as can be already.
+                // A missing qdisc is no error: the link is then as fast as possible already.
                 let _ = host.run(&["tc", "qdisc", "del", "dev", MIGRATION_LINK, "root"]);
                 continue;
             };
-            // Bytes that may pass at once: a large segment, or what comes in the time of a timer's tick.
+            // Bytes that may pass at once: a large segment, or the bytes of one timer tick.
             let burst = (rate / 100).max(128 << 10).to_string();
             let rate = format!("{}bit", rate.saturating_mul(8));
             host.run(&[
@@ -280,7 +280,7 @@ impl Lab {
         Ok(())
     }
 
-    /// Cuts the migration link in one direction: packets vanish silently, nobody is told.
+    /// Cuts the migration link in one direction: packets vanish silently, without an error to the sender.
     pub fn cut(&self, direction: Direction) -> Result<()> {
         match &self.emulator {
             Some(emulator) => {
@@ -315,7 +315,7 @@ impl Lab {
         drop_arriving(&self.witness, host.name())
     }
 
-    /// Packets that a cut of the migration link has swallowed in a direction since it was made.
+    /// Returns the packets that a cut of the migration link has swallowed in a direction since it was made.
     pub fn packets_cut(&self, direction: Direction) -> Result<u64> {
         if let Some(emulator) = &self.emulator {
             return Ok(emulator.counts(direction).cut);
@@ -327,7 +327,7 @@ impl Lab {
             .ok_or_else(|| Error::Config(format!("the migration link is not cut: {rules}")))
     }
 
-    /// Bytes that have gone onto the migration link in a direction so far, with all headers.
+    /// Returns the bytes sent onto the migration link in a direction so far, with all headers.
     pub fn sent_bytes(&self, direction: Direction) -> Result<u64> {
         let sender = match direction {
             Direction::AToB => &self.a,
@@ -369,7 +369,7 @@ impl Drop for Lab {
                 directory: self.directory.clone(),
                 link: Link::default(),
             };
-            // Nobody could be told here; the next `up` or `down` with this prefix tries again.
+            // An error cannot be returned here; the next `up` or `down` with this prefix tries again.
             let _ = Self::down(&config);
         }
     }

@@ -1,16 +1,19 @@
 //! Whimbrel's laboratory: hosts, links, guests and clients on one machine, for tests and for people who want to try by
 //! hand.
 //!
-//! - [`Lab`]: two hosts, a witness, a router and a client as network namespaces ([`lab`] draws them); links that can be slowed, cut and healed.
+//! - [`Lab`]: two hosts, a witness, a router and a client as network namespaces ([`lab`] draws them); links that can be
+//!   slowed, cut and healed.
 //! - [`Emulator`]: a link with delay, jitter and loss, in user space.
-//! - [`Guest`] from a [`GuestSpec`]: QEMU in two versions, all kinds of memory and devices, with the tiny guest (boots in seconds, knows what every
-//!   page of its memory must contain) or the [`bare`]-metal one (runs under any KVM).
-//! - [`Nas`]: what a guest may compute meanwhile.
-//! - [`Serial`]: what a guest prints, and what one types to it.
+//! - [`Guest`] from a [`GuestSpec`]: QEMU in two versions, all kinds of memory and devices, with the tiny guest (boots
+//!   in seconds, knows the expected content of every page of its memory) or the [`bare`]-metal one (runs under any
+//!   KVM).
+//! - [`Nas`]: a benchmark kernel that a guest computes during a migration.
+//! - [`Serial`]: a guest's serial line: its output, and commands typed to it.
 //! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
-//! - [`Client`]: watches a service from outside; [`demo`]: all of it together.
-//! - [`bench`] and [`storage`]: what a move costs, without disks and with them; [`sweep`]: what that depends on.
-//! - [`Environment`]: what `scripts/setup` has made.
+//! - [`Client`]: watches a service from outside; [`demo`]: all of these together.
+//! - [`bench`] and [`storage`]: costs of a migration, without disks and with them; [`sweep`]: their dependence on
+//!   parameters.
+//! - [`Environment`]: the files that `scripts/setup` has made.
 //!
 //! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but
 //! namespaces whose names begin with its prefix, what runs in them, and its directory; it opens no connection to the

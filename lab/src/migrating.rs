@@ -1,4 +1,4 @@
-//! Having Whimbrel move a guest, as a user would, and reading what it tells of it.
+//! Migrating a guest with Whimbrel, as a user would, and reading its report.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -14,21 +14,21 @@ use crate::guest::Guest;
 use crate::host::Host;
 use crate::run::run;
 
-/// Has a host's agent know a guest, which is no part of moving it.
+/// Lets a host's agent adopt a guest, before the migration that is measured.
 pub(crate) fn adopt(agents: &Agents, host: &Host, guest: &Guest) -> Result<()> {
     let socket = guest.qmp_socket();
     run(&mut agents.command(host, &["vm", "adopt", "--qmp", &socket.display().to_string()])).map(drop)
 }
 
-/// Has agents forget a guest, which is gone.
+/// Lets agents forget a guest that is gone.
 pub(crate) fn forget<'a>(agents: &Agents, hosts: impl IntoIterator<Item = &'a Host>, vm: &str) {
     for host in hosts {
-        // It may not know it.
+        // The agent may not know the guest.
         let _ = run(&mut agents.command(host, &["vm", "forget", vm]));
     }
 }
 
-/// Has a guest moved, with `more` words on the command line; it is cancelled when it takes longer than `patience`.
+/// Migrates a guest, with `more` words on the command line; cancels the migration after `patience`.
 pub(crate) fn migrate(
     agents: &Agents,
     from: &Host,
@@ -40,8 +40,8 @@ pub(crate) fn migrate(
     migrate_meanwhile(agents, from, to, vm, more, patience, |_| Ok(()))
 }
 
-/// The same; something else is done meanwhile. The receiver that it is given is disconnected when the guest has been
-/// moved, or has not. This returns when both are over.
+/// Migrates like [`migrate`], and runs `meanwhile` at the same time. The receiver passed to it is disconnected when the
+/// migration has ended, with success or without. Returns when both have ended.
 pub(crate) fn migrate_meanwhile(
     agents: &Agents,
     from: &Host,
@@ -53,12 +53,12 @@ pub(crate) fn migrate_meanwhile(
 ) -> Result<Told> {
     let mut command = agents.command(from, &["migrate", vm, "--to", to.name(), "--json"]);
     command.args(more);
-    // It ends with an error where the guest was not moved, and tells why in the same document.
+    // The program ends with an error if the guest was not moved, and reports the reason in the same document.
     let said = thread::scope(|scope| {
         let (ended, waiting) = mpsc::channel::<()>();
         scope.spawn(move || {
             if waiting.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
-                // It may end at this very moment.
+                // The migration may end at this very moment.
                 let _ = run(&mut agents.command(from, &["cancel", vm]));
             }
         });
@@ -66,7 +66,7 @@ pub(crate) fn migrate_meanwhile(
         let meanwhile = scope.spawn(move || meanwhile(&underway));
         let said = command.stderr(Stdio::null()).output();
         drop((ended, over));
-        // A panic of it goes on here.
+        // A panic of `meanwhile` continues here.
         meanwhile.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         said.context(|| "cannot run Whimbrel")
     })?;
@@ -75,17 +75,17 @@ pub(crate) fn migrate_meanwhile(
         .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))
 }
 
-/// What Whimbrel tells of a migration: its report.
+/// Whimbrel's report of a migration.
 #[derive(Debug, Clone)]
 pub(crate) struct Told(Value);
 
 impl Told {
-    /// All of it.
+    /// Returns the whole report.
     pub(crate) fn report(&self) -> &Value {
         &self.0
     }
 
-    /// Whether the guest was moved, rather than left where it was. Anything else is an error.
+    /// Returns true if the guest was moved, false if it was left where it was. Any other outcome is an error.
     pub(crate) fn has_moved(&self) -> Result<bool> {
         match self.0["outcome"].as_str() {
             Some("moved") => Ok(true),
@@ -94,17 +94,17 @@ impl Told {
         }
     }
 
-    /// From the request to the end of the source's QEMU.
+    /// Returns the time from the request to the end of the source's QEMU.
     pub(crate) fn total(&self) -> Result<Duration> {
         number(&self.0, "total_us").map(Duration::from_micros)
     }
 
-    /// The downtime, or a part of it.
+    /// Returns the downtime, or a part of it.
     pub(crate) fn downtime(&self, part: &str) -> Result<Duration> {
         number(&self.0["downtime"], part).map(Duration::from_micros)
     }
 
-    /// When something happened, counted from the request.
+    /// Returns the time of an event, counted from the request.
     pub(crate) fn since_request(&self, what: &str) -> Result<Duration> {
         let events = self.0["events"].as_array().into_iter().flatten();
         let at_us = events.filter(|event| event["what"] == what).find_map(|event| event["at_us"].as_u64());
@@ -113,19 +113,19 @@ impl Told {
             .ok_or_else(|| Error::Config(format!("no event {what} in {}", self.0)))
     }
 
-    /// When something happened, by the host's calendar.
+    /// Returns the time of an event by the host's calendar.
     pub(crate) fn at(&self, what: &str) -> Result<SystemTime> {
         let started = Duration::from_millis(number(&self.0, "started_unix_ms")?);
         Ok(SystemTime::UNIX_EPOCH + started + self.since_request(what)?)
     }
 }
 
-/// A number that has to be there: of what is missing nothing is made up.
+/// Returns a required number: a missing one is an error, with no default.
 pub(crate) fn number(value: &Value, name: &str) -> Result<u64> {
     value[name].as_u64().ok_or_else(|| Error::Config(format!("no number {name} in {value}")))
 }
 
-/// Whether a program is a QEMU.
+/// Returns true if a program is a QEMU.
 pub(crate) fn is_qemu(program: &Path) -> bool {
     program.to_string_lossy().contains("qemu-system")
 }

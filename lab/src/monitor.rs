@@ -1,5 +1,5 @@
-//! The little of QEMU's monitor protocol that the laboratory itself needs. It waits for each answer; events that come
-//! meanwhile are kept.
+//! The subset of QEMU's monitor protocol that the laboratory needs. Each command waits for its answer; events that
+//! arrive in the meantime are kept.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
@@ -11,21 +11,21 @@ use serde_json::{Value, json};
 
 use crate::error::{Context, Error, Result};
 
-/// A connection to QEMU's monitor. QEMU takes one at a time on a socket.
+/// A connection to QEMU's monitor. QEMU accepts one at a time on a socket.
 #[derive(Debug)]
 pub struct Monitor {
     stream: BufReader<UnixStream>,
     events: VecDeque<Event>,
 }
 
-/// Something that QEMU told of its own accord.
+/// An asynchronous event of QEMU.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
     /// Its name, in capitals.
     pub name: String,
-    /// When, by the host's calendar, in microseconds since 1970.
+    /// Its time by the host's calendar, in microseconds since 1970.
     pub at_unix_us: u64,
-    /// What belongs to it.
+    /// Its data.
     pub data: Value,
 }
 
@@ -34,7 +34,7 @@ impl Monitor {
     pub fn connect(path: &Path) -> Result<Self> {
         let context = || format!("cannot use the monitor {}", path.display());
         let stream = UnixStream::connect(path).context(context)?;
-        // A safety net: somebody else may hold the monitor for ever.
+        // A safety net: another client may hold the monitor for ever.
         stream.set_read_timeout(Some(Duration::from_mins(1))).context(context)?;
         let mut monitor = Self { stream: BufReader::new(stream), events: VecDeque::new() };
         monitor.read().context(context)?;
@@ -59,8 +59,8 @@ impl Monitor {
         }
     }
 
-    /// The next event for which `wanted` holds, or the first of those that came already; those before it are passed
-    /// over.
+    /// Returns the next event for which `wanted` holds, or the first one that has arrived already; events before it are
+    /// skipped.
     pub fn wait_for_event(&mut self, mut wanted: impl FnMut(&Event) -> bool) -> Result<Event> {
         loop {
             let event = match self.events.pop_front() {
@@ -73,7 +73,7 @@ impl Monitor {
         }
     }
 
-    /// How long to wait for what QEMU says next.
+    /// Sets the time limit for QEMU's next message.
     pub fn set_patience(&mut self, patience: Duration) -> Result<()> {
         self.stream.get_ref().set_read_timeout(Some(patience)).context(|| "cannot set a timeout")
     }

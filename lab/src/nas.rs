@@ -9,10 +9,10 @@ use crate::error::{Error, Result};
 use crate::follow::{DEADLINE, Follow};
 use crate::serial::Serial;
 
-/// How long a program may take until it ends, or until it has begun its work: emulated, on a busy machine.
+/// Time that a program may need until it ends, or until it has begun its work: emulated, on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(20);
 
-/// What is run.
+/// A kernel to run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Nas {
     /// `CG`, `EP`, `FT`, `IS` or `MG`.
@@ -21,24 +21,24 @@ pub struct Nas {
     pub class: String,
     /// Threads that share its work.
     pub threads: u32,
-    /// How often it is run; None: for as long as the guest runs.
+    /// Number of runs; `None`: runs for as long as the guest does.
     pub runs: Option<u32>,
-    /// Where it shares its work with another guest.
+    /// Another guest that shares the work, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<Peer>,
 }
 
-/// Where the other one of two guests is that share a kernel's work.
+/// Connection between two guests that share a kernel's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Peer {
-    /// It connects to this port.
+    /// The peer connects to this port.
     Listen(u16),
-    /// It listens there.
+    /// The peer listens at this address.
     At(SocketAddrV4),
 }
 
-/// How the program has ended.
+/// End of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NasEnd {
     /// Its exit status: 0 when all of its runs verified.
@@ -46,12 +46,12 @@ pub struct NasEnd {
 }
 
 impl Nas {
-    /// A kernel that is run by one thread until the guest ends.
+    /// Returns a kernel that one thread runs until the guest ends.
     pub fn forever(kernel: &str, class: &str) -> Self {
         Self { kernel: kernel.to_owned(), class: class.to_owned(), threads: 1, runs: None, peer: None }
     }
 
-    /// For the kernel's command line: the program's own words, without spaces.
+    /// Returns the program's own options without spaces, for the kernel's command line.
     pub(crate) fn words(&self) -> String {
         let Self { kernel, class, threads, runs, peer } = self;
         let runs = runs.map_or("forever".to_owned(), |runs| runs.to_string());
@@ -77,7 +77,7 @@ impl Serial {
         }
     }
 
-    /// Waits until the guest's kernel has ended, here; None where this QEMU has ended before.
+    /// Waits until the guest's kernel has ended, here; returns `None` if this QEMU has ended before.
     pub fn wait_for_nas_end(&self) -> Result<Option<NasEnd>> {
         let ended = |line: &str| NasEnd::parse(line).is_some();
         match self.follow()?.wait_for("the end of the guest's kernel", PATIENCE, ended) {
@@ -89,8 +89,8 @@ impl Serial {
 }
 
 impl Follow {
-    /// The next run of the guest's kernel that has ended: whether it verified. A line that did not come whole is passed
-    /// over; that the program itself has ended is an error.
+    /// Waits for the end of the next run of the guest's kernel. Returns true if the run verified. An incomplete line is
+    /// skipped; the end of the program itself is an error.
     pub fn wait_for_nas_run(&mut self) -> Result<bool> {
         let known = |line: &str| verdict(line).is_some() || NasEnd::parse(line).is_some();
         let line = self.wait_for("a run of a kernel", DEADLINE, known)?;
@@ -99,10 +99,10 @@ impl Follow {
     }
 }
 
-/// Whether a run verified, from a line that tells of one.
+/// Returns true if a run verified, from the line that reports a run.
 fn verdict(line: &str) -> Option<bool> {
     let words = line.strip_prefix("NAS run ")?;
-    // What was found, and what was expected, follow where they are not the same.
+    // The found and the expected value follow where they differ.
     if words.contains(" verified=no ") {
         Some(false)
     } else {
@@ -111,7 +111,7 @@ fn verdict(line: &str) -> Option<bool> {
 }
 
 impl NasEnd {
-    /// From a line; None if it tells something else, or did not come whole.
+    /// Parses a line; returns `None` for another or an incomplete one.
     fn parse(line: &str) -> Option<Self> {
         line.strip_prefix("NAS ended status=")?.parse().ok().map(|status| Self { status })
     }

@@ -49,7 +49,7 @@ impl Pki {
         let mut parameters = CertificateParams::new(vec![name.to_owned()])?;
         parameters.distinguished_name.push(DnType::CommonName, name);
         parameters.subject_alt_names.extend(addresses.iter().copied().map(SanType::IpAddress));
-        // QEMU's TLS wants the second, whatever the key.
+        // QEMU's TLS needs the second, with any key.
         parameters.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         parameters.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];

@@ -1,4 +1,4 @@
-//! Running programs: to their end, with what they printed in the error; or as daemons with a log that can be followed.
+//! Running programs: to their end, with their output in the error; or as daemons with a log that can be followed.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -11,7 +11,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 use crate::error::{Context, Error, Result};
 use crate::follow::Follow;
 
-/// Runs a command to its end and returns what it printed.
+/// Runs a command to its end and returns its output.
 pub fn run(command: &mut Command) -> Result<String> {
     let output =
         command.stdin(Stdio::null()).output().context(|| format!("cannot run {}", shown(command)))?;
@@ -26,7 +26,7 @@ pub fn run(command: &mut Command) -> Result<String> {
     Err(Error::Command { command: shown(command), status: output.status, output: text })
 }
 
-/// A command line as one would type it, near enough.
+/// Returns an approximation of the command line as a user would type it.
 fn shown(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
@@ -41,7 +41,7 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts a command in a process group of its own; what it prints is appended to `log`.
+    /// Starts a command in a process group of its own; its output is appended to `log`.
     pub fn start(command: &mut Command, log: &Path) -> Result<Self> {
         let output = open_log(log)?;
         let errors = output.try_clone().context(|| format!("cannot use {}", log.display()))?;
@@ -55,22 +55,22 @@ impl Daemon {
         Ok(Self { pid: child.id(), child: Some(child), log: log.to_owned() })
     }
 
-    /// Its process id.
+    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// The file that has what it printed.
+    /// Returns the file with its output.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// Follows what it prints, from the start of the log. Waiting ends with an error when the process ends.
+    /// Follows its output from the start of the log. Waiting fails when the process ends.
     pub fn follow(&self) -> Result<Follow> {
         Follow::start(&self.log, Some(self.pid))
     }
 
-    /// Whether it still runs.
+    /// Returns true if it still runs.
     pub fn is_running(&mut self) -> bool {
         self.child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(None)))
     }
@@ -83,7 +83,7 @@ impl Daemon {
         crate::follow::wait_for_end(&process).context(context)
     }
 
-    /// Kills it (SIGKILL) and waits until it is gone. Nothing happens when it has ended before.
+    /// Kills it (SIGKILL) and waits until it is gone. Does nothing if it has ended before.
     pub fn kill(&mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         child.kill().context(|| format!("cannot kill process {}", self.pid))?;
@@ -95,14 +95,14 @@ impl Daemon {
     pub fn terminate(&mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         if let Some(pid) = Pid::from_raw(self.pid as i32) {
-            // It may have ended by itself: then there is nobody to tell.
+            // It may have ended by itself: then no process receives the signal.
             let _ = rustix::process::kill_process(pid, Signal::TERM);
         }
         child.wait().context(|| format!("cannot wait for process {}", self.pid))?;
         Ok(())
     }
 
-    /// Lets it live on when this is dropped. Returns its process id.
+    /// Keeps it running when this is dropped. Returns its process id.
     pub fn release(mut self) -> u32 {
         self.child = None;
         self.pid
@@ -111,7 +111,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // Nobody could be told here; `Lab::down` kills what is left in its namespaces.
+        // An error cannot be returned here; `Lab::down` kills the remaining processes in its namespaces.
         let _ = self.kill();
     }
 }

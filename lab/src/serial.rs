@@ -1,4 +1,4 @@
-//! The serial line of a guest: follow what it prints, type commands.
+//! The serial line of a guest: follow its output, type commands.
 
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -13,8 +13,8 @@ use whimbrel_guest_load::checksum;
 use crate::error::{Context, Error, Result};
 use crate::follow::{DEADLINE, Follow, LONGEST};
 
-/// A guest's serial line: a socket for its input, a log with its output. The guest may be any: one that was started
-/// here, or one that has moved.
+/// A guest's serial line: a socket for its input, a log with its output. The guest may have been started here, or may
+/// have arrived by a migration.
 #[derive(Debug, Clone)]
 pub struct Serial {
     socket: PathBuf,
@@ -23,7 +23,7 @@ pub struct Serial {
     pid: Option<u32>,
 }
 
-/// What the tiny guest says each second.
+/// A line that the tiny guest prints each second.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Tick {
     /// Its number.
@@ -48,23 +48,23 @@ pub struct Tick {
     pub wrong: u64,
 }
 
-/// What the tiny guest found when it was asked to verify everything.
+/// The tiny guest's answer to the command to verify everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Check {
-    /// Whether everything is what was written last, now and ever before.
+    /// True if all content was always the content that was written last.
     pub ok: bool,
     /// Pages verified.
     pub pages: u64,
-    /// Blocks of the disk verified: in memory what was read, on the disk what was written.
+    /// Blocks of the disk verified: in memory those that were read, on the disk those that were written.
     pub disk_blocks: u64,
-    /// Wrong ones ever found.
+    /// Wrong pages and blocks found since the start.
     pub wrong: u64,
 }
 
 /// The length of a slot of [`Progress`].
 pub(crate) const SLOT: Duration = Duration::from_millis(10);
 
-/// What the tiny guest's program got done, by the guest's own clock, in slots of [`SLOT`].
+/// Work done by the tiny guest's program, by the guest's own clock, in slots of [`SLOT`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Progress {
     /// The number of the first slot, counted from the start of the load.
@@ -76,7 +76,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// From a line that begins with `TRACE`. What is missing is empty.
+    /// Parses a line that begins with `TRACE`. Missing parts are empty.
     pub fn parse(line: &str) -> Self {
         let list = |key: &str| {
             let list: String = value(line, key);
@@ -87,17 +87,17 @@ impl Progress {
 }
 
 impl Serial {
-    /// The line of a guest by the socket for its input and the log with its output.
+    /// Returns the line of a guest by the socket for its input and the log with its output.
     pub fn new(socket: &Path, log: &Path, pid: Option<u32>) -> Self {
         Self { socket: socket.to_owned(), log: log.to_owned(), pid }
     }
 
-    /// The socket for its input.
+    /// Returns the socket for its input.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// The log.
+    /// Returns the log.
     pub fn log(&self) -> &Path {
         &self.log
     }
@@ -107,14 +107,14 @@ impl Serial {
         Follow::start(&self.log, self.pid)
     }
 
-    /// Follows what is printed from now on.
+    /// Follows the output from now on.
     pub fn follow_from_now(&self) -> Result<Follow> {
         let mut follow = self.follow()?;
         follow.skip()?;
         Ok(follow)
     }
 
-    /// Types a line and waits for a line of the output, printed afterwards, that is wanted.
+    /// Types a line and waits for a wanted line of the output, printed afterwards.
     pub fn ask(
         &self,
         line: &str,
@@ -122,18 +122,18 @@ impl Serial {
         deadline: Duration,
         wanted: impl FnMut(&str) -> bool,
     ) -> Result<String> {
-        // A check of the disk takes as long as the disk.
+        // A check of the disk takes as long as the disk needs.
         let is_checking = |line: &str| Tick::parse(line).is_some_and(|tick| tick.checking > 0);
         let mut output = self.follow_from_now()?;
         let context = || format!("cannot write to {}", self.socket.display());
         let mut input = UnixStream::connect(&self.socket).context(context)?;
         input.write_all(format!("{line}\n").as_bytes()).context(context)?;
-        // It stays open until the answer is there: QEMU hands over no more than the guest can take at once. Meanwhile
-        // what comes back must be taken, or the guest's output stops; the log has it too.
+        // The socket stays open until the answer is there: QEMU passes on no more than the guest can accept at once.
+        // Until then the output that arrives here must be drained, or the guest's output stops; the log has it too.
         let mut drained = input.try_clone().context(context)?;
         let drain = thread::spawn(move || io::copy(&mut drained, &mut io::sink()));
         let answer = output.wait_while(awaited, deadline, is_checking, wanted);
-        // QEMU may have ended meanwhile, and taken the connection along.
+        // QEMU may have ended in the meantime, and closed the connection.
         let _ = input.shutdown(Shutdown::Both);
         let _ = drain.join();
         answer
@@ -144,17 +144,17 @@ impl Serial {
         self.follow_from_now()?.wait_for_tick(DEADLINE, |_| true)
     }
 
-    /// Waits until the tiny guest has read from its disk: anew, after what it says first.
+    /// Waits until the tiny guest has read from its disk: until a tick reports more reads than the first one.
     pub fn wait_for_disk_reads(&self) -> Result<()> {
         self.wait_for_more(|tick| tick.disk_reads)
     }
 
-    /// Waits until the tiny guest has written to its disk: anew, after what it says first.
+    /// Waits until the tiny guest has written to its disk: until a tick reports more writes than the first one.
     pub fn wait_for_disk_writes(&self) -> Result<()> {
         self.wait_for_more(|tick| tick.disk_writes)
     }
 
-    /// Waits until the tiny guest has counted on: how soon is the machine's affair, as it has other things to do.
+    /// Waits until a counter of the tiny guest has increased; the time depends on the machine's other work.
     fn wait_for_more(&self, count: impl Fn(&Tick) -> u64) -> Result<()> {
         let mut ticks = self.follow_from_now()?;
         let before = count(&ticks.wait_for_tick(DEADLINE, |_| true)?);
@@ -162,7 +162,7 @@ impl Serial {
         Ok(())
     }
 
-    /// All ticks so far.
+    /// Returns all ticks so far.
     pub fn ticks(&self) -> Result<Vec<Tick>> {
         let mut follow = self.follow()?;
         let mut ticks = Vec::new();
@@ -172,7 +172,7 @@ impl Serial {
         Ok(ticks)
     }
 
-    /// Has the tiny guest verify all its memory, all that it has read from its disk, and all that it may have written
+    /// Makes the tiny guest verify all its memory, all that it has read from its disk, and all that it may have written
     /// there, at once.
     pub fn check(&self) -> Result<Check> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
@@ -189,18 +189,19 @@ impl Serial {
         })
     }
 
-    /// The time since the tiny guest's load began, by the guest's clock.
+    /// Returns the time since the tiny guest's load began, by the guest's clock.
     pub fn now(&self) -> Result<Duration> {
         let answer = self.ask_until_whole("now", PATIENCE, |answer| answer.starts_with("NOW "))?;
         Ok(Duration::from_micros(value(&answer, "uptime_us")))
     }
 
-    /// What the tiny guest's program got done from a moment of its clock on.
+    /// Returns the work of the tiny guest's program from a moment of its clock on.
     pub fn progress(&self, from: Duration) -> Result<Progress> {
         self.progress_until(from, Duration::MAX)
     }
 
-    /// The same, no further than to another moment: a guest that has no time may do more while it tells than it has told.
+    /// Returns the work between two moments: a guest short of processor time may do more while it prints than it has
+    /// printed.
     pub fn progress_until(&self, from: Duration, until: Duration) -> Result<Progress> {
         let slot = |at: Duration| u64::try_from(at.as_millis() / SLOT.as_millis()).unwrap_or(u64::MAX);
         let mut all = Progress { first: slot(from), ..Progress::default() };
@@ -210,7 +211,7 @@ impl Serial {
             if piece.work.is_empty() || next > slot(until) {
                 return Ok(all);
             }
-            // The guest has forgotten what is older.
+            // The guest has discarded older slots.
             if all.work.is_empty() {
                 all.first = piece.first;
             }
@@ -219,8 +220,9 @@ impl Serial {
         }
     }
 
-    /// A fifth of a second of it: lines are short, so that most are whole. One of more than 270 characters fills the line's
-    /// socket, to which QEMU gives each by itself, where its reader is slow; then one of them comes twice, each time.
+    /// Returns a fifth of a second of progress: lines are short, so that most arrive whole. A line of more than 270
+    /// characters fills the socket, to which QEMU passes each character by itself, if its reader is slow; then one
+    /// character is repeated, each time.
     fn piece_of_progress(&self, first: u64) -> Result<Progress> {
         let question = format!("trace {first} 20");
         let line = self.ask_until_whole(&question, PATIENCE, |answer| answer.starts_with("TRACE "))?;
@@ -233,8 +235,8 @@ impl Serial {
         self.ask_until_whole(&format!("set {settings}"), PATIENCE, |answer| answer == done).map(drop)
     }
 
-    /// The answer, without its checksum. An emulated serial line loses a character now and then, of the question too: what
-    /// was not answered, or not understood, is asked again, a few times.
+    /// Returns the answer without its checksum. An emulated serial line loses a character now and then, also of the
+    /// command: a command without a complete answer is typed again, a few times.
     fn ask_until_whole(
         &self,
         question: &str,
@@ -249,7 +251,7 @@ impl Serial {
             attempts += 1;
             let answer = self.ask(question, &awaited, patience, &mut is_answer);
             match answer.map(|line| whole(&line).unwrap_or_default().to_owned()) {
-                // Who has said all the while that he is at it, and comes to no end, has understood.
+                // A guest that has reported progress all the while, and did not finish, has understood the command.
                 Err(Error::Timeout { waited_ms, .. })
                     if attempts < ATTEMPTS && waited_ms < LONGEST.as_millis() => {}
                 Ok(answer) if answer.starts_with("ERROR ") => {
@@ -263,21 +265,20 @@ impl Serial {
     }
 }
 
-/// How often a question is put that is not answered, and how long an answer is waited for: one that comes at once, and
-/// one for which the guest has to look through all of its memory and disk.
+/// Number of attempts for a command that is not answered, and the time limits of an answer: of one that is immediate,
+/// and of one for which the guest has to check all of its memory and disk.
 const ATTEMPTS: u32 = 6;
 const PATIENCE: Duration = Duration::from_secs(5);
 const CHECK_PATIENCE: Duration = Duration::from_secs(40);
 
-/// What the tiny guest said, without its checksum. None if it did not come whole, or has none.
+/// Returns the tiny guest's line without its checksum. `None` if the line is incomplete, or has no checksum.
 fn whole(line: &str) -> Option<&str> {
     let (said, sum) = line.rsplit_once(" sum=")?;
     (Some(checksum(said)) == u64::from_str_radix(sum, 16).ok()).then_some(said)
 }
 
 impl Follow {
-    /// The next tick of the tiny guest that is wanted. What did not come whole is passed over: the next one tells as
-    /// much.
+    /// Returns the tiny guest's next tick that is wanted. Incomplete lines are skipped: the next tick reports as much.
     pub fn wait_for_tick(
         &mut self,
         deadline: Duration,
@@ -290,7 +291,7 @@ impl Follow {
 }
 
 impl Tick {
-    /// From a line; None if it is no tick, or did not come whole.
+    /// Parses a line; returns `None` for a line that is no tick, or incomplete.
     pub fn parse(line: &str) -> Option<Self> {
         let line = whole(line)?.strip_prefix("tick ")?;
         Some(Self {
@@ -308,7 +309,7 @@ impl Tick {
     }
 }
 
-/// The value of `KEY=VALUE` in a line of words.
+/// Returns the value of `KEY=VALUE` in a line of words.
 fn value<T: std::str::FromStr + Default>(line: &str, key: &str) -> T {
     line.split_ascii_whitespace()
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())

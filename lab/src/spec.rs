@@ -1,4 +1,4 @@
-//! What guest to start: the description, and QEMU's command line made from it.
+//! Descriptions of guests to start, and QEMU's command line made from them.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -17,33 +17,34 @@ use crate::nas::Nas;
 pub struct GuestSpec {
     /// Its name, also for QEMU.
     pub name: String,
-    /// Which QEMU.
+    /// The QEMU version.
     pub qemu: QemuVersion,
     /// The machine type, `q35` or `pc` or a versioned one.
     pub machine: String,
-    /// How its instructions are carried out.
+    /// Execution of its instructions.
     pub accel: Accel,
     /// Processors.
     pub vcpus: u32,
     /// Memory, MiB.
     pub memory_mib: u64,
-    /// Where the memory comes from.
+    /// Kind of its memory.
     pub ram: Ram,
     /// NUMA nodes that share the memory evenly, a RAM block each. 1: no NUMA.
     pub numa_nodes: u64,
-    /// What is plugged in.
+    /// Its devices.
     pub devices: Vec<Device>,
-    /// What runs in it.
+    /// The software that runs in it.
     pub boot: Boot,
-    /// A second monitor, `lab.sock`, for a test that needs QEMU while somebody else holds the first.
+    /// A second monitor, `lab.sock`, for a test that needs QEMU while another client holds the first.
     pub second_monitor: bool,
-    /// The user and group, by number, that QEMU runs as from its beginning, without any privilege. None: as we do.
+    /// The user and group, by number, that QEMU runs as from its beginning, without any privilege. `None`: those of
+    /// this process.
     pub user: Option<u32>,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
 
-/// How a guest's instructions are carried out.
+/// Execution of a guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accel {
     /// QEMU translates them.
@@ -53,7 +54,7 @@ pub enum Accel {
     Kvm,
 }
 
-/// Where a guest's memory comes from.
+/// Kind of a guest's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ram {
     /// QEMU's default: anonymous and private.
@@ -66,7 +67,7 @@ pub enum Ram {
     Hugetlb,
 }
 
-/// What can be plugged in.
+/// A device of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Device {
     /// A standard VGA card: RAM blocks of its own, one of them a ROM.
@@ -83,8 +84,8 @@ pub enum Device {
     Rng,
     /// A virtio serial controller with a port whose other end is nowhere.
     VirtioSerial,
-    /// Another one, with the port over which the guest is asked what of its memory need not be sent. Its socket is
-    /// `guest.sock`.
+    /// A second serial controller, with the port over which the agent requests free page hints from the guest. Its
+    /// socket is `guest.sock`.
     GuestPort,
 }
 
@@ -118,7 +119,7 @@ pub struct Net {
     pub mac: String,
 }
 
-/// What runs in a guest.
+/// Software that runs in a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Boot {
     /// The tiny guest with the load generator.
@@ -136,20 +137,20 @@ pub enum Boot {
     },
 }
 
-/// What the tiny guest's load generator does.
+/// Options of the tiny guest's load generator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Load {
     /// Memory filled at the start, MiB.
     pub fill_mib: u64,
     /// The part of it that is rewritten over and over, MiB.
     pub wss_mib: u64,
-    /// How fast, MiB/s of pages touched. 0: not at all.
+    /// Write rate, MiB/s of pages touched. 0: none.
     pub rate_mib_per_s: u64,
-    /// How fast pages are verified in the background, MiB/s. 0: not at all.
+    /// Rate of verifying pages in the background, MiB/s. 0: none.
     pub verify_mib_per_s: u64,
-    /// How pages are rewritten.
+    /// Kind of rewriting.
     pub mode: LoadMode,
-    /// Which pages are, and in which order.
+    /// Choice and order of the pages to rewrite.
     pub pattern: Pattern,
     /// Threads that read the first disk past the guest's page cache. The disk must be one of
     /// [`crate::disk::known_content`].
@@ -160,26 +161,26 @@ pub struct Load {
     pub disk_mib: u64,
     /// Its address in the VMs' network, for the first network card.
     pub address: Option<Ipv4Addr>,
-    /// TCP port that echoes what it gets. 0: none.
+    /// TCP port that echoes its input. 0: none.
     pub port: u16,
     /// Makes contents differ between guests, and the order of pages where that is random.
     pub seed: u64,
-    /// How much of what it fills looks random, in percent; the rest compresses well.
+    /// Share of the filled memory that looks random, in percent; the rest compresses well.
     pub noise_percent: u64,
-    /// Memory that was in use before it began, and is free with what was in it, MiB.
+    /// Memory that was in use before the load began, and is free with its old content, MiB.
     pub litter_mib: u64,
-    /// How much of the beginning of its first disk it has read into its page cache before it began, MiB.
+    /// Length of the beginning of its first disk that it has read into its page cache before the load began, MiB.
     pub cache_mib: u64,
-    /// What it computes beside that. Its memory is not counted in [`GuestSpec::tiny`].
+    /// A NAS kernel that it computes beside the load. Its memory is not counted in [`GuestSpec::tiny`].
     pub nas: Option<Nas>,
-    /// More for its kernel's command line.
+    /// Additions to its kernel's command line.
     pub kernel: String,
 }
 
-/// How the load generator rewrites pages.
+/// Kind of rewriting of the load generator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadMode {
-    /// The whole page anew: nothing to compress.
+    /// The whole page anew, with incompressible content.
     Random,
     /// A few bytes of each page.
     Few,
@@ -212,7 +213,7 @@ impl Default for Load {
 }
 
 impl Disk {
-    /// A disk past the host's page cache, through `-drive`.
+    /// Returns a disk past the host's page cache, through `-drive`.
     pub fn new(id: &str, path: &Path, format: &str) -> Self {
         Self {
             id: id.to_owned(),
@@ -227,14 +228,14 @@ impl Disk {
 }
 
 impl Net {
-    /// A card for the `n`th VM: tap `vmN`, and a hardware address of its own.
+    /// Returns a card for the `n`th VM: tap `vmN`, and a hardware address of its own.
     pub fn new(n: u8) -> Self {
         Self { id: "net0".to_owned(), tap: format!("vm{n}"), mac: format!("52:54:00:00:00:{n:02x}") }
     }
 }
 
 impl GuestSpec {
-    /// The tiny guest: one processor, 160 MiB of anonymous memory, no devices but the serial port.
+    /// Returns the tiny guest: one processor, 160 MiB of anonymous memory, no devices but the serial port.
     pub fn tiny(name: &str, load: Load) -> Self {
         Self {
             name: name.to_owned(),
@@ -242,7 +243,7 @@ impl GuestSpec {
             machine: "q35".to_owned(),
             accel: Accel::Tcg,
             vcpus: 1,
-            // The kernel and the unpacked RAM disk take some 80 MiB.
+            // The kernel and the unpacked RAM disk need some 80 MiB.
             memory_mib: (load.fill_mib
                 + if load.disk_threads > 0 { load.disk_mib } else { 0 }
                 + load.litter_mib
@@ -259,20 +260,20 @@ impl GuestSpec {
         }
     }
 
-    /// The bare-metal guest, with one or two processors.
+    /// Returns the bare-metal guest, with one or two processors.
     pub fn bare(name: &str, accel: Accel, vcpus: u32) -> Self {
         Self { accel, vcpus, memory_mib: 128, boot: Boot::Bare, ..Self::tiny(name, Load::default()) }
     }
 
-    /// Every kind of device that the end-to-end tests ask for but disk and network: VGA, USB, balloon, random numbers,
-    /// virtio serial.
+    /// Adds every kind of device that the end-to-end tests need except disk and network: VGA, USB, balloon, random
+    /// numbers, virtio serial.
     #[must_use]
     pub fn with_many_devices(mut self) -> Self {
         self.devices.extend([Device::Vga, Device::Usb, Device::Balloon, Device::Rng, Device::VirtioSerial]);
         self
     }
 
-    /// QEMU's arguments. Files that the guest needs (sockets, logs) are in `directory`.
+    /// Returns QEMU's arguments. Files that the guest needs (sockets, logs) are in `directory`.
     pub fn arguments(&self, environment: &Environment, directory: &Path) -> Result<Vec<String>> {
         let mut line = Line::default();
         let file = |name: &str| directory.join(name).display().to_string();
@@ -280,8 +281,8 @@ impl GuestSpec {
         line.flags(["-no-user-config", "-nodefaults"]);
         line.option("-display", "none");
         self.processor_and_memory(&mut line);
-        // The log has the whole output, also while nobody is connected, and goes on after a move within one file
-        // system.
+        // The log has the whole output, also while no client is connected, and continues after a migration within one
+        // file system.
         let chardev = format!(
             "socket,id=serial0,path={},server=on,wait=off,logfile={},logappend=on",
             file("serial.sock"),
@@ -324,9 +325,9 @@ impl GuestSpec {
         }
     }
 
-    /// Where there can be no second processor, an emulating QEMU translates the guest's locked instructions without a
-    /// barrier of the host, although its devices work in threads of their own: a virtio driver may then miss an
-    /// interrupt, and wait for ever.
+    /// Returns QEMU's processor arguments. Where there can be no second processor, an emulating QEMU translates the
+    /// guest's locked instructions without a barrier of the host, although its devices work in threads of their own: a
+    /// virtio driver may then miss an interrupt, and wait for ever.
     fn processors(&self) -> String {
         match (self.accel, self.vcpus) {
             (Accel::Tcg, 1) => "1,maxcpus=2".to_owned(),
@@ -334,7 +335,7 @@ impl GuestSpec {
         }
     }
 
-    /// An object that provides memory.
+    /// Returns an object that provides memory.
     fn memory(&self, id: &str, mib: u64) -> String {
         match &self.ram {
             Ram::Anonymous => format!("memory-backend-ram,id={id},size={mib}M"),
@@ -368,7 +369,7 @@ impl GuestSpec {
         Ok(())
     }
 
-    /// The tiny guest's kernel command line.
+    /// Returns the tiny guest's kernel command line.
     fn append(&self, load: &Load) -> String {
         let mode = match load.mode {
             LoadMode::Random => "random",

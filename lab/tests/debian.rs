@@ -24,7 +24,7 @@ fn the_guest_serves_and_the_client_sees_a_pause() {
     let client = Client::start(&lab.client, service, Duration::from_millis(2)).unwrap();
     client.wait_for_answers(50).unwrap();
     let mut monitor = guest.monitor().unwrap();
-    // The pause that the client has to see.
+    // The pause that the client has to detect.
     monitor.command("stop", &serde_json::json!({})).unwrap();
     std::thread::sleep(Duration::from_millis(300));
     monitor.command("cont", &serde_json::json!({})).unwrap();
@@ -34,7 +34,7 @@ fn the_guest_serves_and_the_client_sees_a_pause() {
     assert!(report.is_clean(), "{report:?}");
     assert!(report.page.longest_gap_ms >= 300.0 && report.page.answered > 1 && report.notes.answered >= 1);
 
-    // A client whose connection breaks says so, and never opens another.
+    // A client whose connection breaks reports it, and never opens another.
     let client = Client::start(&lab.client, service, Duration::from_millis(2)).unwrap();
     client.wait_for_answers(10).unwrap();
     let reject = "add table ip broken; add chain ip broken way { type filter hook forward priority 0; }; \

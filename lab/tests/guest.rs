@@ -1,4 +1,4 @@
-//! The laboratory's guests: they boot, tell a wrong page, read their disk, answer on the network, in both versions of
+//! The laboratory's guests: they boot, detect a wrong page, read their disk, answer on the network, in both versions of
 //! QEMU. Needs root.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
@@ -23,7 +23,7 @@ fn laboratory() -> (Lab, Environment) {
     (Lab::up(&LabConfig::for_test()).unwrap(), Environment::discover())
 }
 
-/// Where in QEMU's memory that of a guest with [`Ram::Memfd`] is, and how much.
+/// Returns the address and length of the memory of a guest with [`Ram::Memfd`] in QEMU's address space.
 fn guest_memory(pid: u32) -> (u64, usize) {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let line = maps.lines().find(|line| line.contains("memfd:")).unwrap();
@@ -41,7 +41,7 @@ fn a_planted_wrong_byte_is_told() {
     let check = guest.serial().check().unwrap();
     assert!(check.ok && check.pages == 16 * 256 && check.wrong == 0, "{check:?}");
 
-    // The page is found in QEMU's memory by what it must contain.
+    // The page is found in QEMU's memory by its expected content.
     let memory =
         OpenOptions::new().read(true).write(true).open(format!("/proc/{}/mem", guest.pid())).unwrap();
     let (base, length) = guest_memory(guest.pid());
@@ -187,7 +187,7 @@ fn the_guest_writes_its_disk_and_tells_what_was_lost() {
     // All of the second half at the least.
     assert!(check.ok && check.disk_blocks >= 1024, "{check:?}");
 
-    // Somebody else writes there, too: one block in each place.
+    // The host writes there, too: one block in each place.
     let file = OpenOptions::new().write(true).open(&image).unwrap();
     for place in 256..512 {
         file.write_all_at(b"?", place << 14).unwrap();
@@ -238,7 +238,7 @@ fn the_bare_guest_runs_on_one_and_two_processors() {
         assert_eq!(progress.wrong, 0);
         assert_eq!(progress.lines[1] > 0, vcpus == 2);
         if accel == Accel::Tcg && vcpus == 2 {
-            // The second processor's memory loses what was written in one page.
+            // The second processor's memory loses the written content of one page.
             let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid())).unwrap();
             let (base, _) = guest_memory(guest.pid());
             let mut monitor = guest.monitor().unwrap();

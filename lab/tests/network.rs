@@ -1,5 +1,5 @@
-//! The laboratory's networks: who reaches whom, cuts that swallow packets, an emulator that does what it says, and
-//! nothing left behind. Needs root.
+//! The laboratory's networks: reachability, cuts that swallow packets, an emulator that keeps its settings, and a
+//! complete cleanup. Needs root.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -13,7 +13,7 @@ use whimbrel_lab as lab;
 
 use lab::{Direction, Host, Lab, LabConfig, Link, Settings, run};
 
-/// A UDP socket in a host. Reading gives up after a time that is long enough for anything that is on its way.
+/// Opens a UDP socket in a host. A read fails after a time that is longer than any packet needs.
 fn socket(host: &Host, address: Ipv4Addr) -> UdpSocket {
     let socket = host.within(|| UdpSocket::bind((address, 9000))).unwrap().unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
@@ -52,7 +52,7 @@ fn hosts_witness_and_client_reach_each_other() {
         assert!(passes(&host, &witness) && passes(&witness, &host));
     }
 
-    // A VM's place: an address on the bridge of a host. It is one hop further than the router.
+    // A VM's address: on the bridge of a host. It is one hop further than the router.
     lab.a.run(&["ip", "addr", "add", "10.92.0.7/24", "dev", lab::lab::VM_BRIDGE]).unwrap();
     lab.a.run(&["ip", "route", "add", "default", "via", "10.92.0.254"]).unwrap();
     let vm = socket(&lab.a, lab::vm_address(7));
@@ -68,11 +68,11 @@ fn a_cut_is_silent_one_way_and_heals() {
     assert!(passes(&b, &a));
 
     lab.cut(Direction::AToB).unwrap();
-    // The sender is told nothing.
+    // The sender receives no error.
     for _ in 0..5 {
         a.send_to(b"is lost", b.local_addr().unwrap()).unwrap();
     }
-    // What comes after proves that what was sent before is gone: the other direction still passes.
+    // The next datagram arrives, which proves that the earlier ones are gone: the other direction still passes.
     assert!(passes(&b, &a));
     // Address resolution may have lost a packet too.
     assert!(lab.packets_cut(Direction::AToB).unwrap() >= 5);
@@ -123,7 +123,7 @@ fn numbers(from: &UdpSocket, to: &UdpSocket, count: u32) -> Vec<u32> {
     let address: SocketAddr = to.local_addr().unwrap();
     let mut received = Vec::new();
     let mut buffer = [0; 16];
-    // As few at once as the receiving socket can surely hold.
+    // At most as many at once as the receiving socket can surely hold.
     for n in 0..count {
         from.send_to(&n.to_be_bytes(), address).unwrap();
     }
@@ -217,7 +217,7 @@ fn down_leaves_nothing_also_after_a_crash() {
     let mut lab = Lab::up(&config).unwrap();
     let namespaces: Vec<_> = lab.hosts().map(Host::namespace_path).into();
     let inodes: Vec<_> = namespaces.iter().map(|it| inode(it.to_str().unwrap()).unwrap()).collect();
-    // Somebody lives there and does not listen to polite requests.
+    // A process that runs there and ignores SIGTERM.
     let daemon =
         lab.b.spawn("deaf", &["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 1; done"]).unwrap();
     daemon.follow().unwrap().wait_for_text("ready").unwrap();

@@ -1,4 +1,4 @@
-//! Makes the kernel give its page cache back.
+//! Makes the kernel reclaim its page cache.
 
 use std::fs;
 use std::io;
@@ -9,11 +9,11 @@ use crate::protocol::Cache;
 
 const PAGE_BYTES: u64 = 4096;
 
-/// Has the page cache given back, or what of it was not used of late. What is mapped or not written to its disk yet stays,
-/// and so does what the kernel will not give. `root` is `/` but in tests.
+/// Makes the kernel reclaim the page cache, or its cold part. Mapped pages and pages not yet written to their disk
+/// stay, and so do pages that the kernel does not reclaim. `root` is `/` except in tests.
 ///
 /// # Errors
-/// When the kernel has no way to do so, or does not want to.
+/// Fails if the kernel has no interface for this, or refuses.
 pub fn give_back(root: &Path, kernel: &Kernel, cache: Cache) -> io::Result<()> {
     match cache {
         Cache::None => Ok(()),
@@ -33,8 +33,7 @@ fn cold_bytes(kernel: &Kernel) -> io::Result<u64> {
     Ok(pages * PAGE_BYTES)
 }
 
-/// Has the kernel reclaim so much, as if memory were short: what was not used of late goes first. Nothing may be swapped out
-/// for that.
+/// Makes the kernel reclaim `bytes` as if memory were short: cold pages first. Nothing may be swapped out for that.
 fn reclaim(root: &Path, bytes: u64) -> io::Result<()> {
     const RECLAIM: &str = "sys/fs/cgroup/memory.reclaim";
     if bytes == 0 {
@@ -45,7 +44,7 @@ fn reclaim(root: &Path, bytes: u64) -> io::Result<()> {
             "there is no memory.reclaim: cold page cache is given back from Linux 5.19 on, with cgroup 2";
         return Err(io::Error::new(io::ErrorKind::Unsupported, error));
     }
-    // Newer kernels can be told to leave programs' memory alone; with others there must be nowhere to put it.
+    // Newer kernels accept an option to leave programs' memory alone; with others there must be no swap space.
     match write(root, RECLAIM, &format!("{bytes} swappiness=0")) {
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
             if swaps(&fs::read_to_string(root.join("proc/swaps")).unwrap_or_default()) {
@@ -58,7 +57,7 @@ fn reclaim(root: &Path, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Less than was asked for is no failure: the kernel says "again" then.
+/// Accepts a smaller amount than requested as success: the kernel returns `EAGAIN` then.
 fn enough(reclaimed: io::Result<()>) -> io::Result<()> {
     match reclaimed {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
@@ -66,7 +65,7 @@ fn enough(reclaimed: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// Whether there is anything to swap to: behind a line with headings.
+/// Returns true if there is any swap space: a line after the headings.
 fn swaps(swaps: &str) -> bool {
     swaps.lines().count() > 1
 }
@@ -74,7 +73,7 @@ fn swaps(swaps: &str) -> bool {
 fn write(root: &Path, name: &str, text: &str) -> io::Result<()> {
     fs::OpenOptions::new().write(true).open(root.join(name)).and_then(|mut file| {
         use std::io::Write as _;
-        // In one piece: each write is an order of its own.
+        // In one piece: each write is a command of its own.
         file.write_all(text.as_bytes())
     })
 }

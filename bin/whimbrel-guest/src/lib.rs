@@ -1,14 +1,14 @@
-//! Inside a guest: which of its memory need not be sent when it is moved (*soft pages*; Koto et al.,
+//! The part inside a guest that finds the memory that need not be sent in a migration (*soft pages*; Koto et al.,
 //! `SonicMigration`, section 3).
 //!
 //! | module | does |
 //! |---|---|
-//! | [`protocol`] | what is asked and answered over a port of virtio-serial |
-//! | [`pages`] | what each page of memory is used for, as the kernel tells |
-//! | [`give_back`] | makes the kernel give its page cache back |
+//! | [`protocol`] | requests and answers over a port of virtio-serial |
+//! | [`pages`] | use of each page of memory, from the kernel |
+//! | [`give_back`] | makes the kernel reclaim its page cache |
 //! | [`port`] | finds the port, and answers until it is gone |
 //!
-//! The program decides nothing. It tells what is so when it is asked; whoever asked knows what was written since then.
+//! The program decides nothing. It reports the present state on request; the agent knows the pages written since then.
 
 pub mod give_back;
 pub mod pages;

@@ -1,4 +1,4 @@
-//! `whimbrel-guest [--port DEVICE]`: answers the host's questions for as long as the guest runs.
+//! `whimbrel-guest [--port DEVICE]`: answers the host's requests as long as the guest runs.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

@@ -1,5 +1,5 @@
-//! What each page of memory is used for: `/proc/kpageflags`, 64 bits for each page, as the kernel's
-//! `Documentation/admin-guide/mm/pagemap.rst` says. The bits are the same from Linux 4.x on.
+//! Use of each page of memory: `/proc/kpageflags`, 64 bits for each page, as documented in the kernel's
+//! `Documentation/admin-guide/mm/pagemap.rst`. The bits are the same from Linux 4.x on.
 
 use std::fs::{self, File};
 use std::io;
@@ -24,7 +24,7 @@ const SWAPBACKED: u32 = 14;
 const UNEVICTABLE: u32 = 18;
 const HWPOISON: u32 = 19;
 
-/// Bits that are none of those of a page of the cache that could be given back at once.
+/// Bits that a page of the cache that could be reclaimed at once does not have.
 const NOT_CLEAN: u64 = 1 << LOCKED
     | 1 << DIRTY
     | 1 << SLAB
@@ -37,21 +37,21 @@ const NOT_CLEAN: u64 = 1 << LOCKED
     | 1 << UNEVICTABLE
     | 1 << HWPOISON;
 
-/// Bits that a free page may have. (Those that were reported to a balloon are called up to date.)
+/// Bits that a free page may have. (Pages that were reported to a balloon are marked up to date.)
 const FREE: u64 = 1 << BUDDY | 1 << UPTODATE;
 
 const WORD: usize = 8;
 /// Pages whose flags are read at a time: 64 KiB.
 const BATCH: u64 = 8192;
 
-/// What a page is used for.
+/// Use of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// Nothing: it is in the hands of the buddy allocator.
+    /// Unused: the page belongs to the buddy allocator.
     Free,
-    /// It holds what is in a file as well, and nobody has mapped it.
+    /// A copy of a file's content that is not mapped.
     Cache {
-        /// It was not used of late.
+        /// True if it was not used recently.
         cold: bool,
     },
     /// Anything else.
@@ -59,12 +59,12 @@ pub enum Use {
 }
 
 impl Use {
-    /// By the flags of `/proc/kpageflags`.
+    /// Returns the use for flags of `/proc/kpageflags`.
     pub fn of(flags: u64) -> Self {
         let has = |bit: u32| flags & 1 << bit != 0;
         if has(BUDDY) {
-            // The kernel finds out without a lock whether a page is within a free block: what seems to be anything else as
-            // well is not free.
+            // The kernel determines without a lock whether a page is within a free block: a page that seems to have
+            // another use as well is not free.
             return if flags & !FREE == 0 { Self::Free } else { Self::Other };
         }
         if has(LRU) && has(UPTODATE) && flags & NOT_CLEAN == 0 {
@@ -73,7 +73,7 @@ impl Use {
         Self::Other
     }
 
-    /// Whether it is a part of the page cache that counts as such.
+    /// Returns true if the page belongs to the chosen part of the page cache.
     pub fn is_cache(self, cache: Cache) -> bool {
         match (self, cache) {
             (Self::Cache { .. }, Cache::All) => true,
@@ -83,7 +83,7 @@ impl Use {
     }
 }
 
-/// What the kernel tells of its memory.
+/// The kernel's record of its memory.
 #[derive(Debug)]
 pub struct Kernel {
     flags: File,
@@ -92,10 +92,10 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Asks the kernel whose `/proc` and `/boot` are below `root`, which is `/` but in tests.
+    /// Opens the files of the kernel whose `/proc` and `/boot` are below `root`, which is `/` except in tests.
     ///
     /// # Errors
-    /// When it does not tell: that needs root.
+    /// Fails if the kernel does not permit it: that needs root.
     pub fn open(root: &Path) -> io::Result<Self> {
         let read = |name: &str| fs::read_to_string(root.join(name));
         let memory = system_ram(&read("proc/iomem")?);
@@ -111,21 +111,21 @@ impl Kernel {
         Ok(Self { flags: File::open(root.join("proc/kpageflags"))?, memory, poisoned })
     }
 
-    /// All memory, in ascending order.
+    /// Returns all memory, in ascending order.
     pub fn memory(&self) -> &[Pages] {
         &self.memory
     }
 
-    /// Whether the kernel looks at what is in free pages when it takes them. (That it fills them with zeros when it gets
-    /// them back, `init_on_free`, does no harm: a page that is not sent is one of zeros.)
+    /// Returns true if the kernel checks the content of free pages when it allocates them. (Filling pages with zeros
+    /// when they are freed, `init_on_free`, does no harm: a page that is not sent is a zero page.)
     pub fn poisoned(&self) -> bool {
         self.poisoned
     }
 
-    /// Tells what each page is used for, in ascending order, in runs.
+    /// Passes the use of each page to `tell`, in ascending order, in runs.
     ///
     /// # Errors
-    /// When the kernel does not tell, or `tell` fails.
+    /// Fails if the kernel does not report it, or `tell` fails.
     pub fn scan(&self, mut tell: impl FnMut(Pages, Use) -> io::Result<()>) -> io::Result<()> {
         let mut bytes = vec![0; BATCH as usize * WORD];
         for range in &self.memory {
@@ -150,10 +150,10 @@ impl Kernel {
     }
 }
 
-/// Whole pages of "System RAM" in `/proc/iomem`, neighbours put together.
+/// Returns the whole pages of "System RAM" in `/proc/iomem`, with neighbours merged.
 fn system_ram(iomem: &str) -> Vec<Pages> {
     let line = |line: &str| {
-        // What is inside of something else is indented.
+        // Entries inside of another one are indented.
         let (range, name) = line.split_once(" : ").filter(|_| !line.starts_with(' '))?;
         let (first, last) = range.split_once('-').filter(|_| name == "System RAM")?;
         let (first, last) = (u64::from_str_radix(first, 16).ok()?, u64::from_str_radix(last, 16).ok()?);
@@ -170,7 +170,7 @@ fn system_ram(iomem: &str) -> Vec<Pages> {
     all
 }
 
-/// Whether the kernel fills free pages with a pattern and looks whether it is still there, by its command line and its
+/// Returns true if the kernel fills free pages with a pattern and checks it on allocation, by its command line and its
 /// configuration.
 fn looks_at_free_pages(command_line: &str, config: &str) -> bool {
     let mut looks = config.lines().any(|line| line == "CONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT=y");
@@ -182,7 +182,7 @@ fn looks_at_free_pages(command_line: &str, config: &str) -> bool {
     looks
 }
 
-/// Whether the kernel takes a word of its command line for yes (`kstrtobool`): it looks at the first letters alone.
+/// Returns true if the kernel parses a word of its command line as yes (`kstrtobool`): only the first letters count.
 fn is_yes(value: &str) -> bool {
     let mut letters = value.chars().map(|letter| letter.to_ascii_lowercase());
     match letters.next() {
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(of(&[]), Use::Other);
         assert_eq!(of(&[BUDDY]), Use::Free);
         assert_eq!(of(&[BUDDY, UPTODATE]), Use::Free);
-        // Tails of other allocations, what is offline, page tables.
+        // Tails of other allocations, offline pages, page tables.
         for bit in [LRU, SLAB, HWPOISON, 16, 22, 23, 26, 32] {
             assert_eq!(of(&[BUDDY, bit]), Use::Other, "{bit}");
         }
@@ -273,7 +273,7 @@ mod tests {
         let expected = [(2..3, Use::Other), (3..5, Use::Free), (5..6, cache), (6..7, Use::Other)];
         assert_eq!(told[..4], expected);
         assert_eq!(told[4..], [(0x10000..0x15000, Use::Free)]);
-        // Somebody else's view.
+        // The view of an unprivileged user.
         put("proc/iomem", b"00000000-00000000 : System RAM\n");
         assert_eq!(Kernel::open(root.path()).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }

@@ -1,4 +1,4 @@
-//! The port of virtio-serial, and what is answered there.
+//! The port of virtio-serial, and the answers sent there.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
@@ -10,14 +10,14 @@ use crate::give_back::give_back;
 use crate::pages::{Kernel, Use};
 use crate::protocol::{Kind, LINE_BYTES, Line, PORT, Question, Ranges, VERSION};
 
-/// While nobody is at the other end, reading ends at once.
+/// Pause between reads while the host's end is not open: reading then ends at once.
 const NOBODY_THERE: Duration = Duration::from_millis(250);
 
-/// The device of the port [`PORT`]: by the name that udev gives it, or, where there is no udev, by what the kernel says of
-/// its ports. `root` is `/` but in tests.
+/// Finds the device of the port [`PORT`]: by the name from udev, or, without udev, by the kernel's list of its ports.
+/// `root` is `/` except in tests.
 ///
 /// # Errors
-/// When there is none; the error says what to do.
+/// Fails if there is none; the error contains advice.
 pub fn find(root: &Path) -> io::Result<PathBuf> {
     let named = root.join("dev/virtio-ports").join(PORT);
     if named.exists() {
@@ -39,13 +39,13 @@ pub fn find(root: &Path) -> io::Result<PathBuf> {
 /// Answers at a device until it is gone.
 ///
 /// # Errors
-/// When the device cannot be opened, or is unplugged.
+/// Fails if the device cannot be opened, or is unplugged.
 pub fn serve(root: &Path, device: &Path) -> io::Result<()> {
     let port = OpenOptions::new().read(true).write(true).open(device)?;
     let mut questions = BufReader::new(port.try_clone()?);
     loop {
         match answer_all(root, &mut questions, &port) {
-            // Whoever was there has gone, and may not have read all.
+            // The host's end was closed, possibly before everything was read.
             Ok(()) => thread::sleep(NOBODY_THERE),
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => thread::sleep(NOBODY_THERE),
             Err(error) => return Err(error),
@@ -53,15 +53,15 @@ pub fn serve(root: &Path, device: &Path) -> io::Result<()> {
     }
 }
 
-/// Answers all questions that can be read.
+/// Answers all requests that can be read.
 ///
 /// # Errors
-/// When reading or writing fails.
+/// Fails if reading or writing fails.
 pub fn answer_all(root: &Path, questions: &mut impl BufRead, to: &File) -> io::Result<()> {
     let mut line = Vec::new();
     loop {
         line.clear();
-        // A line that is longer than any question is read in pieces, none of which is one.
+        // A line longer than any request is read in pieces, none of which is a request.
         let read = io::Read::take(&mut *questions, LINE_BYTES as u64).read_until(b'\n', &mut line)?;
         if read == 0 {
             return Ok(());
@@ -75,10 +75,10 @@ pub fn answer_all(root: &Path, questions: &mut impl BufRead, to: &File) -> io::R
     }
 }
 
-/// Answers a question.
+/// Answers a request.
 ///
 /// # Errors
-/// When writing fails. What the kernel does not tell or do is said in the answer.
+/// Fails if writing fails. Failures of the kernel are reported in the answer.
 pub fn answer(root: &Path, question: Question, out: &mut impl Write) -> io::Result<()> {
     let Question { id, .. } = question;
     writeln!(out, "{}", Line::Begin { id, version: VERSION })?;
@@ -102,7 +102,7 @@ pub fn answer(root: &Path, question: Question, out: &mut impl Write) -> io::Resu
     writeln!(out, "{}", Line::End { id })
 }
 
-/// Tells what the kernel tells. The outer error is one of writing.
+/// Writes the kernel's record of memory. The outer error is one of writing.
 fn tell(kernel: &Kernel, question: Question, out: &mut impl Write) -> io::Result<io::Result<()>> {
     let mut memory = Ranges::new(Kind::Memory);
     let mut lines: Vec<_> = kernel.memory().iter().filter_map(|range| memory.add(range.clone())).collect();
@@ -116,7 +116,7 @@ fn tell(kernel: &Kernel, question: Question, out: &mut impl Write) -> io::Result
     let scanned = kernel.scan(|pages, used| {
         let full = match used {
             Use::Free => free.add(pages),
-            // After it was given back there is none that could be.
+            // After reclaim there is no page that could be reclaimed.
             used if !question.give_back && used.is_cache(question.cache) => cache.add(pages),
             _ => None,
         };

@@ -1,28 +1,28 @@
 //! Lines of text, over a port of virtio-serial with the name [`PORT`].
 //!
-//! The host asks, one question after the other:
+//! The host sends one request after the other:
 //!
 //! ```text
-//! report ID CACHE       tell what need not be sent
-//! give-back ID CACHE    give the page cache back, and then tell
+//! report ID CACHE       report the memory that need not be sent
+//! give-back ID CACHE    reclaim the page cache, and report then
 //! ```
 //!
-//! ID is a number of the host's choice, CACHE says which part of the page cache counts as such: `none`, `cold` (what was
-//! not used of late) or `all`. The guest answers with lines that begin with
+//! ID is a number of the host's choice, CACHE is the part of the page cache that counts as such: `none`, `cold` (not
+//! used recently) or `all`. The guest answers with lines that begin with
 //!
 //! ```text
-//! begin ID VERSION      what follows is so after the question was read
-//! memory RANGE...       what there is of memory
-//! poisoned              the kernel looks whether free pages are as it left them: none may be left out
-//! note TEXT             what did not work
-//! free RANGE...         pages that are used for nothing
-//! cache RANGE...        page cache that could be given back; in answer to `report` alone
-//! end ID                that was all
+//! begin ID VERSION      the following lines are true after the request was read
+//! memory RANGE...       all memory
+//! poisoned              the kernel checks that free pages keep their content: all of them must be sent
+//! note TEXT             a failure
+//! free RANGE...         unused pages
+//! cache RANGE...        page cache that could be reclaimed; only in answer to `report`
+//! end ID                the answer is complete
 //! ```
 //!
-//! A RANGE is `FIRST+COUNT`, the first page's number and how many pages there are, both hexadecimal; each kind's ranges
-//! ascend. No line is longer than [`LINE_BYTES`]. An answer counts as it comes, until it goes wrong. What comes of an answer
-//! to another question than the last one does not count.
+//! A RANGE is `FIRST+COUNT`, the first page's number and the number of pages, both hexadecimal; each kind's ranges
+//! ascend. No line is longer than [`LINE_BYTES`]. Lines of an answer are valid on arrival, until an invalid line. Lines
+//! of an answer to another request than the last one are ignored.
 
 use std::fmt;
 use std::ops::Range;
@@ -30,7 +30,7 @@ use std::str::FromStr;
 
 /// The port's name, by which both sides find it.
 pub const PORT: &str = "org.whimbrel.guest.0";
-/// Version of what is said here.
+/// Version of the protocol.
 pub const VERSION: u32 = 1;
 /// Longest line, its end included.
 pub const LINE_BYTES: usize = 4096;
@@ -38,13 +38,13 @@ pub const LINE_BYTES: usize = 4096;
 /// Numbers of pages of 4 KiB, as the guest's kernel counts them.
 pub type Pages = Range<u64>;
 
-/// Which part of the page cache.
+/// Parts of the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cache {
-    /// Nothing of it.
+    /// No part.
     #[default]
     None,
-    /// What was not used of late.
+    /// Pages not used recently.
     Cold,
     /// All of it.
     All,
@@ -60,7 +60,7 @@ impl fmt::Display for Cache {
     }
 }
 
-/// A line that means nothing here.
+/// An invalid line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BadLine(pub String);
 
@@ -85,14 +85,14 @@ impl FromStr for Cache {
     }
 }
 
-/// What the host wants to know.
+/// A request of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Question {
-    /// To be said again with the answer.
+    /// Repeated in the answer.
     pub id: u64,
-    /// Whether the page cache is to be given back first.
+    /// True if the page cache is to be reclaimed first.
     pub give_back: bool,
-    /// Which part of it.
+    /// The part of the page cache.
     pub cache: Cache,
 }
 
@@ -123,25 +123,25 @@ impl FromStr for Question {
     }
 }
 
-/// What kind of pages a line lists.
+/// Kinds of pages that a line lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// All that there are.
+    /// All pages.
     Memory,
-    /// Used for nothing.
+    /// Unused pages.
     Free,
-    /// Page cache that could be given back.
+    /// Page cache that could be reclaimed.
     Cache,
 }
 
 impl Kind {
-    /// How many kinds there are.
+    /// Number of kinds.
     pub const COUNT: usize = 3;
 
     const ALL: [(Self, &'static str); Self::COUNT] =
         [(Self::Memory, "memory"), (Self::Free, "free"), (Self::Cache, "cache")];
 
-    /// The word with which its lines begin.
+    /// Returns the word with which its lines begin.
     pub fn word(self) -> &'static str {
         Self::ALL.iter().find(|(kind, _)| *kind == self).map_or("", |(_, word)| word)
     }
@@ -152,20 +152,20 @@ impl Kind {
 pub enum Line {
     /// An answer begins.
     Begin {
-        /// To which question.
+        /// The request's number.
         id: u64,
-        /// What the guest speaks.
+        /// The guest's version of the protocol.
         version: u32,
     },
-    /// No free page may be left out.
+    /// All free pages must be sent.
     Poisoned,
-    /// Something for people.
+    /// Text for people.
     Note(String),
     /// Pages of a kind.
     Pages(Kind, Vec<Pages>),
     /// The answer is complete.
     End {
-        /// To which question.
+        /// The request's number.
         id: u64,
     },
 }
@@ -185,7 +185,7 @@ impl fmt::Display for Line {
     }
 }
 
-/// A range as it is written.
+/// A range in its text form.
 struct Word<'a>(&'a Pages);
 
 impl fmt::Display for Word<'_> {
@@ -194,7 +194,7 @@ impl fmt::Display for Word<'_> {
     }
 }
 
-/// A range that is not empty, and ends before numbers do.
+/// Parses a range that is not empty and does not overflow.
 fn range(word: &str) -> Option<Pages> {
     let (first, count) = word.split_once('+')?;
     let (first, count) = (u64::from_str_radix(first, 16).ok()?, u64::from_str_radix(count, 16).ok()?);
@@ -225,7 +225,7 @@ impl FromStr for Line {
     }
 }
 
-/// Puts pages together to ranges, and ranges to lines that are not too long.
+/// Merges pages into ranges, and ranges into lines within the length limit.
 #[derive(Debug)]
 pub struct Ranges {
     kind: Kind,
@@ -234,12 +234,12 @@ pub struct Ranges {
 }
 
 impl Ranges {
-    /// Of a kind.
+    /// Returns an empty list of a kind.
     pub fn new(kind: Kind) -> Self {
         Self { kind, open: None, line: kind.word().to_owned() }
     }
 
-    /// Adds pages, which come after all that were added before. Returns a line that is full.
+    /// Adds pages that are behind all pages added before. Returns a line that is full.
     pub fn add(&mut self, pages: Pages) -> Option<String> {
         match &mut self.open {
             Some(open) if open.end == pages.start => {
@@ -253,7 +253,7 @@ impl Ranges {
         }
     }
 
-    /// The last lines.
+    /// Returns the last lines.
     pub fn finish(mut self) -> Vec<String> {
         let full = self.open.take().and_then(|range| self.write(&range));
         let rest = (self.line.len() > self.kind.word().len()).then_some(self.line);
@@ -322,7 +322,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever pages there are, lines say the same, and none is too long.
+        /// Lines contain the same pages, and none is too long, for any pages.
         #[test]
         fn ranges_come_as_they_went(steps in prop::collection::vec((0_u64..3, 1_u64..1 << 40), 0..2000)) {
             let mut ranges = Ranges::new(Kind::Cache);

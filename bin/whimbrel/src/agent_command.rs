@@ -46,7 +46,7 @@ pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failu
     Ok(Code::Done)
 }
 
-/// This very program, also when its file has been replaced by another version since.
+/// Returns this very program, also when its file has been replaced by another version since.
 fn helper(word: &str) -> HelperProgram {
     HelperProgram { program: PathBuf::from("/proc/self/exe"), arguments: vec![word.into()] }
 }

@@ -31,7 +31,7 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     Ok(Code::Done)
 }
 
-/// Measures case after case; each result takes the place of what was known of its case.
+/// Measures case after case; each result replaces the earlier result of its case.
 pub(crate) fn measure(
     cases: Vec<(Case, Vec<Contender>)>,
     prefix: &str,
@@ -49,13 +49,13 @@ pub(crate) fn measure(
         let measured = bench.run(&contenders, turns, |run| eprintln!("  {}", line(run)))?;
         results.cases.retain(|known| known.case.name != name);
         results.cases.push(measured);
-        // After each case: a bench takes long, and may be ended.
+        // After each case: a bench needs long, and may be interrupted.
         keep(results)?;
     }
     Ok(())
 }
 
-/// A case is kept whole: with fewer contenders it would take the place of one that has more.
+/// Fails if a result would replace one with more contenders: a case is kept whole.
 pub(crate) fn keeps_what_is_known(
     results: &Results,
     case: &Case,
@@ -72,7 +72,7 @@ pub(crate) fn keeps_what_is_known(
     })
 }
 
-/// A case with who takes part, as it is listed.
+/// Returns a case with its contenders, as it is listed.
 pub(crate) fn listed((case, contenders): &(Case, Vec<Contender>)) -> String {
     let contenders = contenders.iter().map(Contender::to_string).collect::<Vec<_>>().join(" ");
     format!("  {:28} {contenders}", case.name)
@@ -86,7 +86,7 @@ fn names() -> Vec<String> {
     suites().into_iter().flat_map(suite).collect()
 }
 
-/// What to measure.
+/// Returns the cases to measure.
 fn chosen(command: &BenchCommand) -> Result<Vec<(Case, Vec<Contender>)>, Failure> {
     let others = |contenders: Vec<Contender>| {
         if command.contender.is_empty() { contenders } else { command.contender.clone() }
@@ -157,7 +157,7 @@ fn case(options: &CaseOptions) -> Case {
     }
 }
 
-/// A measurement as it comes.
+/// Returns the line that shows a measurement.
 fn line(run: &Run) -> String {
     let turn = if run.turn == 0 { "warm-up".to_owned() } else { format!("turn {}", run.turn) };
     let measured = run.measured.as_ref().map_or_else(

@@ -1,4 +1,4 @@
-//! What the command line looks like.
+//! The command line.
 
 mod choices;
 mod laboratory;
@@ -26,12 +26,12 @@ fn host_id(name: &str) -> Result<HostId, BadName> {
 
 /// Moves running virtual machines from host to host
 ///
-/// An agent runs on each host (`whimbrel agent`); all other commands speak to the one of the host on which they are
-/// called. A VM is moved from the host that it is on.
+/// An agent runs on each host (`whimbrel agent`); all other commands connect to the agent of the host on which they are
+/// called. A VM is migrated from the host that it is on.
 #[derive(Debug, Parser)]
 #[command(name = "whimbrel", version, max_term_width = 100, after_help = EXIT_CODES, after_long_help = EXAMPLE)]
 pub(crate) struct Cli {
-    /// Socket of the agent to speak to
+    /// Socket of the agent
     #[arg(
         long,
         global = true,
@@ -41,7 +41,7 @@ pub(crate) struct Cli {
     )]
     pub socket: PathBuf,
 
-    /// Answer with one JSON document on the standard output, errors included
+    /// Print one JSON document on the standard output, also for errors
     #[arg(long, global = true, help_heading = ALL_COMMANDS)]
     pub json: bool,
 
@@ -81,22 +81,23 @@ Example, on the host where a QEMU runs that was started with `-name web1`:
 pub(crate) enum Command {
     /// Run the agent of this host
     Agent(AgentCommand),
-    /// Show what the agent and its host are
+    /// Show the agent and its host
     Info,
     /// List, adopt, start and forget VMs of this host
     Vm {
         #[command(subcommand)]
         command: VmCommand,
     },
-    /// Move a running VM to another host
+    /// Migrate a running VM to another host
     ///
-    /// The guest runs on while its memory is copied in rounds. When what is left would take less than the longest
-    /// downtime, the guest is stopped, the rest is sent, and it runs at the other host. Until then the migration can be
-    /// ended by `whimbrel cancel`, and whatever fails leaves the VM where it is. Ctrl-C ends the watching only.
+    /// The guest keeps running while its memory is copied in rounds. When the remaining pages need less time than the
+    /// longest downtime, the guest is stopped, the rest is sent, and the guest resumes at the destination. Until then
+    /// `whimbrel cancel` can abort the migration, and any failure leaves the VM at the source. Ctrl-C only ends the
+    /// watching.
     ///
-    /// What is not given here is as in [limits] of the agent's configuration; defaults in parentheses.
+    /// Defaults are in [limits] of the agent's configuration; the built-in ones are in parentheses.
     Migrate(MigrateCommand),
-    /// Watch the latest migration of a VM until it is over; Ctrl-C ends the watching only
+    /// Watch the latest migration of a VM until it has ended; Ctrl-C only ends the watching
     Watch {
         /// The VM
         #[arg(value_parser = vm_name)]
@@ -104,16 +105,16 @@ pub(crate) enum Command {
     },
     /// List migrations from and to this host
     Migrations,
-    /// End a migration; the VM stays where it is
+    /// Abort a migration; the VM stays at the source
     ///
-    /// Possible up to the point of no return, which is after the guest was stopped. What was begun is taken back.
-    /// After it the command says that it is too late, and changes nothing.
+    /// Possible until the commit point, which is after the guest was stopped. All changes are rolled back. After the
+    /// commit point the command fails, and changes nothing.
     Cancel {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
     },
-    /// Change limits of a migration that is under way, on the host that the VM leaves
+    /// Change limits of a migration that is under way, on its source host
     #[command(group = clap::ArgGroup::new("limits").required(true).multiple(true))]
     Limit {
         /// The VM
@@ -128,34 +129,34 @@ pub(crate) enum Command {
         /// Most rounds of pre-copy
         #[arg(long, value_name = "N", group = "limits")]
         max_rounds: Option<u32>,
-        /// With `--policy sla`: how long all of it may take, in seconds from its beginning on; 0 for as long as it takes
+        /// With `--policy sla`: longest total time, in seconds from the start of the migration; 0 for no limit
         #[arg(long, value_name = "SECONDS", group = "limits")]
         max_total: Option<u64>,
     },
-    /// Show the report of a migration, on the host that the VM left
+    /// Show the report of a migration, on its source host
     Report {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
-        /// Which of its migrations: 7 for web1#7; by default the latest
+        /// Epoch of the migration: 7 for web1#7; by default the latest
         epoch: Option<u64>,
-        /// Tell why so much was sent, in the place of how it went
+        /// Explain the amount of sent data, instead of showing the course of the migration
         #[arg(long)]
         explain: bool,
     },
-    /// Decide again what was decided in a migration, and tell where that would be decided otherwise now; needs no agent
+    /// Repeat the decisions of a migration, and show those that would be different now; needs no agent
     Replay {
-        /// The migration's report, as `whimbrel --json report` gives it; - for the standard input
+        /// The migration's report, from `whimbrel --json report`; - for the standard input
         report: PathBuf,
     },
-    /// List and remove images that VMs left on this host when they moved away with their disks, or ended
+    /// List and remove images that VMs left on this host when they migrated away with their disks, or ended
     Images {
         #[command(subcommand)]
         command: ImagesCommand,
     },
-    /// Settle a migration that is in doubt; says first what that risks
+    /// Settle a migration that is in doubt; describes the risk first
     Recover(RecoverCommand),
-    /// Make hosts on this machine, as network namespaces, to try things with
+    /// Make hosts on this machine, as network namespaces, for experiments
     Lab {
         #[command(subcommand)]
         command: LabCommand,
@@ -167,10 +168,10 @@ pub(crate) struct AgentCommand {
     /// The configuration; docs/agent.example.toml has every key
     #[arg(long, value_name = "FILE", default_value = agent::config::DEFAULT_PATH)]
     pub config: PathBuf,
-    /// Only say whether the configuration can be used, with all files that it names
+    /// Only check that the configuration can be used, with all files that it names
     #[arg(long)]
     pub check_config: bool,
-    /// How log lines look: `text` for people, `json` for programs. `RUST_LOG=debug` in the environment logs more
+    /// Format of log lines: `text` for people, `json` for programs. `RUST_LOG=debug` in the environment logs more
     #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
     pub log_format: LogFormat,
 }
@@ -185,41 +186,41 @@ pub(crate) enum LogFormat {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum VmCommand {
-    /// List the VMs and how they are
+    /// List the VMs and their states
     List,
-    /// Show what is known of a VM; with --json all of it
+    /// Show the properties of a VM; with --json all of them
     Show {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
     },
-    /// Take care of a QEMU that runs already; nothing changes in it
+    /// Adopt a running QEMU; nothing changes in it
     ///
-    /// It needs a QMP monitor on a Unix socket that nobody else holds: -qmp unix:PATH,server=on,wait=off.
+    /// It needs a QMP monitor on a Unix socket without another client: -qmp unix:PATH,server=on,wait=off.
     Adopt(AdoptCommand),
-    /// Start a VM from a file and take care of it
+    /// Start a VM from a file and adopt it
     Run {
         /// The VM file; docs/vm.example.toml has every key
         file: PathBuf,
-        /// Leave the guest paused; it can be moved all the same
+        /// Leave the guest paused; it can be migrated all the same
         #[arg(long)]
         paused: bool,
         /// Start it also where another host owns the VM, or from images that a VM left here when it moved away
         #[arg(long)]
         i_know_the_risk: bool,
     },
-    /// Forget a VM; its QEMU goes on
+    /// Forget a VM; its QEMU keeps running
     Forget {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
     },
-    /// Make this host the owner of a VM in the register of owners, where another host is named there by mistake
+    /// Make this host the owner of a VM in the ownership registry, where another host is recorded by mistake
     Claim {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
-        /// Carry it out; what it risks was read and understood
+        /// Carry it out; the risk was read and understood
         #[arg(long)]
         i_know_the_risk: bool,
     },
@@ -227,16 +228,18 @@ pub(crate) enum VmCommand {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ImagesCommand {
-    /// List images that were left here and are still there
+    /// List images that VMs left here and that still exist
     List,
-    /// Remove what a VM has left here; only what was copied whole, was not changed since, and is open nowhere
+    /// Remove images that a VM left here; only images that were copied completely, are unchanged since, and are not
+    /// open
     Remove {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
-        /// What it left in this migration: 7 for web1#7; by default in all of them
+        /// Only images left by this migration: 7 for web1#7; by default by all of them
         epoch: Option<u64>,
-        /// The disks of a VM that came here, ended here and was forgotten, instead: there may be no other copy of them
+        /// Instead, remove disks of a VM that arrived here, ended here and was forgotten: there may be no other copy of
+        /// them
         #[arg(long, conflicts_with = "epoch")]
         ended: bool,
     },
@@ -254,10 +257,10 @@ pub(crate) struct AdoptCommand {
     /// The QEMU behind this QMP socket
     #[arg(long, value_name = "PATH", group = "which")]
     pub qmp: Option<PathBuf>,
-    /// What to call the VM; by default the name that QEMU was given
+    /// Name of the VM; by default the name in QEMU's options
     #[arg(long = "as", value_name = "VM", value_parser = vm_name)]
     pub name: Option<VmName>,
-    /// Carry this option of QEMU's command line over although it is not known
+    /// Carry this option of QEMU's command line over although it is unknown
     #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
     pub allow_options: Vec<String>,
 }
@@ -267,34 +270,34 @@ pub(crate) struct MigrateCommand {
     /// The VM
     #[arg(value_parser = vm_name)]
     pub vm: VmName,
-    /// The other host: a name under [hosts] of the agent's configuration
+    /// The destination host: a name under [hosts] of the agent's configuration
     #[arg(long, value_name = "HOST", value_parser = host_id)]
     pub to: HostId,
-    /// Only look on both hosts whether it can be done; changes nothing
+    /// Only run the pre-flight checks on both hosts; changes nothing
     #[arg(long, conflicts_with = "detach")]
     pub check: bool,
-    /// When the VM is stopped: `pattern` when rounds do not make the downtime shorter any more, `target` as soon as it
-    /// would be short enough, `rounds` after some rounds; these two are the rules of KVM and Xen. `hybrid`: after all of
-    /// memory went once; what is left then comes when the VM runs at the other host, and until it is there the VM needs
-    /// both hosts. `sla`: by rounds, with slower processors, or as `hybrid`: whichever is expected to keep --max-downtime
-    /// and --max-total (pattern)
+    /// When the VM is stopped: `pattern` when more rounds do not shorten the downtime any further, `target` as soon as
+    /// the downtime would be short enough, `rounds` after a number of rounds; these two are the rules of KVM and Xen.
+    /// `hybrid`: after one pass over all of memory; the remaining pages are sent by post-copy, and until they have
+    /// arrived the VM needs both hosts. `sla`: by rounds, with a CPU throttle, or as `hybrid`: whichever is expected to
+    /// keep --max-downtime and --max-total (pattern)
     #[arg(long, value_name = "pattern|target|rounds|hybrid|sla", hide_possible_values = true)]
     pub policy: Option<PolicyArg>,
     /// Longest downtime, in milliseconds (300)
     #[arg(long, value_name = "MS")]
     pub max_downtime: Option<u64>,
-    /// With `--policy sla`: how long all of it may take, in seconds; 0 for as long as it takes (0)
+    /// With `--policy sla`: longest total time, in seconds; 0 for no limit (0)
     #[arg(long, value_name = "SECONDS")]
     pub max_total: Option<u64>,
     /// Most rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
-    /// With `--policy hybrid`: how often all that is dirty goes before the rest comes after the VM (1)
+    /// With `--policy hybrid`: number of passes over the dirty pages before post-copy begins (1)
     #[arg(long, value_name = "N")]
     pub hybrid_passes: Option<u32>,
-    /// When the rounds or the time are used up, or rounds lead no further for a while: `abort` leaves the VM where it is,
-    /// `stop` stops it and sends the rest, however long that takes, `post-copy` has the rest come when the VM runs at
-    /// the other host (abort)
+    /// When the rounds or the time are used up, or rounds make no progress for a while: `abort` leaves the VM at the
+    /// source, `stop` stops the VM and sends the rest in any length of time, `post-copy` sends the rest after the VM
+    /// has resumed at the destination (abort)
     #[arg(long, value_name = "abort|stop|post-copy", hide_possible_values = true)]
     pub on_limit: Option<OnLimitArg>,
     /// Cap on the sending rate: 500M or 512Mi bytes per second, 1.5Gbit, none (none)
@@ -306,31 +309,31 @@ pub(crate) struct MigrateCommand {
     /// Compare all of memory and of copied disks after the stop; makes the downtime much longer
     #[arg(long)]
     pub verify: bool,
-    /// How fast the VM may write to disks that are copied: `off` as it likes, `drain` at most two fifths of what is
-    /// sent, `threshold` the slower the more it has written (off)
+    /// Limit on the VM's writes to disks that are copied: `off` none, `drain` at most two fifths of the sending rate,
+    /// `threshold` slower the more it has written (off)
     #[arg(long, value_name = "off|drain|threshold", hide_possible_values = true)]
     pub throttle_writes: Option<ThrottleArg>,
-    /// How fast the VM's processors may be: `off` as ever, `drain` so fast that it dirties half of what is sent,
-    /// where it would dirty more and could not be stopped in time (off)
+    /// Throttle of the VM's processors: `off` none, `drain` to a speed at which it dirties half of what is sent, if it
+    /// would dirty more and could not be stopped in time (off)
     #[arg(long, value_name = "off|drain", hide_possible_values = true)]
     pub throttle_cpu: Option<ThrottleCpuArg>,
-    /// Send all of the disks that are copied, also what the other host has already in its templates or from before
+    /// Send copied disks completely, also content that the destination has in its templates or from an earlier copy
     #[arg(long)]
     pub no_references: bool,
-    /// How pages are compressed: `auto` as hard as link and processors want it, `none`, `lz4`, `zstd`, or
-    /// `zstd:LEVEL` with a level from 1 to 19 (auto)
+    /// Compression of pages: `auto` chooses by link and processors, `none`, `lz4`, `zstd`, or `zstd:LEVEL` with a level
+    /// from 1 to 19 (auto)
     #[arg(long, value_name = "auto|none|lz4|zstd[:LEVEL]")]
     pub compress: Option<Compress>,
-    /// Of pages that are sent again only what changed: `auto` where the link is slower than finding that out, `always`,
-    /// `never` (auto)
+    /// Send only the changes of pages that were sent before: `auto` where the link is slower than computing them,
+    /// `always`, `never` (auto)
     #[arg(long, value_name = "auto|always|never", hide_possible_values = true)]
     pub deltas: Option<DeltasArg>,
-    /// Memory that is not sent because the VM can do without: `none`, what is `free`, page cache that is `cold` as
-    /// well, or `all` of the page cache; a program in the VM has to say which that is (free)
+    /// Memory that is not sent because the VM does not need it: `none`, `free` memory, page cache that is `cold` as
+    /// well, or `all` of the page cache; a program in the VM has to report it (free)
     #[arg(long, value_name = "none|free|cold|all", hide_possible_values = true)]
     pub soft_pages: Option<SoftPagesArg>,
-    /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is
-    /// not
+    /// Kind of RAM at the destination: `auto` keeps all properties that the VM has now, `memfd` is shared, `anonymous`
+    /// is not
     #[arg(
         long,
         value_name = "auto|memfd|anonymous",
@@ -339,8 +342,8 @@ pub(crate) struct MigrateCommand {
         hide_default_value = true
     )]
     pub ram: RamArg,
-    /// Disks that the VM writes to: `auto` copies those that the other host does not see, `shared` copies none, `copy`
-    /// all
+    /// Disks that the VM writes to: `auto` copies those that the destination does not see, `shared` copies none, `copy`
+    /// copies all
     #[arg(
         long,
         value_name = "auto|shared|copy",
@@ -349,16 +352,16 @@ pub(crate) struct MigrateCommand {
         hide_default_value = true
     )]
     pub disks: DisksArg,
-    /// The same for one disk; may be given again
+    /// Like --disks, for one disk; may be repeated
     #[arg(long, value_name = "NAME=auto|shared|copy", value_parser = one_disk)]
     pub disk: Vec<(String, DisksArg)>,
     /// Copy disks without the internal snapshots of their images, which stay in the images at the source
     #[arg(long)]
     pub leave_snapshots: bool,
-    /// Carry this option of QEMU's command line over although it is not known
+    /// Carry this option of QEMU's command line over although it is unknown
     #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
     pub allow_options: Vec<String>,
-    /// Return as soon as it runs; `whimbrel watch` shows how far it is
+    /// Return as soon as the migration runs; `whimbrel watch` shows its progress
     #[arg(long)]
     pub detach: bool,
 }
@@ -373,21 +376,21 @@ pub(crate) struct RecoverCommand {
     /// The VM
     #[arg(value_parser = vm_name)]
     pub vm: VmName,
-    /// Which of its migrations; by default the latest
+    /// Epoch of the migration; by default the latest
     pub epoch: Option<u64>,
-    /// Run the VM on this host: the other one does not run it and never will
+    /// Run the VM on this host: the other host does not run it and never will
     #[arg(long, group = "decision")]
     pub run_here: bool,
-    /// Give this host's copy up: the other host has the VM, or nobody shall
+    /// Give up this host's copy: the other host has the VM, or no host shall run it
     #[arg(long, group = "decision")]
     pub give_up: bool,
-    /// Take the VM in the register of owners even from the other host, if that has won there: it never ran the VM
+    /// Claim the VM in the ownership registry even if the other host has won there: that host never ran the VM
     #[arg(long, requires = "run_here", conflicts_with = "give_up")]
     pub even_against_the_register: bool,
-    /// Do not ask the register of owners, which is lost for good; no other host may count on it any more
+    /// Do not use the ownership registry, which is lost for good; no other host may rely on it any longer
     #[arg(long, requires = "decision", conflicts_with = "even_against_the_register")]
     pub without_the_register: bool,
-    /// Carry the decision out; what it risks was read and understood
+    /// Carry the decision out; the risk was read and understood
     #[arg(long)]
     pub i_know_the_risk: bool,
 }

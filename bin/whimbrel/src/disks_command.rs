@@ -1,4 +1,4 @@
-//! `whimbrel lab disks`: what it costs to move a guest with its disk.
+//! `whimbrel lab disks`: costs of migrating a guest with its disk.
 
 use lab::storage::{
     Case, CaseResult, IoTurn, Mover, Note, Quantity, Results, Run, SCHEMA, Stand, bars, cases, plots, tables,
@@ -33,14 +33,14 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
         results.cases.retain(|known| known.case.name != name);
         results.cases.push(measured);
         results.cases.sort_by_key(place);
-        // After each case: all of them take long, and may be ended.
+        // After each case: all of them need long, and may be interrupted.
         results_file::keep(&command.kept, &results, "disks", tables, plots)?;
     }
     output.show(&results, text);
     Ok(Code::Done)
 }
 
-/// Where a case stands among all.
+/// Returns the position of a case among all.
 fn place(result: &CaseResult) -> usize {
     cases().iter().position(|(case, _)| case.name == result.case.name).unwrap_or(usize::MAX)
 }
@@ -53,7 +53,7 @@ fn names() -> Vec<String> {
     cases().into_iter().map(line).collect()
 }
 
-/// What to measure.
+/// Returns the cases to measure.
 fn chosen(command: &DisksCommand) -> Result<Vec<(Case, Vec<Mover>)>, Failure> {
     let known = || cases().into_iter();
     let is_wanted =
@@ -68,7 +68,7 @@ fn chosen(command: &DisksCommand) -> Result<Vec<(Case, Vec<Mover>)>, Failure> {
     Ok(chosen.map(|(case, theirs)| (case, movers(theirs))).collect())
 }
 
-/// A measurement as it comes.
+/// Returns the line that shows a measurement.
 fn line(note: &Note<'_>) -> String {
     match note {
         Note::Run(run) => moved(run),

@@ -1,4 +1,4 @@
-//! Why a command failed, and with which exit code.
+//! Failures of commands, with their exit codes.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,13 +10,13 @@ use agent::report::SCHEMA;
 
 use crate::Code;
 
-/// Why a command failed.
+/// The reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    /// The agent says no, or cannot be asked.
+    /// The agent returned an error, or cannot be reached.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The agent went away while it was at work on a migration.
+    /// The connection to the agent was lost during a migration.
     #[error(
         "the agent went away; the migration is taken up when it is started again, see `whimbrel migrations` then"
     )]
@@ -32,15 +32,15 @@ pub(crate) enum Failure {
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// What should be a report is none.
+    /// The file is not a report.
     #[error("{path} holds no report", path = path.display())]
     NotAReport {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: serde_json::Error,
     },
     /// A report of another version.
@@ -51,10 +51,10 @@ pub(crate) enum Failure {
     OtherReport {
         /// The file.
         path: PathBuf,
-        /// What it says that it is.
+        /// The schema in the file.
         schema: String,
     },
-    /// There is nothing in a report that could be decided again.
+    /// The report has no decision that could be repeated.
     #[error(
         "the report in {path} has no traces: nothing was decided, or an agent wrote it that kept none",
         path = path.display()
@@ -63,21 +63,22 @@ pub(crate) enum Failure {
         /// The file.
         path: PathBuf,
     },
-    /// The laboratory does not work, or cannot be as it is wanted.
+    /// The laboratory does not work, or its configuration is invalid.
     #[error(transparent)]
     Lab(#[from] lab::Error),
-    /// The system refuses something basic.
+    /// A basic operation of the system failed.
     #[error("{what}")]
     System {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
 
 impl Failure {
-    /// For requests that move a VM or decide about one: without an answer it is not known what was done.
+    /// Converts the error of a request that migrates a VM or decides about one: without an answer its result is
+    /// unknown.
     pub(crate) fn of_migration(error: ClientError) -> Self {
         match error {
             ClientError::Lost(_) => Self::Unwatched(error),
@@ -85,7 +86,7 @@ impl Failure {
         }
     }
 
-    /// The exit code that goes with it.
+    /// Returns the exit code.
     pub(crate) fn code(&self) -> Code {
         match self {
             Self::Client(ClientError::Problem(problem)) => match problem.kind {
@@ -105,7 +106,7 @@ impl Failure {
         }
     }
 
-    /// The same as the API would say it: for `--json`, and for the text.
+    /// Returns the failure in the form of the API: for `--json`, and for the text.
     pub(crate) fn problem(&self) -> Problem {
         match self {
             Self::Client(ClientError::Problem(problem)) => problem.clone(),

@@ -1,4 +1,4 @@
-//! Images that VMs left behind when they moved away with their disks, or ended.
+//! Images that VMs left on this host when they migrated away with their disks, or ended.
 
 use agent::api::{Client, LeftImage, VmName};
 use agent::report::bytes;

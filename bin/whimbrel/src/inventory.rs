@@ -1,4 +1,4 @@
-//! VMs and the agent itself: what is there.
+//! VMs and the agent itself: the state of a host.
 
 use std::path::Path;
 
@@ -98,7 +98,7 @@ pub(crate) fn show(client: &Client, vm: &VmName, output: &Output) -> Result<Code
     Ok(Code::Done)
 }
 
-/// The part of a VM's description that people ask for most. All of it comes with `--json`.
+/// Returns the part of a VM's description that users need most. All of it is printed with `--json`.
 fn described(description: &Value) -> String {
     let mut text = Text::default();
     let machine = &description["machine"];
@@ -113,7 +113,7 @@ fn described(description: &Value) -> String {
     }
     let list = |key: &str| description[key].as_array().cloned().unwrap_or_default();
     for disk in list("disks") {
-        // Empty drives, of which every machine has some, say nothing.
+        // Empty drives, which every machine has, are not shown.
         let (Some(name), Some(file)) = (disk["name"].as_str(), disk["file"].as_str()) else { continue };
         let format = disk["format"].as_str().unwrap_or("unknown format");
         let cached = if disk["direct"] == true { "past the page cache" } else { "through the page cache" };

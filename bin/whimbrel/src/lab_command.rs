@@ -1,4 +1,4 @@
-//! `whimbrel lab`: hosts on this machine to try things with.
+//! `whimbrel lab`: hosts on this machine for experiments.
 
 use std::path::PathBuf;
 

@@ -1,12 +1,12 @@
-//! Moves running virtual machines from host to host: the agent, and the commands by which people speak to it.
+//! Moves running virtual machines from host to host: the agent, and the commands by which users control it.
 //!
 //! | exit code | meaning |
 //! |---|---|
 //! | 0 | done |
-//! | 1 | failed; a VM that was to be moved is at its source, unharmed |
+//! | 1 | failed; a VM that was to be migrated is at its source, unharmed |
 //! | 2 | usage or bad input; nothing was done |
-//! | 3 | in doubt: which side has the VM cannot be told without `whimbrel recover` |
-//! | 130 | interrupted with Ctrl-C; a migration that was watched goes on |
+//! | 3 | in doubt: the VM's owner is unknown until `whimbrel recover` has settled it |
+//! | 130 | interrupted with Ctrl-C; a migration that was watched continues |
 //!
 //! Results go to the standard output, as text or (`--json`) as one JSON document, errors included. Progress goes to the
 //! standard error.
@@ -40,11 +40,11 @@ use rate::Rate;
 
 /// The hidden command under which the agent starts its injector.
 const INJECTOR: &str = "injector";
-/// The hidden command under which it starts what lifts a guest's throttle after its death.
+/// The hidden command under which it starts the guard, which lifts a guest's throttle after the agent's death.
 const GUARD: &str = "guard";
 
 fn main() -> ExitCode {
-    // Before anything else: the injector starts no thread and allocates nothing that it need not.
+    // Before anything else: the injector starts no thread and allocates only what it needs.
     if std::env::args_os().nth(1).is_some_and(|command| command == INJECTOR) {
         return tracee::injector_main();
     }
@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// How the program ends.
+/// Outcome of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Code {
     /// Done.
@@ -74,7 +74,7 @@ enum Code {
     Usage,
     /// In doubt.
     InDoubt,
-    /// The VM ended before it was moved.
+    /// The VM ended before it was migrated.
     Ended,
     /// Ctrl-C.
     Interrupted,

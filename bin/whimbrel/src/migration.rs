@@ -90,7 +90,7 @@ pub(crate) fn watch(client: &Client, vm: &VmName, socket: &Path, output: &Output
     to_the_end(client, &id, socket, output)
 }
 
-/// Watches, and shows what came of it: the report, or what a side without one knows.
+/// Watches a migration, and shows its result: the report, or the status from a side without one.
 fn to_the_end(client: &Client, id: &MigrationId, socket: &Path, output: &Output) -> Result<Code, Failure> {
     let ended = watching::watch(id, socket, output)?;
     let which = Which::Epoch(id.epoch.0);

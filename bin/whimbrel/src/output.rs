@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 
-/// Where results go, and in which form.
+/// Destination and format of results.
 #[derive(Debug)]
 pub(crate) struct Output {
     json: bool,
@@ -28,7 +28,7 @@ impl Output {
         }
     }
 
-    /// Shows why a command failed.
+    /// Shows the reason why a command failed.
     pub(crate) fn failure(&self, failure: &Failure) {
         let problem = failure.problem();
         if self.json {
@@ -42,12 +42,12 @@ impl Output {
         }
     }
 
-    /// Whether somebody looks at the standard error.
+    /// Returns true if the standard error is a terminal.
     pub(crate) fn on_terminal() -> bool {
         io::stderr().is_terminal()
     }
 
-    /// Whether plain lines of progress are wanted where there is no terminal.
+    /// Returns true if plain lines of progress are wanted where there is no terminal.
     pub(crate) fn wants_lines(&self) -> bool {
         !self.json
     }
@@ -61,7 +61,8 @@ impl Output {
     }
 }
 
-/// A text with what would steer a terminal made visible: parts of it come from other hosts and from logs of QEMU.
+/// Returns a text with terminal control characters made visible: parts of it are from other hosts and from logs of
+/// QEMU.
 pub(crate) fn plain(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     for character in text.chars() {
@@ -74,7 +75,7 @@ pub(crate) fn plain(text: &str) -> String {
     plain
 }
 
-/// A reader that has gone away (`whimbrel … | head`) is no error of ours.
+/// Writes a text. A reader that has closed the pipe (`whimbrel … | head`) is no error.
 fn write(text: &str) {
     let mut stdout = io::stdout().lock();
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
@@ -91,13 +92,13 @@ impl Text {
         let _ = writeln!(self.0, "{line}");
     }
 
-    /// The whole.
+    /// Returns the whole text.
     pub(crate) fn finish(self) -> String {
         self.0
     }
 }
 
-/// Findings, one after the other, each with what to do about it.
+/// Formats findings, one after the other, each with its advice.
 pub(crate) fn findings(findings: &[Finding]) -> String {
     let mut text = Text::default();
     for finding in findings {
@@ -114,7 +115,7 @@ pub(crate) fn findings(findings: &[Finding]) -> String {
     text.finish()
 }
 
-/// Rows of cells as a table, columns as wide as they have to be.
+/// Formats rows of cells as a table, with columns as wide as needed.
 pub(crate) fn table<const N: usize>(
     heading: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,

@@ -1,4 +1,4 @@
-//! Rates as people write them.
+//! Rates in the form in which users write them.
 
 use std::str::FromStr;
 
@@ -39,7 +39,7 @@ impl FromStr for Rate {
         };
         let number: f64 = number.parse().map_err(|_| BadRate)?;
         let rate = number * factor / divisor;
-        // A cap of 0 would mean none, which is hardly what somebody who writes 0.1 wants.
+        // A cap of 0 would mean none, which a user who writes 0.1 hardly wants.
         if rate == 0.0 || (1.0..1e18).contains(&rate) { Ok(Self(rate as u64)) } else { Err(BadRate) }
     }
 }

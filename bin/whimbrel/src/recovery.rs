@@ -1,4 +1,4 @@
-//! `whimbrel recover`: what is known, what is risked, and then, with the operator's word, what is done.
+//! `whimbrel recover`: shows the state and the risks, and carries out the operator's decision.
 
 use agent::api::{Client, RecoverAction, RecoverReport, RecoverRequest, RegisterSay, Which};
 use agent::progress::Standing;
@@ -8,7 +8,7 @@ use crate::cli::RecoverCommand;
 use crate::failure::Failure;
 use crate::output::{Output, Text};
 
-/// Asks, describes, or carries out.
+/// Requests a settlement, describes a decision, or carries it out.
 pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output) -> Result<Code, Failure> {
     let action = match (command.run_here, command.give_up) {
         (true, _) => RecoverAction::RunHere,
@@ -24,7 +24,7 @@ pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output
     let request = RecoverRequest { action, register, i_know_the_risk: command.i_know_the_risk };
     let report = client.recover(&command.vm, which, &request).map_err(Failure::of_migration)?;
     output.show(&report, |report| text(report, command));
-    // A decision that was not carried out, or has not settled it, is not done.
+    // A decision that was not carried out, or has not settled the migration, is not done.
     let open = match action {
         RecoverAction::Ask => report.status.standing == Standing::InDoubt,
         RecoverAction::RunHere | RecoverAction::GiveUpHere => !report.done,

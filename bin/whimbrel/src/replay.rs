@@ -1,4 +1,4 @@
-//! Decides again what was decided in a migration, from its report: without an agent.
+//! Repeats the decisions of a migration, from its report: without an agent.
 
 use std::io::Read as _;
 use std::path::Path;
@@ -14,13 +14,13 @@ use crate::output::{Output, Text};
 /// Most differences of a policy that are shown as text.
 const MOST_SHOWN: usize = 10;
 
-/// What kind of report it is. A file of traces alone says nothing of that.
+/// Schema of a report. A file of traces alone has none.
 #[derive(Deserialize)]
 struct Kind {
     schema: Option<String>,
 }
 
-/// Decides again; failed where something would be decided otherwise now.
+/// Repeats the decisions; fails if one of them would be different now.
 pub(crate) fn replay(path: &Path, output: &Output) -> Result<Code, Failure> {
     let text = read(path).map_err(|source| Failure::File { path: path.to_owned(), source })?;
     let no_report = |source| Failure::NotAReport { path: path.to_owned(), source };

@@ -1,4 +1,4 @@
-//! What was measured, in a file that grows case by case.
+//! Results in a file that grows case by case.
 
 use std::fs;
 use std::io;
@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use crate::cli::ResultsOptions;
 use crate::failure::Failure;
 
-/// What was measured before; `none` where there is no file and none `must_be`. It has to be of the same schema.
+/// Reads earlier results; returns `none` if there is no file and it need not exist. The schema has to be the same.
 pub(crate) fn read<R: DeserializeOwned>(
     path: Option<&Path>,
     must_be: bool,
@@ -30,8 +30,8 @@ pub(crate) fn read<R: DeserializeOwned>(
     if found == wanted { Ok(known) } else { Err(other(found).into()) }
 }
 
-/// Writes what was measured in place of what was there, and what is made of it, where that is asked for: tables between
-/// the marks of a part of a page, and plots.
+/// Replaces the results in the file, and writes what is made from them on request: tables between the marks of a part
+/// of a page, and plots.
 pub(crate) fn keep<R: Serialize>(
     options: &ResultsOptions,
     results: &R,

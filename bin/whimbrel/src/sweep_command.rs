@@ -1,4 +1,4 @@
-//! `whimbrel lab sweep`: what a migration's cost depends on.
+//! `whimbrel lab sweep`: dependence of a migration's cost on parameters.
 
 use lab::bench::{Cap, Results, SCHEMA};
 use lab::sweep::{Axes, Point, figures, is_measured, place, plots, tables};
@@ -49,7 +49,7 @@ pub(crate) fn run(command: &SweepCommand, output: &Output) -> Result<Code, Failu
     Ok(Code::Done)
 }
 
-/// What to measure.
+/// Returns the points to measure.
 fn chosen(command: &SweepCommand) -> Result<Vec<Point>, Failure> {
     let mut points =
         if command.axes.is_given() { axes(&command.axes).points() } else { of_figures(command)? };
@@ -64,7 +64,7 @@ fn chosen(command: &SweepCommand) -> Result<Vec<Point>, Failure> {
             contenders.clone_from(&command.contender);
         }
     }
-    // Not after the first ones were measured.
+    // Before the first one is measured.
     for (case, _) in &points {
         case.check()?;
     }
@@ -86,12 +86,12 @@ fn unknown_word(what: &str) -> Failure {
     lab::Error::Config(format!("there is {what}: `whimbrel lab sweep --list` has what there is")).into()
 }
 
-/// The grid that was asked for; of what is not, one value.
+/// Returns the requested grid; axes without a request have one value.
 fn axes(options: &AxesOptions) -> Axes {
     fn or<T: Clone>(values: &[T], usual: T) -> Vec<T> {
         if values.is_empty() { vec![usual] } else { values.to_vec() }
     }
-    // 0 stands for what the kernel does by itself.
+    // 0 stands for the kernel's choice.
     let kernels = |value: &u32| (*value > 0).then_some(*value);
     let rate = |rate: &crate::rate::Rate| (rate.0 > 0).then_some(rate.0);
     let links: Vec<_> = options.link.iter().map(rate).collect();
@@ -114,7 +114,7 @@ fn axes(options: &AxesOptions) -> Axes {
 }
 
 impl AxesOptions {
-    /// Whether any was given.
+    /// Returns true if any axis was given.
     fn is_given(&self) -> bool {
         let Self { wss, rate, pattern, link, streams, buffer, mtu, cap, memory, patience, installed_qemu } =
             self;

@@ -1,4 +1,4 @@
-//! Watching a migration until it is over: a bar on a terminal, lines otherwise.
+//! Watching a migration until it has ended: a bar on a terminal, lines otherwise.
 
 use std::path::Path;
 use std::sync::mpsc::{self, Sender};
@@ -13,15 +13,15 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use crate::failure::Failure;
 use crate::output::Output;
 
-/// Pause before a stream is opened again that ended although the migration goes on: its driver is being replaced.
+/// Pause before a stream is reopened that ended although the migration continues: its driver is being replaced.
 const AGAIN: Duration = Duration::from_millis(200);
 
-/// How watching ended.
+/// Outcome of watching.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The migration stands so.
+    /// The standing of the migration.
     Settled(Standing),
-    /// Somebody pressed Ctrl-C. The migration goes on.
+    /// The user pressed Ctrl-C. The migration continues.
     Interrupted,
 }
 
@@ -31,7 +31,7 @@ enum Event {
     Interrupted,
 }
 
-/// Watches a migration until it is over or in doubt, or Ctrl-C is pressed.
+/// Watches a migration until it has ended or is in doubt, or Ctrl-C is pressed.
 pub(crate) fn watch(id: &MigrationId, socket: &Path, output: &Output) -> Result<Ended, Failure> {
     let (events, arriving) = mpsc::channel();
     on_interrupt(events.clone())?;
@@ -47,7 +47,7 @@ pub(crate) fn watch(id: &MigrationId, socket: &Path, output: &Output) -> Result<
         .map_err(|source| Failure::System { what: "cannot start a thread", source })?;
 
     let mut display = Display::new(id, output);
-    // The senders live as long as the threads do, so the loop ends by what they send.
+    // The senders live as long as the threads do, so the loop ends with one of their events.
     for event in arriving {
         match event {
             Event::Progress(progress) => {
@@ -66,8 +66,8 @@ pub(crate) fn watch(id: &MigrationId, socket: &Path, output: &Output) -> Result<
     Ok(Ended::Interrupted)
 }
 
-/// Passes on what the agent tells, until the migration is settled or nobody listens. A stream may end before: then its
-/// driver has ended, and the status tells whether another one will come.
+/// Forwards the agent's progress, until the migration is settled or the receiver is gone. A stream may end before: then
+/// its driver has ended, and the status shows whether another one follows.
 fn follow(client: &Client, id: &MigrationId, events: &Sender<Event>) -> Result<(), ClientError> {
     let which = Which::Epoch(id.epoch.0);
     loop {
@@ -108,14 +108,14 @@ fn on_interrupt(events: Sender<Event>) -> Result<(), Failure> {
         .map_err(failed)
 }
 
-/// Where progress is shown.
+/// Display of progress.
 struct Display {
     name: String,
     how: How,
 }
 
 enum How {
-    /// Two lines: what happens, and a bar with what is to be expected. Each is cut at the terminal's right edge.
+    /// Two lines: the present step, and a bar with the outlook. Each is cut at the terminal's right edge.
     Bar {
         line: ProgressBar,
         bar: ProgressBar,
@@ -175,7 +175,7 @@ impl Drop for Display {
     }
 }
 
-/// What happens.
+/// Describes the present step.
 fn now(progress: &Progress) -> Vec<String> {
     let phase = match progress.phase {
         Phase::Preparing => "preparing".to_owned(),
@@ -201,13 +201,13 @@ fn now(progress: &Progress) -> Vec<String> {
     parts
 }
 
-/// How far a disk is.
+/// Describes the progress of a disk.
 fn disk(disk: &DiskProgress) -> String {
     let done = bytes(disk.round_bytes.saturating_sub(disk.remaining_bytes));
     format!("disk {} {done} of {}", crate::output::plain(&disk.name), bytes(disk.round_bytes))
 }
 
-/// What the rounds before it let expect; nothing is known before the first is over.
+/// Returns the outlook from earlier rounds; empty before the first has ended.
 fn outlook(progress: &Progress) -> Vec<String> {
     let mut parts = Vec::new();
     if matches!(progress.phase, Phase::PreCopy | Phase::LastRound)

@@ -1,4 +1,4 @@
-//! The command line against a control that has no VMs: outputs and exit codes. And the agent itself, as far as it goes
+//! The command line against a control that has no VMs: outputs and exit codes. And the agent itself, as far as it works
 //! without VMs.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests, beside the tests themselves")]
@@ -25,7 +25,7 @@ struct World {
     folder: tempfile::TempDir,
 }
 
-/// What the program said.
+/// Output and exit code of the program.
 #[derive(Debug)]
 struct Said {
     code: Option<i32>,
@@ -53,7 +53,7 @@ impl World {
         say(self.command(words))
     }
 
-    /// The same with `--json`: whatever happens, one JSON document comes.
+    /// Runs it with `--json`: it prints one JSON document in all cases.
     fn json(&self, words: &[&str]) -> (i32, Value) {
         let said = self.say(&[&["--json"], words].concat());
         let value = serde_json::from_str(&said.stdout);
@@ -365,7 +365,7 @@ fn an_agent_that_goes_away_leaves_its_watcher_in_doubt() {
     assert!(text.contains("taken up when it is started again"), "{text}");
 }
 
-/// A configuration that needs nothing of the host.
+/// Returns a configuration that needs nothing of the host.
 fn config(folder: &Path, more: &str) -> PathBuf {
     let path = folder.join("agent.toml");
     let text = format!(
@@ -401,7 +401,7 @@ fn a_configuration_is_checked() {
     expect(&say(agent_command(Path::new("/nonexistent/a.toml"), &[])), 2, &[], &["cannot read", "--config"]);
 }
 
-/// What is wrong with a certificate is wrong with the configuration: found by a check, and nothing is begun with it.
+/// A faulty certificate is a faulty configuration: a check finds it, and nothing is begun with it.
 #[test]
 fn certificates_that_cannot_be_used_are_found_before_anything_begins() {
     let folder = tempfile::tempdir().unwrap();
@@ -457,7 +457,7 @@ fn an_agent_starts_answers_and_ends_in_order() {
     expect(&say(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
     expect(&say(command(&socket, &["vm", "list"])), 0, &["no VMs"], &[]);
 
-    // A second one is sent away and told why; the first does not notice.
+    // A second one fails with the reason; the first does not notice.
     let second = say(agent_command(&config, &[]));
     expect(&second, 1, &[], &["another agent", &format!("pid {}", child.id()), "state_dir"]);
     expect(&say(command(&socket, &["info"])), 0, &["witness alpha"], &[]);

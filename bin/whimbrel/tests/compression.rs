@@ -1,5 +1,5 @@
-//! Pages that are compressed on their way. Every move compares all of memory by a path of its own (`--verify`), and the
-//! guest itself checks every page that it wrote.
+//! Compressed pages. Every migration compares all of memory by a path of its own (`--verify`), and the guest itself
+//! checks every page that it wrote.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -18,7 +18,7 @@ fn number(report: &Value, name: &str) -> u64 {
     report["compression"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {report:#}"))
 }
 
-/// Some of it was compressed, and some not, because it was not worth it.
+/// Asserts that some pages were compressed, and some not, because it was not worth it.
 fn was_compressed(report: &Value) {
     let (data, packed) = (number(report, "data_bytes"), number(report, "packed_bytes"));
     assert!(0 < packed && packed < data, "{report:#}");
@@ -45,7 +45,7 @@ fn what_was_wished_for_is_done() {
     }
 }
 
-/// On a link that is waited for, without being told to; and nobody is told twice.
+/// On a slow link, compression is used without an option; and no decision is reported twice.
 #[test]
 fn a_slow_link_is_reason_enough() {
     let link = lab::Link::Limited { rate_bytes_per_s: 8 << 20 };

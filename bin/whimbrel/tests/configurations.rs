@@ -1,5 +1,5 @@
-//! Guests of random configurations: each moves there and back, or is refused by `--check` with a reason that is true.
-//! `make test` tries 20, `make soak` 200 more; `WHIMBREL_SEED` draws others. Needs root.
+//! Guests of random configurations: each migrates there and back, or is refused by `--check` with a true reason. `make
+//! test` tries 20, `make soak` 200 more; `WHIMBREL_SEED` draws others. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -20,14 +20,14 @@ const MANY: usize = 100;
 /// Devices of one configuration.
 const DEVICES: usize = 4;
 
-/// Counts of what became of the configurations.
+/// Counts of the configurations' outcomes.
 #[derive(Default)]
 struct Tally {
     moved: usize,
-    /// Of those, the ones from which nothing was taken away.
+    /// Those of them that migrated with all of their devices.
     moved_as_drawn: usize,
     refused: BTreeMap<String, usize>,
-    /// Devices with which QEMU itself does not start as they are plugged here, and what it says.
+    /// Devices with which QEMU itself does not start as they are plugged here, and its errors.
     not_started: BTreeMap<String, String>,
     occurred: BTreeSet<String>,
     /// Devices with which the guest does not boot.
@@ -46,7 +46,7 @@ struct Trial<'a> {
 impl Trial<'_> {
     fn spec(&self, devices: &[Plugged]) -> GuestSpec {
         let load = Load { fill_mib: 4, wss_mib: 2, rate_mib_per_s: 2, ..Load::default() };
-        // Where memory may be plugged, Linux takes 64 MiB for its bounce buffers.
+        // Where memory may be plugged, Linux uses 64 MiB for its bounce buffers.
         let tiny = GuestSpec::tiny("vm1", load);
         let mut spec = GuestSpec { qemu: self.qemu, memory_mib: 256, ..tiny };
         self.machine.clone_into(&mut spec.machine);
@@ -64,7 +64,7 @@ impl Trial<'_> {
         })
     }
 
-    /// Those of the devices with which QEMU starts.
+    /// Returns the devices with which QEMU starts.
     fn startable(&self, devices: Vec<Plugged>, tally: &mut Tally) -> Vec<Plugged> {
         if self.start(&devices).is_ok() {
             return devices;
@@ -75,14 +75,14 @@ impl Trial<'_> {
             match self.start(&with_it) {
                 Ok(_) => kept = with_it,
                 Err(said) if kept.is_empty() => drop(tally.not_started.insert(device.name, said)),
-                // Not beside those before it.
+                // Not beside the devices before it.
                 Err(_) => {}
             }
         }
         kept
     }
 
-    /// Blockers that `--check` finds.
+    /// Returns the blockers that `--check` finds.
     fn blockers(&self) -> Vec<Value> {
         let check = self.cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).json();
         let of = |side: &str| check[side].as_array().unwrap_or_else(|| panic!("{check:#}")).clone();
@@ -92,7 +92,7 @@ impl Trial<'_> {
         blockers
     }
 
-    /// Moves a guest with such devices there and back, or returns those that `--check` names.
+    /// Migrates a guest with such devices there and back, or returns those that `--check` names.
     fn run(&self, devices: &[Plugged], tally: &mut Tally) -> Option<Vec<Plugged>> {
         let guest = self.start(devices).unwrap();
         let ticks = guest.wait_for_load(4).is_ok();
@@ -131,7 +131,7 @@ impl Trial<'_> {
             let id =
                 device.words.last().unwrap().split(',').nth(1).unwrap().trim_start_matches("id=").to_owned();
             let of_it = |word: &str| {
-                // QEMU's own word for a device may be the beginning of its type's name.
+                // QEMU's own name for a device may be the beginning of its type's name.
                 let is_it =
                     |one: &str| one == word || (one.len() > 3 && word.starts_with(&format!("{one}-")));
                 text.split(|at: char| !(at.is_alphanumeric() || "-_.".contains(at))).any(is_it)
@@ -180,7 +180,7 @@ fn configurations(machine: &'static str, count: usize) {
         if tried.is_err() {
             let names: Vec<_> = devices.iter().map(|device| device.name.as_str()).collect();
             tally.failed.push(format!("{machine}: {}", names.join(" ")));
-            // Whatever is left of the failed one.
+            // Remains of the failed one.
             drop(cluster);
             cluster = Cluster::new();
         }

@@ -1,5 +1,5 @@
-//! When the guest is stopped: it writes as fast as the link carries, or nearly. Every move compares all of memory by
-//! a path of its own (`--verify`), and the guest itself checks every page that it wrote.
+//! The time of the guest's stop: the guest writes as fast as the link carries, or nearly. Every migration compares all
+//! of memory by a path of its own (`--verify`), and the guest itself checks every page that it wrote.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -15,13 +15,13 @@ use serde_json::Value;
 
 const RATE: u64 = 20 << 20;
 
-/// A guest that rewrites 32 MiB, so fast, on a link of 20 MiB/s.
+/// Starts a guest that rewrites 32 MiB at this rate, on a link of 20 MiB/s.
 fn stage(rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
     stage_of(RATE, 32, rate_mib_per_s)
 }
 
-/// The same with so much that it rewrites, on a link of so many bytes per second. Copying does not give way: what it does is
-/// to follow from how the guest writes alone, however busy the machine is.
+/// Starts a guest with this working set, on a link of this many bytes per second. Copying does not yield: its course
+/// has to depend on the guest's writes alone, also on a busy machine.
 fn stage_of(rate_bytes_per_s: u64, wss_mib: u64, rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
     let cluster = link_of(rate_bytes_per_s);
     let guest = cluster.guest(&writing(wss_mib, rate_mib_per_s));
@@ -34,16 +34,17 @@ fn link_of(rate_bytes_per_s: u64) -> Cluster {
 }
 
 fn writing(wss_mib: u64, rate_mib_per_s: u64) -> GuestSpec {
-    // All of its time is for writing; what it has written is checked in the end.
+    // All of its time is for writing; its memory is checked in the end.
     let load =
         Load { fill_mib: wss_mib + 16, wss_mib, rate_mib_per_s, verify_mib_per_s: 0, ..Load::default() };
     GuestSpec::tiny("vm1", load)
 }
 
-/// As fast as it can.
+/// A rate that no guest reaches.
 const ALL_IT_CAN: u64 = 5000;
 
-/// A link that carries a quarter of what the guest writes: half as much again as it would write with a sixth of a processor.
+/// Sets the link to a quarter of the guest's write rate: half as much again as it would write with a sixth of a
+/// processor.
 fn carry_a_quarter(cluster: &Cluster, guest: &lab::Guest) {
     let rate = (per_second(guest.serial(), |tick| tick.writes) * 4096 / 4).max(RATE / 4);
     cluster.lab.set_rate(Some(rate)).unwrap();
@@ -53,7 +54,7 @@ fn rounds(report: &Value) -> &[Value] {
     report["rounds"].as_array().unwrap()
 }
 
-/// Rounds after the first pass were sent in parts, of which each left pages to the next.
+/// Returns true if rounds after the first pass were sent in parts, of which each left pages to the next.
 fn went_in_parts(report: &Value) -> bool {
     let number = |round: &Value, what: &str| round[what].as_u64().unwrap();
     rounds(report).iter().any(|round| number(round, "pass") >= 2 && number(round, "left_pages") > 0)
@@ -79,7 +80,7 @@ fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
     assert!(["stop (pattern): ", "pressure: "].iter().all(|policy| text.stdout.contains(policy)), "{text:?}");
 }
 
-/// Somebody who did not ask for a long stop does not get one.
+/// Without options there is no long downtime.
 #[test]
 fn a_guest_that_is_too_fast_stays_where_it_is_unless_told_otherwise() {
     let (cluster, guest) = stage(ALL_IT_CAN);
@@ -93,8 +94,8 @@ fn a_guest_that_is_too_fast_stays_where_it_is_unless_told_otherwise() {
     assert!(guest.serial().check().unwrap().ok);
 }
 
-/// A guest that writes half as fast as the link carries gets there in parts; the link is cut while that goes on, with
-/// what was left to later parts still to come.
+/// A guest that writes half as fast as the link carries converges in parts; the link is cut in the meantime, while
+/// pages left to later parts are still to be sent.
 #[test]
 fn a_cut_between_two_parts_loses_nothing() {
     let (cluster, _guest) = stage(12);
@@ -113,7 +114,7 @@ fn a_cut_between_two_parts_loses_nothing() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// The rules of others, to compare with.
+/// The rules of KVM and Xen, for comparison.
 #[test]
 fn other_rules_move_a_guest_too() {
     let (cluster, _guest) = stage(4);
@@ -129,13 +130,13 @@ fn other_rules_move_a_guest_too() {
     }
 }
 
-/// Its processors become slower, and it writes less; at the destination it is as fast as ever.
+/// Its processors are throttled, and it writes less; at the destination it has its full speed.
 #[test]
 fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
     if !limits_processors() {
         return;
     }
-    // Each processor is held by itself.
+    // Each processor is limited by itself.
     let cluster = link_of(RATE);
     let guest = cluster.guest(&GuestSpec { vcpus: 2, ..writing(96, ALL_IT_CAN) });
     carry_a_quarter(&cluster, &guest);
@@ -155,17 +156,17 @@ fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
     assert!(left.is_empty(), "{left:?}");
 }
 
-/// Two limits, and whichever way is expected to keep them.
+/// Two limits, and the way that is expected to keep them.
 #[test]
 fn limits_are_kept_by_the_way_that_is_expected_to() {
-    // Many times what the link carries, however busy the machine is.
+    // Many times the link's rate, also on a busy machine.
     let (cluster, guest) = stage_of(RATE / 2, 32, ALL_IT_CAN);
     let sla = |max_downtime_ms: &str, max_total_s: &str| {
         let words = ["migrate", "vm1", "--to", "b", "--policy", "sla", "--max-downtime", max_downtime_ms];
         let plain = ["--compress", "none", "--deltas", "never"];
         cluster.a.cli(&[&words[..], &["--max-total", max_total_s], &plain].concat()).last_json()
     };
-    // In no way: a guest does not stand still for less than it takes to stop it.
+    // No way keeps this: the downtime is at least the time that a stop needs.
     let report = sla("1", "1");
     assert_eq!(report["outcome"], "aborted", "{report:#}");
     assert!(report["reason"].as_str().unwrap().contains("no time left"), "{report:#}");
@@ -173,7 +174,7 @@ fn limits_are_kept_by_the_way_that_is_expected_to() {
     assert!(guest.serial().check().unwrap().ok);
     cluster.b.wait_settled();
 
-    // A tenth of its processor time would not be little enough.
+    // A tenth of its processor time would still be too much.
     let report = sla("300", "100");
     assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.a.log());
     assert!(matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::PostCopy { .. })), "{report:#}");
@@ -183,7 +184,7 @@ fn limits_are_kept_by_the_way_that_is_expected_to() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// Where it has to be compared nothing can come after it.
+/// With a comparison, post-copy is not possible.
 #[test]
 fn a_guest_is_slowed_down_where_that_keeps_the_limits() {
     if !limits_processors() {
@@ -202,7 +203,7 @@ fn a_guest_is_slowed_down_where_that_keeps_the_limits() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// Programs that want all of the processors that they can get.
+/// Programs that use all processors that they can get.
 struct Crowd(Vec<Child>);
 
 impl Crowd {
@@ -222,12 +223,13 @@ impl Drop for Crowd {
     }
 }
 
-/// The host becomes busy while a guest is copied that needs its processor: it is seen to wait, and what copies gives way.
+/// The host becomes busy during the migration of a guest that needs its processor: its waiting is detected, and copying
+/// yields.
 #[test]
 fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let link = lab::Link::Limited { rate_bytes_per_s: RATE };
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
-    // So much that it is not given up before that is seen.
+    // So much that it is not given up before the waiting is detected.
     let _guest = cluster.guest(&writing(96, 200));
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--max-rounds", "1000", "--compress", "none"];
     let migration = cluster.a.begin(&words);
@@ -248,7 +250,7 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let text = cluster.a.text(&["report", "vm1"]).ok();
     let told = "copying nice 11, 1 thread at a time, looks 4 times as far apart";
     assert!(text.stdout.contains(told), "{text:?}");
-    // A part was longer than the policy would have it, by far more than its last cluster.
+    // A part was longer than the policy wanted, by far more than its last cluster.
     let replayed = is_replayed(&report);
     let decisions = decisions(&replayed);
     let was_longer = decisions.iter().zip(&rounds(&report)[1..]).any(|(decision, next)| match decision {
@@ -263,7 +265,7 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// Whatever ends the migration: the processors are let go.
+/// The limit on processors is lifted after every outcome of the migration.
 #[test]
 fn no_limit_on_processors_outlives_the_migration() {
     if !limits_processors() {
@@ -287,7 +289,7 @@ fn no_limit_on_processors_outlives_the_migration() {
     }
 }
 
-/// The agent dies, and nobody starts it again.
+/// The agent is killed and not restarted.
 #[test]
 fn no_limit_on_processors_outlives_an_agent_that_nobody_starts_again() {
     if !limits_processors() {
@@ -304,12 +306,12 @@ fn no_limit_on_processors_outlives_an_agent_that_nobody_starts_again() {
     cluster.a.start();
     cluster.a.wait_settled();
     cluster.b.wait_settled();
-    // It can be slowed down and moved all the same.
+    // It can be throttled and migrated all the same.
     cluster.migrate("vm1", "a", "b", &["--throttle-cpu", "drain"]);
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// Whether the kernel keeps limits on processors here.
+/// Returns true if this kernel supports limits on processors.
 fn limits_processors() -> bool {
     let known = ["/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cgroup.controllers"];
     let limits = known.iter().any(|file| Path::new(file).exists());
@@ -319,7 +321,7 @@ fn limits_processors() -> bool {
     limits
 }
 
-/// The control groups of Whimbrel's in which threads of a process are, by the kernel's word.
+/// Returns Whimbrel's control groups that contain threads of a process, by the kernel's record.
 fn groups_of_ours(pid: u32) -> Vec<String> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
     let texts = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("cgroup")).ok());
@@ -330,7 +332,7 @@ fn groups_of_ours(pid: u32) -> Vec<String> {
     groups.collect()
 }
 
-/// Whether one of them holds its threads to a limit.
+/// Returns true if one of them limits its threads.
 fn is_slowed_down(pid: u32) -> bool {
     let files = [("/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "-1"), ("/sys/fs/cgroup", "cpu.max", "max")];
     groups_of_ours(pid).iter().any(|group| {

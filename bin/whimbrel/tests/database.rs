@@ -1,5 +1,5 @@
-//! A PostgreSQL that moves with its root disk while transactions are committed, beside a program that writes a file and
-//! verifies it: nothing that was confirmed is lost.
+//! A PostgreSQL that migrates with its root disk while transactions are committed, beside a program that writes a file
+//! and verifies it: no confirmed data is lost.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -13,14 +13,14 @@ use lab::database::{Committer, database_guest, database_guest_again, rows};
 use lab::{Guest, Net, vm_address};
 
 const VM: &str = "db";
-/// As often in `make test`; in `make soak` ten times so often.
+/// Migrations in `make test`; ten times as many in `make soak`.
 const MOVES: usize = 5;
-/// Of the cuts of the link.
+/// Seed of the cuts of the link.
 const SEED: u64 = 3;
 
-/// The link is cut somewhere on the way of each move, which compares memory and disk by hashes. At the end the guest
-/// is killed in the midst of its work, as by a power cut, and a new one is started from its disk: PostgreSQL replays
-/// its log, and has all that it had confirmed.
+/// The link is cut at some moment of each migration, which compares memory and disk by hashes. At the end the guest is
+/// killed in the midst of its work, as by a power cut, and a new one is started from its disk: PostgreSQL replays its
+/// log, and has all confirmed rows.
 #[test]
 fn a_database_moves_with_its_disk_and_loses_no_transaction() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -41,7 +41,7 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
         client.wait_for_commits(20).unwrap();
         let verified = cluster.serial(hosts[1], VM).follow_from_now().unwrap();
         wait_verified(verified);
-        // The one before is not wanted any more.
+        // The earlier image is not needed any longer.
         let arrived = PathBuf::from(report["disks"][0]["path"].as_str().unwrap());
         if let Some(left) = image.replace(arrived) {
             std::fs::remove_file(left).unwrap();
@@ -49,7 +49,7 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
         hosts.reverse();
     }
     assert!(2 * cuts.made >= moves, "{} of {moves} moves were cut", cuts.made);
-    // Somebody is still at it when the guest dies; nobody waits for what he hears of that.
+    // A client still commits when the guest dies; its error is ignored.
     let other = Committer::start(&cluster.lab.client, vm_address(1), 2).unwrap();
     other.wait_for_commits(20).unwrap();
     let committed = client.finish();
@@ -59,7 +59,7 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
     assert_eq!(committed.error, None);
     assert!(committed.rows >= 50 + 20 * moves as u64, "{committed:?}");
 
-    // Where it has just been there is a tap of its name, which is free now.
+    // Its earlier host has a tap of its name, which is free now.
     let again = database_guest_again(&cluster.environment, "again", 1, &image.unwrap()).unwrap();
     let host = if hosts[0] == "a" { &cluster.lab.a } else { &cluster.lab.b };
     let guest = Guest::start(host, &cluster.environment, &again).unwrap();
@@ -70,7 +70,7 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
     assert!(rows(&cluster.lab.client, vm_address(1), 2).unwrap().len() >= 20);
 }
 
-/// The program in the guest has once more found all that it had written.
+/// Waits until the program in the guest has once more verified all that it had written.
 fn wait_verified(mut console: lab::Follow) {
     let wanted = |line: &str| line.contains("VERIFIED") || line.contains("FIO FAILED");
     let said = console.wait_for("the file verified", lab::DEADLINE, wanted);

@@ -1,5 +1,5 @@
-//! A Debian guest that moves with its root disk while it serves: what a database has confirmed is on the disk that
-//! arrived.
+//! A Debian guest that migrates with its root disk while it serves: data that its database has confirmed is on the disk
+//! that arrived.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -18,16 +18,16 @@ use lab::{Guest, Net, vm_address};
 const VM: &str = "web";
 const DEADLINE: Duration = Duration::from_mins(5);
 const PAUSE: Duration = Duration::from_millis(2);
-/// As often in `make test`; in `make soak` ten times so often.
+/// Migrations in `make test`; ten times as many in `make soak`.
 const MOVES: usize = 5;
-/// Of the cuts of the link.
+/// Seed of the cuts of the link.
 const SEED: u64 = 3;
 
-/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. The link is
-/// cut somewhere on the way of each move, which compares memory and disk by hashes; at the end the guest is killed in
-/// the midst of its work, as by a power cut, and programs that had no part in copying look at the disk: the file
-/// system's journal is replayed, then it has to be sound, the database too, and every note whose receipt was
-/// confirmed has to be in it.
+/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never reopened. The link is cut
+/// at some moment of each migration, which compares memory and disk by hashes; at the end the guest is killed in the
+/// midst of its work, as by a power cut, and programs that had no part in copying check the disk: the file system's
+/// journal is replayed, then it has to be sound, the database too, and every note whose receipt was confirmed has to be
+/// in it.
 #[test]
 fn a_database_moves_with_its_disk_and_loses_no_note() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -48,7 +48,7 @@ fn a_database_moves_with_its_disk_and_loses_no_note() {
     for _ in 0..moves {
         let report = cluster.migrate_through_any_cut(VM, hosts[0], hosts[1], &["--disks", "copy"], &mut cuts);
         client.wait_for_answers(20).unwrap();
-        // The one before is not wanted any more.
+        // The earlier image is not needed any longer.
         let arrived = report["disks"][0]["path"].as_str().unwrap().to_owned();
         if let Some(left) = image.replace(arrived) {
             std::fs::remove_file(left).unwrap();
@@ -57,7 +57,7 @@ fn a_database_moves_with_its_disk_and_loses_no_note() {
     }
     assert!(2 * cuts.made >= moves, "{} of {moves} moves were cut", cuts.made);
     let pid = cluster.agent(hosts[0]).vm(VM).unwrap()["pid"].as_u64().unwrap() as u32;
-    // Somebody is still at it when the guest dies; nobody waits for what he hears of that.
+    // A client is still active when the guest dies; its error is ignored.
     let other = Client::start(&cluster.lab.client, service, PAUSE).unwrap();
     other.wait_for_answers(20).unwrap();
     let seen = client.finish();
@@ -72,8 +72,8 @@ fn a_database_moves_with_its_disk_and_loses_no_note() {
     assert!(notes.len() as u64 > seen.notes.answered, "those of the other one are there as well");
 }
 
-/// What the guest has read from its disk goes with the disk, and memory refers to it; in the guest it is in the page cache as
-/// before. The QEMU that it has now reads nothing of the disk for what it serves.
+/// Content that the guest has read from its disk is sent with the disk, and memory refers to it; in the guest it is in
+/// the page cache as before. Its present QEMU reads nothing from the disk to serve it.
 #[test]
 fn what_was_cached_is_served_without_a_read() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
@@ -96,13 +96,13 @@ fn what_was_cached_is_served_without_a_read() {
     let of_memory = rounds.filter(|round| round["pass"] != 0);
     let referred_bytes =
         of_memory.map(|round| round["reference_pages"].as_u64().unwrap() * 4096).sum::<u64>();
-    // Much of it was read to boot, and given up since.
+    // Much of it was read for the boot, and evicted since.
     assert!(referred_bytes > read_before / 4, "{referred_bytes} of {read_before}: {report:#}");
     let seen = client.finish();
     assert!(seen.page.error.is_none() && seen.notes.error.is_none(), "{seen:?}");
 }
 
-/// How much the present QEMU of a VM has read for its guest, in bytes.
+/// Returns the bytes that the present QEMU of a VM has read for its guest.
 fn read_bytes(cluster: &Cluster, host: &str) -> u64 {
     let shown = cluster.agent(host).cli(&["vm", "show", VM]).ok().json();
     let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap();
@@ -110,7 +110,7 @@ fn read_bytes(cluster: &Cluster, host: &str) -> u64 {
     stats.as_array().unwrap().iter().map(|of| of["stats"]["rd_bytes"].as_u64().unwrap()).sum()
 }
 
-/// The notes in the database on this disk.
+/// Returns the notes in the database on this disk.
 fn notes_on(image: &Path) -> Vec<String> {
     let directory = tempfile::tempdir_in(image.parent().unwrap()).unwrap();
     let raw = directory.path().join("raw");

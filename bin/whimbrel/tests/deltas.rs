@@ -1,5 +1,5 @@
-//! Pages that are sent again, of which only what changed goes. Every move compares all of memory by a path of its own
-//! (`--verify`), and the guest itself checks every page that it wrote.
+//! Pages that are resent as deltas. Every migration compares all of memory by a path of its own (`--verify`), and the
+//! guest itself checks every page that it wrote.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -22,7 +22,8 @@ fn of_rounds(report: &Value, name: &str) -> u64 {
     report["rounds"].as_array().unwrap().iter().map(|round| round[name].as_u64().unwrap()).sum()
 }
 
-/// Some pages were sent as what changed, and that was little; the other side had all of them.
+/// Asserts that some pages were sent as deltas, that these were small, and that the destination had all of the old
+/// pages.
 fn changes_were_sent(report: &Value) {
     assert!(number(report, "pages") > 0, "{report:#}");
     assert_eq!(number(report, "page_bytes"), number(report, "pages") * 4096);
@@ -39,7 +40,7 @@ fn what_was_wished_for_is_done() {
     changes_were_sent(&report);
     let refused = of_rounds(&report, "refused_pages");
     assert_eq!(of_rounds(&report, "delta_pages"), number(&report, "pages") + refused, "{report:#}");
-    // A piece that changed looks as before once in a long time.
+    // A changed piece rarely has the same check value as before.
     assert!(refused < 2 + number(&report, "pages") / 100, "{report:#}");
     cluster.guest_is_whole("b", "vm1");
     let report = cluster.migrate("vm1", "b", "a", &["--deltas", "never", "--bandwidth", "100Mi"]);
@@ -48,8 +49,8 @@ fn what_was_wished_for_is_done() {
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// On a link that is waited for, without being told to, and with a cut in the middle: what may not have arrived is sent in
-/// full.
+/// On a slow link, deltas are used without an option, also with a cut in the middle: pages that may not have arrived
+/// are sent in full.
 #[test]
 fn a_slow_link_is_reason_enough_and_a_cut_loses_nothing() {
     for more in [&[][..], &["--compress", "none"]] {

@@ -1,4 +1,4 @@
-//! `whimbrel lab up` and `down`, as people use them. Needs root.
+//! `whimbrel lab up` and `down`, as users call them. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use common::{Said, WHIMBREL, entries, until};
 use serde_json::Value;
 
-/// A prefix of this test's own; what is made under it is taken down in the end.
+/// A prefix of this test's own; laboratories with this prefix are taken down in the end.
 struct Prefix(String);
 
 impl Prefix {
@@ -36,7 +36,7 @@ impl Prefix {
         assert_eq!(Said::by(&mut self.command("down")).ok().json()["up"], false);
     }
 
-    /// The names of its namespaces, without the prefix.
+    /// Returns the names of its namespaces, without the prefix.
     fn namespaces(&self) -> Vec<String> {
         let names = entries(Path::new("/run/netns"));
         let wanted = ["a", "b", "client", "router", "witness"];
@@ -69,7 +69,7 @@ fn host<'a>(up: &'a Value, name: &str) -> &'a Value {
     up["hosts"].as_array().unwrap().iter().find(|host| host["name"] == name).unwrap()
 }
 
-/// The agent of a host, started as the text of `lab up` says. It is the laboratory's to end.
+/// Starts the agent of a host with the command in the output of `lab up`. The laboratory ends it.
 fn agent(host: &Value) -> u32 {
     let text = |key: &str| host[key].as_str().unwrap().to_owned();
     let mut command = Command::new("ip");
@@ -85,7 +85,7 @@ fn info(host: &Value) -> Said {
     Said::by(Command::new(WHIMBREL).args(["--json", "--socket", host["socket"].as_str().unwrap(), "info"]))
 }
 
-/// So that one that was ended is gone.
+/// Reaps a child, so that an ended one is gone.
 fn reap(mut child: std::process::Child) {
     std::thread::spawn(move || child.wait());
 }
@@ -95,7 +95,7 @@ fn is_running(pid: u32) -> bool {
 }
 
 /// Two side by side, with the same addresses and the second one's prefix beginning as the first one's: each is
-/// whole, and taking one down does nothing to the other.
+/// complete, and taking one down does nothing to the other.
 #[test]
 fn two_side_by_side() {
     let (first, second) = (Prefix::new("x"), Prefix::new("x-a"));
@@ -115,7 +115,7 @@ fn two_side_by_side() {
     until("its agents have ended", || agents[1].iter().all(|pid| !is_running(*pid)));
 }
 
-/// What was asked for twice is there once, or not at all.
+/// A laboratory requested twice exists once, or not at all.
 #[test]
 fn twice() {
     let lab = Prefix::new("twice");
@@ -132,12 +132,12 @@ fn twice() {
     until("what ran in the second one has ended", || !is_running(new));
 }
 
-/// Killed while it is made, at several points: the next one makes it anew, or takes it down.
+/// Killed while it is made, at several points: the next command makes it anew, or takes it down.
 #[test]
 fn killed_while_it_is_made() {
     let lab = Prefix::new("kill");
     for (made, next) in [(1, "down"), (2, "up"), (5, "down"), (5, "up")] {
-        // A group of its own, so that what it calls is killed with it.
+        // A group of its own, so that its children are killed with it.
         let mut making = lab.command("up").stdout(Stdio::null()).process_group(0).spawn().unwrap();
         until("it has begun", || lab.namespaces().len() >= made);
         let group = format!("-{}", making.id());
@@ -153,7 +153,7 @@ fn killed_while_it_is_made() {
     }
 }
 
-/// A prefix is a name; nothing is done with one that leads elsewhere. Here only such as lead into the test's own
+/// A prefix is a name; one that leads to another directory is refused. Here only prefixes that lead into the test's own
 /// laboratory: the others are for a test that touches nothing.
 #[test]
 fn bad_prefixes() {
@@ -173,7 +173,7 @@ fn bad_prefixes() {
     assert!(mark.exists() && lab.directory().join("a/agent.toml").exists());
 }
 
-/// The bench moves a small guest once by each, and what it writes can be read again.
+/// The bench migrates a small guest once by each contender, and its results can be read again.
 #[test]
 fn a_case_is_measured_beside_qemu() {
     let directory = tempfile::tempdir().unwrap();
@@ -210,12 +210,12 @@ fn a_case_is_measured_beside_qemu() {
         page.starts_with("before") && page.ends_with("after\n") && page.contains("What was to be reached")
     );
     prefix.is_gone();
-    // Nothing is begun where something is wrong.
+    // Nothing is begun after an error.
     let refused = bench(&["nobody", "xbz"]);
     assert!(refused.stderr.contains("there are nobody"), "{refused:?}");
 }
 
-/// A point of a grid, with everything that is not as usual, is measured once and kept.
+/// A point of a grid, with all values unusual, is measured once and kept.
 #[test]
 fn a_point_that_was_measured_is_not_measured_again() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! A guest that runs and writes is moved between two hosts. Every move compares all of memory by a path of its own
-//! (`--verify`), and the guest itself checks every page that it wrote. Needs root.
+//! A guest that runs and writes is migrated between two hosts. Every migration compares all of memory by a path of its
+//! own (`--verify`), and the guest itself checks every page that it wrote. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -13,7 +13,7 @@ use common::{
 };
 use lab::{Direction, Net, disk, not_tried};
 
-/// A guest that writes while it is moved.
+/// Returns the load of a guest that writes during its migration.
 fn busy() -> Load {
     Load { fill_mib: 96, wss_mib: 24, rate_mib_per_s: 30, ..Load::default() }
 }
@@ -22,7 +22,7 @@ fn newest(environment: &Environment) -> QemuVersion {
     *environment.qemu_versions().last().unwrap()
 }
 
-/// There and back until all kinds of RAM have met: what a kind at one side and a kind at the other do to each other.
+/// Migrates there and back until all pairs of RAM kinds have occurred at source and destination.
 fn there_and_back(version: QemuVersion, ram: Ram, moves: usize) {
     let cluster = Cluster::new();
     let spec = GuestSpec { qemu: version, ram, ..GuestSpec::tiny("vm1", busy()) };
@@ -34,14 +34,14 @@ fn there_and_back(version: QemuVersion, ram: Ram, moves: usize) {
         let kind = ["memfd", "anonymous", "anonymous"][turn % 3];
         let report = cluster.migrate("vm1", from, to, &["--ram", kind]);
         assert_eq!(report["destination"]["ram_kind"], kind);
-        // What QEMU's memory map says, not what was planned.
+        // By QEMU's actual memory map.
         if turn > 0 {
             assert_eq!(report["source"]["ram_kind"], came_as, "as it was promised");
         }
         came_as = kind;
         cluster.guest_is_whole(to, "vm1");
         assert!(cluster.agent(from).vm("vm1").is_none(), "it is on one side only");
-        // A guest that has come and gone has left nothing open: no memory of it, no process.
+        // A guest that has left again leaves nothing open: no memory of it, no process.
         for host in hosts {
             let held = || held_of_others(cluster.agent(host).pid());
             until(&format!("{host} holds nothing of a QEMU that is gone: {:?}", held()), || {
@@ -51,7 +51,7 @@ fn there_and_back(version: QemuVersion, ram: Ram, moves: usize) {
     }
 }
 
-/// Descriptors of a process for processes and memory of others that have ended, or were not let go.
+/// Returns descriptors of a process for processes and memory of others that have ended, or were not released.
 fn held_of_others(pid: u32) -> Vec<String> {
     let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let held = |entry: std::fs::DirEntry| {
@@ -79,8 +79,8 @@ fn a_newer_qemu_with_anonymous_ram_there_and_back() {
     there_and_back(newest(&Environment::discover()), Ram::Anonymous, 4);
 }
 
-/// Where nobody says what memory is to be made of, nothing is lost that the guest had: anonymous memory stays so where
-/// shared memory has no transparent huge pages; what was shared stays shared.
+/// Without an option for the kind of memory, no property of the guest's memory is lost: anonymous memory stays so where
+/// shared memory has no transparent huge pages; shared memory stays shared.
 #[test]
 fn the_destination_chooses_the_kind_of_ram() {
     let folder = Path::new("/sys/kernel/mm/transparent_hugepage");
@@ -109,7 +109,7 @@ fn the_destination_chooses_the_kind_of_ram() {
     }
 }
 
-/// A setting of the kernel, put back in the end.
+/// A setting of the kernel, restored in the end.
 struct Setting(PathBuf, String);
 
 impl Setting {
@@ -131,8 +131,8 @@ impl Drop for Setting {
     }
 }
 
-/// What only one side knows stands in the report of the other one too: from an older QEMU to a newer one, where there
-/// are two.
+/// Data that only one side knows is in the other side's report too: from an older QEMU to a newer one, where there are
+/// two.
 #[test]
 fn the_report_tells_of_both_sides() {
     let mut cluster = Cluster::new();
@@ -163,7 +163,7 @@ fn the_report_tells_of_both_sides() {
     assert!(line("agents' CPU").ends_with(&used.join(" → ")), "{text}");
 }
 
-/// All CPU time of a process, rounded up to a clock tick for each of its two parts, in microseconds.
+/// Returns all CPU time of a process, rounded up to a clock tick for each of its two parts, in microseconds.
 fn cpu_us(pid: u32) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
@@ -171,8 +171,8 @@ fn cpu_us(pid: u32) -> u64 {
     ticks * 10_000
 }
 
-/// Devices of all kinds, a disk that is read and written with `O_DIRECT` all the while (trap 1), a network card, two
-/// NUMA nodes. What the disk has acknowledged is there on either host, and the image is sound in the end.
+/// Devices of all kinds, a disk that is read and written with `O_DIRECT` all the time (trap 1), a network card, two
+/// NUMA nodes. Data that the disk has acknowledged is there on either host, and the image is sound in the end.
 fn with_everything(version: QemuVersion) {
     let cluster = Cluster::new();
     let qemu = cluster.environment.qemu(version).unwrap();
@@ -229,7 +229,7 @@ fn huge_pages_of_hugetlbfs_there_and_back() {
     }
 }
 
-/// Huge pages that are reserved for a test, and given back after it.
+/// Huge pages that are reserved for a test, and released after it.
 struct HugePages(String);
 
 impl HugePages {
@@ -251,8 +251,8 @@ impl Drop for HugePages {
 }
 
 /// A guest whose user has paused it stays paused (trap 17), there, back and there again, also after an attempt that was
-/// given up when its device state had been saved. Its disk, given up at the first of them, is taken up when it goes on;
-/// to copy it takes it back alone, and not the image beside it that is only read.
+/// aborted when its device state had been saved. Its disk, released at the first of these, is acquired again when it
+/// resumes; for a copy QEMU acquires it alone, and not the image beside it that is only read.
 fn paused_all_the_while(version: QemuVersion) {
     let cluster = Cluster::with(&Setup { fault_harness: true, pool: true, ..Setup::default() });
     let qemu = cluster.environment.qemu(version).unwrap();
@@ -314,7 +314,7 @@ fn a_paused_guest_stays_paused_with_a_newer_qemu() {
     paused_all_the_while(newest(&Environment::discover()));
 }
 
-/// The balloon takes pages out of the guest and gives them back while rounds go on (traps 3 and 5).
+/// The balloon inflates and deflates during the rounds (traps 3 and 5).
 #[test]
 fn a_balloon_that_moves_during_the_rounds() {
     let cluster =
@@ -354,7 +354,8 @@ fn a_balloon_that_moves_during_the_rounds() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// A guest that tells what it does not use: QEMU punches that out of the RAM by itself, all the time (traps 3 and 20).
+/// A guest that reports its free pages: QEMU punches holes for them into the RAM by itself, all the time (traps 3 and
+/// 20).
 #[test]
 fn a_guest_that_reports_its_free_pages_there_and_back() {
     let cluster = Cluster::new();
@@ -379,7 +380,7 @@ fn a_guest_that_reports_its_free_pages_there_and_back() {
     }
 }
 
-/// A cut in the middle of pre-copy: new connections, pages that were not acknowledged once more (trap 7).
+/// A cut in the middle of pre-copy: new connections, and unacknowledged pages once more (trap 7).
 fn cut_and_resumed(plain: bool) {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
     let cluster = Cluster::with(&Setup { link, plain, ..Setup::default() });
@@ -398,7 +399,7 @@ fn a_cut_link_is_mended_without_tls() {
     cut_and_resumed(true);
 }
 
-/// Between continents: answers take their time, packets are lost and come in another order. There and back.
+/// Between continents: answers are late, packets are lost and reordered. There and back.
 #[test]
 fn over_a_link_with_delay_and_loss() {
     let link = lab::Link::Emulated(lab::Settings {
@@ -418,7 +419,7 @@ fn over_a_link_with_delay_and_loss() {
     assert!(lost(Direction::AToB) > 0 && lost(Direction::BToA) > 0, "nothing was lost");
 }
 
-/// Too slow a link, then the cap is lifted while it runs; before that, somebody cancels.
+/// A link that is too slow, then the cap is lifted during the migration; before that, a migration is cancelled.
 #[test]
 fn cancelled_then_hurried() {
     let cluster = Cluster::new();

@@ -1,6 +1,6 @@
-//! Guests that compute while they are moved: kernels of the NAS Parallel Benchmarks, each of which verifies its own
-//! result. A page that was lost, or is an older one, makes a wrong result, or leads out of an array. Every move compares
-//! all of memory by a path of its own (`--verify`). Needs root.
+//! Guests that compute during a migration: kernels of the NAS Parallel Benchmarks, each of which verifies its own
+//! result. A page that was lost, or is an older one, makes a wrong result, or leads out of an array. Every migration
+//! compares all of memory by a path of its own (`--verify`). Needs root.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -9,24 +9,24 @@ mod common;
 use common::{Cluster, Device, GuestSpec, Load};
 use lab::{Nas, Net, Peer, vm_address};
 
-/// Where one of two guests listens for the other.
+/// Port on which one of two guests listens for the other.
 const PORT: u16 = 7000;
 
-/// A guest that runs a kernel for as long as it lives, and keeps a little memory beside it that it can check.
+/// Returns a guest that runs a kernel for ever, and has a little memory beside it that it can check.
 fn spec(name: &str, nas: Nas) -> GuestSpec {
     let load = Load { fill_mib: 8, wss_mib: 4, rate_mib_per_s: 2, verify_mib_per_s: 2, ..Load::default() };
     let load = Load { nas: Some(nas), ..load };
     GuestSpec { memory_mib: 192, ..GuestSpec::tiny(name, load) }
 }
 
-/// There and back in the midst of its work, twice; each time a run that had begun before the move verifies behind it.
+/// Migrates there and back in the midst of its work, twice; each time a run that had begun before verifies afterwards.
 fn verifies_where_it_has_moved(kernel: &str) {
     let cluster = Cluster::new();
     let guest = cluster.guest(&spec("vm1", Nas::forever(kernel, "S")));
     guest.serial().wait_for_nas().unwrap();
     for (from, to) in [("a", "b"), ("b", "a")] {
         cluster.migrate("vm1", from, to, &[]);
-        // What it says there, from the beginning: the first run was under way while the guest moved.
+        // Its output there, from the beginning: the first run was under way during the migration.
         let mut output = cluster.serial(to, "vm1").follow().unwrap();
         for _ in 0..2 {
             assert!(output.wait_for_nas_run().unwrap(), "{kernel} at {to}");
@@ -60,8 +60,8 @@ fn mg_verifies_where_it_has_moved() {
     verifies_where_it_has_moved("MG");
 }
 
-/// Two guests share a kernel's work over one connection, which neither opens again. One of them is moved to the other
-/// host and back: each run needs what the other one sends, so both verify only if the connection has come along whole.
+/// Two guests share a kernel's work over one connection, which neither reopens. One of them is migrated to the other
+/// host and back: each run needs the other one's data, so both verify only if the connection has arrived intact.
 #[test]
 fn two_guests_go_on_exchanging_while_one_is_moved() {
     let cluster = Cluster::new();

@@ -1,6 +1,6 @@
-//! Pre-flight between two hosts that are not alike. What only a QEMU that was started at the destination can tell (its
-//! devices, what its processor lacks, its RAM) ends the migration before the guest is touched; so does a disk that may
-//! be another one there, and a file that is not there. Needs root.
+//! Pre-flight checks between two unlike hosts. Properties that only a QEMU started at the destination can report (its
+//! devices, missing features of its processor, its RAM) abort the migration before the guest is touched; so does a disk
+//! that may be another one there, and a missing file. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -15,13 +15,13 @@ use common::{Cluster, Device, Disk, GuestSpec, Load, QemuVersion};
 use lab::disk;
 use serde_json::{Value, json};
 
-/// A guest that writes while it is moved.
+/// Returns the load of a guest that writes during its migration.
 fn busy() -> Load {
     Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() }
 }
 
-/// The second host starts its QEMUs with these words more where a guest is to arrive. QEMU takes the last word where
-/// two say the same.
+/// Makes the second host add these words to the arguments of arriving QEMUs. QEMU uses the last of two conflicting
+/// words.
 fn arrives_with(cluster: &mut Cluster, more: &str) {
     cluster.b.kill();
     let config = fs::read_to_string(cluster.b.config()).unwrap();
@@ -41,7 +41,8 @@ fn arrives_with(cluster: &mut Cluster, more: &str) {
     cluster.b.start();
 }
 
-/// The findings of a migration that was refused, by their codes; the guest runs at its source as if nothing had been.
+/// Returns the findings of a refused migration, by their codes; the guest runs at its source as if nothing had
+/// happened.
 #[track_caller]
 fn refused(cluster: &Cluster, pid: u32) -> Vec<Value> {
     let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]);
@@ -67,14 +68,14 @@ fn refused(cluster: &Cluster, pid: u32) -> Vec<Value> {
     findings
 }
 
-/// A destination whose QEMU is like the source's but for `more` refuses with such findings, and with nothing else.
+/// Asserts that a destination whose QEMU differs only by `more` refuses with such findings, and no others.
 fn is_refused(more: &str, code: &str, what: &str) {
     let mut cluster = Cluster::new();
     arrives_with(&mut cluster, more);
     for qemu in cluster.environment.qemu_versions() {
         let mut spec = GuestSpec { qemu, ..GuestSpec::tiny("vm1", busy()) };
         spec.devices.push(Device::Rng);
-        // One that says by its name what it has; the last one on the command line counts.
+        // A model with named features; the last one on the command line counts.
         spec.extra = ["-cpu", "Nehalem"].map(str::to_owned).to_vec();
         let guest = cluster.guest(&spec);
         let findings = refused(&cluster, guest.pid());
@@ -92,26 +93,26 @@ fn is_refused(more: &str, code: &str, what: &str) {
     }
 }
 
-/// The host there cannot do what the guest's processor has: what it would say of a model with a feature more than it
-/// can provide.
+/// The host there lacks a feature of the guest's processor: simulated by a model with a feature more than it can
+/// provide.
 #[test]
 fn a_cpu_feature_that_is_not_there() {
     is_refused("-cpu Nehalem,+avx512f", "cpu-features", "avx512f");
 }
 
-/// A device that only the destination has loads nothing, and says nothing.
+/// A device that only the destination has receives no state, and reports no error.
 #[test]
 fn a_device_that_only_the_destination_has() {
     is_refused("-device usb-ehci,id=late", "devices-differ", "late");
 }
 
-/// A device of the guest's that is another one there.
+/// A device of the guest that has other properties there.
 #[test]
 fn a_device_that_has_other_properties() {
     is_refused("-global virtio-rng-device.max-bytes=4096", "devices-differ", "max-bytes");
 }
 
-/// Without the difference the same guest is let in: the newer QEMU's, and the installed one's.
+/// Without the difference the same guest is accepted: by the newer QEMU, and by the installed one.
 #[test]
 fn a_like_destination_is_none_the_worse_for_it() {
     let mut cluster = Cluster::new();
@@ -127,7 +128,7 @@ fn a_like_destination_is_none_the_worse_for_it() {
     assert!(!pid_file.exists(), "what the source's QEMU would have removed is left");
 }
 
-/// A device that only the destination has stands for one that is not known yet: QEMU ends when it saves its state.
+/// A device that only the destination has simulates an unknown one: QEMU ends when it saves its state.
 #[test]
 fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
     is_refused("-device vmbus-bridge", "devices-differ", "vmbus-bridge");
@@ -136,7 +137,7 @@ fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
         let mut spec = GuestSpec { qemu: QemuVersion::Installed, ..GuestSpec::tiny("vm1", busy()) };
         spec.extra = ["-device", device].map(str::to_owned).to_vec();
         let guest = cluster.guest(&spec);
-        // Of these it is known at the source.
+        // These are known at the source.
         for more in [&["--check"][..], &[]] {
             let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], more].concat());
             assert!(said.code == 1 && said.stdout.contains(device), "{said:?}");
@@ -148,9 +149,9 @@ fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
     }
 }
 
-// ---- what another program of the destination has
+// ---- resources of another program at the destination
 
-/// Ports and taps that another program has are refused by `--check`, which starts a QEMU.
+/// Ports and taps in use by another program are refused by `--check`, which starts a QEMU.
 #[test]
 fn what_is_taken_at_the_destination_is_found() {
     let cluster = Cluster::new();
@@ -194,7 +195,7 @@ fn what_is_taken_at_the_destination_is_found() {
     }
 }
 
-/// Trials leave nothing behind, whenever the destination's agent dies.
+/// Trial starts leave nothing behind, also when the destination's agent dies.
 #[test]
 fn nothing_is_left_of_a_trial() {
     let mut cluster = Cluster::with(&common::Setup { pool: true, ..common::Setup::default() });
@@ -227,7 +228,8 @@ fn nothing_is_left_of_a_trial() {
 
 // ---- a guest that waits for ever
 
-/// A missed interrupt leaves this: QEMU has answered, the driver waits for an interrupt, and nothing happens any more.
+/// The result of a missed interrupt: QEMU has answered, the driver waits for an interrupt, and nothing happens any
+/// longer.
 #[test]
 fn a_disk_that_waits_for_ever_is_found() {
     let cluster = Cluster::new();
@@ -258,7 +260,7 @@ fn a_disk_that_waits_for_ever_is_found() {
     let queue = || ask("x-query-virtio-queue-status", &of_queue);
     common::until("the disk rests", || queue()["inuse"] == 0);
     let (queue, number) = (queue(), |of: &Value| of.as_u64().unwrap());
-    // The driver's word for the last answer that it has seen, one before the last that QEMU gave.
+    // The driver's index of the last answer that it has seen, one before the last that QEMU gave.
     let used_event = number(&queue["vring-avail"]) + 4 + 2 * number(&queue["vring-num"]);
     let line = json!({"command-line": format!("gpa2hva {used_event:#x}")});
     let place = ask("human-monitor-command", &line);
@@ -275,7 +277,7 @@ fn a_disk_that_waits_for_ever_is_found() {
 struct Loop(String);
 
 impl Loop {
-    /// None where the kernel has no such devices.
+    /// Returns `None` where the kernel has no such devices.
     fn over(image: &Path) -> Option<Self> {
         let made = Command::new("losetup").args(["--find", "--show"]).arg(image).output().ok()?;
         if !made.status.success() {
@@ -293,7 +295,7 @@ impl Drop for Loop {
     }
 }
 
-/// The second host is another machine, as far as its agent sees: another boot, and an empty directory in place of one.
+/// Makes the second host another machine for its agent: another boot, and an empty directory in place of one.
 fn another_machine(cluster: &mut Cluster, empty: &Path, disks: &str) {
     cluster.b.kill();
     let boot = cluster.b.directory.join("boot_id");
@@ -309,8 +311,8 @@ fn another_machine(cluster: &mut Cluster, empty: &Path, disks: &str) {
     cluster.b.start();
 }
 
-/// A block device of the same name may be another volume there, and `localhost` is another server. Nobody who is not
-/// sure says that they are the same; then they are blockers. So is a key that is not there.
+/// A block device of the same name may be another volume there, and `localhost` is another server. Without certainty,
+/// no agent reports that they are the same; then they are blockers. So is a missing key.
 #[test]
 fn what_has_the_same_name_on_another_machine_is_not_taken_for_the_same() {
     let mut cluster = Cluster::new();
@@ -383,12 +385,12 @@ fn what_has_the_same_name_on_another_machine_is_not_taken_for_the_same() {
 
 // ---- memory
 
-/// Free memory falls as pages come in: what was promised to one VM is not free for the next one.
+/// Free memory falls as pages arrive: memory promised to one VM is not free for the next one.
 #[test]
 fn two_that_arrive_at_once_are_not_promised_the_same_memory() {
     let mut cluster = Cluster::new();
     cluster.b.kill();
-    // Enough for one of them with what a QEMU needs, not for both.
+    // Enough for one of them with QEMU's own needs, not for both.
     let real = fs::read_to_string("/proc/meminfo").unwrap();
     let scarce: Vec<_> = real
         .lines()
@@ -421,8 +423,8 @@ fn two_that_arrive_at_once_are_not_promised_the_same_memory() {
     common::until("the promise ends with the migration", || possible("vm2"));
 }
 
-/// An agent is kept from the kernel's choice when memory is short (its unit says -900); the VMs that it starts are what
-/// they were at their source. A value that everybody may set stands for that here.
+/// An agent is protected from the kernel's OOM killer (its unit sets -900); VMs that it starts have the value that they
+/// had at their source. A value that every user may set simulates that here.
 #[test]
 fn what_arrives_is_ended_as_readily_as_before() {
     let cluster = Cluster::new();
@@ -439,7 +441,7 @@ fn what_arrives_is_ended_as_readily_as_before() {
     }
 }
 
-/// A destination that cannot connect to its source could not ask it how an interrupted handover was decided.
+/// A destination that cannot connect to its source could not request the decision of an interrupted handover.
 #[test]
 fn a_destination_that_knows_no_way_back() {
     let mut cluster = Cluster::new();

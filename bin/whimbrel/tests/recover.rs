@@ -11,7 +11,7 @@ use std::process::{Child, Stdio};
 use agent::register::SqliteRegister;
 use common::{Cluster, DEADLINE, Guest, GuestSpec, Load, Said, Setup, until};
 
-/// A migration from a to b that has come to a fault point, and goes no further by itself.
+/// A migration from a to b that is held at a fault point.
 struct Doubt {
     cluster: Cluster,
     guest: Guest,
@@ -21,12 +21,12 @@ struct Doubt {
 const NOT_DONE: i32 = 3;
 
 impl Doubt {
-    /// A migration is held at a fault point; what is done there is done before the agent that stands there goes on.
+    /// Holds a migration at a fault point, and runs `then` before the agent held there continues.
     fn at(point: &str, witness: bool, then: impl FnOnce(&mut Cluster)) -> Self {
         Self::of(point, witness, |_| {}, then)
     }
 
-    /// The same, of a guest to which something was done before.
+    /// Does the same after running `before` on the guest.
     fn of(point: &str, witness: bool, before: impl FnOnce(&Guest), then: impl FnOnce(&mut Cluster)) -> Self {
         let mut cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::impatient() });
         let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
@@ -47,14 +47,14 @@ impl Doubt {
         });
     }
 
-    /// The host says that an operator has to decide.
+    /// Waits until the host reports that an operator has to decide.
     fn wait_for_operator(&self, agent: &str) {
         until(&format!("{agent} is in doubt"), || {
             self.cluster.agent(agent).cli(&["migrations"]).ok().json()[0]["standing"] == "in-doubt"
         });
     }
 
-    /// Says something to `whimbrel recover`, which does not do it without the word that the risk is known.
+    /// Gives a decision to `whimbrel recover`, which does not carry it out without the word that the risk is known.
     fn decide(&self, agent: &str, words: &[&str]) {
         let words = [&["recover", "vm1"], words].concat();
         let state = || self.cluster.agent(agent).cli(&["migrations"]).ok().json()[0]["state"].clone();
@@ -71,13 +71,13 @@ impl Doubt {
         assert_eq!(done.json()["done"], true, "{done:?}");
     }
 
-    /// The same, with the word.
+    /// Gives a decision with that word.
     fn tell(&self, agent: &str, words: &[&str]) -> Said {
         let words = [&["recover", "vm1"], words, &["--i-know-the-risk"]].concat();
         self.cluster.agent(agent).cli(&words)
     }
 
-    /// It runs on that host alone, and finds its memory as it left it.
+    /// Asserts that it runs on that host alone, and finds its memory as it left it.
     fn runs_at(&self, agent: &str) {
         let vm = self.cluster.agent(agent).vm("vm1").unwrap();
         assert_eq!(vm["state"], "running", "{vm}\n{}", self.cluster.agent(agent).log());
@@ -91,7 +91,7 @@ impl Doubt {
         }
     }
 
-    /// A host that was off is on again; all that is left comes to its end, and the guest stays where it is.
+    /// Switches a host on again; open migrations come to their end, and the guest stays at its host.
     fn comes_back(&mut self, agent: &str, guest_at: &str) {
         self.cluster.lab.heal().unwrap();
         self.cluster.agent_mut(agent).start();
@@ -119,7 +119,7 @@ fn qemus(cluster: &Cluster, name: &str) -> Vec<u32> {
     host.processes().unwrap().into_iter().filter(is_qemu).collect()
 }
 
-/// Agent and QEMU of a host end, as when it loses power; its journal stays.
+/// Ends agent and QEMU of a host, as a loss of power does; its journal stays.
 fn off(cluster: &mut Cluster, name: &str) {
     cluster.agent_mut(name).kill();
     for pid in qemus(cluster, name) {
@@ -154,7 +154,7 @@ fn without_a_register_the_destination_s_operator_runs_it_there() {
     doubt.comes_back("a", "b");
 }
 
-/// Trap 17: nobody is left who could say so but the destination itself.
+/// Trap 17: only the destination itself still knows that the guest was paused.
 #[test]
 fn the_destination_s_operator_leaves_a_guest_paused_that_was() {
     let stop = |guest: &Guest| {
@@ -182,7 +182,7 @@ fn a_copy_that_is_given_up_is_gone() {
     doubt.runs_at("b");
 }
 
-/// The destination's QEMU is lost when `cont` may have been sent: whether the guest ran there is not known to anybody.
+/// The destination's QEMU is lost when `cont` may have been sent: no host knows whether the guest ran there.
 #[test]
 fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
     let doubt = Doubt::at("destination/ready/go[no-register,run]:after-1-journal", false, |cluster| {
@@ -193,7 +193,7 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
     let told = "is gone and may have run";
     until("the source has heard of it", || doubt.cluster.a.log().contains(told));
     doubt.wait_for("a", "committed");
-    // However often the destination says so, people are told once.
+    // The destination may repeat it, but it is reported once.
     let seen = || doubt.cluster.faults.as_ref().unwrap().seen();
     let repeats = || seen().get("source/committed/crashed:after-effects").copied().unwrap_or(0);
     let first = repeats();
@@ -214,7 +214,7 @@ fn an_operator_takes_it_even_from_a_destination_that_won_the_register() {
     };
     assert_eq!(owner(&doubt), "b");
     doubt.wait_for("a", "committed");
-    // The register is asked, and says no.
+    // The register is asked, and refuses.
     let asked = doubt.tell("a", &["--run-here"]);
     assert_eq!(asked.code, NOT_DONE, "{asked:?}");
     doubt.wait_for("a", "committed");
@@ -227,7 +227,7 @@ fn an_operator_takes_it_even_from_a_destination_that_won_the_register() {
 #[test]
 fn a_register_that_is_lost_stops_no_operator() {
     let lose = |cluster: &mut Cluster| cluster.witness.as_mut().unwrap().kill();
-    // The source waits for the register to give the VM back.
+    // The source waits for the register to return the VM.
     let mut doubt = Doubt::at(COMMITTED_WITH_REGISTER, true, |cluster| {
         lose(cluster);
         off(cluster, "b");

@@ -1,4 +1,4 @@
-//! What was decided in a migration, decided again by the program: a report in, what became of it out.
+//! Decisions of a migration, repeated by the program: a report in, the comparison out.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// What the program says, without an agent.
+/// Returns the program's output, without an agent.
 fn said(words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_whimbrel")).args(words).output().unwrap()
 }
@@ -21,7 +21,7 @@ fn expect(said: &Output, code: i32, stdout: &[&str], stderr: &[&str]) {
     }
 }
 
-/// From a migration that was really made.
+/// From an actual migration.
 #[test]
 fn decisions_are_made_again_from_a_report() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Memory that the guest can do without: `whimbrel-guest` in the guest says which that is, and it is not sent. Every move
-//! compares all other memory by a path of its own (`--verify`), and the guest itself checks every page that it filled.
+//! Free page hints: `whimbrel-guest` in the guest reports memory that need not be sent. Every migration compares all
+//! other memory by a path of its own (`--verify`), and the guest itself checks every page that it filled.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 const PAGES_OF_MIB: u64 = 256;
 
-/// A guest with much that is free, and not empty.
+/// Returns a guest with much free memory that is not zero.
 fn littered(version: QemuVersion) -> GuestSpec {
     let load = Load { fill_mib: 48, wss_mib: 8, rate_mib_per_s: 20, litter_mib: 64, ..Load::default() };
     let mut spec = GuestSpec { qemu: version, ..GuestSpec::tiny("vm1", load) };
@@ -53,7 +53,7 @@ fn what_is_free_is_not_sent() {
         assert!(left_out > 48 * PAGES_OF_MIB, "{report:#}");
         assert!(soft(&report, "answers") > 0 && report["soft"]["notes"] == json!([]), "{report:#}");
         cluster.guest_is_whole("b", "vm1");
-        // There it can be asked as well, and what is free is in use again: the guest goes on.
+        // The program answers there as well, and free pages are in use again: the guest keeps working.
         let report = cluster.migrate("vm1", "b", "a", &["--bandwidth", "40Mi", "--soft-pages", "none"]);
         assert_eq!((of_rounds(&report, "soft_pages"), &report["soft"]), (0, &Value::Null), "{report:#}");
         cluster.guest_is_whole("a", "vm1");
@@ -63,8 +63,8 @@ fn what_is_free_is_not_sent() {
     }
 }
 
-/// Memory that was free, and that the guest takes while it is moved: nothing of what it writes there is left out, although it
-/// never says that this is not free any more.
+/// Memory that was free, and that the guest uses during the migration: all of its writes are sent, although it never
+/// reports that the memory is not free any longer.
 #[test]
 fn what_is_in_use_again_is_sent() {
     let link = lab::Link::Limited { rate_bytes_per_s: 10 << 20 };
@@ -85,7 +85,7 @@ fn what_is_in_use_again_is_sent() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// Passes on what the guest answers to the first question; whoever waits is told when it has. It hears of no other question.
+/// Forwards the guest's answer to the first request, and notifies the receiver. Forwards no other request.
 fn only_the_first_answer(socket: &Path) -> mpsc::Receiver<()> {
     let of_qemu = socket.with_extension("qemu");
     std::fs::rename(socket, &of_qemu).unwrap();
@@ -111,7 +111,7 @@ fn only_the_first_answer(socket: &Path) -> mpsc::Receiver<()> {
     told
 }
 
-/// Below and above 4 GiB, in several blocks, in shared memory: what is left out is what the guest meant, or its own check
+/// Below and above 4 GiB, in several blocks, in shared memory: only reported pages are left out, or the guest's check
 /// would find zeros.
 #[test]
 fn whatever_memory_is_made_of() {
@@ -129,7 +129,7 @@ fn whatever_memory_is_made_of() {
     }
 }
 
-/// Kernels that do something with what they free.
+/// Kernels that fill or check the pages that they free.
 #[test]
 fn kernels_that_care_for_free_pages() {
     for (words, is_poisoned) in [("init_on_free=1", false), ("page_poison=1", true)] {
@@ -147,7 +147,7 @@ fn kernels_that_care_for_free_pages() {
     }
 }
 
-/// Nobody in it could answer, and a question that it finds when it goes on would be answered to somebody else.
+/// A paused guest could not answer, and a request that it finds when it resumes would be answered to another client.
 #[test]
 fn a_paused_guest_is_not_asked() {
     let cluster = Cluster::new();
@@ -170,7 +170,7 @@ fn a_cut_loses_nothing_of_what_is_in_use() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// Page cache is put off, given back before the stop, and not sent; what is asked for is what goes.
+/// Page cache is deferred, reclaimed before the stop, and not sent; only the requested part.
 #[test]
 fn page_cache_is_given_back_before_the_stop() {
     let cluster = Cluster::new();
@@ -187,7 +187,7 @@ fn page_cache_is_given_back_before_the_stop() {
     let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["free"]].concat());
     assert_eq!((soft(&report, "put_off_pages"), soft(&report, "given_back_pages")), (0, 0), "{report:#}");
     cluster.guest_is_whole("b", "vm1");
-    // The guest is not asked to do what its kernel cannot: there are no cgroups in it.
+    // The guest receives no request that its kernel does not support: there are no cgroups in it.
     let report = cluster.migrate("vm1", "b", "a", &[&slowly[..], &["cold"]].concat());
     assert!(soft(&report, "put_off_pages") > 0, "{report:#}");
     assert!(report["soft"]["notes"][0].as_str().unwrap().contains("memory.reclaim"), "{report:#}");
@@ -202,7 +202,7 @@ fn page_cache_is_given_back_before_the_stop() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// With everything else that spares pages, and a disk that goes along.
+/// Together with all other reductions, and a copied disk.
 #[test]
 fn page_cache_of_a_disk_that_is_copied() {
     let link = lab::Link::Limited { rate_bytes_per_s: 30 << 20 };
@@ -223,7 +223,7 @@ fn page_cache_of_a_disk_that_is_copied() {
     }
 }
 
-/// With memory that comes after the guest, and a disk that comes before it.
+/// With post-copy, and a disk that is sent before the guest runs.
 #[test]
 fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
@@ -256,13 +256,13 @@ fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     let serial = cluster.serial("b", "vm1");
     serial.wait_for_disk_reads().unwrap();
     serial.wait_for_disk_writes().unwrap();
-    // What was not sent is in use again when the guest is compared on its way back.
+    // Pages that were not sent are in use again when the guest is compared on its way back.
     serial.set("rate=10").unwrap();
     cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// Whoever waits for the guest hears its user all the same.
+/// While the migration waits for the guest, its user's commands still work.
 #[test]
 fn a_guest_that_is_slow_to_give_back_can_be_left_where_it_is() {
     let cluster = Cluster::new();
@@ -286,7 +286,7 @@ fn a_guest_that_is_slow_to_give_back_can_be_left_where_it_is() {
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// Somebody who answers in the place of the guest's program, as `answer` says to each question's verb and number.
+/// Answers in place of the guest's program, with `answer` called for each request's verb and number.
 fn instead_of_the_guest(
     socket: std::path::PathBuf,
     answer: impl Fn(&str, &str) -> Option<String> + Send + 'static,
@@ -309,7 +309,7 @@ fn instead_of_the_guest(
     });
 }
 
-/// Whatever it says, the VM is moved, and nothing that it did not call free is missing.
+/// With any answers, the VM is migrated, and only memory that they called free is missing.
 #[test]
 fn a_guest_that_says_nonsense_is_moved_as_any_other() {
     let cluster = Cluster::new();
@@ -324,7 +324,7 @@ fn a_guest_that_says_nonsense_is_moved_as_any_other() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// A port that nobody has opened is no reason to wait.
+/// A port that is not open is no reason to wait.
 #[test]
 fn a_guest_in_which_nobody_listens_is_moved_as_any_other() {
     let cluster = Cluster::new();

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use common::{Cluster, DEADLINE, GuestSpec, Load, QemuVersion, Serial};
 use lab::Host;
 
-/// What the first process of the namespaces does before it becomes systemd. It must not change settings of the kernel,
+/// Actions of the first process of the namespaces before it becomes systemd. It must not change settings of the kernel,
 /// and its runtime directory and cgroups are its own.
 const BEGINNING: &str = r#"
 mount -t proc proc /proc
@@ -32,13 +32,13 @@ struct Systemd {
     host: Host,
     directory: PathBuf,
     cgroup: PathBuf,
-    /// Its process, as others see it.
+    /// Its process id outside of its namespace.
     pid: u32,
     daemon: lab::Daemon,
 }
 
 impl Systemd {
-    /// Starts it on a host, and waits until it answers. None where there is none to be had.
+    /// Starts it on a host, and waits until it answers. Returns `None` where there is no systemd.
     fn start(host: &Host) -> Option<Self> {
         let mounts = fs::read_to_string("/proc/mounts").unwrap();
         let cgroups = mounts.lines().find(|line| line.split(' ').nth(2) == Some("cgroup2"));
@@ -74,13 +74,13 @@ impl Systemd {
         Some(systemd)
     }
 
-    /// What a command is started by to run below it.
+    /// Returns the command that starts a program below it.
     fn starter(&self) -> Vec<String> {
         let target = format!("--target={}", self.pid);
         ["nsenter", &target, "--mount", "--pid", "--cgroup", "--"].map(str::to_owned).to_vec()
     }
 
-    /// What `systemctl` prints; it may fail.
+    /// Returns the output of `systemctl`; it may fail.
     fn ctl(&self, words: &[&str]) -> String {
         let starter = self.starter();
         let mut command = self.host.command(&starter[0]);
@@ -88,7 +88,7 @@ impl Systemd {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Writes a file of a unit, and has it read.
+    /// Writes a file of a unit, and makes systemd read it.
     fn unit(&self, name: &str, text: &str) {
         let path = self.directory.join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -108,7 +108,7 @@ impl Drop for Systemd {
     }
 }
 
-/// The codes of what keeps the guest where it is.
+/// Returns the codes of the blockers.
 fn blockers(cluster: &Cluster) -> Vec<String> {
     let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).json();
     let findings = |side: &str| check[side].as_array().unwrap().clone();
@@ -140,7 +140,7 @@ fn a_unit_that_starts_it_again_is_refused_and_an_arriving_guest_has_a_scope() {
     systemd.ctl(&["start", "web1.service"]);
     let state = || systemd.ctl(&["show", "--property=ActiveState,NRestarts", "--value", "web1.service"]);
     assert_eq!(state().split_whitespace().collect::<Vec<_>>(), ["0", "active"], "{}", state());
-    // Process numbers are those of its namespace: nobody here could look whether it still runs.
+    // Process numbers are those of its namespace: the test could not check whether it still runs.
     let serial =
         |directory: &Path| Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), None);
     serial(&directory).next_tick().unwrap();
@@ -151,13 +151,13 @@ fn a_unit_that_starts_it_again_is_refused_and_an_arriving_guest_has_a_scope() {
     assert_eq!(blockers(&cluster), ["restarts"]);
     assert_eq!(cluster.a.cli(&["migrate", "vm1", "--to", "b"]).code, 1);
 
-    // What boots starts it, too.
+    // Units at boot start it, too.
     let wants = systemd.directory.join("default.target.wants");
     fs::create_dir(&wants).unwrap();
     std::os::unix::fs::symlink(systemd.directory.join("web1.service"), wants.join("web1.service")).unwrap();
     systemd.unit("web1.service.d/moved.conf", "[Service]\nRestart=no\n");
     assert_eq!(blockers(&cluster), ["starts-at-boot"]);
-    // The unit of another one does.
+    // A timer does so as well.
     fs::remove_dir_all(&wants).unwrap();
     systemd.unit("web1.timer", "[Unit]\nDefaultDependencies=no\n[Timer]\nOnBootSec=3000\n");
     systemd.ctl(&["start", "web1.timer"]);
@@ -166,7 +166,7 @@ fn a_unit_that_starts_it_again_is_refused_and_an_arriving_guest_has_a_scope() {
     fs::remove_file(systemd.directory.join("web1.timer")).unwrap();
     systemd.ctl(&["daemon-reload"]);
 
-    // Nothing is left to be refused, and the unit starts no second guest.
+    // There is no blocker any longer, and the unit starts no second guest.
     assert_eq!(blockers(&cluster), Vec::<String>::new());
     cluster.migrate("vm1", "a", "b", &[]);
     cluster.guest_is_whole("b", "vm1");
@@ -181,7 +181,7 @@ fn a_unit_that_starts_it_again_is_refused_and_an_arriving_guest_has_a_scope() {
         "killed, and not started again"
     );
 
-    // What arrives on such a host is in a scope of its own, which does not end with the agent's unit.
+    // VMs that arrive on such a host are in scopes of their own, which do not end with the agent's unit.
     cluster.migrate("vm1", "b", "a", &[]);
     assert_eq!(systemd.ctl(&["is-active", "whimbrel-vm-vm1.scope"]).trim(), "active");
     let shown = cluster.a.cli(&["vm", "show", "vm1"]).ok().json();

@@ -1,4 +1,4 @@
-//! What the destination has already: disks in its templates, and memory on the disks that went before it.
+//! Content that the destination has already: disks in its templates, and memory on the disks that were sent before it.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -11,15 +11,15 @@ use common::{Cluster, Device, Disk, GuestSpec, Load, QemuVersion, Setup, has_eve
 use lab::disk;
 use serde_json::Value;
 
-/// Makes the destination read its template: it notices it when a VM comes, and uses it for the next one.
+/// Makes the destination read its template: it detects it when a VM arrives, and uses it for the next one.
 fn template_is_read(cluster: &Cluster) {
     cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--check"]).ok();
     let state = || cluster.b.cli(&["info", "--json"]).ok().json()["templates"][0]["state"].clone();
     until("the template was read", || state() == "ready");
 }
 
-/// The destination has the image from which the VM was made, under another name and in another format. Then it goes
-/// back to a host without it.
+/// The destination has the image from which the VM was made, under another name and in another format. Then the VM
+/// returns to a host without it.
 #[test]
 fn what_is_in_a_template_is_not_sent() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -31,7 +31,7 @@ fn what_is_in_a_template_is_not_sent() {
     let template = cluster.lab.b.directory().join("templates/debian.img");
     let convert = ["convert", "-q", "-f", "qcow2", "-O", "raw"];
     assert!(Command::new("qemu-img").args(convert).args([&base, &template]).status().unwrap().success());
-    // It reads, and writes nothing.
+    // It only reads.
     let load = Load { fill_mib: 64, wss_mib: 16, rate_mib_per_s: 20, disk_threads: 2, ..Load::default() };
     let mut spec = GuestSpec { qemu: QemuVersion::Newer, memory_mib: 256, ..GuestSpec::tiny("vm1", load) };
     spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
@@ -42,7 +42,7 @@ fn what_is_in_a_template_is_not_sent() {
     let all = |report: &Value, what: &str| {
         report["rounds"].as_array().unwrap().iter().map(|round| round[what].as_u64().unwrap()).sum::<u64>()
     };
-    // Of the disk; a slow link may be reason enough to look at memory as well.
+    // Only of the disk; a slow link may be reason enough to check memory as well.
     let first = &report["rounds"][0];
     assert_eq!(first["reference_pages"], (256 << 20) / 4096, "{report:#}");
     assert_eq!(first["refused_pages"], 0, "{report:#}");
@@ -55,8 +55,8 @@ fn what_is_in_a_template_is_not_sent() {
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// What a VM has left behind at a host it need not bring when it comes back, also when the agent there is another one by
-/// then. Whoever removes it has it sent again.
+/// Content that a VM has left at a host is not sent when it returns, also when the agent there was restarted by then.
+/// After its removal it is sent again.
 #[test]
 fn a_vm_that_comes_back_does_not_bring_what_it_left() {
     let mut cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -65,7 +65,7 @@ fn a_vm_that_comes_back_does_not_bring_what_it_left() {
     let (base, image) = (shared.join("base.qcow2"), shared.join("disk.qcow2"));
     disk::known_content(&qemu, &base, "qcow2", 128).unwrap();
     disk::overlay(&qemu, &image, &base, "qcow2").unwrap();
-    // It reads, and writes to memory.
+    // It only reads the disk, and writes to memory.
     let load = Load { fill_mib: 64, wss_mib: 16, rate_mib_per_s: 20, disk_threads: 2, ..Load::default() };
     let mut spec = GuestSpec { qemu: QemuVersion::Newer, memory_mib: 256, ..GuestSpec::tiny("vm1", load) };
     spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
@@ -86,19 +86,20 @@ fn a_vm_that_comes_back_does_not_bring_what_it_left() {
     assert!(referred == all_pages && refused == 0 && sent_bytes < 1 << 20, "{report:#}");
     assert!(has_event(&report, "templates"), "{report:#}");
     cluster.guest_is_whole("a", "vm1");
-    // So it is the next time, though nothing of it was sent the last time.
+    // The next time as well, though nothing was sent the last time.
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     assert_eq!(of_the_disk(&report)[..2], [all_pages, 0], "{report:#}");
     cluster.guest_is_whole("b", "vm1");
 
-    // Of what is gone nothing is told.
+    // Removed content is not advertised.
     cluster.a.cli(&["images", "remove", "vm1"]).ok();
     let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
     assert_eq!(of_the_disk(&report)[0], 0, "{report:#}");
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// A guest that has read its disk into its memory, on a slow link: what went with the disk does not go again.
+/// A guest that has read its disk into its memory, on a slow link: content that was sent with the disk is not sent
+/// again.
 #[test]
 fn memory_that_came_from_a_disk_is_not_sent() {
     let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
@@ -111,7 +112,7 @@ fn memory_that_came_from_a_disk_is_not_sent() {
     spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
     let guest = cluster.guest(&spec);
     let serial = guest.serial();
-    // All of the memory that is read into.
+    // All of the memory for reads is filled.
     until("the guest has read", || serial.next_tick().unwrap().disk_reads > 1000);
 
     let of_memory = |report: &Value, passes: std::ops::RangeInclusive<u64>| {
@@ -120,7 +121,7 @@ fn memory_that_came_from_a_disk_is_not_sent() {
         with_memory.map(|round| round["reference_pages"].as_u64().unwrap()).sum::<u64>()
     };
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-    // It reads on: what was read anew in the first pass goes in the second.
+    // It keeps reading: pages read anew in the first pass are sent in the second.
     assert!(of_memory(&report, 1..=2) > (16 << 20) / 4096, "{report:#}");
     assert_eq!(of_memory(&report, 3..=u64::MAX), 0, "{report:#}");
     cluster.guest_is_whole("b", "vm1");
@@ -129,8 +130,8 @@ fn memory_that_came_from_a_disk_is_not_sent() {
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// A guest that has read from images that both hosts have, on a slow link: its page cache is not sent. What is below its own
-/// image is read once, for all migrations.
+/// A guest that has read from images that both hosts have, on a slow link: its page cache is not sent. The image below
+/// its own one is read once, for all migrations.
 #[test]
 fn memory_that_came_from_storage_that_both_hosts_have_is_not_sent() {
     let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
@@ -152,12 +153,12 @@ fn memory_that_came_from_storage_that_both_hosts_have_is_not_sent() {
         let rounds = report["rounds"].as_array().unwrap().iter();
         rounds.map(|round| round[what].as_u64().unwrap()).sum::<u64>()
     };
-    // Of what it writes meanwhile a little may be another page by then.
+    // A little of its writes during the migration may be other pages by then.
     let referred = |report: &Value| {
         let (referred, refused) = (sum(report, "reference_pages"), sum(report, "refused_pages"));
         assert!(referred > (8 << 20) / 4096 && refused * 4 < referred, "{report:#}");
     };
-    // MiB that are known, and MiB of them that were read for it.
+    // MiB that are known, and MiB that were read for this.
     let learnt = |report: &Value| {
         let mut events = report["events"].as_array().unwrap().iter();
         let told = events.find(|event| event["what"] == "shared-images").unwrap();
@@ -177,7 +178,7 @@ fn memory_that_came_from_storage_that_both_hosts_have_is_not_sent() {
     assert!(!has_event(&report, "shared-images"), "{report:#}");
     cluster.guest_is_whole("a", "vm1");
 
-    // The base is known; of the guest's own image, 32 MiB at most, nothing is believed to be as it was.
+    // The base is known; of the guest's own image, 32 MiB at most, no content is assumed to be unchanged.
     let report = cluster.migrate("vm1", "a", "b", &[]);
     referred(&report);
     let (known, read) = learnt(&report);
@@ -201,7 +202,7 @@ fn a_large_sparse_disk_is_little_more_than_what_its_template_lacks() {
         assert!(done.status.success(), "{done:?}");
     };
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", template.to_str().unwrap()]);
-    // What was installed since lies here and there, over the template and far behind it.
+    // Later installed content is scattered, over the template and far behind it.
     let new = shared.join("new");
     let mut random = std::fs::File::open("/dev/urandom").unwrap();
     let piece = 2 * MB as usize / 4096 * 4096;
@@ -213,7 +214,7 @@ fn a_large_sparse_disk_is_little_more_than_what_its_template_lacks() {
     let mut io = Command::new("qemu-io");
     for number in 0..50_u64 {
         let mut bytes = std::fs::read(&new).unwrap();
-        // No two alike.
+        // All different.
         bytes.chunks_mut(4096).for_each(|page| page[..8].copy_from_slice(&number.to_le_bytes()));
         let file = shared.join(format!("new-{number}"));
         std::fs::write(&file, bytes).unwrap();
@@ -233,7 +234,7 @@ fn a_large_sparse_disk_is_little_more_than_what_its_template_lacks() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// What is believed of a template is not what is in it: that is of no use, and does no harm.
+/// The catalogue of a template is wrong: that has no use, and does no harm.
 #[test]
 fn a_template_that_is_not_what_it_was_does_no_harm() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -247,7 +248,7 @@ fn a_template_that_is_not_what_it_was_does_no_harm() {
     spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
     let _guest = cluster.guest(&spec);
     template_is_read(&cluster);
-    // The catalogue's first run begins a page further on.
+    // The catalogue's first run begins one page later.
     let catalogues = cluster.b.directory.join("state/catalogues");
     let catalogue = std::fs::read_dir(catalogues).unwrap().map(|entry| entry.unwrap().path());
     let catalogue =

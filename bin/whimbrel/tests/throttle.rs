@@ -12,14 +12,14 @@ use common::{
 use lab::disk;
 use serde_json::{Value, json};
 
-/// What the guest writes at a time, each time something new.
+/// Bytes of one write of the guest, with new content each time.
 const WRITE_BYTES: u64 = 16 << 10;
 
-/// A guest that writes as fast as it can, and how a link is asked for that carries a quarter of that, however fast the
-/// host is.
+/// Starts a guest that writes as fast as it can, and returns the options for a link that carries a quarter of that, at
+/// any speed of the host.
 fn diabolical() -> (Cluster, Guest, [String; 4], SmallFileSystem) {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
-    // In memory: a machine's storage stands still now and then.
+    // In memory: a machine's storage may block for a while.
     let directory = cluster.lab.shared_directory().unwrap().join("memory");
     std::fs::create_dir(&directory).unwrap();
     let storage = SmallFileSystem::mount(&directory, "64m");
@@ -78,14 +78,14 @@ fn a_guest_is_throttled_by_what_it_has_written() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// What the guest may write in a second to all of its disks; 0 for as much as it likes.
+/// Returns the limit on the guest's writes to all of its disks, bytes per second; 0 for no limit.
 fn throttles(guest: &Guest) -> u64 {
     let blocks = guest.monitor().unwrap().command("query-block", &json!({})).unwrap();
     let of = |block: &Value| block["inserted"]["bps_wr"].as_u64().unwrap_or(0);
     blocks.as_array().unwrap().iter().map(of).sum()
 }
 
-/// Whatever ends the migration: the guest is let go.
+/// The throttle is lifted after every outcome of the migration.
 #[test]
 fn no_throttle_outlives_the_migration() {
     let (mut cluster, guest, slowly, _storage) = diabolical();
@@ -106,7 +106,7 @@ fn no_throttle_outlives_the_migration() {
     }
 }
 
-/// The agent dies, and nobody starts it again.
+/// The agent is killed and not restarted.
 #[test]
 fn no_throttle_outlives_an_agent_that_nobody_starts_again() {
     let (mut cluster, guest, slowly, _storage) = diabolical();
@@ -119,12 +119,12 @@ fn no_throttle_outlives_an_agent_that_nobody_starts_again() {
     cluster.a.start();
     cluster.a.wait_settled();
     cluster.b.wait_settled();
-    // It can be moved, and is throttled and let go again.
+    // It can be migrated, and is throttled and released again.
     cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// There is nothing to become slower where no disk is copied, and so no reason to go on for ever.
+/// Without a copied disk a throttle has no effect, and so the rounds are limited.
 #[test]
 fn a_guest_without_disks_to_copy_gets_as_many_rounds_as_any_other() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };

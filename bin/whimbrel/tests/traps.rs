@@ -1,6 +1,6 @@
-//! Traps of `docs/traps.md` that need a whole QEMU and a host that is not as tests would like it: short of memory, with
-//! devices plugged at the wrong time, with other processes in the guest's memory. Every move compares all of memory by
-//! a path of its own (`--verify`), and the guest itself checks every page that it wrote. Needs root.
+//! Traps of `docs/traps.md` that need a whole QEMU and an unfavourable host: short of memory, with devices plugged at
+//! the wrong time, with other processes in the guest's memory. Every migration compares all of memory by a path of its
+//! own (`--verify`), and the guest itself checks every page that it wrote. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -20,12 +20,12 @@ use tracee::{AddressRange, Process};
 /// A user without any privilege.
 const NOBODY: u32 = 65534;
 
-/// A guest that writes while it is moved.
+/// Returns the load of a guest that writes during its migration.
 fn busy() -> Load {
     Load { fill_mib: 96, wss_mib: 24, rate_mib_per_s: 30, ..Load::default() }
 }
 
-/// The largest mapping of a QEMU, but for the code that it makes: its guest's RAM.
+/// Returns the largest mapping of a QEMU, except for its generated code: its guest's RAM.
 fn ram_of(qemu: &Process) -> Mapping {
     let all = detailed_mappings(qemu).unwrap();
     let data = all.into_iter().filter(|one| one.readable && one.writable && !one.executable);
@@ -36,13 +36,13 @@ fn details(qemu: &Process) -> Details {
     ram_of(qemu).details.unwrap()
 }
 
-/// The process of a VM, wherever it is.
+/// Returns the process of a VM, on its present host.
 fn qemu_of(cluster: &Cluster, agent: &str) -> Process {
     let shown = cluster.agent(agent).cli(&["vm", "show", "vm1"]).ok().json();
     Process::open(shown["pid"].as_u64().unwrap() as u32).unwrap()
 }
 
-/// The monitor of a VM that has moved; the agent must have let go of it.
+/// Connects to the monitor of a VM that has arrived; the agent must have released it.
 fn monitor_of(cluster: &Cluster, agent: &str) -> Monitor {
     let shown = cluster.agent(agent).cli(&["vm", "show", "vm1"]).ok().json();
     Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap()
@@ -57,14 +57,14 @@ fn said(migration: Child) -> Said {
     }
 }
 
-/// The guest runs at its source as before, whole, and nothing is left of what was tried.
+/// Asserts that the guest runs at its source as before, whole, and that nothing is left of the attempt.
 #[track_caller]
 fn is_unharmed(cluster: &Cluster, guest: &Guest) {
     nothing_is_left(cluster, guest);
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// The guest runs at its source as before, and nothing is left of what was tried, on either side.
+/// Asserts that the guest runs at its source as before, and that nothing is left of the attempt, on either side.
 #[track_caller]
 fn nothing_is_left(cluster: &Cluster, guest: &Guest) {
     cluster.a.wait_settled();
@@ -91,15 +91,15 @@ fn nothing_is_left(cluster: &Cluster, guest: &Guest) {
 
 // ---- trap 3: a host that swaps
 
-/// A swap file of our own, in use until this is dropped.
+/// A swap file of the test's own, in use until this is dropped.
 struct Swap(PathBuf);
 
 impl Swap {
-    /// None where the kernel does not permit it.
+    /// Returns `None` where the kernel does not permit it.
     fn on(directory: &Path) -> Option<Self> {
         let path = directory.join("swap");
         let mut file = fs::File::create(&path).unwrap();
-        // With holes it would not be taken.
+        // A file with holes would not be accepted.
         (0..384).for_each(|_| file.write_all(&vec![0; 1 << 20]).unwrap());
         drop(file);
         let run = |program: &str| Command::new(program).arg(&path).output().unwrap();
@@ -141,7 +141,7 @@ fn swapped_out(ram: Ram) {
             break;
         }
         let was = in_rounds();
-        // A part at a time, so that the guest gets on. At the end this QEMU is gone.
+        // A part at a time, so that the guest makes progress. At the end this QEMU is gone.
         let part = AddressRange::new(start, ram.end.min(start + part));
         if qemu.page_out(part).is_err() {
             continue;
@@ -177,8 +177,8 @@ fn ram_in_a_memfd_on_a_host_that_swaps() {
 /// A QMP command of the guest's user.
 type Order = (&'static str, Value);
 
-/// The guest's user does that while rounds go on: the migration ends and says why, the guest goes on where it is, and a
-/// second attempt takes it along as it is now.
+/// The guest's user does that during the rounds: the migration ends with the reason, the guest keeps running at its
+/// source, and a second attempt migrates it in its present state.
 #[track_caller]
 fn changed_during_the_rounds(cluster: &Cluster, guest: &Guest, orders: &[Order], what: &str) {
     let migration = cluster.migrate_slowly("vm1", "4MiB");
@@ -198,7 +198,7 @@ fn changed_during_the_rounds(cluster: &Cluster, guest: &Guest, orders: &[Order],
     is_unharmed(cluster, guest);
 }
 
-/// Names of what was plugged, as QEMU has it.
+/// Returns the names of plugged devices, from QEMU.
 fn plugged(monitor: &mut Monitor) -> Vec<String> {
     let list = monitor.command("qom-list", &json!({ "path": "/machine/peripheral" })).unwrap();
     let names = list.as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_owned());
@@ -210,13 +210,14 @@ fn what_is_plugged_during_the_rounds_is_noticed() {
     let cluster = Cluster::new();
     let mut spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", busy()) };
     spec.devices.push(Device::Usb);
-    // The guest's kernel keeps some of it for devices that could not reach what is plugged above 4 GiB.
+    // The guest's kernel keeps some of it for devices that could not reach plugged memory above 4 GiB.
     spec.memory_mib = 320;
     spec.extra = ["-m".to_owned(), format!("size={}M,slots=2,maxmem=1G", spec.memory_mib)].to_vec();
     let guest = cluster.guest(&spec);
     let tablet = json!({ "driver": "usb-tablet", "bus": "usb.0", "id": "late" });
     changed_during_the_rounds(&cluster, &guest, &[("device_add", tablet)], "devices");
-    // One that goes is the worse one: the destination's would load without a word, with a device that is not there.
+    // An unplugged one is worse: the destination would load the state without an error, with a device that is not
+    // there.
     changed_during_the_rounds(&cluster, &guest, &[("device_del", json!({ "id": "late" }))], "devices");
     let memory = json!({ "qom-type": "memory-backend-ram", "id": "more", "size": 128 << 20 });
     let dimm = json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "more" });
@@ -231,7 +232,7 @@ fn what_is_plugged_during_the_rounds_is_noticed() {
 
 // ---- trap 17: a guest that stops by itself
 
-/// A guest that shuts down while rounds go on is not moved as if its user had paused it.
+/// A guest that shuts down during the rounds is not migrated as if its user had paused it.
 #[test]
 fn a_guest_that_stops_by_itself_is_not_moved_as_a_paused_one() {
     let cluster = Cluster::new();
@@ -277,7 +278,7 @@ fn a_vhost_user_back_end_is_found() {
     ];
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let mut daemon = cluster.lab.a.spawn("storage-daemon", &words).unwrap();
-    // QEMU waits until its back end takes connections.
+    // QEMU waits until its back end accepts connections.
     while !socket.exists() {
         assert!(daemon.is_running(), "{}", fs::read_to_string(daemon.log()).unwrap());
         std::thread::sleep(std::time::Duration::from_millis(20));
@@ -288,7 +289,7 @@ fn a_vhost_user_back_end_is_found() {
         ["-chardev", &format!("socket,id=blk,path={}", socket.display())].map(str::to_owned).to_vec();
     spec.extra.extend(["-device", "vhost-user-blk-pci,id=vda,chardev=blk"].map(str::to_owned));
     let guest = cluster.guest(&spec);
-    // It is the back end that writes what the guest reads.
+    // The back end writes the data that the guest reads.
     guest.serial().wait_for_disk_reads().unwrap();
 
     let mapper = format!("qemu-storage-da (process {})", daemon.pid());
@@ -310,7 +311,7 @@ fn a_vhost_user_back_end_is_found() {
 
 // ---- trap 9: QEMUs without privileges
 
-/// Whoever a process is, and what it may.
+/// Asserts the user and the privileges of a process.
 fn is_without_privileges(qemu: &Process) {
     let status = qemu.read("status").unwrap();
     let field =
@@ -326,14 +327,14 @@ fn is_without_privileges(qemu: &Process) {
     }
 }
 
-/// Makes room for the next guest: the one that has moved ends, and what the first QEMU has left goes.
+/// Makes space for the next guest: the one that was migrated ends, and files of the first QEMU are removed.
 fn end(cluster: &Cluster, agent: &str, guest: &Guest) {
     lab::kill_pid(qemu_of(cluster, agent).pid()).unwrap();
     cluster.agent(agent).cli(&["vm", "forget", "vm1"]).ok();
     fs::remove_dir_all(guest.directory()).unwrap();
 }
 
-/// One that is started by a user of its own.
+/// A QEMU that is started by a user of its own.
 #[test]
 fn a_qemu_of_an_unprivileged_user() {
     let cluster = Cluster::new();
@@ -346,7 +347,7 @@ fn a_qemu_of_an_unprivileged_user() {
     }
 }
 
-/// One that gives its privileges up after its start, as its arguments say: they hold at the destination as well.
+/// A QEMU that drops its privileges after its start, by its arguments: they apply at the destination as well.
 #[test]
 fn a_qemu_that_drops_its_privileges() {
     let words = |version: &QemuVersion| match version {
@@ -369,7 +370,7 @@ fn a_qemu_that_drops_its_privileges() {
 
 // ---- transparent huge pages
 
-/// RAM that is really in huge pages goes there and back, and is in huge pages there, too.
+/// RAM that is really in huge pages is migrated there and back, and is in huge pages there, too.
 #[test]
 fn transparent_huge_pages() {
     let cluster = Cluster::new();
@@ -388,7 +389,7 @@ fn transparent_huge_pages() {
 
 // ---- trap 19: KVM that is there and does not work
 
-/// The destination has something that can be opened as `/dev/kvm`, or not even that. The guest stays where it is.
+/// The destination has a `/dev/kvm` that only can be opened, or not even that. The guest stays at the source.
 #[test]
 fn kvm_that_does_not_work_at_the_destination() {
     let mut cluster = Cluster::new();

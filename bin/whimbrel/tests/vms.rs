@@ -1,4 +1,4 @@
-//! VMs from files, and what is kept apart on their host. Needs root.
+//! VMs from files, and separation of VMs on their host. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -16,13 +16,13 @@ struct Qemus(Vec<u64>);
 impl Drop for Qemus {
     fn drop(&mut self) {
         for pid in &self.0 {
-            // Most have left already.
+            // Most have ended already.
             let _ = std::process::Command::new("kill").args(["-KILL", &pid.to_string()]).output();
         }
     }
 }
 
-/// A VM of firmware alone: its file, in the first host's directory.
+/// Writes the file of a VM with firmware alone, in the first host's directory.
 fn file(cluster: &Cluster, name: &str) -> PathBuf {
     let path = cluster.a.directory.join(format!("{name}.toml"));
     let args = r#"["-machine", "pc-i440fx-7.2,accel=tcg", "-m", "64", "-display", "none"]"#;
@@ -30,7 +30,7 @@ fn file(cluster: &Cluster, name: &str) -> PathBuf {
     path
 }
 
-/// A VM of firmware and a disk.
+/// Writes the file of a VM with firmware and a disk.
 fn with_disk(cluster: &Cluster, name: &str, qemu: &lab::Qemu, image: &Path) -> PathBuf {
     let path = cluster.a.directory.join(format!("{name}.toml"));
     let drive = format!("file={},format=qcow2,if=virtio,cache=none", image.display());
@@ -58,7 +58,7 @@ fn qmp(agent: &Agent, vm: &str) -> PathBuf {
     agent.cli(&["vm", "show", vm]).ok().json()["qmp"].as_str().unwrap().into()
 }
 
-/// A QEMU that goes on after its VM was forgotten keeps its monitor and its log, whoever wants the same name.
+/// A QEMU that keeps running after its VM was forgotten keeps its monitor and its log, also if its name is used again.
 #[test]
 fn a_forgotten_vm_keeps_its_place() {
     let cluster = Cluster::new();
@@ -82,7 +82,7 @@ fn a_forgotten_vm_keeps_its_place() {
     assert_eq!((pid(&a.vm("vm1").unwrap()), qmp(a, "vm1")), (pid(&vm), monitor.clone()));
     assert_eq!(a.vm("vm1").unwrap()["state"], "running");
 
-    // Once it is gone, its place is free.
+    // Once it is gone, its directory is free.
     lab::Monitor::connect(&monitor).unwrap().command("quit", &json!({})).unwrap();
     common::until("the VM is gone", || a.vm("vm1").unwrap()["state"] == "gone");
     let next = run(a, &file);
@@ -90,7 +90,7 @@ fn a_forgotten_vm_keeps_its_place() {
     assert_eq!((a.vm("vm1").unwrap()["state"].as_str(), qmp(a, "vm1")), (Some("running"), monitor));
 }
 
-/// However a VM is called, one that arrives does not take its place.
+/// A VM that arrives never takes another one's directory, with any name.
 #[test]
 fn an_arriving_vm_takes_nobody_s_place() {
     let cluster = Cluster::new();
@@ -107,7 +107,7 @@ fn an_arriving_vm_takes_nobody_s_place() {
     assert!(monitor.exists() && qmp(&cluster.b, "vm1") != monitor);
 }
 
-/// A guest that has never run, with a disk: there and back it is not let go, and then it can be.
+/// A guest that has never run, with a disk: it stays paused there and back, and then it can be continued.
 #[test]
 fn one_that_was_started_paused_is_moved_paused() {
     let cluster = Cluster::new();
@@ -134,7 +134,7 @@ fn one_that_was_started_paused_is_moved_paused() {
     }
 }
 
-/// The example of the manual, but for what this machine cannot do, starts and moves.
+/// The example of the manual, except for parts that this machine does not support, starts and migrates.
 #[test]
 fn the_example_of_a_vm_file_runs_and_moves() {
     let cluster = Cluster::new();
@@ -165,9 +165,9 @@ fn the_example_of_a_vm_file_runs_and_moves() {
     }
 }
 
-// ---- the register of owners
+// ---- the ownership registry
 
-/// A cluster with a register, and a guest that was moved to `b` and has ended there.
+/// Returns a cluster with a register, and a guest that was migrated to `b` and has ended there.
 fn ended_at_b() -> (Cluster, GuestSpec) {
     let cluster = Cluster::with(&common::Setup { witness: true, ..common::Setup::default() });
     let spec = GuestSpec::tiny("vm1", common::Load::default());
@@ -178,7 +178,7 @@ fn ended_at_b() -> (Cluster, GuestSpec) {
     (cluster, spec)
 }
 
-/// Whoever forgets a VM that has ended lets go of it: it may be started again anywhere.
+/// Forgetting a VM that has ended releases it: it may be started again anywhere.
 #[test]
 fn a_vm_that_ended_and_was_forgotten_is_released() {
     let (cluster, spec) = ended_at_b();
@@ -188,13 +188,13 @@ fn a_vm_that_ended_and_was_forgotten_is_released() {
     cluster.migrate("vm1", "a", "b", &[]);
     cluster.guest_is_whole("b", "vm1");
     cluster.migrate("vm1", "b", "a", &[]);
-    // One that goes on where it is stays that host's.
+    // A VM that keeps running stays that host's.
     let goes_on = pid(&cluster.a.vm("vm1").unwrap());
     let forgotten = cluster.a.cli(&["vm", "forget", "vm1"]).ok().json();
     assert_eq!((&forgotten["released"], forgotten["pid"].as_u64()), (&Value::Null, Some(goes_on)));
 }
 
-/// An owner that is wrong is found by `--check`, and corrected by an operator who has read what that risks.
+/// A wrong owner is found by `--check`, and corrected by an operator who has read the risk.
 #[test]
 fn an_owner_that_is_wrong_is_corrected() {
     let (cluster, spec) = ended_at_b();
@@ -220,7 +220,7 @@ fn an_owner_that_is_wrong_is_corrected() {
     assert!(!found(&["migrate", "vm1", "--to", "b"]).is_empty(), "nothing was done");
     let done = cluster.a.cli(&["vm", "claim", "vm1", "--i-know-the-risk"]).ok().json();
     assert_eq!((&done["done"], &done["owner"]), (&true.into(), &"b".into()));
-    // What has ended there is the other host's no more.
+    // A VM that has ended there does not belong to the other host any longer.
     assert_eq!(cluster.b.cli(&["vm", "forget", "vm1"]).ok().json()["released"], Value::Null);
     assert!(cluster.a.cli(&["vm", "claim", "vm1"]).ok().json()["risked"].as_array().unwrap().is_empty());
     cluster.migrate("vm1", "a", "b", &[]);
@@ -228,12 +228,12 @@ fn an_owner_that_is_wrong_is_corrected() {
     cluster.migrate("vm1", "b", "a", &[]);
 }
 
-// ---- VMs that end while they are moved
+// ---- VMs that end during a migration
 
-/// Act by which a guest ends.
+/// Action by which a guest ends.
 type End<'a> = &'a dyn Fn(&common::Guest);
 
-/// The headline says what became of the VM, and its exit code is its own; the next one of that name moves.
+/// The headline reports the VM's outcome, and its exit code is its own; the next VM of that name migrates.
 #[test]
 fn a_vm_that_ends_while_it_is_moved() {
     let cluster = Cluster::new();
@@ -267,9 +267,9 @@ fn a_vm_that_ends_while_it_is_moved() {
     }
 }
 
-// ---- what QEMU writes for people
+// ---- output of QEMU for people
 
-/// A log goes on where the guest is, and what was written at each host stays there.
+/// A log continues at the guest's host, and lines written at each host stay there.
 #[test]
 fn logs_stay_where_they_were_written() {
     let cluster = Cluster::new();
@@ -300,7 +300,7 @@ fn logs_stay_where_they_were_written() {
     say(&cluster.a, b'A');
     cluster.migrate("vm1", "a", "b", &[]);
     assert_eq!(fs::read_to_string(logs(&cluster.a, 2)).unwrap(), "A");
-    // One in which nothing stands does not.
+    // An empty one is not copied.
     cluster.migrate("vm1", "b", "a", &[]);
     assert!(!logs(&cluster.b, 3).exists());
     assert!(at_source.exists());

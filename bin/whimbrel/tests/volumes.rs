@@ -1,5 +1,5 @@
-//! Disks that arrive in logical volumes. The kernel here has no device mapper, so that programs of LVM's names make
-//! loop devices instead, with something in them already, as a volume has that is not new on its disks.
+//! Disks that arrive in logical volumes. The kernel here has no device mapper, so that programs with LVM's names make
+//! loop devices instead, with old content, as a reused volume has.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use common::{Cluster, Device, Disk, GuestSpec, Load, QemuVersion, Setup, entries};
 use lab::disk;
 
-/// Programs that take LVM's place, with a volume group of their own. Devices and files are gone when it is dropped.
+/// Programs in place of LVM, with a volume group of their own. Devices and files are removed when it is dropped.
 struct Volumes {
     group: String,
     directory: PathBuf,
@@ -29,7 +29,7 @@ impl Volumes {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         };
         program("vgs", "[ \"$6 $7\" = \"vg_size,vg_free $group\" ]; echo '  2147483648 1073741824'\n");
-        // A thin pool of 1024 blocks of 1 MiB; a file has the number of those that are in use.
+        // A thin pool of 1024 blocks of 1 MiB; a file has the number of used ones.
         std::fs::write(directory.join("used"), "100").unwrap();
         program(
             "dmsetup",
@@ -72,13 +72,13 @@ rm "$path" "$files/${path##*/}"
         Self { group, directory }
     }
 
-    /// What an agent has to be started by.
+    /// Returns the command that starts an agent.
     fn starter(&self) -> Vec<String> {
         let path = std::env::var("PATH").unwrap();
         ["env".to_owned(), format!("PATH={}:{path}", self.directory.join("bin").display())].into()
     }
 
-    /// Lets so many of the thin pool's 1024 blocks be in use.
+    /// Sets the number of used blocks of the thin pool's 1024.
     fn use_blocks(&self, count: u64) {
         let (new, used) = (self.directory.join("used.new"), self.directory.join("used"));
         std::fs::write(&new, count.to_string()).unwrap();
@@ -103,7 +103,7 @@ impl Drop for Volumes {
     }
 }
 
-/// Into a volume that has something in it, at whose end the disk does not end; and out of it into a file.
+/// Into a volume with old content, which is longer than the disk; and from it into a file.
 #[test]
 fn a_disk_arrives_in_a_volume_and_leaves_it() {
     let mut cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -122,7 +122,7 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
     disk::known_content(&qemu, &image, "qcow2", 62).unwrap();
-    // The first half has holes: what is in the volume there has to go.
+    // The first half has holes: old content of the volume there has to be removed.
     let punch = ["-f", "qcow2", "-c", "discard 4M 8M", image.to_str().unwrap()];
     assert!(std::process::Command::new("qemu-io").args(punch).output().unwrap().status.success());
     let load = Load { fill_mib: 32, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
@@ -130,7 +130,7 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
     spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
     let _guest = cluster.guest(&spec);
 
-    // One that does not come leaves no volume.
+    // A failed migration leaves no volume.
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "4M", "--detach"];
     cluster.a.cli(&words).ok();
     cluster.wait_for_sent(1 << 20);
@@ -155,7 +155,7 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
         let volume = report["disks"][0]["path"].as_str().unwrap();
         assert!(volume.starts_with(&format!("/dev/{}/whimbrel-vm1+", volumes.group)), "{report:#}");
         if thin {
-            // What the guest's disk has holes for was not written.
+            // Holes of the guest's disk were not written.
             let file = volumes.directory.join(Path::new(volume).file_name().unwrap());
             let taken_bytes = std::fs::metadata(file).unwrap().blocks() * 512;
             assert!(taken_bytes <= 58 << 20, "{taken_bytes} of 62 MiB, of which 8 are holes");
@@ -171,10 +171,10 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
     }
 }
 
-/// Neither one that is too full at the beginning, nor one that others fill while the disk comes.
+/// Tests a pool that is too full at the beginning, and one that others fill while the disk arrives.
 fn a_pool_is_not_filled(cluster: &Cluster, volumes: &Volumes) {
     let before = volumes.devices();
-    // 5 % of 1024 blocks stay free: of the 61 that are free 9 may be taken, and the disk needs more.
+    // 5 % of 1024 blocks stay free: 9 of the 61 free blocks may be used, and the disk needs more.
     volumes.use_blocks(963);
     let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--check"]).json();
     let blockers: Vec<_> = refused["destination_findings"]

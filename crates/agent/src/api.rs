@@ -1,6 +1,6 @@
-//! What people and programs ask of an agent: HTTP/1.1 with JSON on a Unix socket that only its owner may open.
+//! The agent's API for people and programs: HTTP/1.1 with JSON on a Unix socket that only its owner may open.
 //!
-//! | method and path | asks | answers |
+//! | method and path | request | answer |
 //! |---|---|---|
 //! | `GET /v1/agent` | | [`AgentInfo`] |
 //! | `GET /v1/vms` | | list of [`VmSummary`] |
@@ -11,19 +11,20 @@
 //! | `POST /v1/migrations` | [`MigrateRequest`] | 202, [`MigrationStatus`]; with `check_only` 200, [`CheckReport`] |
 //! | `GET /v1/migrations` | | list of [`MigrationStatus`], newest first |
 //! | `GET /v1/migrations/{vm}/{epoch}` | | [`MigrationStatus`] |
-//! | `GET /v1/migrations/{vm}/{epoch}/progress` | | [`ProgressLine`](crate::progress::ProgressLine) per line, until it is over |
+//! | `GET /v1/migrations/{vm}/{epoch}/progress` | | [`ProgressLine`](crate::progress::ProgressLine) per line, until it
+//! is over |
 //! | `GET /v1/migrations/{vm}/{epoch}/report` | | [`Report`](crate::report::Report) |
 //! | `POST /v1/migrations/{vm}/{epoch}/cancel` | | [`CancelOutcome`] |
 //! | `POST /v1/migrations/{vm}/{epoch}/recover` | [`RecoverRequest`] | [`RecoverReport`] |
 //! | `POST /v1/migrations/{vm}/{epoch}/limits` | [`Limits`] | [`Limits`] |
 //! | `GET /v1/images` | | list of [`LeftImage`] |
-//! | `DELETE /v1/images/{vm}`, `…/{epoch}` | | those that were removed |
-//! | `DELETE /v1/images/{vm}/ended` | | the same, of a VM that ended here |
+//! | `DELETE /v1/images/{vm}`, `…/{epoch}` | | the removed images |
+//! | `DELETE /v1/images/{vm}/ended` | | the same, for a VM that ended here |
 //!
-//! `{epoch}` is a number or `latest`. Whatever fails answers a [`Problem`] with a matching status.
+//! `{epoch}` is a number or `latest`. Every failure returns a [`Problem`] with a matching status.
 //!
-//! Within `/v1` fields are added, never taken away; clients ignore those that they do not know. Requests with fields
-//! that the agent does not know are refused: a misspelt limit must not be a missing one.
+//! Within `/v1` fields are added, never removed; clients ignore fields that they do not know. Requests with fields that
+//! the agent does not know are refused: a misspelt limit must not be a missing one.
 
 mod choices;
 mod client;

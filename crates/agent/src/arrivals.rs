@@ -1,8 +1,9 @@
-//! Memory, and room for images, that is promised to VMs on their way in.
+//! Memory, and space for images, that is reserved for arriving VMs.
 //!
-//! A host's free memory falls as an arriving VM's pages come in, not when the VM is let in: two that arrive at once
-//! would both find the same memory free (design, trap 14). So each one's whole need is noted when it is let in, and
-//! what it has not taken yet is not free for the next one. The kernel's own count is used for what it has taken.
+//! A host's free memory falls as an arriving VM's pages are received, not when the VM is accepted: two that arrive at
+//! once would both find the same memory free (design, trap 14). So each one's whole need is recorded when it is
+//! accepted, and the part that it has not used yet is not free for the next one. The kernel's own count is used for the
+//! part that it has used.
 
 use std::collections::BTreeMap;
 use std::fs::Metadata;
@@ -10,35 +11,35 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a VM will take of this host.
+/// Resources that a VM will use on this host.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Needs {
-    /// Of memory.
+    /// Memory, in bytes.
     pub(crate) memory_bytes: u64,
-    /// Size of huge pages, where its memory is made of them.
+    /// Size of huge pages, if its memory is made of them.
     pub(crate) hugepage_bytes: Option<u64>,
-    /// Images that are made for it, and how large each becomes.
+    /// Images that are made for it, with their final sizes.
     pub(crate) images: Vec<ImageNeed>,
 }
 
-/// What an image will take of its pool.
+/// Space that an image will use in its pool.
 #[derive(Clone, Debug)]
 pub(crate) struct ImageNeed {
     pub(crate) path: PathBuf,
     pub(crate) bytes: u64,
-    /// Bit by bit, or all at once when it is made.
+    /// True if it grows as it is written; false if it has its full size when it is made.
     pub(crate) grows: bool,
 }
 
-/// What was promised to one VM.
+/// Reservation of one VM.
 #[derive(Clone, Debug)]
 struct Promise {
     needs: Needs,
-    /// Its QEMU, once it runs.
+    /// Process id of its QEMU, once that runs.
     pid: Option<u32>,
 }
 
-/// All promises of this host. Who looks at free memory holds it until a promise is made.
+/// All reservations of this host. A check of free memory holds the lock until the reservation is made.
 #[derive(Debug, Default)]
 pub(crate) struct Arrivals {
     promises: Mutex<Book>,
@@ -55,34 +56,35 @@ impl Arrivals {
         self.promises.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nobody else is promised anything while this is held.
+    /// Locks the reservations: no other VM gets a reservation while the result is held.
     pub(crate) fn look(self: &Arc<Self>) -> Look<'_> {
         Look { arrivals: self, book: self.book() }
     }
 }
 
-/// The promises, while somebody compares them with what is free.
+/// The locked reservations, for a comparison with free resources.
 pub(crate) struct Look<'a> {
     arrivals: &'a Arc<Arrivals>,
     book: MutexGuard<'a, Book>,
 }
 
 impl Look<'_> {
-    /// How much of usual memory, or of huge pages of that size, others will still take. To be asked before what is
-    /// free: what they take in between then counts twice, rather than not at all.
+    /// Returns the normal memory, or the huge pages of that size, that others will still use, in bytes. It must be
+    /// called before free memory is read: memory that they allocate in between then counts twice, rather than not at
+    /// all.
     pub(crate) fn owed_bytes(&self, hugepage_bytes: Option<u64>) -> u64 {
         let of_kind =
             self.book.open.values().filter(|promise| promise.needs.hugepage_bytes == hugepage_bytes);
         of_kind.map(|promise| promise.owed_bytes(Path::new("/proc"))).sum()
     }
 
-    /// How much images of others will still take; to be asked before what is free, too.
+    /// Returns the space that images of others will still use, in bytes; also to be called before free space is read.
     pub(crate) fn owed_image_bytes(&self) -> u64 {
         let images = self.book.open.values().flat_map(|promise| &promise.needs.images);
         images.map(|need| need.bytes.saturating_sub(need.taken_bytes())).fold(0, u64::saturating_add)
     }
 
-    /// Promises so much, until the answer is dropped.
+    /// Reserves resources until the result is dropped.
     pub(crate) fn promise(mut self, needs: Needs) -> Promised {
         self.book.last += 1;
         let number = self.book.last;
@@ -91,7 +93,7 @@ impl Look<'_> {
     }
 }
 
-/// A promise. Ends when this is dropped: the VM is there, or will not come.
+/// A reservation. Dropped when the VM has arrived, or will not arrive.
 #[derive(Debug)]
 pub(crate) struct Promised {
     arrivals: Arc<Arrivals>,
@@ -99,7 +101,7 @@ pub(crate) struct Promised {
 }
 
 impl Promised {
-    /// The VM's QEMU runs now, and takes what was promised bit by bit.
+    /// Records that the VM's QEMU runs now, and uses the reservation step by step.
     pub(crate) fn taken_by(&self, pid: u32) {
         if let Some(promise) = self.arrivals.book().open.get_mut(&self.number) {
             promise.pid = Some(pid);
@@ -125,7 +127,7 @@ impl Promise {
     }
 }
 
-/// Memory that a QEMU has: anonymous pages, and those of its memfds, which count whoever wrote them.
+/// Returns the memory that a QEMU uses: anonymous pages, and those of its memfds, whichever process wrote them.
 fn taken_bytes(process: &Path) -> u64 {
     let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
     let kib = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_whitespace().next());
@@ -149,8 +151,8 @@ fn memfd_bytes(process: &Path) -> u64 {
 }
 
 impl ImageNeed {
-    /// Bytes that it has of its pool so far. A thin volume counts as having none, for to ask takes a program and may take
-    /// long: all that it needs is owed until the VM has arrived.
+    /// Returns the bytes that the image uses in its pool so far. A thin volume counts as using none, because a query
+    /// needs a program and may be slow: its whole need is reserved until the VM has arrived.
     fn taken_bytes(&self) -> u64 {
         let taken = |image: Metadata| if self.grows { image.blocks() * 512 } else { u64::MAX };
         std::fs::metadata(&self.path).map_or(0, taken)

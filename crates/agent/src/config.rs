@@ -13,8 +13,8 @@
 //! address = "192.0.2.2:7740"
 //! ```
 //!
-//! Everything else has a default. All keys with their meaning stand in `docs/agent.example.toml`, which a test reads.
-//! Keys that are not known are refused, and every error names the file, the line and the key, and says what to do.
+//! Everything else has a default. All keys with their meaning are in `docs/agent.example.toml`, which a test reads.
+//! Unknown keys are refused, and every error names the file, the line and the key, and has advice.
 
 mod file;
 mod locate;
@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use crate::api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 pub use crate::pool::{Pool, PoolFormat, Storage};
 
-/// Where the configuration lies if nothing else is said.
+/// Default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";
 
 /// A checked configuration.
@@ -38,60 +38,60 @@ pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";
 pub struct Config {
     /// This host's name.
     pub host: HostId,
-    /// What this agent is for.
+    /// Role of this agent.
     pub role: AgentRole,
-    /// Where peers reach it.
+    /// Address for peers.
     pub listen: SocketAddr,
-    /// Where the journal and the register lie; survives a reboot.
+    /// Directory of the journal and the ownership registry; survives a reboot.
     pub state_dir: PathBuf,
-    /// Where sockets of running things lie.
+    /// Directory of the sockets of running QEMUs and agents.
     pub run_dir: PathBuf,
-    /// Where the files go that QEMU writes for people (serial ports, logs) of VMs that have arrived.
+    /// Directory of the files that QEMU writes for people (serial ports, logs) of arrived VMs.
     pub log_dir: PathBuf,
     /// The API's socket.
     pub api_socket: PathBuf,
-    /// How connections between agents are secured.
+    /// Security of connections between agents.
     pub security: Security,
     /// The other agents, by name, with their address as `host:port`. May hold this host too, so that all hosts can
     /// share one table; see [`Config::peer`].
     pub hosts: BTreeMap<HostId, String>,
-    /// The witness that keeps the register of owners; none if there is no register. Always a key of `hosts`, never
-    /// this host.
+    /// The witness that keeps the ownership registry; none if there is no registry. Always a key of `hosts`, never this
+    /// host.
     pub register: Option<HostId>,
-    /// What is said of QEMU.
+    /// Settings for QEMU.
     pub qemu: Qemu,
-    /// Taps and bridges of arriving VMs: what the source calls it → what it is here.
+    /// Taps and bridges of arriving VMs: name at the source → name here.
     pub taps: BTreeMap<String, String>,
-    /// Directories of disks of arriving VMs: where the source has it → where it is here. Longest prefix wins.
+    /// Directories of disks of arriving VMs: path at the source → path here. Longest prefix wins.
     pub disk_dirs: BTreeMap<PathBuf, PathBuf>,
     /// Directories, files and addresses of disks of arriving VMs that mean the same storage here as at the source.
     pub disks_shared: Vec<String>,
-    /// Where disks of arriving VMs that are copied get their images; none if none can be.
+    /// Pool for images of copied disks of arriving VMs; none if disks cannot be copied to this host.
     pub pool: Option<Pool>,
-    /// Images, or directories of them, that disks of arriving VMs may have something in common with.
+    /// Images, or directories of them, that disks of arriving VMs may have content in common with.
     pub templates: Vec<PathBuf>,
-    /// What migrations from here aim at and keep within, unless a request says otherwise.
+    /// Goals and limits of migrations from here, unless a request overrides them.
     pub limits: Limits,
-    /// How long to wait for what.
+    /// Time-outs.
     pub timeouts: Timeouts,
-    /// Socket of a test harness that is asked at every fault point. For tests of this program only: who listens there
-    /// decides when the agent stops dead.
+    /// Socket of a test harness that is asked at every fault point. For tests of this program only: a program that
+    /// listens there decides when the agent is killed.
     pub fault_socket: Option<PathBuf>,
 }
 
-/// What an agent is for.
+/// Role of an agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentRole {
     /// Runs VMs and moves them.
     #[default]
     Host,
-    /// Keeps the register of owners and nothing else.
+    /// Keeps the ownership registry and nothing else.
     Witness,
 }
 
 impl AgentRole {
-    /// The word for it.
+    /// Returns the role's word.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Host => "host",
@@ -100,7 +100,7 @@ impl AgentRole {
     }
 }
 
-/// How connections between agents are secured. Both sides have to say the same.
+/// Security of connections between agents. Both sides need the same setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Security {
     /// TLS 1.3, certificates on both sides. PEM files.
@@ -109,23 +109,23 @@ pub enum Security {
         ca: PathBuf,
         /// This agent's certificate.
         certificate: PathBuf,
-        /// Its private key.
+        /// This agent's private key.
         key: PathBuf,
     },
-    /// Nothing: guest memory crosses the network readable, and whoever reaches the port may send a VM.
+    /// No security: guest memory crosses the network readable, and any host that can connect to the port may send a VM.
     Plain,
 }
 
-/// What is said of QEMU.
+/// Settings for QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Qemu {
-    /// QEMUs that arriving VMs may be started with, first choice first. Of those that have the source's version or a
-    /// newer one, the first is taken.
+    /// QEMU binaries for arriving VMs, first choice first. The first of those with the source's version or a newer one
+    /// is used.
     pub binaries: Vec<PathBuf>,
-    /// Where these find their firmware (`-L`), for QEMUs that do not lie where they were built for.
+    /// Directories of their firmware (`-L`), for QEMU binaries that are not in the place for which they were built.
     pub data_dirs: Vec<PathBuf>,
-    /// Options of QEMU's command line that are not known and are carried over as they stand.
+    /// Unknown options of QEMU's command line that are copied unchanged.
     pub allow_options: Vec<String>,
 }
 
@@ -139,7 +139,7 @@ impl Default for Qemu {
     }
 }
 
-/// What migrations aim at and keep within.
+/// Goals and limits of migrations.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
@@ -147,56 +147,56 @@ pub struct Limits {
     pub streams: u16,
     /// Cap on the sending rate, in bytes per second; 0 for none.
     pub bandwidth_bytes_per_s: u64,
-    /// When the guest is stopped.
+    /// Policy for the stop of the guest.
     pub policy: StopPolicy,
-    /// Longest time between two looks at what the guest writes, once all of its memory went, in milliseconds; 0 to have
-    /// it follow from the link's rate.
+    /// Longest time between two dirty scans, after the first pass, in milliseconds; 0 to derive it from the link's
+    /// rate.
     pub sampling_ms: u64,
-    /// Over how many looks the number of modified pages is averaged.
+    /// Number of scans over which the number of modified pages is averaged.
     pub stable_window: u32,
-    /// By how much that may change from look to look, in hundredths of what was sent in between, and be called stable.
+    /// Largest change from scan to scan, in hundredths of the pages sent in between, that counts as stable.
     pub stable_percent: u32,
-    /// How much of what is sent was sent shortly before where the guest writes to the same pages again and again, in
-    /// hundredths.
+    /// Share of recently sent pages among the sent pages, in hundredths, from which the guest counts as writing to the
+    /// same pages again and again.
     pub resent_percent: u32,
-    /// How many rounds before are shortly before.
+    /// Number of previous rounds that count as recent.
     pub resent_rounds: u32,
     /// Longest downtime, in milliseconds. Below it rounds go on as long as they make it shorter.
     pub max_downtime_ms: u64,
-    /// How long a migration may take with the policy `sla`, in milliseconds; 0 for as long as it takes.
+    /// Longest total time of a migration with the policy `sla`, in milliseconds; 0 for no limit.
     pub max_total_ms: u64,
-    /// Most rounds of pre-copy.
+    /// Maximum number of rounds of pre-copy.
     pub max_rounds: u32,
-    /// With the policy `hybrid`: how often all that is dirty goes before the rest comes after the guest.
+    /// Number of passes over all dirty memory before post-copy of the remaining pages, with the policy `hybrid`.
     pub hybrid_passes: u32,
-    /// What to do when the rounds are used up.
+    /// Action when the rounds are used up.
     pub on_limit: OnLimit,
-    /// How fast a guest may write to disks that are copied.
+    /// Limit on the guest's write rate to copied disks.
     pub throttle_writes: ThrottleWrites,
-    /// How fast a guest's processors may be while it is moved.
+    /// Limit on the guest's CPU time during a migration.
     pub throttle_cpu: ThrottleCpu,
-    /// For how much more of the time than before a guest may wait for a processor while it is copied, in hundredths,
-    /// before copying gives way more; 0 if it does not.
+    /// Additional share of the time for which a guest may wait for a processor during the copy, in hundredths, before
+    /// copying gives way more; 0 to disable this.
     pub guest_wait_percent: u32,
-    /// Whether pages of disks that the destination has already are referred to, and not sent.
+    /// Send references instead of pages of disks that the destination has already.
     pub references: bool,
-    /// How pages are compressed.
+    /// Compression of pages.
     pub compression: Compress,
-    /// Least ratio of data to what is sent for it, in percent, for which it is compressed.
+    /// Smallest ratio of the data's size to its compressed size, in percent, for which data is compressed.
     pub compression_least_ratio_percent: u32,
-    /// How much is sent as it is behind data that compressed less, in bytes of each stream.
+    /// Bytes of each stream that are sent uncompressed after data that compressed less.
     pub compression_skip_bytes: u64,
-    /// Whether only what changed is sent of pages that are sent again.
+    /// Use of deltas for pages that are sent again.
     pub deltas: Deltas,
-    /// How much the source remembers of pages that it sent, to find out what changed of them, in MiB: 1 MiB is enough
-    /// for 32 MiB of memory.
+    /// Memory of the source for marks of sent pages, from which deltas are computed, in MiB: 1 MiB is enough for 32 MiB
+    /// of memory.
     pub deltas_memory_mib: u32,
-    /// Which of a guest's memory is not sent because it can do without.
+    /// The kinds of a guest's memory that are not sent because the guest can do without them.
     pub soft_pages: SoftPages,
 }
 
 impl Limits {
-    /// How the guest's writes are looked at.
+    /// Returns the settings of dirty scans.
     pub(crate) fn sampling(&self) -> Sampling {
         Sampling {
             interval_ns: self.sampling_ms.saturating_mul(1_000_000),
@@ -207,7 +207,7 @@ impl Limits {
         }
     }
 
-    /// What is worth compressing.
+    /// Returns the thresholds for compression.
     pub(crate) fn worth(&self) -> memory::Worth {
         memory::Worth {
             least_ratio_percent: self.compression_least_ratio_percent,
@@ -215,7 +215,7 @@ impl Limits {
         }
     }
 
-    /// How much is remembered of pages that were sent, in bytes.
+    /// Returns the size of the memory for marks of sent pages, in bytes.
     pub(crate) fn deltas_bytes(&self) -> usize {
         (self.deltas_memory_mib as usize) << 20
     }
@@ -252,29 +252,30 @@ impl Default for Limits {
     }
 }
 
-/// How long to wait for what, in milliseconds.
+/// Time-outs, in milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
-    /// For a connection to a peer, handshake included.
+    /// Connection to a peer, including the handshake.
     pub connect_ms: u64,
-    /// A peer whose host says nothing for so long is taken for unreachable: connections are made anew.
+    /// Silence of a peer's host after which the peer counts as unreachable: connections are made anew.
     pub peer_silence_ms: u64,
-    /// A destination whose host answers, but which takes no pages for so long, is taken for unreachable too. More than
-    /// its storage ever stalls.
+    /// Time after which a destination whose host answers, but which accepts no pages, counts as unreachable too. Must
+    /// be longer than any stall of its storage.
     pub stall_ms: u64,
-    /// A stopped guest waits for the destination so much longer than everything should take; then it goes on here.
+    /// Additional time, beyond the expected one, for which a stopped guest waits for the destination; then it goes on
+    /// here.
     pub standstill_ms: u64,
-    /// Pause between two attempts to reach a peer or the register.
+    /// Pause between two attempts to reach a peer or the ownership registry.
     pub retry_ms: u64,
-    /// Before COMMITTED, a peer that cannot be reached for so long ends the migration; the VM stays at its source.
+    /// Before COMMITTED, time without contact to the peer after which the migration ends; the VM stays at its source.
     pub give_up_after_ms: u64,
-    /// After COMMITTED, a destination that cannot be reached for so long makes the source try to take the VM back
-    /// through the register. Without a register it waits for an operator.
+    /// After COMMITTED, time without contact to the destination after which the source tries to reclaim the VM through
+    /// the ownership registry. Without a registry it waits for an operator.
     pub reclaim_after_ms: u64,
-    /// For QEMU's answer to a command.
+    /// QEMU's answer to a command.
     pub qmp_ms: u64,
-    /// For an arriving VM's QEMU to come up.
+    /// Start of an arriving VM's QEMU.
     pub qemu_start_ms: u64,
 }
 
@@ -294,7 +295,7 @@ impl Default for Timeouts {
     }
 }
 
-/// Why a configuration cannot be used.
+/// Reason for which a configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -303,35 +304,35 @@ pub enum ConfigError {
         path = path.display()
     )]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the file system.
         source: std::io::Error,
     },
-    /// Something in it is wrong.
+    /// A value in the file is invalid.
     #[error("{path}, line {line}{key}: {what}", path = path.display(), key = in_key(key))]
     Invalid {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The line, from 1 on.
         line: usize,
-        /// The key, as `table.key`; empty where the text is no TOML at all.
+        /// The key, as `table.key`; empty if the text is not TOML at all.
         key: String,
-        /// What is wrong and what to do.
+        /// The problem, and advice.
         what: String,
     },
-    /// A file that it names is missing or cannot be read.
+    /// A file that the configuration names is missing or cannot be read.
     #[error("{path}, line {line}, key `{key}`: cannot read {file}", path = path.display(), file = file.display())]
     File {
-        /// The configuration.
+        /// Path of the configuration.
         path: PathBuf,
         /// The line, from 1 on.
         line: usize,
         /// The key, as `table.key`.
         key: String,
-        /// The file that it names.
+        /// Path of the named file.
         file: PathBuf,
-        /// Why.
+        /// Error of the file system.
         source: std::io::Error,
     },
 }
@@ -341,7 +342,7 @@ fn in_key(key: &str) -> String {
 }
 
 impl Config {
-    /// Reads and checks a file. Looks at nothing else: the files it names need not be there yet.
+    /// Reads and checks a file. Accesses no other file: the files that it names need not exist yet.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
@@ -353,7 +354,7 @@ impl Config {
         file::parse(path, text)
     }
 
-    /// Whether the files that the configuration names can be read, as `--check-config` wants to know.
+    /// Checks that the files that the configuration names can be read, for `--check-config`.
     pub fn check_files(&self, path: &Path) -> Result<(), ConfigError> {
         let locator = std::fs::read_to_string(path).map(locate::Locator::new).unwrap_or_default();
         let mut files: Vec<(&[&str], &Path)> = Vec::new();
@@ -379,12 +380,12 @@ impl Config {
         Ok(())
     }
 
-    /// A peer's address; none for unknown names and for this host itself.
+    /// Returns a peer's address; none for unknown names and for this host itself.
     pub fn peer(&self, name: &HostId) -> Option<&str> {
         self.hosts.get(name).filter(|_| *name != self.host).map(String::as_str)
     }
 
-    /// The names of all peers.
+    /// Returns the names of all peers.
     pub fn peers(&self) -> impl Iterator<Item = &HostId> {
         self.hosts.keys().filter(|name| **name != self.host)
     }

@@ -1,4 +1,4 @@
-//! What all parts of an agent share.
+//! State that all parts of an agent share.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -18,44 +18,45 @@ use crate::preflight::Emulators;
 use crate::register::Register;
 use crate::templates::Templates;
 
-/// What all parts of an agent share.
+/// State that all parts of an agent share.
 pub(crate) struct Context {
     /// The configuration.
     pub(crate) config: Config,
     /// The journal.
     pub(crate) journal: Journal,
-    /// Who we are to our peers.
+    /// The agent's identity towards its peers.
     pub(crate) endpoint: Endpoint,
     /// Expected data streams.
     pub(crate) router: link::Router,
-    /// The register of owners, where one is configured.
+    /// The ownership registry, if one is configured.
     pub(crate) register: Option<Arc<dyn Register>>,
-    /// Makes other processes call the kernel.
+    /// Runs system calls in other processes.
     pub(crate) injector: Arc<Injector>,
-    /// How a guard of a guest that is throttled is started.
+    /// Command that starts a guard for a throttled guest.
     pub(crate) guard: HelperProgram,
-    /// Where fault points are told to.
+    /// Connection to the test harness for fault points.
     pub(crate) faults: Faults,
-    /// `/proc/sys/kernel/random/boot_id`.
+    /// Content of `/proc/sys/kernel/random/boot_id`.
     pub(crate) boot_id: String,
-    /// Memory promised to VMs on their way in.
+    /// Memory reserved for arriving VMs.
     pub(crate) arrivals: Arc<Arrivals>,
-    /// Held for writing while a QEMU is started on trial, which takes what a VM's may need at the same time.
+    /// Held for writing while a trial QEMU is started, which uses resources that an arriving VM may need at the same
+    /// time.
     pub(crate) starts: RwLock<()>,
-    /// Names of VMs that somebody has to himself.
+    /// Names of VMs that are locked by one operation.
     pub(crate) names: Names,
-    /// What the QEMUs of this host have said of themselves.
+    /// Cached capabilities of this host's QEMU binaries.
     pub(crate) emulators: Emulators,
     /// Templates of this host.
     pub(crate) templates: Arc<Templates>,
-    /// Parts of the downtime that do not depend on memory, as measured here: by destination, and whether disks were copied,
-    /// whose last writes have to reach stable storage then.
+    /// Measured parts of the downtime that do not depend on memory, by destination, and by whether disks were copied,
+    /// because the last writes of copied disks have to reach stable storage then.
     pub(crate) fixed_costs: Mutex<BTreeMap<(HostId, bool), CostHistory>>,
 }
 
 impl Context {
-    /// Parts of the downtime that do not depend on memory, as measured by the migrations before to this destination, with
-    /// disks that were copied or without.
+    /// Accesses the parts of the downtime that do not depend on memory, as measured by previous migrations to this
+    /// destination, with copied disks or without.
     pub(crate) fn fixed_costs<T>(
         &self,
         destination: &HostId,

@@ -1,23 +1,23 @@
-//! Processor time: the agent's own, and what nobody uses.
+//! Processor time: the agent's own, and that of idle processors.
 
 use std::fs;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// What the agent's CPU time was at a moment.
+/// The agent's CPU time at a moment.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CpuTime {
     since_us: u64,
 }
 
 impl CpuTime {
-    /// From now on.
+    /// Starts to count now.
     pub(crate) fn start() -> Self {
         Self { since_us: now_us() }
     }
 
-    /// CPU time, of the program and of the kernel for it, that all threads of the agent have used since, in
-    /// microseconds. Whatever else it did at the same time is in it too.
+    /// Returns the CPU time, in user mode and in the kernel, that all threads of the agent have used since the start,
+    /// in microseconds. It includes all concurrent work.
     pub(crate) fn used_us(self) -> u64 {
         now_us().saturating_sub(self.since_us)
     }
@@ -26,12 +26,12 @@ impl CpuTime {
 /// Nanoseconds of one unit in /proc/stat, a hundredth of a second on all architectures.
 const TICK_NS: u64 = 10_000_000;
 
-/// Time of this host's processors that nobody has used since it was started, in nanoseconds; 0 if it does not tell.
+/// Returns the idle time of this host's processors since boot, in nanoseconds; 0 if the kernel does not report it.
 pub(crate) fn idle_ns() -> u64 {
     fs::read_to_string("/proc/stat").ok().and_then(|text| idle_ticks(&text)).unwrap_or(0) * TICK_NS
 }
 
-/// Idle, and idle while something is waited for.
+/// Returns idle ticks, including those while waiting for I/O.
 fn idle_ticks(stat: &str) -> Option<u64> {
     let mut fields = stat.lines().next()?.strip_prefix("cpu ")?.split_ascii_whitespace().skip(3);
     let mut next = || fields.next()?.parse::<u64>().ok();

@@ -1,4 +1,5 @@
-//! The daemon: holds the drivers of all migrations, answers peers and users, and takes up what an agent before it left.
+//! The daemon: holds the drivers of all migrations, answers peers and users, and resumes the migrations of a previous
+//! agent.
 
 mod connections;
 mod control;
@@ -32,25 +33,25 @@ use crate::register::{Register, RegisterError, SqliteRegister, WitnessClient, Wi
 use crate::templates::Templates;
 use crate::{destination, source};
 
-/// Why an agent cannot start.
+/// Reason for which an agent cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The journal cannot be used.
     #[error("the journal cannot be used")]
     Journal(#[from] JournalError),
-    /// The register cannot be used.
+    /// The ownership registry cannot be used.
     #[error("the register cannot be used")]
     Register(#[from] RegisterError),
     /// Certificate, key or authority cannot be used.
     #[error("the files under [tls] cannot be used")]
     Identity(#[from] IdentityError),
-    /// Peers cannot be listened to.
+    /// The listener for peers cannot be opened.
     #[error("cannot listen for peers")]
     Listen(#[from] link::BindError),
-    /// Users cannot be listened to.
+    /// The API cannot be served.
     #[error("cannot serve the API")]
     Api(#[from] ServerError),
-    /// Templates cannot be looked for.
+    /// The thread for templates cannot be started.
     #[error("no thread to look for templates")]
     Templates(#[source] std::io::Error),
     /// The host's boot id cannot be read.
@@ -58,17 +59,17 @@ pub enum StartError {
     BootId(#[source] std::io::Error),
 }
 
-/// How to start a helper: a program that does nothing but call its function.
+/// The command line of a helper: a program that does nothing but call its function.
 #[derive(Clone, Debug)]
 pub struct HelperProgram {
-    /// The program.
+    /// Path of the program.
     pub program: PathBuf,
     /// Its arguments.
     pub arguments: Vec<OsString>,
 }
 
-/// An agent at work. Dropping it ends its listeners; drivers end with the process, and the next agent takes up what
-/// they were at.
+/// A running agent. Dropping it ends its listeners; drivers end with the process, and the next agent resumes their
+/// migrations.
 #[derive(Debug)]
 pub struct Agent {
     _serving: Serving,
@@ -76,8 +77,8 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Starts an agent: takes up what one before it left, then listens to peers and users.
-    /// The injector calls [`tracee::injector_main`], the guard [`guard_main`](crate::guard_main).
+    /// Starts an agent: resumes the migrations of a previous one, then listens for peers and users. The injector calls
+    /// [`tracee::injector_main`], the guard [`guard_main`](crate::guard_main).
     pub fn start(config: Config, injector: HelperProgram, guard: HelperProgram) -> Result<Self, StartError> {
         let endpoint = endpoint(&config)?;
         let journal = Journal::open(&config.state_dir)?;
@@ -128,7 +129,7 @@ impl Agent {
     }
 }
 
-/// Whether the files under `[tls]` can be used, as far as this host can tell. Nothing is changed.
+/// Checks the files under `[tls]`, as far as this host can. Changes nothing.
 pub fn check_identity(config: &Config) -> Result<(), StartError> {
     Ok(endpoint(config).map(drop)?)
 }
@@ -163,19 +164,19 @@ fn register(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Op
 pub(crate) struct Daemon {
     context: Arc<Context>,
     drivers: Mutex<BTreeMap<MigrationId, Driven>>,
-    /// Present if this agent keeps the register.
+    /// Present if this agent keeps the ownership registry.
     witness: Option<WitnessServer>,
 }
 
-/// A migration that a thread is at work on.
+/// A migration with a running driver.
 pub(crate) struct Driven {
     mailbox: Mail,
     publisher: Publisher,
-    /// Of the source only.
+    /// Present for a source only.
     controls: Option<Arc<source::Controls>>,
 }
 
-/// How to reach a driver.
+/// Mailbox of a driver.
 #[derive(Clone)]
 pub(crate) enum Mail {
     Source(source::Mailbox),

@@ -1,8 +1,8 @@
 //! The destination's driver: one thread that receives a VM.
 //!
-//! It takes whatever happens from one inbox: connections of the source and what comes on them, the ends of data
-//! streams, QEMU's end, a user's word. What concerns ownership goes to the engine, which decides; the rest is the work
-//! of receiving ([`arriving`]).
+//! It reads all notices from one inbox: connections of the source and their messages, ends of data streams, the exit of
+//! QEMU, an operator's decision. The engine decides everything that concerns ownership; the rest is the work of
+//! receiving ([`arriving`]).
 
 mod arriving;
 mod awaiting;
@@ -44,69 +44,70 @@ pub(crate) struct Driver {
     terms: Terms,
     state: DestinationState,
     proposal: Proposal,
-    /// Absent before it was started, and after it is gone or given to the agent's VMs.
+    /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
     vm: Option<Arriving>,
     receiving: Option<receiving::Receiving>,
-    /// Of disks that are copied, until all of them has come.
+    /// Images of copied disks, until all of their content has arrived.
     images: Images,
     inbox: Inbox,
     publisher: Publisher,
     generation: Generation,
-    /// Connections on which the source listens, control stream and questions alike, by the driver's own count.
+    /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
+    /// count.
     links: BTreeMap<u64, (Writer, Handle)>,
-    /// The control stream among them.
+    /// The control stream among `links`.
     control: Option<u64>,
-    /// Events that effects led to, to be taken before anything from the inbox.
+    /// Events that effects produced; they are processed before the inbox.
     follow_ups: VecDeque<DestinationEvent>,
-    /// The source's connection for pages that somebody waits for, until it is of use.
+    /// The source's connection for page requests, until it can be used.
     page_stream: Option<Connection>,
-    /// Pages that were taken away before the guest was stopped.
+    /// Pages that were discarded before the guest was stopped.
     taken: taking::TakenAway,
-    /// Pages that come while the guest runs.
+    /// Pages that arrive while the guest runs.
     awaiting: Option<awaiting::Awaiting>,
-    /// All that an agent before this one had waited for was there.
+    /// True if all pages that a previous agent waited for are present.
     found_complete: bool,
-    /// A device state on its way.
+    /// A device state, or a list of pages, that is being received.
     state_coming: Option<loading::StateComing>,
-    /// Digest and time of the device state that was loaded.
+    /// Digest of the loaded device state, and the time that loading needed, in microseconds.
     loaded: Option<(String, u64)>,
-    /// When `cont` had returned, and how long that took from GO's arrival; absent if another agent did it.
+    /// Statistics of `cont`; absent if another agent sent it.
     continued: Option<Continued>,
-    /// Since the migration began here; absent if another agent began it.
+    /// CPU time since the migration began here; absent if another agent began it.
     cpu: Option<CpuTime>,
     go_heard: Option<Instant>,
     heard: Instant,
-    /// A question to the source is under way.
+    /// True while a question to the source is pending.
     asking: Arc<AtomicBool>,
-    /// An event of this side whose effects failed.
+    /// An event of this host whose effects failed.
     not_taken: Option<DestinationEvent>,
-    /// What QEMU does is not known.
+    /// True if the state of QEMU is not known and has to be queried again.
     look_again: bool,
-    /// When it is tried again to stop a guest that is not to run on.
+    /// Time of the next attempt to stop a guest that must not go on.
     stop_again_at: Option<Instant>,
-    /// Its questions to the register.
+    /// Requests of this migration to the ownership registry.
     register: owners::Desk,
-    /// Images that were not removed, and whose they are.
+    /// Images that could not be removed, with the migration's traces.
     left_behind: Option<ending::Left>,
-    /// Why the migration ended, for the source.
+    /// Reason for the end of the migration, for the source.
     reason: Option<String>,
-    /// The last thing that people were told, and in which state: not again at every repetition.
+    /// The last report to users, and the state in which it was made; it is not repeated with every retry.
     told: Option<(&'static str, DestinationReport)>,
 }
 
-/// QEMU's `cont` at GO.
+/// Statistics of QEMU's `cont` after GO.
 #[derive(Debug)]
 struct Continued {
-    /// When it had returned.
+    /// Time at which `cont` had returned.
     returned: Instant,
-    /// From GO until then.
+    /// Duration from the arrival of GO to `returned`.
     took: Duration,
-    /// The part of it after QEMU's event RESUME.
+    /// The part of `took` after QEMU's event RESUME.
     resumed: Option<Duration>,
 }
 
 impl Driver {
-    /// The destination's side of a migration in whatever state the journal has it.
+    /// Creates the destination's side of a migration, in the state that the journal has.
     pub(crate) fn new(
         context: Arc<Context>,
         terms: Terms,
@@ -155,7 +156,7 @@ impl Driver {
         }
     }
 
-    /// What its source has proposed.
+    /// Returns the source's proposal.
     pub(crate) fn proposal(&self) -> &Proposal {
         &self.proposal
     }

@@ -1,9 +1,9 @@
-//! Disks that are copied, as the data plane wants them: rows of bytes like RAM blocks, behind them in the order of the
-//! proposal.
+//! Copied disks, as the data plane needs them: linear address spaces like RAM blocks, numbered after these in the order
+//! of the proposal.
 //!
-//! What travels is what the guest sees of a disk, so that both sides may have it in different formats. At the source it
-//! is read from QEMU's own NBD server, at the destination written through the server of an image; several threads do so
-//! at a time, each over a connection of its own.
+//! Disks are copied by their content as the guest sees it, so that both hosts may use different image formats. The
+//! source reads it from QEMU's own NBD server; the destination writes it through the server of an image. Several
+//! threads do so at a time, each over a connection of its own.
 
 mod cached;
 mod destination;
@@ -20,12 +20,12 @@ pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, first_pages};
 
 use proto::limits::PAGE_BYTES;
 
-/// Whole pages, as the data plane counts: the last one may go beyond the disk's end.
+/// Rounds up to whole pages, as the data plane counts: the last one may extend beyond the disk's end.
 fn whole_pages(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE_BYTES)
 }
 
-/// What a disk is called where RAM blocks are meant too.
+/// Returns the name of a disk where RAM blocks are possible too.
 fn called(name: &str) -> String {
     format!("disk {name}")
 }

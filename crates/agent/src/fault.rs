@@ -1,12 +1,12 @@
-//! Fault points: places where a test may hurt the agent, its peer, a QEMU or the link.
+//! Fault points: places where a test may damage the agent, its peer, a QEMU or the link.
 //!
-//! With `[faults] socket` in the configuration the agent tells a test harness each fault point that it reaches and
-//! waits for the answer; meanwhile the harness does the damage (it may kill this very agent). Without it, which is how
-//! agents run, reaching a fault point does nothing.
+//! With `[faults] socket` in the configuration the agent reports each fault point that it reaches to a test harness and
+//! waits for the answer; during that time the harness does the damage (it may kill this very agent). Without it, which
+//! is how agents run, reaching a fault point does nothing.
 //!
 //! The points are generated from the engine's transition table, see [`engine::handover`]: before the effects of each
-//! transition, between them, and after them. A new transition brings its fault points along. Two stand for themselves,
-//! because no state changes there: `source/awaited` and `destination/awaited`, where pages that come after the guest have
+//! transition, between them, and after them. A new transition adds its fault points. Two exist outside the table,
+//! because no state changes there: `source/awaited` and `destination/awaited`, at which the pages for post-copy have
 //! been named.
 
 use std::{
@@ -17,19 +17,19 @@ use std::{
 
 use tracing::warn;
 
-/// Where fault points are told to, if anywhere.
+/// Connection to the harness for fault points, if there is one.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
     socket: Option<PathBuf>,
 }
 
 impl Faults {
-    /// Tells fault points to the harness behind the socket, or to nobody.
+    /// Reports fault points to the harness behind the socket, or does nothing without one.
     pub fn new(socket: Option<PathBuf>) -> Self {
         Self { socket }
     }
 
-    /// Called at a fault point. Returns when the harness lets go, at once if there is none.
+    /// Reports a fault point. Returns when the harness answers, at once if there is none.
     pub fn reach(&self, point: impl FnOnce() -> String) {
         let Some(socket) = &self.socket else { return };
         let point = point();

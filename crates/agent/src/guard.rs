@@ -1,10 +1,13 @@
-//! Lifts what holds a guest down when the agent that set it dies: caps on its writes, a limit on its processors.
+//! Guard processes that lift a guest's throttles when the agent that set them dies: caps on its writes, a limit on its
+//! processors.
 //!
-//! QEMU keeps a throttle until somebody lifts it, and so does the kernel: they know no lease. The next agent lifts it, but
-//! nobody may start one. So a process of its own waits for the agent's end, which the kernel tells it: the pipe to it is
-//! closed. It does nothing then but what can do no harm at any time, which is to lift throttles: a new agent may be at work
-//! already, with the same guest. One that has the monitor has lifted what it found, so that the guard need not wait for it
-//! for long. Each guard lifts one of the two, for either may be over while the other goes on.
+//! QEMU keeps a throttle until it is lifted, and so does the kernel: they know no lease. The next agent lifts it, but
+//! it may never be started. So a separate process waits for the agent's end, which it notices because the kernel closes
+//! the pipe to it. Then it does only what is harmless at any time, which is to lift throttles: a new agent may already
+//! be at work with the same guest.
+//!
+//! An agent that holds the monitor has lifted the throttles that it found, so the guard need not wait long for the
+//! monitor. Each guard lifts one of the two throttles, because either may end while the other continues.
 
 use std::ffi::OsString;
 use std::io::{self, Read as _, Write as _};
@@ -20,20 +23,20 @@ use tracing::warn;
 
 use crate::daemon::HelperProgram;
 
-/// How long a monitor may take.
+/// Time limit for the connection to a monitor.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A process that lifts a guest's throttle unless it is [dismissed](Self::dismiss), however this one ends.
+/// Process that lifts a guest's throttle when this process ends in any way, unless it is [dismissed](Self::dismiss).
 #[derive(Debug)]
 pub(crate) struct Guard(Option<Child>);
 
 impl Guard {
-    /// Starts one that lifts caps on writes, for the QEMU with this monitor.
+    /// Starts a guard that lifts the caps on writes, for the QEMU with this monitor.
     pub(crate) fn of_writes(helper: &HelperProgram, process: &Process, monitor: &Path) -> io::Result<Self> {
         Self::start(helper, process, Some(monitor))
     }
 
-    /// Starts one that lifts the limit on its processors.
+    /// Starts a guard that lifts the limit on the guest's processors.
     pub(crate) fn of_processors(helper: &HelperProgram, process: &Process) -> io::Result<Self> {
         Self::start(helper, process, None)
     }
@@ -42,7 +45,7 @@ impl Guard {
         let mut command = Command::new(&helper.program);
         command.args(&helper.arguments);
         command.args([process.pid().to_string(), process.start_time().to_string()]).args(monitor);
-        // What ends the agent by its terminal or its group shall not end it.
+        // A signal to the agent's terminal or process group must not end the guard.
         command
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -51,10 +54,10 @@ impl Guard {
             .map(|child| Self(Some(child)))
     }
 
-    /// Nothing is left to be lifted.
+    /// Ends the guard without effect, because the throttle is already lifted.
     pub(crate) fn dismiss(mut self) {
         if let Some(stdin) = self.0.as_mut().and_then(|child| child.stdin.as_mut()) {
-            // If it does not hear of it, it finds nothing.
+            // A guard that does not receive this finds nothing to lift.
             let _ = stdin.write_all(b".");
         }
     }
@@ -63,7 +66,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         let Some(mut child) = self.0.take() else { return };
-        // It ends by itself, and soon; somebody has to take notice of it.
+        // The guard soon ends by itself; its exit status must be collected.
         drop(child.stdin.take());
         let wait = move || drop(child.wait());
         if let Err(error) = thread::Builder::new().name("guard".to_owned()).spawn(wait) {
@@ -72,7 +75,7 @@ impl Drop for Guard {
     }
 }
 
-/// Dismisses its guard when it is dropped: what was to be lifted has been lifted then.
+/// Dismisses its guard when it is dropped: the throttle has been lifted by then.
 #[derive(Debug)]
 pub(crate) struct Dismissed(pub(crate) Option<Guard>);
 
@@ -84,7 +87,7 @@ impl Drop for Dismissed {
     }
 }
 
-/// The guard's life, by the arguments that [`Guard::start`] gives it: without a monitor, it is one of processors.
+/// Runs the guard with the arguments of [`Guard::start`]: without a monitor, it guards the processors.
 pub fn guard_main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let mut arguments = arguments.into_iter();
     let mut number = || arguments.next()?.to_str()?.parse::<u64>().ok();
@@ -102,7 +105,7 @@ pub fn guard_main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     match lifted {
         Ok(_) => ExitCode::SUCCESS,
-        // The agent's log, if anybody still reads it.
+        // This goes to the agent's log, if it is still open.
         Err(error) => {
             let _ = writeln!(io::stderr(), "a guest may still be throttled: {error}");
             ExitCode::FAILURE

@@ -1,44 +1,44 @@
-//! Holding a QEMU by SIGSTOP (design, trap 18).
+//! Freezing a QEMU by SIGSTOP (design, trap 18).
 //!
-//! A guest that is paused is not safe from being continued: QEMU may have more monitors than the agent's, and a manager
-//! that sees a paused guest may think that it does well to continue it. A QEMU that is held hears no monitor. So the
-//! source's is held from before READY until the matter is decided, and the destination's from READY on.
+//! A paused guest can still be continued: QEMU may have more monitors than the agent's, and a management program that
+//! sees a paused guest may decide to continue it. A frozen QEMU processes no monitor command. So the source's QEMU is
+//! frozen from before READY until the handover is decided, and the destination's from READY on.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tracee::{Process, ProcessError, Signal};
 
-/// How long a signal may take to have its effect.
+/// Time limit for a signal to have its effect.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Why a QEMU could not be held or let go.
+/// Error of freezing a QEMU or of letting it go on.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HoldError {
-    /// Its process is gone, or not to be signalled.
+    /// The process is gone, or may not be signalled.
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// A signal had no effect.
     #[error("QEMU (pid {pid}) does not {what} after {signal}")]
     Signal {
-        /// Its process.
+        /// Process id of QEMU.
         pid: u32,
-        /// What it should do.
+        /// The expected effect.
         what: &'static str,
-        /// The signal.
+        /// Name of the signal.
         signal: &'static str,
     },
 }
 
-/// Holds a process. From its return on its first thread does not run, in which QEMU obeys its monitors, so that
-/// nobody's `cont` is obeyed. The others have the signal too, and stop when they next leave the kernel; that is not
-/// waited for: those of a guest that stands still run nothing of it.
+/// Freezes a process by SIGSTOP. When this returns, its first thread does not run, in which QEMU executes monitor
+/// commands, so that no `cont` is executed. The other threads have the signal too, and stop when they next leave the
+/// kernel; this does not wait for them: the threads of a stopped guest run none of its code.
 pub(crate) fn hold(process: &Process) -> Result<(), HoldError> {
     process.signal(Signal::STOP)?;
     wait_until(process, is_held, "stop", "SIGSTOP")
 }
 
-/// Lets the process, not yet its guest, go on.
+/// Lets the process go on by SIGCONT, not yet its guest.
 pub(crate) fn release(process: &Process) -> Result<(), HoldError> {
     if !is_held(process) {
         return Ok(());
@@ -47,7 +47,7 @@ pub(crate) fn release(process: &Process) -> Result<(), HoldError> {
     wait_until(process, |process| !is_held(process), "go on", "SIGCONT")
 }
 
-/// Whether a process is held, by whomever.
+/// Returns true if a process is stopped by a signal, no matter who sent it.
 pub(crate) fn is_held(process: &Process) -> bool {
     process.status().is_ok_and(|status| status.state == 'T')
 }

@@ -1,28 +1,30 @@
-//! What the agent must not forget: VMs, migrations and how far their handover got, reports. SQLite, one file.
+//! Durable records of the agent: VMs, migrations and the states of their handovers, reports. SQLite, one file.
 //!
 //! # When a write has to reach the disk
 //!
-//! - [`Durability::Synced`]: the host may lose power and the record stands. PREPARED is written so, on both sides,
+//! - [`Durability::Synced`]: the record survives a power failure of the host. PREPARED is written so, on both sides,
 //!   before anything is risked: a host that comes back asks before it starts the VM.
-//! - [`Durability::Process`]: the agent may die and the record stands, because the kernel has it. Enough between `stop`
-//!   and GO: if the host dies there, the VM's memory dies with it. No sync, so the guest does not stand still for a
-//!   disk.
+//! - [`Durability::Process`]: the record survives the agent's death, because the kernel has it. Enough between `stop`
+//!   and GO: if the host dies there, the VM's memory dies with it. There is no sync, so the stopped guest does not wait
+//!   for a disk.
 //!
 //! Both are one transaction in SQLite's write-ahead log. A commit is a `write` to that log; a synced one is followed by
-//! `fdatasync`, and takes earlier unsynced ones with it, because they stand before it in the same file. The log is
-//! never folded into the database between: a checkpoint syncs, so it happens at [`Journal::tidy`], when the last open
-//! migration is closed, and at a clean end. A synced write holds up an unsynced one of another migration as long as the
-//! disk takes.
+//! `fdatasync`, which includes earlier unsynced ones, because they precede it in the same file.
 //!
-//! # Room
+//! The log is never folded into the database between: a checkpoint syncs, so it happens at [`Journal::tidy`], when the
+//! last open migration is closed, and at a clean end. A synced write delays an unsynced one of another migration for as
+//! long as the disk needs.
 //!
-//! A guest must never stand still for a full disk, nor go on without the entry that says so. So each write that begins
-//! something keeps room for the entries by which what is open can end ([`reserve`]): it fails itself, before anything
-//! is risked, when that room is not there.
+//! # Space
+//!
+//! A guest must never be stopped because of a full disk, nor go on without the journal entry for that. So each write
+//! that begins something keeps space for the entries by which everything that is open can end ([`reserve`]): it fails
+//! itself, before anything is risked, if there is no such space.
 //!
 //! # Who may write
 //!
-//! One agent: it holds a lock on the directory as long as it lives. The lock goes with the process, however that ends.
+//! One agent: it holds a lock on the directory as long as it lives. The kernel releases the lock with the process,
+//! however that ends.
 
 mod migrations;
 mod record;
@@ -51,14 +53,14 @@ pub const FILE_NAME: &str = "journal.sqlite";
 /// Name of the lock within the state directory.
 pub const LOCK_NAME: &str = "agent.lock";
 
-/// How long an agent that ends may still have the lock: while the kernel takes its memory back, and as long as a child
-/// that it has just forked has not become another program.
+/// Time for which an agent that ends may still hold the lock: while the kernel frees its memory, and until a child that
+/// it has just forked executes another program.
 const LOCK_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Pause between two attempts to take the lock.
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
-/// What a record has to survive.
+/// Failure that a record has to survive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
     /// The end of the host.
@@ -67,14 +69,14 @@ pub enum Durability {
     Process,
 }
 
-/// What a write may use.
+/// Space that a write may use.
 #[derive(Clone, Copy, Debug)]
 enum Room {
-    /// What is left beside the reserve, for a document of so many bytes.
+    /// The space beside the reserve, for a document of this many bytes.
     Free(usize),
-    /// The same, for something that has happened, wherever the journal's file is by now.
+    /// Like `Free`, for an event that has happened, even if the journal's file was moved or deleted.
     Happened(usize),
-    /// The reserve, too: it ends something.
+    /// The reserve, too, because the write ends something.
     Reserved,
 }
 
@@ -97,77 +99,77 @@ struct Open {
     reserve: Reserve,
 }
 
-/// Why the journal cannot be used.
+/// Reason for which the journal cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
     /// The state directory cannot be made or written.
     #[error("cannot use the state directory {path}; check `state_dir` in the configuration and its permissions", path = path.display())]
     Directory {
-        /// The directory or a file in it.
+        /// Path of the directory or of a file in it.
         path: PathBuf,
-        /// Why.
+        /// Error of the file system.
         source: std::io::Error,
     },
-    /// Another agent is at work in the same directory.
+    /// Another agent uses the same directory.
     #[error("another agent{holder} uses the state directory {path}; stop it, or give this one a `state_dir` of its own", path = path.display())]
     Locked {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
-        /// Who, as ` (pid N)`, if it is known.
+        /// The other agent, as ` (pid N)`, if it is known.
         holder: String,
     },
-    /// Written by a newer version of this program.
+    /// The database was written by a newer version of this program.
     #[error("the journal {path} has format {found}, this version knows up to {known}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
     Newer {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// Its format.
+        /// Format of the database.
         found: i64,
-        /// The newest format that is known.
+        /// The newest known format.
         known: i64,
     },
-    /// Not a database, or a damaged one.
+    /// The file is not a database, or a damaged one.
     #[error(
         "the journal {path} is damaged; restore it from a backup; without it this host can say nothing about a VM that is between two hosts, so move it away only if none is, and adopt this host's VMs anew", path = path.display())]
     Damaged {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// What SQLite says, or what its check found.
+        /// Error of SQLite, or result of its check.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The database is not where it was opened: the state directory was deleted, moved, or put back from a copy.
+    /// The database is not at its path any more: the state directory was deleted, moved, or restored from a copy.
     #[error("the journal {path} was deleted or replaced while the agent ran: nothing new is begun, as the next agent would not know of it; put the directory back where it was, or start the agent anew when no VM here is in a migration", path = path.display())]
     Gone {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
     },
-    /// No room for it.
+    /// There is no space for the write.
     #[error("no room left for the journal {path}; make some, nothing was lost", path = path.display())]
     Full {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// What SQLite says.
+        /// Error of SQLite.
         source: rusqlite::Error,
     },
-    /// Anything else that SQLite says.
+    /// Any other error of SQLite.
     #[error("the journal {path} could not {doing}", path = path.display())]
     Sqlite {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// What SQLite says.
+        /// Error of SQLite.
         source: rusqlite::Error,
     },
-    /// A record that cannot be put into JSON or read back from it.
+    /// A record that cannot be encoded as JSON or decoded from it.
     #[error("the journal's {what} is not as it should be")]
     Json {
-        /// Which record.
+        /// Name of the record.
         what: String,
-        /// Why.
+        /// Error of the conversion.
         source: serde_json::Error,
     },
-    /// No such migration.
+    /// The journal has no such migration.
     #[error("the journal holds no migration {0}")]
     NoMigration(MigrationId),
     /// The VM has a migration that is not over.
@@ -183,13 +185,13 @@ pub enum JournalError {
         vm: VmName,
         /// The epoch that was to be begun.
         offered: Epoch,
-        /// The largest that was seen.
+        /// The largest epoch that was seen.
         largest: Epoch,
     },
 }
 
 impl Journal {
-    /// Opens the journal in a state directory, makes it if there is none, and brings an older format up to date.
+    /// Opens the journal in a state directory, makes it if there is none, and migrates an older format.
     pub fn open(state_dir: &Path) -> Result<Self, JournalError> {
         let directory = |path: &Path| {
             let path = path.to_owned();
@@ -205,12 +207,12 @@ impl Journal {
         Ok(Self { connection: Mutex::new(open), path, file, _lock: lock })
     }
 
-    /// The database's path.
+    /// Returns the database's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Folds the write-ahead log into the database. Syncs, so not while a guest stands still.
+    /// Folds the write-ahead log into the database. Syncs, so not while a guest is stopped.
     pub fn tidy(&self) -> Result<(), JournalError> {
         self.guard()
             .connection
@@ -227,7 +229,7 @@ impl Journal {
         work: impl FnOnce(&rusqlite::Transaction<'_>) -> Result<T, Inner>,
     ) -> Result<T, JournalError> {
         let mut open = self.guard();
-        // What has happened, or ends something, is written all the same: this agent goes by it until it ends itself.
+        // Events and ends are written all the same: this agent relies on them until it ends itself.
         if matches!(room, Room::Free(_)) && identity(&self.path).ok() != Some(self.file) {
             return Err(JournalError::Gone { path: self.path.clone() });
         }
@@ -253,7 +255,8 @@ impl Journal {
         work(&self.guard().connection).map_err(|inner| self.outer(doing, inner))
     }
 
-    /// A thread that panicked while it held the connection left no transaction behind: dropping it rolled it back.
+    /// Locks the connection. A thread that panicked with the lock left no transaction behind, because dropping it
+    /// rolled it back.
     fn guard(&self) -> MutexGuard<'_, Open> {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -271,7 +274,7 @@ impl Journal {
 }
 
 impl Open {
-    /// Room for a document, and for the ends of all that is open and one more.
+    /// Keeps space for a document, and for the ends of all open migrations and one more.
     fn keep_room(&mut self, bytes: usize) -> rusqlite::Result<()> {
         let open: u64 = self
             .connection
@@ -280,7 +283,7 @@ impl Open {
         self.reserve.keep(open + 1, bytes)
     }
 
-    /// `synchronous` belongs to the connection and cannot change within a transaction.
+    /// Sets `synchronous`, which belongs to the connection and cannot change within a transaction.
     fn set_durability(&mut self, durability: Durability) -> rusqlite::Result<()> {
         if self.durability != durability {
             let level = match durability {
@@ -295,7 +298,7 @@ impl Open {
     }
 }
 
-/// What can go wrong inside a transaction.
+/// Error inside a transaction.
 enum Inner {
     Sqlite(rusqlite::Error),
     Other(Box<JournalError>),
@@ -313,12 +316,12 @@ impl From<JournalError> for Inner {
     }
 }
 
-/// What a file is, wherever it is moved to.
+/// Returns the identity of a file, which stays the same when the file is moved.
 fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
     std::fs::metadata(path).map(|file| (file.dev(), file.ino()))
 }
 
-/// Takes the directory's lock and notes in it who has it.
+/// Acquires the directory's lock and records the holder in it.
 fn lock(state_dir: &Path) -> Result<File, JournalError> {
     let path = state_dir.join(LOCK_NAME);
     let failed = |source| JournalError::Directory { path: path.clone(), source };
@@ -347,7 +350,7 @@ fn lock(state_dir: &Path) -> Result<File, JournalError> {
     Ok(file)
 }
 
-/// Whether SQLite says that there is no room: for the database and its log, or for the index of the log.
+/// True if SQLite reports that there is no space: for the database and its log, or for the index of the log.
 fn is_full(error: &rusqlite::Error) -> bool {
     let rusqlite::Error::SqliteFailure(failure, _) = error else { return false };
     failure.code == ErrorCode::DiskFull || failure.extended_code == rusqlite::ffi::SQLITE_IOERR_SHMSIZE

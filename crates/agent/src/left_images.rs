@@ -1,12 +1,12 @@
 //! Images that VMs left behind here: when they moved away with their disks, or when they ended.
 //!
-//! The image at the source is not touched by a migration: it is there if the copy turns out to be of no use. To remove
-//! it is a user's decision, and this its caution. The journal has to say that the copy was whole and on stable storage
-//! at the other host when this one gave the VM up (COMMITTED follows READY), and the file has to be the very one that it
-//! was then: the same inode, not changed since, and open nowhere.
+//! A migration does not change the image at the source: it is there if the copy turns out to be unusable. A user
+//! decides to remove it, and this module makes the checks. The journal must show that the copy was whole and on stable
+//! storage at the other host when this one released the VM (COMMITTED follows READY), and the file must be the same
+//! that it was then: the same inode, not changed since, and open nowhere.
 //!
-//! The image of a VM that came here and ended may be the only copy of its disk. It is removed where that is asked for by
-//! a word of its own, and only if it is the very file that was made for it, open nowhere, and the VM is forgotten.
+//! The image of a VM that arrived here and ended may be the only copy of its disk. It is removed only on a separate
+//! request, and only if it is the very file that was made for it, open nowhere, and the VM is forgotten.
 
 mod removal;
 #[cfg(test)]
@@ -35,12 +35,12 @@ use crate::progress::Standing;
 use removal::Removable;
 pub(crate) use removal::is_same_file;
 
-/// All images that VMs left behind here and that are still there, those that were left last first.
+/// Returns all images that VMs left behind here and that still exist, newest first.
 pub(crate) fn list(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
     Ok(found(context)?.into_iter().map(|(_, image)| image).collect())
 }
 
-/// The same, each with what is known of it.
+/// Returns the same images, each with its recorded facts.
 fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
     let others = Others::of(context)?;
     let mut images: Vec<(Left, LeftImage)> = Vec::new();
@@ -48,7 +48,7 @@ fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
     for record in &records {
         let ended = ended_here(context, record, &records)?;
         for left in left_by(context, record)?.into_iter().chain(ended) {
-            // What was there again after it had been left was left again.
+            // An image that was used again after it had been left was left again.
             if images.iter().all(|(known, _)| known.path != left.path)
                 && let Some(image) = left.looked_at(record, &others)
             {
@@ -68,12 +68,12 @@ pub(crate) fn old_states(context: &Context) -> Result<Vec<LeftImage>, JournalErr
     Ok(found(context)?.into_iter().filter(is_old).map(|(_, image)| image).collect())
 }
 
-/// Images of a VM that are to be removed.
+/// Selection of a VM's images that are to be removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Which {
-    /// What it left when it moved away, or what it left in that migration alone.
+    /// The images that it left when it moved away, or in that migration alone.
     Left { epoch: Option<u64> },
-    /// What it had when it ended here.
+    /// The images that it had when it ended here.
     Ended,
 }
 
@@ -88,9 +88,9 @@ impl Which {
     }
 }
 
-/// Removes images of a VM. Unless all of them may go, none does.
+/// Removes images of a VM. If one of them must stay, none is removed.
 pub(crate) fn remove(context: &Context, vm: &VmName, which: Which) -> Result<Vec<LeftImage>, Problem> {
-    // Nobody begins to run it here meanwhile.
+    // No migration of it may begin at the same time.
     let _alone = context.names.alone(vm);
     let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
     let mut images = found(context).map_err(failed)?;
@@ -140,7 +140,7 @@ fn none_found(vm: &VmName, which: Which, others: &[LeftImage]) -> Problem {
     Problem::new(Kind::NotFound, error, advice)
 }
 
-/// What others of this host have, whether it is open now or not.
+/// Files that VMs and templates of this host use, open or not.
 struct Others {
     vms: Vec<(VmName, VmDescription)>,
     templates: Vec<PathBuf>,
@@ -156,7 +156,7 @@ impl Others {
         Ok(Self { vms, templates })
     }
 
-    /// Whose it is, too.
+    /// Returns a user of the file, as a reason against its removal.
     fn users(&self, path: &Path) -> Option<String> {
         if self.templates.iter().any(|template| is_same_file(template, path)) {
             return Some("it is a template of this host".to_owned());
@@ -182,24 +182,25 @@ struct Left {
     how: How,
 }
 
-/// How an image came to be left.
+/// Reason for which an image was left.
 enum How {
     /// The VM moved away with its disks.
     Moved {
-        /// Why its copy is not all of it, if it is not.
+        /// Reason for which its copy is not whole, if it is not.
         not_whole: Option<String>,
-        /// The most that may be in the file; none where the format says what is.
+        /// Largest possible size of the file's content; none if the format itself has the size.
         bytes: Option<u64>,
-        /// When the VM had left, in milliseconds since 1970.
+        /// Time at which the VM had left, in milliseconds since 1970.
         gone_unix_ms: i64,
     },
-    /// The VM came here, and ended.
+    /// The VM arrived here, and ended.
     Ended,
 }
 
-/// The top images of the disks that went away whole in a migration; what is below them may be others' as well.
+/// Returns the top images of the disks that were copied whole in a migration; images below them may belong to others as
+/// well.
 fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, JournalError> {
-    // Without an incarnation nobody knows that the destination was ever ready.
+    // Without an incarnation it is not known that the destination was ever ready.
     let is_done = matches!(record.state, State::Source(SourceState::Done { incarnation: Some(_), .. }));
     if !is_done || record.open {
         return Ok(Vec::new());
@@ -224,7 +225,8 @@ fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, Jou
     Ok(copied.flat_map(files_of_one).collect())
 }
 
-/// The images with which a VM came here, if it ended here. `records` are those of all migrations, newest first.
+/// Returns the images with which a VM arrived here, if it ended here. `records` are those of all migrations, newest
+/// first.
 fn ended_here(
     context: &Context,
     record: &MigrationRecord,
@@ -234,7 +236,7 @@ fn ended_here(
         return Ok(Vec::new());
     }
     let vm = &record.id().vm;
-    // Attempts to move it that came to nothing left it where it was.
+    // Failed attempts to move it left it here.
     let has_moved =
         |other: &&MigrationRecord| other.id().vm == *vm && other.state.standing() != Standing::Failed;
     let is_last = records.iter().find(has_moved).is_some_and(|last| last.id() == record.id());
@@ -265,7 +267,7 @@ impl How {
             let names = disk.snapshots.join(", ");
             Some(format!("it has internal snapshots that the copy has not ({names})"))
         };
-        // Of these formats the file's bytes are the disk's.
+        // With these formats the file's bytes are the disk's.
         let format = disk.nodes.as_ref().map_or("", |nodes| nodes.format.as_str());
         let is_raw = ["raw", "file"].contains(&format);
         let bytes = is_raw.then(|| disk.bytes.unwrap_or(0).next_multiple_of(512));
@@ -274,7 +276,7 @@ impl How {
 }
 
 impl Left {
-    /// As it is now; none if it is not there any more.
+    /// Returns the image in its present state; none if it does not exist any more.
     fn looked_at(&self, record: &MigrationRecord, others: &Others) -> Option<LeftImage> {
         let found = fs::metadata(&self.path).ok()?;
         let kept_because = self.changed(&found).or_else(|| others.users(&self.path));
@@ -289,7 +291,7 @@ impl Left {
         })
     }
 
-    /// Removes the file if it is still the one that was left; otherwise says why not.
+    /// Removes the file if it is still the one that was left; otherwise returns the reason.
     fn remove(&self) -> Result<(), String> {
         let file = Removable::open(&self.path)?;
         let found = file.metadata().map_err(|error| format!("it cannot be looked at: {error}"))?;
@@ -297,7 +299,7 @@ impl Left {
         file.remove()
     }
 
-    /// Why the file found at its path is not the one that was left, or not one that may go.
+    /// Returns the reason for which the file found at its path is not the one that was left, or must not be removed.
     fn changed(&self, found: &fs::Metadata) -> Option<String> {
         if found.file_type().is_block_device() {
             return Some(format!(
@@ -325,8 +327,8 @@ impl Left {
         {
             return Some("it is another file than the one that was left".to_owned());
         }
-        // The number of an inode is used again. Where a file system does not record when one was made, the time of the
-        // last change below has to do; there is none of an image that its guest wrote to until it ended.
+        // Inode numbers are used again. If a file system does not record when an inode was made, the time of the last
+        // change is used below; that is not possible for an image that its guest wrote to until it ended.
         let created = created_unix_ns(found);
         if self.created_unix_ns != created || (created.is_none() && matches!(self.how, How::Ended)) {
             return Some("it cannot be proved to be the file that was left, and not a later one".to_owned());
@@ -347,8 +349,8 @@ impl Left {
     }
 }
 
-/// Where a file is mounted by itself (`mount --bind`), as this process sees it. Mount points of anything else are not
-/// looked at: one of a server that is gone would not answer.
+/// Returns the path at which a file is mounted by itself (`mount --bind`), as this process sees it. Mount points of
+/// other files are not accessed: one of a server that is gone would not answer.
 fn mounted_at(found: &fs::Metadata, path: &Path) -> Option<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let place = |line: &str| {
@@ -364,13 +366,14 @@ fn mounted_at(found: &fs::Metadata, path: &Path) -> Option<PathBuf> {
     places.find(is_it)
 }
 
-/// A path as it is, of one in which the kernel wrote some characters as octal numbers (`\040` for a space).
+/// Decodes a path in which the kernel wrote some characters as octal numbers (`\040` for a space).
 fn unescaped(path: &str) -> String {
     let escapes = [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")];
     escapes.iter().fold(path.to_owned(), |path, (escape, letter)| path.replace(escape, letter))
 }
 
-/// A lease of a file, which nobody can open while it is held; or why there is none.
+/// Acquires a lease of a file, so that no process can open it while the lease is held; or returns the reason for which
+/// there is none.
 fn leased(file: File, path: &Path) -> Result<Lease, String> {
     let cannot = |error: std::io::Error| format!("it cannot be seen whether it is open elsewhere: {error}");
     match Lease::take(file).map_err(cannot)? {
@@ -384,7 +387,7 @@ fn leased(file: File, path: &Path) -> Result<Lease, String> {
     }
 }
 
-/// Processes and loop devices that have a file open, for people. This process, which looks, is not among them.
+/// Returns the processes and loop devices that have a file open, for people. This process is not among them.
 fn holders(path: &Path) -> Vec<String> {
     let Ok(file) = fs::metadata(path) else { return Vec::new() };
     let is_same = |path: &Path| {

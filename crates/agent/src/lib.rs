@@ -1,4 +1,4 @@
-//! The daemon: turns the engine's effects into calls on the crates below it, keeps the journal, and serves people.
+//! The daemon: turns the engine's effects into calls on the crates below it, keeps the journal, and serves users.
 //!
 //! ```text
 //!   whimbrel (command line) ──HTTP on a Unix socket──► api ──Control──► daemon
@@ -8,8 +8,8 @@
 //!                                        journal (SQLite)   report   progress
 //! ```
 //!
-//! Threads and blocking calls throughout; tokio lives in [`api`] alone, on threads of its own, so that nothing that
-//! the outside asks can hold up a migration.
+//! Threads and blocking calls throughout; tokio lives in [`api`] alone, on threads of its own, so that no request from
+//! outside can delay a migration.
 
 pub mod api;
 mod arrivals;

@@ -1,7 +1,7 @@
-//! Files that a VM's QEMU writes for people: what its serial ports say, and logs.
+//! Files that a VM's QEMU writes for people: output of serial ports, and logs.
 //!
 //! They outlive the VM's stay on this host, and the host's next boot. Each arrival has a directory of its own, so that
-//! nothing is written over; links in the run directory lead there while the VM is here.
+//! nothing is overwritten; links in the run directory lead there while the VM is here.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -12,7 +12,7 @@ use tracing::warn;
 
 use crate::config::Config;
 
-/// Where the files of one arrival are.
+/// Returns the directory for the files of one arrival.
 pub(crate) fn directory(config: &Config, arrival: &str) -> PathBuf {
     config.log_dir.join(arrival)
 }
@@ -26,7 +26,7 @@ pub(crate) fn make(directory: &Path, names: &[String], links: &Path) -> io::Resu
     names.iter().try_for_each(|name| symlink(directory.join(name), links.join(name)))
 }
 
-/// Removes files into which nothing was written, and the directory if nothing is left in it.
+/// Removes empty files, and the directory if it is empty then.
 pub(crate) fn remove_empty(directory: &Path) {
     let Ok(entries) = fs::read_dir(directory) else { return };
     for entry in entries.flatten() {
@@ -35,7 +35,7 @@ pub(crate) fn remove_empty(directory: &Path) {
             warn!(file = %entry.path().display(), %error, "left behind");
         }
     }
-    // One with something in it stays.
+    // A directory with files stays.
     let _ = fs::remove_dir(directory);
 }
 

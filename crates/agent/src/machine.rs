@@ -1,7 +1,7 @@
-//! Runs one side of a handover: takes an event, asks the engine, does the effects in their order.
+//! Runs one role of a handover: accepts an event, asks the engine, performs the effects in their order.
 //!
 //! This is the agent's half of the contract in [`engine::handover`]. The new state holds once its journal effect is
-//! done; a driver whose effect fails does none of the following ones.
+//! done; a driver whose effect fails performs none of the following ones.
 
 use std::fmt;
 use std::time::Instant;
@@ -12,46 +12,46 @@ use tracing::{debug, info};
 
 use crate::fault::Faults;
 
-/// One side of a handover, with the means to do what the engine wants done.
+/// One role of a handover, with the means to perform the engine's effects.
 pub(crate) trait Machine {
-    /// Its state, as the journal keeps it.
+    /// The role's state, as the journal keeps it.
     type State: Clone + fmt::Debug;
-    /// What happens to it.
+    /// Inputs of the state machine.
     type Event: fmt::Debug;
-    /// What it has to do.
+    /// Actions that a transition demands.
     type Effect: fmt::Debug;
-    /// Why an effect could not be done, or an event not taken.
+    /// Error of an effect that failed, or of an event that was not accepted.
     type Error: From<Illegal>;
 
-    /// Which side this is.
+    /// The role: source or destination.
     const ROLE: Role;
 
-    /// Names of a state and an event, for the transition's name.
+    /// Returns the names of a state and an event, for the transition's name.
     fn names(state: &Self::State, event: &Self::Event) -> (&'static str, &'static str);
 
-    /// The engine's transition function.
+    /// Calls the engine's transition function.
     fn decide(&self, event: &Self::Event) -> Result<Step<Self::State, Self::Effect>, Illegal>;
 
-    /// Name of an effect, for the names of fault points.
+    /// Returns the name of an effect, for the names of fault points.
     fn effect_name(effect: &Self::Effect) -> &'static str;
 
-    /// Whether an effect writes the new state into the journal.
+    /// Returns true if an effect writes the new state into the journal.
     fn is_journal(effect: &Self::Effect) -> bool;
 
-    /// Does an effect. An error stops the transition where it is.
+    /// Performs an effect. An error stops the transition where it is.
     fn perform(&mut self, effect: &Self::Effect) -> Result<(), Self::Error>;
 
-    /// The state that holds at present.
+    /// Returns the present state.
     fn state(&self) -> &Self::State;
 
-    /// Another state holds from now on.
+    /// Replaces the present state.
     fn enter(&mut self, state: Self::State);
 
-    /// Where fault points are told to.
+    /// Returns the registry of fault points.
     fn faults(&self) -> &Faults;
 
-    /// Takes an event. One that the engine calls illegal changes nothing and is an error: it comes from a peer that
-    /// does not keep to the protocol, whose connection the driver then ends, or from a mistake here.
+    /// Handles an event. One that the engine calls illegal changes nothing and is an error: its cause is a peer that
+    /// violates the protocol, whose connection the driver then ends, or a bug in this program.
     fn feed(&mut self, event: &Self::Event) -> Result<(), Self::Error> {
         let (state, name) = Self::names(self.state(), event);
         let transition = match self.decide(event)? {

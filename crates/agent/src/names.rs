@@ -1,23 +1,23 @@
-//! Names of VMs that somebody has to himself for a while: whoever begins a migration, or enters or forgets a VM. What
-//! was looked at is then still so when it is acted on, and a VM whose QEMU does not answer holds up no other.
+//! Names of VMs that one operation locks for a while: a start of a migration, an adoption, or a removal. Checks then
+//! still hold when they are acted on, and a VM whose QEMU does not answer delays no other.
 
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use proto::VmName;
 
-/// The names that are taken at present.
+/// The locked names.
 #[derive(Debug, Default)]
 pub(crate) struct Names {
     taken: Mutex<BTreeSet<VmName>>,
     freed: Condvar,
-    /// Held while a QEMU is entered under a name: one process has one.
+    /// Held while a QEMU is adopted under a name: one process has one name.
     entering: Mutex<()>,
 }
 
 impl Names {
-    /// Nobody else begins a migration of this VM, or enters or forgets it, as long as this is held. Waits for whoever
-    /// has it; not to be taken twice by one thread.
+    /// Locks a name: no other thread begins a migration of this VM, or adopts or forgets it, while the result is held.
+    /// Waits for the present holder; one thread must not lock a name twice.
     pub(crate) fn alone(&self, vm: &VmName) -> Alone<'_> {
         let taken = self.taken();
         let mut taken =
@@ -26,7 +26,7 @@ impl Names {
         Alone { names: self, vm: vm.clone() }
     }
 
-    /// No other QEMU is entered as long as this is held. To be taken after the name.
+    /// Locks adoption: no other QEMU is adopted while the result is held. To be locked after the name.
     pub(crate) fn entering(&self) -> MutexGuard<'_, ()> {
         self.entering.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -36,7 +36,7 @@ impl Names {
     }
 }
 
-/// A name that is given back when this is dropped.
+/// A locked name, released when this is dropped.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct Alone<'a> {

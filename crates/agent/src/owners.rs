@@ -1,4 +1,4 @@
-//! The register of owners, as the drivers use it.
+//! Requests of the drivers to the ownership registry.
 
 use std::sync::Arc;
 use std::thread;
@@ -14,8 +14,8 @@ use crate::context::Context;
 use crate::progress::{Phase, Progress, Standing};
 use crate::register::Register;
 
-/// Asks the register that a migration began with. Blocks until it has answered or its time-outs have passed. Another
-/// one, which the configuration may name by now, has no say in it.
+/// Asks the registry with which the migration began. Blocks until it has answered or its time-outs have passed. Another
+/// registry, which the configuration may name by now, is not asked.
 pub(crate) fn ask(context: &Context, terms: &Terms, request: &RegisterRequest) -> RegisterAnswer {
     if other_witness(context, terms).is_some() {
         return RegisterAnswer::Unreachable;
@@ -23,7 +23,7 @@ pub(crate) fn ask(context: &Context, terms: &Terms, request: &RegisterRequest) -
     context.register.as_ref().map_or(RegisterAnswer::Unreachable, |register| register.ask(request))
 }
 
-/// Asks in a thread of its own, which passes the answer on. Says whether there is one.
+/// Asks in a thread of its own, which passes on the answer. Returns false if the thread cannot be started.
 pub(crate) fn ask_aside(
     context: &Arc<Context>,
     terms: &Terms,
@@ -39,7 +39,7 @@ pub(crate) fn ask_aside(
     asking.is_ok()
 }
 
-/// What waits for the register's word waits for an operator, when the register has been silent for long.
+/// Publishes that the registry has been silent for long, so that the migration now waits for an operator.
 pub(crate) fn tell_of_silence(vm: &VmName, progress: &mut Progress) {
     progress.phase = Phase::InDoubt;
     progress.standing = Standing::InDoubt;
@@ -47,7 +47,7 @@ pub(crate) fn tell_of_silence(vm: &VmName, progress: &mut Progress) {
         Some(format!("the register does not answer; start the witness, or see `whimbrel recover {vm}`"));
 }
 
-/// What is wrong where the configuration does not name the register that a migration began with.
+/// Returns a message if the configuration does not name the registry with which a migration began.
 pub(crate) fn other_witness(context: &Context, terms: &Terms) -> Option<String> {
     let theirs = terms.witness.as_ref()?;
     let ours = context.config.register.as_ref();
@@ -61,8 +61,8 @@ pub(crate) fn other_witness(context: &Context, terms: &Terms) -> Option<String> 
     })
 }
 
-/// One driver's questions to the register: one at a time, so that a register that does not answer gathers no threads. A
-/// question that comes meanwhile waits; a later one takes its place, because the state machine asks again what it
+/// One driver's requests to the registry: one at a time, so that a registry that does not answer does not accumulate
+/// threads. A request in between waits; a later one replaces it, because the state machine repeats the requests that it
 /// needs.
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
@@ -72,7 +72,7 @@ pub(crate) struct Desk {
 }
 
 impl Desk {
-    /// A driver has a question. Given back if it can be asked now.
+    /// Accepts a driver's request. Returns it if it can be sent now.
     pub(crate) fn question(&mut self, request: RegisterRequest) -> Option<RegisterRequest> {
         if self.busy {
             self.waiting = Some(request);
@@ -82,7 +82,7 @@ impl Desk {
         Some(request)
     }
 
-    /// How long the register has not answered now.
+    /// Records the answer, and returns the time for which the registry has not answered.
     pub(crate) fn silence(&mut self, answer: &RegisterAnswer) -> Duration {
         if matches!(answer, RegisterAnswer::Stands(_)) {
             self.silent_since = None;
@@ -92,17 +92,18 @@ impl Desk {
         self.silent_since.map(|since| since.elapsed()).unwrap_or_default()
     }
 
-    /// The answer has come. The question to be asked now, if one has waited.
+    /// Records that the answer has arrived. Returns the request that has waited, if there is one, which is to be sent
+    /// now.
     pub(crate) fn answered(&mut self) -> Option<RegisterRequest> {
         self.busy = false;
         self.waiting.take().and_then(|request| self.question(request))
     }
 }
 
-/// Why a VM cannot be moved with this register.
+/// Reason for which a VM cannot be moved with this registry.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OwnerError {
-    /// The register does not answer.
+    /// The registry does not answer.
     #[error("the register at {0} does not answer; start the witness, or see that it can be reached")]
     Unreachable(HostId),
     /// Another host owns the VM.
@@ -110,22 +111,22 @@ pub(crate) enum OwnerError {
     Other {
         /// The VM.
         vm: VmName,
-        /// Who owns it.
+        /// The owner.
         owner: HostId,
-        /// Since which epoch.
+        /// The epoch since which it is the owner.
         epoch: Epoch,
     },
-    /// There is none.
+    /// No registry is configured.
     #[error("no register of owners is configured here")]
     NoRegister,
 }
 
-/// The register, and the host that keeps it; none where no register is configured.
+/// Returns the registry, and the host that keeps it; none if no registry is configured.
 fn configured(context: &Context) -> Option<(&dyn Register, &HostId)> {
     Some((context.register.as_deref()?, context.config.register.as_ref()?))
 }
 
-/// What stands in the register of a VM; an error where it does not answer.
+/// Returns the registry's record of a VM; an error if the registry does not answer.
 fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option<Ownership>, OwnerError> {
     match register.read(vm) {
         RegisterAnswer::Stands(record) => Ok(record),
@@ -135,7 +136,7 @@ fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option
     }
 }
 
-/// Makes this host the owner in place of what stands there, and returns what stands there then.
+/// Makes this host the owner in place of the expected record, and returns the resulting record.
 fn enter(
     context: &Context,
     (register, witness): (&dyn Register, &HostId),
@@ -152,8 +153,8 @@ fn enter(
     }
 }
 
-/// The epoch in which this host holds a VM by the register; a VM that the register does not know, or that its owner has
-/// released, is entered. None where no register is configured.
+/// Returns the epoch in which this host is the owner of a VM in the registry; a VM that the registry does not know, or
+/// that its owner has released, is registered. None if no registry is configured.
 pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
     let Some((register, witness)) = configured(context) else { return Ok(None) };
     let mut found = read(register, witness, vm)?;
@@ -171,7 +172,8 @@ pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>
     }
 }
 
-/// Why a migration of a VM from this host would be refused for its owner's sake. Nothing is entered.
+/// Returns the reason for which a migration of a VM from this host would be refused because of its owner. Changes no
+/// record.
 pub(crate) fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
     let (register, witness) = configured(context)?;
     let error = match read(register, witness, vm) {
@@ -184,7 +186,7 @@ pub(crate) fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
     Some(finding(&error))
 }
 
-/// The finding that an error is.
+/// Converts an error to a finding.
 pub(crate) fn finding(error: &OwnerError) -> Finding {
     let (code, advice) = match error {
         OwnerError::Unreachable(_) => {
@@ -201,18 +203,18 @@ pub(crate) fn finding(error: &OwnerError) -> Finding {
     Finding { severity: Severity::Blocker, code: code.to_owned(), what: error.to_string(), advice }
 }
 
-/// What the register is to be corrected from.
+/// State of the registry before a claim.
 pub(crate) enum Claim {
     /// This host is the owner already.
     Held,
-    /// Another host is, or none.
+    /// Another host is the owner, or none.
     Other(Option<Ownership>),
 }
 
-/// What stands in the register of a VM that this host claims.
+/// Returns the registry's record of a VM that this host claims.
 ///
 /// # Errors
-/// When no register is configured, or it does not answer.
+/// When no registry is configured, or it does not answer.
 pub(crate) fn claimed(context: &Context, vm: &VmName) -> Result<Claim, OwnerError> {
     let (register, witness) = configured(context).ok_or(OwnerError::NoRegister)?;
     Ok(match read(register, witness, vm)? {
@@ -221,11 +223,11 @@ pub(crate) fn claimed(context: &Context, vm: &VmName) -> Result<Claim, OwnerErro
     })
 }
 
-/// Makes this host the owner of a VM, whoever is: only an operator can say that this is right. The epoch is larger than
-/// any that is known here, so that no request of an earlier migration finds what it compares with.
+/// Makes this host the owner of a VM, whichever host is: only an operator can decide that this is right. The epoch is
+/// larger than any that is known here, so that no request of an earlier migration matches its expected record.
 ///
 /// # Errors
-/// When the register does not answer, or another host has become the owner in between.
+/// When the registry does not answer, or another host has become the owner in between.
 pub(crate) fn claim(
     context: &Context,
     vm: &VmName,
@@ -241,8 +243,8 @@ pub(crate) fn claim(
     }
 }
 
-/// Lets go of a VM that has ended here and was forgotten, if this host is its owner. Whether that is done; none where there
-/// is nothing to let go.
+/// Releases a VM that has ended here and was forgotten, if this host is its owner. Returns true if that succeeded; none
+/// if there is nothing to release.
 pub(crate) fn release(context: &Context, vm: &VmName) -> Option<bool> {
     let (register, witness) = configured(context)?;
     let record = match read(register, witness, vm) {

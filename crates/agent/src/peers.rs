@@ -7,29 +7,29 @@ use proto::{HostId, Purpose};
 
 use crate::context::Context;
 
-/// Why a peer could not be talked to.
+/// Reason for the failure of a request to a peer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PeerError {
-    /// The configuration does not name it.
+    /// The configuration does not name the host.
     #[error("no host {0} in the configuration; add [hosts.{0}] with its address")]
     Unknown(HostId),
-    /// It could not be connected to.
+    /// The connection could not be made.
     #[error("cannot talk to {host}")]
     Connect {
         /// The peer.
         host: HostId,
-        /// Why.
+        /// Error of the connection.
         source: Box<ConnectError>,
     },
-    /// The connection was lost while it was being talked to.
+    /// The connection was lost during the exchange.
     #[error("the connection to {host} was lost")]
     Lost {
         /// The peer.
         host: HostId,
-        /// Why.
+        /// Error of the connection.
         source: link::LinkError,
     },
-    /// It answered what is no answer.
+    /// The peer's message is not a valid answer.
     #[error("{0} gave an answer that makes no sense here; use the same version of whimbrel on both hosts")]
     NoSense(HostId),
     /// No thread could be started for the connection.
@@ -37,8 +37,8 @@ pub(crate) enum PeerError {
     Thread(#[source] std::io::Error),
 }
 
-/// Connects to a peer. `address` is where it said that it can be reached, for peers that the configuration does not
-/// name; who it is, its certificate tells in either case.
+/// Connects to a peer. `address` is the one that the peer has sent, for peers that the configuration does not name; the
+/// peer's certificate proves its identity in either case.
 pub(crate) fn connect(
     context: &Context,
     host: &HostId,

@@ -1,9 +1,9 @@
-//! Where images of arriving disks are made: a directory, or a volume group of LVM.
+//! Storage for images of arriving disks: a directory, or a volume group of LVM.
 //!
-//! | module | is |
+//! | module | content |
 //! |---|---|
-//! | [`room`] | whether there is room for disks, before they come |
-//! | [`watch`] | whether there still is while they come |
+//! | [`room`] | check for free space, before disks arrive |
+//! | [`watch`] | check for free space while they arrive |
 
 mod room;
 mod watch;
@@ -21,19 +21,19 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use watch::PoolWatch;
 
-/// Where images are made, and how much of it is left alone.
+/// Storage for images, and the share that must stay free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
-    /// What they are made of.
+    /// Kind of storage.
     pub storage: Storage,
-    /// How much of it stays free, in percent of all: a migration that would take more is refused, or ends.
+    /// Part that stays free, in percent of all: a migration that would use more is refused, or ends.
     pub keep_free_percent: u8,
 }
 
-/// How much of a thin pool stays free unless the configuration says otherwise: one that is full stops every VM in it.
+/// Default part of a thin pool that stays free: a full pool stops every VM in it.
 pub(crate) const THIN_KEEP_FREE_PERCENT: u8 = 5;
 
-/// What images are made of.
+/// Kind of storage for images.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Storage {
     /// Files of a file system of this host.
@@ -51,7 +51,7 @@ pub enum Storage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PoolFormat {
-    /// As the source has it, if that is raw or qcow2; raw otherwise.
+    /// The source's format, if that is raw or qcow2; raw otherwise.
     #[default]
     Same,
     /// Raw, sparse.
@@ -65,12 +65,12 @@ pub enum PoolFormat {
 pub(crate) struct Place {
     pub(crate) path: PathBuf,
     pub(crate) format: Format,
-    /// The volume group of which it is a volume.
+    /// The group of the volume, if it is one.
     group: Option<Group>,
 }
 
 impl Pool {
-    /// Where the image of a disk will be: nobody else's, as long as `unique` is.
+    /// Returns the location for the image of a disk: no other image has it, as long as `unique` is unique.
     pub(crate) fn place(
         &self,
         migration: &MigrationId,
@@ -95,7 +95,7 @@ impl Pool {
         }
     }
 
-    /// What it is, for people.
+    /// Returns the pool's name for people.
     pub(crate) fn called(&self) -> String {
         match &self.storage {
             Storage::Directory { path, .. } => format!("the directory for images, {}", path.display()),
@@ -110,22 +110,22 @@ impl Pool {
 }
 
 impl Place {
-    /// Whether it reads as zeros when it is new. What is not sent has to be zeros.
+    /// True if it reads as zeros when it is new. Data that is not sent must read as zeros.
     pub(crate) fn is_blank(&self) -> bool {
         self.grows()
     }
 
-    /// Whether it takes its room bit by bit, as it is written.
+    /// True if it allocates space as it is written.
     pub(crate) fn grows(&self) -> bool {
         self.group.as_ref().is_none_or(|group| group.thin_pool.is_some())
     }
 
-    /// Whether it is a block device, which may be longer than the disk.
+    /// True if it is a block device, which may be longer than the disk.
     pub(crate) fn is_device(&self) -> bool {
         self.group.is_some()
     }
 
-    /// What it will take of the pool, for a disk of so many bytes of which so many are in use.
+    /// Returns the space in the pool that it will use, for a disk of `bytes` bytes with `used_bytes` in use.
     pub(crate) fn needed_bytes(&self, bytes: u64, used_bytes: u64) -> u64 {
         if !self.grows() {
             return bytes;
@@ -135,7 +135,8 @@ impl Place {
         content_bytes.saturating_add(self.format.overhead_bytes(bytes, content_bytes))
     }
 
-    /// Makes it. With a thin volume comes what writes it without taking more of its pool than it must.
+    /// Makes the image. For a thin volume returns the state with which it is written without using more of its pool
+    /// than needed.
     pub(crate) fn make(&self, bytes: u64) -> Result<Option<NewVolume>, ImageError> {
         let Some(group) = &self.group else {
             return image::create(&self.path, self.format, bytes).map(|()| None);
@@ -145,19 +146,19 @@ impl Place {
     }
 }
 
-/// An image as it was made, so that no other file is taken for it.
+/// Identity of an image as it was made, so that no other file is mistaken for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MadeImage {
     /// The disk, by its name in the description.
     pub(crate) disk: String,
     pub(crate) path: PathBuf,
     pub(crate) identity: FileIdentity,
-    /// When its inode was made; none where that is not recorded.
+    /// Time at which its inode was made; none if the file system does not record it.
     pub(crate) created_unix_ns: Option<u64>,
 }
 
 impl MadeImage {
-    /// The file that is at the path now; none for what is no file.
+    /// Returns the identity of the file that is at the path now; none if there is no file.
     pub(crate) fn at(path: &Path, disk: &str) -> Option<Self> {
         let meta = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file)?;
         let created_unix_ns = created_unix_ns(&meta);
@@ -169,7 +170,7 @@ impl MadeImage {
         })
     }
 
-    /// Whether another file is at its path now.
+    /// True if another file is at its path now.
     pub(crate) fn is_replaced(&self) -> bool {
         let is_it = |now: &Self| {
             now.identity.is_same_here(&self.identity) && now.created_unix_ns == self.created_unix_ns
@@ -178,9 +179,9 @@ impl MadeImage {
     }
 }
 
-/// Removes what was made at a place; whether there was anything.
+/// Removes the file or volume at a path; returns true if there was one.
 pub(crate) fn remove(path: &Path) -> Result<bool, ImageError> {
-    // A volume may be there although its device is not. A file system may be there, too.
+    // A volume may exist although its device does not. A file system may be mounted there, too.
     let is_file = fs::symlink_metadata(path).is_ok_and(|found| found.is_file());
     if path.starts_with("/dev") && !is_file {
         return volume::remove(path);
@@ -192,7 +193,7 @@ pub(crate) fn remove(path: &Path) -> Result<bool, ImageError> {
     }
 }
 
-/// A name that every file system takes.
+/// Returns a name that every file system accepts.
 fn plain(name: &str) -> String {
     let plain =
         |letter: char| if letter.is_ascii_alphanumeric() || "-_.@".contains(letter) { letter } else { '_' };
@@ -230,7 +231,7 @@ mod tests {
         assert_eq!(path(&volumes, "../x", Some("qcow2")), Path::new("/dev/vg0/whimbrel-web+3-..+x-7f"));
     }
 
-    /// A host that was booted anew has its images all the same.
+    /// A host that was rebooted still has its images.
     #[test]
     fn an_image_stays_the_same_over_a_boot() {
         let folder = tempfile::tempdir().unwrap();
@@ -259,7 +260,7 @@ mod tests {
         assert_eq!(needed(Storage::Volumes(Group { name: "vg0".into(), thin_pool: None })), 100);
     }
 
-    /// No more than all of it, and what the format takes for itself: `qemu-img measure` has 384 KiB for 1 GiB.
+    /// At most the disk's length plus the format's own data: `qemu-img measure` has 384 KiB for 1 GiB.
     #[test]
     fn a_full_disk_takes_its_length_and_what_its_format_does() {
         let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(1) };

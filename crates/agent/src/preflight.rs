@@ -1,7 +1,7 @@
-//! Pre-flight: what stands in the way of a migration, found before anything is touched.
+//! Pre-flight checks: everything that prevents a migration, found before anything is changed.
 //!
-//! The source looks at its VM and sends what it found as facts; the destination compares them with its own host. The
-//! rules themselves are `qemu::preflight`'s; here the facts are gathered.
+//! The source inspects its VM and sends the result as facts; the destination compares them with its own host. The rules
+//! themselves are in `qemu::preflight`; this module gathers the facts.
 
 mod binaries;
 mod disks;
@@ -45,7 +45,7 @@ use crate::peers::{self, PeerError};
 use crate::source::{SourceVm, VmError};
 use shared_images::SharedImage;
 
-/// What migrations need of the kernel.
+/// Kernel features that migrations need.
 const FEATURES: [Feature; 5] = [
     Feature::Userfaultfd,
     Feature::WriteProtectAsync,
@@ -54,7 +54,7 @@ const FEATURES: [Feature; 5] = [
     Feature::PagemapScan,
 ];
 
-/// What migrations need of the kernel, for people: its release, and each feature.
+/// Returns the kernel's release, and the presence of each feature that migrations need, for users.
 pub(crate) fn kernel() -> (String, Vec<KernelFeature>) {
     let (release, missing) = match Kernel::probe() {
         Ok(kernel) => (kernel.release().to_owned(), Vec::new()),
@@ -68,7 +68,7 @@ pub(crate) fn kernel() -> (String, Vec<KernelFeature>) {
     (release, FEATURES.map(feature).to_vec())
 }
 
-/// What the source has to say of its VM.
+/// Result of the source's inspection of its VM.
 pub(crate) struct Surveyed {
     pub(crate) facts: serde_json::Value,
     pub(crate) description: serde_json::Value,
@@ -77,37 +77,37 @@ pub(crate) struct Surveyed {
     pub(crate) disks: Vec<Disk>,
 }
 
-/// Why a VM could not be looked at.
+/// Reason for which a VM could not be inspected.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SurveyError {
-    /// It does not answer.
+    /// The VM does not answer.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// Its process was not found.
+    /// The VM's process was not found.
     #[error("QEMU's process was not found")]
     Find(#[from] find::FindError),
-    /// Its monitor failed.
+    /// The VM's monitor failed.
     #[error("QEMU did not tell what it is")]
     Gather(#[from] qemu::qmp::QmpError),
-    /// What was found cannot be put into JSON.
+    /// The facts cannot be converted to JSON.
     #[error("what was found cannot be sent")]
     Json(#[from] serde_json::Error),
 }
 
-/// What the source sends about its host and its VM, beside the description.
+/// Facts of the source about its host and its VM, beside the description.
 #[derive(Serialize, Deserialize)]
 struct Facts {
     source: serde_json::Value,
     files: Vec<NeededFile>,
 }
 
-/// Looks at a VM that is to leave.
+/// Inspects a VM that is to leave.
 pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, SurveyError> {
     let process = find::find(&Selector::Pid(vm.process.pid()))?;
     let blocks = vm.blocks.clone();
     let facts = gather::source(vm.monitor()?, &process, blocks)?;
     let mut findings = description_findings(&facts.vm, allowed);
-    // Only what ends it here: the rest the destination tells, together with what it finds itself.
+    // Only findings that end the migration here: the destination reports the rest, together with its own findings.
     for found in rules::check_source(&facts).into_iter().map(finding) {
         if found.severity == Severity::Blocker && !findings.contains(&found) {
             findings.push(found);
@@ -118,16 +118,16 @@ pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, 
     let qemu_version = facts.vm.program.version.clone();
     let disks = facts.vm.disks.clone();
     let mut source = serde_json::to_value(&facts)?;
-    // The description travels by itself.
+    // The description is sent separately.
     let description = source.as_object_mut().and_then(|facts| facts.remove("vm")).unwrap_or_default();
     let facts = serde_json::to_value(Facts { source, files })?;
     Ok(Surveyed { facts, description, qemu_version, findings, disks })
 }
 
-/// What cannot be described exactly cannot be built again.
+/// Returns findings for a VM whose description is not exact, because it cannot be built again.
 pub(crate) fn description_findings(description: &VmDescription, allowed: &[String]) -> Vec<Finding> {
     let mut findings = problems(&description.problems);
-    // The destination builds the command line; what it would refuse on any host is known here already.
+    // The destination builds the command line; errors that any host would report are detected here already.
     let rules =
         HostRules { allow_options: allowed.to_vec(), ..HostRules::new("qemu", "/run/whimbrel/vms/x") };
     if let Err(error) = command::build(description, &rules) {
@@ -159,28 +159,28 @@ fn kernel_finding() -> Option<Finding> {
     })
 }
 
-/// A proposal that can be taken.
+/// A proposal that can be accepted.
 pub(crate) struct Considered {
     pub(crate) terms: Terms,
-    /// The VM is described with the images that it will have here.
+    /// Its VM is described with the images that it will have here.
     pub(crate) proposal: Proposal,
     pub(crate) launch: Launch,
     pub(crate) traces: Traces,
     pub(crate) findings: Vec<Finding>,
-    /// To be asked again when that QEMU has been started.
+    /// Compared once more after that QEMU has been started.
     pub(crate) compared: Compared,
-    /// The memory that it is to get; none if only a question was asked.
+    /// Memory that is reserved for it; none if this is only a check.
     pub(crate) promised: Option<Promised>,
     pub(crate) ram_kind: String,
     /// Version of the QEMU that would be started.
     pub(crate) qemu_version: String,
-    /// Disks that are copied.
+    /// Copied disks.
     pub(crate) copied: Vec<Planned>,
-    /// What this host has in place of the source's.
+    /// This host's replacements for the source's settings.
     here: HostRules,
 }
 
-/// Compares a proposal with this host. The findings hold a blocker where it is an error.
+/// Compares a proposal with this host. Returns findings with a blocker as the error.
 pub(crate) fn destination(
     context: &Context,
     from: &HostId,
@@ -234,7 +234,7 @@ pub(crate) fn destination(
     })?;
     let mut ours = gather::destination(&emulator, &theirs.vm, &files, &here, &shared(context), problems);
     let no_way_back = no_way_back(context, from, id, &proposal.reply_to);
-    // Until the memory is promised nobody else may look at what is free.
+    // Until the memory is reserved no other migration may read the amount of free memory.
     let arrivals = context.arrivals.look();
     let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
     let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
@@ -297,26 +297,26 @@ pub(crate) fn destination(
     })
 }
 
-/// What is known of both sides, for a second look at what only a QEMU started for the VM can tell.
+/// Facts of both hosts, for a second comparison with a QEMU that was started for the VM.
 pub(crate) struct Compared {
     theirs: SourceFacts,
     ours: DestinationFacts,
-    /// Those that were made for its disks.
+    /// Images that were made for the VM's disks.
     images: Vec<PathBuf>,
-    /// What was found otherwise than by comparing the two sides.
+    /// Findings that do not come from the comparison of the two hosts.
     others: Vec<Finding>,
-    /// Images that it will write to and that are not copied.
+    /// Shared images that the VM will write to.
     shared: Vec<SharedImage>,
 }
 
 impl Compared {
-    /// The images that are not copied, as they are now.
+    /// Returns the current identities of the shared images.
     pub(crate) fn shared_files(&self) -> Vec<KnownFile> {
         self.shared.iter().filter_map(SharedImage::known).collect()
     }
 
-    /// Looks at the started QEMU before the source goes on: a guest that is not given the devices or the CPU features
-    /// that it had would fail after the point of no return, or never be told. The findings are those of both sides.
+    /// Checks the started QEMU before the source goes on: a guest that does not get the devices or the CPU features
+    /// that it had would fail after the commit point, or silently. The findings are those of both hosts.
     pub(crate) fn with_started(
         mut self,
         qmp: &mut Qmp,
@@ -338,7 +338,7 @@ impl Compared {
     }
 }
 
-/// The source's facts, with the description in its place.
+/// Returns the source's facts, with the description in its place.
 fn theirs(proposal: &Proposal) -> Result<(SourceFacts, Vec<NeededFile>), serde_json::Error> {
     let Facts { mut source, files } = serde_json::from_value(proposal.facts.clone())?;
     if let Some(facts) = source.as_object_mut() {
@@ -347,19 +347,19 @@ fn theirs(proposal: &Proposal) -> Result<(SourceFacts, Vec<NeededFile>), serde_j
     Ok((serde_json::from_value(source)?, files))
 }
 
-/// The files that the VM of a proposal has at its source; none where that was not told.
+/// Returns the files of the proposal's VM at its source; none if the source did not send them.
 pub(crate) fn files_of(proposal: &Proposal) -> Vec<NeededFile> {
     let facts: Result<Facts, _> = serde_json::from_value(proposal.facts.clone());
     facts.map(|facts| facts.files).unwrap_or_default()
 }
 
-/// Directories, files and addresses of which the configuration says that both hosts see the same there.
+/// Returns the directories, files and addresses that are the same on both hosts according to the configuration.
 fn shared(context: &Context) -> Vec<String> {
     let dirs = context.config.disk_dirs.keys().map(|dir| dir.to_string_lossy().into_owned());
     dirs.chain(context.config.disks_shared.iter().cloned()).collect()
 }
 
-/// What the VM's memory is made of here, and how that is called.
+/// Returns the plan for the VM's memory here, and its name.
 fn ram_plan(wanted: Option<&str>, theirs: &SourceFacts) -> (RamPlan, String) {
     let plan = match wanted {
         Some("anonymous") => RamPlan::Anonymous,
@@ -378,7 +378,7 @@ fn ram_plan(wanted: Option<&str>, theirs: &SourceFacts) -> (RamPlan, String) {
     (plan, kind)
 }
 
-/// The word for a user's choice; none to let the destination choose.
+/// Returns the protocol's word for a user's choice; none to let the destination choose.
 pub(crate) fn wanted_ram(choice: RamChoice) -> Option<String> {
     match choice {
         RamChoice::Auto => None,
@@ -387,7 +387,7 @@ pub(crate) fn wanted_ram(choice: RamChoice) -> Option<String> {
     }
 }
 
-/// Asks the other side what it thinks of a proposal: its findings, and the kind of RAM the VM would get.
+/// Sends a proposal to the destination for a check. Returns its findings, and the kind of RAM that the VM would get.
 pub(crate) fn ask(
     context: &Context,
     to: &HostId,
@@ -408,7 +408,7 @@ pub(crate) fn ask(
     }
 }
 
-/// What people who use the VM find in another place here.
+/// Returns findings about endpoints that users of the VM find at another path or address here.
 fn rewritten(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
     notes.iter().map(move |note| Finding {
         severity: Severity::Info,
@@ -418,7 +418,8 @@ fn rewritten(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
     })
 }
 
-/// A destination in doubt asks the source. That it cannot is seen before there is anything to doubt.
+/// Checks that this host can connect to the source, which a destination in doubt has to ask. The problem is found
+/// before there is any doubt.
 fn no_way_back(context: &Context, from: &HostId, id: &MigrationId, reply_to: &str) -> Option<Finding> {
     let purpose = Purpose::Handover { migration: id.clone() };
     let error = peers::connect(context, from, Some(reply_to), purpose).err()?;
@@ -434,7 +435,7 @@ fn no_way_back(context: &Context, from: &HostId, id: &MigrationId, reply_to: &st
     })
 }
 
-/// What the command line here is without.
+/// Returns findings about options that the command line here lacks.
 fn left_out(warnings: &[qemu::describe::Problem]) -> impl Iterator<Item = Finding> {
     warnings.iter().map(|left_out| Finding {
         severity: Severity::Warning,

@@ -1,16 +1,16 @@
-//! Databases that only their owner reads: they hold command lines, and with them passwords that somebody gave there.
+//! Databases that only their owner can read: they contain command lines, and with them passwords that users gave there.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// Read and written by the owner alone.
+/// Readable and writable by the owner alone.
 const OWNER_ONLY: u32 = 0o600;
-/// Ends of the names of files that SQLite makes beside a database, with the database's permissions.
+/// Suffixes of files that SQLite makes beside a database, with the database's permissions.
 const BESIDE: &[&str] = &["-wal", "-shm", "-journal"];
 
-/// Makes a database's file if there is none, and takes it and those beside it from other users.
+/// Makes a database's file if there is none, and removes other users' permissions from it and from those beside it.
 ///
 /// # Errors
 /// When a file cannot be made or its permissions cannot be set.
@@ -39,7 +39,7 @@ mod tests {
         let mode = |name: &str| fs::metadata(path(name)).unwrap().permissions().mode() & 0o777;
         create(&path("new.sqlite")).unwrap();
         assert_eq!(mode("new.sqlite"), OWNER_ONLY);
-        // What an earlier version made.
+        // Files that an earlier version made.
         for name in ["old.sqlite", "old.sqlite-wal", "old.sqlite-shm"] {
             fs::write(path(name), "content").unwrap();
             fs::set_permissions(path(name), Permissions::from_mode(0o644)).unwrap();

@@ -1,46 +1,46 @@
-//! What a migration is doing right now, for whoever watches.
+//! The present activity of a migration, for watchers.
 //!
-//! The driver publishes a whole [`Progress`] whenever something changed; watchers see the latest one and may miss
-//! those between. A watcher can never hold up the driver: the channel keeps one value and no queue.
+//! The driver publishes a whole [`Progress`] whenever something changed; watchers see the latest one and may miss those
+//! between. A watcher can never hold up the driver: the channel keeps one value and no queue.
 
 use proto::MigrationId;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-/// What the driver is busy with. Not a state of the handover: that one is in the journal.
+/// Present activity of the driver. Not a state of the handover, which is in the journal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// Describing the VM, pre-flight, the destination starts its QEMU.
+    /// Description of the VM, pre-flight checks, start of QEMU at the destination.
     #[default]
     Preparing,
     /// Rounds of pre-copy; the guest runs at the source.
     PreCopy,
-    /// The guest is stopped; the last pages go.
+    /// The guest is stopped; the last pages are sent.
     LastRound,
     /// Both sides' memory is compared.
     Verifying,
     /// Device state is saved, sent and loaded.
     DeviceState,
-    /// READY has been seen or is awaited; who owns the VM is being settled.
+    /// READY was received or is awaited; the owner of the VM is being settled.
     Handover,
-    /// The guest runs at the destination; pages of it that are left go there.
+    /// The guest runs at the destination; its remaining pages are sent there.
     PostCopy,
     /// Connections were lost and are made anew; the guest runs where it ran.
     Reconnecting,
-    /// Nothing can be decided from here until the peer, the register or an operator answers.
+    /// Nothing can be decided from here until the peer, the ownership registry or an operator answers.
     InDoubt,
-    /// What was begun is taken back.
+    /// Incomplete steps are undone.
     Undoing,
     /// Over, see [`Progress::standing`].
     Ended,
 }
 
-/// How a migration stands, in the four words that matter to whoever waits for it.
+/// Outcome of a migration so far, in the few words that matter to users.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Standing {
-    /// Goes on by itself.
+    /// The migration goes on by itself.
     #[default]
     Underway,
     /// The VM is at its destination.
@@ -49,85 +49,85 @@ pub enum Standing {
     Failed,
     /// The VM ended at its source, before it was moved: its guest shut down, or its QEMU ended otherwise.
     Ended,
-    /// It is not known which side has the VM, or it is known and the other side cannot be told. Neither side guesses.
+    /// It is not known which side has the VM, or it is known and the peer cannot be informed. Neither side guesses.
     InDoubt,
 }
 
 impl Standing {
-    /// Nothing more will happen without somebody asking for it.
+    /// True if nothing more will happen without a request.
     pub fn is_over(self) -> bool {
         matches!(self, Self::Done | Self::Failed | Self::Ended)
     }
 }
 
-/// How far a disk is that is copied.
+/// Progress of a disk that is copied.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskProgress {
-    /// Its name in the description.
+    /// Name of the disk in the description.
     pub name: String,
-    /// Its length, in bytes.
+    /// Length of the disk, in bytes.
     pub bytes: u64,
-    /// What there was to send of it when this round began, in bytes.
+    /// Bytes of the disk that had to be sent when this round began.
     pub round_bytes: u64,
-    /// What of that is still to be sent, in bytes.
+    /// The part of `round_bytes` that is still to be sent, in bytes.
     pub remaining_bytes: u64,
 }
 
-/// A look at a migration. Numbers that are not known yet are zero or absent.
+/// A snapshot of a migration. Numbers that are not known yet are zero or absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Progress {
-    /// What the driver is busy with.
+    /// Present activity of the driver.
     pub phase: Phase,
-    /// How the migration stands.
+    /// Outcome so far.
     pub standing: Standing,
     /// Current round, from 1 on; 0 before the first.
     pub round: u32,
-    /// Which way through memory it is a part of, from 1 on; 0 before the first.
+    /// Number of the pass through memory, from 1 on; 0 before the first.
     #[serde(default)]
     pub pass: u32,
     /// Size of the guest's RAM, in bytes.
     pub ram_bytes: u64,
-    /// What there was to send when this round began, in bytes of guest memory and disks.
+    /// Bytes of guest memory and disks that had to be sent when this round began.
     pub round_bytes: u64,
-    /// What of that is still to be sent, in bytes of guest memory and disks.
+    /// The part of `round_bytes` that is still to be sent, in bytes.
     pub remaining_bytes: u64,
-    /// The same of each disk that is copied.
+    /// Progress of each copied disk.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskProgress>,
-    /// Sent on all streams since the beginning, in bytes on the wire.
+    /// Bytes sent on all streams since the beginning, on the wire.
     pub sent_bytes: u64,
     /// Sending rate, in bytes per second on the wire.
     pub rate_bytes_per_s: u64,
-    /// How fast the guest dirties memory, in bytes per second.
+    /// The guest's dirty rate, in bytes per second.
     pub dirty_rate_bytes_per_s: u64,
-    /// Pages that the guest, which runs at the destination already, still lacks; absent where none is known to be missing.
+    /// Missing pages of the guest, which runs at the destination already; absent if none is known to be missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_pages: Option<u64>,
-    /// Downtime to be expected if the guest were stopped now, in microseconds.
+    /// Expected downtime if the guest were stopped now, in microseconds.
     pub expected_downtime_us: Option<u64>,
-    /// Downtime as measured, once it is over, in microseconds.
+    /// Measured downtime, once the guest runs again, in microseconds.
     pub downtime_us: Option<u64>,
-    /// Since the migration was asked for, in microseconds.
+    /// Time since the migration was requested, in microseconds.
     pub elapsed_us: u64,
-    /// How often connections were made anew.
+    /// Number of times that connections were made anew.
     pub reconnections: u32,
-    /// What there is to say about it: why it failed, what it waits for.
+    /// Message for people: the reason of a failure, or the event that it waits for.
     pub message: Option<String>,
 }
 
-/// One line of the stream that the API gives to watchers.
+/// One line of the stream that the API sends to watchers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgressLine {
-    /// Which migration.
+    /// Id of the migration.
     #[serde(flatten)]
     pub migration: MigrationId,
-    /// How far it is.
+    /// Progress of the migration.
     #[serde(flatten)]
     pub progress: Progress,
 }
 
-/// The driver's end. Cloning it gives another hand on the same value.
+/// The driver's end. A clone publishes to the same value.
 #[derive(Clone, Debug)]
 pub struct Publisher(watch::Sender<Progress>);
 
@@ -135,22 +135,23 @@ pub struct Publisher(watch::Sender<Progress>);
 pub type Watcher = watch::Receiver<Progress>;
 
 impl Publisher {
-    /// A channel that shows a migration that has not begun.
+    /// Creates a channel whose value is a migration that has not begun.
     pub fn new() -> Self {
         Self(watch::Sender::new(Progress::default()))
     }
 
-    /// Changes what watchers see. Never waits for them; needs no tokio runtime.
+    /// Changes the published value. Never waits for watchers; needs no tokio runtime.
     pub fn update(&self, change: impl FnOnce(&mut Progress)) {
         self.0.send_modify(change);
     }
 
-    /// What watchers see now.
+    /// Returns the published value.
     pub fn now(&self) -> Progress {
         self.0.borrow().clone()
     }
 
-    /// Another watcher. It sees the present value at once, and the end of the channel when all publishers are gone.
+    /// Returns another watcher. It sees the present value at once, and the end of the channel when all publishers are
+    /// gone.
     pub fn watch(&self) -> Watcher {
         self.0.subscribe()
     }

@@ -1,4 +1,4 @@
-//! A QEMU's RAM blocks as the data plane wants them.
+//! A QEMU's RAM blocks as the data plane needs them.
 
 use std::os::fd::OwnedFd;
 
@@ -8,7 +8,7 @@ use qemu::ram::{RamBlock, RamKind};
 use serde::{Deserialize, Serialize};
 use tracee::{Process, TrackerStart};
 
-/// What a block is made of, for people.
+/// Returns the kind of a block's memory, for people.
 pub(crate) fn kind(block: &RamBlock) -> String {
     let pages = match block.page_size_bytes {
         4096 => String::new(),
@@ -23,14 +23,14 @@ pub(crate) fn kind(block: &RamBlock) -> String {
     format!("{kind}{pages}")
 }
 
-/// Where a block is, as the journal keeps it: a QEMU that is held cannot be asked.
+/// Location of a block, as it is journalled: a QEMU that is held cannot be asked.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct KeptRegion {
     name: String,
     bytes: u64,
     page_bytes: u64,
     address: u64,
-    /// Whether zeros are placed there where nobody waits for them.
+    /// True if zero pages are placed in it even if no thread waits for them.
     #[serde(default)]
     pub(crate) places_zeros: bool,
 }
@@ -41,9 +41,9 @@ impl KeptRegion {
         Self { name, bytes, page_bytes, address, places_zeros: false }
     }
 
-    /// Where pages are awaited.
+    /// Returns the location of a block with missing pages.
     pub(crate) fn awaiting(region: &RamRegion, writer: &dyn BlockWriter) -> Self {
-        // In anonymous memory they are the kernel's one page of zeros.
+        // In anonymous memory zero pages are mapped to the kernel's one page of zeros.
         let places_zeros = writer.keeps_all() || writer.takes_away() == TakesAway::ByProcess;
         Self { places_zeros, ..Self::of(region) }
     }
@@ -54,7 +54,7 @@ impl KeptRegion {
     }
 }
 
-/// Where the blocks are.
+/// Returns the locations of the blocks.
 pub(crate) fn regions(blocks: &[RamBlock]) -> Vec<RamRegion> {
     let region = |block: &RamBlock| RamRegion {
         name: block.name.clone(),
@@ -65,12 +65,12 @@ pub(crate) fn regions(blocks: &[RamBlock]) -> Vec<RamRegion> {
     blocks.iter().map(region).collect()
 }
 
-/// Readers of the blocks, in their order.
+/// Returns readers of the blocks, in their order.
 pub(crate) fn source(process: &Process, blocks: &[RamBlock]) -> Result<Vec<Box<dyn BlockReader>>, RamError> {
     open_source(process, &regions(blocks))
 }
 
-/// Writers of the blocks, in their order.
+/// Returns writers of the blocks, in their order.
 pub(crate) fn destination(
     process: &Process,
     blocks: &[RamBlock],
@@ -78,7 +78,7 @@ pub(crate) fn destination(
     open_destination(process, &regions(blocks))
 }
 
-/// Begins to see every write to the blocks, in steps none of which takes long; [`tracked`] is the end of it.
+/// Begins to track all writes to the blocks, in short steps; [`tracked`] completes it.
 pub(crate) fn begin_tracking(
     process: &Process,
     userfaultfd: OwnedFd,
@@ -87,7 +87,7 @@ pub(crate) fn begin_tracking(
     TrackedRam::begin(process, userfaultfd, &regions(blocks))
 }
 
-/// The blocks that [`begin_tracking`] was called for.
+/// Returns the blocks for which [`begin_tracking`] was called.
 pub(crate) fn tracked(
     start: TrackerStart,
     process: &Process,

@@ -1,7 +1,7 @@
-//! The register of owners: which host has which VM, kept where neither of the two can lose it.
+//! The ownership registry: which host owns which VM, kept where neither of the two can lose it.
 //!
-//! What a request does is [`engine::handover::register::apply`], a pure function; here is where the records lie and how
-//! they are reached:
+//! A request's effect is [`engine::handover::register::apply`], a pure function; this module stores the records and
+//! makes them accessible:
 //!
 //! - [`SqliteRegister`]: a database. Comparing and setting are one synced transaction.
 //! - [`WitnessServer`]: serves one to other agents. The witness runs no VMs of those whose owners it records.
@@ -9,9 +9,9 @@
 //!
 //! # Unknown is an answer
 //!
-//! A request that was sent and not answered may have been carried out. That is told as
-//! [`RegisterAnswer::Unknown`], never as a failure; the engine reads again before it does anything. Only when no
-//! complete request can have reached the register is the answer [`RegisterAnswer::Unreachable`].
+//! A request that was sent and not answered may have been carried out. The result is then [`RegisterAnswer::Unknown`],
+//! never a failure; the engine reads again before it does anything. Only if no complete request can have reached the
+//! registry is the answer [`RegisterAnswer::Unreachable`].
 
 mod sqlite;
 mod witness;
@@ -23,12 +23,12 @@ use proto::{Epoch, HostId, VmName};
 pub use sqlite::{RegisterError, SqliteRegister};
 pub use witness::{WitnessClient, WitnessServer};
 
-/// Something that keeps owners. Calls block; they end within the time-outs that it was made with.
+/// A store of owners. Calls block; they end within the time-outs that it was made with.
 pub trait Register: Send + Sync {
-    /// Asks, and says what is known afterwards.
+    /// Sends a request, and returns what is known afterwards.
     fn ask(&self, request: &RegisterRequest) -> RegisterAnswer;
 
-    /// What stands there?
+    /// Reads the record of a VM.
     fn read(&self, vm: &VmName) -> RegisterAnswer {
         self.ask(&RegisterRequest::Read { vm: vm.clone() })
     }

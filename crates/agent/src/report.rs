@@ -1,8 +1,8 @@
 //! The report of a migration: one JSON document, the same for machines and for the text that people read.
 //!
-//! Every duration is measured by one clock, that of the side named beside it; clocks of two hosts are never
-//! subtracted from one another. Where a part of the downtime spans both hosts, the source's duration is reduced by
-//! the duration that the destination reported, see [`Downtime::from_measured`].
+//! Every duration is measured by one clock, that of the side named beside it; clocks of two hosts are never subtracted
+//! from one another. Where a part of the downtime spans both hosts, the source's duration is reduced by the duration
+//! that the destination reported, see [`Downtime::from_measured`].
 
 mod explain;
 mod sparing;
@@ -19,106 +19,105 @@ pub use explain::explain;
 pub use sparing::{Compression, Deltas, PickedWay, Soft};
 pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 
-/// Name and version of the document. Fields may be added under the same version; none is taken away or changes its
+/// Name and version of the document. Fields may be added under the same version; none is removed or changes its
 /// meaning.
 pub const SCHEMA: &str = "whimbrel.report/1";
 
-/// What became of a migration, as its source knows it.
+/// Result of a migration, as known at its source.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Always [`SCHEMA`].
     pub schema: String,
-    /// Which migration.
+    /// Id of the migration.
     #[serde(flatten)]
     pub migration: MigrationId,
-    /// Where the VM came from.
+    /// The host that the VM left.
     pub source: Side,
-    /// Where it was to go.
+    /// The host to which the VM was to be moved.
     pub destination: Side,
-    /// When it was asked for, by the source's calendar, in milliseconds since 1970.
+    /// Time of the request, by the source's calendar, in milliseconds since 1970.
     pub started_unix_ms: u64,
-    /// The same as text (RFC 3339, UTC).
+    /// Time of the request as text (RFC 3339, UTC).
     pub started: String,
-    /// When it ended, by the source's calendar, in milliseconds since 1970; absent while it is not over.
+    /// Time of the end, by the source's calendar, in milliseconds since 1970; absent until then.
     pub ended_unix_ms: Option<u64>,
-    /// The same as text (RFC 3339, UTC).
+    /// Time of the end as text (RFC 3339, UTC).
     pub ended: Option<String>,
     /// From the request to the exit of the source's QEMU, by the source's steady clock, in microseconds.
     pub total_us: u64,
-    /// How it ended.
+    /// Outcome of the migration.
     pub outcome: Outcome,
-    /// Why, where there is something to say.
+    /// Reason for the outcome, where there is one.
     pub reason: Option<String>,
     /// QEMU's run state before the migration (`running`, `paused`).
     pub run_state_before: String,
     /// QEMU's run state afterwards, on the side that has the VM; absent while that is not known.
     pub run_state_after: Option<String>,
-    /// What was asked for.
+    /// The user's request.
     pub objective: Objective,
     /// The VM's RAM blocks.
     pub ram_blocks: Vec<RamBlock>,
-    /// Disks that were copied, with the images that they have at the destination.
+    /// Disks that were copied, with their images at the destination.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// What compression did; absent where it was told to do nothing. Of a link that nobody waited for it is nothing.
+    /// Statistics of compression; absent if it was disabled. Without a link that limits the rate nothing is compressed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<Compression>,
-    /// What became of pages that were sent again; absent where none were marked.
+    /// Statistics of pages that were sent again as deltas; absent if none were marked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deltas: Option<Deltas>,
-    /// What the guest said of its memory; absent where nobody in it was asked.
+    /// Statistics of free page hints; absent if no program in the guest was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub soft: Option<Soft>,
-    /// For how long the guest's processors waited for processors of the host while it was copied; absent where the kernel
-    /// does not tell.
+    /// Time for which the guest's vCPUs waited for processors of the host during the migration; absent if the kernel
+    /// does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
-    /// What all that decides was shown, and what it decided (`traces`, `other_traces`).
+    /// Inputs and decisions of all policies (`traces`, `other_traces`).
     #[serde(flatten)]
     pub traces: Traces,
-    /// How long the guest stood still; absent if it was never stopped.
+    /// Parts of the downtime; absent if the guest was never stopped.
     pub downtime: Option<Downtime>,
-    /// What came when the guest ran at the destination already; absent where nothing did.
+    /// Statistics of post-copy; absent if there was none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub post_copy: Option<PostCopy>,
     /// Bytes on the wire from source to destination, all connections.
     pub sent_bytes: u64,
     /// Bytes on the wire from destination to source, all connections.
     pub received_bytes: u64,
-    /// How often connections were made anew.
+    /// Number of times that connections were made anew.
     pub reconnections: u32,
-    /// What `--verify` found; absent if it was not asked for or not reached.
+    /// Result of `--verify`; absent if it was not requested or not reached.
     pub verification: Option<Verification>,
-    /// What pre-flight found, of both sides.
+    /// Findings of the pre-flight checks of both sides.
     pub findings: Vec<Finding>,
-    /// What happened, in order.
+    /// Events, in order.
     pub events: Vec<Event>,
 }
 
-/// For how much of the time in which they wanted to run the guest's processors waited, in thousandths; absent where they
-/// hardly wanted to.
+/// Share of its runnable time for which the guest's vCPUs waited, in thousandths; absent if they were hardly runnable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Waiting {
-    /// Before anything was copied.
+    /// Share before anything was copied.
     pub before_permille: Option<u64>,
-    /// While it was.
+    /// Share during the copy.
     pub permille: Option<u64>,
-    /// In the worst round.
+    /// Share in the worst round.
     pub most_permille: Option<u64>,
-    /// How nice (`nice(2)`) copying was at most.
+    /// Highest niceness (`nice(2)`) of the copying threads.
     pub nicest: u8,
-    /// How many threads copied at the same time at least.
+    /// Smallest number of threads that copied at the same time.
     #[serde(default)]
     pub fewest_threads: Option<u16>,
-    /// How many times as long as usual it was between two looks at what the guest writes, at most.
+    /// Largest interval between two dirty scans, as a multiple of the usual one.
     #[serde(default)]
     pub longest_interval_factor: Option<u32>,
 }
 
 impl Waiting {
-    /// Copying held itself back so far.
+    /// Records a restraint of the copying threads.
     pub(crate) fn reached(&mut self, restraint: Restraint) {
         let Restraint { nice, threads, interval_factor } = restraint;
         self.nicest = self.nicest.max(nice);
@@ -127,35 +126,35 @@ impl Waiting {
     }
 }
 
-/// Pages that came when the guest ran at the destination already.
+/// Pages that arrived after the guest was started at the destination.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PostCopy {
-    /// How many were left when it was stopped; 0 if another agent knew.
+    /// Number of remaining pages when the guest was stopped; 0 if only another agent knew it.
     pub left_pages: u64,
-    /// Those that somebody waited for there, as often as they were sent for that reason.
+    /// Pages that were sent on a page request, as often as they were sent for that reason.
     pub wanted_pages: u64,
-    /// Those that were pushed.
+    /// Pages that were pushed in the background.
     pub pushed_pages: u64,
-    /// From when they were named until all of them were there, in microseconds, by the source's clock.
+    /// Time from the list of missing pages until all of them were present, in microseconds, by the source's clock.
     pub duration_us: u64,
 }
 
 /// One of the two hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Side {
-    /// Its name.
+    /// Name of the host.
     pub host: HostId,
-    /// Version of its QEMU; absent if it was not learnt.
+    /// Version of its QEMU; absent if it is not known.
     pub qemu_version: Option<String>,
-    /// Kind of RAM that the VM has there (`anonymous`, `memfd`, `file`, …); absent if it was not learnt.
+    /// Kind of RAM that the VM has there (`anonymous`, `memfd`, `file`, …); absent if it is not known.
     pub ram_kind: Option<String>,
-    /// CPU time that its agent used during this migration, in microseconds, for other migrations at the same time too;
-    /// the destination's until it says RUNNING. Absent if it was not learnt, as of an agent that was restarted
-    /// meanwhile.
+    /// CPU time that its agent used during this migration, in microseconds, including concurrent migrations; for the
+    /// destination until it reports RUNNING. Absent if it is not known, for example if the agent was restarted in
+    /// between.
     pub agent_cpu_us: Option<u64>,
 }
 
-/// How a migration ended.
+/// Outcome of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
@@ -163,9 +162,9 @@ pub enum Outcome {
     Underway,
     /// The VM is at its destination.
     Moved,
-    /// It ended before COMMITTED; the VM is at its source.
+    /// The migration ended before COMMITTED; the VM is at its source.
     Aborted,
-    /// Somebody cancelled it; the VM is at its source.
+    /// A user cancelled it; the VM is at its source.
     Cancelled,
     /// The VM ended at its source, before it was moved: its guest shut down, or its QEMU ended otherwise.
     Ended,
@@ -175,20 +174,20 @@ pub enum Outcome {
     InDoubt,
 }
 
-/// What was asked for.
+/// The user's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Objective {
-    /// When the guest was to be stopped (`pattern`, `target`, `rounds`, `hybrid`, `sla`).
+    /// Policy for the stop of the guest (`pattern`, `target`, `rounds`, `hybrid`, `sla`).
     #[serde(default)]
     pub policy: String,
-    /// Longest downtime allowed, in milliseconds.
+    /// Longest allowed downtime, in milliseconds.
     pub max_downtime_ms: u64,
-    /// How long all of it was allowed to take, in milliseconds; absent if it had time.
+    /// Longest allowed total time, in milliseconds; absent if there was no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_total_ms: Option<u64>,
-    /// Most rounds of pre-copy.
+    /// Maximum number of rounds of pre-copy.
     pub max_rounds: u32,
-    /// What to do when the rounds are used up (`stop`, `abort`).
+    /// Action when the rounds are used up (`stop`, `abort`).
     pub on_limit: String,
     /// Number of data streams.
     pub streams: u16,
@@ -199,106 +198,108 @@ pub struct Objective {
 /// A disk that was copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// Its name at the source.
+    /// Name of the disk at the source.
     pub name: String,
-    /// Its length as the guest sees it, in bytes.
+    /// Length as the guest sees it, in bytes.
     pub bytes: u64,
-    /// Its image at the destination.
+    /// Path of its image at the destination.
     pub path: String,
     /// The image's format.
     pub format: String,
 }
 
-/// One round.
+/// Statistics of one round.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Round {
-    /// Its number, from 1 on.
+    /// Number of the round, from 1 on.
     pub round: u32,
     /// The guest was stopped during it.
     pub stopped: bool,
-    /// Which way through memory it is a part of, from 1 on; 0 of a round of disks alone, and with the guest stopped.
+    /// Number of the pass through memory that it belongs to, from 1 on; 0 for a round of disks alone, and for one with
+    /// the guest stopped.
     #[serde(default)]
     pub pass: u32,
-    /// Pages that it had to send; in a part of the first pass those that had their turn. Disks count in pages, too.
+    /// Pages that it had to send; in a part of the first pass, the pages of that part. Disks count in pages, too.
     pub dirty_pages: u64,
-    /// Those of them that are of disks.
+    /// The part of `dirty_pages` that belongs to disks.
     pub disk_pages: u64,
     /// Pages sent with their bytes.
     pub data_pages: u64,
-    /// Pages of zeros that occupy memory.
+    /// Zero pages that occupy memory.
     pub zero_pages: u64,
     /// Pages that are holes.
     pub hole_pages: u64,
     /// Pages that consist of the same eight bytes, other than zeros.
     #[serde(default)]
     pub filled_pages: u64,
-    /// Pages that went as holes, whatever is in them, because the guest does not use them.
+    /// Pages that were sent as holes, whatever their content, because the guest does not use them.
     #[serde(default)]
     pub soft_pages: u64,
-    /// Pages that the destination had already on a disk or in a template, and that were referred to.
+    /// Page references: pages whose content the destination had already on a disk or in a template.
     pub reference_pages: u64,
-    /// Pages sent before, of which only what changed was sent.
+    /// Deltas: pages sent before, of which only the changes were sent.
     pub delta_pages: u64,
-    /// Those of both that it did not have after all, or not as was believed: they were sent in the next round.
+    /// Page references and deltas that the destination could not apply: their pages were sent in the next round.
     pub refused_pages: u64,
-    /// Sent on the data streams, in bytes on the wire.
+    /// Bytes sent on the data streams, on the wire.
     pub sent_bytes: u64,
-    /// From its scan to the last acknowledgement awaited in it, in microseconds.
+    /// Time from its dirty scan to the last acknowledgement that it waited for, in microseconds.
     pub duration_us: u64,
-    /// Finding and clearing the dirty marks, in microseconds.
+    /// Time for finding dirty pages and protecting them again, in microseconds.
     pub scan_us: u64,
-    /// Waiting for the guest's block I/O in flight, in microseconds.
+    /// Time for the guest's block I/O in flight to finish, in microseconds.
     pub drain_us: u64,
     /// Sending rate, in bytes per second.
     pub rate_bytes_per_s: u64,
-    /// How fast the guest dirtied memory in the round before, in bytes per second.
+    /// The guest's dirty rate in the previous round, in bytes per second.
     pub dirty_rate_bytes_per_s: u64,
-    /// Downtime to be expected had the guest been stopped after it, in microseconds.
+    /// Expected downtime if the guest had been stopped after this round, in microseconds.
     pub expected_downtime_us: Option<u64>,
-    /// Pages that were dirty and that it left to the next round, so as not to take long.
+    /// Dirty pages that it left to the next round, to keep this one short.
     #[serde(default)]
     pub left_pages: u64,
-    /// Pages that had been sent shortly before, too, once all of memory went.
+    /// Pages that had also been sent shortly before, after the first pass.
     #[serde(default)]
     pub resent_pages: u64,
-    /// What the policy decided after it (`another-round`, `stop`, `abort`).
+    /// The policy's decision after the round (`another-round`, `stop`, `abort`).
     pub decision: String,
-    /// How the guest wrote, where that showed that rounds helped no more.
+    /// The guest's write pattern, if it showed that further rounds would not help.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pattern: Option<Pattern>,
 }
 
-/// How long the guest stood still, and why. The parts add up to the total.
+/// Duration of the stop and its parts. The parts add up to the total.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Downtime {
-    /// From before `stop` was sent until RUNNING had arrived, by the source's clock, in microseconds. Longer than what
-    /// the guest felt by the way of RUNNING through the network.
+    /// Time from before `stop` was sent until RUNNING had arrived, by the source's clock, in microseconds. Longer than
+    /// the interruption of the guest by the time that RUNNING needed on the network.
     pub total_us: u64,
     /// QEMU's `stop`, in microseconds.
     pub stop_us: u64,
     /// The last round, in microseconds.
     pub last_pages_us: u64,
-    /// The part of it in which dirty pages were looked for, twice, in microseconds.
+    /// The part of the last round that two dirty scans needed, in microseconds.
     #[serde(default)]
     pub last_scans_us: u64,
-    /// Comparing all of memory, where it was asked for, in microseconds.
+    /// Comparing all of memory, if it was requested, in microseconds.
     pub verify_us: u64,
-    /// Bringing the device state to the other side, in microseconds; saving it runs beside the last round.
+    /// Transfer of the device state to the destination, in microseconds; saving it runs beside the last round.
     pub device_state_us: u64,
-    /// Loading it, by the destination's clock, in microseconds.
+    /// Loading the device state, by the destination's clock, in microseconds.
     pub load_us: u64,
-    /// Journals, register, GO and RUNNING on their way, in microseconds.
+    /// Journal entries, the ownership registry, and the transfer of GO and RUNNING, in microseconds.
     pub handover_us: u64,
     /// QEMU's `cont`, by the destination's clock, in microseconds.
     pub continue_us: u64,
     /// The part of the total from QEMU's event STOP at the source to its event RESUME at the destination, in
-    /// microseconds: the downtime of which QEMU's own migration tells. Absent where QEMU did not say either.
+    /// microseconds: comparable to the downtime that QEMU's own migration reports. Absent if QEMU did not send both
+    /// events.
     #[serde(default)]
     pub events_us: Option<u64>,
 }
 
-/// What the two sides measured around the stop, each by its own clock, in microseconds.
+/// Durations around the stop, each by the clock of its side, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measured {
     /// Source: from before `stop` until RUNNING had arrived.
@@ -313,25 +314,25 @@ pub struct Measured {
     /// Source: saving the device state, beside the last pages.
     #[serde(default)]
     pub save_us: u64,
-    /// Source: comparing memory; zero where it was not asked for.
+    /// Source: comparing memory; zero if it was not requested.
     pub verify_us: u64,
     /// Source: from sending the device state until READY had arrived.
     pub save_to_ready_us: u64,
-    /// Destination: loading, as READY tells.
+    /// Destination: loading, as READY reports.
     pub load_us: u64,
-    /// Destination: `cont`, as RUNNING tells.
+    /// Destination: `cont`, as RUNNING reports.
     pub continue_us: u64,
     /// Source: from before `stop` until QEMU's event STOP.
     #[serde(default)]
     pub stop_event_us: Option<u64>,
-    /// Destination: from QEMU's event RESUME until `cont` returned, as RUNNING tells.
+    /// Destination: from QEMU's event RESUME until `cont` returned, as RUNNING reports.
     #[serde(default)]
     pub resumed_us: Option<u64>,
 }
 
 impl Downtime {
-    /// Splits the downtime. Only durations are subtracted from one another; what no measurement explains is the
-    /// handover's, and where rounding makes the parts longer than the total, the total gives way.
+    /// Splits the downtime. Only durations are subtracted from one another; the handover's part is the rest that no
+    /// measurement explains. If rounding makes the parts longer than the total, the total is raised.
     pub fn from_measured(measured: Measured) -> Self {
         let Measured {
             total_us,
@@ -367,36 +368,36 @@ impl Downtime {
     }
 }
 
-/// What the comparison of both sides' memory and copied disks found.
+/// Result of the comparison of both sides' memory and copied disks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verification {
-    /// Compared, in bytes.
+    /// Bytes that were compared.
     pub compared_bytes: u64,
-    /// Compared, in chunks of 2 MiB.
+    /// Chunks of 2 MiB that were compared.
     pub chunks: u64,
-    /// Chunks that differed. Anything but zero ended the migration.
+    /// Chunks that differed. Any value but zero ended the migration.
     pub different_chunks: u64,
-    /// Pages among them that count as zeros at the source, because the guest does not use them: of what was in them this
-    /// says nothing.
+    /// Pages among them that count as zeros at the source, because the guest does not use them: their content was not
+    /// compared.
     #[serde(default)]
     pub left_out_pages: u64,
-    /// How long it took, by the source's clock, in microseconds.
+    /// Duration of the comparison, by the source's clock, in microseconds.
     pub duration_us: u64,
 }
 
-/// Something that happened.
+/// An event of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
-    /// Since the migration was asked for, by the source's clock, in microseconds.
+    /// Time since the migration was requested, by the source's clock, in microseconds.
     pub at_us: u64,
-    /// What: a stable word (`stopped`, `ready`, `committed`, `reconnected`, …).
+    /// Kind of event, a stable word (`stopped`, `ready`, `committed`, `reconnected`, …).
     pub what: String,
-    /// More about it; may be empty.
+    /// Details; may be empty.
     pub detail: String,
 }
 
 impl Report {
-    /// A report of a migration that begins now.
+    /// Creates the report of a migration that begins now.
     pub fn begin(migration: MigrationId, source: HostId, destination: HostId, objective: Objective) -> Self {
         let side = |host| Side { host, qemu_version: None, ram_kind: None, agent_cpu_us: None };
         let started_unix_ms = unix_ms_now();
@@ -434,18 +435,18 @@ impl Report {
         }
     }
 
-    /// The migration was asked for before its report could be begun: all times count from then on.
+    /// Sets the time of the request, which was before the report was begun: all times count from then on.
     pub(crate) fn requested_at(&mut self, unix_ms: u64) {
         self.started_unix_ms = unix_ms;
         self.started = rfc3339(unix_ms);
     }
 
-    /// Notes what happened.
+    /// Records an event.
     pub fn event(&mut self, at_us: u64, what: &str, detail: impl Into<String>) {
         self.events.push(Event { at_us, what: what.to_owned(), detail: detail.into() });
     }
 
-    /// Notes the end, by the calendar.
+    /// Records the end, by the calendar.
     pub fn end(&mut self, outcome: Outcome, reason: Option<String>, total_us: u64) {
         let now = unix_ms_now();
         self.outcome = outcome;
@@ -456,14 +457,14 @@ impl Report {
     }
 }
 
-/// The calendar, in milliseconds since 1970; for people, never for measuring.
+/// Returns the calendar time, in milliseconds since 1970; for people, never for measuring.
 pub fn unix_ms_now() -> u64 {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
 }
 
-/// A moment as text: RFC 3339, UTC, milliseconds.
+/// Formats a time: RFC 3339, UTC, milliseconds.
 pub fn rfc3339(unix_ms: u64) -> String {
     let latest_ms = 253_402_300_799_999; // the end of the year 9999, where the format ends
     let since = std::time::Duration::from_millis(unix_ms.min(latest_ms));

@@ -1,9 +1,9 @@
-//! The source's driver: one thread that takes a VM from here to another host.
+//! The source's driver: one thread that migrates a VM from this host to another.
 //!
-//! A migration is a list of phases, each a function: check, prepare, pre-copy, stop, last pages, device state. They
-//! end in READY or in a [`Failure`]; both are events for the engine, which decides everything from there on
-//! ([`handover`]). Whatever happens outside (a message, a lost link, a user's word, QEMU's end) arrives in one
-//! [`inbox`], so that no phase can miss it.
+//! A migration is a list of phases, each a function: check, prepare, pre-copy, stop, last pages, device state. They end
+//! in READY or in a [`Failure`]; both are events for the engine, which makes every decision from then on
+//! ([`handover`]). Every outside event (a message, a lost link, a user's command, QEMU's end) arrives in one [`inbox`],
+//! so that no phase can miss it.
 
 mod conversation;
 mod ending;
@@ -51,55 +51,55 @@ use crate::report::{Objective, Outcome, Report};
 use telemetry::Telemetry;
 pub(crate) use vm::{SourceVm, VmError};
 
-/// What a migration aims at; parts of it can be changed while it runs.
+/// Goals of a migration; some can be changed while it runs.
 #[derive(Clone, Debug)]
 pub(crate) struct Aims {
-    /// When the guest is stopped.
+    /// Policy that decides when to stop the guest.
     pub(crate) policy: StopPolicy,
-    /// How its writes are looked at.
+    /// Intervals and history of the dirty scans.
     pub(crate) sampling: Sampling,
-    /// Downtime to aim at, in milliseconds.
+    /// Target downtime, in milliseconds.
     pub(crate) max_downtime_ms: u64,
-    /// How long all of it may take, in milliseconds; none if it has time.
+    /// Limit on the total time, in milliseconds; none if there is no limit.
     pub(crate) max_total_ms: Option<u64>,
-    /// Most rounds of pre-copy.
+    /// Maximum number of pre-copy rounds.
     pub(crate) max_rounds: u32,
-    /// Whether nobody has said how many these are to be.
+    /// True if the request has no maximum of rounds.
     pub(crate) has_usual_rounds: bool,
-    /// How often all that is dirty goes before the rest comes after the guest, where that is the policy.
+    /// Number of pre-copy passes over the dirty pages before post-copy, with the hybrid policy.
     pub(crate) hybrid_passes: u32,
-    /// What to do when the rounds are used up.
+    /// Action when the maximum of rounds is reached.
     pub(crate) on_limit: OnLimit,
     /// Number of data streams.
     pub(crate) streams: u16,
-    /// Cap on the sending rate, in bytes per second; none if there is none.
+    /// Limit on the sending rate, in bytes per second; none if unlimited.
     pub(crate) bandwidth_bytes_per_s: Option<u64>,
-    /// Compare all of memory and of copied disks after the stop.
+    /// True if all of memory and of copied disks is compared after the stop.
     pub(crate) verify: bool,
-    /// How fast the guest may write to disks that are copied.
+    /// Throttle of the guest's writes to copied disks.
     pub(crate) throttle_writes: ThrottleWrites,
-    /// How fast its processors may be.
+    /// Throttle of the guest's processors.
     pub(crate) throttle_cpu: ThrottleCpu,
-    /// Pages of disks that the destination has already are referred to, and not sent.
+    /// True if pages of disks that the destination already has are sent as page references.
     pub(crate) references: bool,
-    /// How pages are compressed.
+    /// Compression of pages.
     pub(crate) compression: Compress,
-    /// What is worth it.
+    /// Thresholds that decide which data is worth compressing.
     pub(crate) worth: ::memory::Worth,
-    /// Whether only what changed is sent of pages that are sent again.
+    /// Use of deltas for pages that are sent again.
     pub(crate) deltas: Deltas,
-    /// How much is remembered of pages for that, in bytes.
+    /// Memory for the record of sent pages that deltas need, in bytes.
     pub(crate) deltas_bytes: usize,
-    /// Which of the guest's memory is not sent because it can do without.
+    /// Pages of the guest that need not be sent (free page hints, page cache).
     pub(crate) soft_pages: SoftPages,
 }
 
 impl Aims {
-    /// What a request says, and the configuration where it says nothing.
+    /// Returns the goals of a request, with the configuration's values as defaults.
     pub(crate) fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
         let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
         let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
-        // A guest whose writes become slower and slower gets there in the end.
+        // Writes that are throttled more and more let the migration converge in the end.
         let usual_rounds = match throttle_writes {
             ThrottleWrites::Off => limits.max_rounds,
             ThrottleWrites::Drain | ThrottleWrites::Threshold => limits.max_rounds.saturating_mul(10),
@@ -108,7 +108,7 @@ impl Aims {
         let is_sla = policy == StopPolicy::Sla;
         let max_total_ms = request.max_total_ms.unwrap_or(limits.max_total_ms);
         let soft_pages = match request.soft_pages.unwrap_or(limits.soft_pages) {
-            // How long a guest takes to give its page cache back cannot be foreseen.
+            // It cannot be predicted how long the guest needs to give back its page cache.
             SoftPages::Cold | SoftPages::All if is_sla => SoftPages::Free,
             soft_pages => soft_pages,
         };
@@ -135,7 +135,8 @@ impl Aims {
         }
     }
 
-    /// No disk is copied: there are no writes that could become slower, and so no reason for more rounds than usual.
+    /// Adapts the goals to a migration without copied disks: there are no writes to throttle, and so no reason for more
+    /// than the usual maximum of rounds.
     pub(crate) fn throttles_nothing(&mut self, limits: &ConfigLimits) {
         if self.has_usual_rounds {
             self.max_rounds = limits.max_rounds;
@@ -143,14 +144,14 @@ impl Aims {
         self.throttle_writes = ThrottleWrites::Off;
     }
 
-    /// Whether pages have to be able to come after the guest.
+    /// Returns true if the goals require post-copy.
     pub(crate) fn needs_post_copy(&self) -> bool {
         self.policy == StopPolicy::Hybrid || self.on_limit == OnLimit::PostCopy
     }
 
-    /// Whether they may, where the destination knows how.
+    /// Returns true if the goals allow post-copy, provided that the destination supports it.
     pub(crate) fn may_post_copy(&self) -> bool {
-        // What comes when the guest runs cannot be compared.
+        // Pages that arrive while the guest runs cannot be compared.
         self.needs_post_copy() || self.policy == StopPolicy::Sla && !self.verify
     }
 
@@ -171,16 +172,16 @@ impl Aims {
     }
 }
 
-/// What others may touch while a migration runs.
+/// State of a running migration that other threads may read or change.
 #[derive(Debug)]
 pub(crate) struct Controls {
-    /// What it aims at.
+    /// The migration's goals.
     pub(crate) aims: Mutex<Aims>,
-    /// Cap on the sending rate, shared by all streams of all generations.
+    /// Limit on the sending rate, shared by all streams of all generations.
     pub(crate) rate: Arc<link::RateLimit>,
-    /// The report as far as it is written.
+    /// The report, which is filled while the migration runs.
     pub(crate) report: Mutex<Report>,
-    /// When a user asked for it; of a migration that another agent began, when this one found it.
+    /// Time of the user's request; for a migration that another agent began, the time when this agent found it.
     pub(crate) requested: Instant,
 }
 
@@ -194,7 +195,7 @@ impl Controls {
         self.aims.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Changes what the migration aims at, and says what it aims at now.
+    /// Changes the migration's goals and returns the new ones.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Aims)) -> Aims {
         let mut aims = self.aims.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut aims);
@@ -206,27 +207,28 @@ impl Controls {
     }
 }
 
-/// What the journal keeps of a migration for its driver's successor.
+/// Details of a migration in the journal, for the driver of an agent that restarts.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Details {
-    /// The boot of the host on which it began.
+    /// Boot id of the host on which the migration began.
     pub(crate) boot_id: String,
-    /// Whether the destination has accepted. Without that it never had anything, whatever else was not synced: there is
-    /// nothing to ask it, and a destination that is asked about what its journal does not know has lost its journal.
+    /// True if the destination has accepted. Without that it never received anything, even if other entries were not
+    /// synced: there is nothing to ask it, and a destination that is asked about a migration unknown to its journal has
+    /// lost its journal.
     #[serde(default)]
     pub(crate) accepted: bool,
-    /// Its memory, where pages of it are to be sent when the guest runs at the destination.
+    /// Regions of the guest's memory, if pages are sent after the guest runs at the destination.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) later: Option<Vec<KeptRegion>>,
-    /// Its QEMU. What the journal has of the VM itself can be forgotten or replaced meanwhile.
+    /// The VM's QEMU. The journal's own record of the VM can be forgotten or replaced in the meantime.
     #[serde(default)]
     pub(crate) process: Option<ProcessTrace>,
-    /// Whether the VM ended before it was moved.
+    /// True if the VM ended before it was moved.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) vm_ended: bool,
 }
 
-/// How a QEMU is found again.
+/// Identity of a QEMU process, by which an agent that restarts finds it.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ProcessTrace {
     pub(crate) pid: u32,
@@ -235,7 +237,7 @@ pub(crate) struct ProcessTrace {
 }
 
 impl Details {
-    /// What there is to be kept of a VM.
+    /// Returns the details for `vm`.
     pub(crate) fn of(context: &Context, vm: Option<&SourceVm>, accepted: bool) -> Self {
         let process = vm.map(|vm| ProcessTrace {
             pid: vm.process.pid(),
@@ -245,7 +247,7 @@ impl Details {
         Self { boot_id: context.boot_id.clone(), accepted, later: None, process, vm_ended: false }
     }
 
-    /// The record of the VM's QEMU, as the migration found it.
+    /// Returns the record of the VM's QEMU, as the migration found it.
     pub(crate) fn vm(&self, vm: &VmName) -> Option<VmRecord> {
         let process = self.process.as_ref()?;
         let (pid, start, qmp) = (process.pid, process.start_time_ticks, process.qmp.clone());
@@ -253,84 +255,84 @@ impl Details {
     }
 }
 
-/// The source's side of one migration.
+/// Driver of the source's part in one migration.
 pub(crate) struct Driver {
     context: Arc<Context>,
     terms: Terms,
     state: SourceState,
-    /// Absent when its QEMU is gone.
+    /// The VM; absent if its QEMU is gone.
     vm: Option<SourceVm>,
     inbox: Inbox,
     controls: Arc<Controls>,
     telemetry: Telemetry,
     generation: Generation,
-    /// The connection for messages: the control stream of the present generation, later one for questions.
+    /// Connection for messages: the control stream of the present generation, later a connection for questions.
     control: Option<phases::Control>,
-    /// What ended the last one that was lost; none if that is not known.
+    /// Error that ended the last lost control connection; none if unknown.
     control_lost: Option<String>,
-    /// The last one, on which ABORT is on its way.
+    /// The last control connection, on which ABORT was sent.
     parting: Option<phases::Control>,
-    /// What copying costs the guest, where that can be seen.
+    /// Measurement of what copying costs the guest, if the host can measure it.
     pressure: Option<pressure::Watch>,
-    /// The guest's processors, where they may be slowed down.
+    /// The CPU throttle, if the guest's processors may be slowed down.
     slowing: Option<slowing::Slowing>,
-    /// The guest's memory and disks, once their writes are seen and no phase has them in hand.
+    /// The guest's memory and disks, once their writes are tracked and while no phase uses them.
     cargo: Option<memory::Cargo>,
-    /// Pages that the destination's guest still needs, where they come after it.
+    /// The post-copy server for pages that the destination's guest still needs, if there are such.
     later: Option<serving::Later>,
-    /// The connection for pages that somebody waits for, until it is of use; there is one where pages may come later.
+    /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
     page_stream: Option<link::Connection>,
-    /// The destination has said that they may.
+    /// True if the destination supports post-copy and the goals allow it.
     may_post_copy: bool,
-    /// And that it takes pages away before the guest is stopped.
+    /// True if the destination discards pages before the guest is stopped.
     takes_away: bool,
-    /// Which of them it was told to.
+    /// Pages that the destination was asked to discard.
     named: phases::Named,
-    /// What the guest wrote last, where that may come after it.
+    /// The guest's recent writes, recorded if post-copy is possible.
     written: ::memory::Recency,
-    /// One of the pages that come after it was there before it came, and the guest was stopped for it.
+    /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
     came_untrusted: bool,
-    /// The destination was asked what is in its templates, and has not told all of it.
+    /// True while the destination's answer about its templates is not complete.
     seeking: bool,
-    /// Who waits for an answer to the question that is being dealt with.
+    /// Peer that waits for the answer to the question in progress.
     asker: Option<inbox::Reply>,
-    /// Events that effects led to, to be taken before anything from the inbox.
+    /// Events that effects caused, handled before anything from the inbox.
     follow_ups: VecDeque<SourceEvent>,
-    /// An effect has failed since the last repetition.
+    /// True if an effect has failed since the last repetition.
     effects_failed: bool,
-    /// What the journal did not take and has to take before the end.
+    /// State that the journal failed to record and must record before the end.
     unjournalled: Option<SourceState>,
-    /// QEMU was asked to record its guest's writes no more, and has not answered.
+    /// True if QEMU was asked to stop recording its guest's writes and has not answered.
     still_records: bool,
-    /// The destination may have all that it needs: HELD was sent, and no pages come after the guest.
+    /// True if the destination may have all that it needs: HELD was sent, and no pages follow by post-copy.
     may_have_all: bool,
     proposal: Option<Proposal>,
-    /// Its questions to the register.
+    /// Queue of the driver's questions to the ownership registry.
     register: owners::Desk,
-    /// An offer to the register is on its way.
+    /// True while an offer to the ownership registry is in progress.
     offering: Arc<AtomicBool>,
     clock: phases::StopClock,
     contact: handover::Contact,
     outcome: Option<Outcome>,
-    /// The last thing that people were told, and in which state: not again at every repetition.
+    /// The last report to users and the state that it was made in: it is not repeated at every repetition.
     told: Option<(&'static str, SourceReport)>,
-    /// They were told that the destination cannot be reached, and not that it was since.
+    /// True if users were informed that the destination is unreachable, and not yet that it is reachable again.
     said_unreachable: bool,
-    /// The last reason that the journal was given.
+    /// The last reason recorded in the journal.
     reason: Option<String>,
-    /// Since the migration began; absent if another agent began it.
+    /// CPU time since the migration began; absent if another agent began it.
     cpu: Option<CpuTime>,
 }
 
 impl Driver {
-    /// What migrations like this one have measured.
+    /// Passes the measured fixed costs of migrations like this one to `use_it`.
     fn fixed_costs<T>(&self, use_it: impl FnOnce(&mut CostHistory) -> T) -> T {
         let copies_disks = self.controls.report(|report| !report.disks.is_empty());
         self.context.fixed_costs(&self.terms.destination, copies_disks, use_it)
     }
 
-    /// The source's side of a migration, new ([`SourceState::Idle`]) or as the journal has it. `vm` is absent if its
-    /// QEMU is gone.
+    /// Creates the driver of a migration, either new ([`SourceState::Idle`]) or in the state that the journal has. `vm`
+    /// is absent if its QEMU is gone.
     pub(crate) fn new(
         context: Arc<Context>,
         terms: Terms,

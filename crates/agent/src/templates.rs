@@ -1,11 +1,13 @@
-//! Templates: images of this host from which VMs were made. What an arriving disk has in common with one of them, by
-//! its content and not by its name, is copied here and not sent.
+//! Templates: images of this host from which VMs were made. Content that an arriving disk shares with a template, by
+//! content and not by name, is copied here and not sent.
 //!
-//! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as its file stays as it
-//! is ([`librarian`]). Images that VMs left behind here serve as well ([`left`]). A source asks after some pages of its
-//! disks ([`Message::Seek`](proto::Message::Seek)); it is told what is in the templates that have such
-//! ([`Message::Known`](proto::Message::Known)), and refers to pages of those ([`Told`]). Each page that is referred to is
-//! read and compared before it is used, so that neither a catalogue nor a template that was changed can do harm.
+//! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as the file does not
+//! change ([`librarian`]). Images that VMs left behind here serve as well ([`left`]).
+//!
+//! A source queries some pages of its disks ([`Message::Seek`](proto::Message::Seek)); the answer is the content of the
+//! templates that have such pages ([`Message::Known`](proto::Message::Known)), and the source sends references to pages
+//! of those ([`Told`]). Each referenced page is read and compared before it is used, so that neither a catalogue nor a
+//! template that was changed can do harm.
 
 mod catalogue;
 mod left;
@@ -35,7 +37,7 @@ pub(crate) use self::shared::{Learnt, SharedImage, shared_images};
 pub(crate) use self::told::{TOLD_PAGES, Told};
 use crate::api::{TemplateInfo, TemplateState};
 
-/// A template is of use if it has one of so many pages that are sought.
+/// A template is useful if it has one of this many queried pages.
 const OF_USE: usize = 50;
 
 /// The templates of this host.
@@ -47,17 +49,17 @@ pub(crate) struct Templates {
     shared: Shared,
 }
 
-/// What is known of them. Held only for as long as a look takes: file systems may hang.
+/// The known templates. The lock is held only briefly, never during file system calls, because these may hang.
 type Shelf = Mutex<Vec<Template>>;
 
 #[derive(Clone, Debug)]
 struct Template {
     path: PathBuf,
-    /// As QEMU calls it.
+    /// Format, by its name in QEMU.
     format: String,
     identity: Identity,
     state: State,
-    /// A VM has left it behind here; nobody has named it a template.
+    /// True if a VM has left the image behind here, and the configuration does not name it a template.
     is_left: bool,
 }
 
@@ -65,17 +67,18 @@ struct Template {
 enum State {
     BeingRead,
     Ready(Catalogue),
-    /// Why, and whether there is no sense in trying again.
+    /// The reason, and true if trying again is useless.
     Failed(String, bool),
 }
 
 impl Templates {
-    /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
+    /// Starts to scan these files and directories for templates, in a thread of its own; catalogues are kept in
+    /// `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
         let shelf: Arc<Shelf> = Arc::default();
         let shared = Shared::new(directory.join("shared"), &directory, patience);
         let left = Left::start(directory.join("left"), Arc::clone(&shelf))?;
-        // One look is enough for all who want one while another is at it.
+        // One scan serves all requests that arrive while another scan is running.
         let (look, looks) = mpsc::sync_channel(1);
         if !places.is_empty() {
             let librarian = Librarian::new(places, directory, patience, Arc::clone(&shelf));
@@ -90,8 +93,8 @@ impl Templates {
         Ok(Self { shelf, look, left, shared })
     }
 
-    /// Learns what is in images that both hosts have, for a guest with so much memory, as long as somebody wants to know.
-    /// Takes as long as it takes to read them.
+    /// Reads images that both hosts have, for a guest with `memory_bytes` of memory, for as long as `known` is in use.
+    /// Returns when the images were read.
     pub(crate) fn learn_shared(
         &self,
         images: &[SharedImage],
@@ -101,20 +104,20 @@ impl Templates {
         self.shared.learn(images, memory_bytes, known)
     }
 
-    /// Images were left behind here, each with these pages as far as is known, in their order. Waits a moment until that
-    /// is noted.
+    /// Records images that were left behind here, each with its pages as far as they are known, in their order. Waits a
+    /// moment until that is recorded.
     pub(crate) fn left(&self, images: Vec<(LeftImage, NamedPages)>) {
         self.left.keep(images);
     }
 
-    /// How many there are, read or not, and images that were left behind. Those that are new are read from now on.
+    /// Returns the number of templates, read or not, including images that were left behind. Starts to read new ones.
     pub(crate) fn count(&self) -> usize {
-        // Where it cannot be put, somebody else has asked for it.
+        // If the channel is full, another caller has requested a scan.
         let _ = self.look.try_send(());
         lock(&self.shelf).len()
     }
 
-    /// What users are shown: those that they have named.
+    /// Returns the templates that users see: those that the configuration names.
     pub(crate) fn infos(&self) -> Vec<TemplateInfo> {
         let info = |template: &Template| {
             let (state, pages, problem) = match &template.state {
@@ -128,7 +131,7 @@ impl Templates {
         lock(&self.shelf).iter().filter(|template| !template.is_left).map(info).collect()
     }
 
-    /// The templates that have such pages, those with the most of them first. Reads all catalogues.
+    /// Returns the templates that have queried pages, those with the most of them first. Reads all catalogues.
     fn having(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
         self.left.look();
         let shelf = lock(&self.shelf).clone();
@@ -150,7 +153,7 @@ impl Templates {
     }
 }
 
-/// How many of these pages are in a template.
+/// Returns the number of queried pages that are in a template.
 fn hits(catalogue: &Catalogue, sought: &HashSet<PageName>) -> io::Result<usize> {
     let mut found = HashSet::new();
     for run in catalogue.runs()? {
@@ -159,13 +162,13 @@ fn hits(catalogue: &Catalogue, sought: &HashSet<PageName>) -> io::Result<usize> 
     Ok(found.len())
 }
 
-/// A page's name as messages have it.
+/// Encodes a page's name for messages.
 pub(crate) fn to_hex(name: PageName) -> String {
     let number = name.0.iter().fold(0_u64, |number, byte| (number << 8) | u64::from(*byte));
     format!("{number:012x}")
 }
 
-/// A page's name from a message; none if it is none.
+/// Decodes a page's name from a message; returns none if it is malformed.
 pub(crate) fn from_hex(digits: &str) -> Option<PageName> {
     let mut name = [0; NAME_BYTES];
     for (byte, at) in name.iter_mut().zip((0..).step_by(2)) {
@@ -194,14 +197,14 @@ mod tests {
         [&number.to_le_bytes()[..], &[1; PAGE_BYTES as usize - 8]].concat()
     }
 
-    /// A raw template of these pages, one after the other from the second page on.
+    /// Makes a raw template of these pages, one after the other from the second page on.
     fn template(directory: &Path, name: &str, pages: std::ops::Range<u64>) {
         let bytes: Vec<u8> =
             [vec![0; PAGE_BYTES as usize]].into_iter().chain(pages.map(page)).flatten().collect();
         fs::write(directory.join(name), bytes).unwrap();
     }
 
-    /// Waits until so many were found, and read.
+    /// Waits until `count` templates were found and read.
     fn read(templates: &Templates, count: usize) {
         let being_read = || templates.infos().iter().any(|info| info.state == TemplateState::BeingRead);
         while templates.infos().len() != count || being_read() {
@@ -235,7 +238,7 @@ mod tests {
         let run = |pages: std::ops::Range<u64>| NamedRun { first_page: 1, names: names(pages).concat() };
         let known = |template, runs| Message::Known { template, runs, last: false };
         let last = Message::Known { template: 0, runs: Vec::new(), last: true };
-        // What is in both is told once.
+        // Pages that are in both are advertised once.
         assert_eq!(messages, [known(0, vec![run(100..1000)]), last.clone()]);
         let mut two = vec![0; 2 * PAGE_BYTES as usize];
         told.read(0, 900, &mut two[..PAGE_BYTES as usize]).unwrap();
@@ -247,16 +250,16 @@ mod tests {
         }
         assert_eq!(told.choose(&templates, &names(7000..7100)), [last]);
 
-        // What is not a catalogue is nobody's here to remove.
+        // A file that is not a catalogue must not be removed.
         fs::write(directory.path().join("state/stranger.catalogue"), "mine").unwrap();
-        // A second agent need not read them again; one that was changed it has to.
+        // A second agent need not read them again, except one that was changed.
         drop(templates);
         template(&images, "other", 5000..5050);
         let again = start();
         read(&again, 4);
         assert_eq!(again.infos()[3].data_bytes, Some(50 * PAGE_BYTES));
 
-        // One that is gone is tried once, and its catalogue goes, too.
+        // A template that is gone is tried once, and its catalogue is removed, too.
         told.choose(&again, &names((100..1000).step_by(10)));
         fs::remove_file(images.join("most")).unwrap();
         assert!(told.read(0, 1, &mut two).is_err() && told.read(0, 1, &mut two).is_err());
@@ -280,8 +283,8 @@ mod tests {
         assert!(from_hex("0001abcdef").is_none() && from_hex("0001abcdefgg").is_none());
     }
 
-    /// What was left behind is told of without having been read, by a later agent too, as long as it is there; and is no
-    /// template to those who ask for these.
+    /// An image that was left behind is advertised without having been read, by a later agent too, as long as it
+    /// exists; users do not see it as a template.
     #[test]
     fn what_was_left_behind_is_known_until_it_is_gone() {
         let directory = tempfile::tempdir().unwrap();
@@ -308,7 +311,7 @@ mod tests {
         let mut read = vec![0; PAGE_BYTES as usize];
         told_of.read(0, 7, &mut read).unwrap();
         assert_eq!(read, page(106));
-        // Another file of that name is not the one that was left.
+        // Another file of that name is not the image that was left.
         template(directory.path(), "other.img", 100..300);
         fs::rename(directory.path().join("other.img"), &image).unwrap();
         assert_eq!((told(&templates).0, templates.count()), (0, 0));
@@ -330,8 +333,8 @@ mod tests {
         assert!(!directory.path().join("state/left").exists());
     }
 
-    /// What an earlier agent knew of an image that is not there yet is kept, and used once it is; what a killed one had
-    /// begun is removed.
+    /// The catalogue of an image that is not there yet is kept, and used once it is; unfinished files of a killed agent
+    /// are removed.
     #[test]
     fn an_image_that_was_left_may_be_mounted_later() {
         let directory = tempfile::tempdir().unwrap();
@@ -356,7 +359,7 @@ mod tests {
         assert!(!begun.exists());
         fs::rename(&away, &image).unwrap();
         assert_eq!(told(&templates), 1);
-        // It was there, and is gone.
+        // The image was there, and is gone.
         fs::remove_file(&image).unwrap();
         assert_eq!(told(&templates), 0);
         assert_eq!(fs::read_dir(directory.path().join("state/left")).unwrap().count(), 0);

@@ -1,5 +1,5 @@
-//! What tests of drivers and daemon share: an agent `a` with a journal in a directory of its own, its peer `b`, and a
-//! QEMU that is a sleeping process with a monitor.
+//! Shared fixtures of the tests of drivers and daemon: an agent `a` with a journal in a directory of its own, its peer
+//! `b`, and a QEMU that is a sleeping process with a monitor.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may fail")]
 
@@ -30,7 +30,7 @@ use crate::preflight::Emulators;
 use crate::register::Register;
 use crate::templates::Templates;
 
-/// How long a test waits for what has to happen.
+/// Longest wait of a test for an expected event.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
 pub(crate) fn host(name: &str) -> HostId {
@@ -45,7 +45,7 @@ pub(crate) fn id(epoch: u64) -> MigrationId {
     MigrationId { vm: vm(), epoch: Epoch(epoch) }
 }
 
-/// The first migration, from one host to the other.
+/// Returns the terms of the first migration, from one host to the other.
 pub(crate) fn terms(source: &str, destination: &str) -> Terms {
     Terms {
         migration: id(1),
@@ -64,7 +64,7 @@ pub(crate) fn proposal() -> Proposal {
     serde_json::from_value(proposal).unwrap()
 }
 
-/// Waits until something holds that has to come about by itself.
+/// Waits until a condition holds that other threads have to establish.
 #[track_caller]
 pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
@@ -74,7 +74,7 @@ pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Waits until a thread of this process waits for something itself, or has ended.
+/// Waits until a thread of this process is blocked, or has ended.
 #[track_caller]
 pub(crate) fn waits_or_has_ended(thread: rustix::thread::Pid) {
     let stat = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
@@ -84,7 +84,7 @@ pub(crate) fn waits_or_has_ended(thread: rustix::thread::Pid) {
     });
 }
 
-/// Whoever comes is let in. Nobody may be there any more to meet them.
+/// Accepts every connection. The receiver may be gone already.
 fn welcome(sender: Sender<Connection>) -> impl Fn(Result<Arrival, Rejected>) + Send + Sync {
     move |arrival| {
         if let Some(connection) = arrival.ok().and_then(|arrival| arrival.accept().ok()) {
@@ -93,7 +93,7 @@ fn welcome(sender: Sender<Connection>) -> impl Fn(Result<Arrival, Rejected>) + S
     }
 }
 
-/// The agent `a`, and who connects to its peer `b`.
+/// The agent `a`, and the connections to its peer `b`.
 pub(crate) struct World {
     pub(crate) context: Arc<Context>,
     pub(crate) folder: tempfile::TempDir,
@@ -110,7 +110,7 @@ impl World {
         Self::patient(register, "")
     }
 
-    /// With more lines for the configuration's time-outs.
+    /// Creates a world with more lines for the configuration's time-outs.
     pub(crate) fn patient(register: Option<Arc<dyn Register>>, timeouts: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (sender, arrivals) = mpsc::channel();
@@ -144,12 +144,12 @@ impl World {
         Self { context: Arc::new(context), folder, arrivals, _peer: peer }
     }
 
-    /// The next connection that `a` opens to `b`.
+    /// Returns the next connection that `a` opens to `b`.
     pub(crate) fn accept(&self) -> Peer {
         Peer(self.arrivals.recv_timeout(PATIENCE).expect("nobody connects"))
     }
 
-    /// A connection that `b` has opened to `a`: both ends.
+    /// Returns both ends of a connection that `b` has opened to `a`.
     pub(crate) fn from_peer() -> (Connection, Peer) {
         let (sender, arrivals) = mpsc::channel();
         let listener = Listener::bind(endpoint("a"), "127.0.0.1:0").unwrap();
@@ -165,7 +165,7 @@ impl World {
         self.context.journal.begin(&new).unwrap();
     }
 
-    /// How far the journal has the first migration.
+    /// Returns the first migration's state in the journal.
     pub(crate) fn state(&self) -> State {
         self.context.journal.migration(&id(1)).unwrap().expect("the journal does not know it").state
     }
@@ -181,7 +181,7 @@ impl World {
     }
 }
 
-/// Somebody who speaks the protocol as the test wants it.
+/// Returns an endpoint of this name that speaks the protocol for a test.
 pub(crate) fn endpoint(name: &str) -> Endpoint {
     Endpoint::new(host(name), Security::Plain)
 }
@@ -211,7 +211,7 @@ impl Peer {
         }
     }
 
-    /// Waits for a message that is wanted, passing others over.
+    /// Waits for a matching message, and drops all others.
     pub(crate) fn hear_until(&mut self, wanted: impl Fn(&Message) -> bool) -> Message {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -223,7 +223,7 @@ impl Peer {
         }
     }
 
-    /// Waits until the other side hangs up, and returns what it said before.
+    /// Waits until the peer closes the connection, and returns the messages that it sent before.
     pub(crate) fn hung_up(&mut self) -> Vec<Message> {
         let mut said = Vec::new();
         let deadline = Instant::now() + PATIENCE;
@@ -239,7 +239,7 @@ impl Peer {
     }
 }
 
-/// A process that sleeps, and a monitor that says what the test wants.
+/// A process that sleeps, and a monitor with answers that the test chooses.
 pub(crate) struct Qemu {
     child: Child,
     process: Process,
@@ -247,22 +247,22 @@ pub(crate) struct Qemu {
     monitor: Arc<Mutex<Monitor>>,
 }
 
-/// What the monitor does.
+/// Behaviour of the monitor.
 #[derive(Default)]
 pub(crate) struct Monitor {
-    /// Whether the guest runs.
+    /// True if the guest runs.
     pub(crate) running: bool,
-    /// Takes connections and does not greet.
+    /// True if it accepts connections and does not greet.
     pub(crate) mute: bool,
     /// A command that is not answered.
     pub(crate) ignores: Option<&'static str>,
-    /// A command that is answered when it is this one no more.
+    /// A command that is answered once this field changes.
     pub(crate) waits: Option<&'static str>,
     /// A command that is refused.
     pub(crate) refuses: Option<&'static str>,
-    /// Commands that came.
+    /// Commands that were received.
     pub(crate) heard: Vec<String>,
-    /// Connections that came.
+    /// Number of connections that were accepted.
     pub(crate) connections: usize,
     clients: Vec<UnixStream>,
 }
@@ -294,7 +294,7 @@ impl Qemu {
         VmRecord::new(vm(), Value::Null, self.process(), "this boot", self.path.clone())
     }
 
-    /// Process id and start time.
+    /// Returns process id and start time.
     pub(crate) fn process(&self) -> (u32, u64) {
         (self.process.pid(), self.process.start_time())
     }
@@ -312,19 +312,19 @@ impl Qemu {
         is_held(&self.process)
     }
 
-    /// Where its monitor is.
+    /// Returns the path of its monitor.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Ends its clients' connections.
+    /// Closes its clients' connections.
     pub(crate) fn hangs_up(&self) {
         for client in &self.monitor().clients {
             client.shutdown(std::net::Shutdown::Both).unwrap();
         }
     }
 
-    /// Tells its clients that the guest goes on, as somebody else's `cont` does.
+    /// Reports to its clients that the guest goes on, as another client's `cont` does.
     pub(crate) fn resumes(&self) {
         let event = json!({ "event": "RESUME", "timestamp": { "seconds": 1, "microseconds": 0 } });
         for client in &mut self.monitor().clients {
@@ -332,7 +332,7 @@ impl Qemu {
         }
     }
 
-    /// Waits until a command has come so many times.
+    /// Waits until a command was received `times` times.
     #[track_caller]
     pub(crate) fn heard(&self, command: &str, times: usize) {
         eventually(command, || {
@@ -364,7 +364,7 @@ fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
         }
     }
     while let Some(Ok(line)) = lines.next() {
-        // A process that is held answers nobody.
+        // A process that is held answers no client.
         while is_held(process) {
             thread::sleep(Duration::from_millis(2));
         }
@@ -404,7 +404,7 @@ fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
     }
 }
 
-/// A register that counts its questions and answers when the test says so.
+/// A registry that counts its requests and answers when the test sends the answer.
 pub(crate) struct SlowRegister {
     pub(crate) asked: Sender<proto::message::RegisterRequest>,
     pub(crate) answers: Mutex<Receiver<engine::handover::register::RegisterAnswer>>,

@@ -1,8 +1,8 @@
 //! `--verify`: after the stop, all of memory is compared by a path that shares nothing with the one that moved it.
 //!
-//! Each side asks its own QEMU anew where its RAM blocks are, reads them plainly (from the file where it is shared
+//! Each side asks its own QEMU anew for the locations of its RAM blocks, reads them plainly (from the file for shared
 //! memory, from `/proc/PID/mem` otherwise; see [`::memory::verify`]), and hashes every chunk. No scanner, reader,
-//! writer or bitmap of the data plane has a part in it. Disks that were copied are opened anew, see [`block::compare`].
+//! writer or bitmap of the data plane is used. Disks that were copied are opened anew, see [`block::compare`].
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,27 +17,27 @@ use qemu::describe::Disk;
 use qemu::qmp::Qmp;
 use qemu::ram::{RamBlock, RamError, ram_blocks};
 
-/// Threads that hash.
+/// Number of threads that hash.
 const THREADS: usize = 2;
 
-/// Why memory or a disk could not be compared.
+/// Reason for which memory or a disk could not be compared.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CompareError {
-    /// QEMU does not tell where it is.
+    /// QEMU does not report the location of its memory.
     #[error("the guest's memory was not found")]
     Ram(#[from] RamError),
-    /// It could not be read.
+    /// The memory could not be read.
     #[error("the guest's memory could not be read")]
     Read(#[from] VerifyError),
     /// A disk could not be read.
     #[error("the guest's disk could not be read")]
     Disk(#[from] ImageError),
-    /// The other side names a block, or a part of one, that is not here.
+    /// The source names a block, or a part of one, that does not exist here.
     #[error("the source has a part of {0} that is not here")]
     NotThere(String),
 }
 
-/// What the source says of its memory and of disks, in pieces that fit a message.
+/// Hashes of the source's memory and disks, in pieces that fit a message.
 #[derive(Default)]
 pub(crate) struct Hashes {
     pub(crate) bytes: u64,
@@ -45,8 +45,8 @@ pub(crate) struct Hashes {
     pub(crate) messages: Vec<Message>,
 }
 
-/// Hashes all of a stopped guest's memory. `names` are the blocks in the order of the proposal, in which the pages that were
-/// left out stand as well: the destination has zeros there, and here they count as such.
+/// Hashes all of a stopped guest's memory. `names` are the blocks in the order of the proposal, which is also the order
+/// of the pages that were left out: the destination has zeros there, and here they count as zeros.
 pub(crate) fn hashes(
     qmp: &mut Qmp,
     pid: u32,
@@ -65,19 +65,19 @@ pub(crate) fn hashes(
     Ok(all)
 }
 
-/// A disk's image, as QEMU calls it.
+/// A disk's image, as QEMU names it.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskImage {
     pub(crate) path: String,
     pub(crate) format: String,
     /// Length of the disk: a raw image may be longer.
     pub(crate) disk_bytes: u64,
-    /// Where a raw disk begins in its file.
+    /// Offset of a raw disk in its file, in bytes.
     pub(crate) offset_bytes: u64,
 }
 
 impl DiskImage {
-    /// The image that a disk's content is in; none where that was not told.
+    /// Returns the image that has a disk's content; none if the description does not have it.
     pub(crate) fn of(disk: &Disk) -> Option<Self> {
         let format = disk.nodes.as_ref()?.format.as_str();
         // Without a format of its own an image is raw.
@@ -87,7 +87,7 @@ impl DiskImage {
         Some(Self { path, format: format.to_owned(), disk_bytes, offset_bytes })
     }
 
-    /// Opens it, whoever else has it open; see [`Reading::open`].
+    /// Opens it, even if other processes have it open; see [`Reading::open`].
     pub(crate) fn open(&self, socket: &Path, patience: Duration) -> Result<Reading, ImageError> {
         let part = self.offset_bytes..self.offset_bytes.saturating_add(self.disk_bytes);
         let part = (self.format == "raw").then_some(part);
@@ -109,7 +109,7 @@ impl Hashes {
         }
     }
 
-    /// Adds the copied disks of a stopped guest, which QEMU has given up. The first has the index `first_block`.
+    /// Adds the copied disks of a stopped guest, which QEMU has released. The first has the index `first_block`.
     pub(crate) fn add_disks(
         &mut self,
         first_block: usize,
@@ -126,7 +126,7 @@ impl Hashes {
     }
 }
 
-/// The chunks of a block of this side that differ from the source's hashes.
+/// Returns the chunks of a block of this side that differ from the source's hashes.
 pub(crate) fn differences(
     qmp: &mut Qmp,
     pid: u32,
@@ -142,7 +142,7 @@ pub(crate) fn differences(
     different(&called, first_chunk, &verify::hash_block(pid, &part, THREADS)?, theirs)
 }
 
-/// The chunks that differ, of so many on either side.
+/// Returns the chunks that differ; both sides must have the same number of chunks.
 pub(crate) fn different(
     called: &str,
     first_chunk: u64,
@@ -157,7 +157,7 @@ pub(crate) fn different(
     Ok(verify::different_chunks(first_chunk, ours, &theirs.ok_or_else(not_there)?))
 }
 
-/// Some chunks of a block, as far as it goes.
+/// Returns some chunks of a block, up to its end.
 fn part(block: &RamBlock, first_chunk: u64, chunks: u64) -> Block {
     let start = first_chunk.saturating_mul(CHUNK_BYTES).min(block.used_bytes);
     let bytes = chunks.saturating_mul(CHUNK_BYTES).min(block.used_bytes - start);

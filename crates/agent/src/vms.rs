@@ -1,4 +1,4 @@
-//! VMs that the agent has taken charge of: adopting a QEMU that runs, starting one from a file, and telling about them.
+//! VMs that the agent has adopted: adopting a running QEMU, starting one from a file, and describing them.
 
 mod second_copy;
 
@@ -28,15 +28,15 @@ use crate::progress::Standing;
 use crate::report::rfc3339;
 use second_copy::SecondCopy;
 
-/// How long a monitor may take to greet when a VM is only looked at.
+/// Timeout for a monitor's greeting when a VM is only queried.
 const GLANCE: Duration = Duration::from_secs(2);
 
-/// What to do when a VM's QEMU cannot be talked to.
+/// Returns the advice for a VM whose QEMU does not answer.
 pub(crate) fn advice(vm: &VmName) -> String {
     format!("if another program holds its QMP socket, close that; if it is gone, `whimbrel vm forget {vm}`")
 }
 
-/// Takes charge of a QEMU that runs. Changes nothing in it.
+/// Adopts a running QEMU. Changes nothing in it.
 pub(crate) fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
     let selector = selector(request)?;
     let process = find::find(&selector).map_err(|error| {
@@ -55,7 +55,7 @@ pub(crate) fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmReco
     enter(context, name, &process, &mut qmp, &request.allow_options)
 }
 
-/// What a QEMU calls itself.
+/// Returns the name that a QEMU was given.
 fn own_name(process: &QemuProcess) -> Result<VmName, Problem> {
     let name = process.name.clone().ok_or_else(|| {
         let error = format!("the QEMU of process {} has no name", process.pid);
@@ -82,7 +82,7 @@ fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
     }
 }
 
-/// The socket that was asked for, or the first that is free.
+/// Connects to the requested socket, or to the first that is free.
 fn connect(process: &QemuProcess, selector: &Selector) -> Result<Qmp, Problem> {
     if let Selector::Socket(path) = selector {
         return find::connect_at(process.pid, path, GLANCE)
@@ -91,7 +91,7 @@ fn connect(process: &QemuProcess, selector: &Selector) -> Result<Qmp, Problem> {
     find::connect(process, GLANCE).map_err(|error| Problem::caused_by(Kind::Unavailable, &error, ""))
 }
 
-/// Enters a QEMU under a name, which the caller has to himself.
+/// Records a QEMU under a name, which the caller has locked.
 fn enter(
     context: &Context,
     name: VmName,
@@ -106,7 +106,7 @@ fn enter(
     let described = qemu::describe::describe(qmp, &process.origin())
         .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, advice(&name)))?;
     let mut findings = preflight::description_findings(&described, allowed);
-    // Adopting risks nothing: what would stand in the way of a migration is only said.
+    // Adopting risks nothing: a blocker of a migration is only a warning here.
     for finding in &mut findings {
         finding.severity = finding.severity.min(Severity::Warning);
     }
@@ -120,7 +120,7 @@ fn enter(
         &context.boot_id,
         qmp.path().to_owned(),
     );
-    // Not while QEMU is asked, which may not answer. Meanwhile it may have been entered under another name.
+    // Not locked while QEMU is queried, which may not answer. In between it may have been recorded under another name.
     let _entering = context.names.entering();
     if let Some(same) = entered(context, &record.vm, process)? {
         return Ok((same, Vec::new()));
@@ -133,7 +133,7 @@ fn enter(
     Ok((record, findings))
 }
 
-/// What the agent has of this QEMU under this name; none if neither is here.
+/// Returns the agent's record of this QEMU under this name; none if neither is known here.
 fn entered(context: &Context, name: &VmName, process: &QemuProcess) -> Result<Option<VmRecord>, Problem> {
     let known = context
         .journal
@@ -155,7 +155,7 @@ fn entered(context: &Context, name: &VmName, process: &QemuProcess) -> Result<Op
     Ok(None)
 }
 
-/// A VM that is between two hosts, or in doubt, keeps its name: what is known of it here must not be replaced.
+/// Refuses the name of a VM that is between two hosts, or in doubt: its record must not be replaced.
 fn no_open_migration(context: &Context, name: &VmName) -> Result<(), Problem> {
     let latest = context.journal.latest(name);
     let latest = latest.map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
@@ -170,7 +170,8 @@ fn same_process(context: &Context, record: &VmRecord, process: &QemuProcess) -> 
     this_boot && (record.pid, record.start_time_ticks) == (process.pid, process.start_time_ticks)
 }
 
-/// What would start the VM a second time after it has moved away: a migration is refused for it.
+/// Returns findings about units that would start the VM a second time after it has moved away: a migration is refused
+/// because of them.
 fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
     units::starts_again(process).into_iter().map(|again| Finding {
         severity: Severity::Warning,
@@ -180,7 +181,7 @@ fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
     })
 }
 
-/// Starts a QEMU from a VM file and takes charge of it. Nothing is left of it after an error.
+/// Starts a QEMU from a VM file and adopts it. After an error nothing remains.
 pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
     let file = VmFile::parse(&request.text, &request.path).map_err(|error| {
         Problem::caused_by(Kind::BadRequest, &error, "docs/vm.example.toml has every key of a VM file")
@@ -239,7 +240,8 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     taken
 }
 
-/// A QEMU of that name that was forgotten may live on, with its monitor in the same place: that must stay its own.
+/// Checks that no forgotten QEMU of that name still runs with its monitor in the same directory, which must stay its
+/// own.
 fn nobody_is_at_home(name: &VmName, directory: &Path) -> Result<(), Problem> {
     find_by_monitor(&directory.join(QMP_FILE)).map_or(Ok(()), |process| {
         let pid = process.pid();
@@ -250,8 +252,8 @@ fn nobody_is_at_home(name: &VmName, directory: &Path) -> Result<(), Problem> {
     })
 }
 
-/// Forgets a VM; its QEMU goes on. What the agent made for a QEMU that is gone is removed, and the register has the VM
-/// released.
+/// Forgets a VM; its QEMU goes on. Removes the agent's files for a QEMU that is gone, and releases the VM in the
+/// ownership registry.
 pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<Forgotten, Problem> {
     let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
     let pid = record.process(&context.boot_id).is_ok().then_some(record.pid);
@@ -261,7 +263,7 @@ pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<Forgotten, 
     Ok(Forgotten { vm: record.vm.clone(), pid, released })
 }
 
-/// Makes this host the owner of one of its VMs in the register, or says what that risks.
+/// Makes this host the owner of one of its VMs in the ownership registry, or reports the risk.
 pub(crate) fn claim(
     context: &Context,
     record: &VmRecord,
@@ -308,7 +310,7 @@ pub(crate) fn claim(
     Ok(report)
 }
 
-/// Removes what the agent made for a VM's QEMU that is gone.
+/// Removes the files that the agent made for a VM's QEMU that is gone.
 pub(crate) fn remove_leavings(context: &Context, vm: &VmName) {
     if let Ok(Some(record)) = context.journal.vm(vm) {
         remove_own_directory(context, &record);
@@ -332,7 +334,7 @@ fn remove(directory: &Path) {
     }
 }
 
-/// The directories that the agent made for a VM's QEMU and for its logs, if it did.
+/// Returns the directories that the agent made for a VM's QEMU and for its logs, if it did.
 pub(crate) fn own_directories(context: &Context, qmp: &Path) -> Option<(PathBuf, PathBuf)> {
     let directory =
         qmp.parent().filter(|found| found.parent() == Some(&context.config.run_dir.join("vms")))?;
@@ -340,7 +342,7 @@ pub(crate) fn own_directories(context: &Context, qmp: &Path) -> Option<(PathBuf,
     Some((directory.to_owned(), logs::directory(&context.config, name)))
 }
 
-/// What a list says of a VM; with its open migration, and how that stands.
+/// Returns a VM's entry in the list; `open` is its open migration, with the standing of that.
 pub(crate) fn summary(
     context: &Context,
     record: &VmRecord,
@@ -360,7 +362,7 @@ pub(crate) fn summary(
         summary.qemu_version = described.program.version;
     }
     if let Some((open, standing)) = open {
-        // Its monitor is the migration's now, and its QEMU may be held.
+        // Its monitor belongs to the migration now, and its QEMU may be held.
         moving(open, standing).clone_into(&mut summary.state);
     } else if alive {
         let patience = GLANCE.min(Duration::from_millis(context.config.timeouts.qmp_ms));
@@ -374,7 +376,7 @@ pub(crate) fn summary(
     summary
 }
 
-/// How a VM stands that is between two hosts.
+/// Returns the state of a VM that is between two hosts.
 fn moving(record: &MigrationRecord, standing: Standing) -> &'static str {
     match (&record.state, standing) {
         (_, Standing::InDoubt) => "in-doubt",
@@ -383,7 +385,7 @@ fn moving(record: &MigrationRecord, standing: Standing) -> &'static str {
     }
 }
 
-/// All that is known of a VM. Its description is made anew where its monitor can be had.
+/// Returns all details of a VM. Its description is made anew if its monitor is free.
 pub(crate) fn detail(context: &Context, record: &VmRecord, summary: VmSummary) -> VmDetail {
     let mut detail = VmDetail {
         qmp: Some(record.qmp.clone()),
@@ -417,7 +419,7 @@ pub(crate) fn detail(context: &Context, record: &VmRecord, summary: VmSummary) -
     detail
 }
 
-/// All that is known of a VM on its way here, which has no record yet.
+/// Returns all details of an arriving VM, which has no record yet.
 pub(crate) fn arriving_detail(context: &Context, record: &MigrationRecord, standing: Standing) -> VmDetail {
     let proposal = context.journal.proposal(record.id()).ok().flatten();
     VmDetail {
@@ -432,7 +434,7 @@ pub(crate) fn arriving_detail(context: &Context, record: &MigrationRecord, stand
     }
 }
 
-/// What a list says of it.
+/// Returns an arriving VM's entry in the list.
 pub(crate) fn arriving(record: &MigrationRecord, standing: Standing) -> VmSummary {
     VmSummary {
         vm: record.id().vm.clone(),

@@ -1,4 +1,4 @@
-//! QEMU's end, as an event.
+//! Detection of QEMU's exit.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -8,17 +8,17 @@ use rustix::event::{PollFd, PollFlags, poll};
 use tracee::Process;
 use tracing::warn;
 
-/// A thread that waits for a process's end. Dropping this ends the thread, so that attempts to move a VM that lives for
-/// years leave none behind.
+/// A thread that waits for a process's exit. Dropping this ends the thread, so that attempts to move a VM that lives
+/// for years leave none behind.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    /// The thread has the other end, and sees this one end.
+    /// The thread has the other end, and detects that this one closes.
     end: UnixStream,
 }
 
 impl Watch {
-    /// Does something when a process has ended. None if the system gives no more threads or descriptors: QEMU's end is
-    /// noticed later then, by whoever talks to it.
+    /// Calls `ended` when a process has exited. Returns none if the system has no more threads or descriptors: QEMU's
+    /// exit is then detected later, by the next command to it.
     pub(crate) fn start(process: &Process, ended: impl FnOnce() + Send + 'static) -> Option<Self> {
         let started = (|| {
             let process = process.try_clone().map_err(std::io::Error::other)?;
@@ -36,14 +36,14 @@ impl Watch {
 }
 
 impl Drop for Watch {
-    /// Closing alone would not do: a child that is being started holds every descriptor of ours until it has become
-    /// its program.
+    /// Shuts the socket down. Closing alone would not suffice: a child that is being started holds every descriptor of
+    /// ours until it has become its program.
     fn drop(&mut self) {
         let _ = self.end.shutdown(Shutdown::Both);
     }
 }
 
-/// Waits until the process has ended, or nobody wants to know any more.
+/// Waits until the process has exited, or `dropped` is closed. Returns true if it has exited.
 fn has_ended(process: &Process, dropped: &UnixStream) -> bool {
     loop {
         let mut both = [PollFd::new(process, PollFlags::IN), PollFd::new(dropped, PollFlags::IN)];

@@ -36,7 +36,8 @@ fn world() -> World {
     World { fake, server, client, _folder: folder }
 }
 
-/// A request as bytes, and the answer as text, as far as it comes: a server that has seen enough stops reading.
+/// Sends a request as bytes, and returns the answer as text, as far as it arrives: a server that has seen enough stops
+/// reading.
 fn raw(world: &World, request: &str) -> String {
     let mut stream = UnixStream::connect(world.server.socket()).unwrap();
     let mut writing = stream.try_clone().unwrap();

@@ -1,4 +1,4 @@
-//! Holds the arrows between crates: what may depend on what stands here, and nowhere else.
+//! Checks the dependencies between crates: only those that are listed here are allowed.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a test may fail")]
 

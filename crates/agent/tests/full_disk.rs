@@ -30,7 +30,7 @@ impl Small {
         self.0.path().join("filler")
     }
 
-    /// Not a byte goes in any more.
+    /// Fills the file system, so that no more bytes can be written.
     fn fill(&self) {
         let mut file = File::create(self.filler()).unwrap();
         for bytes in [4096, 1] {
@@ -68,7 +68,7 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
     let small = Small::mount();
     let leaving: Vec<_> = (0..6).map(|number| id(&format!("leaving{number}"))).collect();
     let arriving = id("arriving");
-    // After COMMITTED, or READY, the guest stands still: what comes then must not wait for room.
+    // After COMMITTED, or READY, the guest is stopped: later entries must not fail for lack of space.
     let (committed, ready) = (id("committed"), id("ready"));
     let incarnation =
         || Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) };
@@ -88,7 +88,8 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
         small.fill();
         let full = begin(&journal, &id("late"), State::Source(SourceState::Prepared { run: true }));
         assert!(matches!(full, Err(JournalError::Full { .. })), "{full:?}");
-        // What goes on may use up the room beside the reserve, however often it is tried, but not the reserve.
+        // A migration that goes on may use the space beside the reserve, however often it is tried, but not the
+        // reserve.
         for _ in 0..500 {
             let stopped =
                 journal.record_source(&leaving[0], &SourceState::Stopped { run: true }, Durability::Process);

@@ -1,4 +1,4 @@
-//! Completeness of the manual: all findings of the pre-flight check, and all paths of the API.
+//! Completeness of the manual: all findings of the pre-flight checks, and all paths of the API.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use qemu::units::When;
 
-/// What a finding's code follows in the source, without white space.
+/// Source text that precedes a finding's code, without white space.
 const BEFORE: [&str; 9] = [
     "Problem::new(",
     ".problem(",

@@ -1,5 +1,5 @@
-//! Are two disks equal? Asked after the guest has stopped, by a path that shares nothing with the one that moved them
-//! but the [client](crate::nbd): each image is opened anew, for reading, by a server of its own.
+//! Comparison of two disks after the guest has stopped, by a path that shares nothing with the one that moved them but
+//! the [client](crate::nbd): each image is opened anew, for reading, by a server of its own.
 
 use std::ops::Range;
 
@@ -9,12 +9,12 @@ use crate::image::ImageError;
 use crate::nbd::{Client, NbdError, ZERO};
 use crate::reading::Reading;
 
-/// Read at a time: fits the processor's cache.
+/// Length of one read, in bytes: it fits the processor's cache.
 const PIECE_BYTES: u64 = 256 << 10;
 
 impl Reading {
-    /// XXH3 of chunks of that length, 64 bits each, as far as the disk goes; its last one may be shorter. What reads as
-    /// zeros is not read.
+    /// Returns the XXH3 (64 bits) of chunks of `chunk_bytes`, up to the end of the disk; its last chunk may be
+    /// shorter. Ranges that are known to be zeros are not read.
     pub fn hash_chunks(&mut self, chunk_bytes: u64, chunks: Range<u64>) -> Result<Vec<u64>, ImageError> {
         self.ask(|client| hash_chunks(client, chunk_bytes, chunks))
     }

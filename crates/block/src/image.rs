@@ -1,9 +1,9 @@
-//! Images at the destination: made before the VM's QEMU is started, filled while the guest runs elsewhere, closed
-//! before it runs here.
+//! Images at the destination: created before the VM's QEMU is started, filled while the guest runs at the source,
+//! closed before it runs here.
 //!
 //! An image of any format is written through `qemu-nbd`, which is QEMU's block layer as a program of its own. It
-//! bypasses the page cache where the file system lets it, and ends by itself when its last connection does: an agent
-//! that dies leaves none behind. It is gone before the guest's QEMU takes the image.
+//! bypasses the page cache where the file system permits that, and ends by itself when its last connection does: an
+//! agent that dies leaves none behind. It has ended before the guest's QEMU opens the image.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -16,26 +16,26 @@ use std::time::{Duration, Instant};
 
 use crate::nbd::{Client, NbdError};
 
-/// The name under which an image is served.
+/// Export name of an image.
 const EXPORT: &str = "disk";
-/// What QEMU's tools come with.
+/// Package with QEMU's tools.
 const TOOLS: &str = "QEMU's package of tools (qemu-utils, qemu-img)";
-/// How long a server may take to start, however patient whoever waits for what it writes.
+/// Longest time for a server to start, whatever the patience of the caller is.
 const START_PATIENCE: Duration = Duration::from_secs(10);
-/// How often a server that is starting is looked at.
+/// Interval between two checks of a server that starts or ends.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Formats that are written.
+/// Formats of new images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// The bytes as they are; sparse where the file system can be.
+    /// The plain bytes; sparse where the file system supports that.
     Raw,
-    /// QEMU's own.
+    /// QEMU's own format.
     Qcow2,
 }
 
 impl Format {
-    /// QEMU's word for it.
+    /// Returns QEMU's name of the format.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -43,7 +43,8 @@ impl Format {
         }
     }
 
-    /// What an image takes beside the content, at most, for a disk of so many bytes of which so many have content.
+    /// Returns the most room, in bytes, that an image needs beside the content, for a disk of `bytes` bytes of which
+    /// `content_bytes` have content.
     pub fn overhead_bytes(self, bytes: u64, content_bytes: u64) -> u64 {
         match self {
             Self::Raw => 0,
@@ -53,7 +54,7 @@ impl Format {
         }
     }
 
-    /// The format of that name.
+    /// Returns the format with a name.
     pub fn of(name: &str) -> Option<Self> {
         [Self::Raw, Self::Qcow2].into_iter().find(|format| format.as_str() == name)
     }
@@ -65,67 +66,67 @@ impl fmt::Display for Format {
     }
 }
 
-/// Why an image was not made, or not written.
+/// Error of creating, reading or writing an image.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// Its file was not made.
+    /// The file could not be created.
     #[error("cannot make {path}", path = path.display())]
     Make {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// A tool is not there.
+    /// A program could not be run.
     #[error("cannot run {tool}: is {package} installed?")]
     NoTool {
         /// The program.
         tool: &'static str,
-        /// What it comes with.
+        /// Package of the program.
         package: &'static str,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// A tool failed.
+    /// A program failed.
     #[error("{tool} failed on {path}: {said}", path = path.display())]
     Tool {
         /// The program.
         tool: &'static str,
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What it said.
+        /// Output of the program.
         said: String,
     },
-    /// What is in an image cannot be read.
+    /// The image could not be read.
     #[error("cannot read {path}", path = path.display())]
     Read {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: NbdError,
     },
-    /// The image's server did not do what it was asked.
+    /// The image's server failed a request.
     #[error("cannot write {path}", path = path.display())]
     Write {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: NbdError,
     },
 }
 
-/// Makes an empty image of so many bytes, which must be whole sectors of 512. Nobody else can have made a file of that
-/// name: if there is one, that is an error. Nothing is left after an error.
+/// Creates an empty image of `bytes` bytes, a multiple of 512. Fails if the file exists, because it is not this
+/// program's then. Nothing remains after an error.
 pub fn create(path: &Path, format: Format, bytes: u64) -> Result<(), ImageError> {
     let failed = |source| ImageError::Make { path: path.to_owned(), source };
-    // For root and the owner: what is in a disk is nobody else's.
+    // For root and the owner: no other user may read a disk.
     let file =
         OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
     let made = fill(&file, path, format, bytes).and_then(|()| {
-        // Its name has to outlive the host, too.
+        // The directory entry has to survive a crash of the host, too.
         let directory = path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all());
         match directory {
-            // Some file systems know no such thing.
+            // Some file systems cannot sync a directory.
             Err(error)
                 if [io::ErrorKind::InvalidInput, io::ErrorKind::Unsupported].contains(&error.kind()) =>
             {
@@ -135,19 +136,19 @@ pub fn create(path: &Path, format: Format, bytes: u64) -> Result<(), ImageError>
         }
     });
     if made.is_err() {
-        // The first error is the one to tell.
+        // The first error is the one to report.
         let _ = fs::remove_file(path);
     }
     made
 }
 
-/// Makes sure that the first block of a raw image is no hole; its content stays what it is.
+/// Makes sure that the first block of a raw image is no hole; its content stays the same.
 ///
-/// QEMU finds out by reading it how direct I/O has to be aligned. A hole can be read with any alignment, so that QEMU
-/// assumes the largest one then, and refuses to write to an image that is no multiple of it.
+/// QEMU detects the alignment for direct I/O by reading that block. A hole can be read with any alignment, so that
+/// QEMU then assumes the largest one, and refuses to write to an image whose length is no multiple of it.
 ///
 /// # Errors
-/// When the image cannot be opened, read or written.
+/// Fails if the image cannot be opened, read or written.
 pub fn allocate_first_block(path: &Path) -> Result<(), ImageError> {
     let failed = |source| ImageError::Make { path: path.to_owned(), source };
     let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
@@ -180,20 +181,20 @@ fn fill(file: &File, path: &Path, format: Format, bytes: u64) -> Result<(), Imag
     Err(ImageError::Tool { tool: "qemu-img", path: path.to_owned(), said })
 }
 
-/// An image that is open in a program of its own, for writing or for reading.
+/// An image that a `qemu-nbd` has open, for writing or for reading.
 #[derive(Debug)]
 pub struct Server {
     child: Child,
     path: PathBuf,
     socket: PathBuf,
     patience: Duration,
-    /// As long as it is there, the server is.
+    /// Connection that keeps the server alive.
     keeper: Option<Client>,
 }
 
 impl Server {
-    /// Serves an image for writing, on a socket that is made, to at most so many connections at a time; nothing that is
-    /// asked of it takes longer than `patience`.
+    /// Serves an image for writing on a new socket, to at most `connections` connections at a time. No request takes
+    /// longer than `patience`.
     pub fn start(
         path: &Path,
         format: Format,
@@ -207,8 +208,8 @@ impl Server {
         Self::spawn(command, &[path.as_os_str()], path, socket, u32::from(connections), patience)
     }
 
-    /// Serves an image of this format for reading to one connection; `named` are the arguments by which QEMU knows it,
-    /// `image` is what to call it.
+    /// Serves an image of this format for reading to one connection. `named` are the arguments by which `qemu-nbd`
+    /// opens it; `image` is its name in errors.
     pub(crate) fn start_reading(
         named: &[&str],
         image: &Path,
@@ -223,7 +224,7 @@ impl Server {
         };
         if takes_direct_io(image, Format::of(format).unwrap_or(Format::Qcow2)) {
             match start("none") {
-                // It has ended: what the image stands on may be on a file system that does not take it.
+                // It has ended: a backing file of the image may be on a file system without direct I/O.
                 Err(ImageError::Tool { .. }) => {}
                 started => return started,
             }
@@ -239,7 +240,7 @@ impl Server {
         connections: u32,
         patience: Duration,
     ) -> Result<Self, ImageError> {
-        // The keeper is one more, and so is whoever flushes.
+        // The keeper is one more, and so is the flusher.
         let shared = connections.saturating_add(2).to_string();
         let child = command
             .args(["--export-name", EXPORT, "--shared", &shared])
@@ -260,7 +261,7 @@ impl Server {
                     server.keeper = Some(keeper);
                     return Ok(server);
                 }
-                // It takes connections before it opens the image, and ends if it cannot.
+                // It accepts connections before it opens the image, and ends if it cannot.
                 Err(ImageError::Write { source: NbdError::Connect { .. } | NbdError::Lost(_), .. })
                     if !server.has_ended() && Instant::now() < deadline => {}
                 Err(_) if server.has_ended() => return Err(server.failure()),
@@ -270,34 +271,34 @@ impl Server {
         }
     }
 
-    /// A connection to write the image through.
+    /// Opens a connection to write the image.
     pub fn client(&self) -> Result<Client, ImageError> {
         self.client_for(None)
     }
 
-    /// A connection that tells what this context says.
+    /// Opens a connection that can query this context.
     pub(crate) fn client_for(&self, context: Option<&str>) -> Result<Client, ImageError> {
         let client = Client::connect(&self.socket, EXPORT, context, self.patience);
         client.map_err(|source| ImageError::Write { path: self.path.clone(), source })
     }
 
-    /// The image.
+    /// Returns the path of the image.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Puts all that was written on stable storage.
+    /// Flushes all writes to stable storage.
     pub fn flush(&self) -> Result<(), ImageError> {
         self.flusher().flush()
     }
 
-    /// Who can flush, and does not keep the server.
+    /// Returns a handle that can flush, and does not keep the server alive.
     pub fn flusher(&self) -> Flusher {
         Flusher { path: self.path.clone(), socket: self.socket.clone(), patience: self.patience }
     }
 
-    /// Puts everything on stable storage and lets go of the image; all connections must have ended. Afterwards nobody
-    /// has the image open.
+    /// Flushes all writes to stable storage and closes the image; all connections must have ended. No process has the
+    /// image open afterwards.
     pub fn finish(mut self) -> Result<(), ImageError> {
         self.flush()?;
         self.keeper = None;
@@ -316,7 +317,7 @@ impl Server {
         !matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// What it said before it ended.
+    /// Returns the error with the output of the server, which has ended.
     fn failure(&mut self) -> ImageError {
         let mut said = String::new();
         if let Some(stderr) = &mut self.child.stderr {
@@ -327,18 +328,18 @@ impl Server {
     }
 }
 
-/// Ends a server that waits at this socket for its first client, because whoever started it died before that: it has
-/// one now, and loses it. One that is in use does not notice.
+/// Ends a server that waits at this socket for its first client, because the agent that started it has died: it gets a
+/// client now, and loses it. A server that is in use is not affected.
 pub fn end_unused(socket: &Path) {
     const PATIENCE: Duration = Duration::from_secs(2);
     let deadline = Instant::now() + PATIENCE;
-    // Until nobody listens: only then it has let go of the image. One that is in use goes on listening.
+    // Until no server listens: only then has it closed the image. A server that is in use continues to listen.
     while Client::connect(socket, EXPORT, None, PATIENCE).is_ok() && Instant::now() < deadline {
         std::thread::sleep(LOOK);
     }
 }
 
-/// Puts what was written to an image on stable storage, as long as its server is there.
+/// Handle that flushes writes to an image to stable storage, as long as its server runs.
 #[derive(Clone, Debug)]
 pub struct Flusher {
     path: PathBuf,
@@ -347,7 +348,7 @@ pub struct Flusher {
 }
 
 impl Flusher {
-    /// Puts all that was written on stable storage.
+    /// Flushes all writes to stable storage.
     pub fn flush(&self) -> Result<(), ImageError> {
         let client = Client::connect(&self.socket, EXPORT, None, self.patience);
         let flushed = client.and_then(|mut client| client.flush());
@@ -365,8 +366,8 @@ impl Drop for Server {
     }
 }
 
-/// Whether an image can be read and written past the page cache. QEMU wants a raw one to be whole blocks of the file
-/// system then, which for one of 4 KiB is not every disk.
+/// Returns true if direct I/O to an image is possible. QEMU then requires a raw image to be whole blocks of the file
+/// system, which not every disk is if the blocks have 4 KiB.
 fn takes_direct_io(path: &Path, format: Format) -> bool {
     const O_DIRECT: i32 = 0o40000;
     const LARGEST_BLOCK_BYTES: u64 = 4096;

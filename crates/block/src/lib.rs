@@ -1,16 +1,16 @@
-//! Disks of VMs, as far as no QEMU is asked about them: a client of the servers that read and write images, and what is
-//! made for a disk that arrives.
+//! Disks of VMs, without access to a running QEMU: a client of the servers that read and write images, and the images
+//! and volumes for arriving disks.
 //!
 //! | module | is |
 //! |---|---|
-//! | [`nbd`] | the client's side of NBD |
-//! | [`image`] | images that are made and filled |
-//! | [`volume`] | logical volumes in which disks arrive |
-//! | [`thin`] | thin pools of such volumes, and how a new thin volume is written |
-//! | [`reading`] | images that are read, whoever else has them open |
-//! | [`compare`] | whether two images have the same in them |
+//!  | [`nbd`] | NBD client |
+//! | [`image`] | images that are created and filled |
+//! | [`volume`] | logical volumes for arriving disks |
+//! | [`thin`] | thin pools of such volumes, and writing to a new thin volume |
+//! | [`reading`] | images that are read while other programs have them open |
+//! | [`compare`] | comparison of two images |
 //!
-//! Nothing here knows of a migration. Image formats are known to QEMU's own tools alone.
+//! Nothing here depends on a migration. Only QEMU's own tools know image formats.
 
 pub mod compare;
 pub mod image;

@@ -1,4 +1,4 @@
-//! An image that is open for reading, by a server of its own, whoever else has it open.
+//! An image that is open for reading, by a server of its own, while other programs have it open.
 
 use std::ops::Range;
 use std::path::Path;
@@ -17,9 +17,9 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Opens an image in any format that QEMU knows by this name, through a server on a socket that is made. Whoever
-    /// writes it must have flushed it, and not write any more. Of a raw image that is longer than its disk (a block
-    /// device, a part of a larger file) only `part` is read, in bytes.
+    /// Opens an image in any format that QEMU knows by this name, through a server on a new socket. A program that
+    /// writes it must have flushed it, and must not write any more. Of a raw image that is longer than its disk (a
+    /// block device, a part of a larger file) only `part` is read, in bytes.
     pub fn open(
         image: &str,
         format: &str,
@@ -36,8 +36,8 @@ impl Reading {
         Self::of(Server::start_reading(&named, Path::new(image), format, socket, patience)?)
     }
 
-    /// Opens what one image has itself; what images below it have reads as zeros. Whoever writes to it may go on: what is
-    /// read then need not be what is there, nor what ever was.
+    /// Opens the content of one image itself; content of its backing files reads as zeros. A program may continue to
+    /// write to it: the data that is read may then be neither the present nor any former content.
     pub fn open_alone(
         image: &Path,
         format: &str,
@@ -47,7 +47,7 @@ impl Reading {
         let file = image.to_string_lossy();
         let mut options = json!({ "driver": format, "file": { "filename": file }, "force-share": true });
         if format == Format::Qcow2.as_str() {
-            // Without it QEMU would open the images below.
+            // Without it QEMU would open the backing files.
             options["backing"] = Value::Null;
         }
         let named = format!("json:{options}");
@@ -59,12 +59,12 @@ impl Reading {
         Ok(Self { server, client })
     }
 
-    /// Length of what is in the image, in bytes.
+    /// Returns the length of the image's content, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.client.size_bytes()
     }
 
-    /// What of a range does not read as zeros, ascending, in bytes.
+    /// Returns the parts of a range that do not read as zeros, ascending, in bytes.
     pub fn allocated(&mut self, range: Range<u64>) -> Result<Vec<Range<u64>>, ImageError> {
         let extents = self.ask(|client| client.status(range))?;
         Ok(extents

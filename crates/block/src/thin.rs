@@ -1,9 +1,10 @@
-//! Thin pools of LVM: what they have in use, and how a new volume of one is written without taking more than it must.
+//! Thin pools of LVM: their usage, and writing to a new volume of a pool without provisioning more blocks than
+//! necessary.
 //!
-//! A volume has no blocks when it is made; it reads as zeros where it has none. A block is provisioned by the first write
-//! to it, zeros included. So zeros are not written where nothing was written before. A pool that does not zero the blocks
-//! that it provisions (`skip_block_zeroing`) leaves in the rest of a block what another volume had there; such a block is
-//! filled with zeros first.
+//! A new volume has no blocks; it reads as zeros where it has none. A block is provisioned by the first write to it,
+//! also by a write of zeros. So zeros are not written where nothing was written before. A pool that does not zero the
+//! blocks that it provisions (`skip_block_zeroing`) leaves data of another volume in the rest of a block; such a block
+//! is filled with zeros first.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,24 +16,24 @@ use crate::image::ImageError;
 use crate::nbd::{Client, NbdError};
 use crate::volume::run;
 
-/// Size of a block of a pool's metadata, in bytes; the kernel knows no other.
+/// Size of a block of a pool's metadata, in bytes; the kernel supports no other.
 const METADATA_BLOCK_BYTES: u64 = 4096;
-/// Fewest blocks of data that a block of metadata maps: it has room for 252, and is split when it is full.
+/// Fewest data blocks that a metadata block maps: it has room for 252, and is split when it is full.
 const BLOCKS_PER_METADATA_BLOCK: u64 = 126;
-/// Metadata that a volume takes for itself: its details, and copies of what a transaction changes.
+/// Metadata of a volume itself, in bytes: its details, and copies of blocks that a transaction changes.
 const METADATA_OVERHEAD_BYTES: u64 = 64 << 10;
 
-/// How much of something is in use.
+/// Usage of a resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// In use, in bytes.
+    /// Bytes in use.
     pub used_bytes: u64,
-    /// There is, in bytes.
+    /// Bytes in all.
     pub total_bytes: u64,
 }
 
 impl Usage {
-    /// What is free when so many percent of all are to stay free, in bytes.
+    /// Returns the free bytes if `keep_free_percent` percent of all are to stay free.
     pub fn free_bytes(&self, keep_free_percent: u8) -> u64 {
         let kept = (u128::from(self.total_bytes) * u128::from(keep_free_percent)).div_ceil(100) as u64;
         self.total_bytes.saturating_sub(self.used_bytes).saturating_sub(kept)
@@ -40,7 +41,7 @@ impl Usage {
 }
 
 impl Usage {
-    /// Whether less is free than that many percent of all.
+    /// Returns true if less than `keep_free_percent` percent of all is free.
     pub fn is_beyond(&self, keep_free_percent: u8) -> bool {
         let free_bytes = self.total_bytes.saturating_sub(self.used_bytes);
         u128::from(free_bytes) * 100 < u128::from(self.total_bytes) * u128::from(keep_free_percent)
@@ -53,31 +54,31 @@ impl fmt::Display for Usage {
     }
 }
 
-/// A thin pool as the kernel has it.
+/// State of a thin pool in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ThinPool {
-    /// Blocks of its volumes.
+    /// Usage of its data blocks.
     pub data: Usage,
-    /// What maps them. A pool whose metadata is full fails all its volumes.
+    /// Usage of its metadata, which maps the blocks. A pool whose metadata is full fails all its volumes.
     pub metadata: Usage,
     /// Size of a block, in bytes.
     pub block_bytes: u64,
-    /// Whether what is not written of a new block is zeroed.
+    /// True if the kernel zeroes the unwritten part of a new block.
     pub zeroes_blocks: bool,
-    /// What is wrong with it, in the kernel's words, if it cannot be written.
+    /// Reason for which the pool cannot be written, in the kernel's words, if there is one.
     pub trouble: Option<String>,
 }
 
 impl ThinPool {
-    /// Asks the kernel for a pool of a volume group.
+    /// Reads the state of a pool of a volume group from the kernel.
     ///
     /// # Errors
-    /// When it is not active, or the answer is not understood.
+    /// Fails if the pool is not active, or the answer has an unknown format.
     pub fn of(group: &str, pool: &str) -> Result<Self, ImageError> {
-        // Within a name LVM doubles hyphens.
+        // LVM doubles hyphens within a name.
         let [plain_group, plain_pool] = [group, pool].map(|name| name.replace('-', "--"));
         let device = format!("{plain_group}-{plain_pool}");
-        // The pool itself lies under this name once it has volumes, and a device to look at under the plain one.
+        // Once a pool has volumes, it has the first name, and the plain name is a device for inspection.
         Self::at(&format!("{device}-tpool"), group, pool).or_else(|_| Self::at(&device, group, pool))
     }
 
@@ -85,7 +86,7 @@ impl ThinPool {
         let path = format!("{group}/{pool}");
         let ask = |question| {
             let mut command = Command::new("dmsetup");
-            // A look is no reason to commit the pool's metadata.
+            // Reading the status is no reason to commit the pool's metadata.
             let no_flush: &[&str] = if question == "status" { &["--noflush"] } else { &[] };
             command.arg(question).args(no_flush).args(["--target", "thin-pool", device]);
             run("dmsetup", command, Path::new(&path))
@@ -137,28 +138,28 @@ impl ThinPool {
         Some(Self { data, metadata, block_bytes, zeroes_blocks, trouble })
     }
 
-    /// Most metadata that volumes with so much in them take, in bytes.
+    /// Returns the most metadata, in bytes, that volumes with `data_bytes` of content need.
     pub fn metadata_needed_bytes(&self, data_bytes: u64) -> u64 {
         let blocks = data_bytes.div_ceil(self.block_bytes).div_ceil(BLOCKS_PER_METADATA_BLOCK);
         blocks.saturating_mul(METADATA_BLOCK_BYTES).saturating_add(METADATA_OVERHEAD_BYTES)
     }
 }
 
-/// Where a volume is written.
+/// Destination of the writes to a volume.
 pub trait Target {
-    /// Length of the volume, in bytes.
+    /// Returns the length of the volume, in bytes.
     fn size_bytes(&self) -> u64;
 
     /// Writes bytes.
     ///
     /// # Errors
-    /// When they are not written.
+    /// Fails if the bytes are not written.
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<(), NbdError>;
 
-    /// Writes zeros, whether there are blocks for them or not; none is given back.
+    /// Writes zeros and provisions blocks where there are none; no block is released.
     ///
     /// # Errors
-    /// When they are not written.
+    /// Fails if the zeros are not written.
     fn allocate_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError>;
 }
 
@@ -176,27 +177,28 @@ impl Target for Client {
     }
 }
 
-/// A new thin volume that is being filled, by several threads, each with a part of its own.
+/// A new thin volume that several threads fill, each with a part of its own.
 #[derive(Debug)]
 pub struct NewVolume {
     block_bytes: u64,
     zeroes_blocks: bool,
-    /// Which blocks have been written, a bit for each. Held while one is filled, so that no one writes to it before.
+    /// One bit for each block, set if it has been written. Locked while a block is filled, so that no other thread
+    /// writes to it before.
     provisioned: Mutex<Vec<u64>>,
 }
 
 impl NewVolume {
-    /// A volume of that pool of which nothing was written yet.
+    /// Creates the state of a volume of `pool` to which nothing was written yet.
     pub fn new(pool: &ThinPool) -> Self {
         let (block_bytes, zeroes_blocks) = (pool.block_bytes, pool.zeroes_blocks);
         Self { block_bytes, zeroes_blocks, provisioned: Mutex::default() }
     }
 
-    /// Fills the first block where the pool does not zero it: LVM writes to its beginning when it makes the volume, and what
-    /// another volume had is in the rest.
+    /// Fills the first block where the pool does not zero it: LVM writes to the beginning of that block when it
+    /// creates the volume, and the rest has data of another volume.
     ///
     /// # Errors
-    /// When that fails.
+    /// Fails if the write fails.
     pub fn begin(&self, to: &mut impl Target) -> Result<(), NbdError> {
         if self.zeroes_blocks {
             return Ok(());
@@ -210,7 +212,7 @@ impl NewVolume {
     /// Writes bytes.
     ///
     /// # Errors
-    /// When they are not written.
+    /// Fails if the bytes are not written.
     pub fn write(&self, offset: u64, data: &[u8], to: &mut impl Target) -> Result<(), NbdError> {
         let range = offset..offset + data.len() as u64;
         {
@@ -234,7 +236,7 @@ impl NewVolume {
     /// Makes a range read as zeros.
     ///
     /// # Errors
-    /// When that fails.
+    /// Fails if the write fails.
     pub fn write_zeroes(&self, range: Range<u64>, to: &mut impl Target) -> Result<(), NbdError> {
         let mut written: Vec<Range<u64>> = Vec::new();
         {
@@ -317,7 +319,7 @@ mod tests {
         assert!(!usage.is_beyond(0) && !usage.is_beyond(10) && usage.is_beyond(11));
     }
 
-    /// A volume in a pool whose new blocks have something of others in them, where they are not zeroed.
+    /// Fake of a volume in a pool whose new blocks have data of other volumes, where they are not zeroed.
     struct Kernel {
         bytes: Vec<u8>,
         provisioned: Vec<bool>,
@@ -368,7 +370,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Whatever is written in whatever order: the volume has it, zeros elsewhere, and no block without need.
+        /// After any writes in any order the volume has their data, zeros elsewhere, and no unnecessary block.
         #[test]
         fn a_volume_has_what_was_written_and_no_more(
             zeroes_blocks: bool,
@@ -376,7 +378,7 @@ mod tests {
         ) {
             let volume = NewVolume::new(&pool(zeroes_blocks));
             let mut kernel = Kernel::new(61, zeroes_blocks);
-            // As LVM does.
+            // LVM writes to the first block.
             kernel.put(0..4, |_| 0);
             volume.begin(&mut kernel).unwrap();
             let (mut expected, mut touched) = (vec![0_u8; 61], [false; 8]);

@@ -1,4 +1,4 @@
-//! Logical volumes of LVM in which disks arrive, instead of files. LVM's own programs make and remove them.
+//! Logical volumes of LVM for arriving disks, instead of files. LVM's own programs create and remove them.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -7,44 +7,44 @@ use std::time::{Duration, Instant};
 use crate::image::ImageError;
 use crate::thin::{ThinPool, Usage};
 
-/// Longest name of a logical volume that is made, without what it begins with; LVM takes 127, less the group's.
+/// Longest name of a new logical volume, in bytes, without its prefix; LVM permits 127, less the group's name.
 const NAME_BYTES: usize = 60;
-/// What names begin with, and a tag: by it people know what was made here.
+/// Prefix of the names, and a tag, by which people recognize volumes of this program.
 const TAG: &str = "whimbrel";
-/// How long one of LVM's programs may take.
+/// Longest time for one of LVM's programs.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How often it is looked at meanwhile.
+/// Interval between two checks whether it has ended.
 const LOOK: Duration = Duration::from_millis(5);
-/// How often a volume that is in use is tried again to be removed, and after how long.
+/// Number of attempts to remove a volume that is in use, and the pause between them.
 const REMOVALS: u32 = 5;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(500);
 
-/// Where volumes are made.
+/// A volume group in which volumes are created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
     /// Name of the volume group.
     pub name: String,
-    /// Name of a thin pool in it; none to take the group's own room.
+    /// Name of a thin pool in it; none to use the group's own extents.
     pub thin_pool: Option<String>,
 }
 
 impl Group {
-    /// Where a volume will be, of a name made of this text. LVM takes letters, digits and `+_.-`, and has uses of its
-    /// own for some names with `_` in them and some that begin otherwise.
+    /// Returns the path of a volume whose name is derived from `text`. LVM permits letters, digits and `+_.-`, and
+    /// reserves some names with `_` and some prefixes for itself.
     pub fn path(&self, text: &str) -> PathBuf {
         let plain = |letter: char| {
             if letter.is_ascii_alphanumeric() || "+.-".contains(letter) { letter } else { '+' }
         };
         let mut name: String = text.chars().map(plain).collect();
-        // What makes it unlike all others stands at the end.
+        // The distinctive part of a name is at its end.
         if name.len() > NAME_BYTES {
             name.drain(..name.len() - NAME_BYTES);
         }
         Path::new("/dev").join(&self.name).join(format!("{TAG}-{name}"))
     }
 
-    /// Makes a volume of at least so many bytes at a [path](Self::path) of this group. One of that name is an error.
-    /// What is in it is not known, but for a thin one, which reads as zeros.
+    /// Creates a volume of at least `bytes` bytes at a [path](Self::path) of this group. Fails if the name exists. The
+    /// content is undefined, except that a thin volume reads as zeros.
     pub fn create(&self, path: &Path, bytes: u64) -> Result<(), ImageError> {
         let mut command = Command::new("lvcreate");
         command.args(["--quiet", "--yes", "--wipesignatures", "y", "--addtag", TAG, "--name"]);
@@ -60,18 +60,18 @@ impl Group {
         run("lvcreate", command, path).map(drop)
     }
 
-    /// The thin pool, if volumes are made in one.
+    /// Returns the state of the thin pool, if volumes are created in one.
     ///
     /// # Errors
-    /// When it cannot be looked at.
+    /// Fails if its state cannot be read.
     pub fn thin(&self) -> Result<Option<ThinPool>, ImageError> {
         self.thin_pool.as_ref().map(|pool| ThinPool::of(&self.name, pool)).transpose()
     }
 
-    /// What is in use of the group's own room.
+    /// Returns the usage of the group's own extents.
     ///
     /// # Errors
-    /// When LVM does not tell.
+    /// Fails if LVM does not report it.
     pub fn usage(&self) -> Result<Usage, ImageError> {
         let mut command = Command::new("vgs");
         command.args(["--noheadings", "--nosuffix", "--units", "b", "--options", "vg_size,vg_free"]);
@@ -86,21 +86,21 @@ impl Group {
     }
 }
 
-/// What is in use, from LVM's words: how large the group is, and how much of it is free, in bytes.
+/// Parses LVM's output: size of the group, and free part, in bytes.
 fn usage(said: &str) -> Option<Usage> {
     let words: Option<Vec<u64>> = said.split_whitespace().map(|word| word.parse().ok()).collect();
     let [total_bytes, free_bytes] = words?[..] else { return None };
     Some(Usage { used_bytes: total_bytes.checked_sub(free_bytes)?, total_bytes })
 }
 
-/// Removes a volume that was made here; whether there was one.
+/// Removes a volume of this program. Returns false if there was none.
 pub fn remove(path: &Path) -> Result<bool, ImageError> {
     let remove = || {
         let mut command = Command::new("lvremove");
         command.args(["--quiet", "--yes"]).arg(path);
         run("lvremove", command, path)
     };
-    // Whoever looks at new devices may still look at this one.
+    // A program that inspects new devices may still have this one open.
     let mut tries = 0..REMOVALS;
     loop {
         match remove() {
@@ -114,17 +114,17 @@ pub fn remove(path: &Path) -> Result<bool, ImageError> {
     }
 }
 
-/// Runs a program of LVM or device mapper. LVM's wait for the group's lock as long as another has it.
+/// Runs a program of LVM or device mapper. LVM's programs wait while another one holds the group's lock.
 pub(crate) fn run(tool: &'static str, mut command: Command, path: &Path) -> Result<String, ImageError> {
     let failed = |said: String| ImageError::Tool { tool, path: path.to_owned(), said };
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).env("LC_ALL", "C");
     let started = command.spawn();
     let mut child = started.map_err(|source| ImageError::NoTool { tool, package: "lvm2", source })?;
     let deadline = Instant::now() + PATIENCE;
-    // What it says is little: it fits a pipe.
+    // The output is short: it fits a pipe.
     while child.try_wait().is_ok_and(|ended| ended.is_none()) {
         if Instant::now() >= deadline {
-            // It may end at this very moment; or only when the kernel lets go of it.
+            // It may end at this very moment, or only when a system call in the kernel returns.
             let _ = child.kill();
             std::thread::spawn(move || child.wait());
             return Err(failed(format!("did not end within {} s", PATIENCE.as_secs())));

@@ -1,4 +1,4 @@
-//! Images that are made, filled through their server, and let go of.
+//! Images that are created, filled through their server, and closed.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -18,7 +18,7 @@ fn serve(directory: &Path, image: &Path, format: Format) -> Server {
     Server::start(image, format, &directory.join("image.sock"), 2, PATIENCE).unwrap()
 }
 
-/// The contents of an image, by another of QEMU's tools.
+/// Returns the contents of an image, read by another of QEMU's tools.
 fn contents(image: &Path, format: Format) -> Vec<u8> {
     let raw = image.with_extension("contents");
     let converted = Command::new("qemu-img")
@@ -87,11 +87,11 @@ fn a_server_that_is_given_up_is_gone() {
     let client = server.client().unwrap();
     drop(server);
     drop(client);
-    // Nobody has it locked.
+    // No process has it locked.
     serve(directory.path(), &image, Format::Qcow2).finish().unwrap();
 }
 
-/// A connection that is left keeps the server, which says so.
+/// A remaining connection keeps the server alive, and is reported.
 #[test]
 fn an_image_is_not_let_go_of_while_it_is_written() {
     let directory = tempfile::tempdir().unwrap();
@@ -104,7 +104,7 @@ fn an_image_is_not_let_go_of_while_it_is_written() {
     assert!(error.to_string().contains("a connection is left"), "{error}");
 }
 
-/// While others have them open, and in whatever format.
+/// Images can be read while other programs have them open, and in any format.
 #[test]
 fn images_are_equal_when_what_is_in_them_is() {
     const CHUNK: u64 = MIB;
@@ -143,14 +143,14 @@ fn images_are_equal_when_what_is_in_them_is() {
     assert_eq!(all, hashes(1, 0..u64::MAX));
     assert_eq!(all[1..3], hashes(1, 1..3));
     assert_eq!(hashes(1, 6..9).len(), 0);
-    // Zeros that were written are as good as those that never were.
+    // Written zeros count the same as unwritten ranges.
     write(1, 3 * MIB, &vec![0; MIB as usize]);
     assert_eq!(all, hashes(1, 0..u64::MAX));
     write(1, 5 * MIB + 1535, &[7]);
     assert_ne!(all[5..], hashes(1, 5..6));
 }
 
-/// Whoever started it died before it was connected to: it would wait for ever, and hold the image.
+/// A server whose starter died before it connected would wait for ever, and hold the image.
 #[test]
 fn a_server_that_nobody_uses_is_ended() {
     let directory = tempfile::tempdir().unwrap();
@@ -162,11 +162,11 @@ fn a_server_that_nobody_uses_is_ended() {
     while server.try_wait().unwrap().is_none() {
         end_unused(&socket);
     }
-    // Nobody is there any more.
+    // No server listens any more.
     end_unused(&socket);
 }
 
-/// Each image of a chain has its own, while a QEMU of theirs has them open.
+/// Each image of a chain has its own content, while a QEMU has the chain open.
 #[test]
 fn an_image_is_read_without_those_below_it() {
     let directory = tempfile::tempdir().unwrap();

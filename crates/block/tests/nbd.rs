@@ -1,4 +1,4 @@
-//! The NBD client against QEMU's own servers, and against ones that break the protocol.
+//! The NBD client against QEMU's own servers, and against servers that violate the protocol.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used, reason = "all of this is tests")]
 
@@ -90,7 +90,7 @@ fn what_is_written_is_read_and_holes_are_told() {
         assert_eq!(found[..4], expected, "{format}");
         assert!(found[4..].iter().all(|extent| extent.status & ZERO != 0), "{format}: {found:?}");
 
-        // Data, and holes on both sides of it; into memory that is not zero.
+        // Data, and holes before and after it; into memory that is not zero.
         let mut other = server.client(None).unwrap();
         let mut read = vec![1; 4 * MIB as usize];
         other.read(9 * MIB, &mut read).unwrap();
@@ -114,7 +114,7 @@ fn what_is_not_to_be_had_is_said() {
     let error = server.client(Some("qemu:dirty-bitmap:none")).unwrap_err();
     assert!(matches!(&error, NbdError::Lacks { what, .. } if what.contains("none")), "{error}");
 
-    // The connection is of use after a refusal.
+    // The connection is usable after a refusal.
     let mut client = server.client(None).unwrap();
     let error = client.read(MIB, &mut [0; 512]).unwrap_err();
     assert!(matches!(error, NbdError::Failed { command: "read", .. }), "{error}");
@@ -145,7 +145,7 @@ fn a_full_disk_is_told_from_other_failures() {
     assert!(error.is_full(), "{error}: {error:?}");
 }
 
-/// A server that sends these bytes to whoever connects, and then waits for the other side to end.
+/// A server that sends these bytes to each client, and then waits for the client to close the connection.
 fn says(directory: &Path, bytes: Vec<u8>) -> PathBuf {
     let path = directory.join("says.sock");
     let listener = UnixListener::bind(&path).unwrap();
@@ -160,7 +160,7 @@ fn says(directory: &Path, bytes: Vec<u8>) -> PathBuf {
 #[test]
 fn a_server_that_breaks_the_protocol_is_left() {
     let mut long = b"NBDMAGICIHAVEOPT\x00\x03".to_vec();
-    // An answer to the first option with a payload of 4 GiB.
+    // A reply to the first option with a payload of 4 GiB.
     long.extend(0x0003_e889_0455_65a9_u64.to_be_bytes());
     long.extend([0, 0, 0, 8, 0, 0, 0, 3, 0xff, 0xff, 0xff, 0xff]);
     let cases = [
@@ -174,7 +174,7 @@ fn a_server_that_breaks_the_protocol_is_left() {
         let error = Client::connect(&path, "disk", None, PATIENCE).unwrap_err();
         assert!(matches!(&error, NbdError::Protocol(what) if what.contains(expected)), "{error}");
     }
-    // One that says nothing is not waited for.
+    // A server that does not answer is not waited for.
     let directory = tempfile::tempdir().unwrap();
     let path = says(directory.path(), Vec::new());
     let error = Client::connect(&path, "disk", None, Duration::from_millis(20)).unwrap_err();

@@ -1,37 +1,37 @@
-//! Disks first, then memory: when the rounds of disks alone have done enough.
+//! Disks first, then memory: the end of the rounds that send disks alone.
 //!
 //! A disk takes minutes to hours where memory takes seconds, and memory that was sent before the disk would have to be
-//! sent again (Bradford et al. 2007, section 2.3). So disks go ahead by themselves, round by round, until what is left
-//! of them is little beside the guest's memory, or does not get less. From there on both go together, and what remains
-//! of both decides the stop ([`crate::precopy`]).
+//! sent again (Bradford et al. 2007, section 2.3). So disks are sent alone first, round by round, until their
+//! remaining pages are few beside the guest's memory, or do not become fewer. From there on disks and memory are sent
+//! together, and the remaining pages of both decide the stop ([`crate::precopy`]).
 
 use serde::{Deserialize, Serialize};
 
 use crate::trace::Decider;
 
-/// What a round of disks alone has left: what was written meanwhile.
+/// Result of a round of disks alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskRound {
-    /// What the next round would have to send, in bytes.
+    /// Data that was written during the round, and that the next round would have to send, in bytes.
     pub dirty_bytes: u64,
-    /// What this round had to send, in bytes.
+    /// Data that this round had to send, in bytes.
     pub sent_bytes: u64,
 }
 
-/// What comes next.
+/// Decision after a round of disks alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Next {
     /// Another round of disks alone.
     Disks,
-    /// Memory begins; disks go along.
+    /// Memory begins; disks are sent with it.
     Memory,
 }
 
-/// Says after each round of disks alone what comes next.
+/// Decides after each round of disks alone whether another one follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ahead {
-    /// What memory will have to send at least.
+    /// Lower bound of the memory that has to be sent, in bytes.
     pub memory_bytes: u64,
 }
 
@@ -42,9 +42,9 @@ impl Decider for Ahead {
     const KEPT: usize = 1000;
 
     fn decide(&mut self, observed: &DiskRound) -> Next {
-        // What is left is little beside what is to come: it goes along.
+        // The remaining disk data is little beside the memory: both are sent together.
         let is_little = observed.dirty_bytes <= self.memory_bytes / 16;
-        // A round more would find as much again: the guest writes as fast as the link carries.
+        // Another round would leave as much again: the guest writes as fast as the link carries.
         let does_not_shrink = observed.dirty_bytes > observed.sent_bytes / 2;
         if is_little || does_not_shrink { Next::Memory } else { Next::Disks }
     }

@@ -1,122 +1,129 @@
-//! Which way to compress, by what the link carries and what the processors have left.
+//! Choice of the compression, by the rate of the link and the idle time of the processors.
 //!
-//! Compressing pays where the link is waited for, and only as far as there are processors for it: for the paper
-//! (Yang, Hong, *VM live migration speedup in Xen*) 21 s of compression in the place of 22 s of transfer were no gain.
-//! What a way would give is predicted from what was measured:
+//! Compression pays where workers wait for the link, and only as far as there are processors for it: in the paper
+//! (Yang, Hong, *VM live migration speedup in Xen*) 21 s of compression instead of 22 s of transfer were no gain. The
+//! rate of each way to compress is predicted from measurements:
 //!
 //! ```text
 //! rate(way) = min(link / ratio(way), processors / (handling + packing(way)))
 //! ```
 //!
-//! *link* is what it carried when workers waited for it, in bytes per second; *ratio* is what comes out of a byte that
-//! goes in; *handling* and *packing* are processor time for a byte; *processors* are those that the workers had, and
-//! most of what was idle beside them. Ratio and packing of a way are tried out on a few frames now and then; the rest
-//! counts as the work goes on. Memory is not alike everywhere: what is tried out may be the one part of it that does not
-//! compress. So while nothing is compressed the cheapest way is tried again and again, and as soon as that is worth it, where it
-//! was not the last time, all are; and a way that is worth nothing at the moment is kept for a while where the processors can follow, for what it skips
-//! costs little. Taken is the cheapest way whose rate is next to the best one. Where the destination is
-//! what is waited for, because its workers have no pause, nothing helps, and least is done.
+//! *link* is the rate of the link when workers waited for it, in bytes per second; *ratio* is output bytes per input
+//! byte; *handling* and *packing* are processor time per byte; *processors* are those that the workers had, and most
+//! of the idle ones. Ratio and packing of a way are measured in trials on a few frames now and then; the other values
+//! are counted continuously.
 //!
-//! A guest that stands still waits for both, one after the other: for its last pages that way is taken in which packing and
-//! sending a byte take the least together, `packing(way) + ratio(way) / link`. What keeps a link busy best in a long round
-//! is far too slow for that. (As if one processor packed: of few pages that is so, and of more it errs towards the quicker
-//! way.)
+//! Memory is not alike everywhere: a trial may see the one part that does not compress. So while nothing is
+//! compressed, the cheapest way is probed repeatedly; as soon as it pays and did not the last time, all ways are
+//! tried. A way that does not pay at the moment is kept for a while if the processors can follow, because it costs
+//! little on data that it skips.
 //!
-//! Where the link is waited for it pays as well to know of every page what was sent, so that of what is sent again only
-//! changes go. Marking pages takes processor time long before anything comes of it, and so it is begun only then, and is
-//! not ended any more: what is not marked in one round is not known in the next.
+//! The choice is the cheapest way whose rate is close to the best one. Where workers wait for the destination, because
+//! the destination's workers are never idle, no way helps, and the one with the least work is used.
+//!
+//! A stopped guest waits for both packing and sending, one after the other. For its last pages the way is chosen for
+//! which packing and sending a byte take the least time together, `packing(way) + ratio(way) / link`. The way that
+//! keeps a link busiest in a long round is far too slow for that. (The formula assumes one processor: this holds for
+//! few pages, and for more pages it errs towards the quicker way.)
+//!
+//! If workers wait for the link it also pays to track the sent version of every page, so that deltas can be sent.
+//! Marking pages takes processor time long before it has any use, so it begins only then. It does not end any more,
+//! because a page that is not marked in one round is unknown in the next.
 
 use proto::packed::{Compression, Trial};
 use serde::{Deserialize, Serialize};
 
 use crate::trace::{Blank, Decider};
 
-/// Ways to choose from, the cheapest first.
+/// Ways to compress, the cheapest first.
 pub const WAYS: [Compression; 5] =
     [Compression::None, Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)];
 
-/// A worker waits for the link if it does so for this part of the time.
+/// Workers wait for the link if they are blocked for at least this share of the time.
 const WAITS: f64 = 0.1;
-/// The destination's workers have no pause if they wait for less than this part of the time.
+/// The destination's workers are busy if they wait for less than this share of the time.
 const NO_PAUSE: f64 = 0.1;
-/// As good as the best: this part of its rate.
+/// A way whose rate is at least this share of the best rate is as good as the best.
 const AS_GOOD: f64 = 0.95;
-/// The part of idle processors that is reckoned with: guests come first.
+/// Share of the idle processor time that may be used: guests have precedence.
 const OF_IDLE: f64 = 0.75;
-/// A link that is not waited for may carry more than was seen: by how much more is expected after each look, and at most,
-/// of what it carries then.
+/// A link for which no worker waits may carry more than was seen. The expected rate grows by the first factor with
+/// each sample, up to the second factor times the present rate.
 const MORE: f64 = 1.01;
 const MOST_MORE: f64 = 4.0;
-/// An estimate that is so many times what a link carries is none.
+/// An estimate of more than this many times the present rate of the link is discarded.
 const FAR_OFF: f64 = 2.0;
-/// No way takes less processor time for a byte, in nanoseconds: where that alone is too much, nothing is tried out.
+/// Least processor time of any way for a byte, in nanoseconds: where this alone is too much, no trial is made.
 const LEAST_PACKING_NS: f64 = 0.5;
 /// Processor time of marking a byte, in nanoseconds.
 const MARKING_NS: f64 = 0.15;
-/// A link is slow when so many looks in a row found that it was waited for.
+/// Number of consecutive samples with workers waiting for the link after which the link is slow.
 const SLOW_LOOKS: u32 = 2;
-/// As long as it has not told for so many looks that it had a pause, it may not have told of any yet.
+/// Number of consecutive samples after which a destination without reported idle time is taken as busy. It may not
+/// have reported any yet before.
 const BUSY_LOOKS: u32 = 5;
-/// Looks from one trial to the next, and where nothing is compressed from one trial of the cheapest way to the next.
+/// Samples from one trial of all ways to the next; and, while nothing is compressed, from one probe of the cheapest
+/// way to the next.
 const TRIAL_LOOKS: u32 = 20;
 const PROBE_LOOKS: u32 = 2;
-/// Where the cheapest way leaves less than this of a byte, and did not the last time, all are tried.
+/// If the cheapest way leaves less than this share of a byte, and did not the last time, all ways are tried.
 const PROBE_WORTH: f64 = 0.9;
-/// Looks for which a way is kept that is worth nothing at the moment.
+/// Samples for which a way is kept that does not pay at the moment.
 const STAY_LOOKS: u32 = 20;
-/// Looks for which a way that the destination could not follow is not taken again.
+/// Samples for which a way is excluded after the destination could not follow it.
 const BAN_LOOKS: u32 = 40;
-/// The newest measurement's weight.
+/// Weight of the newest measurement in a mean.
 const WEIGHT: f64 = 0.4;
 
-/// What was counted in an interval, all workers together.
+/// Counters of an interval, summed over all workers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Observation {
-    /// How long the interval was, in nanoseconds.
+    /// Length of the interval, in nanoseconds.
     pub interval_ns: u64,
-    /// How many workers there are.
+    /// Number of workers.
     pub workers: u32,
     /// Data that was to be sent, in bytes.
     pub data_bytes: u64,
-    /// What went for it, in bytes.
+    /// Bytes on the wire for this data.
     pub wire_bytes: u64,
     /// Processor time of compressing, in nanoseconds.
     pub pack_ns: u64,
     /// Processor time of the workers, that of compressing included, in nanoseconds.
     pub cpu_ns: u64,
-    /// For how long workers waited until the connection took more, in nanoseconds.
+    /// Time that workers waited for the connection to accept more data, in nanoseconds.
     pub blocked_ns: u64,
-    /// For how long the destination's workers had nothing to do, in nanoseconds.
+    /// Time that the destination's workers were idle, in nanoseconds.
     pub peer_waited_ns: u64,
-    /// Time of this host's processors that nobody used, in nanoseconds.
+    /// Idle time of this host's processors, in nanoseconds.
     pub idle_ns: u64,
-    /// What was tried out.
+    /// Results of trials.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trials: Vec<Trial>,
 }
 
-/// What to do until the next look.
+/// Decision for the time until the next sample.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decision {
-    /// The way from now on.
+    /// Way to compress from now on.
     pub way: Compression,
-    /// Whether it is known what is waited for, so that the way is picked by something; for good.
+    /// True once the policy knows whether link, processors or destination are the bottleneck, so that the way is
+    /// chosen by measurements. It stays true.
     pub is_informed: bool,
-    /// The way for a guest that stands still.
+    /// Way to compress for a stopped guest.
     pub standing_way: Compression,
-    /// Ways to be tried out.
+    /// Ways to try out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub try_out: Vec<Compression>,
-    /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
+    /// Estimated rate of the link, in bytes per second; absent as long as no worker has waited for it.
     pub link_bytes_per_s: Option<u64>,
-    /// The link is what is waited for, and processors could look at each page before it is sent: pages are to be marked,
-    /// and what changed of those that are marked is to be sent; and what the destination has elsewhere is to be looked up.
+    /// True if the link is the bottleneck and processors could check each page before it is sent: pages are then
+    /// marked, deltas of marked pages are sent, and content that the destination already has is looked up.
     pub link_is_slow: bool,
-    /// The destination's workers have no pause, as far as is known.
+    /// True if, as far as is known, the destination's workers are never idle.
     pub peer_is_busy: bool,
 }
 
-/// What a way is like, by its trials: bytes out and nanoseconds, both for a byte in.
+/// Mean result of a way's trials: output bytes and nanoseconds, both per input byte.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Seen {
     ratio: f64,
@@ -135,46 +142,47 @@ impl Seen {
     }
 }
 
-/// What a way saves and spends, to what it did in its trials.
+/// Savings and cost of a way, as shares of those in its trials.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Shares {
     saved: f64,
     spent: f64,
 }
 
-/// Chooses a way again and again. Begins without compression, and without being informed.
+/// Policy that chooses the compression. It starts without compression, and uninformed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Blank", into = "Blank")]
 pub struct Chooser {
-    /// Place of the present way in [`WAYS`].
+    /// Index of the present way in [`WAYS`].
     present: usize,
-    /// The same for a guest that stands still.
+    /// Index of the way for a stopped guest.
     standing: usize,
     link_bytes_per_s: Option<f64>,
-    /// For how many looks in a row the link was waited for, where processors could have done more.
+    /// Consecutive samples in which workers waited for the link although processors could have done more.
     slow_looks: u32,
     link_is_slow: bool,
-    /// For how many looks in a row the destination was waited for.
+    /// Consecutive samples in which workers waited for the destination.
     busy_looks: u32,
     is_informed: bool,
     seen: [Option<Seen>; WAYS.len()],
     looks_since_trial: Option<u32>,
     looks_since_probe: u32,
-    /// What LZ4 made of a byte when it was tried last.
+    /// Output of the last LZ4 trial, per input byte.
     probed: Option<f64>,
-    /// For how many looks in a row the present way was worth nothing.
+    /// Consecutive samples in which the present way did not pay.
     unworthy_looks: u32,
-    /// For which part of the time the destination's workers had nothing to do: a mean, for it tells of it in lumps.
+    /// Share of the time that the destination's workers are idle: a mean, because the destination reports it in
+    /// bursts.
     pause: Option<f64>,
-    /// Not all data is worth it: by how much less is saved and spent than in trials, as it was seen last.
+    /// Not all data is worth compressing: savings and cost as shares of those in trials, as last measured.
     shares: Option<Shares>,
-    /// Ways from this one on are not taken, for so many looks.
+    /// First way that is excluded, and the number of samples for which it and all after it are.
     banned: Option<(usize, u32)>,
 }
 
 impl Decider for Chooser {
     type Observed = Observation;
-    /// The way from now on, and what to try out.
+    /// Way from now on, and the ways to try out.
     type Decision = Decision;
 
     const KEPT: usize = 600;
@@ -210,7 +218,7 @@ impl Chooser {
         if let [probe] = trials
             && probe.way == WAYS[1]
         {
-            // Data that is worth it, where what was tried before was not: all is found out anew, and at once.
+            // This data compresses, and the data of the probe before did not: all ways are tried anew, and at once.
             let ratio = Seen::of(probe).ratio;
             let is_news = self.probed.replace(ratio).is_none_or(|before| before >= PROBE_WORTH);
             if is_news && ratio < PROBE_WORTH {
@@ -229,9 +237,10 @@ impl Chooser {
         }
     }
 
-    /// For which part of the time the destination's workers have nothing to do, also where nothing was sent but references.
+    /// Updates and returns the share of the time that the destination's workers are idle, also where nothing but
+    /// references was sent.
     fn hear_of_peer(&mut self, observed: &Observation) -> f64 {
-        // What is told in lumps may be of more than this interval.
+        // A report that arrives in bursts may cover more than this interval.
         let pause_now = of_workers(observed, observed.peer_waited_ns).min(1.0);
         let pause = self.pause.map_or(pause_now, |pause| pause + (pause_now - pause) * WEIGHT);
         self.pause = Some(pause);
@@ -242,7 +251,7 @@ impl Chooser {
         self.banned = self.banned.and_then(|(way, looks)| Some((way, looks.checked_sub(1)?)));
         let wire_bytes_per_s = observed.wire_bytes as f64 * 1e9 / observed.interval_ns as f64;
         if of_workers(observed, observed.blocked_ns) < WAITS {
-            // Nobody waits. The link carries what it did, and maybe more.
+            // No worker waits. The link carries as much as before, and maybe more.
             (self.slow_looks, self.busy_looks) = (0, 0);
             let more =
                 |link: f64| (link * MORE).min(link.max(wire_bytes_per_s * MOST_MORE)).max(wire_bytes_per_s);
@@ -292,7 +301,7 @@ impl Chooser {
         }
         let Shares { saved, spent } = self.shares.unwrap_or(Shares { saved: 1.0, spent: 1.0 });
         let costs = |way: usize| match self.seen[way] {
-            // What it does now is better known than what it did in trials.
+            // The present result of the present way is known better than that of its trials.
             Some(_) if way > 0 && way == self.present => (now.ratio, now.pack_ns),
             Some(seen) if way > 0 => (1.0 - (1.0 - seen.ratio) * saved, seen.pack_ns * spent),
             _ => (1.0, 0.0),
@@ -310,7 +319,7 @@ impl Chooser {
         let present = (0..allowed).find(|way| rate(*way) >= best * AS_GOOD).unwrap_or(0);
         let standing = (0..allowed).min_by(|one, other| standing_ns(*one).total_cmp(&standing_ns(*other)));
         self.standing = standing.unwrap_or(0);
-        // Where the processors can follow, nothing is lost by it.
+        // If the processors can follow, keeping the way costs nothing.
         let may_stay = present == 0 && self.present < allowed && handled_at(costs(self.present).1) >= link;
         self.unworthy_looks = if may_stay { self.unworthy_looks + 1 } else { 0 };
         if !may_stay || self.unworthy_looks > STAY_LOOKS {
@@ -318,7 +327,8 @@ impl Chooser {
         }
     }
 
-    /// Nothing is tried out before the link was waited for, nor where the processors could not follow it.
+    /// Returns the ways to try out. There are none before workers have waited for the link, nor where the processors
+    /// could not follow it.
     fn due_trials(&mut self, observed: &Observation) -> Vec<Compression> {
         let Some(link) = self.link_bytes_per_s else { return Vec::new() };
         if self.present == 0 && handled_bytes_per_s(observed, LEAST_PACKING_NS) < link {
@@ -336,7 +346,7 @@ impl Chooser {
             return vec![WAYS[1]];
         }
         (self.looks_since_trial, self.looks_since_probe) = (Some(0), 0);
-        // What was not worth it when it was done last may be by now: new trials count in full.
+        // Compression that did not pay when it was last used may pay by now: new trials count in full.
         if self.present == 0 {
             self.shares = None;
         }
@@ -344,12 +354,12 @@ impl Chooser {
     }
 }
 
-/// Which part of the workers' time this is.
+/// Returns the share of the workers' time that `ns` is.
 fn of_workers(observed: &Observation, ns: u64) -> f64 {
     ns as f64 / (observed.interval_ns.max(1) as f64 * f64::from(observed.workers.max(1)))
 }
 
-/// How fast the processors that there are can handle data, each byte of which takes so long to compress.
+/// Returns the rate at which the available processors can handle data that takes `packing_ns` per byte to compress.
 fn handled_bytes_per_s(observed: &Observation, packing_ns: f64) -> f64 {
     let handling_ns = observed.cpu_ns.saturating_sub(observed.pack_ns) as f64 / observed.data_bytes as f64;
     let idle_ns = observed.idle_ns as f64 * OF_IDLE;

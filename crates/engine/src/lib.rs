@@ -1,18 +1,18 @@
-//! Pure state machines of a migration. Events and time go in, effects come out.
+//! Pure state machines of a migration. Their inputs are events and times, their outputs are effects.
 //!
 //! Nothing here reads a clock, opens a file or draws a random number, so that the same code runs in the agent, under
 //! the model checker and in a simulator, and any run can be replayed from its events.
 //!
-//! - [`handover`]: who owns the VM; the two roles' transition functions and the register's compare-and-set.
-//! - [`bulk`]: when disks have gone ahead far enough for memory to begin.
-//! - [`compression`]: which way to compress what is sent.
-//! - [`naming`]: post-copy: how often pages are named before the guest is stopped.
-//! - [`precopy`]: when to stop the guest.
-//! - [`pressure`]: how far copying gives way to its guest on a busy host.
-//! - [`push`]: post-copy: how much of what is left is sent at once.
-//! - [`referring`]: whether it pays to refer memory to what the destination has.
-//! - [`throttle`]: how fast a guest may write to disks that are copied.
-//! - [`trace`]: what all of these were shown and decided, to decide it again.
+//! - [`handover`]: ownership of the VM; the two roles' transition functions and the registry's compare-and-set.
+//! - [`bulk`]: the moment at which memory begins, after rounds of disks alone.
+//! - [`compression`]: the choice of the compression level.
+//! - [`naming`]: post-copy: the number of discards before the guest is stopped.
+//! - [`precopy`]: the moment at which the guest is stopped.
+//! - [`pressure`]: how far copying holds itself back for its guest on a busy host.
+//! - [`push`]: post-copy: size and rate of the parts in which the remaining pages are pushed.
+//! - [`referring`]: whether page references pay.
+//! - [`throttle`]: the limits on the guest's write rate and processor time.
+//! - [`trace`]: the observations and decisions of all these policies, for replay.
 
 pub mod bulk;
 pub mod compression;

@@ -1,38 +1,40 @@
-//! Post-copy: how often pages are named to the destination before the guest is stopped.
+//! Post-copy: the number of discards before the guest is stopped.
 //!
-//! A page that was written since it was sent is at the destination as it was, and has to be taken away there before anybody
-//! can wait for it. Where a guest writes here and there that takes longer than all the rest of the stop: some ten
-//! microseconds for each of many thousand pages. So they are named while it runs, and again those that it has written to
-//! meanwhile, until what is left for the stop is taken away in no time, or becomes no less.
+//! The destination has an outdated version of a page that was written since it was sent, and has to discard it before
+//! a thread can wait for the page. Where a guest writes to scattered pages, discarding takes longer than all the rest
+//! of the stop: some ten microseconds for each of many thousand pages.
+//!
+//! So the source lists these pages while the guest runs, and lists again those that the guest has written in the
+//! meantime, until the discard of the remaining pages takes next to no time, or their number does not fall.
 
 use serde::{Deserialize, Serialize};
 
 use crate::trace::{Blank, Decider};
 
-/// Whether pages are named once more.
+/// Policy that decides whether pages are discarded once more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Blank", into = "Blank")]
 pub struct Naming {
-    /// How many were named the last time.
+    /// Number of pages in the last discard.
     last_pages: Option<u64>,
 }
 
-/// What a look has found.
+/// Result of a dirty scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unnamed {
-    /// Pages that are to come and that the destination does not know of.
+    /// Missing pages whose discard the source has not requested yet.
     pub pages: u64,
-    /// How long it took to take away those that were named last, in nanoseconds, without the way there and back.
+    /// Duration of the last discard at the destination, in nanoseconds, without the round trip.
     pub took_ns: u64,
 }
 
-/// What is next.
+/// Decision after a dirty scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Next {
-    /// They are named while the guest runs.
+    /// These pages are discarded while the guest runs.
     Name,
-    /// They are named when it stands still.
+    /// The guest is stopped, and these pages are discarded then.
     Stop,
 }
 
@@ -57,7 +59,7 @@ impl Decider for Naming {
 }
 
 impl Naming {
-    /// What is taken away in that time is not worth another look, in nanoseconds.
+    /// A discard that takes no longer than this, in nanoseconds, is not worth another scan.
     const LITTLE_NS: u64 = 1_000_000;
 }
 
@@ -71,8 +73,8 @@ impl From<Blank> for Naming {
 mod tests {
     use super::*;
 
-    /// How many pages are left for the stop, and how often some were named, where a page takes 30 µs, and the guest writes
-    /// to so many in a millisecond that are not known of, of no more than that altogether.
+    /// Returns the number of pages that remain for the stop, and the number of discards, where a page takes 30 µs, and
+    /// the guest writes `new_per_ms` new pages in a millisecond, until it has written `most_pages` in all.
     fn left(first_pages: u64, new_per_ms: u64, most_pages: u64) -> (u64, u32) {
         let (mut naming, mut named, mut times) = (Naming::default(), 0, 0);
         let mut unnamed = Unnamed { pages: first_pages, took_ns: 0 };

@@ -1,8 +1,8 @@
-//! Pre-copy: when to stop the guest.
+//! Pre-copy: the decision to stop the guest.
 //!
-//! Memory is sent in rounds while the guest runs: the first round sends all of it, each later one what was written
-//! since. After each round the policy sees one [`RoundObservation`] and says whether to send another round, to stop the
-//! guest and send the rest, or to give up.
+//! Memory is sent in rounds while the guest runs: the first round sends all of it, each later one the pages that were
+//! written since. After each round the policy receives one [`RoundObservation`] and decides whether to send another
+//! round, to stop the guest and send the remaining pages, or to give up.
 //!
 //! # Where the rule comes from
 //!
@@ -15,19 +15,23 @@
 //! ```
 //!
 //! [`ByPattern`] keeps its idea and changes five things. The expected downtime has a *fixed part*, because stopping,
-//! saving and loading devices and continuing take time even when no page is left; for small remainders they are most
-//! of it. The bandwidth is not that of the last interval alone. Below the allowed downtime it goes on as long as a
-//! round is worth it. There are limits: section II.B shows that a target below what is attainable keeps KVM's loop
-//! going for ever. And beyond the allowed downtime it looks at how the guest writes (section VII, Algorithm 2): where
-//! a [`Pattern`] says that rounds do not help, it does not go on until a limit is reached.
+//! saving and loading devices and continuing take time even when no page remains; for few remaining pages they are
+//! most of it. The bandwidth is not that of the last interval alone.
 //!
-//! [`BySla`] has a limit of time beside that of the downtime, and picks the way that is expected to keep both.
-//! [`ByHybrid`] does not wait for the guest at all: what is left after the first way through memory goes after it.
-//! [`ByTarget`] is KVM's rule itself, [`ByRounds`] Xen's: to compare with.
+//! Below the downtime limit rounds continue as long as a round is worth it. There are limits: section II.B shows that
+//! a target below what is attainable keeps KVM's loop going for ever.
+//!
+//! And beyond the downtime limit the policy checks how the guest writes (section VII, Algorithm 2): where a
+//! [`Pattern`] shows that rounds do not help, it stops before a limit is reached.
+//!
+//! [`BySla`] has a time limit beside the downtime limit, and picks the way that is expected to keep both. [`ByHybrid`]
+//! does not wait for the guest at all: the remaining pages after the first pass are sent in post-copy. [`ByTarget`] is
+//! KVM's rule itself, [`ByRounds`] Xen's: they are there for comparison.
 //!
 //! # Replay
 //!
-//! What a policy was shown [`Traced`] keeps as a [`Trace`], which goes into the report, to be decided again ([`crate::trace`]).
+//! [`Traced`] records the observations of a policy as a [`Trace`], which becomes part of the report, for replay
+//! ([`crate::trace`]).
 
 mod classic;
 mod forecast;
@@ -50,59 +54,61 @@ pub use pattern::{ByPattern, Pattern, Sampling};
 pub use sla::{BySla, Outcome, Outlook, Way, Ways};
 pub use trace::{AnyPolicy, Happened, Trace, Traced};
 
-/// What a policy is shown after a round: how it went, and what a scan right after it found.
+/// Observation after a round: measurements of the round, and of the dirty scan right after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoundObservation {
-    /// How often all that was dirty has been sent, this time included: 1 when all of memory went once, and 0 before.
-    /// One time can be several rounds, each with a part of the pages.
+    /// Number of passes over all dirty pages, this one included: 1 when all of memory was sent once, and 0 before. One
+    /// pass can be several rounds, each with a part of the pages.
     pub round: u32,
     /// Pages that would have to be sent if the guest were stopped now.
     pub dirty_pages: u64,
-    /// Those of them of which nothing is known at the source that would spare the link a part of them.
+    /// Those of them for which the source knows no version or reference that would spare the link a part of them.
     #[serde(default)]
     pub unknown_pages: u64,
-    /// Pages that the round sent, those of zeros among them.
+    /// Pages that the round sent, zero pages included.
     pub pages_sent: u64,
-    /// Those of them that went as next to nothing, because they are zeros or the like: they tell nothing of the link.
+    /// Those of them that needed next to no bytes, because they are zero pages or the like: they reveal nothing about
+    /// the link.
     #[serde(default)]
     pub empty_pages: u64,
-    /// Those of them that went as less than what is in them: as what changed of them, as where the destination has them
-    /// already, or as nothing because the guest does not use them.
+    /// Those of them that needed fewer bytes than they have: sent as deltas or as references, or skipped because the
+    /// guest does not use them.
     #[serde(default)]
     pub spared_pages: u64,
     /// Pages that were dirty before the round and that it did not send, because it was to be a short one.
     #[serde(default)]
     pub left_pages: u64,
-    /// Those of them that are of disks.
+    /// Those of `left_pages` that belong to disks.
     #[serde(default)]
     pub left_of_disks: u64,
-    /// Pages of those sent that had been sent shortly before, too, once all of memory went ([`Sampling::history`]).
+    /// Those of the pages sent that had been sent shortly before, too, once all of memory was sent
+    /// ([`Sampling::history`]).
     #[serde(default)]
     pub resent_pages: u64,
-    /// Bytes that the round put on the wire.
+    /// Bytes of the round on the wire.
     pub bytes_sent: u64,
-    /// How long the round took, from its first page until the last one was acknowledged.
+    /// Duration of the round in nanoseconds, from its first page until the last one was acknowledged.
     pub duration_ns: u64,
-    /// Time between the scan before the round and the one after it: in this time those of `dirty_pages` were written
-    /// that had not been left.
+    /// Time between the scan before the round and the one after it, in nanoseconds: those of `dirty_pages` that do not
+    /// count as `left_pages` were written in this time.
     pub interval_ns: u64,
-    /// How long the scan after the round took.
+    /// Duration of the scan after the round, in nanoseconds.
     pub scan_ns: u64,
-    /// Since the migration was asked for.
+    /// Time since the migration was requested, in nanoseconds.
     #[serde(default)]
     pub elapsed_ns: u64,
-    /// Those of `dirty_pages` that are of disks.
+    /// Those of `dirty_pages` that belong to disks.
     #[serde(default)]
     pub disk_pages: u64,
 }
 
 impl RoundObservation {
-    /// What the wire carried, in bytes per second; 0 for a round that took no time.
+    /// Returns the rate on the wire, in bytes per second; 0 for a round that took no time.
     pub fn link_rate_bytes_per_s(&self) -> u64 {
         per_second(self.bytes_sent.into(), self.duration_ns)
     }
 
-    /// What was seen of memory, without disks: what of the round it was is not told apart.
+    /// Returns the observation of memory without disks. The measurements of the round itself cover both.
     #[must_use]
     pub fn of_memory(&self) -> Self {
         Self {
@@ -114,107 +120,108 @@ impl RoundObservation {
         }
     }
 
-    /// How fast the guest writes to new pages, in bytes of whole pages per second.
+    /// Returns the dirty rate of the guest, in bytes of whole pages per second.
     pub fn dirty_rate_bytes_per_s(&self) -> u64 {
         let written = self.dirty_pages.saturating_sub(self.left_pages);
         per_second(u128::from(written) * u128::from(PAGE_BYTES), self.interval_ns)
     }
 }
 
-/// What a migration aims at. A user may change it while it runs.
+/// Goals of a migration. A user may change them while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Aim {
-    /// The guest may stand still for this long.
+    /// Downtime limit, in nanoseconds.
     pub max_downtime_ns: u64,
-    /// After this many rounds the limit is reached.
+    /// Limit on the number of rounds.
     pub max_rounds: u32,
-    /// All of it is to be over so long after it was asked for; none if it has time.
+    /// Limit on the total time since the request, in nanoseconds; none for no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_total_ns: Option<u64>,
 }
 
 impl Default for Aim {
-    /// 300 ms, as QEMU's own, 30 rounds, and all the time there is.
+    /// 300 ms, QEMU's own default, 30 rounds, and no time limit.
     fn default() -> Self {
         Self { max_downtime_ns: 300_000_000, max_rounds: 30, max_total_ns: None }
     }
 }
 
-/// What to do next.
+/// Decision after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "decision", rename_all = "kebab-case")]
 pub enum Decision {
-    /// Send what is dirty while the guest runs.
+    /// Send the dirty pages while the guest runs.
     NextRound {
-        /// What the downtime would be if the guest were stopped now. `u64::MAX` where nothing was measured yet.
+        /// Expected downtime if the guest were stopped now, in nanoseconds. `u64::MAX` before anything was measured.
         expected_downtime_ns: u64,
-        /// Send only so many pages and look again; none to send all.
+        /// Most pages to send before the next scan; none to send all.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         most_pages: Option<u64>,
-        /// Have the guest's processors be slower meanwhile.
+        /// True to slow down the guest's processors during the round.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         slow: bool,
-        /// Send what is dirty of disks and nothing of memory: that comes after the guest.
+        /// True to send only dirty pages of disks and none of memory, which follows in post-copy.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         disks_alone: bool,
     },
-    /// Stop the guest and send the rest.
+    /// Stop the guest and send the remaining pages.
     StopAndCopy {
-        /// What the downtime is expected to be.
+        /// Expected downtime, in nanoseconds.
         expected_downtime_ns: u64,
-        /// How the guest writes, where that says that rounds help no more.
+        /// Pattern of the guest's writes, if it is the reason: rounds do not help any more.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pattern: Option<Pattern>,
     },
-    /// Stop the guest, run it at the destination, and send the rest meanwhile.
+    /// Stop the guest, run it at the destination, and send the remaining pages while it runs.
     PostCopy {
-        /// What the downtime is expected to be.
+        /// Expected downtime, in nanoseconds.
         expected_downtime_ns: u64,
     },
-    /// End the migration; the guest runs on where it is.
+    /// End the migration; the guest continues at the source.
     GiveUp {
-        /// Why.
+        /// Reason.
         reason: GiveUp,
     },
 }
 
-/// Why a policy gives up. `Display` says what a user can do.
+/// Reason for which a policy gives up. `Display` includes advice for the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GiveUp {
-    /// What was reached.
+    /// Limit that was reached.
     pub limit: Limit,
-    /// What the downtime would be.
+    /// Expected downtime, in nanoseconds.
     pub expected_downtime_ns: u64,
-    /// How much of that whatever is left to send: device state, handover.
+    /// Part of the expected downtime that does not depend on the remaining pages, in nanoseconds: device state,
+    /// handover.
     pub fixed_ns: u64,
-    /// What it may be.
+    /// Downtime limit, in nanoseconds.
     pub max_downtime_ns: u64,
 }
 
-/// What to do when rounds lead no further and the expected downtime is beyond what is allowed.
+/// Action when rounds do not help any more and the expected downtime exceeds the limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnLimit {
-    /// Stop the guest for longer than was asked for.
+    /// Stop the guest for longer than requested.
     Stop,
-    /// Have the rest come when the guest runs at the destination.
+    /// Send the remaining pages in post-copy, when the guest runs at the destination.
     PostCopy,
-    /// Give up; the guest runs on where it is.
+    /// Give up; the guest continues at the source.
     #[default]
     Abort,
 }
 
-/// A limit of patience.
+/// Limits at which rounds end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Limit {
     /// The number of rounds.
     Rounds,
-    /// Rounds no longer leave less than earlier ones did: the guest writes as fast as the link carries.
+    /// Rounds no longer leave fewer pages than earlier ones did: the guest writes as fast as the link carries.
     NotShrinking,
-    /// The time after which all has to be over.
+    /// The limit on the total time.
     Total,
-    /// Memory may come after the guest, and what it writes to its disks does not become less.
+    /// Memory may follow in post-copy, and the dirty pages of the disks do not become fewer.
     Disks,
 }
 
@@ -251,31 +258,31 @@ impl fmt::Display for GiveUp {
     }
 }
 
-/// How fast a guest's processors may be from now on.
+/// Change of the CPU throttle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Held {
-    /// Slower than before.
+    /// The guest's processors become slower.
     Slower,
-    /// As fast as ever, until they are slowed down again: a link was cut.
+    /// The throttle is lifted until it is applied again: a link was cut.
     Free,
-    /// As fast as ever, and nobody can slow them down any more.
+    /// The throttle is lifted and cannot be applied any more.
     ForGood,
 }
 
-/// Decides after each round.
+/// Policy that decides after each round.
 pub trait Policy {
-    /// Takes a changed aim; it holds from the next decision on.
+    /// Sets changed goals, which apply from the next decision on.
     fn aim(&mut self, aim: Aim);
 
-    /// The guest is as fast as it was no more: what was seen of how it writes tells nothing of how it will.
+    /// Notes that the guest's speed has changed: earlier observations of its writes do not predict later ones.
     fn held(&mut self, held: Held);
 
-    /// What to do after this round.
+    /// Decides after a round.
     fn decide(&mut self, observed: &RoundObservation) -> Decision;
 }
 
-/// `amount` in `ns`, as an amount per second.
+/// Returns the rate of `amount` in `ns`, per second.
 fn per_second(amount: u128, ns: u64) -> u64 {
     let rate = (amount * 1_000_000_000).checked_div(ns.into()).unwrap_or(0);
     u64::try_from(rate).unwrap_or(u64::MAX)

@@ -1,39 +1,41 @@
-//! How far copying gives way to its guest on a busy host.
+//! Restraint of copying for the sake of its guest on a busy host.
 //!
-//! Copying needs processors, and where a host has none to spare it takes them from its guests: of the one that is moved,
-//! and of its neighbours (Isci et al., *Improving server utilization using fast virtual machine migration*, Fig. 3, 4 and
-//! 9). What that costs the guest can be seen from outside: its processors are ready to run and wait. Where they wait for
-//! more of the time than they did before, by more than is allowed, copying holds itself back, step by step; where they do
-//! not, it takes steps back again.
+//! Copying needs processors. A host without idle ones takes them from its guests: from the one that is moved, and from
+//! its neighbours (Isci et al., *Improving server utilization using fast virtual machine migration*, Fig. 3, 4 and 9).
+//!
+//! The cost for the guest is visible from outside: its processors are ready to run and wait. If they wait for a larger
+//! share of the time than before, by more than is allowed, copying restrains itself, step by step; if they do not, it
+//! takes steps back again.
 //!
 //! ```text
 //! step                  0   1   2   3   4   5            (with 4 threads)
-//! niceness              5   7   9  11  11  11            what a thread gets where others want it, too
-//! threads at a time     4   4   4   4   2   1            how many processors it is that others want
-//! between two looks    ×1  ×1  ×1  ×1  ×2  ×4            what looking itself costs, on both sides of it
+//! niceness              5   7   9  11  11  11            share of a thread beside busy processors
+//! threads at a time     4   4   4   4   2   1            number of processors that copying competes for
+//! between two looks    ×1  ×1  ×1  ×1  ×2  ×4            cost of the scans themselves, at both hosts
 //! ```
 //!
-//! Niceness first: it costs nothing where processors are free. Fewer threads are slower there too, and whoever looks less
-//! often knows less. So both come last, and are given back first.
+//! Niceness first: it costs nothing where processors are idle. Fewer threads are slower there too, and rarer scans
+//! make the policy less informed. So both come last, and are taken back first.
 
 use serde::{Deserialize, Serialize};
 
 use crate::trace::Decider;
 
-/// What the guest's processors did in an interval, all of them together.
+/// Scheduling of the guest's processors in an interval, all of them together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Waited {
-    /// For how long they ran, in nanoseconds.
+    /// Time for which they ran, in nanoseconds.
     pub ran_ns: u64,
-    /// For how long they could have run, and waited, in nanoseconds.
+    /// Time for which they could have run but waited, in nanoseconds.
     pub waited_ns: u64,
 }
 
 impl Waited {
-    /// A guest that wants less than that tells nothing.
+    /// Least time in which the processors wanted to run, in nanoseconds, that makes a sample meaningful.
     const LEAST_NS: u64 = 1_000_000;
 
-    /// For how much of the time in which they wanted to run they waited, in thousandths; none if they hardly wanted to.
+    /// Returns the share of the time that the processors waited while they wanted to run, in thousandths; none if they
+    /// hardly wanted to run.
     pub fn permille(self) -> Option<u64> {
         let wanted_ns = u128::from(self.ran_ns) + u128::from(self.waited_ns);
         let permille = (u128::from(self.waited_ns) * 1000).checked_div(wanted_ns)? as u64;
@@ -41,25 +43,26 @@ impl Waited {
     }
 }
 
-/// How copying holds itself back.
+/// Restraint of copying.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restraint {
-    /// How nice its threads are (`nice(2)`).
+    /// Niceness of its threads (`nice(2)`).
     pub nice: u8,
-    /// How many of them read and send at the same time.
+    /// Number of its threads that read and send at the same time.
     pub threads: u16,
-    /// How many times as long as usual it is between two looks at what was written.
+    /// Factor for the interval between two dirty scans.
     pub interval_factor: u32,
 }
 
 impl Restraint {
-    /// How nice copying is, step by step: a thread beside a guest's processor that is busy gets a quarter of what there is,
-    /// a sixth, an eighth, a thirteenth. No less: a migration has to end.
+    /// Niceness at each step: a thread beside a busy processor of a guest gets a quarter of the processor time, a
+    /// sixth, an eighth, a thirteenth. No less: a migration has to end.
     const NICE: [u8; 4] = [5, 7, 9, 11];
-    /// How often the time between two looks doubles. No more: nobody sees between them that the guest may be stopped.
+    /// Number of times that the interval between two dirty scans doubles. No more, because between scans the policy
+    /// cannot see that the guest may be stopped.
     const DOUBLINGS: u32 = 2;
 
-    /// After so many steps, where it has so many threads.
+    /// Returns the restraint after `steps` steps, of a migration with `threads` threads.
     fn after(steps: u32, threads: u16) -> Self {
         let beyond_nice = steps.saturating_sub(Self::nice_steps());
         Self {
@@ -73,21 +76,21 @@ impl Restraint {
         Self::NICE.len() as u32 - 1
     }
 
-    /// So many steps until nothing is left to hold back.
+    /// Returns the number of steps after which no restraint remains to be added.
     fn most_steps(threads: u16) -> u32 {
         Self::nice_steps() + Self::DOUBLINGS.max(threads.checked_ilog2().unwrap_or(0))
     }
 }
 
-/// Has copying hold itself back, look by look.
+/// Policy for the restraint of copying.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pressure {
-    /// How much more than usual the guest may wait, in thousandths.
+    /// Permitted increase of the share that the guest waits, in thousandths.
     allowed_permille: u64,
     usual_permille: u64,
-    /// All that copy.
+    /// Number of all threads that copy.
     threads: u16,
-    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     steps: u32,
     #[serde(skip)]
@@ -95,16 +98,17 @@ pub struct Pressure {
 }
 
 impl Pressure {
-    /// So many calm looks in a row give back a step: the next one may be the one that hurts.
+    /// Number of consecutive calm samples after which a step is taken back: the next step may be the one that hurts.
     const CALM_LOOKS: u32 = 3;
 
-    /// The guest may wait for so much more of the time than it did before anything was copied, which so many threads do.
+    /// Creates the policy of a migration with `threads` threads. The share of the time that the guest waits may exceed
+    /// that before copying began by `allowed_permille`.
     pub fn new(allowed_permille: u64, before: Waited, threads: u16) -> Self {
         let usual_permille = before.permille().unwrap_or(0);
         Self { allowed_permille, usual_permille, threads, steps: 0, calm_looks: 0 }
     }
 
-    /// How copying holds itself back now.
+    /// Returns the present restraint.
     pub fn restraint(&self) -> Restraint {
         Restraint::after(self.steps, self.threads)
     }
@@ -112,7 +116,7 @@ impl Pressure {
 
 impl Decider for Pressure {
     type Observed = Waited;
-    /// How copying has to hold itself back from now on.
+    /// Restraint from now on.
     type Decision = Restraint;
 
     const KEPT: usize = 1000;
@@ -145,7 +149,7 @@ mod tests {
         Waited { ran_ns: (100 - percent) * MS, waited_ns: percent * MS }
     }
 
-    /// Niceness, threads at a time, factor.
+    /// Niceness, threads at a time, and factor of the interval, for each sample.
     fn after<const N: usize>(policy: &mut Pressure, percents: [u64; N]) -> [(u8, u16, u32); N] {
         percents.map(|percent| {
             let Restraint { nice, threads, interval_factor } = policy.decide(&waited(percent));
@@ -163,14 +167,14 @@ mod tests {
         assert_eq!(after(&mut policy, [0, 5, 6, 30, 30]), [NONE, NONE, NICER, (9, 4, 1), NICEST]);
         let (half, one) = ((11, 2, 2), (11, 1, 4));
         assert_eq!(after(&mut policy, [30, 30, 30, 30]), [half, one, one, one]);
-        // Between a half of what is allowed and all of it is where it is to be.
+        // Between half and all of the permitted increase nothing changes.
         assert_eq!(after(&mut policy, [5, 4, 3, 5, 4]), [one; 5]);
         assert_eq!(after(&mut policy, [2, 2, 2, 1, 1, 1]), [one, one, half, half, half, NICEST]);
         let back = [NICEST, NICEST, (9, 4, 1), (9, 4, 1), (9, 4, 1), NICER, NICER, NICER, NONE, NONE];
         assert_eq!(after(&mut policy, [0; 10]), back);
     }
 
-    /// However many threads there are: one of them copies, and looks become no rarer than a quarter of them.
+    /// Holds for any number of threads: one of them copies, and dirty scans become no rarer than a quarter.
     #[test]
     fn something_is_left_of_everything() {
         for threads in [0, 1, 2, 3, 5, 64, u16::MAX] {
@@ -184,7 +188,7 @@ mod tests {
                 before = now;
             }
             assert_eq!(before, Restraint { nice: 11, threads: 1, interval_factor: 4 }, "{threads}");
-            // There was no step that held nothing back, and would have to be given back before the others.
+            // No step was without effect; such a step would have to be taken back before the others.
             for _ in 0..Pressure::CALM_LOOKS {
                 policy.decide(&waited(0));
             }
@@ -199,7 +203,7 @@ mod tests {
         assert_eq!(after(&mut policy, [9, 0, 0, 4, 0, 0, 0]), expected);
     }
 
-    /// Whoever has to wait for others in any case gains nothing.
+    /// A guest that waits for other reasons gains nothing from restraint.
     #[test]
     fn what_the_guest_waits_for_anyway_does_not_count() {
         let mut policy = Pressure::new(50, waited(40), 4);

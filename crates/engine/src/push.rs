@@ -1,42 +1,44 @@
-//! Post-copy: how much of what is left is pushed at once, and how fast.
+//! Post-copy: size and rate of the parts in which the remaining pages are pushed.
 //!
-//! Whoever waits for a page waits behind what is on its way already. So nothing is pushed faster than the link carries: what
-//! is on its way then is little, and stands in no queue. And no more is pushed at once than the link carries in some
-//! milliseconds, for what is wanted next may be elsewhere. But each part has to be acknowledged before the next begins, so on
-//! a link that is long it has to be larger, or most of the time nothing would be sent: it grows for as long as twice as much
-//! goes noticeably faster.
+//! A page request waits behind the pages that are already in transit. So pages are pushed no faster than the link
+//! carries them: little is then in transit, and nothing queues. A part is no larger than what the link carries in some
+//! milliseconds, because the next request may be for a page elsewhere.
 //!
-//! From there on every other part is half as large: what the larger ones take longer is what the link, or the pace, takes
-//! for the other half, and the rest is the way there and back, however that changes. A pace beyond what the link carries is
-//! set to that; else the next parts go faster, little by little. Parts are so long that the ways are a small part of them.
+//! But each part has to be acknowledged before the next begins, so on a long link a part has to be larger, or the link
+//! would be idle most of the time: the size doubles as long as this is noticeably faster.
 //!
-//! Pages of zeros take nothing on the wire, and the time that it takes to find them tells nothing of the link. Parts have as
-//! many more pages as there were such among the last ones, and nothing is learnt from one of little else.
+//! From there on every other part is half as large. The additional time of the larger parts is what the link, or the
+//! pace, needs for the other half, and the rest is the round trip, however that changes. A pace beyond the rate of the
+//! link is reduced to that rate; otherwise the next parts go faster, little by little. Parts are so long that the
+//! round trips are a small share of the time.
+//!
+//! Zero pages need nothing on the wire, and the time to find them reveals nothing about the link. Parts grow by as
+//! many pages as there were zero pages among the last ones, and nothing is learned from a part of little else.
 
 use serde::{Deserialize, Serialize};
 
 use crate::trace::{Blank, Decider};
 
-/// How many pages are pushed at once, and how fast.
+/// Policy for the size of a part and its rate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Blank", into = "Blank")]
 pub struct Push {
-    /// How many pages with data are to be in a large part.
+    /// Number of pages with data in a large part.
     data_pages: u64,
-    /// How many pages there were for each with data.
+    /// Number of pages for each page with data.
     spread: u64,
-    /// The part before that told something, until parts are long enough.
+    /// Last part from which something was learned, until parts are long enough.
     last: Option<Part>,
-    /// The last ones since.
+    /// Parts since then, up to the next adjustment.
     followed: Vec<Followed>,
-    /// Whether parts are long enough.
+    /// True once parts are long enough.
     is_settled: bool,
     pace_bytes_per_s: Option<u64>,
-    /// Looks in a row that found no pace beyond what the link carries.
+    /// Consecutive adjustments that found no pace beyond the rate of the link.
     on_time: u32,
 }
 
-/// A part that is followed.
+/// Measurements of a part that adjust size and pace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Followed {
     wire_bytes: u64,
@@ -44,25 +46,26 @@ struct Followed {
     is_small: bool,
 }
 
-/// A part that was pushed.
+/// Measurements of a part that was pushed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// Pages that went.
+    /// Number of pages sent.
     pub pages: u64,
-    /// Those of them that took something on the wire: others are holes, or full of the same few bytes, mostly zeros.
+    /// Those of them that needed bytes on the wire: the others are holes, or filled with the same few bytes, mostly
+    /// zeros.
     pub data_pages: u64,
-    /// What they took on the wire, in bytes.
+    /// Bytes on the wire.
     pub wire_bytes: u64,
-    /// How long that took until the last one was acknowledged, in nanoseconds.
+    /// Time until the last page was acknowledged, in nanoseconds.
     pub duration_ns: u64,
 }
 
-/// How the next part goes.
+/// Size and rate of the next part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NextPart {
-    /// How many pages it has at most.
+    /// Most pages of the part.
     pub pages: u64,
-    /// How fast it is to go, in bytes on the wire per second; none for as fast as it goes.
+    /// Rate limit, in bytes on the wire per second; none for no limit.
     pub pace_bytes_per_s: Option<u64>,
 }
 
@@ -79,32 +82,35 @@ impl Decider for Push {
 }
 
 impl Push {
-    /// A part takes no less than that, in nanoseconds.
+    /// Shortest duration of a part, in nanoseconds.
     pub const SHORTEST_NS: u64 = 8_000_000;
-    /// And no less than that at a pace: there is no queue that it would make longer.
+    /// Shortest duration of a part with a rate limit, in nanoseconds: such a part makes no queue longer.
     pub const SHORTEST_PACED_NS: u64 = 16_000_000;
-    /// The first part, in pages.
+    /// Size of the first part, in pages.
     const FIRST_PAGES: u64 = 64;
-    /// The largest, in pages: 1 GiB.
+    /// Size of the largest part, in pages: 1 GiB.
     const MOST_PAGES: u64 = 1 << 18;
-    /// One page with data among so many tells of the link: to find the others takes a small part of the time.
+    /// Highest number of pages for each page with data at which a part reveals the rate of the link: finding the other
+    /// pages then takes a small share of the time.
     const TELLING_SPREAD: u64 = 4;
-    /// Parts become no larger for pages without data: what comes next may be nothing but data.
+    /// Highest factor by which parts grow for pages without data: the next pages may all have data.
     const MOST_SPREAD: u64 = 16;
-    /// Faster links, in bytes per second, are not what is waited for, and no clock is good enough for their pace.
+    /// Highest rate limit, in bytes per second. Faster links are not the bottleneck, and no clock is precise enough
+    /// for their pace.
     const FASTEST: u64 = 500_000_000;
-    /// So many parts, at one pace, are looked at together: the quickest of either size tells, for any may have been held up.
+    /// Number of parts, at one pace, that are evaluated together: the quickest of either size counts, because any part
+    /// may have been held up.
     const FOLLOWED: usize = 6;
-    /// A part is so many times as long as the way there and back.
+    /// Duration of a part in round trips.
     const WAYS: u64 = 8;
 
-    /// How many pages the next part has at most.
+    /// Returns the most pages of the next part.
     pub fn pages(&self) -> u64 {
         let data_pages = if self.is_small() { self.data_pages / 2 } else { self.data_pages };
         (data_pages * self.spread).min(Self::MOST_PAGES)
     }
 
-    /// Whether the next part is one of half the size.
+    /// Returns true if the next part is one of half the size.
     fn is_small(&self) -> bool {
         self.is_settled && self.followed.len().is_multiple_of(2)
     }
@@ -112,7 +118,7 @@ impl Push {
     /// Learns from a part.
     fn learn(&mut self, part: Part) {
         let part = Part { duration_ns: part.duration_ns.max(1), ..part };
-        // The last one of all.
+        // The last part of all is shorter.
         if part.pages < self.pages() {
             return;
         }
@@ -132,7 +138,7 @@ impl Push {
         self.last = Some(part);
     }
 
-    /// Whether a part that took long enough went hardly faster than the smaller one before.
+    /// Returns true if a part that took long enough was hardly faster than the smaller one before.
     fn is_no_faster(&self, part: Part) -> bool {
         let Some(last) = self.last else { return false };
         let now = u128::from(part.data_pages) * u128::from(last.duration_ns);
@@ -140,7 +146,7 @@ impl Push {
         part.duration_ns >= Self::SHORTEST_NS && now * 20 < before * 21
     }
 
-    /// Parts are long enough; what the link carries is known.
+    /// Ends the growth of parts: they are long enough, and the rate of the link is known.
     fn settle(&mut self, part: Part) {
         self.is_settled = true;
         let rate = per_second(part.wire_bytes, part.duration_ns);
@@ -151,14 +157,14 @@ impl Push {
             );
             per_second(bytes, ns)
         });
-        // Two moments of a busy host may differ by anything.
+        // Two moments of a busy host may differ by any amount.
         let carries = more.clamp(rate, rate.saturating_add(rate / 4));
         if (1..=Self::FASTEST).contains(&carries) {
             self.pace_bytes_per_s = Some(carries - carries / 32);
         }
     }
 
-    /// The pace follows the link, and the size of parts both.
+    /// Adjusts the pace to the link, and the size of parts to both.
     fn follow(&mut self, part: Part) {
         let Part { wire_bytes, duration_ns, .. } = part;
         self.followed.push(Followed { wire_bytes, duration_ns, is_small: self.is_small() });
@@ -166,16 +172,16 @@ impl Push {
             return;
         }
         let (small, large) = (self.quickest(true), self.quickest(false));
-        // What comes next goes at another pace.
+        // The next parts have another pace.
         self.followed.clear();
         let (Some(small), Some(large)) = (small, large) else { return };
-        // Sizes may just have changed.
+        // The sizes may just have changed.
         if large.wire_bytes <= small.wire_bytes.saturating_add(small.wire_bytes / 4) {
             return;
         }
         let (more_bytes, more_ns) =
             (large.wire_bytes - small.wire_bytes, large.duration_ns.saturating_sub(small.duration_ns));
-        // What both the link and the pace let through.
+        // The rate that both the link and the pace permit.
         let rate = if more_ns == 0 { u64::MAX } else { per_second(more_bytes, more_ns) };
         if let Some(pace) = self.pace_bytes_per_s {
             let is_beyond = rate < pace - pace / 8;
@@ -184,7 +190,7 @@ impl Push {
                 // A host or a link that hung for a moment will not do so again.
                 rate.max(pace / 2)
             } else {
-                // The longer it goes well the larger the steps: a link may have become much faster.
+                // The longer the pace is kept the larger the steps: a link may have become much faster.
                 pace.saturating_add(pace >> (5 - (self.on_time / 4).min(2)))
             };
             self.pace_bytes_per_s = (1..=Self::FASTEST).contains(&next).then_some(next);
@@ -200,7 +206,7 @@ impl Push {
         self.data_pages = pages.clamp(self.data_pages / 2, self.data_pages * 2);
     }
 
-    /// The part of a size that was held up least.
+    /// Returns the part of a size that was held up least.
     fn quickest(&self, is_small: bool) -> Option<Followed> {
         let beside_ns = |part: &&Followed| {
             let paced_ns = self.pace_bytes_per_s.map_or(0, |pace| time_for(part.wire_bytes, pace));
@@ -235,7 +241,7 @@ fn per_second(bytes: u64, ns: u64) -> u64 {
     u64::try_from(rate).unwrap_or(u64::MAX)
 }
 
-/// In nanoseconds.
+/// Returns the time for `bytes`, in nanoseconds.
 fn time_for(bytes: u64, bytes_per_s: u64) -> u64 {
     let ns = (u128::from(bytes) * 1_000_000_000).checked_div(bytes_per_s.into()).unwrap_or(u128::MAX);
     u64::try_from(ns).unwrap_or(u64::MAX)
@@ -247,7 +253,7 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    /// A link that carries so many bytes in a second and is so long, in milliseconds, there and back.
+    /// A link with a rate and a round trip time, in milliseconds.
     #[derive(Clone, Copy)]
     struct Link {
         bytes_per_s: u64,
@@ -255,7 +261,7 @@ mod tests {
     }
 
     impl Link {
-        /// Has a part pushed; how long something else would have waited behind it at most, in nanoseconds.
+        /// Pushes a part. Returns how long another frame would have waited behind it at most, in nanoseconds.
         fn carry(self, push: &mut Push) -> u64 {
             let wire_bytes = push.pages() * PAGE;
             let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
@@ -267,11 +273,11 @@ mod tests {
         }
     }
 
-    /// How long parts are in the end, in milliseconds, and which share of what the link carries goes.
+    /// Returns the final duration of parts, in milliseconds, and the used share of the link's rate.
     fn settled(link: Link) -> (u64, f64) {
         let mut push = Push::default();
         (0..256).for_each(|_| _ = link.carry(&mut push));
-        // One of either size.
+        // One part of either size.
         let bytes = push.data_pages / 2 * 3 * PAGE / 2;
         let rate = push.pace_bytes_per_s.unwrap_or(u64::MAX).min(link.bytes_per_s);
         let part_ns = time_for(bytes, rate);
@@ -292,7 +298,7 @@ mod tests {
         }
     }
 
-    /// Whoever waits for a page does not wait behind what is pushed.
+    /// A page request does not wait behind pages that are pushed.
     #[test]
     fn what_is_pushed_stands_in_no_queue() {
         for long_ms in [0, 1, 10] {
@@ -316,7 +322,8 @@ mod tests {
         }
     }
 
-    /// How much of what a link carries goes, over 64 MiB and more, while the ways there and back take so long each.
+    /// Returns the used share of a link's rate, over 64 MiB and more, where the round trip of each part takes
+    /// `way_ns`.
     fn share_of(bytes_per_s: u64, mut way_ns: impl FnMut(u64) -> u64) -> f64 {
         let (mut push, mut sent, mut all_ns) = (Push::default(), 0, 0);
         for part in 0..2_000 {
@@ -330,7 +337,7 @@ mod tests {
         per_second(sent, all_ns) as f64 / bytes_per_s as f64
     }
 
-    /// Longer ways are no slower link: a queue of somebody else's, a busy host.
+    /// A longer round trip does not mean a slower link: its reason may be another sender's queue, or a busy host.
     #[test]
     fn ways_that_become_longer_do_not_make_what_is_pushed_slower() {
         const MS: u64 = 1_000_000;
@@ -339,7 +346,7 @@ mod tests {
                 let share = share_of(bytes_per_s, |part| if part < 32 { before } else { after });
                 assert!(share > 0.7, "{bytes_per_s}, {before} to {after} ns: {share}");
             }
-            // A different one each time, a millisecond in the mean, and now and then much more.
+            // A random round trip, a millisecond in the mean, and now and then much more.
             let mut random = 1_u64;
             let share = share_of(bytes_per_s, |part| {
                 random =
@@ -352,7 +359,7 @@ mod tests {
         }
     }
 
-    /// As a limit on the rate that lets a burst through first.
+    /// Like a rate limit that lets a burst pass first.
     #[test]
     fn a_burst_at_the_beginning_does_not_mislead() {
         let bytes_per_s = 20_000_000;
@@ -393,11 +400,12 @@ mod tests {
         }
     }
 
-    /// Pages in the order in which they go: so many MiB of zeros, or of data, and again.
+    /// Pages in the order in which they are sent: runs of zeros or of data, each with its length in MiB.
     struct Layout(Vec<(bool, u64)>);
 
     impl Layout {
-        /// How long all of it takes, in nanoseconds, where it takes `zero_ns` to find out that a page is one of zeros.
+        /// Returns the time for all of it, in nanoseconds, where it takes `zero_ns` to find out that a page is a zero
+        /// page.
         fn pushed_over(&self, link: Link, zero_ns: u64) -> u64 {
             let mib = |&(is_data, mib): &(bool, u64)| std::iter::repeat_n(is_data, (mib << 8) as usize);
             let mut left = self.0.iter().flat_map(mib).peekable();
@@ -418,7 +426,7 @@ mod tests {
         }
     }
 
-    /// The time that it takes to find them is not what the link carries.
+    /// The time to find zero pages is not taken for time of the link.
     #[test]
     fn pages_of_zeros_make_nothing_slower() {
         let alternating = |data, zeros| [(true, data), (false, zeros)].repeat(8);
@@ -441,7 +449,7 @@ mod tests {
         }
     }
 
-    /// One page with data among many, all the way: every part is a way there and back.
+    /// One page with data among many, throughout: the duration of every part is a round trip.
     #[test]
     fn data_here_and_there_among_zeros_goes_in_parts_that_are_larger() {
         let mut push = Push::default();

@@ -1,45 +1,45 @@
-//! Whether it pays to refer memory to what the destination has.
+//! Page references of memory: whether they pay.
 //!
-//! Where the link is slow a reference is there long before the page would be, and then the destination reads: from storage
-//! that may be slower than the link, or be reached over the very same one. So it is watched how fast pages pass, those
-//! that are referred to and those that are sent. Where that is slower than the link alone would be, and it is the
-//! destination that is waited for, all is sent from there on.
+//! On a slow link a reference arrives long before the page would, but then the destination has to read the page, from
+//! storage that may be slower than the link, or be reached over the very same link. So the policy watches the rate at
+//! which pages pass, both referred and sent. Where this rate is below that of the link alone, and the destination is
+//! the bottleneck, all pages are sent from there on.
 
 use serde::{Deserialize, Serialize};
 
 use crate::trace::Decider;
 
-/// So much of what the link carries has to pass.
+/// Share of the link's rate that has to pass.
 const WORTH: f64 = 0.8;
-/// Looks in a row in which less does, before no more is referred to. What the destination tells of its pauses comes in
-/// lumps.
+/// Consecutive samples below that share before references end. The destination reports its idle time in bursts.
 const LOOKS: u32 = 6;
-/// When so much was refused, and more than was taken, the destination has other things than was thought: in bytes.
+/// Refused data, in bytes, at which references end if more was refused than accepted: the destination then has other
+/// content than was assumed.
 const MANY_REFUSED: u64 = 4 << 20;
 
-/// What was counted in an interval.
+/// Counters of an interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Passed {
-    /// How long it was, in nanoseconds.
+    /// Length of the interval, in nanoseconds.
     pub interval_ns: u64,
-    /// Data of pages that were sent, before it was compressed, in bytes.
+    /// Data of the pages that were sent, in bytes before compression.
     pub data_bytes: u64,
-    /// Length of the pages that the destination took by reference, in bytes.
+    /// Length of the pages that the destination has accepted by reference, in bytes.
     pub referred_bytes: u64,
-    /// Length of those that it had not after all, in bytes.
+    /// Length of the referred pages that the destination did not have after all, in bytes.
     pub refused_bytes: u64,
-    /// It has yet to answer to references, and nothing else passes.
+    /// True if the destination has yet to answer references, and nothing else passes.
     pub is_awaited: bool,
-    /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
+    /// Estimated rate of the link, in bytes per second; absent as long as no worker has waited for it.
     pub link_bytes_per_s: Option<u64>,
-    /// The destination's workers have no pause.
+    /// True if the destination's workers are never idle.
     pub peer_is_busy: bool,
 }
 
-/// Watches what passes.
+/// Policy that watches whether page references pay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Referring {
-    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     slow_looks: u32,
     #[serde(skip)]
@@ -50,7 +50,7 @@ pub struct Referring {
 
 impl Decider for Referring {
     type Observed = Passed;
-    /// Whether to go on referring to what the destination has; once it does not pay, this is for good.
+    /// True to continue with references; once they do not pay, it stays false.
     type Decision = bool;
 
     const KEPT: usize = 600;
@@ -77,7 +77,7 @@ impl Decider for Referring {
 mod tests {
     use super::*;
 
-    /// A look of 50 ms at a link of 118 MB/s.
+    /// A sample of 50 ms on a link of 118 MB/s.
     const LOOK: Passed = Passed {
         interval_ns: 50_000_000,
         data_bytes: 0,
@@ -96,7 +96,7 @@ mod tests {
     fn what_is_read_slower_than_it_could_be_sent_is_sent() {
         let mut referring = Referring::default();
         assert_eq!(looks(&mut referring, &LOOK, LOOKS + 1)[LOOKS as usize - 2..], [true, false, false]);
-        // For good: it may look well because nothing is referred to any more.
+        // For good: the rate may only look well because no references are sent any more.
         assert!(!referring.decide(&Passed { data_bytes: 9_000_000, referred_bytes: 0, ..LOOK }));
     }
 
@@ -120,10 +120,10 @@ mod tests {
         let well = [
             Passed { referred_bytes: 5_000_000, ..LOOK },
             Passed { data_bytes: 2_000_000, ..LOOK },
-            // It is this side, or the link, that is waited for.
+            // The source or the link is the bottleneck.
             Passed { peer_is_busy: false, ..LOOK },
             Passed { link_bytes_per_s: None, ..LOOK },
-            // It is not references that keep it busy.
+            // It is busy for another reason than references.
             Passed { data_bytes: 3_000_000, referred_bytes: 0, ..LOOK },
         ];
         for passed in well {

@@ -1,11 +1,11 @@
-//! Throttling: how fast a guest may write, so that copying comes to an end; to a disk that is copied here, to its
-//! memory in [`processors`].
+//! Throttling: limits on the guest, so that copying ends. Writes to copied disks are limited here, writes to memory in
+//! [`processors`].
 //!
-//! Policy apart from enforcement (Bradford et al. 2007, section 3.2). What is found here is a cap on the guest's
-//! writes; whoever asks has QEMU keep it, and lift it at the end.
+//! Policy is separate from enforcement (Bradford et al. 2007, section 3.2). The policy computes a cap on the guest's
+//! writes; the caller has QEMU enforce it, and lifts it at the end.
 //!
 //! Copying a disk of S bytes at D bytes a second while the guest writes at most f·D sends S + f·S + f²·S + …, which is
-//! S / (1 − f): with f = ⅖, to which [`Drain`] holds a guest that writes steadily, one and two thirds of the disk.
+//! S / (1 − f). [`Drain`] holds a guest that writes steadily to f = ⅖, which makes one and two thirds of the disk.
 
 pub mod processors;
 
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::trace::Decider;
 
-/// How fast a guest may write to a disk; what is absent is not capped.
+/// Limit on the guest's write rate to a disk; an absent field is not limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cap {
     /// Writes a second.
@@ -22,27 +22,27 @@ pub struct Cap {
     pub bytes_per_s: Option<u64>,
 }
 
-/// What was seen of all disks that are copied since copying began, or in the last while.
+/// Measurements of all copied disks together, since copying began or over the last interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WriteObservation {
-    /// Writes of the guest since copying began.
+    /// Number of writes of the guest since copying began.
     pub writes: u64,
-    /// How fast the guest wrote lately, in bytes per second.
+    /// Recent write rate of the guest, in bytes per second.
     pub written_bytes_per_s: u64,
-    /// How fast there came to be more to send by that, in bytes per second: more than was written where little parts
-    /// here and there are written, less where the same ones are written again.
+    /// Recent dirty rate that follows from these writes, in bytes per second: above the write rate where small
+    /// scattered parts are written, below it where the same parts are written again.
     pub dirtied_bytes_per_s: u64,
-    /// How fast was sent lately, in bytes of the guest's per second; absent until that is known.
+    /// Recent rate at which guest data was sent, in bytes per second; absent until it is known.
     pub drained_bytes_per_s: Option<u64>,
 }
 
-/// Decides on a cap again and again.
+/// Policy for the cap.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "policy", rename_all = "kebab-case")]
 pub enum WriteThrottle {
-    /// As little as the drain needs.
+    /// The weakest cap that the measured drain needs.
     Drain(Drain),
-    /// The slower the more was written.
+    /// A cap that becomes stricter the more was written.
     Threshold(Threshold),
 }
 
@@ -60,11 +60,13 @@ impl Decider for WriteThrottle {
     }
 }
 
-/// No guest is held to less, which the paper does not say: with a few writes a second a file system gives its disk up.
+/// Lowest cap, in writes a second, which the paper does not have: with only a few writes a second a file system gives
+/// up its disk.
 const LEAST_WRITES_PER_S: u64 = 32;
 
-/// The paper's: when the guest has reached so many writes, each further one is delayed; both double when it has reached
-/// the new threshold. A delay of each write is a cap on how many there are in a second.
+/// The paper's rule: when the guest has reached a number of writes, each further write is delayed; both number and
+/// delay double when the guest has reached the new threshold. A delay of each write is a cap on the number of writes
+/// in a second.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Threshold {
     threshold_writes: u64,
@@ -72,7 +74,7 @@ pub struct Threshold {
 }
 
 impl Default for Threshold {
-    /// The paper's values.
+    /// The values of the paper.
     fn default() -> Self {
         Self { threshold_writes: 16_384, delay_us: 2_048 }
     }
@@ -92,20 +94,20 @@ impl Threshold {
     }
 }
 
-/// As little as the measured drain needs: a guest that dirties its disks faster than two fifths of what is sent may
-/// write only so much that it does not, as long as it writes as it does. When it dirties far less for a while, the cap
-/// is raised step by step, and lifted in the end.
+/// The weakest cap that the measured drain needs. A guest whose dirty rate exceeds two fifths of the sending rate is
+/// limited to a write rate at which it does not exceed them, as long as its pattern of writes stays the same. When its
+/// dirty rate is far lower for a while, the cap is raised step by step, and lifted in the end.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Drain {
-    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     held: Held,
 }
 
-/// No guest is held to less: its driver would take a disk that does next to nothing for a broken one.
+/// Lowest cap, in bytes a second: below it, the guest's driver would take the disk for a broken one.
 const LEAST_BYTES_PER_S: u64 = 1 << 20;
-/// A write of one sector dirties eight, by the unit in which writes are recorded, a page. What dirties more (a discard,
-/// which is no write) is no reason to write less.
+/// A write of one sector dirties eight, because the unit in which writes are recorded is a page. A higher ratio (from
+/// a discard, which is no write) is no reason for a stricter cap.
 const MOST_DIRTIED_BY_WRITTEN: u64 = 8;
 
 impl Drain {
@@ -114,7 +116,8 @@ impl Drain {
         let share = drained / 5 * 2;
         let (written, dirtied) = (observed.written_bytes_per_s, observed.dirtied_bytes_per_s);
         let least = (share / MOST_DIRTIED_BY_WRITTEN).max(LEAST_BYTES_PER_S);
-        // A guest that writes at its cap gets more of it; one that does not needs none beyond what is sent.
+        // A guest that writes at its cap may have the cap raised; one that does not needs none beyond the sending
+        // rate.
         self.held.hold(&Seen { used: written, dirtied, share, least, most: drained });
         self.cap()
     }
@@ -124,40 +127,40 @@ impl Drain {
     }
 }
 
-/// A guest that is held to so much of something, as long as it dirties more than its share.
+/// Cap on a guest's use of a resource, as long as the guest dirties more than its share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Held {
-    /// How much it may use, per second.
+    /// Cap on the use, per second.
     cap: Option<u64>,
-    /// How many times in a row it dirtied far less than its share.
+    /// Consecutive samples in which the guest dirtied far less than its share.
     calm: u32,
 }
 
-/// What was seen of it.
+/// Measurements of a guest, and the limits that apply to it.
 struct Seen {
-    /// What it used lately, per second.
+    /// Recent use of the resource, per second.
     used: u64,
-    /// What it dirtied by that, in bytes per second.
+    /// Dirty rate that follows from this use, in bytes per second.
     dirtied: u64,
-    /// What it may dirty.
+    /// Dirty rate that the guest may have, in bytes per second.
     share: u64,
-    /// It is held to no less.
+    /// Lowest cap.
     least: u64,
-    /// Beyond that it need not be held.
+    /// Highest cap; a higher one is lifted.
     most: u64,
 }
 
-/// How many calm looks it takes to raise a cap.
+/// Number of calm samples after which a cap is raised.
 const CALM_LOOKS: u32 = 3;
 
 impl Held {
     fn hold(&mut self, seen: &Seen) {
         let &Seen { used, dirtied, share, least, most } = seen;
         if dirtied > share {
-            // What may be used for its share to be dirtied.
+            // Use at which the guest would dirty its share.
             let fitting = u128::from(used) * u128::from(share) / u128::from(dirtied);
             let fitting = u64::try_from(fitting).unwrap_or(u64::MAX).max(least);
-            // One look does not tell everything: from a cap to the next one at most half as much.
+            // One sample is not conclusive: a cap falls by at most half from one sample to the next.
             self.cap = Some(self.cap.map_or(fitting, |cap| fitting.clamp(cap / 2, cap).max(least)));
             self.calm = 0;
         } else if dirtied <= share / 2 {
@@ -188,8 +191,8 @@ mod tests {
         assert_eq!(cap(u64::MAX), Some(32));
     }
 
-    /// A disk that takes a hundred ticks to be sent, and a guest that writes as much as it may; each byte dirties so
-    /// many.
+    /// Simulates a disk that takes a hundred ticks to be sent, and a guest that writes as much as it may; each byte
+    /// written dirties `dirties` bytes. Returns the bytes sent in all.
     fn sent_in_all(
         mut decide: impl FnMut(&WriteObservation) -> Cap,
         wants: u64,
@@ -200,7 +203,7 @@ mod tests {
         for _ in 0..1_000 {
             let written = cap.bytes_per_s.map_or(wants, |cap| cap.min(wants));
             let drained = left.min(DRAIN);
-            // More than all of it is never left.
+            // At most all of the disk is dirty.
             left = (left - drained + written * dirties).min(100 * DRAIN);
             sent += drained;
             if left <= DRAIN {
@@ -223,7 +226,7 @@ mod tests {
             for dirties in [1, 8] {
                 let mut policy = Drain::default();
                 let sent = sent_in_all(|observed| policy.decide(observed), wants, dirties).unwrap();
-                // What it dirtied before the first look was not held.
+                // Data that it dirtied before the first sample was not limited.
                 let unheld = (2 * wants * dirties).min(disk);
                 assert!(sent <= (disk + unheld) / 3 * 5, "{wants}, {dirties}: {sent}");
             }
@@ -247,7 +250,7 @@ mod tests {
         assert_eq!(cap(60 << 20), Some(40 << 20));
         // At its cap it stays held.
         assert_eq!((cap(40 << 20), cap(35 << 20)), (Some(40 << 20), Some(40 << 20)));
-        // A pause is no reason to let it go at once.
+        // A pause is no reason to lift the cap at once.
         assert_eq!((cap(1), cap(1), cap(30 << 20)), (Some(40 << 20), Some(40 << 20), Some(40 << 20)));
         assert_eq!((cap(1), cap(1), cap(1)), (Some(40 << 20), Some(40 << 20), Some(80 << 20)));
         assert_eq!((cap(1), cap(1), cap(1)), (Some(80 << 20), Some(80 << 20), None));
@@ -270,7 +273,7 @@ mod tests {
         assert!(decide(much).is_some_and(|cap| cap > u64::MAX / 2));
     }
 
-    /// As many looks as it has bursts.
+    /// One sample for each burst.
     #[test]
     fn a_guest_that_writes_in_bursts_stays_held() {
         let mut policy = Drain::default();

@@ -1,11 +1,11 @@
-//! What whoever decides was shown and what it decided, so that anybody can decide it again.
+//! Traces: the observations that a policy was shown and its decisions, for replay.
 //!
-//! A [`Decider`] reads no clock and draws no random number, so its decisions follow from what it was shown. [`Traced`] keeps
-//! that as a [`Trace`]; those of a migration are [`Traces`], and go into its report.
+//! A [`Decider`] reads no clock and draws no random number, so its decisions follow from its observations. [`Traced`]
+//! records both as a [`Trace`]; those of a migration are [`Traces`], and become part of its report.
 //!
-//! A trace begins where its decider does, and keeps so many looks: of what comes after them it counts how often it decided.
-//! To leave out the first ones in their place would need what was learnt from them, which is more than numbers that were
-//! measured; so what is kept can be decided again whatever was left out.
+//! A trace begins where its policy begins, and keeps a limited number of entries; of the observations after them it
+//! keeps only the count. Dropping the first entries instead would need the policy's learned state, which is more than
+//! measured numbers. So the entries of a trace can be replayed, however many were left out.
 
 mod traces;
 
@@ -16,39 +16,39 @@ use serde::{Deserialize, Serialize};
 
 pub use traces::{Difference, Others, Replayed, Traces};
 
-/// What can be kept in a trace.
+/// Types that a trace can record.
 pub trait Kept: Clone + Debug + PartialEq + Serialize + DeserializeOwned {}
 
 impl<T: Clone + Debug + PartialEq + Serialize + DeserializeOwned> Kept for T {}
 
-/// Decides again and again, by what it was shown and nothing else.
+/// A policy that decides repeatedly, from its observations and nothing else.
 pub trait Decider: Kept {
-    /// What it is shown.
+    /// Observation that the policy is shown.
     type Observed: Kept;
-    /// What it says.
+    /// Decision of the policy.
     type Decision: Kept;
 
-    /// Most looks that a trace of it keeps.
+    /// Most entries that a trace keeps.
     const KEPT: usize;
 
-    /// Decides.
+    /// Decides after an observation.
     fn decide(&mut self, observed: &Self::Observed) -> Self::Decision;
 }
 
-/// All that decisions followed from.
+/// A policy, its observations and its decisions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(bound = "")]
 pub struct Trace<P: Decider> {
-    /// Who decided, before the first decision.
+    /// The policy before its first decision.
     pub policy: P,
-    /// What came then, in order.
+    /// Entries, in order.
     pub entries: Vec<Entry<P>>,
-    /// How many looks came after these, and were not kept.
+    /// Number of observations after these entries, which were not kept.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub left_out: u64,
 }
 
-/// What a trace has of somebody who knows nothing before the first look: nothing. What was learnt is not part of it.
+/// Serialized form of a policy without parameters: nothing. Its learned state is not part of a trace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blank {}
 
@@ -58,27 +58,27 @@ impl<P: Decider + From<Blank>> From<P> for Blank {
     }
 }
 
-/// One look.
+/// One observation and the decision that followed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(bound = "")]
 pub struct Entry<P: Decider> {
-    /// What had been learnt before was forgotten.
+    /// True if the learned state was reset before the observation.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub anew: bool,
-    /// What was seen.
+    /// The observation.
     #[serde(flatten)]
     pub observed: P::Observed,
-    /// What was decided.
+    /// The decision.
     pub decision: P::Decision,
 }
 
 impl<P: Decider> Trace<P> {
-    /// Of somebody who has decided nothing yet.
+    /// Creates the trace of a policy that has decided nothing yet.
     pub fn new(policy: P) -> Self {
         Self { policy, entries: Vec::new(), left_out: 0 }
     }
 
-    /// Decides everything again, in order: the same trace, unless the rule has changed since.
+    /// Repeats all decisions, in order. The result equals this trace unless the rule has changed since.
     #[must_use]
     pub fn replay(&self) -> Self {
         let mut policy = self.policy.clone();
@@ -92,19 +92,19 @@ impl<P: Decider> Trace<P> {
         Self { policy: self.policy.clone(), entries, left_out: self.left_out }
     }
 
-    /// The decisions, in order.
+    /// Returns the decisions, in order.
     pub fn decisions(&self) -> impl Iterator<Item = &P::Decision> {
         self.entries.iter().map(|entry| &entry.decision)
     }
 
-    /// Has this one, which was like the other one some looks ago, be like it again.
+    /// Appends the entries of `other` that this trace lacks; this trace has to be an earlier state of `other`.
     pub fn catch_up(&mut self, other: &Self) {
         self.entries.extend_from_slice(other.entries.get(self.entries.len()..).unwrap_or_default());
         self.left_out = other.left_out;
     }
 }
 
-/// Somebody who decides and keeps the trace.
+/// A policy that records its trace.
 #[derive(Clone, Debug)]
 pub struct Traced<P: Decider> {
     pub(crate) policy: P,
@@ -113,20 +113,20 @@ pub struct Traced<P: Decider> {
 }
 
 impl<P: Decider> Traced<P> {
-    /// Keeps the trace of somebody who has decided nothing yet.
+    /// Starts the trace of a policy that has decided nothing yet.
     pub fn new(policy: impl Into<P>) -> Self {
         let policy = policy.into();
         Self { trace: Trace::new(policy.clone()), is_new: false, policy }
     }
 
-    /// Decides, and keeps why.
+    /// Decides, and records observation and decision.
     pub fn decide_on(&mut self, observed: P::Observed) -> P::Decision {
         let decision = self.policy.decide(&observed);
         self.keep(observed, decision.clone());
         decision
     }
 
-    /// Keeps what was decided.
+    /// Records an observation and the decision.
     pub(crate) fn keep(&mut self, observed: P::Observed, decision: P::Decision) {
         let anew = std::mem::take(&mut self.is_new);
         if self.trace.entries.len() < P::KEPT {
@@ -136,23 +136,23 @@ impl<P: Decider> Traced<P> {
         }
     }
 
-    /// Forgets what was learnt.
+    /// Resets the learned state of the policy.
     pub fn begin_anew(&mut self) {
         self.policy = self.trace.policy.clone();
         self.is_new = !self.trace.entries.is_empty();
     }
 
-    /// Who decides.
+    /// Returns the policy.
     pub fn policy(&self) -> &P {
         &self.policy
     }
 
-    /// What happened so far.
+    /// Returns the trace so far.
     pub fn trace(&self) -> &Trace<P> {
         &self.trace
     }
 
-    /// Tells a report, which was told before or never was.
+    /// Updates the trace in a report, which may be absent or an earlier state.
     pub fn tell(&self, told: &mut Option<Trace<P>>) {
         told.get_or_insert_with(|| Trace::new(self.trace.policy.clone())).catch_up(&self.trace);
     }

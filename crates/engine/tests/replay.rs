@@ -1,11 +1,13 @@
-//! Migrations that were really made: what was decided in them is decided today.
+//! Replays of real migrations: the decisions that were made in them are made today.
 //!
-//! `traces/*.json` are the traces of their reports. Where a rule changes on purpose, `BLESS=1` writes what is decided now of
-//! what was seen then: the difference in the files is what the change comes to. What was seen stays what a migration by the
-//! former rule was like; new ones are recorded where `WHIMBREL_RECORD_TRACES` names a directory, by the end-to-end tests that
-//! replay a report (`bin/whimbrel/tests/common/replay.rs`). The three patterns are guests that rewrite 48, 4 and 20 MiB as fast as
-//! they can on a link of 20 MiB/s, `--max-downtime 100 --on-limit stop`, uncompressed; c with `stable_window = 50`, or it is a.
-//! What is not needed of long traces was cut off at their ends, and is counted there (`left_out`).
+//! `traces/*.json` are the traces of their reports. Where a rule changes on purpose, `BLESS=1` writes today's
+//! decisions for the recorded observations: the difference in the files is the effect of the change. The observations
+//! stay those of a migration by the former rule. New ones are recorded where `WHIMBREL_RECORD_TRACES` names a
+//! directory, by the end-to-end tests that replay a report (`bin/whimbrel/tests/common/replay.rs`).
+//!
+//! The three patterns are guests that rewrite 48, 4 and 20 MiB as fast as they can on a link of 20 MiB/s,
+//! `--max-downtime 100 --on-limit stop`, uncompressed; c with `stable_window = 50`, or it is a. Unneeded ends of long
+//! traces were cut off, and are counted there (`left_out`).
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 #![allow(clippy::disallowed_methods, reason = "records are read from files, and decided again without")]
@@ -18,7 +20,7 @@ use engine::naming::Next;
 use engine::precopy::{Decision, Pattern};
 use engine::trace::{Others, Traces};
 
-/// All records, by the names of their files.
+/// Returns all recorded traces, with the names of their files.
 fn recorded() -> Vec<(PathBuf, Traces)> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces");
     let mut files: Vec<_> =
@@ -54,7 +56,7 @@ fn what_was_decided_is_decided_again() {
     }
 }
 
-/// Each policy is in one of them and decides something that it does not begin with.
+/// Each policy is in one of the traces, and makes a decision there that differs from its first one.
 #[test]
 fn everybody_who_decides_is_recorded() {
     let all: Vec<Traces> = recorded().into_iter().map(|(_, traces)| traces).collect();
@@ -69,7 +71,7 @@ fn everybody_who_decides_is_recorded() {
     let any = |decides: &dyn Fn(&Others) -> Option<bool>| {
         all.iter().any(|traces| decides(&traces.others).unwrap_or(false))
     };
-    // None of them is left out.
+    // No policy is left out.
     let Others {
         disks: _,
         writes: _,

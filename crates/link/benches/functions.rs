@@ -15,7 +15,7 @@ use common::both_kinds;
 use harness::{Amount, Benches};
 use proto::frame::{Header, Kind};
 
-/// Frames that are sent at a time, so that waking the reader is a small part.
+/// Frames sent at a time, so that waking the reader is a small part.
 const FRAMES: u64 = 64;
 
 fn main() {
@@ -24,7 +24,7 @@ fn main() {
         let (_acks, mut writer) = near.split();
         let (mut reader, _acks) = far.split();
         let (ended, all_read) = mpsc::channel();
-        // Ends with the connection.
+        // The thread ends with the connection.
         thread::spawn(move || {
             let mut payload = Vec::new();
             let mut frames = 0;

@@ -1,8 +1,10 @@
-//! How fast frames go over loopback, with TLS and without: `cargo run --release -p whimbrel-link --example throughput`.
+//! Throughput of frames over loopback, with TLS and without.
 //!
-//! Sends frames of 64 KiB and of 2 MiB, the largest there are, on one connection, and tells the rate together with what
-//! each side could do if it had a processor for itself (bytes by CPU time), which says more on a busy machine. AES-GCM
-//! alone is the most that TLS can come near. Then shows how much of a limit of bandwidth is used.
+//! `cargo run --release -p whimbrel-link --example throughput`
+//!
+//! Sends frames of 64 KiB and of 2 MiB, the largest possible, on one connection. Prints the rate, and the rate that
+//! each side could reach with a processor for itself (bytes by CPU time), which is more meaningful on a busy machine.
+//! AES-GCM alone is the upper bound for TLS. Then prints the share of a bandwidth limit that is used.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a program for developers")]
 
 #[path = "../tests/common/mod.rs"]
@@ -43,12 +45,12 @@ fn gigabytes_per_s(bytes: f64, time: Duration) -> f64 {
     bytes / time.as_secs_f64() / 1e9
 }
 
-/// CPU time of this thread so far.
+/// CPU time used by this thread so far.
 fn cpu_time() -> Duration {
     clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap()
 }
 
-/// What encrypting records of TLS costs at least.
+/// Prints the minimum cost of encrypting records of TLS.
 fn cipher() {
     const RECORDS: u32 = 64_000;
     let key = LessSafeKey::new(UnboundKey::new(&AES_256_GCM, &[7; 32]).unwrap());
@@ -67,7 +69,7 @@ fn cipher() {
     );
 }
 
-/// Wall time, and CPU time of writer and reader.
+/// Sends the frames. Returns wall time, and CPU time of writer and reader.
 fn send(
     writer: &mut Writer,
     reader: &mut Reader,

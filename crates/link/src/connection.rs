@@ -1,4 +1,4 @@
-//! An open connection: frames and messages, out and in.
+//! An open connection: frames and messages, in both directions.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -24,7 +24,7 @@ pub struct Connection {
     version: u16,
 }
 
-/// What comes on a control stream.
+/// A unit received on a control stream.
 #[derive(Debug)]
 pub enum Incoming {
     /// A message.
@@ -45,7 +45,7 @@ impl Connection {
         Self { reader, writer, handle, peer, version }
     }
 
-    /// The host at the other end, by its certificate (without TLS: as it says).
+    /// The host at the other end, by its certificate (without TLS: by its own claim).
     pub fn peer(&self) -> &HostId {
         &self.peer
     }
@@ -55,7 +55,7 @@ impl Connection {
         self.version
     }
 
-    /// For other threads: ends the connection, tells what went over it.
+    /// Returns a handle with which other threads end the connection and read its byte counters.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
@@ -75,25 +75,25 @@ impl Connection {
         self.reader.recv(deadline)
     }
 
-    /// See [`Reader::has_more`].
+    /// Returns true if more has arrived. See [`Reader::has_more`].
     pub fn has_more(&mut self) -> bool {
         self.reader.has_more()
     }
 
-    /// From now on the peer may take nothing of what is sent here for so long, instead of
-    /// [`Settings::silence`](crate::Settings::silence), before it is taken for gone: its storage may stall. That its
-    /// host is gone has to be noticed by another connection. Fails if the connection has ended.
+    /// Sets how long the peer may read nothing of the data sent here before it counts as lost. The limit replaces
+    /// [`Settings::silence`](crate::Settings::silence), because the peer's storage may stall. Another connection has to
+    /// detect that the peer's host is gone. Fails if the connection has ended.
     pub fn set_stall_limit(&self, stall: Duration) -> Result<(), LinkError> {
         self.reader.shared.socket.set_stall_limit(stall)
     }
 
-    /// The two directions, for two threads. The connection ends when both are dropped.
+    /// Splits the connection into its two directions, for two threads. The connection ends when both are dropped.
     pub fn split(self) -> (Reader, Writer) {
         (self.reader, self.writer)
     }
 }
 
-/// A hold on a connection that does not keep it open.
+/// A weak reference to a connection: it does not keep the connection open.
 #[derive(Clone, Debug)]
 pub struct Handle {
     shared: Weak<Shared>,
@@ -101,7 +101,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Ends the connection at once. Threads that wait in its halves, for the network or for leave to send, return with
+    /// Ends the connection at once. Threads that wait in its halves, for the network or for the rate limit, return with
     /// [`LinkError::Closed`].
     pub fn shutdown(&self) {
         if let Some(shared) = self.shared.upgrade() {
@@ -109,23 +109,23 @@ impl Handle {
         }
     }
 
-    /// Bytes that were given to the socket, TLS included.
+    /// Bytes written to the socket, TLS included.
     pub fn sent_bytes(&self) -> u64 {
         self.counters.sent.load(Ordering::Relaxed)
     }
 
-    /// Bytes that came from the socket, TLS included.
+    /// Bytes read from the socket, TLS included.
     pub fn received_bytes(&self) -> u64 {
         self.counters.received.load(Ordering::Relaxed)
     }
 }
 
-/// The direction from the peer to us.
+/// The receiving half: from the peer to this host.
 #[derive(Debug)]
 pub struct Reader {
     bytes: ByteReader,
     shared: Arc<Shared>,
-    /// A frame of which a part has come, so that a deadline in the middle of it loses nothing.
+    /// A partly received frame, so that a deadline in the middle of a frame loses nothing.
     header: [u8; HEADER_BYTES],
     header_filled: usize,
     frame: Option<Header>,
@@ -164,9 +164,9 @@ impl Reader {
         Ok(message)
     }
 
-    /// Waits for a frame of any kind and puts its payload into `payload`, whose memory is used again.
+    /// Waits for a frame of any kind and puts its payload into `payload`, whose memory is reused.
     pub fn read_frame(&mut self, payload: &mut Vec<u8>) -> Result<Header, LinkError> {
-        // Only a `recv` that ran into its deadline leaves a part of a frame behind.
+        // Only a `recv` that reached its deadline leaves a partial frame behind.
         if self.frame.is_none() {
             std::mem::swap(&mut self.payload, payload);
         }
@@ -175,12 +175,12 @@ impl Reader {
         header
     }
 
-    /// Whether at least the beginning of a further frame has arrived, or the connection's end. Does not wait.
+    /// Returns true if at least the beginning of a further frame has arrived, or the connection's end. Does not wait.
     pub fn has_more(&mut self) -> bool {
         self.header_filled > 0 || self.bytes.has_more()
     }
 
-    /// Waits for the JSON of a greeting, from a peer about whom nothing is known yet.
+    /// Waits for the JSON of a greeting, from a peer that is still unknown.
     pub(crate) fn recv_greeting(&mut self, deadline: Instant) -> Result<Vec<u8>, LinkError> {
         let header = self.next_frame(Some(deadline), limits::GREETING_BYTES)?;
         let json = match header.kind {
@@ -190,7 +190,7 @@ impl Reader {
         self.ended_by(json)
     }
 
-    /// See [`ByteReader::first_byte`].
+    /// Returns the first byte received. See [`ByteReader::first_byte`].
     pub(crate) fn first_byte(&self) -> Option<u8> {
         self.bytes.first_byte()
     }
@@ -238,7 +238,8 @@ impl Reader {
         Ok(*self.frame.insert(header))
     }
 
-    /// After an error nobody knows where the next frame begins: the other half and the peer are to notice.
+    /// Shuts the connection down after an error other than a timeout or the peer's orderly end, because the start of
+    /// the next frame is unknown then: the other half and the peer have to notice.
     fn ended_by<T>(&self, result: Result<T, LinkError>) -> Result<T, LinkError> {
         if let Err(error) = &result
             && !matches!(error, LinkError::TimedOut | LinkError::Ended)
@@ -249,7 +250,7 @@ impl Reader {
     }
 }
 
-/// The direction from us to the peer.
+/// The sending half: from this host to the peer.
 #[derive(Debug)]
 pub struct Writer {
     bytes: ByteWriter,
@@ -272,13 +273,13 @@ impl Writer {
         &mut self.bytes
     }
 
-    /// From now on everything sent here counts against this limit.
+    /// Applies a rate limit to everything sent from now on.
     pub fn set_rate_limit(&mut self, limit: Option<Arc<RateLimit>>) {
         self.shared.set_limit(limit);
     }
 
-    /// From now on nothing that is sent here waits longer than until then, for the peer or for leave to send; what is
-    /// late fails with [`LinkError::TimedOut`] and ends the connection.
+    /// Sets a deadline for all sends from now on: they wait no longer than that for the peer or for the rate limit. A
+    /// late send fails with [`LinkError::TimedOut`] and ends the connection.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;
     }
@@ -296,8 +297,8 @@ impl Writer {
         self.write_frame(header, &[IoSlice::new(bytes)])
     }
 
-    /// Sends a frame whose payload is the parts, one after the other. They are not copied where there is no TLS.
-    /// Returns when the socket has taken all of it.
+    /// Sends a frame whose payload is the concatenated parts. They are not copied if there is no TLS. Returns when the
+    /// socket has accepted all bytes.
     pub fn write_frame(&mut self, header: Header, parts: &[IoSlice<'_>]) -> Result<(), LinkError> {
         self.write_frame_until(header, parts, self.deadline)
     }
@@ -320,7 +321,7 @@ impl Writer {
         self.bytes.write(&all, deadline).inspect_err(|_| self.shared.shutdown())
     }
 
-    /// Tells the peer that nothing more will come. The other direction stays open.
+    /// Signals the peer that nothing more follows. The other direction stays open.
     pub fn finish(&mut self) -> Result<(), LinkError> {
         self.finish_until(None)
     }

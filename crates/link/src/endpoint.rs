@@ -1,4 +1,4 @@
-//! Who we are and how we speak: what both connecting and listening need to know.
+//! Identity and settings of this agent, which both connecting and listening need.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -24,14 +24,14 @@ pub struct Endpoint {
 /// Times and counts of connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// How long a peer that has connected to us may take until it has greeted.
+    /// Time limit for the greeting of a peer that has connected to this agent.
     pub handshake: Duration,
-    /// How long nothing may get through on an open connection before it is lost. Idle connections are probed in whole
-    /// seconds, so that less than a second does not help there. A peer that takes nothing for that long while there is
+    /// Time without progress after which an open connection counts as lost. Idle connections are probed in whole
+    /// seconds, so a value below a second does not help there. A peer that reads nothing for that long while there is
     /// something to send counts as lost, too.
     pub silence: Duration,
-    /// How many connections may be in their handshake at once, half of them from one address. More wait in the system's
-    /// queue.
+    /// Maximum number of connections in their handshake at once, half of them from one address. More wait in the
+    /// system's queue.
     pub handshakes: usize,
 }
 
@@ -44,25 +44,25 @@ impl Default for Settings {
 /// An agent to connect to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Who is expected there.
+    /// Name of the host that is expected at the address.
     pub host: HostId,
-    /// Where: `host:port`.
+    /// Network address: `host:port`.
     pub address: String,
 }
 
 impl Endpoint {
-    /// An agent with the default settings.
+    /// Creates an endpoint with the default settings.
     pub fn new(host: HostId, security: Security) -> Self {
         Self { host, security, settings: Settings::default(), versions: Versions::OURS }
     }
 
-    /// The same with other times and counts.
+    /// Replaces the times and counts.
     #[must_use]
     pub fn with_settings(self, settings: Settings) -> Self {
         Self { settings, ..self }
     }
 
-    /// The same with fewer versions of the protocol, such as an older release speaks.
+    /// Restricts the versions of the protocol, for example to those of an older release.
     #[must_use]
     pub fn with_versions(self, versions: Versions) -> Self {
         Self { versions, ..self }
@@ -73,7 +73,7 @@ impl Endpoint {
         &self.host
     }
 
-    /// Connects to a peer and greets. The deadline holds for all of it except the resolver, which has its own.
+    /// Connects to a peer and greets. The deadline covers everything except the resolver, which has its own.
     pub fn connect(
         &self,
         peer: &Peer,
@@ -98,13 +98,13 @@ impl Endpoint {
     }
 }
 
-/// All addresses of `host:port`, at least one.
+/// Returns all addresses of `host:port`, at least one.
 pub(crate) fn resolve(address: &str) -> io::Result<Vec<SocketAddr>> {
     let addresses: Vec<_> = address.to_socket_addrs()?.collect();
     if addresses.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(addresses) }
 }
 
-/// The first address that answers.
+/// Connects to the first address that answers.
 fn dial(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
     let mut last = io::ErrorKind::TimedOut.into();
     for address in addresses {

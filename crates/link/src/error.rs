@@ -1,4 +1,4 @@
-//! What can go wrong with a connection, in words for the person who has to put it right.
+//! Errors of connections, in words for the person who has to fix them.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,137 +7,137 @@ use proto::frame::{BadHeader, Kind};
 use proto::{HostId, Versions};
 use rustls::{AlertDescription, CertificateError};
 
-/// Why an open connection could not be used. All but [`LinkError::TimedOut`] end it.
+/// Error of an open connection. All but [`LinkError::TimedOut`] end it.
 #[derive(Debug, thiserror::Error)]
 pub enum LinkError {
     /// This side ended the connection, by [`Handle::shutdown`](crate::Handle::shutdown) or after an earlier error.
     #[error("the connection was ended on this side")]
     Closed,
-    /// The other side ended the connection between two frames.
+    /// The peer ended the connection between two frames.
     #[error("the other side ended the connection")]
     Ended,
-    /// The other side ended the connection within a frame.
+    /// The peer ended the connection within a frame.
     #[error("the other side ended the connection in the middle of a frame")]
     Truncated,
-    /// The network or the other host failed.
+    /// The network or the peer's host failed.
     #[error("the connection is lost")]
     Lost(#[source] io::Error),
-    /// Nothing came before the deadline. The connection can still be used.
+    /// Nothing arrived before the deadline. The connection can still be used.
     #[error("nothing came from the other side in time")]
     TimedOut,
-    /// What came is not what TLS allows.
+    /// The received bytes violate TLS.
     #[error("TLS failed")]
     Tls(#[source] rustls::Error),
-    /// What came is no frame of the protocol.
+    /// The received bytes are no frame of the protocol.
     #[error("the other side does not keep to the protocol")]
     Header(#[from] BadHeader),
-    /// More than may come at this point.
+    /// A frame longer than is allowed at this point.
     #[error("the other side sent {bytes} bytes where at most {max} may come")]
     TooMuch {
-        /// What it announced.
+        /// Announced length, in bytes.
         bytes: usize,
-        /// What may come.
+        /// Maximum length, in bytes.
         max: usize,
     },
-    /// What is to be sent does not fit into a frame.
+    /// The payload to be sent does not fit into a frame.
     #[error("what was to be sent does not fit into one frame")]
     TooLong(#[source] BadHeader),
-    /// The parts of a frame do not have the length that its header tells.
+    /// The parts of a frame do not add up to the length in its header.
     #[error("a frame of {announced} bytes was to be sent with {given} bytes of payload")]
     WrongLength {
-        /// What the header tells.
+        /// Length in the header, in bytes.
         announced: usize,
-        /// What the parts hold.
+        /// Length of the parts, in bytes.
         given: usize,
     },
-    /// A frame that has no place here.
+    /// A frame of a kind that is not allowed here.
     #[error("{0:?} frame where none may come")]
     NotExpected(Kind),
-    /// A message that this version of the protocol does not know.
+    /// A message unknown to this version of the protocol.
     #[error("the other side sent a message that this version does not know")]
     Message(#[source] serde_json::Error),
-    /// A message that says what it may not.
+    /// A message that breaks the protocol's limits.
     #[error("the other side sent a message that breaks the protocol's limits")]
     Invalid(#[from] proto::Invalid),
 }
 
-/// Why a connection was not opened, on either side.
+/// Error that kept a connection from opening, on either side.
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
-    /// The other side did not finish in time.
+    /// The peer did not finish in time.
     #[error("the other side did not finish the handshake in time")]
     TimedOut,
-    /// The other side speaks without TLS.
+    /// The peer speaks without TLS.
     #[error(
         "the other side speaks without TLS, and this agent's configuration demands it: \
          give both agents certificates, or configure both for plain connections"
     )]
     PeerIsPlain,
-    /// The other side speaks TLS.
+    /// The peer speaks TLS.
     #[error(
         "the other side speaks TLS, and this agent is configured for plain connections: \
          give both agents certificates, or configure both for plain connections"
     )]
     PeerIsTls,
-    /// Something else than an agent is there.
+    /// The peer is not an agent.
     #[error("the other side is no Whimbrel agent (its first byte is {0:#04x}): check address and port")]
     NotAnAgent(u8),
-    /// The other side showed no certificate.
+    /// The peer showed no certificate.
     #[error("the other side showed no certificate: configure one there, signed by this agent's authority")]
     NoCertificate,
-    /// The other side's certificate is not to be trusted.
+    /// The peer's certificate is not trusted.
     #[error("the other side's certificate {}", certificate_fault(.0))]
     PeerCertificate(CertificateError),
-    /// The other side does not trust ours.
+    /// The peer does not trust this agent's certificate.
     #[error("the other side does not accept this agent's certificate: {}", alert_meaning(*.0))]
     OwnCertificate(AlertDescription),
-    /// The other side is not the host that it says it is, or that was expected.
+    /// The peer is not the host that it claims to be, or that was expected.
     #[error(
         "the other side's certificate is for {}, not for '{host}': \
          give it a certificate with the DNS name '{host}', or correct the host's name",
         quoted(.presented)
     )]
     WrongName {
-        /// The name that the other side uses, or that was expected of it.
+        /// The name that the peer uses, or that was expected of the peer.
         host: HostId,
-        /// The names in its certificate.
+        /// The names in the peer's certificate.
         presented: Vec<String>,
     },
     /// Another host answers at this address.
     #[error("the agent there is host '{found}', not '{expected}': correct the address or the name")]
     WrongHost {
-        /// Who was expected.
+        /// The expected host.
         expected: HostId,
-        /// Who answered.
+        /// The host that answered.
         found: HostId,
     },
-    /// A host's name that cannot stand in a certificate.
+    /// A host name that cannot appear in a certificate.
     #[error("'{0}' cannot be a DNS name in a certificate: use letters, digits, '-' and '.'")]
     NameNotDns(HostId),
-    /// No version of the protocol is known to both.
+    /// No version of the protocol is common to both agents.
     #[error(
         "this agent speaks {ours} of the protocol, the other side {theirs}: \
          install releases of Whimbrel on both hosts that have a version in common"
     )]
     Version {
-        /// What this program speaks.
+        /// Versions that this program speaks.
         ours: Versions,
-        /// What the other side offers, or has chosen.
+        /// Versions that the peer offers, or the one that it has chosen.
         theirs: Versions,
     },
-    /// The other side said no.
+    /// The peer refused the connection.
     #[error("the other side refused: {reason}")]
     Refused {
-        /// In its words.
+        /// The peer's reason, in its own words.
         reason: String,
     },
-    /// What came is not the greeting that has to come first.
+    /// The first message received is not the required greeting.
     #[error("the other side's first message is not what it has to be")]
     Greeting(#[source] serde_json::Error),
-    /// TLS could not be agreed on, for another reason than certificates.
+    /// TLS could not be negotiated, for a reason other than certificates.
     #[error("TLS failed")]
     Tls(#[source] rustls::Error),
-    /// The connection failed below.
+    /// The underlying connection failed.
     #[error("the connection failed during the handshake")]
     Link(#[source] LinkError),
 }
@@ -164,59 +164,59 @@ impl From<rustls::Error> for HandshakeError {
     }
 }
 
-/// Why there is no connection to a peer.
+/// Error of connecting to a peer.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The address means nothing.
+    /// The address cannot be resolved.
     #[error("cannot resolve {address:?}: write it as host:port, with a host that the resolver knows")]
     Resolve {
-        /// As configured.
+        /// The address as configured.
         address: String,
         /// The resolver's reason.
         source: io::Error,
     },
-    /// Nobody answers.
+    /// No agent answers.
     #[error("cannot reach {host} at {address}: is the agent running there, and is the port open?")]
     Unreachable {
-        /// Who was wanted.
+        /// The host to connect to.
         host: HostId,
-        /// As configured.
+        /// The address as configured.
         address: String,
         /// The last address's reason.
         source: io::Error,
     },
-    /// Somebody answers, and then it fails.
+    /// A program answers, but the handshake fails.
     #[error("no connection to {host} at {address}")]
     Handshake {
-        /// Who was wanted.
+        /// The host to connect to.
         host: HostId,
-        /// As configured.
+        /// The address as configured.
         address: String,
-        /// Why.
+        /// Reason of the failure.
         source: HandshakeError,
     },
 }
 
-/// Why an agent cannot listen.
+/// Error of listening.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// The address means nothing.
+    /// The address cannot be resolved.
     #[error("cannot resolve {address:?}: write it as host:port, with an address of this host")]
     Resolve {
-        /// As configured.
+        /// The address as configured.
         address: String,
         /// The resolver's reason.
         source: io::Error,
     },
-    /// The system does not let us have it.
+    /// The system does not grant the address.
     #[error("cannot listen on {address}: is another agent running, and is it an address of this host?")]
     Bind {
-        /// The last one tried.
+        /// The last address tried.
         address: SocketAddr,
         /// The system's reason.
         source: io::Error,
     },
-    /// No thread to accept connections in.
+    /// No thread could be started to accept connections.
     #[error("cannot start a thread that accepts connections")]
     Thread(#[source] io::Error),
 }
@@ -226,7 +226,7 @@ const OTHER_ALERT: &str = "it does not say why";
 fn alert_meaning(alert: AlertDescription) -> &'static str {
     match alert {
         AlertDescription::CertificateRequired => "it demands one; configure certificate and key here",
-        // The second where that authority has the same name and another key.
+        // `DecryptError` if that authority has the same name and another key.
         AlertDescription::UnknownCA | AlertDescription::DecryptError => {
             "it is not signed by the authority that the other side trusts"
         }

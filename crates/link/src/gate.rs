@@ -1,11 +1,11 @@
-//! How many may be in their handshake at once.
+//! Limit on the number of connections that are in their handshake at once.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Lets so many in at once, and of them at most half from one address: whoever opens connections and says nothing does
-/// not keep the others out.
+/// Counting semaphore for handshakes, of which at most half may come from one address: clients that open connections
+/// and send nothing do not keep the others out.
 #[derive(Debug)]
 pub(crate) struct Gate {
     inside: Mutex<Inside>,
@@ -15,12 +15,12 @@ pub(crate) struct Gate {
 
 #[derive(Debug)]
 struct Inside {
-    /// Free places; None when closed.
+    /// Free slots; None when closed.
     free: Option<usize>,
     by_address: HashMap<IpAddr, usize>,
 }
 
-/// A place that is given back when dropped.
+/// A slot that is released when dropped.
 pub(crate) struct Place {
     gate: Arc<Gate>,
     address: Option<IpAddr>,
@@ -36,7 +36,7 @@ impl Gate {
         self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a place; None when the gate is closed.
+    /// Waits for a slot; None when the gate is closed.
     pub(crate) fn enter(gate: &Arc<Self>) -> Option<Place> {
         let mut inside = gate.inside();
         loop {
@@ -58,7 +58,7 @@ impl Gate {
 }
 
 impl Place {
-    /// Says who has come. False if too many of that address are inside.
+    /// Records the client's address. False if too many of that address are inside.
     pub(crate) fn is_for(&mut self, address: IpAddr) -> bool {
         let mut inside = self.gate.inside();
         let count = inside.by_address.entry(address).or_default();

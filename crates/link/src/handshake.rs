@@ -1,8 +1,8 @@
 //! From a connected socket to an open connection: TLS or not, then `Hello` and `Welcome`.
 //!
-//! Nothing but its first byte is needed to tell what the other side speaks: a TLS handshake begins with 22, an alert
-//! with 21, a plain `Hello` or `Welcome` with the kind of its frame, 1. So that both sides can say what is wrong, an
-//! agent answers a peer of the other sort with a plain `Welcome::Refused`, whose first byte tells a TLS client enough.
+//! The first byte alone shows which protocol the peer speaks: a TLS handshake begins with 22, an alert with 21, a plain
+//! `Hello` or `Welcome` with the kind of its frame, 1. So that both agents can report the fault, an agent answers a
+//! peer of the other sort with a plain `Welcome::Refused`, whose first byte is enough for a TLS client.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -24,10 +24,10 @@ const TLS_ALERT: u8 = 21;
 const TLS_HANDSHAKE: u8 = 22;
 const PLAIN_GREETING: u8 = Kind::Message as u8;
 
-/// How long to wait until the other side has read why it was refused.
+/// Maximum time to wait until the peer has read the reason for which it was refused.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// The side that connects: everything up to the open connection.
+/// Runs the connecting side of the handshake, up to the open connection.
 pub(crate) fn connect(
     socket: Socket,
     security: &Security,
@@ -58,8 +58,8 @@ pub(crate) fn connect(
     }
 }
 
-/// The side that answers: everything up to the checked `Hello` and the version that both speak. Where something is
-/// wrong, the other side has been told when this returns.
+/// Runs the answering side of the handshake, up to the checked `Hello` and the version that both speak. On an error
+/// that the peer can be informed of, it has been informed when this returns.
 pub(crate) fn answer(
     socket: Socket,
     security: &Security,
@@ -93,7 +93,7 @@ pub(crate) fn answer(
     }
 }
 
-/// A connection on which no more than the greetings may be exchanged.
+/// A connection on which only the greetings may be exchanged.
 #[derive(Debug)]
 pub(crate) struct Greeting {
     shared: Arc<Shared>,
@@ -108,7 +108,7 @@ impl Greeting {
         Self { reader: Reader::new(&shared), writer: Writer::new(&shared), shared, deadline }
     }
 
-    /// TLS as the side that connects; without TLS, only a look at the first byte that comes back.
+    /// Negotiates TLS as the connecting side. On failure it checks the first byte received, to find a peer without TLS.
     fn negotiate(&mut self, peer: &HostId) -> Result<(), HandshakeError> {
         self.run_tls().map_err(|error| match error {
             LinkError::Tls(source) => match self.reader.first_byte() {
@@ -126,7 +126,7 @@ impl Greeting {
 
     fn run_tls(&mut self) -> Result<(), LinkError> {
         negotiate(self.reader.bytes(), self.writer.bytes(), self.deadline).inspect_err(|error| {
-            // An alert is on its way. Were the socket closed now with something unread in it, the alert could be lost.
+            // An alert is on its way. If the socket were closed now with unread data in it, the alert could be lost.
             if matches!(error, LinkError::Tls(_)) {
                 self.linger();
             }
@@ -142,7 +142,7 @@ impl Greeting {
     fn receive<T: DeserializeOwned>(&mut self) -> Result<T, HandshakeError> {
         let json = self.reader.recv_greeting(self.deadline).map_err(|error| {
             match (&error, self.reader.first_byte()) {
-                // Without TLS this is the first that comes back.
+                // Without TLS this is the first byte received.
                 (LinkError::Header(_), Some(TLS_ALERT | TLS_HANDSHAKE)) => HandshakeError::PeerIsTls,
                 (LinkError::Header(_), Some(other)) if other != PLAIN_GREETING => {
                     HandshakeError::NotAnAgent(other)
@@ -153,13 +153,13 @@ impl Greeting {
         serde_json::from_slice(&json).map_err(HandshakeError::Greeting)
     }
 
-    /// Tells the other side why it is refused, and hands the reason back.
+    /// Sends the peer the reason for which it is refused, and returns the error.
     fn refuse_for(mut self, error: HandshakeError) -> HandshakeError {
         self.refuse(refusal(&error));
         error
     }
 
-    /// Accepts. The connection may carry everything from now on.
+    /// Accepts the peer. The connection may carry everything from now on.
     pub(crate) fn accept(
         mut self,
         host: &HostId,
@@ -170,7 +170,8 @@ impl Greeting {
         Ok(self.open(peer, version))
     }
 
-    /// Refuses, and waits a moment for the other side to read it. Whether it did is of no interest.
+    /// Refuses the peer, and waits a moment for it to read the reason. No result: whether the peer read it does not
+    /// matter.
     pub(crate) fn refuse(&mut self, reason: String) {
         let _ = self.send(&Welcome::Refused { reason });
         self.linger();
@@ -180,7 +181,7 @@ impl Greeting {
         let deadline = self.deadline.min(Instant::now() + LINGER);
         self.shared.socket.finish();
         let mut scrap = [0; 4096];
-        // The deadline also holds for one that never stops sending.
+        // The deadline also ends the loop for a peer that never stops sending.
         while Instant::now() < deadline
             && matches!(self.shared.socket.recv(&mut scrap, Some(deadline)), Ok(bytes) if bytes > 0)
         {}
@@ -191,7 +192,7 @@ impl Greeting {
     }
 }
 
-/// What the other side gets to read, in words for its user.
+/// Returns the text that the peer receives, in words for its user.
 fn refusal(error: &HandshakeError) -> String {
     match error {
         HandshakeError::PeerIsPlain => "it demands TLS, and this connection came without: \

@@ -1,8 +1,8 @@
-//! Who this agent is, and whom it believes: certificate, key and authority, read from files.
+//! Identity of this agent and its trust anchors: certificate, key and authority, read from files.
 //!
-//! Certificates are checked twice: that the authority signed them, that they are in date and made for the purpose,
-//! within TLS; that they bear the host's name, by the side that connects within TLS and by the side that answers when
-//! `Hello` has told the name.
+//! Certificates are checked twice. TLS checks that the authority signed them, that they are in date and made for the
+//! purpose. The host's name in them is checked by the connecting side within TLS, and by the answering side as soon as
+//! `Hello` has brought the name.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -21,30 +21,30 @@ use serde::Deserialize;
 
 use crate::error::{HandshakeError, certificate_fault};
 
-/// Told in TLS, so that a server of something else declines.
+/// Protocol name offered in TLS, so that a server of another protocol declines.
 const ALPN: &[u8] = b"whimbrel";
 
-/// Most that may wait in a session to be sent, in bytes.
+/// Maximum number of bytes that may wait in a session to be sent.
 const SESSION_BUFFER_BYTES: usize = 320 << 10;
 
-/// Where certificate, key and authority lie, as PEM.
+/// Paths of certificate, key and authority, as PEM.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TlsFiles {
     /// Certificates of the authorities that peers' certificates have to be signed by.
     pub ca: PathBuf,
-    /// This host's certificate, then those between it and the authority, if any.
+    /// This host's certificate, followed by the intermediate certificates up to the authority, if any.
     pub certificate: PathBuf,
-    /// The key to it.
+    /// The private key of the certificate.
     pub key: PathBuf,
 }
 
-/// How an agent speaks with its peers. Both sides have to be configured alike.
+/// Protection of connections between agents. Both agents have to be configured alike.
 #[derive(Clone, Debug)]
 pub enum Security {
     /// TLS 1.3 with certificates on both sides.
     Tls(Identity),
-    /// In the clear. Anybody who reaches the port can pretend to be any host, and read and change guests' memory.
+    /// No encryption. Anybody who reaches the port can pretend to be any host, and read and change guests' memory.
     Plain,
 }
 
@@ -58,49 +58,49 @@ pub struct Identity {
     files: TlsFiles,
 }
 
-/// What is wrong with the files of an [`Identity`].
+/// Error in the files of an [`Identity`].
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    /// Not there, or not readable.
+    /// The file is missing or not readable.
     #[error("cannot read {}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Reason of the failure.
         source: std::io::Error,
     },
-    /// Not PEM.
+    /// The file is not PEM.
     #[error("{} is not PEM", path.display())]
     Pem {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Reason of the failure.
         source: pem::Error,
     },
-    /// A file without what it is named for.
+    /// The file lacks the item that it is named for.
     #[error("there is no {what} in {}", path.display())]
     Empty {
         /// The file.
         path: PathBuf,
-        /// What should be in it.
+        /// The missing item.
         what: &'static str,
     },
-    /// An authority that cannot be used.
+    /// The authority cannot be used.
     #[error("the authority in {} cannot be used", path.display())]
     Authority {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Reason of the failure.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Certificate and key that do not belong together, or cannot be used.
+    /// Certificate and key do not belong together, or cannot be used.
     #[error("the certificate in {} cannot be used with the key in {}", certificate.display(), key.display())]
     Pair {
         /// The certificate's file.
         certificate: PathBuf,
         /// The key's file.
         key: PathBuf,
-        /// Why.
+        /// Reason of the failure.
         source: rustls::Error,
     },
     /// A certificate that no peer will accept.
@@ -108,26 +108,26 @@ pub enum IdentityError {
     Unusable {
         /// The certificate's file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Fault of the certificate.
         fault: CertificateError,
     },
-    /// A certificate that does not bear the host's name.
+    /// The certificate does not bear the host's name.
     #[error("{} does not fit this host", path.display())]
     Name {
         /// The certificate's file.
         path: PathBuf,
-        /// Both names.
+        /// The error that names both.
         source: HandshakeError,
     },
 }
 
 impl Identity {
-    /// Reads the files. Whether peers will accept what is in them is for [`Identity::check`] to tell.
+    /// Reads the files. [`Identity::check`] finds out if peers will accept their contents.
     pub fn load(files: &TlsFiles) -> Result<Self, IdentityError> {
         Self::load_with(files, rustls::crypto::aws_lc_rs::default_provider())
     }
 
-    /// With the ciphers of a provider; named here, so that none has to be installed for the whole process.
+    /// Loads with the ciphers of a provider. It is named here, so that none has to be installed for the whole process.
     fn load_with(files: &TlsFiles, provider: CryptoProvider) -> Result<Self, IdentityError> {
         let provider = Arc::new(provider);
         let roots = Arc::new(read_authorities(&files.ca)?);
@@ -171,7 +171,7 @@ impl Identity {
     }
 
     /// Checks this host's own certificate as its peers will: signed by the same authority, in date, with the host's
-    /// name. Worth doing at the start, where somebody looks.
+    /// name. Useful at the agent's start, when an operator sees the error.
     pub fn check(&self, host: &HostId) -> Result<(), IdentityError> {
         let path = || self.files.certificate.clone();
         let named = |source| IdentityError::Name { path: path(), source };
@@ -191,13 +191,13 @@ impl Identity {
         }
     }
 
-    /// A session towards a peer of which the name is known.
+    /// Creates a TLS session towards a peer whose name is known.
     pub(crate) fn client(&self, peer: &HostId) -> Result<rustls::Connection, HandshakeError> {
         let session = rustls::ClientConnection::new(Arc::clone(&self.client), dns_name(peer)?)?;
         Ok(sized(session.into()))
     }
 
-    /// A session with whoever has connected.
+    /// Creates a TLS session with a client that has connected.
     pub(crate) fn server(&self) -> Result<rustls::Connection, HandshakeError> {
         let session = rustls::ServerConnection::new(Arc::clone(&self.server))?;
         Ok(sized(session.into()))
@@ -221,7 +221,7 @@ fn sized(mut session: rustls::Connection) -> rustls::Connection {
     session
 }
 
-/// Checks that a certificate that TLS has accepted bears the name of the host that showed it.
+/// Checks that a certificate, which TLS has accepted, bears the name of the host that showed it.
 pub(crate) fn check_name(certificate: &CertificateDer<'_>, host: &HostId) -> Result<(), HandshakeError> {
     let name = dns_name(host)?;
     ParsedCertificate::try_from(certificate)
@@ -229,7 +229,7 @@ pub(crate) fn check_name(certificate: &CertificateDer<'_>, host: &HostId) -> Res
         .map_err(|error| named_fault(error, host))
 }
 
-/// A fault of a peer's certificate, with the host's name where it is about names.
+/// Converts a fault of a peer's certificate, with the host's name if the fault is about names.
 pub(crate) fn named_fault(error: rustls::Error, host: &HostId) -> HandshakeError {
     match error {
         rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext { presented, .. }) => {
@@ -242,7 +242,7 @@ pub(crate) fn named_fault(error: rustls::Error, host: &HostId) -> HandshakeError
     }
 }
 
-/// rustls tells `DnsName("host-a")`.
+/// Extracts the name from rustls' form, `DnsName("host-a")`.
 fn bare_name(told: &str) -> String {
     told.split('"').nth(1).unwrap_or(told).to_owned()
 }
@@ -286,8 +286,8 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
 
 #[cfg(test)]
 impl Identity {
-    /// One whose keys are worn out after so many records of TLS. Real ones last for 2²⁴, which is hundreds of
-    /// gigabytes on one connection.
+    /// Loads an identity whose keys wear out after `records` records of TLS. Real ones last for 2²⁴ records, which is
+    /// hundreds of gigabytes on one connection.
     pub(crate) fn load_with_short_lived_keys(files: &TlsFiles, records: u64) -> Self {
         let mut provider = rustls::crypto::aws_lc_rs::default_provider();
         let suites = provider.cipher_suites.iter().filter_map(rustls::SupportedCipherSuite::tls13);

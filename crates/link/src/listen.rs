@@ -1,9 +1,9 @@
-//! Waiting for agents that connect to us.
+//! Accepts connections from other agents.
 //!
 //! One thread accepts; each connection gets a thread of its own for its handshake, which has a deadline, and then for
-//! the handler. Only so many may be in their handshake at once, so that clients that say nothing cost no more than
-//! that many threads for no longer than the deadline; others wait in the system's queue. Of one address there are at
-//! most half as many: more of them are closed at once.
+//! the handler. The number of simultaneous handshakes is limited, so that clients that send nothing cost no more than
+//! that many threads for no longer than the deadline; others wait in the system's queue. One address may have at most
+//! half of them: further connections of that address are closed at once.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -22,7 +22,7 @@ use crate::gate::Gate;
 use crate::handshake::{Greeting, answer};
 use crate::socket::Socket;
 
-/// How long to wait after the system has refused a connection for want of descriptors or memory.
+/// Pause after the system has refused a connection for want of descriptors or memory.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A bound address.
@@ -33,7 +33,7 @@ pub struct Listener {
     address: SocketAddr,
 }
 
-/// An agent that has connected, was checked and has greeted, and waits for an answer. Dropped without one, the
+/// A connected agent whose greeting was checked and that waits for an answer. If it is dropped without one, the
 /// connection just ends.
 #[derive(Debug)]
 pub struct Arrival {
@@ -45,17 +45,17 @@ pub struct Arrival {
     from: SocketAddr,
 }
 
-/// A connection that came to nothing. The other side was told why, where it could be.
+/// A connection that failed in its handshake. The peer was informed of the reason if that was possible.
 #[derive(Debug, thiserror::Error)]
 #[error("a connection from {from} was refused")]
 pub struct Rejected {
-    /// Where it came from.
+    /// Address of the peer.
     pub from: SocketAddr,
-    /// Why.
+    /// Reason of the failure.
     pub source: HandshakeError,
 }
 
-/// A listener at work. Ends when stopped or dropped.
+/// A running listener. Ends when stopped or dropped.
 #[derive(Debug)]
 pub struct Serving {
     socket: Arc<TcpListener>,
@@ -79,13 +79,13 @@ impl Listener {
         Ok(Self { endpoint, socket, address })
     }
 
-    /// The address, with the port that the system chose.
+    /// Returns the bound address, with the port that the system chose.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Accepts connections in a thread of its own. The handler is called from one thread for each connection, with
-    /// whoever has passed the handshake, or why it has not; it may take its time.
+    /// Accepts connections in a thread of its own. The handler is called from one thread for each connection, with the
+    /// agent that has passed the handshake or with the reason for which it has not. The handler may block.
     pub fn serve<H>(self, handler: H) -> Result<Serving, BindError>
     where
         H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
@@ -161,39 +161,39 @@ fn receive(stream: TcpStream, from: SocketAddr, endpoint: &Endpoint) -> Result<A
 }
 
 impl Arrival {
-    /// Who has connected.
+    /// Name of the host that has connected.
     pub fn host(&self) -> &HostId {
         &self.host
     }
 
-    /// What for.
+    /// Purpose of the connection.
     pub fn purpose(&self) -> &Purpose {
         &self.purpose
     }
 
-    /// From where.
+    /// Address of the peer.
     pub fn from(&self) -> SocketAddr {
         self.from
     }
 
-    /// Welcomes the other side. To be called soon: the deadline of its handshake runs.
+    /// Welcomes the peer. Callers have to be quick, because the deadline of the peer's handshake runs.
     pub fn accept(self) -> Result<Connection, HandshakeError> {
         self.greeting.accept(&self.own, self.host, self.version)
     }
 
-    /// Sends the other side away, with a reason and what to do about it. Waits up to a second for it to read that.
+    /// Refuses the peer, with a reason and a remedy. Waits up to a second for the peer to read them.
     pub fn refuse(mut self, reason: impl Into<String>) {
         self.greeting.refuse(reason.into());
     }
 }
 
 impl Serving {
-    /// The address, with the port that the system chose.
+    /// Returns the bound address, with the port that the system chose.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Accepts no more. Connections that were accepted are not touched; handlers that run are not waited for.
+    /// Stops accepting. Accepted connections stay open; running handlers are not waited for.
     pub fn stop(mut self) {
         self.end();
     }
@@ -201,10 +201,10 @@ impl Serving {
     fn end(&mut self) {
         self.stopped.store(true, Ordering::Release);
         self.gate.close();
-        // Wakes the thread out of accept.
+        // Wakes the thread that blocks in `accept`.
         let _ = shutdown(&*self.socket, Shutdown::Both);
         if let Some(thread) = self.thread.take() {
-            // It does not panic; if it did, there would be nothing left to stop.
+            // The thread does not panic; if it did, there would be nothing to stop any more.
             let _ = thread.join();
         }
     }

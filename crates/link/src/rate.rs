@@ -1,10 +1,10 @@
-//! A cap on bandwidth that all streams of a migration share and that can be changed while they run.
+//! A bandwidth limit that all streams of a migration share and that can be changed while they run.
 //!
-//! [`Bucket`] is the rule, without a clock: time goes in, a grant or a wait comes out. [`RateLimit`] puts threads to
-//! sleep by it.
+//! [`Bucket`] is the algorithm, without a clock: its input is the time, its output a grant or a waiting time.
+//! [`RateLimit`] puts threads to sleep by it.
 //!
-//! What counts is what is given to the sockets: frames with their headers and, where there is TLS, its records. The
-//! headers of TCP, IP and Ethernet below come on top (about 4% with packets of 1,500 bytes).
+//! The limit counts the bytes written to the sockets: frames with their headers and, with TLS, its records. The headers
+//! of TCP, IP and Ethernet are not counted (about 4% more with packets of 1,500 bytes).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,33 +14,33 @@ use crate::error::LinkError;
 
 const NS_PER_S: u128 = 1_000_000_000;
 
-/// How much may be made up for after a pause, as time. A thread that the scheduler wakes late within this span loses
-/// nothing of the rate.
+/// Burst, as time: sending that may be made up for after a pause. A thread that the scheduler wakes late within this
+/// span loses nothing of the rate.
 const BURST: Duration = Duration::from_millis(50);
 
-/// The same where a link is to be kept from having queues: whoever sends something else waits behind a burst.
+/// Burst, as time, on a link that is to be kept free of queues: other traffic waits behind a burst.
 const PACED_BURST: Duration = Duration::from_millis(3);
 
-/// Least burst, in bytes.
+/// Minimum burst, in bytes.
 const MIN_BURST_BYTES: u64 = 16 << 10;
 
-/// Most bytes granted at once, so that streams take turns.
+/// Maximum grant, in bytes, so that streams take turns.
 const GRANT_BYTES: u64 = 256 << 10;
 
 /// A token bucket: over any span of time, grants sum up to at most rate × time + burst.
 #[derive(Clone, Debug)]
 pub struct Bucket {
-    /// None: no limit.
+    /// None for no limit.
     rate_bytes_per_s: Option<u64>,
     burst: Duration,
-    /// What is in the bucket, in bytes × 10⁹, so that no rounding adds up.
+    /// Tokens in the bucket, in bytes × 10⁹, so that no rounding adds up.
     level: u128,
-    /// When the level was right, counted from any fixed point.
+    /// Time at which the level was correct, counted from any fixed point.
     at: Duration,
 }
 
 impl Bucket {
-    /// A full bucket. A rate of None or 0 is no limit.
+    /// Creates a full bucket. A rate of None or 0 is no limit.
     pub fn new(rate_bytes_per_s: Option<u64>, now: Duration) -> Self {
         let mut bucket = Self {
             rate_bytes_per_s: rate_bytes_per_s.filter(|rate| *rate > 0),
@@ -57,7 +57,7 @@ impl Bucket {
         self.rate_bytes_per_s
     }
 
-    /// Most bytes that are granted without any time passing.
+    /// Maximum number of bytes that are granted without any time passing.
     pub fn burst_bytes(&self) -> u64 {
         self.rate_bytes_per_s.map_or(0, |rate| {
             let burst = u128::from(rate) * self.burst.as_nanos() / NS_PER_S;
@@ -65,22 +65,22 @@ impl Bucket {
         })
     }
 
-    /// Changes the rate from now on. What was saved up stays, as far as the new burst allows; nothing is given.
+    /// Changes the rate from now on. Saved tokens stay, up to the new burst; none are added.
     pub fn set_rate(&mut self, rate_bytes_per_s: Option<u64>, now: Duration) {
         self.refill(now);
         self.rate_bytes_per_s = rate_bytes_per_s.filter(|rate| *rate > 0);
         self.level = self.level.min(self.capacity());
     }
 
-    /// Changes how much may be made up for after a pause, from now on.
+    /// Changes the burst, as time, from now on.
     pub fn set_burst(&mut self, burst: Duration, now: Duration) {
         self.refill(now);
         self.burst = burst;
         self.level = self.level.min(self.capacity());
     }
 
-    /// Asks for leave to send `bytes`. Grants some or all of them (at least one, unless none were asked for), or says
-    /// how long to wait before asking again.
+    /// Requests permission to send `bytes`. Grants some or all of them (at least one, unless none were requested), or
+    /// returns the time to wait before the next request.
     pub fn take(&mut self, bytes: u64, now: Duration) -> Result<u64, Duration> {
         let Some(rate) = self.rate_bytes_per_s else { return Ok(bytes) };
         self.refill(now);
@@ -118,9 +118,9 @@ pub struct RateLimit {
 #[derive(Debug)]
 struct State {
     bucket: Bucket,
-    /// What somebody does not want to be passed.
+    /// Limit set by the user, in bytes per second.
     limit: Option<u64>,
-    /// What a link carries without a queue.
+    /// Rate that the link carries without a queue, in bytes per second.
     pace: Option<u64>,
     closed: bool,
 }
@@ -134,7 +134,7 @@ impl State {
 }
 
 impl RateLimit {
-    /// A limit in bytes per second; None or 0 for none.
+    /// Creates a limit in bytes per second; None or 0 for none.
     pub fn new(rate_bytes_per_s: Option<u64>) -> Self {
         let limit = rate_bytes_per_s.filter(|rate| *rate > 0);
         let bucket = Bucket::new(limit, Duration::ZERO);
@@ -145,18 +145,18 @@ impl RateLimit {
         }
     }
 
-    /// The limit in bytes per second; None for none.
+    /// Returns the limit in bytes per second; None for none.
     pub fn rate_bytes_per_s(&self) -> Option<u64> {
         self.lock().limit
     }
 
-    /// Changes the limit. Threads that wait under the old one go by the new one at once.
+    /// Changes the limit. Threads that wait under the old limit follow the new one at once.
     pub fn set_rate(&self, rate_bytes_per_s: Option<u64>) {
         self.change(|state| state.limit = rate_bytes_per_s.filter(|rate| *rate > 0));
     }
 
-    /// Has streams keep to a pace as well, in bytes per second, and to smaller bursts: so that what other streams send does
-    /// not wait behind theirs. None to let them go.
+    /// Adds a pace, in bytes per second, with smaller bursts, so that the traffic of other streams does not wait behind
+    /// that of these. None removes the pace.
     pub fn set_pace(&self, pace_bytes_per_s: Option<u64>) {
         self.change(|state| state.pace = pace_bytes_per_s.filter(|rate| *rate > 0));
     }
@@ -174,14 +174,14 @@ impl RateLimit {
         self.take_unless(bytes, &AtomicBool::new(false), None).is_ok()
     }
 
-    /// Nobody waits here any more, now and later.
+    /// Closes the limit: waiting threads return, and no later call waits.
     pub fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
     }
 
-    /// As [`RateLimit::take`]; also gives up at the deadline, or when `given_up` is set and [`RateLimit::wake`] called
-    /// after that.
+    /// Waits like [`RateLimit::take`], but also gives up at the deadline, or when `given_up` is set and
+    /// [`RateLimit::wake`] is called after that.
     pub(crate) fn take_unless(
         &self,
         bytes: u64,
@@ -211,9 +211,9 @@ impl RateLimit {
         }
     }
 
-    /// Lets every waiting thread look again.
+    /// Wakes every waiting thread, so that it checks its condition again.
     pub(crate) fn wake(&self) {
-        // Under the lock, so that nobody is between looking and falling asleep.
+        // Under the lock, so that no thread is between its check and falling asleep.
         let _state = self.lock();
         self.changed.notify_all();
     }
@@ -233,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    /// What happens to a bucket.
+    /// A step of a bucket's life.
     #[derive(Clone, Debug)]
     enum Step {
         Pass(Duration),
@@ -257,12 +257,13 @@ mod tests {
     }
 
     proptest! {
-        /// Slow and obvious: looks at every window that begins and ends at a step.
+        /// Slow and obvious: checks every window that begins and ends at a step.
         #[test]
         fn no_window_gets_more_than_its_rate_and_one_burst(steps in steps(), rate in rate()) {
             let mut now = Duration::ZERO;
             let mut bucket = Bucket::new(Some(rate), now);
-            // Of each step: the rate and the burst before it, what it allowed (bytes × 10⁹), and what was granted.
+            // For each step: the burst before it, the allowance that it adds (bytes × 10⁹), and the granted bytes (×
+            // 10⁹).
             let mut past: Vec<(u128, u128, u128)> = Vec::new();
             for step in steps {
                 let burst = u128::from(bucket.burst_bytes()) * NS_PER_S;
@@ -382,7 +383,7 @@ mod tests {
                 let waiting: Vec<_> = (0..4)
                     .map(|_| scope.spawn(|| limit.take_unless(1 << 25, &given_up, None).is_ok()))
                     .collect();
-                // Somebody has got the burst, so that somebody waits for more.
+                // One thread has received the burst, so that another waits for more.
                 while limit.lock().bucket.level >= u128::from(MIN_BURST_BYTES) * NS_PER_S {
                     thread::yield_now();
                 }

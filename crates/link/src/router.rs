@@ -1,9 +1,9 @@
-//! Hands connections of a migration to whoever waits for them.
+//! Passes connections of a migration to the thread that waits for them.
 //!
-//! The agent that takes a VM in expects connections of one migration and one generation; they arrive one by one in
-//! threads of the listener. A [`Route`] is the expectation: while it lives, arrivals of its generation go into its
-//! channel, and those of other generations are told why not. Expecting a newer generation ends older routes of the
-//! migration, so that nothing of an old set of connections can slip into a new one.
+//! The destination agent expects connections of one migration and one generation; they arrive one by one in threads of
+//! the listener. A [`Route`] is the expectation: while it lives, arrivals of its generation go into its channel, and
+//! those of other generations are refused with a reason. Expecting a newer generation ends older routes of the
+//! migration, so that no connection of an old set can slip into a new one.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -15,7 +15,7 @@ use proto::{Generation, MigrationId, Purpose};
 use crate::connection::Connection;
 use crate::listen::Arrival;
 
-/// Who expects which connections.
+/// Registry of expected data streams.
 #[derive(Clone, Debug, Default)]
 pub struct Router {
     state: Arc<Mutex<State>>,
@@ -24,21 +24,21 @@ pub struct Router {
 #[derive(Debug, Default)]
 struct State {
     expected: BTreeMap<MigrationId, Expected>,
-    /// How many routes there have been.
+    /// Number of routes created so far.
     routes: u64,
 }
 
 #[derive(Debug)]
 struct Expected {
-    /// Which route it is, so that the end of an older one leaves it alone.
+    /// Number of the route, so that the end of an older one does not affect it.
     route: u64,
     generation: Generation,
-    /// How many data streams, and which of them have come.
+    /// For each expected data stream, true once it has arrived.
     seen: Vec<bool>,
     deliver: Sender<(u16, Connection)>,
 }
 
-/// The data streams of one generation, as they come. Nobody else is expected once it is dropped.
+/// The data streams of one generation, in order of arrival. Dropping it ends the expectation.
 #[derive(Debug)]
 pub struct Route {
     router: Router,
@@ -48,8 +48,8 @@ pub struct Route {
 }
 
 impl Router {
-    /// Expects the data streams 0 to `streams` − 1 of a generation, each once. Takes the place of an earlier
-    /// expectation for the same migration.
+    /// Expects the data streams 0 to `streams` − 1 of a generation, each once. Replaces an earlier expectation for the
+    /// same migration.
     pub fn expect(&self, migration: MigrationId, generation: Generation, streams: u16) -> Route {
         let (deliver, arrivals) = mpsc::channel();
         let mut state = self.lock();
@@ -60,7 +60,7 @@ impl Router {
         Route { router: self.clone(), migration, number, arrivals }
     }
 
-    /// Accepts an arrival that is expected and refuses a data stream that is not. Any other purpose is handed back.
+    /// Accepts an expected arrival and refuses an unexpected data stream. Returns an arrival of any other purpose.
     pub fn deliver(&self, arrival: Arrival) -> Option<Arrival> {
         let Purpose::Data { migration, generation, stream } = arrival.purpose().clone() else {
             return Some(arrival);
@@ -76,7 +76,7 @@ impl Router {
         None
     }
 
-    /// Marks a stream as come and tells where it goes, or why it may not come.
+    /// Marks a stream as arrived and returns its channel, or the reason for which it is refused.
     fn claim(
         &self,
         migration: &MigrationId,
@@ -110,8 +110,8 @@ impl Router {
 }
 
 impl Route {
-    /// Waits for the next data stream: its number and its connection. None at the deadline, or when a newer
-    /// expectation has taken this one's place.
+    /// Waits for the next data stream: its number and its connection. None at the deadline, or when a newer expectation
+    /// has replaced this one.
     pub fn next(&self, deadline: Instant) -> Option<(u16, Connection)> {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
         self.arrivals.recv_timeout(left).ok()

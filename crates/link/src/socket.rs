@@ -1,4 +1,4 @@
-//! A TCP socket that never blocks by itself: waiting is done in `poll`, with a deadline, and ends at once when another
+//! A TCP socket that never blocks by itself: waiting happens in `poll`, with a deadline, and ends at once when another
 //! thread shuts the socket down.
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -16,7 +16,7 @@ use rustix::net::{
 
 use crate::error::LinkError;
 
-/// Bytes that went through a socket, TLS included.
+/// Bytes sent and received by a socket, TLS included.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) sent: AtomicU64,
@@ -37,11 +37,11 @@ impl AsFd for Socket {
 }
 
 impl Socket {
-    /// Takes a connected socket.
+    /// Wraps a connected socket.
     ///
-    /// A connection over which nothing gets through for `silence` is ended by the kernel: an idle one by keepalive
-    /// probes, one with unsent bytes by the user timeout. The latter also strikes when the peer's host is well but its
-    /// agent takes nothing for that long ([`Self::set_stall_limit`]).
+    /// The kernel ends a connection without progress for `silence`: an idle one by keepalive probes, one with unsent
+    /// bytes by the user timeout. The latter also strikes when the peer's host is well but its agent reads nothing for
+    /// that long ([`Self::set_stall_limit`]).
     pub(crate) fn new(stream: TcpStream, silence: Duration) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         sockopt::set_tcp_nodelay(&stream, true)?;
@@ -55,8 +55,8 @@ impl Socket {
         Ok(Self { stream, closed: AtomicBool::new(false), counters: Arc::default() })
     }
 
-    /// How long a peer may take nothing of what is sent. The kernel knows only one limit for this and for a peer whose
-    /// host is gone.
+    /// Sets how long a peer may read nothing of the data sent. The kernel knows only one limit for this and for a peer
+    /// whose host is gone.
     pub(crate) fn set_stall_limit(&self, stall: Duration) -> Result<(), LinkError> {
         sockopt::set_tcp_user_timeout(&self.stream, whole_ms(stall)).map_err(|errno| self.lost(errno))
     }
@@ -65,14 +65,14 @@ impl Socket {
         Arc::clone(&self.counters)
     }
 
-    /// Ends the connection in both directions. Whoever waits on it returns.
+    /// Ends the connection in both directions. Threads that wait for it return.
     pub(crate) fn shutdown(&self) {
         self.closed.store(true, Ordering::Release);
         // Fails only if the peer was faster.
         let _ = shutdown(&self.stream, Shutdown::Both);
     }
 
-    /// Tells the peer that nothing more will come.
+    /// Signals the peer that nothing more follows.
     pub(crate) fn finish(&self) {
         let _ = shutdown(&self.stream, Shutdown::Write);
     }
@@ -85,12 +85,12 @@ impl Socket {
         &self.closed
     }
 
-    /// Receives at least one byte; 0 says that the peer has ended the connection.
+    /// Receives at least one byte; 0 means that the peer has ended the connection.
     pub(crate) fn recv(&self, into: &mut [u8], deadline: Option<Instant>) -> Result<usize, LinkError> {
         self.recv_parts(&mut [IoSliceMut::new(into)], deadline)
     }
 
-    /// The same into several buffers, the first of them first.
+    /// Receives into several buffers, in their order.
     pub(crate) fn recv_parts(
         &self,
         into: &mut [IoSliceMut<'_>],
@@ -108,7 +108,7 @@ impl Socket {
         }
     }
 
-    /// The first byte that is waiting to be received, which stays where it is. None at the connection's end.
+    /// Returns the first byte that waits to be received, without consuming it. None at the connection's end.
     pub(crate) fn peek(&self, deadline: Instant) -> Result<Option<u8>, LinkError> {
         let mut byte = [0];
         loop {
@@ -121,7 +121,7 @@ impl Socket {
         }
     }
 
-    /// Sends what fits into the socket's buffer now; 0 if nothing does.
+    /// Sends as much as fits into the socket's buffer now; returns 0 if nothing does.
     pub(crate) fn try_send(&self, parts: &[IoSlice<'_>]) -> Result<usize, LinkError> {
         loop {
             if self.is_closed() {
@@ -145,12 +145,12 @@ impl Socket {
         self.wait(PollFlags::OUT, deadline)
     }
 
-    /// Whether receiving would not wait.
+    /// Returns true if receiving would not wait.
     pub(crate) fn is_ready(&self) -> bool {
         self.events().is_some_and(|events| !events.is_empty())
     }
 
-    /// Whether receiving would tell an error, and only once.
+    /// Returns true if receiving would return an error, and only once.
     pub(crate) fn has_failed(&self) -> bool {
         self.events().is_none_or(|events| events.intersects(PollFlags::ERR | PollFlags::HUP))
     }
@@ -193,7 +193,7 @@ impl Socket {
                 }
             };
             match poll(&mut [PollFd::new(&self.stream, what)], timeout.as_ref()) {
-                // Errors and hang-ups are told by the call that follows.
+                // The call that follows reports errors and hang-ups.
                 Ok(ready) if ready > 0 => return Ok(()),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => return Err(self.lost(errno)),

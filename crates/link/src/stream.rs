@@ -1,15 +1,16 @@
 //! Bytes in order, with TLS or without, in two halves for two threads.
 //!
-//! # How TLS is split
+//! # Splitting a TLS session
 //!
-//! A TLS session is one state for both directions. Here it stands under a lock that is held for work only, never while
-//! waiting for the network: the reading half receives into its own buffer without the lock and takes it to decrypt; the
-//! writing half takes it to encrypt and to offer records to the socket, which takes what fits and never blocks. When
-//! nothing fits, the lock is given back before waiting. So two agents that both write and whose buffers are both full
-//! still read, and neither direction waits for more than the other's encryption of one piece.
+//! A TLS session is one state for both directions. It is kept under a lock that is held for work only, never while
+//! waiting for the network. The reading half receives into its own buffer without the lock and locks to decrypt. The
+//! writing half locks to encrypt and to offer records to the socket, which accepts as much as fits and never blocks.
+//!
+//! When nothing fits, the lock is released before waiting. So two agents that both write and whose buffers are both
+//! full still read, and neither direction waits for more than the other's encryption of one piece.
 //!
 //! Records leave in the order of encryption, because they are taken from the session's own queue under the lock. Key
-//! updates are rustls' work: answers to them are put into the queue and go with the next write.
+//! updates are rustls' work: answers to them are put into the queue and sent with the next write.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,24 +23,24 @@ use crate::error::LinkError;
 use crate::rate::RateLimit;
 use crate::socket::Socket;
 
-/// Most that is encrypted under one lock, and sent between two looks at the rate limit, in bytes.
+/// Maximum number of bytes that are encrypted under one lock, and sent between two checks of the rate limit.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// How much is received at once where it is not received in place, in bytes.
+/// Maximum number of bytes received at once if they are not received in place.
 const INPUT_BYTES: usize = 256 << 10;
 
-/// How much of what follows is received along with what is received in place, in bytes: the next header and more.
-/// Little, because it has to be copied.
+/// Maximum number of further bytes received along with bytes that are received in place: the next header and more.
+/// Small, because they have to be copied.
 const AHEAD_BYTES: usize = 4 << 10;
 
-/// Most parts of one system call (`IOV_MAX`).
+/// Maximum number of parts of one system call (`IOV_MAX`).
 const MAX_PARTS: usize = 1024;
 
 /// TLS adds a header, a type and a tag to each record of at most 16 KiB.
 const RECORD_BYTES: u64 = 16 << 10;
 const RECORD_OVERHEAD_BYTES: u64 = 22;
 
-/// What the two halves share.
+/// State that the two halves share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) socket: Socket,
@@ -52,7 +53,7 @@ impl Shared {
         Self { socket, tls: tls.map(Mutex::new), limit: Mutex::default() }
     }
 
-    /// Ends everything at once; whoever waits in any of the two halves returns.
+    /// Ends everything at once; threads that wait in either half return.
     pub(crate) fn shutdown(&self) {
         self.socket.shutdown();
         if let Some(limit) = self.limit() {
@@ -60,7 +61,7 @@ impl Shared {
         }
     }
 
-    /// The certificate that the other side has shown, once the session is negotiated.
+    /// Returns the certificate that the peer has shown, once the session is negotiated.
     pub(crate) fn peer_certificate(&self) -> Option<CertificateDer<'static>> {
         let session = lock(self.tls.as_ref()?);
         session.peer_certificates()?.first().map(|certificate| certificate.clone().into_owned())
@@ -79,7 +80,7 @@ fn lock(tls: &Mutex<rustls::Connection>) -> MutexGuard<'_, rustls::Connection> {
     tls.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Negotiates TLS, where there is any. What came after the negotiation stays in the reader.
+/// Negotiates TLS, if it is used. Bytes received after the negotiation stay in the reader.
 pub(crate) fn negotiate(
     reader: &mut ByteReader,
     writer: &mut ByteWriter,
@@ -109,7 +110,7 @@ pub(crate) struct ByteReader {
     input: Box<[u8]>,
     start: usize,
     end: usize,
-    /// The very first byte, which tells what the other side speaks.
+    /// The very first byte, which shows which protocol the peer speaks.
     first: Option<u8>,
 }
 
@@ -122,7 +123,7 @@ impl ByteReader {
         self.first
     }
 
-    /// Reads at least one byte; 0 says that the peer has ended the connection.
+    /// Reads at least one byte; 0 means that the peer has ended the connection.
     pub(crate) fn read(&mut self, into: &mut [u8], deadline: Option<Instant>) -> Result<usize, LinkError> {
         let shared = Arc::clone(&self.shared);
         match &shared.tls {
@@ -131,13 +132,13 @@ impl ByteReader {
         }
     }
 
-    /// Whether something can be read without waiting: a byte at least, the connection's end, or an error.
+    /// Returns true if a read would not wait: at least a byte is there, or the connection's end, or an error.
     pub(crate) fn has_more(&mut self) -> bool {
         let shared = Arc::clone(&self.shared);
         let Some(tls) = &shared.tls else { return self.start < self.end || shared.socket.is_ready() };
         loop {
             let mut session = lock(tls);
-            // An error here is told again by the read that follows.
+            // The read that follows reports an error again.
             let nothing = |state: IoState| state.plaintext_bytes_to_read() == 0 && !state.peer_has_closed();
             if !session.process_new_packets().is_ok_and(nothing) {
                 return true;
@@ -208,16 +209,16 @@ impl ByteReader {
         }
     }
 
-    /// Gives the session some of the input. Called only when all that it has decrypted before has been taken.
+    /// Feeds the session some of the input. Called only when all bytes decrypted before have been consumed.
     ///
-    /// After the peer's closing notice the session takes nothing any more. What follows such a notice is dropped, or
-    /// callers would offer it again and again.
+    /// After the peer's closing notice the session accepts no more input. Bytes after such a notice are dropped, or
+    /// callers would offer them again and again.
     fn decrypt(&mut self, session: &mut rustls::Connection) -> Result<IoState, LinkError> {
         let mut input = &self.input[self.start..self.end];
         let taken = session.read_tls(&mut input).map_err(LinkError::Lost)?;
         self.start = if taken == 0 { self.end } else { self.end - input.len() };
         session.process_new_packets().map_err(|error| {
-            // The alert that tells the peer why, if the socket takes it.
+            // The alert that informs the peer of the reason, if the socket accepts it.
             let _ = session.write_tls(&mut Outlet(&self.shared.socket));
             LinkError::Tls(error)
         })
@@ -242,7 +243,7 @@ impl ByteWriter {
         Self { shared }
     }
 
-    /// Sends all of the parts, one after the other. None of them is copied where there is no TLS.
+    /// Sends all of the parts, one after the other. They are not copied if there is no TLS.
     pub(crate) fn write(
         &mut self,
         parts: &[IoSlice<'_>],
@@ -263,7 +264,7 @@ impl ByteWriter {
         }
     }
 
-    /// Tells the peer that nothing more will come.
+    /// Signals the peer that nothing more follows.
     pub(crate) fn finish(&mut self, deadline: Option<Instant>) -> Result<(), LinkError> {
         if let Some(tls) = &self.shared.tls {
             lock(tls).send_close_notify();
@@ -325,7 +326,7 @@ impl ByteWriter {
     }
 }
 
-/// The socket as rustls writes to it: takes what fits, refuses to wait.
+/// The socket as rustls writes to it: accepts as much as fits, never waits.
 struct Outlet<'a>(&'a Socket);
 
 impl Write for Outlet<'_> {
@@ -346,7 +347,7 @@ impl Write for Outlet<'_> {
     }
 }
 
-/// The error that went through rustls, or came from it, as an I/O error.
+/// Recovers the error that passed through rustls, or originated there, as an I/O error.
 fn unwrap_link(error: io::Error) -> LinkError {
     match error.downcast::<LinkError>() {
         Ok(error) => error,
@@ -357,12 +358,12 @@ fn unwrap_link(error: io::Error) -> LinkError {
 /// A list of parts from which pieces are cut.
 struct Parts<'a> {
     parts: &'a [IoSlice<'a>],
-    /// How much of the first part is gone.
+    /// Bytes of the first part that are already consumed.
     offset: usize,
 }
 
 impl<'a> Parts<'a> {
-    /// Puts the next piece into `piece` and tells its length.
+    /// Puts the next piece into `piece` and returns its length in bytes.
     fn take(&mut self, piece: &mut Vec<IoSlice<'a>>) -> usize {
         piece.clear();
         let mut bytes = 0;

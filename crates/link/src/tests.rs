@@ -1,4 +1,4 @@
-//! What cannot be seen from outside: keys that wear out, and what the kernel is told about a socket.
+//! Tests of internals: keys that wear out, and the kernel's settings of a socket.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -14,7 +14,7 @@ use crate::identity::Identity;
 use crate::socket::Socket;
 use crate::{Endpoint, LinkError, Peer, Security};
 
-/// Lets both directions write at once, with keys that last for so many records. Returns the bytes sent by one side.
+/// Lets both directions write at once, with keys that last for `records` records. Returns the bytes sent by one side.
 fn exchange(records: u64) -> u64 {
     const FRAMES: usize = 40;
     const BYTES: usize = 300_000;
@@ -52,15 +52,14 @@ fn exchange(records: u64) -> u64 {
     handle.sent_bytes()
 }
 
-/// Each side changes its keys every few records, and what it answers to the other's change leaves between its own
-/// records.
+/// Each side changes its keys every few records, and its answer to the peer's change leaves between its own records.
 #[test]
 fn keys_that_wear_out_are_changed_under_way() {
-    // A change of keys is a record more.
+    // A change of keys is one more record.
     assert!(exchange(20) > exchange(1 << 24));
 }
 
-/// A peer that takes its leave and goes on to send, without being asked, is neither heard nor waited for.
+/// A peer that sends its closing notice and then continues to send, unasked, is neither read nor waited for.
 #[test]
 fn what_comes_after_the_closing_notice_is_dropped() {
     let authority = common::Authority::default();

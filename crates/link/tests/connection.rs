@@ -37,7 +37,7 @@ fn messages_and_blobs_arrive_as_they_were_sent() {
     }
 }
 
-/// A connection whose other end is in the hands of the test, byte for byte.
+/// A connection whose peer is the test itself, byte for byte.
 fn raw() -> (Connection, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = Peer { host: host("host-b"), address: listener.local_addr().unwrap().to_string() };
@@ -59,7 +59,7 @@ fn header(kind: Kind, bytes: usize) -> [u8; 8] {
     Header::new(kind, bytes).unwrap().encode()
 }
 
-/// What comes of these bytes and then the end.
+/// Sends these bytes and then the end; returns the result of receiving them.
 fn received(bytes: &[u8]) -> Result<Incoming, LinkError> {
     let (mut connection, mut stream) = raw();
     stream.write_all(bytes).unwrap();
@@ -112,7 +112,7 @@ fn what_does_not_fit_is_not_sent() {
         let reason = "x".repeat(proto::limits::MESSAGE_BYTES);
         let error = a.send(&Message::Abort { epoch: proto::Epoch(1), reason }).unwrap_err();
         assert!(matches!(error, LinkError::TooLong(_)), "{kind}: {error:?}");
-        // Nothing of it has left, and the connection is as good as before.
+        // Nothing was sent, and the connection is as good as before.
         a.send(&Message::Ping).unwrap();
         assert!(matches!(b.recv(Some(soon())), Ok(Incoming::Message(Message::Ping))), "{kind}");
 
@@ -128,7 +128,7 @@ fn a_deadline_within_a_frame_loses_nothing() {
     let (mut connection, mut stream) = raw();
     let ping = br#"{"type":"ping"}"#;
     let frame = [&header(Kind::Message, ping.len())[..], ping].concat();
-    // The frame comes in three parts, of which the first two end within header and payload.
+    // The frame arrives in three parts, of which the first two end within header and payload.
     for part in [&frame[..3], &frame[3..12]] {
         stream.write_all(part).unwrap();
         while !connection.has_more() {
@@ -140,7 +140,7 @@ fn a_deadline_within_a_frame_loses_nothing() {
     stream.write_all(&frame[12..]).unwrap();
     assert!(matches!(connection.recv(Some(soon())), Ok(Incoming::Message(Message::Ping))));
 
-    // What `recv` has begun, `read_frame` may end.
+    // `read_frame` may finish a frame that `recv` has begun.
     stream.write_all(&frame[..8]).unwrap();
     assert!(matches!(connection.recv(Some(Instant::now())), Err(LinkError::TimedOut)));
     stream.write_all(&frame[8..]).unwrap();
@@ -174,7 +174,7 @@ fn a_reader_tells_whether_more_has_arrived() {
     }
 }
 
-/// Bytes that can be told from others by where they stand.
+/// Bytes that differ by their position.
 fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (((at + seed) * 31) >> 3) as u8).collect()
 }
@@ -187,7 +187,7 @@ fn frames_of_many_parts_arrive_whole() {
         let bytes = pattern(1, 2 << 20);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                // Single bytes, more parts than one system call takes, empty parts, parts beyond a piece.
+                // Single bytes, more parts than one system call accepts, empty parts, parts beyond a piece.
                 for part_bytes in [1, 700, 4096, 300_000, 2 << 20] {
                     let len = if part_bytes == 1 { 3000 } else { bytes.len() };
                     let parts: Vec<_> = bytes[..len]
@@ -209,7 +209,7 @@ fn frames_of_many_parts_arrive_whole() {
     }
 }
 
-/// Both sides write until all buffers are full and only then read: nothing may wait for the other direction.
+/// Both sides write until all buffers are full and only then read: neither direction may wait for the other.
 #[test]
 fn both_directions_full_at_once() {
     const FRAMES: usize = 24;
@@ -249,7 +249,7 @@ fn both_directions_full_at_once() {
     }
 }
 
-/// Whether the system has put a thread of this process to sleep.
+/// Returns true if the system has put a thread of this process to sleep.
 fn sleeps(thread: rustix::thread::Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{}/stat", thread.as_raw_nonzero())).unwrap();
     stat.rsplit_once(") ").unwrap().1.starts_with('S')
@@ -321,7 +321,7 @@ fn shutdown_reaches_a_writer_that_waits_for_its_rate() {
     }
 }
 
-/// Each of them would wait for ever otherwise.
+/// Each of these calls would wait for ever otherwise.
 #[test]
 fn a_writers_deadline_ends_the_wait_for_its_peer_and_for_its_rate() {
     for (kind, a, _silent) in both_kinds() {
@@ -344,7 +344,7 @@ fn a_writers_deadline_ends_the_wait_for_its_peer_and_for_its_rate() {
     }
 }
 
-/// A frame that ends in the middle: the peer must not take what comes next for the rest of it.
+/// A frame that ends in the middle: the peer must not take the bytes that follow for its remainder.
 #[test]
 fn a_closed_limit_ends_the_connection() {
     for (kind, a, mut b) in both_kinds() {
@@ -423,7 +423,7 @@ fn the_connection_ends_with_its_halves() {
     }
 }
 
-/// What TLS delivers is what was encrypted: a changed byte on the way ends the connection.
+/// TLS delivers only the bytes that were encrypted: a changed byte on the way ends the connection.
 #[test]
 fn a_changed_byte_is_noticed() {
     let [(client, server), _] = both_endpoints();

@@ -1,4 +1,4 @@
-//! Who is not let in, and what both sides are told about it.
+//! Refused connections, and the errors that both sides report.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
 mod common;
@@ -16,7 +16,7 @@ use whimbrel_link::{
     Security, Settings, TlsFiles,
 };
 
-/// The whole chain of an error, as a user gets to read it.
+/// Returns the whole chain of an error, as a user reads it.
 fn told(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -42,7 +42,7 @@ fn refused(client: &Endpoint, server: Endpoint) -> (HandshakeError, HandshakeErr
     (on_client, on_server)
 }
 
-/// Both texts hold the words, and neither repeats its source.
+/// Checks that both texts contain the words, and that neither repeats its source.
 fn assert_told(case: &str, (client, server): &(HandshakeError, HandshakeError), words: [&[&str]; 2]) {
     for (side, error, words) in [("client", client, words[0]), ("server", server, words[1])] {
         let text = told(error);
@@ -72,11 +72,11 @@ fn a_tls_client_at_a_plain_server() {
 
 #[test]
 fn a_foreign_authority() {
-    // One with another name, and one that was made anew with the same name.
+    // An authority with another name, and one that was made anew with the same name.
     for name in ["another authority", "authority"] {
         let (ours, foreign) = (Authority::named("authority"), Authority::named(name));
         let errors = refused(&foreign.endpoint("host-a"), ours.endpoint("host-b"));
-        // The client looks first, so that it is the one to refuse; the server hears of it.
+        // The client checks first, so that it is the one to refuse; the server learns of the refusal from the alert.
         assert!(
             matches!(errors, (HandshakeError::PeerCertificate(_), HandshakeError::OwnCertificate(_))),
             "{errors:?}"
@@ -151,7 +151,7 @@ fn one_of_several_names_is_enough() {
 
 #[test]
 fn another_host_at_the_address() {
-    // With TLS that is a wrong name; without, the greeting tells.
+    // With TLS this is a wrong name; without, the greeting shows it.
     let server = Server::new(plain("host-c"));
     let peer = Peer { host: host("host-b"), ..server.peer() };
     std::thread::scope(|scope| {
@@ -227,7 +227,7 @@ fn versions_are_agreed_on_or_refused_in_both_directions() {
     }
 }
 
-/// A server that answers whatever comes with these bytes.
+/// A server that answers any input with these bytes.
 fn answering(bytes: Vec<u8>) -> Peer {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -235,7 +235,7 @@ fn answering(bytes: Vec<u8>) -> Peer {
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(&bytes).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
-        // Until the client has read it and goes.
+        // Until the client has read it and closes the connection.
         std::io::copy(&mut stream, &mut std::io::sink()).unwrap_or(0);
     });
     Peer { host: host("host-b"), address }
@@ -280,7 +280,7 @@ fn servers_that_are_no_agents_or_no_good_ones() {
     assert!(matches!(error, HandshakeError::Link(LinkError::NotExpected(Kind::Ack))), "{error:?}");
 }
 
-/// A closing notice in the middle of the negotiation, with more behind it that nobody wants.
+/// A closing notice in the middle of the negotiation, with unwanted bytes behind it.
 #[test]
 fn servers_that_take_their_leave_in_the_handshake() {
     let notice = [21, 3, 3, 0, 2, 1, 0];
@@ -315,11 +315,11 @@ fn clients_that_are_no_agents() {
 
 #[test]
 fn a_peer_that_hangs_in_the_handshake() {
-    // Long enough for the one that does not hang.
+    // Long enough for the client that does not hang.
     let settings = Settings { handshake: Duration::from_secs(2), handshakes: 1, ..Settings::default() };
     for ((client, server), beginning) in both_endpoints().into_iter().zip([[22, 3, 1], [1, 0, 0]]) {
         let server = Server::new(server.with_settings(settings));
-        // The only place is taken by one that says nothing, then by one that stops in the middle.
+        // The only slot is taken by a client that sends nothing, then by one that stops in the middle.
         let silent = TcpStream::connect(server.serving.address()).unwrap();
         let mut halting = TcpStream::connect(server.serving.address()).unwrap();
         halting.write_all(&beginning).unwrap();
@@ -327,7 +327,7 @@ fn a_peer_that_hangs_in_the_handshake() {
             let error = server.arrival().unwrap_err().source;
             assert!(matches!(error, HandshakeError::TimedOut), "{error:?}");
         }
-        // Then the next one gets it.
+        // Then the next client gets the slot.
         std::thread::scope(|scope| {
             let connecting = scope.spawn(|| client.connect(&server.peer(), control(), soon()));
             drop(server.accept());
@@ -336,7 +336,7 @@ fn a_peer_that_hangs_in_the_handshake() {
         drop((silent, halting));
     }
 
-    // The same on the side that connects.
+    // The same on the connecting side.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = Peer { host: host("host-b"), address: silent.local_addr().unwrap().to_string() };
     for client in [Authority::default().endpoint("host-a"), plain("host-a")] {
@@ -346,7 +346,7 @@ fn a_peer_that_hangs_in_the_handshake() {
     }
 }
 
-/// Only so many are in their handshake at once: the next one gets no answer until one of them has gone.
+/// Handshakes are limited in number: the next client gets no answer until one of them has ended.
 #[test]
 fn a_full_house_lets_nobody_in() {
     let settings = Settings { handshake: PATIENCE, handshakes: 1, ..Settings::default() };
@@ -357,7 +357,7 @@ fn a_full_house_lets_nobody_in() {
     assert!(matches!(error, HandshakeError::TimedOut), "{error:?}");
     assert!(server.nobody_has_arrived());
     drop(silent);
-    // The silent one, and the one that did not wait: its greeting is still there, but nobody reads the answer.
+    // The silent client, and the one that did not wait: its greeting is still there, but no one reads the answer.
     let both =
         [server.arrival(), server.arrival()].map(|arrival| arrival.map_err(|rejected| rejected.source));
     assert!(
@@ -428,7 +428,7 @@ fn a_listener_stops_while_somebody_hangs_in_its_only_place() {
     let address = server.serving.address();
     server.serving.stop();
     drop(silent);
-    // The port is free again as soon as the last thread has let go of it.
+    // The port is free again as soon as the last thread has released it.
     while TcpListener::bind(address).is_err() {
         std::thread::yield_now();
     }
@@ -469,7 +469,7 @@ fn files_are_named_when_they_are_no_good() {
         "{text}"
     );
 
-    // Files that can be read, of which an agent's start already tells that no peer will accept them.
+    // Files that can be read, but an agent's check at its start finds that no peer will accept them.
     assert!(Identity::load(&good).unwrap().check(&host("host-a")).is_ok());
     let check = |identity: Identity, name: &str| identity.check(&host(name)).unwrap_err();
     let error = check(Identity::load(&good).unwrap(), "host-b");

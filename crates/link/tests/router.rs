@@ -1,4 +1,4 @@
-//! Data streams on their way to whoever expects them.
+//! Routing of data streams to the routes that expect them.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
@@ -10,7 +10,7 @@ use common::{control, data, host, migration, plain, soon};
 use proto::{Generation, Purpose};
 use whimbrel_link::{ConnectError, Connection, HandshakeError, Listener, Peer, Router, Serving};
 
-/// A listener that gives data streams to the router, and the purposes of all others to the test.
+/// A listener that passes data streams to the router, and the purposes of all other connections to the test.
 fn routed(router: &Router) -> (Serving, Peer, mpsc::Receiver<Purpose>) {
     let (others, seen) = mpsc::channel();
     let others = std::sync::Mutex::new(others);
@@ -73,10 +73,10 @@ fn a_newer_generation_takes_the_place_of_the_older() {
     let (_serving, peer, _others) = routed(&router);
     let old = router.expect(migration(), Generation(1), 1);
     let new = router.expect(migration(), Generation(2), 1);
-    // Who waits for the old one learns at once that nothing will come.
+    // A thread that waits for the old route learns at once that nothing will arrive.
     assert!(old.next(soon()).is_none());
     assert!(connect(&peer, data(1, 0)).unwrap_err().contains("generation 2, not 1"));
-    // The end of the old route does not touch the new one.
+    // The end of the old route does not affect the new one.
     drop(old);
     let _stream = connect(&peer, data(2, 0)).unwrap();
     assert_eq!(new.next(soon()).unwrap().0, 0);

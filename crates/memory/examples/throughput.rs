@@ -1,4 +1,4 @@
-//! How fast memory goes from one memfd into another over loopback, and what it costs.
+//! Throughput of memory from one memfd to another over loopback, and its cost.
 //!
 //! `cargo run --release -p whimbrel-memory --example throughput [MIB] [ROUNDS]`: for one and two streams, plain and
 //! with TLS: GB/s, and seconds of processor time of both ends together for each GB. Then the time of a round of one
@@ -19,7 +19,7 @@ use whimbrel_memory::{
     open_destination, open_source,
 };
 
-/// Says of everything, or of one page, that it was written.
+/// Reports everything, or one page, as written.
 struct Written(bool);
 
 impl DirtyLog for Written {
@@ -35,7 +35,7 @@ impl DirtyLog for Written {
     }
 }
 
-/// Processor time of this process so far, in seconds.
+/// Returns the processor time of this process so far, in seconds.
 fn cpu_s() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let fields: Vec<&str> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();

@@ -1,24 +1,23 @@
-//! Threads that give way to guests.
+//! Lower scheduling priority for the threads of the data plane.
 
 use rustix::process::{getpriority_process, setpriority_process};
 
-/// By how much less the threads of the data plane get of a processor that is wanted by others: a third of an equal
-/// share. What is moved in the background is not to be felt by the guests that run on the host, the moving one first of
-/// all.
+/// Niceness of the threads of the data plane: with it they get a third of an equal share of a contended processor.
+/// Background transfer must not be felt by the guests that run on the host, above all the one that is moved.
 pub(crate) const NICE: u8 = 5;
 
-/// This thread, and only it, gives way to others, until a guest waits for it.
+/// Lowered priority of this thread, and only this one, until a guest waits for it.
 #[derive(Debug)]
 pub(crate) struct GivesWay {
-    /// Its priority before; none if it is that again.
+    /// Priority before; None once it is restored.
     before: Option<i32>,
     nice: u8,
-    /// To give way by less than a moment ago takes a privilege.
+    /// False if the thread lacks the privilege to raise its priority again.
     may_return: bool,
 }
 
 impl GivesWay {
-    /// From here on, more than the agent does already, where that was told to.
+    /// Lowers this thread's priority, on top of a niceness that was configured for the agent.
     pub(crate) fn begin() -> Self {
         let mut gives_way = Self { before: getpriority_process(None).ok(), nice: 0, may_return: true };
         gives_way.by(NICE);
@@ -29,19 +28,19 @@ impl GivesWay {
         gives_way
     }
 
-    /// From here on by so much more than the agent does (`nice(2)`), unless it has ended. Nothing changes where there would
-    /// be no way back.
+    /// Sets the niceness of this thread relative to the agent's (`nice(2)`), unless it has ended. Nothing changes if
+    /// there would be no way back.
     pub(crate) fn by(&mut self, nice: u8) {
         let Some(before) = self.before.filter(|_| nice != self.nice && self.may_return) else { return };
         self.nice = nice;
-        // Without leave to do so it works on as before.
+        // Without the privilege the thread continues as before.
         let _ = setpriority_process(None, before + i32::from(nice));
     }
 
-    /// A guest stands still, or soon may: others have no precedence any more.
+    /// Restores the priority, because a guest is stopped or soon may be.
     pub(crate) fn end(&mut self) {
         if let Some(before) = self.before.take() {
-            // It takes a privilege. Without it the thread goes on giving way.
+            // This needs a privilege. Without it the thread keeps its lowered priority.
             let _ = setpriority_process(None, before);
         }
     }

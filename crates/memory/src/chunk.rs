@@ -1,8 +1,8 @@
-//! From pages of a chunk to the payload of a frame.
+//! Conversion of a chunk's pages to the payload of a frame.
 //!
 //! One frame holds at most as much data as [`FRAME_PAGES`] pages have, so that the bytes are still in the processor's
-//! cache when they go to the socket, and the far side applies the first part of a chunk while the second one is read. Buffers are
-//! reused; nothing is allocated for a page or a frame.
+//! cache when they are written to the socket, and the destination applies the first part of a chunk while the second
+//! one is read. Buffers are reused; nothing is allocated for a page or a frame.
 
 use std::ops::Range;
 
@@ -21,69 +21,70 @@ mod known;
 use known::OpenReference;
 pub(crate) use known::{Knowledge, Presumed, Refer};
 
-/// Most pages of data in one frame: 256 KiB.
+/// Maximum number of pages of data in one frame: 256 KiB.
 pub const FRAME_PAGES: u64 = 64;
 
-/// Shortest run for which it pays to ask where memory is before reading: asking costs as much as reading a few pages.
+/// Shortest run for which it pays to query where memory is before reading: the query costs as much as reading a few
+/// pages.
 const ASK_FIRST_PAGES: u64 = 16;
 
 const PAGE: usize = PAGE_BYTES as usize;
 
-/// Pages by what they held.
+/// Number of pages by content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
     /// Pages with data.
     pub data: u64,
     /// Pages of zeros.
     pub zero: u64,
-    /// Pages without memory behind them.
+    /// Unmapped pages.
     pub hole: u64,
-    /// Pages that were referred to, because the destination has them.
+    /// Pages sent as references, because the destination has their content.
     pub reference: u64,
-    /// Pages of which only what changed was sent.
+    /// Pages of which only the changed pieces were sent, as deltas.
     pub delta: u64,
-    /// Pages that consist of the same few bytes, other than zeros.
+    /// Pages that repeat the same few bytes, other than zeros.
     pub filled: u64,
-    /// Pages that went as holes, whatever is in them, because the guest does not use them.
+    /// Pages that were sent as holes, whatever their content, because the guest does not use them.
     pub soft: u64,
 }
 
 impl Contents {
-    /// All of them.
+    /// Returns the number of all pages.
     pub fn pages(&self) -> u64 {
         self.data + self.zero + self.hole + self.reference + self.delta + self.filled + self.soft
     }
 
-    /// Those of which nothing but a few bytes goes, whoever the destination is: their number says nothing of a link.
+    /// Returns the number of pages that need only a few bytes at any destination: it indicates nothing about the link.
     pub fn empty(&self) -> u64 {
         self.zero + self.hole + self.filled
     }
 }
 
-/// Reused memory in which one frame after the other is built.
+/// Reused memory in which frames are built, one after the other.
 #[derive(Debug)]
 pub(crate) struct FrameBuilder {
     runs: Vec<Run>,
     head: Vec<u8>,
     data: Vec<u8>,
-    /// How much of `data` belongs to the frame, in bytes.
+    /// Number of bytes of `data` that belong to the frame.
     filled: usize,
-    /// The last run, where that is a reference.
+    /// The last run, if that is a reference.
     open: Option<OpenReference>,
-    /// Pages that are sent and their names, where references are looked for.
+    /// Pages that are sent and their names, if references are searched for.
     names: Vec<(u64, PageName)>,
-    /// Pages that are referred to, and their names.
+    /// Pages that are sent as references, and their names.
     referred: Vec<(u64, PageName)>,
     presumed: Presumed,
-    /// What of a page changed, before its place is known to be free.
+    /// Delta of a page, before its place is known to be free.
     delta: Vec<u8>,
-    /// Frames that were put together.
+    /// Number of frames built.
     frames: u64,
-    /// Processor time of looking for what changed, in nanoseconds: measured of some frames for all.
+    /// Processor time of computing deltas, in nanoseconds: measured for some frames and extrapolated to all.
     mark_ns: u64,
 }
 
-/// Reading guest memory failed.
+/// Error of reading guest memory.
 #[derive(Debug)]
 pub(crate) struct ReadFailed {
     pub(crate) offset: u64,
@@ -108,9 +109,9 @@ impl FrameBuilder {
         }
     }
 
-    /// Reads pages of a chunk, in ascending order, as many as fit. Returns which ones the frame holds now. Those that
-    /// the destination has are referred to, and of those that it has in an earlier version what changed is taken, where
-    /// that is known.
+    /// Reads pages of a chunk, in ascending order, as many as fit. Returns the pages that the frame holds now. Pages
+    /// whose content the destination has become references; pages of which it has an earlier version become deltas, if
+    /// their marks are known.
     pub(crate) fn fill(
         &mut self,
         reader: &dyn BlockReader,
@@ -169,7 +170,8 @@ impl FrameBuilder {
         Ok((taken, contents))
     }
 
-    /// Puts down as holes, whatever is in them, which of these pages come before one and are not yet in the frame.
+    /// Adds soft pages as holes, whatever their content: those before page `before` that are not yet in the frame.
+    /// Returns them.
     fn leave_out(&mut self, soft: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
         let mut pages = ChunkPages::from_range(0..before);
         pages.retain(soft);
@@ -178,30 +180,31 @@ impl FrameBuilder {
         pages
     }
 
-    /// Whether any pages are in the frame with their bytes, or some of them.
+    /// Returns true if the frame holds the bytes of any page, or some of them.
     pub(crate) fn has_data(&self) -> bool {
         self.runs.iter().any(|run| matches!(run.content, Content::Data | Content::Delta { .. }))
     }
 
-    /// How many pieces of pages are in the frame.
+    /// Returns the number of delta pieces in the frame.
     pub(crate) fn pieces(&self) -> u64 {
         let pieces =
             |run: &Run| if let Content::Delta { pieces } = run.content { u64::from(pieces) } else { 0 };
         self.runs.iter().map(pieces).sum()
     }
 
-    /// Processor time of finding them, in nanoseconds, as if it had been measured of every frame.
+    /// Returns the processor time of finding the pieces, in nanoseconds, extrapolated as if it had been measured for
+    /// every frame.
     pub(crate) fn mark_ns(&self) -> u64 {
         self.mark_ns
     }
 
-    /// The data of all runs.
+    /// Returns the data of all runs.
     pub(crate) fn data(&self) -> &[u8] {
         &self.data[..self.filled]
     }
 
-    /// The frame: its kind, and the parts of its payload, header with runs, and data. Where that was compressed, this
-    /// is sent in its place.
+    /// Returns the frame: its kind, and the parts of its payload, header with runs, and data. If the data was
+    /// compressed, the compressed bytes replace it.
     pub(crate) fn payload<'a>(
         &'a mut self,
         header: &PagesHeader,
@@ -218,18 +221,19 @@ impl FrameBuilder {
         }
     }
 
-    /// The names of the pages that are in the frame as data, or of which what changed is, by their number in the chunk;
-    /// none where no references were looked for.
+    /// Returns the names of the pages that are in the frame as data or as deltas, by their number in the chunk; none if
+    /// no references were searched for.
     pub(crate) fn names(&self) -> &[(u64, PageName)] {
         &self.names
     }
 
-    /// The names of the pages that are referred to, by their number in the chunk.
+    /// Returns the names of the pages that are sent as references, by their number in the chunk.
     pub(crate) fn referred(&self) -> &[(u64, PageName)] {
         &self.referred
     }
 
-    /// Which pages the other side may ask for, because their bytes are not in the frame, or not all of them.
+    /// Returns the pages that the destination may request, because their bytes are not in the frame, or not all of
+    /// them.
     pub(crate) fn presumed(&self) -> Presumed {
         self.presumed
     }
@@ -238,7 +242,7 @@ impl FrameBuilder {
         ((self.data.len() - self.filled) / PAGE) as u64
     }
 
-    /// Reads a run of pages until it ends or the frame is full; returns the first page that was left out.
+    /// Reads a run of pages until it ends or the frame is full; returns the first page that was not read.
     fn fill_run(
         &mut self,
         reader: &dyn BlockReader,
@@ -248,7 +252,7 @@ impl FrameBuilder {
     ) -> Result<u64, ReadFailed> {
         let mut at = run.start;
         while at < run.end {
-            // What is referred to may become data again, for which there has to be room.
+            // A reference may become data again, for which there has to be room.
             self.close();
             if self.room() == 0 {
                 break;
@@ -282,7 +286,7 @@ impl FrameBuilder {
 
         let place = |page: u64| start + (page - pages.start) as usize * PAGE;
         let mut page = pages.start;
-        // Each page is looked at once: the one that ends a run is the next one's first.
+        // Each page is checked once: the one that ends a run is the first of the next run.
         let mut next = Look::at(&self.data[place(page)..place(page + 1)]);
         while page < pages.end {
             let look = next;
@@ -295,7 +299,7 @@ impl FrameBuilder {
                 end += 1;
             }
             if look == Look::Zeros {
-                // One question for the whole run, so zeros may be said of a hole behind them; never the other way.
+                // One query for the whole run, so a hole behind zeros may be sent as zeros, but never zeros as a hole.
                 let present = first_present(reader, base, page..end)?;
                 self.push(page..present, Content::Hole);
                 self.push(present..end, Content::Zero);
@@ -320,7 +324,7 @@ impl FrameBuilder {
         Ok(())
     }
 
-    /// Puts down what pages are filled with. It takes the place of pages that were looked at already.
+    /// Appends the filling of pages. Overwrites pages in the buffer that were checked already.
     fn fill_with(&mut self, pages: Range<u64>, filling: [u8; FILLING_BYTES]) {
         self.close();
         self.data[self.filled..self.filled + FILLING_BYTES].copy_from_slice(&filling);
@@ -328,7 +332,7 @@ impl FrameBuilder {
         self.push(pages, Content::Filled);
     }
 
-    /// Puts pages that begin at `from` in the buffer behind those of the frame.
+    /// Moves pages that begin at `from` in the buffer behind those of the frame.
     fn keep(&mut self, pages: Range<u64>, from: usize) {
         self.close();
         let bytes = (pages.end - pages.start) as usize * PAGE;
@@ -358,7 +362,7 @@ impl FrameBuilder {
     }
 }
 
-/// What a page looks like.
+/// Pattern of a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Look {
     Zeros,
@@ -371,30 +375,30 @@ impl Look {
         if is_zero(page) {
             return Self::Zeros;
         }
-        // What begins with zeros and is not all zero need not be looked at again.
+        // A page that begins with zeros and is not all zero needs no second check.
         let filling = if page.starts_with(&[0; FILLING_BYTES]) { None } else { filling(page) };
         filling.map_or(Self::Other, Self::Filled)
     }
 }
 
-/// What two runs hold together, if one run can hold it.
+/// Returns the content of two runs joined, if one run can hold both.
 fn together(one: Content, other: Content) -> Option<Content> {
     match (one, other) {
         (Content::Delta { pieces }, Content::Delta { pieces: more }) => {
             Some(Content::Delta { pieces: pieces + more })
         }
-        // With something else, or it would have been one run.
+        // The fillings differ, or it would have been one run.
         (Content::Filled, _) => None,
         _ => (one == other).then_some(one),
     }
 }
 
-/// [`BlockReader::first_present`] in pages of a chunk.
+/// Returns [`BlockReader::first_present`] in pages of a chunk.
 fn first_present(reader: &dyn BlockReader, base: u64, pages: Range<u64>) -> Result<u64, ReadFailed> {
     let offset = base + pages.start * PAGE_BYTES;
     let present = reader
         .first_present(offset..base + pages.end * PAGE_BYTES)
         .map_err(|source| ReadFailed { offset, source })?;
-    // A page of which any byte has memory behind it is no hole.
+    // A page with memory behind any of its bytes is no hole.
     Ok((present.saturating_sub(base) / PAGE_BYTES).clamp(pages.start, pages.end).min(CHUNK_PAGES))
 }

@@ -1,22 +1,22 @@
-//! What work took, of time and of processors.
+//! Measurement of wall time and processor time.
 
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 
-/// How long something took, in nanoseconds.
+/// Duration of an action, in nanoseconds.
 pub(crate) struct Took {
     wall_ns: u64,
     pub(crate) cpu_ns: u64,
 }
 
-/// Runs it, and tells how long nothing was done for it: something was waited for.
+/// Runs an action. Returns also the time for which it waited instead of using a processor.
 pub(crate) fn waited<T>(run: impl FnOnce() -> T) -> (T, Duration) {
     let (done, took) = timed(run);
     (done, Duration::from_nanos(took.wall_ns.saturating_sub(took.cpu_ns)))
 }
 
-/// Runs it, and tells how long that took.
+/// Runs an action and measures its duration.
 pub(crate) fn timed<T>(run: impl FnOnce() -> T) -> (T, Took) {
     let (began, cpu_began) = (Instant::now(), cpu_ns());
     let done = run();
@@ -24,8 +24,8 @@ pub(crate) fn timed<T>(run: impl FnOnce() -> T) -> (T, Took) {
     (done, Took { wall_ns: began.elapsed().as_nanos() as u64, cpu_ns })
 }
 
-/// Processor time of this thread, in nanoseconds. Asked of the C library, because valgrind has none of the kernel's own
-/// page for it.
+/// Processor time of this thread, in nanoseconds. Read through the C library, because valgrind does not provide the
+/// kernel's own page (vDSO) for it.
 pub(crate) fn cpu_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
         .map_or(0, |time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)

@@ -1,14 +1,15 @@
-//! Pages that are sent again: what of them changed since they were sent last.
+//! Deltas of pages that are sent again: the pieces that changed since they were sent last.
 //!
-//! Who would send differences keeps copies of pages, as QEMU's XBZRLE does. Here it is not the page that is kept but a
-//! mark of each of its 64 [pieces](proto::delta): two bytes of a hash. So 32 times as many pages are known with the same
-//! memory, and a page is compared without a second one being read. A piece whose mark is another one is sent. A piece that
-//! changed has the same mark as before once in 65,536 times, and what was sent may not have arrived: therefore the
-//! destination compares a hash of the whole page before it takes it, and asks for it where that is another one. A mark
-//! that is wrong costs bytes and never a page.
+//! Senders of deltas usually keep copies of pages, as QEMU's XBZRLE does. This module keeps only a mark of each of a
+//! page's 64 [pieces](proto::delta): two bytes of a hash. So the same memory covers 32 times as many pages, and a page
+//! is compared without a second one being read. A piece whose mark differs is sent.
 //!
-//! Memory is bounded. While there is room, what is sent is marked; after that, chunks of which nothing is sent in this
-//! round make room for those that are. What is written to in every round stays.
+//! A piece that changed has the same mark as before once in 65,536 times, and earlier pages may not have arrived.
+//! Therefore the destination compares a hash of the whole page before it applies a delta, and requests the page if the
+//! hash differs. A wrong mark costs bytes and never a page.
+//!
+//! Memory is bounded. While there is room, every page that is sent is marked; after that, chunks without pages in this
+//! round are evicted for those that have some. Pages that are written in every round stay.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -32,26 +33,26 @@ type Key = (u16, u32);
 /// Bytes that are kept for a page.
 pub(crate) const MARKS_BYTES: usize = size_of::<Marks>();
 
-/// What is kept for a chunk beside the marks of its pages takes as much as those of so many pages.
+/// Cost of a chunk beside the marks of its pages, in pages of marks.
 const CHUNK_ROOM: usize = 3;
 
-/// What is known of pages that were sent, shared by all streams and all generations of a migration.
+/// Marks of pages that were sent, shared by all streams and all generations of a migration.
 pub struct Deltas {
-    /// Blocks from this one on are sent as they are.
+    /// Number of blocks with deltas; later blocks are sent as they are.
     blocks: usize,
-    /// Of the hashes that the other side compares.
+    /// Seed of the hashes that the destination compares.
     page_seed: u64,
     marking: Marking,
     table: Mutex<Table>,
     counters: Counters,
 }
 
-/// How pieces are marked.
+/// Parameters of the marks.
 #[derive(Clone, Copy, Default)]
 struct Marking {
-    /// Known to nobody: who knew it could look for pieces with the same mark.
+    /// Secret: anyone who knows the seed could search for pieces with the same mark.
     seed: u64,
-    /// Bits of a mark. All of them, but in tests, where pieces are to be mistaken for one another.
+    /// Bits of a mark. All of them, except in tests that need pieces to be mistaken for one another.
     bits: u16,
 }
 
@@ -63,15 +64,15 @@ struct Counters {
     mark_ns: AtomicU64,
 }
 
-/// What was counted since a migration began, all streams together.
+/// Counters of deltas since the migration began, all streams together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeltasCounted {
-    /// Pages of which only what changed was sent, without those that the other side refused.
+    /// Pages sent as deltas, without those that the destination refused.
     pub pages: u64,
-    /// What went for all of them, before it was compressed, in bytes.
+    /// Size of all deltas before compression, in bytes.
     pub bytes: u64,
-    /// Processor time of marking pages, comparing marks and putting together what changed, in nanoseconds: of one frame
-    /// in sixteen, times sixteen.
+    /// Processor time of marking pages, comparing marks and building deltas, in nanoseconds: of one frame in sixteen,
+    /// times sixteen.
     pub mark_ns: u64,
 }
 
@@ -80,49 +81,49 @@ struct Table {
     is_on: bool,
     has_ended: bool,
     chunks: HashMap<Key, ChunkMarks>,
-    /// The chunks, those that were not to be sent for longest first.
+    /// The chunks by age: first the one that was due to be sent least recently.
     by_age: BTreeSet<(u32, Key)>,
-    /// Chunks that a worker has, and what of them is to be forgotten when it gives them back.
+    /// Chunks that a worker has borrowed, with the pages to forget when it returns them.
     lent: HashMap<Key, ChunkPages>,
-    /// So many pages can still be marked.
+    /// Number of pages that can still be marked.
     free_pages: usize,
     /// Counts how often everything was forgotten.
     era: u64,
 }
 
-/// What is known of a chunk's pages, in the table or in the hands of a worker.
+/// Marks of a chunk's pages, in the table or borrowed by a worker.
 #[derive(Clone, Default)]
 pub(crate) struct ChunkMarks {
     marking: Marking,
     era: u64,
-    /// The last round in which pages of it are sent, or are to be.
+    /// The last round in which pages of this chunk are sent, or are to be.
     age: u32,
-    /// The last round in which pages of it were sent.
+    /// The last round in which pages of this chunk were sent.
     round: u32,
     pages: ChunkPages,
     /// In the order of the pages.
     marks: Vec<Marks>,
-    /// So many pages may be marked in all.
+    /// Maximum number of marked pages.
     room: usize,
 }
 
 impl Deltas {
-    /// Nothing is known yet, and nothing is marked before that is [wanted](Self::set). Of a migration's blocks the first
-    /// so many are looked at; marks may take so many bytes. The other side knows the seed.
+    /// Creates an empty table; nothing is marked until deltas are [switched on](Self::set). Deltas apply to the first
+    /// `blocks` blocks of a migration; marks may use `bytes` bytes. The destination knows the seed.
     pub fn new(blocks: usize, bytes: usize, page_seed: u64) -> Self {
         let table = Table { free_pages: bytes / MARKS_BYTES, ..Table::default() };
         let marking = Marking { seed: RandomState::new().hash_one(blocks), bits: u16::MAX };
         Self { blocks, page_seed, marking, table: Mutex::new(table), counters: Counters::default() }
     }
 
-    /// As [`new`](Self::new), with marks that have these bits and no others, and are the same each time.
+    /// Creates a table as [`new`](Self::new) does, with marks that have these bits and no others, and are the same each
+    /// time.
     #[cfg(test)]
     pub(crate) fn with_bits(blocks: usize, bytes: usize, bits: u16) -> Self {
         Self { marking: Marking { seed: 7, bits }, ..Self::new(blocks, bytes, tests::PAGE_SEED) }
     }
 
-    /// Whether pages are marked, and what changed of them is sent. What was marked is forgotten where it is not wanted
-    /// any more: pages are sent that it does not know of.
+    /// Switches marking and deltas on or off. Off forgets all marks, because pages are then sent without updating them.
     pub fn set(&self, on: bool) {
         let mut table = lock(&self.table);
         if !table.has_ended {
@@ -133,14 +134,14 @@ impl Deltas {
         }
     }
 
-    /// From the next round on everything is sent in full: of the last one nothing may be missing. The guest stands still,
-    /// and so nothing is tidied up.
+    /// Ends deltas: from the next round on every page is sent in full, because no page of the last round may be
+    /// missing. The guest is stopped, so no time is spent on freeing memory.
     pub fn end(&self) {
         let mut table = lock(&self.table);
         (table.is_on, table.has_ended) = (false, true);
     }
 
-    /// Of how many of these pages, which are to be sent, nothing is known.
+    /// Returns how many of these pages, which are to be sent, have no marks.
     pub fn unknown(&self, owed: &[DirtyBitmap]) -> u64 {
         let table = lock(&self.table);
         let known = |block: u16, owed: &DirtyBitmap, chunk: u64| {
@@ -153,7 +154,7 @@ impl Deltas {
         (0..).zip(owed).map(of_block).sum()
     }
 
-    /// What was counted up to now.
+    /// Returns the counters up to now.
     pub fn count(&self) -> DeltasCounted {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let Counters { pages, refused, bytes, mark_ns } = &self.counters;
@@ -161,7 +162,8 @@ impl Deltas {
         DeltasCounted { pages, bytes: get(bytes), mark_ns: get(mark_ns) }
     }
 
-    /// Pages were put into a frame as what changed of them, so many pieces in all; marking and comparing took so long.
+    /// Counts pages that were put into a frame as deltas, with the number of pieces and the processor time of marking
+    /// and comparing.
     pub(crate) fn sent(&self, pages: u64, pieces: u64, mark_ns: u64) {
         let bytes = pages * HEAD_BYTES as u64 + pieces * PIECE_BYTES as u64;
         self.counters.pages.fetch_add(pages, Ordering::Relaxed);
@@ -169,7 +171,8 @@ impl Deltas {
         self.counters.mark_ns.fetch_add(mark_ns, Ordering::Relaxed);
     }
 
-    /// Pages of these chunks are about to be sent in a round, or wait for one after it: they are not what makes room in it.
+    /// Protects the marks of these chunks from eviction in a round: pages of them are about to be sent in it, or wait
+    /// for a later one.
     pub fn keep(&self, owed: &[DirtyBitmap], round: u32) {
         let mut table = lock(&self.table);
         if !table.is_on || table.chunks.is_empty() {
@@ -184,9 +187,9 @@ impl Deltas {
         }
     }
 
-    /// What is known of a chunk of which pages are about to be sent; none where nothing is marked. To be
-    /// [given back](Self::give_back). Pages that were not known are not marked either while the guest stands still: they
-    /// are not sent again.
+    /// Lends the marks of a chunk whose pages are about to be sent; None if nothing is marked. The caller has to
+    /// [return them](Self::give_back). While the guest is stopped, no pages are added to the marks, because pages are
+    /// not sent again.
     pub(crate) fn lend(
         &self,
         key: Key,
@@ -220,7 +223,7 @@ impl Deltas {
         Some(chunk)
     }
 
-    /// Takes back what was lent, as it is after the chunk was sent.
+    /// Accepts lent marks back, in their state after the chunk was sent.
     pub(crate) fn give_back(&self, key: Key, mut chunk: ChunkMarks) {
         let mut table = lock(&self.table);
         let refused = table.lent.remove(&key).unwrap_or(ChunkPages::EMPTY);
@@ -232,7 +235,8 @@ impl Deltas {
         }
     }
 
-    /// The destination has not got these pages: they are sent in full. Of so many of them what changed had been sent.
+    /// Records that the destination lacks these pages, so that they are sent in full. `changed` of them had been sent
+    /// as deltas.
     pub(crate) fn refuse(&self, key: Key, pages: &ChunkPages, changed: u64) {
         if usize::from(key.0) >= self.blocks {
             return;
@@ -245,7 +249,7 @@ impl Deltas {
         }
     }
 
-    /// Some of these pages may not have arrived, if they were sent in this round.
+    /// Forgets the marks of these pages if they were sent in this round, because some of them may not have arrived.
     pub(crate) fn forget(&self, owed: &[DirtyBitmap], round: u32) {
         let mut table = lock(&self.table);
         for (block, owed) in (0..).zip(owed) {
@@ -258,7 +262,7 @@ impl Deltas {
         }
     }
 
-    /// The destination takes these pages away: of them nothing is known any more.
+    /// Forgets the marks of pages that the destination discards.
     pub fn withdraw(&self, pages: &[DirtyBitmap]) {
         let mut table = lock(&self.table);
         for (block, pages) in (0..).zip(pages) {
@@ -268,7 +272,7 @@ impl Deltas {
         }
     }
 
-    /// The hash by which the other side knows that a page is what it has to be.
+    /// Returns the hash by which the destination verifies a page.
     pub(crate) fn page_hash(&self, page: &[u8]) -> u64 {
         xxh3_64_with_seed(page, self.page_seed)
     }
@@ -295,7 +299,7 @@ impl Table {
         Some(chunk)
     }
 
-    /// Keeps a chunk, if anything is known of it; room that it does not use is free.
+    /// Stores a chunk, if any page is marked, and frees the room that it does not use.
     fn put(&mut self, key: Key, mut chunk: ChunkMarks) {
         self.free_pages += chunk.give_room_back();
         if chunk.pages.is_empty() {
@@ -313,7 +317,7 @@ impl Table {
         }
     }
 
-    /// Forgets chunks of which nothing is sent in this round, until there is room for so many pages.
+    /// Evicts chunks of which nothing is sent in this round, until there is room for `pages` pages.
     fn make_room(&mut self, pages: usize, round: u32) {
         while self.free_pages < pages
             && let Some((age, key)) = self.by_age.first().copied()
@@ -331,8 +335,8 @@ impl Table {
 }
 
 impl ChunkMarks {
-    /// Marks a page anew. Returns which of its pieces are other ones than those that were sent last; none if that is
-    /// not known.
+    /// Renews the marks of a page. Returns its pieces that differ from those that were sent last; None if it had no
+    /// marks.
     pub(crate) fn renew(&mut self, page: u64, bytes: &[u8]) -> Option<u64> {
         let at = self.pages.count_before(page) as usize;
         if self.pages.contains(page) {
@@ -352,7 +356,7 @@ impl ChunkMarks {
         None
     }
 
-    /// These are not known any more.
+    /// Forgets the marks of these pages.
     pub(crate) fn forget(&mut self, pages: &ChunkPages) {
         if !pages.is_disjoint(&self.pages) {
             let mut known = self.pages.runs().flatten();
@@ -361,7 +365,7 @@ impl ChunkMarks {
         }
     }
 
-    /// No more pages than there are will be marked; returns how many could have been, and frees their memory.
+    /// Limits the chunk to the pages marked now; returns how many more could have been marked, and frees their memory.
     fn give_room_back(&mut self) -> usize {
         if self.marks.capacity() > self.marks.len() + self.marks.len() / 8 {
             self.marks.shrink_to_fit();

@@ -1,10 +1,10 @@
-//! Which pages: a set of pages for each RAM block, kept chunk by chunk.
+//! Sets of pages: a bitmap for each RAM block, kept chunk by chunk.
 //!
 //! The unit is the 4 KiB page whatever page size the host uses, the unit of order is the chunk of 2 MiB
-//! ([`proto::limits`]). A chunk's pages are 512 bits, eight words: small enough to be copied, so that a frame on its
-//! way is remembered by value ([`ChunkPages`]) and no list of runs has to be allocated for it.
+//! ([`proto::limits`]). A chunk's pages are 512 bits, eight words: small enough to be copied, so that a frame in flight
+//! is remembered by value ([`ChunkPages`]) and no list of runs has to be allocated for it.
 //!
-//! Pure data: nothing here does I/O or knows who writes.
+//! Pure data: nothing here does I/O or knows the writer of a page.
 
 use std::ops::Range;
 
@@ -17,31 +17,31 @@ const WORDS: usize = (CHUNK_PAGES / 64) as usize;
 pub struct ChunkPages([u64; WORDS]);
 
 impl ChunkPages {
-    /// No page.
+    /// The empty set.
     pub const EMPTY: Self = Self([0; WORDS]);
 
-    /// All pages.
+    /// All pages of a chunk.
     pub const ALL: Self = Self([u64::MAX; WORDS]);
 
-    /// From a bit for each page.
+    /// Creates a set from a bit for each page.
     pub fn from_words(words: [u64; WORDS]) -> Self {
         Self(words)
     }
 
-    /// A bit for each page.
+    /// Returns a bit for each page.
     pub fn words(&self) -> &[u64; WORDS] {
         &self.0
     }
 
-    /// The pages of a range, which is cut at the chunk's end.
+    /// Creates a set of a range of pages, which is cut at the chunk's end.
     pub fn from_range(pages: Range<u64>) -> Self {
         let mut set = Self::EMPTY;
         set.for_words(&pages, |word, mask| *word = mask);
         set
     }
 
-    /// The words in which the range has pages, each with the bits of those. What a scan finds is mostly single pages,
-    /// so the others are not looked at.
+    /// Calls `each` for the words in which the range has pages, with their bits. A scan mostly finds single pages, so
+    /// the other words are not visited.
     fn for_words(&mut self, pages: &Range<u64>, mut each: impl FnMut(&mut u64, u64)) {
         let (start, end) = (pages.start, pages.end.min(CHUNK_PAGES));
         if start >= end {
@@ -57,17 +57,17 @@ impl ChunkPages {
         each(&mut self.0[last], to);
     }
 
-    /// Whether there is no page in it.
+    /// Returns true if the set has no page.
     pub fn is_empty(&self) -> bool {
         self.0 == [0; WORDS]
     }
 
-    /// How many pages are in it.
+    /// Returns the number of pages in the set.
     pub fn count(&self) -> u64 {
         self.0.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Whether a page, counted from the chunk's beginning, is in it.
+    /// Returns true if a page, counted from the chunk's beginning, is in the set.
     pub fn contains(&self, page: u64) -> bool {
         self.0.get((page / 64) as usize).is_some_and(|word| word >> (page % 64) & 1 == 1)
     }
@@ -77,32 +77,32 @@ impl ChunkPages {
         self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word |= bits);
     }
 
-    /// Takes all pages of another set out.
+    /// Removes all pages of another set.
     pub fn remove(&mut self, other: &Self) {
         self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word &= !bits);
     }
 
-    /// Takes all pages out that are not in another set, too.
+    /// Removes all pages that are not in another set.
     pub fn retain(&mut self, other: &Self) {
         self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word &= bits);
     }
 
-    /// Whether all of its pages are in another set, too.
+    /// Returns true if all pages of this set are in another set, too.
     pub fn is_within(&self, other: &Self) -> bool {
         self.0.iter().zip(other.0).all(|(mine, theirs)| mine & !theirs == 0)
     }
 
-    /// Whether none of its pages is in another set.
+    /// Returns true if no page of this set is in another set.
     pub fn is_disjoint(&self, other: &Self) -> bool {
         self.0.iter().zip(other.0).all(|(mine, theirs)| mine & theirs == 0)
     }
 
-    /// How many of its pages are in another set, too.
+    /// Returns the number of pages that are in both sets.
     pub fn count_both(&self, other: &Self) -> u64 {
         self.0.iter().zip(other.0).map(|(mine, theirs)| u64::from((mine & theirs).count_ones())).sum()
     }
 
-    /// How many of its pages come before one.
+    /// Returns the number of pages before `page`.
     pub fn count_before(&self, page: u64) -> u64 {
         let (word, bit) = ((page / 64) as usize, page % 64);
         let whole: u32 = self.0.iter().take(word).map(|word| word.count_ones()).sum();
@@ -110,12 +110,12 @@ impl ChunkPages {
         u64::from(whole + part)
     }
 
-    /// Neighbouring pages as ranges, ascending, as long as can be.
+    /// Returns neighbouring pages as ranges, ascending and maximal.
     pub fn runs(&self) -> Runs {
         Runs { left: *self, from: 0 }
     }
 
-    /// First page at or after `from` that is in the set (or, with `present` false, is not).
+    /// Returns the first page at or after `from` that is in the set (or, with `present` false, is not).
     fn find(&self, from: u64, present: bool) -> Option<u64> {
         let mut page = from;
         while page < CHUNK_PAGES {
@@ -156,93 +156,93 @@ pub struct DirtyBitmap {
 }
 
 impl DirtyBitmap {
-    /// No page of a block of that many bytes. A last piece that is shorter than a page counts as a page.
+    /// Creates an empty set for a block of `bytes` bytes. A last piece that is shorter than a page counts as a page.
     pub fn new(bytes: u64) -> Self {
         let chunks = vec![ChunkPages::EMPTY; bytes.div_ceil(CHUNK_BYTES) as usize];
         Self { chunks, pages: bytes.div_ceil(PAGE_BYTES) }
     }
 
-    /// Every page of a block of that many bytes.
+    /// Creates a set of every page of a block of `bytes` bytes.
     pub fn full(bytes: u64) -> Self {
         let mut all = Self::new(bytes);
         all.set(0..all.pages);
         all
     }
 
-    /// No page of the same block.
+    /// Returns an empty set for the same block.
     #[must_use]
     pub fn emptied(&self) -> Self {
         Self { chunks: vec![ChunkPages::EMPTY; self.chunks.len()], pages: self.pages }
     }
 
-    /// Pages of the block.
+    /// Number of pages of the block.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Chunks of the block; the last one may be shorter.
+    /// Number of chunks of the block; the last one may be shorter.
     pub fn chunks(&self) -> u64 {
         self.chunks.len() as u64
     }
 
-    /// Adds a range of pages; what lies beyond the block's end is ignored.
+    /// Adds a range of pages; pages beyond the block's end are ignored.
     pub fn set(&mut self, pages: Range<u64>) {
         self.for_parts(pages, |chunk, part| chunk.for_words(&part, |word, mask| *word |= mask));
     }
 
-    /// Takes a range of pages out; what lies beyond the block's end is ignored.
+    /// Removes a range of pages; pages beyond the block's end are ignored.
     pub fn clear(&mut self, pages: Range<u64>) {
         self.for_parts(pages, |chunk, part| chunk.for_words(&part, |word, mask| *word &= !mask));
     }
 
-    /// Takes all pages out.
+    /// Removes all pages.
     pub fn clear_all(&mut self) {
         self.chunks.fill(ChunkPages::EMPTY);
     }
 
-    /// Adds a range of bytes: every page that it touches.
+    /// Adds every page that a range of bytes touches.
     pub fn set_bytes(&mut self, bytes: Range<u64>) {
         if bytes.start < bytes.end {
             self.set(bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES));
         }
     }
 
-    /// Whether a page is in the set.
+    /// Returns true if a page is in the set.
     pub fn contains(&self, page: u64) -> bool {
         self.chunk(page / CHUNK_PAGES).contains(page % CHUNK_PAGES)
     }
 
-    /// How many pages are in the set.
+    /// Returns the number of pages in the set.
     pub fn count(&self) -> u64 {
         self.chunks.iter().map(ChunkPages::count).sum()
     }
 
-    /// Whether no page is in the set.
+    /// Returns true if no page is in the set.
     pub fn is_empty(&self) -> bool {
         self.chunks.iter().all(ChunkPages::is_empty)
     }
 
-    /// Takes all pages of another set out.
+    /// Removes all pages of another set.
     pub fn remove(&mut self, other: &Self) {
         self.chunks.iter_mut().zip(&other.chunks).for_each(|(mine, theirs)| mine.remove(theirs));
     }
 
-    /// Takes all pages out that are not in another set of the same block.
+    /// Removes all pages that are not in another set of the same block.
     pub fn retain(&mut self, other: &Self) {
         self.chunks.iter_mut().zip(&other.chunks).for_each(|(mine, theirs)| mine.retain(theirs));
     }
 
-    /// How many of its pages are in another set, too.
+    /// Returns the number of pages that are in both sets.
     pub fn count_both(&self, other: &Self) -> u64 {
         self.chunks.iter().zip(&other.chunks).map(|(mine, theirs)| mine.count_both(theirs)).sum()
     }
 
-    /// The pages of one chunk; none for a chunk beyond the end.
+    /// Returns the pages of one chunk; none for a chunk beyond the end.
     pub fn chunk(&self, chunk: u64) -> ChunkPages {
         self.chunks.get(chunk as usize).copied().unwrap_or_default()
     }
 
-    /// Takes pages of one chunk out.
+    /// Removes pages of one chunk.
     pub fn remove_from_chunk(&mut self, chunk: u64, pages: &ChunkPages) {
         if let Some(mine) = self.chunks.get_mut(chunk as usize) {
             mine.remove(pages);
@@ -256,12 +256,12 @@ impl DirtyBitmap {
         }
     }
 
-    /// Chunks that have pages in the set, ascending.
+    /// Returns the chunks that have pages in the set, ascending.
     pub fn dirty_chunks(&self) -> impl Iterator<Item = u64> + '_ {
         (0_u64..).zip(&self.chunks).filter(|(_, pages)| !pages.is_empty()).map(|(chunk, _)| chunk)
     }
 
-    /// Neighbouring pages as ranges of the block, ascending, cut at chunk borders.
+    /// Returns neighbouring pages as ranges of the block, ascending, cut at chunk borders.
     pub fn runs(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         (0_u64..).zip(&self.chunks).flat_map(|(chunk, pages)| {
             let base = chunk * CHUNK_PAGES;
@@ -269,7 +269,7 @@ impl DirtyBitmap {
         })
     }
 
-    /// The runs within a range of pages, cut at its ends and at chunk borders.
+    /// Returns the runs within a range of pages, cut at its ends and at chunk borders.
     pub fn runs_within(&self, pages: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let first = pages.start / CHUNK_PAGES;
         let last = pages.end.div_ceil(CHUNK_PAGES).min(self.chunks());
@@ -317,7 +317,7 @@ mod tests {
     }
 
     fn ranges(max: u64) -> impl Strategy<Value = Range<u64>> {
-        // Borders of words and chunks are where mistakes live.
+        // Mistakes are likely at the borders of words and chunks.
         let near =
             prop_oneof![0..=max, (0..=max / 64).prop_map(|n| n * 64), (0..=max / 512).prop_map(|n| n * 512)];
         (near, prop_oneof![0_u64..70, 0..=max]).prop_map(|(start, len)| start..start + len)

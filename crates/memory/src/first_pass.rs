@@ -1,11 +1,12 @@
-//! The first pass over memory, in parts: hot pages come last.
+//! The first pass over memory, in parts, with hot pages last.
 //!
-//! All of memory is to go once. What the guest writes to meanwhile would have to go twice, so after each part is looked at
-//! what was written, and that is left to what follows the pass. Which pages are hot is not known in the beginning. So
+//! All of memory has to be sent once. Pages that the guest writes in the meantime would have to be sent twice. So a
+//! dirty scan follows each part, and pages that it finds are left to the rounds after the pass. In the beginning it is
+//! unknown which pages are hot. Therefore
 //!
-//! - the first parts are short, and each is twice as long as the one before, since looks cost;
-//! - as long as the guest writes to ever more pages, a part keeps away from where it does: whoever writes through an
-//!   array writes on where it is, and a part that went there would be written to as soon as it is sent.
+//! - the first parts are short, and each is twice as long as the one before, since scans have a cost;
+//! - as long as the guest writes to ever more pages, a part keeps away from the place of these writes: a program that
+//!   writes through an array continues from there, and pages just ahead would be written as soon as they are sent.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -13,53 +14,54 @@ use std::time::Duration;
 use crate::dirty::DirtyBitmap;
 use crate::round::Owed;
 
-/// What is left of the first pass, and how long its next part takes.
+/// State of the first pass: its remaining pages, and the duration of its next part.
 #[derive(Clone, Debug)]
 pub struct FirstPass {
-    /// Pages that had no turn and were not written to. Nothing comes back into it, or a guest that writes all the time
-    /// would have the pass go on for ever. None before the first look.
+    /// Pages that were neither sent nor written. No page returns into this set, or a guest that writes all the time
+    /// would make the pass endless. None before the first scan.
     cold: Option<Vec<DirtyBitmap>>,
-    /// Pages of memory that were written to.
+    /// Pages of memory that were written.
     hot: Vec<DirtyBitmap>,
-    /// Whether the last look found mostly pages that no look had found before.
+    /// True if the last scan found mostly pages that no scan had found before.
     is_spreading: bool,
-    /// So many of memory were cold at the first look.
+    /// Number of pages of memory that were cold at the first scan.
     cold_first: u64,
-    /// What went, or is on its way.
+    /// Pages of the current part, sent or in flight.
     part_pages: Vec<DirtyBitmap>,
     part: Duration,
-    /// What parts grow to at least.
+    /// Duration to which parts grow at least.
     usual: Duration,
-    /// Parts do not keep away from anything.
+    /// True if parts do not keep away from any place.
     is_in_order: bool,
 }
 
-/// Chunks of memory in a row that the guest leaves alone.
+/// Consecutive chunks of memory that the guest does not write.
 #[derive(Clone, Debug, Default)]
 struct Quiet {
     block: usize,
     chunks: Range<u64>,
-    /// How many pages are cold in them.
+    /// Number of cold pages in them.
     cold: u64,
 }
 
 impl FirstPass {
-    /// The first part takes such a share of what parts usually take.
+    /// The first part lasts `1 / FIRST` of the usual duration of parts.
     const FIRST: u32 = 8;
-    /// A part takes no less than so many times what it takes beside sending: what waits in buffers, the last page's way and
+    /// A part lasts at least `BESIDE` times its time beside sending: the wait in buffers, the last page's transit and
     /// the answer's way back. Only in the last two of these nothing is sent.
     const BESIDE: u32 = 2;
-    /// Nor does it take more than such a share of the time that is left, if that is more than is usual: the more there is
-    /// to send the longer the parts, or looks would be many.
+    /// A part lasts at most `1 / OF_REST` of the remaining time, if that is longer than the usual duration: more
+    /// remaining pages make longer parts, or there would be many scans.
     const OF_REST: u32 = 4;
-    /// The guest is at work in a chunk (2 MiB) that has so many hot pages. A few are everywhere in the memory of a kernel.
+    /// Number of hot pages from which on a chunk (2 MiB) counts as busy. A few hot pages are everywhere in the memory
+    /// of a kernel.
     const BUSY_PAGES: u64 = 32;
-    /// Parts keep away from where the guest writes if such a share of what is cold is far from there,
+    /// Parts keep away from the guest's writes if at least `1 / FAR` of the cold pages is far from there,
     const FAR: u64 = 4;
-    /// and until such a share of all is left: what lies between is halved each time.
+    /// and until `1 / NEARLY_ALL` of all pages remains: the space in between is halved each time.
     const NEARLY_ALL: u64 = 16;
 
-    /// A pass none of which was sent. Parts usually take so long.
+    /// Creates a pass of which nothing was sent. `usual` is the usual duration of parts.
     pub fn new(usual: Duration) -> Self {
         Self {
             cold: None,
@@ -73,14 +75,14 @@ impl FirstPass {
         }
     }
 
-    /// Whether the guest will say which of its memory need not go at all, and has not said it yet. Until then parts go through
-    /// memory in order: far from where the guest writes is what is free.
+    /// Sets whether free page hints of the guest are still outstanding. Until they arrive, parts go through memory in
+    /// order, because the regions far from the guest's writes are the free ones.
     pub fn free_is_unknown(&mut self, is_unknown: bool) {
         self.is_in_order = is_unknown;
     }
 
-    /// A look has found these pages of each block of memory written, which are the first ones, and so much is owed. Whether
-    /// anything of the pass is left.
+    /// Records a dirty scan: the pages found written in each block of memory (the first blocks), and the pages owed.
+    /// Returns true if pages of the pass remain.
     pub fn see(&mut self, owed: &Owed, found: &[DirtyBitmap]) -> bool {
         let is_first = self.cold.is_none();
         let cold = self.cold.get_or_insert_with(|| owed.blocks().to_vec());
@@ -98,19 +100,19 @@ impl FirstPass {
         !cold.iter().all(DirtyBitmap::is_empty)
     }
 
-    /// The pages of each block that go in the next part as far as there is time; none before the first look.
+    /// Returns the pages of each block that the next part sends as far as time allows; None before the first scan.
     pub fn take_part(&mut self) -> Option<&[DirtyBitmap]> {
         let cold = self.cold.as_deref()?;
         self.part_pages = self.far_away(cold).unwrap_or_else(|| cold.to_vec());
         Some(&self.part_pages)
     }
 
-    /// How long the next part takes, if looks are not to be more frequent than that.
+    /// Duration of the next part, at least `least` to limit the frequency of scans.
     pub fn part(&self, least: Duration) -> Duration {
         self.part.max(least)
     }
 
-    /// A part was cut off; these pages of it did not arrive.
+    /// Records that a part was cut off; `unsent` are its pages that did not arrive.
     pub fn cut(&mut self, unsent: &Owed) {
         for ((cold, part), unsent) in
             self.cold.iter_mut().flatten().zip(&self.part_pages).zip(unsent.blocks())
@@ -120,7 +122,8 @@ impl FirstPass {
         }
     }
 
-    /// A part that was to take `planned` sent so many pages in `took`, and had no time for these. Whether any are left.
+    /// Records a finished part: planned for `planned`, it sent `pages` pages in `took` and had no time for `unsent`.
+    /// Returns true if pages remain.
     pub fn sent(&mut self, unsent: &Owed, pages: u64, planned: Duration, took: Duration) -> bool {
         self.cut(unsent);
         let left_pages: u64 = self.cold.iter().flatten().map(DirtyBitmap::count).sum();
@@ -131,8 +134,8 @@ impl FirstPass {
         left_pages > 0
     }
 
-    /// What of memory is farthest from where the guest writes, if it moves on there and there is enough of it: the second
-    /// half of the longest way that lies before it.
+    /// Returns the pages of memory farthest ahead of the guest's writes, if these move on and there are enough such
+    /// pages: the second half of the longest quiet stretch.
     fn far_away(&self, cold: &[DirtyBitmap]) -> Option<Vec<DirtyBitmap>> {
         let of_memory: u64 = cold.iter().zip(&self.hot).map(|(cold, _)| cold.count()).sum();
         let is_busy = |block: &DirtyBitmap, chunk| block.chunk(chunk).count() >= Self::BUSY_PAGES;
@@ -212,12 +215,12 @@ mod tests {
             std::mem::replace(&mut self.marks, none)
         }
 
-        /// The pages of each part of the first pass, and how many are dirty after it.
+        /// Returns the pages of each part of the first pass, and the number of dirty pages after it.
         fn move_it(mut self) -> (Vec<DirtyBitmap>, u64) {
             let mut pass = FirstPass::new(USUAL);
             let mut owed = DirtyBitmap::full(self.pages * PAGE_BYTES);
             let mut parts = Vec::new();
-            // Before the first look the guest is at work as well.
+            // Before the first scan the guest writes as well.
             self.runs_for(Duration::from_millis(20));
             loop {
                 let found = self.look();
@@ -246,7 +249,7 @@ mod tests {
 
     const MIB: u64 = 256;
 
-    /// What is quiet may be free, and is kept for later as long as that is not known.
+    /// Quiet pages may be free, and are kept for later as long as that is unknown.
     #[test]
     fn parts_go_in_order_until_the_guest_has_said_what_is_free() {
         let mut pass = FirstPass::new(USUAL);
@@ -260,8 +263,8 @@ mod tests {
         assert!(pass.take_part().is_some_and(|part| part[0].count() < owed.count()));
     }
 
-    /// 128 of 528 MiB are written to over and over, wherever they are, at 150 MiB a second: of these next to nothing goes
-    /// before it is known that they are hot. Of the others all goes, and once.
+    /// 128 of 528 MiB are written over and over, wherever they are, at 150 MiB a second: next to none of these pages is
+    /// sent before they are known to be hot. All others are sent, and once.
     #[test]
     fn hot_pages_come_last() {
         for first in [0, 100, 200, 300, 400].map(|mib| mib * MIB) {
@@ -279,7 +282,7 @@ mod tests {
         }
     }
 
-    /// Where nothing can be told from where the guest writes it is a pass as any other.
+    /// If the place of the guest's writes reveals nothing, the pass is an ordinary one.
     #[test]
     fn a_guest_that_writes_everywhere_or_nowhere_has_a_pass_of_few_parts() {
         let pages = 2048 * MIB;
@@ -329,7 +332,7 @@ mod tests {
             pass.sent(&owed(left), 1000, planned, planned + Duration::from_millis(beside_ms));
             (planned.as_millis() as u64, pass.part(Duration::ZERO).as_millis() as u64)
         };
-        // 1000 pages a part, whatever it takes: 6000 left are six times as long.
+        // 1000 pages a part, whatever its duration: 6000 remaining pages need six times as long.
         assert_eq!(next(100, 0), (125, 250));
         assert_eq!(next(100, 0), (250, 500));
         assert_eq!(next(100, 0), (500, 1000));

@@ -1,4 +1,4 @@
-//! Guest memory on its way: from the RAM blocks of a running QEMU over several streams into those of another one, with
+//! Transfer of guest memory: from the RAM blocks of a running QEMU over several streams into those of another one, with
 //! no page lost.
 //!
 //! ```text
@@ -8,24 +8,24 @@
 //!                                          BlockReader
 //! ```
 //!
-//! | module | is |
+//! | module | content |
 //! |---|---|
 //! | [`dirty`] | sets of pages |
 //! | [`round`] | the order of a round, as types: clear, drain, read |
-//! | [`FirstPass`] | hot pages last |
-//! | [`ram`] | RAM blocks as bytes, on either side |
+//! | [`FirstPass`] | the first pass, with hot pages last |
+//! | [`ram`] | RAM blocks as bytes, at source and destination |
 //! | [`TrackedRam`] | the dirty log of a real QEMU |
 //! | [`send`], [`receive`] | the two ends of the streams |
-//! | [`Known`] | what the destination has already, and need not be sent |
-//! | [`Deltas`] | what of a page changed since it was sent |
-//! | [`Packing`] | compression of what is sent |
-//! | [`Soft`] | what the guest says it does not use |
-//! | [`Awaited`], [`Remaining`] | pages that come after the guest: post-copy |
-//! | [`verify`] | whether both sides are equal, found by another path |
-//! | [`wire`] | what is needed of a connection |
+//! | [`Known`] | content that the destination has already, and need not be sent |
+//! | [`Deltas`] | pieces of a page that changed since it was sent |
+//! | [`Packing`] | compression of the data sent |
+//! | [`Soft`] | free page hints of the guest |
+//! | [`Awaited`], [`Remaining`] | pages that arrive after the switchover: post-copy |
+//! | [`verify`] | comparison of both sides, by a path of its own |
+//! | [`wire`] | requirements on a connection |
 //!
-//! Threads and blocking calls throughout. Nothing here knows of QEMU's monitor, of the handover, or of how a
-//! connection comes about; it never decides by itself that a page need not be at the destination.
+//! Threads and blocking calls throughout. Nothing here knows QEMU's monitor, the handover, or how connections are
+//! opened; this crate never decides by itself that a page need not be at the destination.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -76,7 +76,7 @@ pub use tracee::TrackError;
 pub use tracked::{LogError, TrackedRam};
 pub use wire::{DataStream, FrameSink, FrameSource, HangUp};
 
-/// Locks. A thread that died while it held the lock is told by its guard, so its lock need not tell it again.
+/// Locks. A thread that died while it held the lock is reported by its guard, so its lock need not report it again.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

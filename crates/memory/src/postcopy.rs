@@ -1,25 +1,27 @@
-//! Post-copy: the guest runs at the destination already, and some of its pages are still to come.
+//! Post-copy: the guest runs at the destination already, and some of its pages are still missing there.
 //!
-//! At the destination [`Awaited`] knows which. Whoever touches a page that is not there waits ([`tracee::MissingPages`]);
-//! such a wait is either for a page that is to come, which is asked for, or for one that nobody will send, because there
-//! is nothing in it: that is zeros at once. Pages come as in any round, and are placed instead of written.
+//! At the destination [`Awaited`] has the set of missing pages. A thread that touches a missing page waits
+//! ([`tracee::MissingPages`]). Such a wait is either for a page that will arrive, which is requested, or for one that
+//! the source will not send, because it is empty: that is filled with zeros at once. Pages arrive as in any round, and
+//! are placed instead of written.
 //!
-//! At the source, where the guest stands still for good, [`Remaining`] has what is left to be sent: what was asked for
-//! goes first, then what lies behind it, then what the guest wrote last.
+//! At the source, where the guest is stopped for good, [`Remaining`] has the pages still to be sent: requested pages
+//! first, then those behind them, then those that the guest wrote last.
 //!
-//! | module | is |
+//! | module | content |
 //! |---|---|
-//! | `awaited` | the destination's pages that are to come |
-//! | `ledger` | the file that remembers them for the next agent |
-//! | `remaining` | what the source has left to send |
-//! | `set` | sets of pages as they are said and kept |
-//! | `switched` | blocks that are written to first, and in which pages are placed later |
+//! | `awaited` | the destination's missing pages |
+//! | `ledger` | the file that records them for the next agent |
+//! | `remaining` | the source's remaining pages |
+//! | `set` | encoding of sets of pages, for messages and files |
+//! | `switched` | blocks that are written first, and in which pages are placed later |
 //!
 //! # Why no page is lost
 //!
-//! A page is placed once, when it is awaited: a second copy of it changes nothing, so it does not matter how often a page
-//! is sent, on which stream, or in which order; nor does it come back where the guest has given it back since. And nobody
-//! looks at the set of those that are awaited while one is placed, so nobody takes it for one that will not come.
+//! A page is placed once, while it is missing: a second copy changes nothing, so it does not matter how often a page is
+//! sent, on which stream, or in which order. A late copy does not restore a page that the guest has given back since.
+//! And no thread reads the set of missing pages while one is placed, so no thread mistakes that page for one that will
+//! not arrive.
 
 mod awaited;
 mod ledger;

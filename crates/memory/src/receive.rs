@@ -1,18 +1,18 @@
 //! The destination's side of the streams: pages in, acknowledgements out.
 //!
-//! One thread for each data stream reads frames, checks them, applies them in the order in which they come, and
-//! acknowledges what it has applied: not each frame while more are there already, but always before it waits for more.
+//! One thread for each data stream reads frames, checks them, applies them in the order of arrival, and acknowledges
+//! applied frames: not each one while more have arrived already, but always before it waits for more.
 //!
 //! # Generations
 //!
 //! [`Receiver::begin`] ends the workers of the generation before and **joins** them, and only then are streams of the
 //! new one accepted. A frame of an old connection may sit in a buffer or in a slow write when the new connections
-//! come; applied late, it would put an old page over a newer one (trap 7).
+//! arrive; applied late, it would put an old page over a newer one (trap 7).
 //!
-//! # What a peer may do
+//! # Checks of the peer's input
 //!
-//! Everything it says is compared with what there is: block, chunk, runs, round, sequence number, and whether the
-//! chunk belongs on this stream. What does not fit ends the connection and changes nothing.
+//! Every field of a frame is compared with the actual state: block, chunk, runs, round, sequence number, and the stream
+//! to which the chunk belongs. A frame that does not fit ends the connection and changes nothing.
 
 use std::fmt;
 use std::io;
@@ -42,13 +42,13 @@ use worker::StreamWorker;
 /// The blocks of the destination's RAM in the order of the proposal.
 pub type DestinationRam = Arc<[Box<dyn BlockWriter>]>;
 
-/// Why a data stream came to an end.
+/// Reason for the end of a data stream.
 #[derive(Debug, thiserror::Error)]
 pub enum ReceiveError {
     /// The connection failed.
     #[error("the data stream failed")]
     Stream(#[source] LinkError),
-    /// A frame that has no place on a data stream.
+    /// A frame that is not allowed on a data stream.
     #[error("{0:?} frame on a data stream")]
     UnexpectedFrame(Kind),
     /// A frame that cannot be read.
@@ -57,20 +57,20 @@ pub enum ReceiveError {
     /// Compressed pages that cannot be unpacked.
     #[error("bad data frame")]
     BadPacked(#[from] BadPacked),
-    /// A frame was left out or came twice.
+    /// A frame is missing or arrived twice.
     #[error("frame {found} of the data stream came where frame {expected} has to come")]
     WrongSeq {
-        /// Which one it should have been.
+        /// The expected sequence number.
         expected: u64,
-        /// Which one it was.
+        /// The received sequence number.
         found: u64,
     },
-    /// A round that is over, or never was.
+    /// A round that is over, or never existed.
     #[error("a frame of round {found}, but this stream is at round {at_least}")]
     WrongRound {
-        /// The round must not be less than this one.
+        /// The lowest allowed round.
         at_least: u32,
-        /// Which round it was.
+        /// The received round.
         found: u32,
     },
     /// No such block, no such chunk, or pages beyond the block's end.
@@ -88,35 +88,35 @@ pub enum ReceiveError {
         block: u16,
         /// The chunk.
         chunk: u64,
-        /// The stream on which it came.
+        /// The stream on which the frame arrived.
         stream: u16,
     },
-    /// Guest memory, or a disk, cannot be written. No new connection can help.
+    /// Guest memory, or a disk, cannot be written. New connections cannot help.
     #[error("cannot write {block} at {offset:#x}; is there room left?")]
     Memory {
-        /// The block, for people.
+        /// Name of the block, for people.
         block: String,
-        /// Where, in bytes.
+        /// Offset in the block, in bytes.
         offset: u64,
-        /// Why.
+        /// Reason of the failure.
         source: RamError,
     },
     /// Memory was complete already.
     #[error("a frame came after the last one")]
     Shut,
-    /// The thread died: a mistake in this program.
+    /// The thread died: a bug in this program.
     #[error("the thread of the data stream died; please report this")]
     ThreadDied,
 }
 
 impl ReceiveError {
-    /// Whether new connections may help.
+    /// Returns true if new connections may help.
     pub fn is_connection(&self) -> bool {
         matches!(self, Self::Stream(source) if is_transient(source))
     }
 
-    /// Whether something came that is not what a source sends: what was not acknowledged can be sent again over new
-    /// connections. A source that does so again and again is another matter.
+    /// Returns true if the input is invalid, so that no correct source would have sent it: unacknowledged pages can be
+    /// sent again over new connections. A source that repeats the fault is another matter.
     pub fn is_corrupt(&self) -> bool {
         match self {
             Self::Stream(source) => {
@@ -134,71 +134,72 @@ impl ReceiveError {
     }
 }
 
-/// What the receiver has to tell. Told on the stream's own thread, which goes on when the call returns.
+/// Event of the receiver. Reported on the stream's own thread, which continues when the call returns.
 #[derive(Debug)]
 pub enum ReceiverEvent {
-    /// The last stream has come to the end of a round. Told before that is acknowledged: until the call returns the
+    /// The last stream has reached the end of a round. Reported before the acknowledgement: until the call returns the
     /// source sends nothing, and no frame is applied.
     RoundEnded {
-        /// Which round.
+        /// Number of the round.
         round: u32,
-        /// Which of those that brought memory: disks may have gone ahead. 0 for a round before the first of them.
+        /// Number of the round among those that contained memory, because disks may have been sent first. 0 for a round
+        /// before the first of them.
         ram_round: u32,
-        /// From its first frame on.
+        /// Time since the first frame of the round.
         took: Duration,
-        /// Whether something in it was referred to.
+        /// True if the round contained references.
         referred: bool,
     },
-    /// A stream came to an end that the receiver was not asked for.
+    /// A stream ended without a request to the receiver.
     Broken {
-        /// Of which set of connections.
+        /// Generation of the connections.
         generation: Generation,
-        /// Which stream.
+        /// Number of the stream.
         stream: u16,
-        /// Why.
+        /// Reason of the end.
         cause: ReceiveError,
     },
 }
 
-/// Why a stream was not taken.
+/// Reason for refusing a stream.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// Not the generation that is open.
+    /// The stream is not of the open generation.
     #[error("a data stream of generation {found}; the generation now is {current}")]
     Generation {
-        /// The one that is open.
+        /// The open generation.
         current: Generation,
-        /// Which one it says.
+        /// The stream's generation.
         found: Generation,
     },
     /// No such stream, or it is there already.
     #[error("data stream {stream} is one too many: there are {streams}, each of them once")]
     Stream {
-        /// Which one it says.
+        /// The stream's number.
         stream: u16,
-        /// How many there are.
+        /// Number of streams of the migration.
         streams: u16,
     },
-    /// The system gives no more threads.
+    /// The system cannot start another thread.
     #[error("cannot start a thread for a data stream")]
     Thread(#[source] io::Error),
 }
 
-/// Memory that was zeroed and could be given back, in bytes of a block.
+/// Memory that was zeroed and could be given back to the host, in bytes of a block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Discardable {
     /// Index of the block.
     pub block: u16,
-    /// Where in the block, in whole pages of the host.
+    /// Range in the block, in whole pages of the host.
     pub bytes: Range<u64>,
 }
 
-/// What a source may presume of its destination.
+/// Abilities of the destination on which a source may rely.
 #[derive(Default)]
 pub struct Presumed {
-    /// References may go to these, too.
+    /// Further content that references may name.
     pub templates: Option<Arc<dyn Templates>>,
-    /// What changed of pages may come, with hashes of this seed.
+    /// Seed of the page hashes in deltas; None if deltas are not accepted.
     pub delta_seed: Option<u64>,
 }
 
@@ -208,7 +209,7 @@ impl fmt::Debug for Presumed {
     }
 }
 
-/// Applies what comes on the data streams to the destination's RAM. Dropping it ends connections and threads.
+/// Applies the data streams' frames to the destination's RAM. Dropping it ends connections and threads.
 #[derive(Debug)]
 pub struct Receiver {
     shared: Arc<Shared>,
@@ -235,15 +236,16 @@ struct Shared {
     /// Held for reading while a frame is applied.
     gate: RwLock<Gate>,
     rounds: Mutex<Rounds>,
-    /// The generation is being ended: what breaks now is no news.
+    /// The generation is being ended: broken streams are not reported.
     ending: AtomicBool,
     pages: AtomicU64,
 }
 
-/// Is told what happens, and lent the handle: one that kept it would keep the receiver, which keeps him.
+/// Callback for events. The handle is lent: an observer that kept it would keep the receiver alive, which keeps the
+/// observer.
 type Observer = dyn Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync;
 
-/// Whether anything may be done to the guest's memory.
+/// State of the guest's memory: open or shut for changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gate {
     Open,
@@ -252,29 +254,29 @@ enum Gate {
 
 #[derive(Debug)]
 struct Rounds {
-    /// The newest round of which anything has come.
+    /// The newest round of which a frame has arrived.
     newest: u32,
     /// For each stream the last round that it has ended.
     ended: Vec<u32>,
     /// The last round that all streams have ended.
     complete: u32,
-    /// The first round that has brought memory, 0 before it.
+    /// The first round that contained memory, 0 before it.
     first_of_ram: u32,
-    /// When the first frame of the newest round came.
+    /// Arrival of the first frame of the newest round.
     began: Instant,
-    /// Whether something was referred to since the last one was complete.
+    /// True if a reference arrived since the last round was complete.
     referred: bool,
 }
 
 impl Rounds {
-    /// Which of the rounds that brought memory a round is.
+    /// Returns the number of a round among those that contained memory.
     fn of_ram(&self, round: u32) -> u32 {
         if self.first_of_ram == 0 { 0 } else { round.saturating_add(1).saturating_sub(self.first_of_ram) }
     }
 }
 
 impl Receiver {
-    /// A receiver without connections. `observer` is called on the threads of the streams.
+    /// Creates a receiver without connections. `observer` is called on the threads of the streams.
     pub fn new(
         ram: DestinationRam,
         streams: u16,
@@ -283,7 +285,7 @@ impl Receiver {
         Self::presuming(ram, Presumed::default(), streams, observer)
     }
 
-    /// As [`new`](Self::new), for a source that sends less than all.
+    /// Creates a receiver as [`new`](Self::new) does, for a source that sends references or deltas.
     pub fn presuming(
         ram: DestinationRam,
         presumed: Presumed,
@@ -311,11 +313,11 @@ impl Receiver {
         Self { shared: Arc::new(shared), generation: Generation(0), workers: Vec::new() }
     }
 
-    /// Opens a generation: ends and joins everything of the one before, then lets streams of the new one in.
+    /// Opens a generation: ends and joins everything of the one before, then accepts streams of the new one.
     pub fn begin(&mut self, generation: Generation) {
         self.end_and_join();
         self.generation = generation;
-        // A round that was cut off is not ended by the streams that had come to its end.
+        // Streams that had reached the end of a round that was cut off have not ended it.
         let mut rounds = lock(&self.shared.rounds);
         let complete = rounds.complete;
         rounds.ended.fill(complete);
@@ -324,7 +326,7 @@ impl Receiver {
         self.workers.resize_with(self.shared.streams.into(), || None);
     }
 
-    /// Takes a data stream and begins to apply what comes on it.
+    /// Accepts a data stream and begins to apply its frames.
     pub fn attach(
         &mut self,
         generation: Generation,
@@ -375,39 +377,39 @@ impl Receiver {
         Ok(())
     }
 
-    /// From the return of this call on nothing is applied any more, for ever, without a wait for threads to end: memory
-    /// is complete. [`Receiver::end_and_join`] tidies up.
+    /// Shuts memory because it is complete: from the return of this call on nothing is applied, for ever. Does not wait
+    /// for threads to end. [`Receiver::end_and_join`] tidies up.
     pub fn shut(&self) {
         self.shared.ending.store(true, Ordering::Release);
         *self.shared.gate.write().unwrap_or_else(PoisonError::into_inner) = Gate::Shut;
     }
 
-    /// Ends all connections and waits until no thread applies anything any more. What had been applied stays.
+    /// Ends all connections and waits until no thread applies anything. Applied pages stay.
     pub fn end_and_join(&mut self) {
         self.shared.ending.store(true, Ordering::Release);
         self.workers.iter().flatten().for_each(|worker| worker.hang_up.hang_up());
         for worker in self.workers.drain(..).flatten() {
-            // A thread that died has told so through its guard.
+            // The guard of a thread that died has reported it.
             let _ = worker.thread.join();
         }
     }
 
-    /// The last round of which all streams have seen the end, 0 before the first.
+    /// Returns the last round that all streams have ended, 0 before the first.
     pub fn completed_round(&self) -> u32 {
         lock(&self.shared.rounds).complete
     }
 
-    /// The newest round of which anything has come, 0 before the first.
+    /// Returns the newest round of which a frame has arrived, 0 before the first.
     pub fn newest_round(&self) -> u32 {
         lock(&self.shared.rounds).newest
     }
 
-    /// For other threads. It keeps what there is of the guest's memory open.
+    /// Returns a handle for other threads. It keeps the guest's memory open.
     pub fn handle(&self) -> ReceiverHandle {
         ReceiverHandle(Arc::clone(&self.shared))
     }
 
-    /// Pages applied so far, of whatever content.
+    /// Number of pages applied so far, of any content.
     pub fn applied_pages(&self) -> u64 {
         self.shared.pages.load(Ordering::Relaxed)
     }
@@ -424,11 +426,11 @@ impl Drop for Receiver {
 pub struct ReceiverHandle(Arc<Shared>);
 
 impl ReceiverHandle {
-    /// Stops the application of frames, gives `discard` the memory that was zeroed where it could not be given back
-    /// from outside (anonymous RAM), and goes on when it returns. Each range is told once, unless it is zeroed anew.
+    /// Pauses the application of frames while `discard` runs, which receives the zeroed memory that could not be given
+    /// back to the host from outside (anonymous RAM). Each range is reported once, unless it is zeroed anew.
     ///
-    /// Meant for the end of a round that was long, not for a last one: giving memory back makes QEMU run a system
-    /// call, and the guest waits for it.
+    /// Meant for the end of a long round, not for a last one: giving memory back makes QEMU run a system call, and the
+    /// guest waits for it.
     pub fn discard_with<R>(&self, discard: impl FnOnce(Vec<Discardable>) -> R) -> R {
         let gate = self.0.gate.write().unwrap_or_else(PoisonError::into_inner);
         if *gate == Gate::Shut {
@@ -442,7 +444,7 @@ impl ReceiverHandle {
 }
 
 impl Shared {
-    /// Reads pages of a block as it is now.
+    /// Reads pages of a block in their current state.
     fn read(&self, block: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
         let nowhere = || RamError::Disk(format!("there is no page {first_page} of block {block}").into());
         let writer = self.ram.get(usize::from(block)).ok_or_else(nowhere)?;
@@ -463,7 +465,7 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// Tells the end of a worker, however it ends.
+/// Reports the end of a worker, in every way in which it may end.
 struct Guard {
     shared: Arc<Shared>,
     hang_up: Arc<dyn HangUp>,

@@ -1,5 +1,5 @@
-//! What was sent of late: how much of a round is sent again tells how the guest writes (Ibrahim et al., section VII,
-//! pattern c, and Algorithm 2, line 9).
+//! Recently sent pages: the share of a round that is sent again shows the guest's write pattern (Ibrahim et al.,
+//! section VII, pattern c, and Algorithm 2, line 9).
 
 use std::collections::VecDeque;
 
@@ -8,18 +8,18 @@ use crate::dirty::DirtyBitmap;
 /// The pages of the last rounds. A set takes 32 KiB for each GiB.
 #[derive(Clone, Debug)]
 pub struct Recent {
-    /// The oldest first.
+    /// The oldest round first.
     rounds: VecDeque<Vec<DirtyBitmap>>,
     history: usize,
 }
 
 impl Recent {
-    /// Remembers so many rounds.
+    /// Creates a record of the last `history` rounds.
     pub fn new(history: usize) -> Self {
         Self { rounds: VecDeque::new(), history }
     }
 
-    /// A round sends these pages of each block: how many of them were sent in the rounds that are remembered.
+    /// Records the pages that a round sends of each block. Returns how many of them were sent in the recorded rounds.
     pub fn count(&mut self, blocks: &[DirtyBitmap]) -> u64 {
         if self.history == 0 {
             return 0;
@@ -35,7 +35,7 @@ impl Recent {
         resent
     }
 
-    /// Forgets all of them: what was cut off may not have been sent.
+    /// Forgets all rounds, because pages of a round that was cut off may not have been sent.
     pub fn forget(&mut self) {
         self.rounds.clear();
     }

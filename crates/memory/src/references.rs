@@ -1,14 +1,16 @@
-//! What the destination has already, known by its content: pages that are referred to and not sent.
+//! Content that the destination has already, found by its hash: such pages are sent as references instead of data.
 //!
-//! The source keeps for each page that is there a short name, the beginning of its BLAKE3, and where it is: in a
-//! template that the destination told of ([`Known::learn`]), or in a block of this migration, where it was sent before
-//! ([`Known::sent`]). A page with the same name is sent as a [`Reference`]. Whether the names meant the same page, and
-//! whether it is still there, is found out by the destination, which compares a longer hash before it uses the page. So
-//! a name that is wrong, or one that was forgotten, costs bytes and never a page; what was refused once is sent.
+//! The source keeps for each page of known content a short name, the beginning of its BLAKE3, and its location: in a
+//! template that the destination advertised ([`Known::learn`]), or in a block of this migration, if the page was sent
+//! before ([`Known::sent`]). A page with the same name is sent as a [`Reference`]. The destination compares a longer
+//! hash before it uses the page, and so detects equal names of different pages and pages that are no longer there.
 //!
-//! Memory is bounded: twelve bytes for each page that is known, half as much again kept free, and of what was sent no
-//! more pages than room was made for, of memory at most 512 MiB; and six for each page of the chunks of which
-//! [`Known::sent_of`] can tell.
+//! Therefore a wrong name, or a forgotten one, costs bytes and never a page; a page whose reference was refused once is
+//! sent.
+//!
+//! Memory is bounded: twelve bytes for each known page, half as much again kept free. Of the pages sent, no more are
+//! kept than room was reserved for, and of memory at most 512 MiB. In addition, six bytes for each page of the chunks
+//! that [`Known::sent_of`] covers.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,21 +30,21 @@ use table::Table;
 /// Bytes of a [`PageName`].
 pub const NAME_BYTES: usize = 6;
 
-/// Chunks of disks of which is told what was sent of them: 4 GiB, for 6 MiB.
+/// Maximum number of chunks of disks whose sent pages are recorded: 4 GiB, for 6 MiB.
 const TOLD_CHUNKS: usize = ((4 << 30) / CHUNK_BYTES) as usize;
 
-/// Most pages of memory that are remembered, to be referred to by others: 512 MiB, for 2.25 MiB.
+/// Maximum number of pages of memory that are remembered as targets of references: 512 MiB, for 2.25 MiB.
 const MEMORY_PAGES: u64 = (512 << 20) / PAGE_BYTES;
 
 /// The BLAKE3 of a page.
 pub(crate) type PageHash = [u8; 32];
 
-/// The beginning of a page's BLAKE3: enough to find it among some millions.
+/// The beginning of a page's BLAKE3: enough to identify the page among some millions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageName(pub [u8; NAME_BYTES]);
 
 impl PageName {
-    /// Of a page's bytes.
+    /// Returns the name of a page's bytes.
     pub fn of(page: &[u8]) -> Self {
         Self::from_hash(&page_hash(page))
     }
@@ -64,7 +66,7 @@ pub(crate) fn page_hash(page: &[u8]) -> PageHash {
     *blake3::hash(page).as_bytes()
 }
 
-/// The hash of a reference, from those of its pages.
+/// Builder of a reference's hash, from those of its pages.
 #[derive(Debug, Default)]
 pub(crate) struct RunHash(blake3::Hasher);
 
@@ -80,7 +82,7 @@ impl RunHash {
     }
 }
 
-/// Whether pages are what a reference says.
+/// Returns true if the pages have the hash that the reference states.
 pub(crate) fn is_meant(reference: &Reference, pages: &[u8]) -> bool {
     let mut hash = RunHash::default();
     pages.chunks_exact(PAGE_BYTES as usize).for_each(|page| hash.add(&page_hash(page)));
@@ -89,51 +91,52 @@ pub(crate) fn is_meant(reference: &Reference, pages: &[u8]) -> bool {
 
 /// Content that the destination has beside the blocks of a migration.
 pub trait Templates: Send + Sync {
-    /// Reads pages of the template with this number, as the source was told of them. Used from several threads at once.
+    /// Reads pages of the template with this number, as advertised to the source. Called from several threads at once.
     ///
     /// # Errors
-    /// When there is no such template, or it is not to be read there; the pages are sent then.
+    /// If there is no such template, or reading it is not allowed; the pages are sent then.
     fn read(&self, template: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError>;
 }
 
-/// Where a page is at the destination.
+/// Location of a page at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) library: Library,
     pub(crate) page: u64,
 }
 
-/// What became of references to pages of memory, in bytes of these pages.
+/// Outcome of references to pages of memory, in bytes of these pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Referred {
-    /// The destination had them.
+    /// Pages that the destination had.
     pub taken_bytes: u64,
-    /// It had them not; they are sent.
+    /// Pages that the destination lacked; they are sent.
     pub refused_bytes: u64,
-    /// It has not said yet.
+    /// Pages that the destination has not answered yet.
     pub awaited_bytes: u64,
-    /// How often connections were lost, and with them what they referred to.
+    /// Number of lost connections, each with its unanswered references.
     pub interruptions: u64,
 }
 
-/// What is known of the destination's content, shared by all streams and all generations of a migration, until it
+/// Known content of the destination, shared by all streams and all generations of a migration, until it
 /// [ends](Known::end).
 #[derive(Debug)]
 pub struct Known {
     ended: AtomicBool,
-    /// The first block that is a disk; memory is before it.
+    /// The first block that is a disk; blocks of memory precede it.
     first_disk: usize,
-    /// Pages of memory for which there is to be room.
+    /// Number of pages of memory for which room is reserved.
     memory_pages: usize,
-    /// Whether pages of memory are looked up, too.
+    /// True if pages of memory are looked up, too.
     looks_at_memory: AtomicBool,
-    /// Pages of memory to which a reference was sent; those that the destination has taken so; and those it has refused.
+    /// Pages of memory to which a reference was sent; those whose reference the destination accepted; and those whose
+    /// reference it refused.
     referring: AtomicU64,
     taken: AtomicU64,
     declined: AtomicU64,
     interruptions: AtomicU64,
     tables: Mutex<Tables>,
-    /// What the disks held as it went.
+    /// Content of the disks as it was sent.
     went: Mutex<Went>,
     /// Pages to which a reference was refused, for each block.
     refused: Mutex<Vec<DirtyBitmap>>,
@@ -144,7 +147,7 @@ struct Tables {
     templates: Table,
     /// Pages of disks that were sent.
     sent: Table,
-    /// Pages of memory that were sent, in a table of their own: they would drive the disks' out.
+    /// Pages of memory that were sent, in a table of their own, because they would evict those of disks.
     memory: Table,
 }
 
@@ -155,8 +158,8 @@ impl Tables {
 }
 
 impl Known {
-    /// Nothing yet. Blocks have these lengths in bytes; from `first_disk` on they are looked up. Room is made for so
-    /// many pages of templates, and so many that were sent.
+    /// Creates an empty index. `block_bytes` are the lengths of the blocks; content of blocks from `first_disk` on is
+    /// looked up. Reserves room for `template_pages` pages of templates and `sent_pages` pages that were sent.
     pub fn new(
         block_bytes: impl IntoIterator<Item = u64>,
         first_disk: usize,
@@ -182,8 +185,8 @@ impl Known {
         }
     }
 
-    /// The destination has these pages in a template, one behind the other. Of several places of a page the first that
-    /// is told is the one: those of use come first.
+    /// Records that a template of the destination has these consecutive pages. If a page has several locations, the
+    /// first one recorded counts: templates in use are reported first.
     pub fn learn(&self, template: u16, first_page: u64, names: impl IntoIterator<Item = PageName>) {
         let mut tables = lock(&self.tables);
         for (page, name) in (first_page..).zip(names) {
@@ -193,7 +196,7 @@ impl Known {
         }
     }
 
-    /// Makes room for so many pages of templates, beside those that are known.
+    /// Reserves room for `pages` more pages of templates, beside those known already.
     pub fn make_room(&self, pages: usize) {
         let mut tables = lock(&self.tables);
         if !self.has_ended() {
@@ -204,14 +207,14 @@ impl Known {
         }
     }
 
-    /// Whether nothing is looked up any more.
+    /// Returns true if nothing is looked up any more.
     pub fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// From here on pages of memory are looked up as well: much of it is what the guest has read from its disks, some of it
-    /// is there twice. To look costs a hash of each page, and the destination a read for each run of them, so that it pays
-    /// where the link is slow.
+    /// Starts looking up pages of memory as well: many of them were read by the guest from its disks, and some exist
+    /// twice. A lookup costs a hash of each page, and the destination a read for each run of them, so that it pays on a
+    /// slow link.
     pub fn look_at_memory(&self) {
         let memory = Table::new(self.memory_pages);
         let mut tables = lock(&self.tables);
@@ -220,18 +223,18 @@ impl Known {
         }
     }
 
-    /// From here on memory is sent as it is: the destination does not read it as fast as it could be sent.
+    /// Stops looking up pages of memory, because the destination reads them more slowly than they could be sent.
     pub fn look_away_from_memory(&self) {
         self.looks_at_memory.store(false, Ordering::Release);
         lock(&self.tables).memory = Table::new(0);
     }
 
-    /// Whether pages of memory are looked up.
+    /// Returns true if pages of memory are looked up.
     pub fn looks_at_memory(&self) -> bool {
         self.looks_at_memory.load(Ordering::Acquire) && !self.has_ended()
     }
 
-    /// What became of references to memory.
+    /// Returns the outcome of references to memory.
     pub fn referred(&self) -> Referred {
         let [taken, declined, all] = [&self.taken, &self.declined, &self.referring]
             .map(|pages| pages.load(Ordering::Acquire) * PAGE_BYTES);
@@ -240,27 +243,29 @@ impl Known {
         Referred { taken_bytes: taken, refused_bytes: declined, awaited_bytes, interruptions }
     }
 
-    /// Connections are lost: what was referred to over them is not awaited any more. No stream sends meanwhile.
+    /// Records that connections are lost: references sent over them will not be answered. No stream sends during this
+    /// call.
     pub(crate) fn interrupt(&self) {
         let answered = self.taken.load(Ordering::Acquire) + self.declined.load(Ordering::Acquire);
         self.referring.store(answered, Ordering::Release);
         self.interruptions.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// From the next round on all is sent. What was sent stays known, for [`Self::sent_of`].
+    /// Ends references: from the next round on every page is sent. The record of sent pages stays, for
+    /// [`Self::sent_of`].
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
         *lock(&self.tables) = Tables::empty();
     }
 
-    /// What went of a disk, also by reference: pages by number and name, in the order of the numbers. What was sent after
-    /// [`Self::end`] is not in it.
+    /// Returns the content of a disk as it was sent, including references: pages by number and name, in the order of
+    /// the numbers. Pages sent after [`Self::end`] are missing.
     pub fn sent_of(&self, block: u16) -> Vec<(u64, PageName)> {
         lock(&self.went).of(block)
     }
 
-    /// Pages were given to a stream. Of disks those that went last are remembered, of memory those that went first: who
-    /// forgets page by page keeps no neighbours, and only those are referred to.
+    /// Records pages that were passed to a stream. Of disks, the pages sent last are remembered; of memory, those sent
+    /// first: eviction page by page would leave no neighbours, and only neighbours are referenced.
     pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         let mut tables = lock(&self.tables);
         let Tables { sent, memory, .. } = &mut *tables;
@@ -271,12 +276,12 @@ impl Known {
         }
     }
 
-    /// References to so many pages of a block are sent.
+    /// Counts references to `pages` pages of a block as sent.
     pub(crate) fn refers(&self, block: u16, pages: u64) {
         self.count(&self.referring, block, pages);
     }
 
-    /// So many pages of a block are at the destination by references.
+    /// Counts `pages` pages of a block as present at the destination by references.
     pub(crate) fn took(&self, block: u16, pages: u64) {
         self.count(&self.taken, block, pages);
     }
@@ -287,7 +292,7 @@ impl Known {
         }
     }
 
-    /// Pages of a disk were given to a stream, as data or as references to what the destination has.
+    /// Records pages of a disk that were passed to a stream, as data or as references.
     pub(crate) fn went(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         if usize::from(block) < self.first_disk {
             return;
@@ -296,7 +301,8 @@ impl Known {
         pages.for_each(|(page, name)| went.insert(block, page, name));
     }
 
-    /// Where the destination may have pages of that name: in a template, or in one of the migration's blocks.
+    /// Returns the locations at which the destination may have pages of that name: in a template, or in one of the
+    /// migration's blocks.
     pub(crate) fn find(&self, name: PageName) -> impl Iterator<Item = Place> {
         let tables = lock(&self.tables);
         let place =
@@ -307,7 +313,7 @@ impl Known {
         template.into_iter().chain(sent).chain(memory)
     }
 
-    /// Which pages of a chunk may be referred to; none where references are not looked for.
+    /// Returns the pages of a chunk that may be sent as references; None if references are not searched for.
     pub(crate) fn allowed(&self, block: u16, chunk: u64) -> Option<ChunkPages> {
         let is_looked_up =
             usize::from(block) >= self.first_disk || self.looks_at_memory.load(Ordering::Acquire);
@@ -319,7 +325,7 @@ impl Known {
         Some(allowed)
     }
 
-    /// References to these were refused: from now on they are sent.
+    /// Records refused references: their pages are sent from now on.
     pub(crate) fn refuse(&self, block: u16, chunk: u64, pages: &ChunkPages) {
         self.count(&self.declined, block, pages.count());
         if let Some(refused) = lock(&self.refused).get_mut(usize::from(block)) {

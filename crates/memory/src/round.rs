@@ -4,13 +4,13 @@
 //! Owed ──clear_marks──► Cleared ──drain──► Readable ──Sender::send_round──► Owed
 //! ```
 //!
-//! Why this order: a disk read with `O_DIRECT` is DMA into guest pages. The page is marked when the read is submitted,
-//! not when the data lands, so a page that is read between the two is sent with old bytes and no mark is left. Once
-//! all requests that were in flight when the marks were cleared have completed, every later change has a mark of its
-//! own, which the next round finds.
+//! Reason for this order: a disk read with `O_DIRECT` is DMA into guest pages. The page is marked when the read is
+//! submitted, not when the data lands, so a page that is read between the two is sent with old bytes and no mark
+//! remains. Once all requests that were in flight when the marks were cleared have completed, every later change has a
+//! mark of its own, which the next round finds.
 //!
-//! Each stage is consumed by the next one and each failure gives the pages back: what is owed to the other side can
-//! be neither read too early nor lost on the way.
+//! Each stage is consumed by the next one and each failure returns the pages: pages owed to the destination can be
+//! neither read too early nor lost on the way.
 //!
 //! ```compile_fail,E0308
 //! # use whimbrel_memory as memory;
@@ -36,37 +36,37 @@ use proto::limits::PAGE_BYTES;
 
 use crate::dirty::DirtyBitmap;
 
-/// What one look into the dirty log found and took.
+/// Result and cost of one dirty scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScanStats {
-    /// Pages found written (or none where there had been one), all blocks together.
+    /// Pages found written (or unmapped since they were written), all blocks together.
     pub pages: u64,
-    /// How long it took, in microseconds.
+    /// Duration, in microseconds.
     pub duration_us: u64,
 }
 
-/// Why the dirty log could not be read.
+/// Error of reading the dirty log.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot find out what was written to {block}")]
 pub struct ScanError {
     /// Name of the block.
     pub block: String,
-    /// What the system said.
+    /// Error of the operating system.
     pub source: crate::LogError,
 }
 
-/// Knows which pages were written.
+/// Source of dirty pages: records which pages were written.
 pub trait DirtyLog: Send {
-    /// Adds to `into`, which has one bitmap for each block in the order of the proposal, all pages that were written
-    /// since the last call (for the first call: since the log began), and forgets them.
+    /// Adds all pages that were written since the last call (for the first call: since the log began) to `into`, which
+    /// has one bitmap for each block in the order of the proposal. Removes them from the log.
     ///
-    /// Taking a mark and watching the page again have to be one step, and pages that were written and then dropped
-    /// count as written (traps 3 and 4). On an error, `into` holds what had been taken by then.
+    /// Clearing a mark and protecting the page again have to be one step, and pages that were written and then dropped
+    /// count as written (traps 3 and 4). On an error, `into` holds the pages found by then.
     fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError>;
 }
 
-/// Pages that the other side has to get before the guest may run there: what was written since it was last sent, and
-/// what was sent but never acknowledged.
+/// Pages that the destination must receive before the guest may run there: those written since they were last sent, and
+/// those sent but never acknowledged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owed {
     pub(crate) blocks: Vec<DirtyBitmap>,
@@ -74,27 +74,28 @@ pub struct Owed {
 }
 
 impl Owed {
-    /// Everything, as before the first round; takes the length of each block in bytes, in the order of the proposal.
+    /// Creates the set of all pages, as before the first round, from the length of each block in bytes, in the order of
+    /// the proposal.
     pub fn everything(block_bytes: impl IntoIterator<Item = u64>) -> Self {
         Self { blocks: block_bytes.into_iter().map(DirtyBitmap::full).collect(), round: 0 }
     }
 
-    /// These pages of each block, as before the first round.
+    /// Creates a set of these pages of each block, as before the first round.
     pub fn of(blocks: Vec<DirtyBitmap>) -> Self {
         Self { blocks, round: 0 }
     }
 
-    /// From now on also everything of these blocks, which were not looked at before.
+    /// Adds all pages of these blocks, which were not scanned before.
     pub fn add_all(&mut self, blocks: Range<usize>) {
         for block in self.blocks.get_mut(blocks).into_iter().flatten() {
             block.set(0..block.pages());
         }
     }
 
-    /// Looks into a log of its own for the blocks from one on, and adds what it tells.
+    /// Scans the blocks from `first` on with a log of their own, and adds the pages that it finds.
     ///
     /// # Errors
-    /// As the log says. What it had added by then is owed.
+    /// Those of the log. Pages that it added before the error are owed.
     pub fn add_from(
         &mut self,
         first: usize,
@@ -103,27 +104,28 @@ impl Owed {
         log(self.blocks.get_mut(first..).unwrap_or_default())
     }
 
-    /// Owes the pages that a [part](Readable::part) left out as well.
+    /// Adds the pages that a [part](Readable::part) left out.
     pub fn take_back(&mut self, later: &Self) {
         self.blocks.iter_mut().zip(&later.blocks).for_each(|(mine, theirs)| mine.insert(theirs));
     }
 
-    /// How many pages are owed.
+    /// Returns the number of pages owed.
     pub fn pages(&self) -> u64 {
         self.blocks.iter().map(DirtyBitmap::count).sum()
     }
 
-    /// The pages of each block.
+    /// Returns the pages of each block.
     pub fn blocks(&self) -> &[DirtyBitmap] {
         &self.blocks
     }
 
-    /// The last round that was begun; 0 before the first. Counts on over all generations of connections.
+    /// Returns the last round that was begun; 0 before the first. The numbers continue over all generations of
+    /// connections.
     pub fn round(&self) -> u32 {
         self.round
     }
 
-    /// Begins a round: takes the marks out of the log. Pages that were owed before stay so.
+    /// Begins a round: takes the dirty pages out of the log. Pages that were owed before stay so.
     pub fn clear_marks(mut self, log: &mut dyn DirtyLog) -> Result<Cleared, ScanFailed> {
         match log.take(&mut self.blocks) {
             Ok(scan) => Ok(Cleared { owed: self, scan }),
@@ -131,7 +133,8 @@ impl Owed {
         }
     }
 
-    /// The same, and tells which pages of the first blocks, so many, the log had.
+    /// Begins a round as [`clear_marks`](Self::clear_marks) does. Returns also the pages found in the first `first`
+    /// blocks.
     pub fn clear_marks_and_tell(
         mut self,
         log: &mut dyn DirtyLog,
@@ -150,18 +153,18 @@ impl Owed {
     }
 }
 
-/// The dirty log failed; nothing that it had told is lost.
+/// The dirty log failed; the pages that it reported are kept.
 #[derive(Debug, thiserror::Error)]
 #[error("the round could not begin")]
 pub struct ScanFailed {
-    /// The pages owed, with those that the log had given before it failed.
+    /// The pages owed, with those that the log reported before it failed.
     pub owed: Owed,
-    /// Why.
+    /// Reason of the failure.
     pub source: ScanError,
 }
 
-/// The marks are cleared; block I/O that was submitted before may still be writing into guest memory, so the pages
-/// must not be read yet.
+/// A round whose marks are cleared. Block I/O that was submitted before may still be writing into guest memory, so the
+/// pages must not be read yet.
 #[must_use = "the pages in it are owed to the other side"]
 #[derive(Debug)]
 pub struct Cleared {
@@ -170,18 +173,18 @@ pub struct Cleared {
 }
 
 impl Cleared {
-    /// What the log found.
+    /// Returns the statistics of the dirty scan.
     pub fn scan(&self) -> ScanStats {
         self.scan
     }
 
-    /// How many pages this round has to send.
+    /// Returns the number of pages that this round has to send.
     pub fn pages(&self) -> u64 {
         self.owed.pages()
     }
 
-    /// Runs `drain`, which returns when all block I/O that was in flight when it was called has completed (an empty
-    /// QMP `transaction`), and lets the pages be read.
+    /// Runs `drain`, which returns when all block I/O that was in flight at its call has completed (an empty QMP
+    /// `transaction`), and then allows the pages to be read.
     pub fn drain<E>(self, drain: impl FnOnce() -> Result<(), E>) -> Result<Readable, DrainFailed<E>>
     where
         E: std::error::Error + 'static,
@@ -192,7 +195,7 @@ impl Cleared {
         }
     }
 
-    /// Lets the pages be read because the guest had been stopped **before** the marks were cleared: QEMU's `stop`
+    /// Allows the pages to be read because the guest had been stopped **before** the marks were cleared: QEMU's `stop`
     /// drains by itself, and since then nothing was submitted.
     pub fn stopped_before(self) -> Readable {
         Readable { owed: self.owed }
@@ -210,7 +213,7 @@ impl Cleared {
 pub struct DrainFailed<E: std::error::Error + 'static> {
     /// The pages owed.
     pub owed: Owed,
-    /// What the caller's drain said.
+    /// Error returned by the caller's drain.
     pub source: E,
 }
 
@@ -221,18 +224,18 @@ pub struct Readable {
     pub(crate) owed: Owed,
 }
 
-/// Where a part of a round may end.
+/// Boundary at which a part of a round may end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// Behind any page: for memory alone.
+    /// After any page: for memory alone.
     Anywhere,
-    /// Between clusters (64 KiB) of the images in which disks arrive. A hole that came in two pieces, neither of them a
-    /// whole cluster, would be written as zeros there.
+    /// Between clusters (64 KiB) of the images to which arriving disks are written. A hole in two pieces, neither of
+    /// them a whole cluster, would be written as zeros there.
     BetweenClusters,
 }
 
 impl Cut {
-    /// The first place from a page on.
+    /// Returns the first boundary at or after a page.
     fn at_or_behind(self, page: u64) -> u64 {
         match self {
             Self::Anywhere => page,
@@ -241,36 +244,37 @@ impl Cut {
     }
 }
 
-/// Where in all blocks, one after the other, a part of a round begins.
+/// Position in all blocks, one after the other, at which a part of a round begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Place {
     block: usize,
     page: u64,
 }
 
-/// See [`Readable::part_around`].
+/// Result of [`Readable::part_around`].
 #[derive(Debug)]
 pub struct PartAround {
     /// The pages of this round.
     pub readable: Readable,
-    /// The others.
+    /// The other pages.
     pub later: Owed,
-    /// Where the next one begins.
+    /// Position at which the next part begins.
     pub next: Place,
-    /// Whether this one has come to the end of all blocks.
+    /// True if this part has reached the end of all blocks.
     pub is_around: bool,
 }
 
 impl Place {
-    /// A page.
+    /// Creates a position from a page of a block.
     pub fn at(block: u16, page: u64) -> Self {
         Self { block: block.into(), page }
     }
 }
 
 impl Readable {
-    /// Only so many of the pages from a place on, and those up to where it may be cut; the others stay owed, whoever
-    /// takes them back ([`Owed::take_back`]). Also tells where the next part begins; none if this one goes to the end.
+    /// Splits off the first `pages` pages from a position on, extended to the next boundary. The others stay owed if
+    /// the caller adds them again ([`Owed::take_back`]). Returns also the beginning of the next part; None if this one
+    /// reaches the end.
     pub fn part(mut self, from: Place, pages: u64, cut: Cut) -> (Self, Owed, Option<Place>) {
         let mut later = self.owed.clone();
         let (mut left, mut next) = (pages, None);
@@ -289,7 +293,7 @@ impl Readable {
                 end = run.start + taken;
                 left -= taken;
             }
-            // Where nothing more is wanted this is the next part's beginning.
+            // Without pages of the next part in this block, that part begins here.
             if left == 0 && next.is_none() {
                 end = cut.at_or_behind(end).min(now.pages());
                 next = Some(Place { block: number, page: end });
@@ -301,8 +305,8 @@ impl Readable {
         (self, later, next)
     }
 
-    /// So many of the pages from a place on, and after the end from the beginning on: rounds that follow one another so
-    /// leave no page waiting for ever. The others stay owed, whoever takes them back ([`Owed::take_back`]).
+    /// Splits off `pages` pages from a position on, continuing from the beginning after the end, so that in consecutive
+    /// rounds no page waits for ever. The others stay owed if the caller adds them again ([`Owed::take_back`]).
     pub fn part_around(self, from: Place, pages: u64, cut: Cut) -> PartAround {
         let (part, later, next) = self.part(from, pages, cut);
         if let Some(next) = next {
@@ -313,7 +317,8 @@ impl Readable {
         PartAround { readable: part.and(more.owed()), later, next: next.unwrap_or_default(), is_around: true }
     }
 
-    /// Without these pages of each block, which stay owed, whoever takes them back ([`Owed::take_back`]).
+    /// Removes these pages of each block from the round. They stay owed if the caller adds them again
+    /// ([`Owed::take_back`]).
     pub fn without(mut self, pages: &[DirtyBitmap]) -> (Self, Owed) {
         let mut later = Owed {
             blocks: self.owed.blocks.iter().map(DirtyBitmap::emptied).collect(),
@@ -330,24 +335,25 @@ impl Readable {
         (self, later)
     }
 
-    /// Only those of these pages of each block; the others stay owed, whoever takes them back ([`Owed::take_back`]).
+    /// Restricts the round to these pages of each block; the others stay owed if the caller adds them again
+    /// ([`Owed::take_back`]).
     pub fn only(self, pages: &[DirtyBitmap]) -> (Self, Owed) {
         let (others, these) = self.without(pages);
         (Self { owed: these }, others.owed)
     }
 
-    /// With pages that were [put off](Self::without): their marks were cleared before those of this round.
+    /// Adds pages that were [put off](Self::without): their marks were cleared before those of this round.
     pub fn and(mut self, put_off: &Owed) -> Self {
         self.owed.take_back(put_off);
         self
     }
 
-    /// What is owed.
+    /// Returns the pages owed.
     pub fn owed(&self) -> &Owed {
         &self.owed
     }
 
-    /// How many pages this round has to send.
+    /// Returns the number of pages that this round has to send.
     pub fn pages(&self) -> u64 {
         self.owed.pages()
     }
@@ -379,7 +385,7 @@ mod tests {
         }
     }
 
-    /// Parts from place to place are all of it, each page once, however it is cut.
+    /// The parts from position to position make up the whole, each page once, for every boundary.
     #[test]
     fn parts_make_up_the_whole() {
         let mut blocks = vec![DirtyBitmap::new(0), DirtyBitmap::new(4 << 20), DirtyBitmap::new(9 << 20)];
@@ -408,18 +414,18 @@ mod tests {
             }
             assert_eq!((count, &sent, owed.pages()), (whole.pages(), &whole, 0), "{size}");
         }
-        // What is before the place has to wait.
+        // Pages before the position have to wait.
         let from = Place { block: 2, page: 600 };
         let (part, later, next) = Readable { owed: whole.clone() }.part(from, u64::MAX, Cut::Anywhere);
         assert_eq!((part.pages(), later.pages(), next), (900, whole.pages() - 900, None));
     }
 
-    /// Round after round from where the last one ended, pages that are dirty again included: all get their turn.
+    /// Round after round from the end of the last one, including pages that are dirty again: every page gets its turn.
     #[test]
     fn rounds_go_around() {
         let mut block = DirtyBitmap::new(4 << 20);
         block.set(0..1000);
-        // Of a cluster that a part would end in, it takes all.
+        // A part includes the whole cluster in which it would end.
         let expected = [
             [(400, 400, false), (400, 800, false), (400, 200, true), (400, 600, false), (400, 1000, false)],
             [(400, 400, false), (400, 800, false), (408, 208, true), (400, 608, false), (408, 16, true)],
@@ -430,7 +436,7 @@ mod tests {
                 let around = Readable { owed: owed.clone() }.part_around(place, 400, cut);
                 let pages = around.readable.pages();
                 assert_eq!(pages + around.later.pages(), 1000);
-                // The guest writes to all of them again.
+                // The guest writes all of them again.
                 owed = around.readable.give_up();
                 owed.take_back(&around.later);
                 place = around.next;
@@ -442,7 +448,7 @@ mod tests {
         }
     }
 
-    /// What is put off is not lost, and nothing is put off that is not owed.
+    /// Pages that are put off are not lost, and only pages that are owed are put off.
     #[test]
     fn pages_may_be_put_off() {
         let mut blocks = vec![DirtyBitmap::new(4 << 20), DirtyBitmap::new(2 << 20)];

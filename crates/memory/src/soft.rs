@@ -1,26 +1,30 @@
-//! Soft pages: memory that the guest says it does not use (Koto et al., `SonicMigration`, section 3). It is not sent.
+//! Soft pages: memory that the guest reports as unused (Koto et al., `SonicMigration`, section 3). It is not sent.
 //!
-//! # When a page may be left out
+//! # Condition for leaving a page out
 //!
 //! The guest is asked after the marks of a round were cleared ([`Soft::begin`], after
-//! [`Owed::clear_marks`](crate::Owed::clear_marks)). A page that it says is free was so at some moment after that. If it was
-//! written after that moment, it has a mark. If it was not, nobody has looked at what is in it: whoever takes a free page
-//! writes to it first. So it may be anything at the destination (design, trap 16), until a look finds a mark of it: then it
-//! counts as free no more, and that look owes it. An answer may take as long as several rounds, and what looks have found
-//! since it was asked for counts as not free whatever it says. When it is complete, what it does not name is free no more
-//! either ([`Soft::end_answer`]): what a guest was wrong about, and has not gone by then, is sent.
+//! [`Owed::clear_marks`](crate::Owed::clear_marks)). A page that it reports as free was so at some moment after that.
+//! If the page was written after that moment, it has a mark. If not, its content is unobserved: software that allocates
+//! a free page writes it first.
 //!
-//! It is not simply left out but sent as a hole, which costs next to nothing and makes it zeros there: a kernel that
-//! fills what it frees with zeros, and trusts in that, finds zeros. One that fills it with something else, and looks
-//! whether it is still there, has to be left alone; its guest says so.
+//! So a free page may have any content at the destination (design, trap 16), until a dirty scan finds a mark: then it
+//! no longer counts as free, and that scan adds it to the pages owed.
 //!
-//! What a guest says that does not tell the truth changes its own memory, and no other's.
+//! An answer may take as long as several rounds. Pages that scans have found since the request count as not free,
+//! whatever the answer reports. When the answer is complete, the pages that it does not name stop being free, too
+//! ([`Soft::end_answer`]): pages about which the guest was wrong, and which have not been sent by then, are sent.
+//!
+//! A soft page is not simply omitted but sent as a hole, which costs next to nothing and becomes zeros at the
+//! destination: a kernel that fills freed pages with zeros, and relies on that, finds zeros. A kernel that fills them
+//! with another pattern, and checks it, has to be left alone; its guest reports that.
+//!
+//! A guest that reports falsely changes its own memory, and no other's.
 //!
 //! # Page cache
 //!
-//! Clean page cache is in use, but the guest can give it back. It is put off ([`Soft::cache`], [`Readable::without`]) and
-//! stays owed; before the stop the guest is asked to give it back, and a round sends what was put off: as holes what is
-//! free by then, all else as it is.
+//! Clean page cache is in use, but the guest can give it back. It is put off ([`Soft::cache`], [`Readable::without`])
+//! and stays owed. Before the stop the guest is asked to give it back, and a round sends the pages that were put off:
+//! pages free by then as holes, all others as they are.
 //!
 //! [`Readable::without`]: crate::Readable::without
 
@@ -32,30 +36,32 @@ use std::sync::Mutex;
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
-/// What the guest says of its memory, shared by whoever asks it and all streams.
+/// Free page hints of the guest, shared by all streams and the thread that requests them.
 pub struct Soft(Mutex<State>);
 
 struct State {
-    /// Which of the answers is waited for. What is still to come of an earlier one does not count: it is not known what was
-    /// written since that was asked for.
+    /// Number of the awaited answer. The remainder of an earlier answer does not count, because the pages written since
+    /// its request are unknown.
     answer: u64,
     has_ended: bool,
-    /// Was free, and has had no mark since.
+    /// Pages that were free, without a mark since.
     free: Vec<DirtyBitmap>,
-    /// What the answer that is waited for has called free so far.
+    /// Pages that the awaited answer has named free so far.
     named: Vec<DirtyBitmap>,
-    /// What looks have found since the answer was asked for.
+    /// Pages that scans have found since the answer was requested.
     written: Vec<DirtyBitmap>,
     cache: Vec<DirtyBitmap>,
-    /// Pages that went as holes, and not as anything else since.
+    /// Pages that were sent as holes, and not as anything else since.
     left_out: Vec<DirtyBitmap>,
 }
 
 impl Soft {
-    /// Nothing is known yet. The first blocks of a migration have these lengths in bytes; of others nothing is left out.
+    /// Creates an empty set. `block_bytes` are the lengths of the first blocks of a migration; no page of other blocks
+    /// is left out.
     pub fn new(block_bytes: impl IntoIterator<Item = u64>) -> Self {
         let none: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
-        // Anywhere: an answer that was asked for in another migration may still be under way in the guest, and come with it.
+        // A random start: an answer requested in another migration may still be under way in the guest, and arrive with
+        // it.
         let answer = RandomState::new().hash_one(none.len());
         Self(Mutex::new(State {
             answer,
@@ -68,8 +74,8 @@ impl Soft {
         }))
     }
 
-    /// The marks of a round were cleared. Returns the number of the answer to a question that is asked from here on. What is
-    /// still to come of an earlier one does not count, nor does any page cache that one has named.
+    /// Starts a request, after the marks of a round were cleared. Returns the number of its answer. The remainder of an
+    /// earlier answer does not count, nor does any page cache that it has named.
     pub fn begin(&self) -> u64 {
         let mut state = lock(&self.0);
         let State { answer, named, written, cache, .. } = &mut *state;
@@ -78,8 +84,8 @@ impl Soft {
         *answer
     }
 
-    /// A look has found these pages of a block written. As long as anything is left out, whoever takes marks of memory tells of
-    /// them here ([`TrackedRam::tell`](crate::TrackedRam::tell)).
+    /// Records the pages of a block that a scan has found written. As long as pages are left out, every taker of
+    /// memory's marks has to report them here ([`TrackedRam::tell`](crate::TrackedRam::tell)).
     pub(crate) fn written(&self, block: usize, found: &DirtyBitmap) {
         let mut state = lock(&self.0);
         let State { has_ended: false, free, written, .. } = &mut *state else { return };
@@ -89,7 +95,7 @@ impl Soft {
         }
     }
 
-    /// The guest says that it does not use these pages of a block.
+    /// Records a free page hint: the guest does not use these pages of a block.
     pub fn add_free(&self, answer: u64, block: usize, pages: Range<u64>) {
         let mut state = lock(&self.0);
         if state.answer != answer || state.has_ended || block >= state.free.len() {
@@ -104,7 +110,7 @@ impl Soft {
         }
     }
 
-    /// The guest says that it could give these pages of a block back.
+    /// Records a hint that the guest could give these pages of a block back.
     pub fn add_cache(&self, answer: u64, block: usize, pages: Range<u64>) {
         let mut state = lock(&self.0);
         if state.answer == answer
@@ -114,7 +120,7 @@ impl Soft {
         }
     }
 
-    /// The answer is complete: what it has not named is in use. Whether it was the one that is waited for.
+    /// Ends an answer: pages that it has not named are in use. Returns true if it was the awaited answer.
     pub fn end_answer(&self, answer: u64) -> bool {
         let mut state = lock(&self.0);
         let is_waited_for = state.answer == answer;
@@ -125,7 +131,7 @@ impl Soft {
         is_waited_for
     }
 
-    /// The guest was cut short, or went wrong: nothing that it said is relied on any more.
+    /// Forgets all hints, because the guest was interrupted or its answers were wrong.
     pub fn forget(&self) {
         let mut state = lock(&self.0);
         state.answer = state.answer.wrapping_add(1);
@@ -133,19 +139,19 @@ impl Soft {
         free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
     }
 
-    /// What the guest could give back.
+    /// Returns the pages that the guest could give back.
     pub fn cache(&self) -> Vec<DirtyBitmap> {
         lock(&self.0).cache.clone()
     }
 
-    /// How many pages are free, and how many of the cache could be given back.
+    /// Returns the number of free pages, and the number of page cache pages that could be given back.
     pub fn pages(&self) -> (u64, u64) {
         let state = lock(&self.0);
         let count = |blocks: &[DirtyBitmap]| blocks.iter().map(DirtyBitmap::count).sum();
         (count(&state.free), count(&state.cache))
     }
 
-    /// How many of these pages are free.
+    /// Returns how many of these pages are free.
     pub fn free_of(&self, pages: &[DirtyBitmap]) -> u64 {
         let state = lock(&self.0);
         let both = |(free, pages): (&DirtyBitmap, &DirtyBitmap)| {
@@ -154,23 +160,23 @@ impl Soft {
         state.free.iter().zip(pages).map(both).sum()
     }
 
-    /// From here on everything is sent: the guest stands still.
+    /// Ends free page hints, because the guest is stopped: from now on every page is sent.
     pub fn end(&self) {
         lock(&self.0).has_ended = true;
         self.forget();
     }
 
-    /// What the destination has as zeros, and the source may not.
+    /// Returns the pages that are zeros at the destination, but may not be at the source.
     pub fn left_out(&self) -> Vec<DirtyBitmap> {
         lock(&self.0).left_out.clone()
     }
 
-    /// Those pages of a chunk that need not be sent.
+    /// Returns the pages of a chunk that need not be sent.
     pub(crate) fn chunk(&self, block: u16, chunk: u64) -> ChunkPages {
         lock(&self.0).free.get(usize::from(block)).map_or(ChunkPages::EMPTY, |free| free.chunk(chunk))
     }
 
-    /// These pages of a chunk were sent, and these of them as holes because they need not be sent.
+    /// Records that `pages` of a chunk were sent, `soft` of them as holes because they need not be sent.
     pub(crate) fn sent(&self, block: u16, chunk: u64, pages: &ChunkPages, soft: &ChunkPages) {
         if let Some(left_out) = lock(&self.0).left_out.get_mut(usize::from(block)) {
             left_out.remove_from_chunk(chunk, pages);
@@ -179,7 +185,7 @@ impl Soft {
     }
 }
 
-/// No further than the block goes: a guest may say anything.
+/// Cuts a range at the block's end, because a guest may report anything.
 fn within(pages: Range<u64>, block: &DirtyBitmap) -> Range<u64> {
     let end = pages.end.min(block.pages());
     pages.start.min(end)..end
@@ -204,7 +210,7 @@ mod tests {
         soft.written(0, &these);
     }
 
-    /// Whether just these pages are free.
+    /// Returns true if exactly these pages are free.
     fn is_free(soft: &Soft, pages: &[Range<u64>]) -> bool {
         let mut these = DirtyBitmap::new(2 * CHUNK);
         for pages in pages {
@@ -225,7 +231,7 @@ mod tests {
         assert_eq!(soft.free_of(&[some]), 10);
         look(&soft, 505..507);
         assert!(is_free(&soft, &[500..505, 507..520]));
-        // What the guest said of them may be older than what was written to them.
+        // The guest's report about them may be older than the writes to them.
         soft.add_free(first, 0, 500..521);
         assert!(is_free(&soft, &[500..505, 507..521]));
         look(&soft, 510..511);

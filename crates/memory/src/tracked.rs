@@ -11,28 +11,28 @@ use crate::ram::{DropWatch, RamError, RamRegion, drop_watches};
 use crate::round::{DirtyLog, ScanError, ScanStats};
 use crate::soft::Soft;
 
-/// Why the writes to RAM cannot be followed.
+/// Error of tracking writes to RAM.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
-    /// The kernel does not track them.
+    /// The kernel cannot track the writes.
     #[error(transparent)]
     Track(#[from] TrackError),
     /// The memory cannot be reached.
     #[error(transparent)]
     Ram(#[from] RamError),
-    /// The log of a disk, which travels as a block of its own.
+    /// The log of a disk, which is sent as a block of its own.
     #[error(transparent)]
     Disk(Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// RAM blocks whose writes are seen, until this is dropped.
+/// RAM blocks whose writes are tracked, until this is dropped.
 #[derive(Debug)]
 pub struct TrackedRam {
     tracker: WriteTracker,
-    /// Both sides will be compared after the next scan.
+    /// True if both sides will be compared after the next scan.
     compared: bool,
     blocks: Vec<TrackedBlock>,
-    /// Who leaves pages out until they are written.
+    /// Free page hints, which have to learn of written pages.
     soft: Option<Arc<Soft>>,
     /// Reused.
     found: Vec<AddressRange>,
@@ -41,26 +41,26 @@ pub struct TrackedRam {
 #[derive(Debug)]
 struct TrackedBlock {
     region: RamRegion,
-    /// Where the marks do not tell everything.
+    /// Watch for dropped pages, if the marks alone are incomplete.
     drops: Option<DropWatch>,
-    /// What one scan found. Reused.
+    /// Pages found by one scan. Reused.
     dirty: DirtyBitmap,
 }
 
 impl TrackedRam {
-    /// From here on every write to the regions is seen; all of them have to be sent once. The userfaultfd is one of
-    /// the process itself, see [`tracee::Injector::take_userfaultfd`].
+    /// Starts tracking every write to the regions; all of their pages have to be sent once. The userfaultfd has to be
+    /// one of the process itself, see [`tracee::Injector::take_userfaultfd`].
     ///
     /// # Errors
-    /// Leaves nothing behind.
+    /// No tracking remains after an error.
     pub fn start(process: &Process, userfaultfd: OwnedFd, regions: &[RamRegion]) -> Result<Self, LogError> {
         Self::over(Self::begin(process, userfaultfd, regions)?.finish()?, process, regions)
     }
 
-    /// The beginning of [`TrackedRam::start`], in steps none of which takes long; [`TrackedRam::over`] is its end.
+    /// Begins [`TrackedRam::start`], in short steps; [`TrackedRam::over`] completes it.
     ///
     /// # Errors
-    /// Leaves nothing behind.
+    /// No tracking remains after an error.
     pub fn begin(
         process: &Process,
         userfaultfd: OwnedFd,
@@ -70,10 +70,10 @@ impl TrackedRam {
         Ok(WriteTracker::begin(process, userfaultfd, &ranges)?)
     }
 
-    /// The regions that a tracker was begun for.
+    /// Wraps a tracker that was begun for these regions.
     ///
     /// # Errors
-    /// Leaves nothing behind.
+    /// No tracking remains after an error.
     pub fn over(tracker: WriteTracker, process: &Process, regions: &[RamRegion]) -> Result<Self, LogError> {
         let watches = drop_watches(process, regions)?;
         let block = |(region, drops): (&RamRegion, _)| TrackedBlock {
@@ -90,20 +90,21 @@ impl TrackedRam {
         })
     }
 
-    /// Tells that the guest has stopped and both sides will be compared after the next scan. That scan then looks at
-    /// all of shared memory, which takes about 0.2 s for a GiB: a page that was given back and read again before a scan
-    /// keeps its old contents at the destination, where the guest expects nothing of it, but a comparison sees it.
+    /// Announces that the guest has stopped and both sides will be compared after the next scan. That scan then checks
+    /// all of shared memory, which needs about 0.2 s for a GiB: a page that was given back and read again before a scan
+    /// keeps its old contents at the destination. The guest expects nothing of such a page, but a comparison finds the
+    /// difference.
     pub fn will_be_compared(&mut self) {
         self.compared = true;
     }
 
-    /// From here on `soft` is told of all that is found written, in the order of the regions. It has to be before anything is
-    /// left out, for there is no other way to these marks.
+    /// Reports all pages found written to `soft` from now on, in the order of the regions. Has to be called before any
+    /// page is left out, because these marks cannot be obtained in another way.
     pub fn tell(&mut self, soft: Arc<Soft>) {
         self.soft = Some(soft);
     }
 
-    /// Ends tracking, and says if that failed. Dropping does the same and keeps silent.
+    /// Ends tracking and returns an error if that fails. Dropping ends it, too, but ignores errors.
     pub fn stop(self) -> Result<(), TrackError> {
         self.tracker.stop()
     }
@@ -119,7 +120,7 @@ impl TrackedBlock {
         found.clear();
         let scanned = tracker.take_dirty(self.region.range(), found);
         let mut pages = 0;
-        // Also after an error: what was found will not be found again.
+        // Also after an error, because the next scan will not find these pages again.
         for range in &*found {
             self.dirty.set_bytes(range.start - self.region.address..range.end - self.region.address);
             pages += range.len() / tracee::PAGE_SIZE;
@@ -138,7 +139,7 @@ impl DirtyLog for TrackedRam {
         let mut pages = 0;
         for (number, (block, into)) in self.blocks.iter_mut().zip(into).enumerate() {
             let result = block.take(&mut self.tracker, self.compared, &mut self.found);
-            // Also after an error: what was found will not be found again.
+            // Also after an error, because the next scan will not find these pages again.
             if let Some(soft) = &self.soft {
                 soft.written(number, &block.dirty);
             }

@@ -1,11 +1,13 @@
-//! Are the two sides equal? Asked after the guest has stopped, by a path that shares nothing with the one that moved
-//! it.
+//! Comparison of source and destination after the guest has stopped, by a path that shares nothing with the one that
+//! moved its memory.
 //!
-//! The caller gives its own list of blocks. Bytes come by plain reads of `/proc/PID/mem`; where a block is a shared
-//! file, through the file by its link in `/proc/PID/map_files`, because reading a hole of a shared file through the
-//! process would fill it with memory. (It does so with a private mapping of a file: what stands in its holes' places is
-//! nobody's to guess here, so they are filled where both sides are compared.) Chunks are hashed with 64 bits of XXH3:
-//! enough against accidents, and nobody else can choose what is compared.
+//! The caller provides its own list of blocks. Bytes are read from `/proc/PID/mem`; if a block is a shared file, they
+//! are read from that file by its link in `/proc/PID/map_files`, because reading a hole of a shared file through the
+//! process would fill it with memory. (A private mapping of a file has that effect, too: the content behind its holes
+//! is unknown here, so they are filled if both sides are compared.)
+//!
+//! Chunks are hashed with 64 bits of XXH3: enough against accidents, and no adversary can choose the data that is
+//! compared.
 
 use std::fs::File;
 use std::io;
@@ -19,47 +21,47 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 
-/// Read at a time: fits the processor's cache.
+/// Bytes read at a time: they fit into the processor's cache.
 const PIECE_BYTES: usize = 256 << 10;
 
 /// A block to verify, as the caller knows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// QEMU's name for it.
+    /// QEMU's name of the block.
     pub name: String,
     /// Length in use, in bytes.
     pub bytes: u64,
-    /// Where it begins in QEMU's address space.
+    /// Begin of the block in QEMU's address space.
     pub address: u64,
 }
 
-/// Why a block could not be hashed.
+/// Error of hashing a block.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read RAM block {block} of process {pid} at {address:#x} to verify it")]
 pub struct VerifyError {
-    /// Which process.
+    /// Process id of the QEMU.
     pub pid: u32,
     /// Name of the block.
     pub block: String,
-    /// Where, as an address of the process.
+    /// Address in the process.
     pub address: u64,
-    /// What the system said.
+    /// Error of the operating system.
     pub source: io::Error,
 }
 
-/// Hashes of a block's chunks, in order; the last chunk may be shorter. Uses up to `threads` threads, 256 KiB each,
-/// and at least the caller's.
+/// Returns the hashes of a block's chunks, in order; the last chunk may be shorter. Uses up to `threads` threads, with
+/// 256 KiB each, and at least the caller's.
 ///
 /// # Errors
-/// When the block cannot be read.
+/// If the block cannot be read.
 pub fn hash_block(pid: u32, block: &Block, threads: usize) -> Result<Vec<u64>, VerifyError> {
     hash_block_without(pid, block, None, threads)
 }
 
-/// As [`hash_block`]; pages that were left out count as zeros, whatever is in them.
+/// Returns the hashes as [`hash_block`] does; pages that were left out count as zeros, whatever their content.
 ///
 /// # Errors
-/// When the block cannot be read.
+/// If the block cannot be read.
 pub fn hash_block_without(
     pid: u32,
     block: &Block,
@@ -85,7 +87,7 @@ pub fn hash_block_without(
         }
     };
     let results: Vec<_> = thread::scope(|scope| {
-        // Those that the system does not give are not needed.
+        // Threads that the system does not provide are not needed.
         let start = |_| thread::Builder::new().name("hash".to_owned()).spawn_scoped(scope, work).ok();
         let started: Vec<_> = (1..threads.max(1)).filter_map(start).collect();
         let mine = work();
@@ -99,15 +101,15 @@ pub fn hash_block_without(
     Ok(hashes.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Numbers of the chunks that differ; a chunk that one side does not have differs too. `first_chunk` is the number of
-/// the first one in both lists.
+/// Returns the numbers of the chunks that differ; a chunk that one side lacks differs, too. `first_chunk` is the number
+/// of the first one in both lists.
 pub fn different_chunks(first_chunk: u64, ours: &[u64], theirs: &[u64]) -> Vec<u64> {
     let count = ours.len().max(theirs.len());
     let differs = |index: &usize| ours.get(*index) != theirs.get(*index);
     (0..count).filter(differs).map(|index| first_chunk + index as u64).collect()
 }
 
-/// Hashes of the pages of one chunk of a block: with those of the other side they tell which page differs.
+/// Returns the hashes of the pages of one chunk of a block: compared with the peer's, they show which page differs.
 pub fn hash_pages(pid: u32, block: &Block, chunk: u64) -> Result<Vec<u64>, VerifyError> {
     let failed = |address, source| VerifyError { pid, block: block.name.clone(), address, source };
     let memory = Memory::open(pid, block).map_err(|source| failed(block.address, source))?;
@@ -120,7 +122,7 @@ pub fn hash_pages(pid: u32, block: &Block, chunk: u64) -> Result<Vec<u64>, Verif
 /// An open block.
 struct Memory {
     file: File,
-    /// Where the block begins in `file`, in bytes.
+    /// Begin of the block in `file`, in bytes.
     start: u64,
     address: u64,
     bytes: u64,
@@ -146,7 +148,7 @@ impl Memory {
         self.bytes.saturating_sub(chunk * CHUNK_BYTES).min(CHUNK_BYTES) as usize
     }
 
-    /// The hash of a chunk, or where reading it failed and why.
+    /// Returns the hash of a chunk, or the address at which reading failed, with the error.
     fn hash_chunk(
         &self,
         chunk: u64,
@@ -173,8 +175,8 @@ impl Memory {
     }
 }
 
-/// If a block lies within one shared mapping of a file: that mapping's name in `map_files`, and where in the file the
-/// block begins.
+/// If a block lies within one shared mapping of a file, returns that mapping's name in `map_files`, and the block's
+/// offset in the file.
 fn shared_file(pid: u32, address: u64, bytes: u64) -> io::Result<Option<(String, u64)>> {
     let map = std::fs::read(format!("/proc/{pid}/maps"))?;
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
@@ -185,7 +187,7 @@ fn shared_file(pid: u32, address: u64, bytes: u64) -> io::Result<Option<(String,
         let (start, end) = name.split_once('-')?;
         let (start, end) = (hex(start)?, hex(end)?);
         let whole = start <= address && address.checked_add(bytes)? <= end;
-        // Only a file has a number other than 0.
+        // Only a file has an inode number other than 0.
         let is_file = fields.nth(1)? != "0";
         (whole && flags.ends_with('s') && is_file).then(|| (name.to_owned(), offset + (address - start)))
     };

@@ -1,6 +1,6 @@
-//! What disks held as it went: the name of each page by its number, the latest under which its bytes went, or a reference
-//! to them. Chunk by chunk, because what is referred to later is a run of neighbours, and room is not to go to single pages
-//! of all of a large disk.
+//! Content of disks as it was sent: for each page, the name under which its bytes, or a reference to them, were sent
+//! last. Stored by chunk, because later references need runs of neighbours, and single pages from all over a large disk
+//! would use up the room.
 
 use std::collections::BTreeMap;
 
@@ -8,27 +8,27 @@ use proto::limits::CHUNK_PAGES;
 
 use crate::references::{NAME_BYTES, PageName};
 
-/// Of a page that did not go.
+/// Name of a page that was not sent.
 const NONE: PageName = PageName([0; NAME_BYTES]);
 
 /// The names of one chunk's pages.
 type Names = Box<[PageName; CHUNK_PAGES as usize]>;
 
-/// Of all disks.
+/// Names of the sent pages of all disks.
 #[derive(Debug)]
 pub(crate) struct Went {
-    /// By block, and by the chunk's number in it.
+    /// Keyed by block and the chunk's number in it.
     chunks: BTreeMap<(u16, u64), Names>,
     most_chunks: usize,
 }
 
 impl Went {
-    /// Nothing yet. Of chunks beyond so many nothing is kept.
+    /// Creates an empty index of at most `most_chunks` chunks; later chunks are not recorded.
     pub(crate) fn new(most_chunks: usize) -> Self {
         Self { chunks: BTreeMap::new(), most_chunks }
     }
 
-    /// A page of a disk went.
+    /// Records a page of a disk as sent.
     pub(crate) fn insert(&mut self, block: u16, page: u64, name: PageName) {
         let chunk = (block, page / CHUNK_PAGES);
         if self.chunks.len() < self.most_chunks || self.chunks.contains_key(&chunk) {
@@ -37,7 +37,7 @@ impl Went {
         }
     }
 
-    /// What is known of a disk's pages: number and name, in the order of the numbers.
+    /// Returns the recorded pages of a disk: number and name, in the order of the numbers.
     pub(crate) fn of(&self, block: u16) -> Vec<(u64, PageName)> {
         let chunks = self.chunks.range((block, 0)..=(block, u64::MAX));
         let pages = chunks.flat_map(|((_, chunk), names)| (chunk * CHUNK_PAGES..).zip(names.iter().copied()));

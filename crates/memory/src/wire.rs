@@ -1,6 +1,6 @@
-//! What this crate needs of a connection, and no more: frames out, frames in, a way to hang up.
+//! The interface that this crate needs of a connection: send frames, receive frames, hang up.
 //!
-//! [`DataStream::over`] makes one of a `link` connection; tests use sockets that break where they are told.
+//! [`DataStream::over`] creates a stream from a `link` connection; tests use sockets that break at chosen points.
 
 use std::fmt;
 use std::io::IoSlice;
@@ -13,17 +13,17 @@ use proto::frame::{Header, Kind};
 
 /// The sending half of a data stream.
 pub trait FrameSink: Send {
-    /// From now on nothing here waits longer than until then; what is late fails with [`LinkError::TimedOut`].
+    /// Sets a deadline for all sends from now on; a late one fails with [`LinkError::TimedOut`].
     fn set_deadline(&mut self, deadline: Option<Instant>);
 
-    /// Sends a frame, whose payload is given in at most two parts. Blocks while the other side does not take it, or
-    /// while a limit of bandwidth does not let it through. May keep it in a buffer until [`FrameSink::flush`].
+    /// Sends a frame, whose payload consists of at most two parts. Blocks while the peer does not read, or while a
+    /// bandwidth limit holds it back. May keep the frame in a buffer until [`FrameSink::flush`].
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError>;
 
-    /// Sees that everything is on its way.
+    /// Passes all buffered frames to the network.
     fn flush(&mut self) -> Result<(), LinkError>;
 
-    /// How much of what was sent is still on this side, in bytes; 0 where that is not known.
+    /// Returns the number of sent bytes that have not left this host; 0 if that is unknown.
     fn unsent_bytes(&self) -> u64 {
         0
     }
@@ -31,31 +31,31 @@ pub trait FrameSink: Send {
 
 /// The receiving half of a data stream.
 pub trait FrameSource: Send {
-    /// The next frame: its kind (header and length are checked) and its payload, which is put into `payload`.
+    /// Receives the next frame: puts its payload into `payload` and returns its kind. Header and length are checked.
     fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError>;
 
-    /// Whether at least a part of a further frame has arrived already. False is always a safe answer.
+    /// Returns true if at least a part of a further frame has arrived already. False is always a safe answer.
     fn has_more(&mut self) -> bool;
 }
 
-/// Ends a connection from another thread: both halves fail or end at once, also calls that are blocked in them.
+/// Ends a connection from another thread: both halves fail or end at once, including blocked calls.
 pub trait HangUp: Send + Sync {
-    /// Ends it. Doing so again changes nothing.
+    /// Ends the connection. A second call has no effect.
     fn hang_up(&self);
 }
 
 /// One connection between the data planes.
 pub struct DataStream {
-    /// Towards the other side.
+    /// The half towards the peer.
     pub sink: Box<dyn FrameSink>,
-    /// From the other side.
+    /// The half from the peer.
     pub source: Box<dyn FrameSource>,
-    /// Ends both.
+    /// Handle that ends both.
     pub hang_up: Box<dyn HangUp>,
 }
 
 impl DataStream {
-    /// A data stream over an open connection. What is sent counts against the limit, which all streams share.
+    /// Creates a data stream over an open connection. Sent bytes count against the limit, which all streams share.
     pub fn over(connection: Connection, limit: Option<Arc<RateLimit>>) -> Self {
         let hang_up = Box::new(connection.handle());
         let (reader, mut writer) = connection.split();
@@ -86,7 +86,7 @@ impl FrameSink for Writer {
         self.write_frame(header, &[IoSlice::new(first), IoSlice::new(second)])
     }
 
-    /// `link` keeps nothing back.
+    /// `link` does not buffer.
     fn flush(&mut self) -> Result<(), LinkError> {
         Ok(())
     }
@@ -112,7 +112,8 @@ impl HangUp for Handle {
     }
 }
 
-/// Whether a new connection may do better: the network or the peer's program failed, not what the peer says.
+/// Returns true if a new connection may succeed: the network or the peer's program failed, not the content of the
+/// peer's messages.
 pub(crate) fn is_transient(error: &LinkError) -> bool {
     matches!(
         error,

@@ -22,10 +22,10 @@ use whimbrel_memory::{
 
 const MIB: u64 = 1 << 20;
 const STREAMS: u16 = 3;
-/// Tests that take huge pages take them from all others, and some count them.
+/// Tests that use huge pages compete for them, and some count them.
 static HUGE_PAGES: Mutex<()> = Mutex::new(());
 
-/// Memory on its way.
+/// A migration of memory.
 struct Move {
     source: Victim,
     destination: Victim,
@@ -34,7 +34,7 @@ struct Move {
     receiver: Receiver,
     generation: Generation,
     tls: bool,
-    /// The cuts that the newest connections can be given.
+    /// Handles with which the newest connections can be cut.
     cuts: Vec<Handle>,
 }
 
@@ -44,7 +44,7 @@ impl Move {
         Self::begin_calm(source, destination, tls)
     }
 
-    /// Of a source that writes nothing by itself.
+    /// Begins with a source that writes nothing by itself.
     fn begin_calm(source: Victim, destination: Victim, tls: bool) -> (Self, Owed) {
         let regions = source.regions();
         let uffd = injector().take_userfaultfd(&source.process).unwrap();
@@ -57,7 +57,7 @@ impl Move {
         (Self { source, destination, ram, log, receiver, generation, tls, cuts: Vec::new() }, owed)
     }
 
-    /// A new set of connections.
+    /// Opens a new set of connections.
     fn connect(&mut self) -> Sender {
         self.generation = self.generation.next();
         let (near, far) = connections(self.tls, STREAMS);
@@ -74,16 +74,16 @@ impl Move {
         owed.clear_marks(&mut self.log).unwrap()
     }
 
-    /// A round while the source writes on.
+    /// Runs a round while the source continues to write.
     fn live_round(&mut self, sender: Sender, owed: Owed) -> (Sender, Owed) {
         let readable = self.clear(owed).drain(|| Ok::<_, Infallible>(())).unwrap();
         let sent = sender.send_round(readable).unwrap();
         (sent.sender, sent.owed)
     }
 
-    /// A round in which a connection breaks as soon as pages have gone over it.
+    /// Runs a round in which a connection breaks as soon as pages have been sent over it.
     fn broken_round(&mut self, sender: Sender, owed: Owed) -> Owed {
-        // Enough that it cannot be over before it breaks.
+        // Enough that the round cannot end before the break.
         self.source.order("write 0 16000000 77");
         let readable = self.clear(owed).drain(|| Ok::<_, Infallible>(())).unwrap();
         let (handle, cut) = (sender.handle(), self.cuts[1].clone());
@@ -99,7 +99,7 @@ impl Move {
         interrupted.owed
     }
 
-    /// The source stands still; what is owed goes over.
+    /// Runs the last round, with the source stopped.
     fn last_round(&mut self, sender: Sender, owed: Owed) {
         self.source.freeze();
         let readable = self.clear(owed).stopped_before();
@@ -108,7 +108,7 @@ impl Move {
         assert_eq!(self.receiver.completed_round(), sent.stats.round);
     }
 
-    /// Chunk by chunk, by plain reads.
+    /// Compares chunk by chunk, by plain reads.
     fn assert_equal(&self) {
         for (ours, theirs) in self.source.blocks().iter().zip(&self.destination.blocks()) {
             let (near, far) = (self.source.process.pid(), self.destination.process.pid());
@@ -126,7 +126,7 @@ impl Move {
     }
 }
 
-/// From one kind of memory into another, with everything that can happen on the way.
+/// Moves from one kind of memory to another, with every event that can happen on the way.
 fn moves(from: &str, to: &str, tls: bool) {
     let bytes = 48 * MIB;
     let mut source = Victim::start(from, bytes);
@@ -168,7 +168,7 @@ fn memfd_into_anonymous_with_tls() {
     moves("memfd", "anonymous", true);
 }
 
-/// Says what could not be tried on this machine; `make test` lists it at its end.
+/// Reports a test that this machine does not support; `make test` lists these at its end.
 fn not_tried(what: &str) {
     println!("NOT TRIED: {what}");
     if let Some(list) = std::env::var_os("WHIMBREL_NOT_TRIED") {
@@ -197,13 +197,13 @@ fn hugetlb_memfd_into_hugetlb_memfd_where_there_are_huge_pages() {
     it.assert_equal();
 }
 
-/// The file of a victim's memory.
+/// Returns the file of a victim's memory.
 fn file(victim: &Victim) -> RamFile {
     let address = victim.regions()[0].address;
     RamFile::open(&victim.process, &maps::mapping_at(&victim.process, address).unwrap().unwrap()).unwrap()
 }
 
-/// How much of 48 MiB of a victim is there, in bytes.
+/// Returns how much of a victim's 48 MiB is present, in bytes.
 fn present(victim: &Victim) -> u64 {
     let mut found = Vec::new();
     let range = AddressRange::with_len(victim.regions()[0].address, 48 * MIB);
@@ -211,7 +211,7 @@ fn present(victim: &Victim) -> u64 {
     found.iter().map(AddressRange::len).sum()
 }
 
-/// Trap 5: what is never touched costs no memory there, and what is given back here is given back there.
+/// Trap 5: untouched pages cost no memory at the destination, and pages given back at the source are given back there.
 #[test]
 fn holes_stay_holes_and_become_holes() {
     let mut source = Victim::start("memfd", 48 * MIB);
@@ -232,8 +232,8 @@ fn holes_stay_holes_and_become_holes() {
     assert_eq!(used(&it.source), 4 * MIB, "moving must not fill holes");
 }
 
-/// What was there from end to end before anything came was asked for: nothing of it is given back, and what is empty
-/// here is zero there.
+/// Memory that was present from end to end before the first page arrived was requested: none of it is given back, and
+/// pages that are empty at the source are zero at the destination.
 #[test]
 fn preallocated_memory_stays() {
     for kind in ["memfd", "anonymous"] {
@@ -253,8 +253,8 @@ fn preallocated_memory_stays() {
     }
 }
 
-/// A clean page of a shared file that is given back and read again leaves no mark at all: protected as before, and
-/// zero. Nothing else writes here, which would hide it.
+/// A clean page of a shared file that is given back and read again leaves no mark at all: it is protected as before,
+/// and zero. There is no other write here, which would hide that.
 #[test]
 fn pages_given_back_and_read_again_are_zero_there_too() {
     for kind in ["memfd", "anonymous"] {
@@ -268,7 +268,7 @@ fn pages_given_back_and_read_again_are_zero_there_too() {
         let (sender, owed) = it.live_round(sender, owed);
         it.source.order(&format!("drop {} {}", MIB + 8192, 3 * MIB));
         it.source.order(&format!("read {} {}", 2 * MIB, MIB));
-        // What was read again is not looked for as long as nobody is going to compare. (Anonymous memory marks it.)
+        // Pages that were read again are searched for only before a comparison. (Anonymous memory marks them.)
         let cleared = owed.clear_marks(&mut it.log).unwrap();
         let unmarked = if kind == "memfd" { MIB } else { 0 };
         assert_eq!(cleared.scan().pages, (3 * MIB - unmarked) / 4096, "{kind}");
@@ -281,8 +281,8 @@ fn pages_given_back_and_read_again_are_zero_there_too() {
     }
 }
 
-/// What is not there of a private mapping is in its file, and nothing comes to be there for having been moved: on tmpfs
-/// the RAM of such a guest would grow to its full size.
+/// Absent pages of a private mapping are in its file, and moving them does not allocate them: on tmpfs the RAM of such
+/// a guest would grow to its full size.
 #[test]
 fn a_private_mapping_of_a_file_is_moved_without_filling_it() {
     let mut source = Victim::start("private-sparse-file", 48 * MIB);
@@ -291,8 +291,8 @@ fn a_private_mapping_of_a_file_is_moved_without_filling_it() {
     let (start, end) = (mapping.range.start, mapping.range.end);
     let link = source.process.path(&format!("map_files/{start:x}-{end:x}"));
     let file = std::fs::OpenOptions::new().write(true).open(link).unwrap();
-    // Data of the file, once a single page among holes; of the process in front of such data; of the process in front
-    // of a hole.
+    // Data of the file, including a single page among holes; of the process in front of such data; of the process in
+    // front of a hole.
     file.write_all_at(&[9; 4096], 10 * MIB).unwrap();
     file.write_all_at(&vec![7; 6 * MIB as usize], 20 * MIB).unwrap();
     source.order(&format!("write {} {} 5", 21 * MIB + 100, MIB));
@@ -306,7 +306,7 @@ fn a_private_mapping_of_a_file_is_moved_without_filling_it() {
     let sender = it.connect();
     let (sender, owed) = it.live_round(sender, owed);
     assert_eq!(used(), before, "moving must not fill holes");
-    // In the middle of data, and where there was nothing; and what was the process's own is the file's again.
+    // In the middle of data, and in a hole; and pages that were the process's own are the file's again.
     it.source.order(&format!("write {} 5 8", 24 * MIB + 5000));
     it.source.order(&format!("write {} 5 9", MIB + 5000));
     it.source.order(&format!("drop {} {}", 21 * MIB, 4096 * 3));
@@ -317,7 +317,7 @@ fn a_private_mapping_of_a_file_is_moved_without_filling_it() {
     it.assert_equal();
 }
 
-/// Private huge pages that are not there are made by reading them: of those that are reserved for them.
+/// Absent private huge pages are allocated by reading them: from those that are reserved for them.
 #[test]
 fn private_huge_pages_are_read_at_nobody_elses_expense() {
     let pages = |what: &str| -> u64 {
@@ -341,7 +341,7 @@ fn private_huge_pages_are_read_at_nobody_elses_expense() {
     it.assert_equal();
 }
 
-/// Anonymous memory there is zeroed, and given back by the process itself between rounds.
+/// Anonymous memory at the destination is zeroed, and given back by the process itself between rounds.
 #[test]
 fn anonymous_memory_is_given_back_between_rounds() {
     let mut source = Victim::start("anonymous", 48 * MIB);
@@ -355,7 +355,7 @@ fn anonymous_memory_is_given_back_between_rounds() {
     it.source.order(&format!("drop {} {}", MIB, 4 * MIB));
     let (sender, owed) = it.live_round(sender, owed);
     assert_eq!(present(&it.destination), 8 * MIB);
-    // What is written again is not to be given back.
+    // Pages that are written again must not be given back.
     it.source.order(&format!("write {MIB} {MIB} 6"));
     let (sender, owed) = it.live_round(sender, owed);
     let regions = it.destination.regions();
@@ -377,7 +377,7 @@ fn anonymous_memory_is_given_back_between_rounds() {
     it.assert_equal();
 }
 
-/// What QEMU had put into the destination's RAM by itself does not shine through the source's holes.
+/// Content that QEMU itself had put into the destination's RAM does not show through the source's holes.
 #[test]
 fn what_was_there_before_is_overwritten() {
     for kind in ["anonymous", "memfd"] {
@@ -428,7 +428,7 @@ fn pages_are_counted_as_they_are_found() {
     let border = regions[0].bytes / 4096;
     let high = 5 * MIB / 4096 - border;
     assert!(into[1].runs().eq(std::iter::once(high - 1..high + 1)));
-    // What is written is in use.
+    // Written pages are in use.
     assert_eq!(soft.pages(), (3 - 1 + regions[1].bytes / 4096 - 2, 0));
     log.stop().unwrap();
     assert_eq!(into[0].count(), 1);

@@ -1,4 +1,4 @@
-//! Reading and writing what goes over the wire.
+//! Encoding and decoding of frames and messages.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "for developers")]
 
@@ -22,7 +22,7 @@ fn main() {
     benches.finish();
 }
 
-/// So many runs over a whole chunk, of contents in turn.
+/// Returns `count` runs over a whole chunk, with contents in turn.
 fn runs(count: u64) -> Vec<Run> {
     let pages = CHUNK_PAGES / count;
     let contents = [Content::Data, Content::Zero, Content::Hole].into_iter().cycle();
@@ -70,7 +70,7 @@ fn messages(benches: &mut Benches) {
     one_message(benches, "verify, 4096 hashes", Amount::Of(4096, "hash"), verify);
 }
 
-/// As `link` does it: what was read is checked as well.
+/// Benchmarks a message. As in `link`, a decoded message is also validated.
 fn one_message(benches: &mut Benches, name: &str, amount: Amount, message: impl Fn() -> Message) {
     benches.counted(&format!("message, encode/{name}"), amount, || {
         let message = message();

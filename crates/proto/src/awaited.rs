@@ -1,64 +1,67 @@
-//! Post-copy: which pages are to come while the guest runs, and pages that somebody waits for.
+//! Post-copy: the list of missing pages, which arrive while the guest runs, and requests for single pages.
 //!
-//! After the stop the source names them on the control stream, before the device state: `Awaited`, and in `Blob` frames an
-//! entry for each chunk of guest memory that has any:
+//! After the stop the source lists the missing pages on the control stream, before the device state: `Awaited`, and in
+//! `Blob` frames an entry for each chunk of guest memory that has any:
 //!
 //! ```text
 //! block u16 | chunk u48 | a bit for each page of the chunk, the first page's lowest: 8 × u64
 //! ```
 //!
-//! Before it, while the guest still runs, it may name pages that the destination has as they were before (`TakeAway`, with
-//! entries of the same kind): those are taken away then, which takes time for many of them, and named again with the rest.
+//! Before the stop, while the guest still runs, the source may list pages of which the destination has an outdated
+//! version (`TakeAway`, with entries of the same kind). The destination discards them at once, because discarding many
+//! pages takes time; the list after the stop contains them again.
 //!
-//! All numbers are little-endian. The pages go over the data streams as in any round. Whoever touches one that is not
-//! there waits for it, and so it is asked for on the *page stream*, a data stream of its own whose number is one more than
-//! that of the last: `Want` from the destination, and from the source a `Blob` frame for each page:
+//! All numbers are little-endian. The pages travel over the data streams as in any round. A thread that touches a
+//! missing page blocks until the page is placed. So the destination requests that page on the *page stream*, a data
+//! stream of its own whose number is one more than that of the last data stream: the destination sends `Want`, and the
+//! source answers with a `Blob` frame for each page:
 //!
 //! ```text
 //! block u16 | page u48 | 4096 bytes, or none for a page of zeros
 //! ```
 //!
-//! What the destination says first on the page stream is what is to come: `Awaited` and its entries. Nothing is sent before:
-//! it would be in a place where somebody is to wait, and be taken away. After a cut the streams are opened anew, with the
-//! next generation, and it is said again, so that the source has to remember nothing.
+//! The first message of the destination on the page stream is the list of missing pages: `Awaited` and its entries.
+//! The source sends no page before this list arrives, because a page that is placed before is discarded again when the
+//! destination prepares to wait for its faults. After a cut the streams are opened anew, with the next generation, and
+//! the destination sends the list again, so the source has to remember nothing.
 
 use crate::limits::{CHUNK_PAGES, PAGE_BYTES};
 
-/// Words of an entry's bits.
+/// Number of 64-bit words in the page bits of an entry.
 const WORDS: usize = (CHUNK_PAGES / 64) as usize;
 
-/// Bytes that name a block and a chunk or a page of it.
+/// Bytes of the field that identifies a block and one of its chunks or pages.
 const NAME_BYTES: usize = 8;
 
 /// Length of an entry, in bytes.
 pub const ENTRY_BYTES: usize = NAME_BYTES + 8 * WORDS;
 
-/// Length of the blob with a page, in bytes; one of zeros is shorter.
+/// Length of a blob with a page, in bytes; the blob of a zero page is shorter.
 pub const PAGE_BLOB_BYTES: usize = NAME_BYTES + PAGE_BYTES as usize;
 
-/// Pages of a chunk that are to come.
+/// Missing pages of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AwaitedChunk {
     /// Index of the RAM block in the proposal.
     pub block: u16,
-    /// The chunk in the block.
+    /// Number of the chunk in the block.
     pub chunk: u64,
-    /// A bit for each page.
+    /// One bit for each page of the chunk, set if the page is missing.
     pub pages: [u64; WORDS],
 }
 
-/// Bytes that are no entries, or no page.
+/// Error of the bytes of a list of missing pages or of a page blob.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadAwaited {
-    /// Not a whole number of entries.
+    /// The length is not a multiple of an entry's length.
     #[error("{0} bytes are not whole entries of pages to come")]
     Entries(usize),
-    /// Neither a page nor one of zeros.
+    /// The blob is neither a page nor a zero page.
     #[error("{0} bytes are not one page")]
     Page(usize),
 }
 
-/// Block, and a number of 48 bits.
+/// Encodes a block index and a 48-bit number.
 fn encode_name(block: u16, number: u64) -> [u8; NAME_BYTES] {
     (u64::from(block) | number << 16).to_le_bytes()
 }
@@ -69,7 +72,7 @@ fn decode_name(name: [u8; NAME_BYTES]) -> (u16, u64) {
 }
 
 impl AwaitedChunk {
-    /// As an entry.
+    /// Encodes the entry.
     pub fn encode(&self) -> [u8; ENTRY_BYTES] {
         let mut entry = [0; ENTRY_BYTES];
         let (name, bits) = entry.split_at_mut(NAME_BYTES);
@@ -80,10 +83,11 @@ impl AwaitedChunk {
         entry
     }
 
-    /// Of all entries.
+    /// Decodes all entries of a list.
     ///
     /// # Errors
-    /// If they are not whole. Whether there are such blocks and pages is for the receiver.
+    /// Fails if the length is not a multiple of an entry's length. The receiver checks that the blocks and pages
+    /// exist.
     pub fn decode_all(bytes: &[u8]) -> Result<Vec<Self>, BadAwaited> {
         let (entries, []) = bytes.as_chunks::<ENTRY_BYTES>() else {
             return Err(BadAwaited::Entries(bytes.len()));
@@ -101,15 +105,15 @@ impl AwaitedChunk {
     }
 }
 
-/// The blob with a page; without `bytes` it is one of zeros.
+/// Encodes the blob of a page; empty `bytes` make a zero page.
 pub fn encode_page(block: u16, page: u64, bytes: &[u8]) -> Vec<u8> {
     [&encode_name(block, page), bytes].concat()
 }
 
-/// Block, page and bytes of a blob. No bytes are a page of zeros.
+/// Returns block, page and bytes of a page blob. Empty bytes stand for a zero page.
 ///
 /// # Errors
-/// If it is not one page.
+/// Fails if the blob has not the length of a page or of a zero page.
 pub fn decode_page(blob: &[u8]) -> Result<(u16, u64, &[u8]), BadAwaited> {
     let (Some((name, bytes)), true) =
         (blob.split_first_chunk::<NAME_BYTES>(), [NAME_BYTES, PAGE_BLOB_BYTES].contains(&blob.len()))

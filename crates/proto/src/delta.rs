@@ -1,18 +1,19 @@
-//! Pages of which the destination holds an earlier version: what changed is sent.
+//! Deltas: the changes of a page of which the destination holds an earlier version.
 //!
-//! A run of pages with [`Content::Delta`](crate::pages::Content) carries for each of its pages, in the place of its
-//! contents:
+//! A run of pages with [`Content::Delta`](crate::pages::Content) carries the following for each of its pages, in place
+//! of the page's contents:
 //!
 //! ```text
 //! hash u64 | changed u64 | the 64 bytes of each piece that changed ...
 //! ```
 //!
-//! A page is 64 pieces of 64 bytes, a cache line each; bit *n* of *changed* says that piece *n* is another one now. The
-//! destination puts the pieces into what it holds. *hash* is XXH3 (64 bits) of the page as it has to be then, with the
-//! seed of the proposal, which no guest knows. Where it is another one, the destination held something else than the
-//! source believed: it leaves the page as it was and asks for it, as it does for one that was
-//! [referred to](crate::reference). How many pieces a run has in all stands in the run, so that its length is known
-//! before any of it is read. Disks have no deltas.
+//! A page is 64 pieces of 64 bytes, one cache line each; bit *n* of *changed* is set if piece *n* has changed. The
+//! destination writes the pieces into the version that it holds. *hash* is XXH3 (64 bits) of the resulting page, with
+//! the seed of the proposal, which no guest knows.
+//!
+//! A different hash means that the destination held something else than the source believed: it then leaves the page
+//! as it was and reports it as missing, as it does for a page that was [referred to](crate::reference). The run states
+//! how many pieces it has in all, so that its length is known before any of it is read. Disks have no deltas.
 
 use crate::limits::PAGE_BYTES;
 use crate::pages::BadPages;
@@ -23,25 +24,25 @@ pub const PIECE_BYTES: usize = 64;
 pub const PIECES: usize = PAGE_BYTES as usize / PIECE_BYTES;
 /// Bytes before the pieces of a page.
 pub const HEAD_BYTES: usize = 16;
-/// A page of which more pieces changed is sent as it is.
+/// Highest number of changed pieces of a delta; a page with more changed pieces is sent as it is.
 pub const MOST_PIECES: u32 = PIECES as u32 - 1;
 
-/// What became of a page.
+/// Changes of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Delta<'a> {
-    /// What the page has to be.
+    /// Hash of the page after the changes.
     pub hash: u64,
-    /// Which pieces changed.
+    /// One bit for each piece, set if it has changed.
     pub changed: u64,
-    /// Their bytes, one after the other.
+    /// Bytes of the changed pieces, one after the other.
     pub pieces: &'a [u8],
 }
 
 impl<'a> Delta<'a> {
-    /// Appends what of a page with this hash changed.
+    /// Appends the delta of a page: its hash, the bits of the changed pieces, and their bytes.
     ///
     /// # Panics
-    /// When it is not as long as a page.
+    /// If `page` is shorter than a page.
     pub fn encode(page: &[u8], hash: u64, changed: u64, out: &mut Vec<u8>) {
         out.extend_from_slice(&hash.to_le_bytes());
         out.extend_from_slice(&changed.to_le_bytes());
@@ -50,10 +51,10 @@ impl<'a> Delta<'a> {
         }
     }
 
-    /// Reads the delta of a page from the front of what a run has left, and takes it off there.
+    /// Reads the delta of a page from the front of `rest`, the unread data of a run, and advances `rest` past it.
     ///
     /// # Errors
-    /// When it is longer than what is left, or has more pieces than may be sent.
+    /// Fails if the delta is longer than `rest`, or has more than [`MOST_PIECES`] pieces.
     pub fn take(rest: &mut &'a [u8]) -> Result<Self, BadPages> {
         let (head, behind) = rest.split_first_chunk::<HEAD_BYTES>().ok_or(BadPages::Delta)?;
         let [hash, changed] = [0, 8].map(|at| {
@@ -70,10 +71,10 @@ impl<'a> Delta<'a> {
         Ok(Self { hash, changed, pieces })
     }
 
-    /// Puts the pieces into a page. Whether it is what it has to be then is for the caller to compare.
+    /// Writes the changed pieces into a page. The caller compares the hash of the result.
     ///
     /// # Panics
-    /// When it is not as long as a page.
+    /// If `page` is shorter than a page.
     pub fn put_into(&self, page: &mut [u8]) {
         for (place, piece) in places(self.changed).zip(self.pieces.chunks_exact(PIECE_BYTES)) {
             page[place..place + PIECE_BYTES].copy_from_slice(piece);
@@ -81,7 +82,7 @@ impl<'a> Delta<'a> {
     }
 }
 
-/// Where the pieces of a set are in their page, in bytes.
+/// Returns the offsets in the page, in bytes, of the pieces in a set.
 fn places(changed: u64) -> impl Iterator<Item = usize> {
     let mut left = changed;
     std::iter::from_fn(move || {
@@ -128,7 +129,7 @@ mod tests {
             assert_eq!(Delta::take(&mut rest), Err(BadPages::Delta));
             assert_eq!(rest.len(), length);
         }
-        // All of a page.
+        // A delta of all pieces.
         let mut whole = vec![0xff; HEAD_BYTES + PAGE_BYTES as usize];
         assert_eq!(Delta::take(&mut &whole[..]), Err(BadPages::Delta));
         whole[15] = 0x7f;

@@ -12,28 +12,28 @@ use crate::{limits, packed, pages, reference};
 /// Bytes of a frame's header.
 pub const HEADER_BYTES: usize = 8;
 
-/// What a frame's payload is.
+/// Kind of a frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
     /// A JSON [`Message`](crate::Message).
     Message = 1,
-    /// A piece of device state.
+    /// A part of the device state, of a list of missing pages, or a requested page.
     Blob = 2,
     /// Pages of guest memory, see [`pages`].
     Pages = 3,
-    /// All pages of a round have been sent on this stream.
+    /// End of a round on this stream: all of its pages have been sent.
     RoundEnd = 4,
-    /// Frames up to a sequence number have been applied.
+    /// Acknowledgement: all frames up to a sequence number have been applied.
     Ack = 5,
-    /// Pages that were only referred to are not there, see [`reference`].
+    /// Pages that were sent as references and that the destination does not have, see [`reference`].
     Missing = 6,
     /// Pages whose contents are compressed, see [`packed`].
     Packed = 7,
 }
 
 impl Kind {
-    /// Longest payload of such a frame, in bytes.
+    /// Returns the length limit of such a frame's payload, in bytes.
     pub const fn max_payload_bytes(self) -> usize {
         match self {
             Self::Message => limits::MESSAGE_BYTES,
@@ -53,36 +53,38 @@ impl Kind {
     }
 }
 
-/// A checked header: the length is within the kind's limit.
+/// A checked header: the length is within the limit of the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What follows.
+    /// Kind of the payload.
     pub kind: Kind,
-    /// How many bytes follow.
+    /// Length of the payload, in bytes.
     pub payload_bytes: u32,
 }
 
-/// Why a header cannot be used. The connection has to be ended: where the next frame begins is not known.
+/// Error of a header. The connection has to be closed: the position of the next frame is unknown.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadHeader {
-    /// No such kind of frame in this version.
+    /// The kind of frame is unknown in this version.
     #[error("frame of unknown kind {0}")]
     Kind(u8),
-    /// The bytes that have to be zero are not.
+    /// The reserved bytes are not zero.
     #[error("frame header with non-zero reserved bytes")]
     Reserved,
-    /// Longer than the kind allows.
+    /// The payload is longer than its kind allows.
     #[error("{kind:?} frame of {bytes} bytes; at most {max} are allowed", max = kind.max_payload_bytes())]
     TooLong {
-        /// What the frame claims to be.
+        /// Claimed kind.
         kind: Kind,
-        /// How long it claims to be.
+        /// Claimed length, in bytes.
         bytes: u32,
     },
 }
 
 impl Header {
-    /// A header for a payload of the given length, which the caller has kept within [`Kind::max_payload_bytes`].
+    /// Returns the header of a payload of the given length.
+    ///
+    /// # Errors Fails if the length exceeds [`Kind::max_payload_bytes`].
     pub fn new(kind: Kind, payload_bytes: usize) -> Result<Self, BadHeader> {
         let bytes = u32::try_from(payload_bytes).unwrap_or(u32::MAX);
         if payload_bytes > kind.max_payload_bytes() {
@@ -91,7 +93,7 @@ impl Header {
         Ok(Self { kind, payload_bytes: bytes })
     }
 
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[0] = self.kind as u8;
@@ -99,7 +101,10 @@ impl Header {
         bytes
     }
 
-    /// Reads and checks the bytes of a header.
+    /// Decodes and checks the bytes of a header.
+    ///
+    /// # Errors Fails if the kind is unknown, a reserved byte is not zero, or the length exceeds the limit of the
+    /// kind.
     pub fn decode(bytes: [u8; HEADER_BYTES]) -> Result<Self, BadHeader> {
         let [kind, z1, z2, z3, l0, l1, l2, l3] = bytes;
         let kind = Kind::from_byte(kind).ok_or(BadHeader::Kind(kind))?;

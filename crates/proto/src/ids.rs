@@ -1,4 +1,4 @@
-//! Names by which the two sides speak of the same thing.
+//! Identifiers that both hosts of a migration share.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::limits;
 
-/// A host as the configuration calls it; also a DNS name in the host's certificate.
+/// A host's name in the configuration; also a DNS name in the host's certificate.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct HostId(String);
@@ -16,7 +16,7 @@ pub struct HostId(String);
 #[serde(try_from = "String", into = "String")]
 pub struct VmName(String);
 
-/// A name that is empty, too long, or holds a character other than letters, digits, `.`, `_` and `-`.
+/// Error of a name that is empty, too long, or has a character other than letters, digits, `.`, `_` and `-`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is no valid name: use 1 to {max} letters, digits, '.', '_' or '-', not starting with '.' or '-'",
@@ -36,12 +36,12 @@ fn checked_name(name: String) -> Result<String, BadName> {
 macro_rules! name_type {
     ($type:ident) => {
         impl $type {
-            /// Checks and takes a name.
+            /// Checks a name and wraps it.
             pub fn new(name: impl Into<String>) -> Result<Self, BadName> {
                 checked_name(name.into()).map(Self)
             }
 
-            /// The name as text.
+            /// Returns the name as text.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -72,13 +72,13 @@ macro_rules! name_type {
 name_type!(HostId);
 name_type!(VmName);
 
-/// Counts the migrations of one VM. Each attempt has an epoch of its own, larger than all before it.
+/// Number of a migration of one VM. Each attempt has an epoch of its own, larger than all earlier ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub u64);
 
 impl Epoch {
-    /// The epoch of the next attempt.
+    /// Returns the epoch of the next attempt.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))
@@ -91,14 +91,14 @@ impl fmt::Display for Epoch {
     }
 }
 
-/// Counts the sets of connections within one migration: a new one after each cut. What arrives on a connection of
-/// an older generation is not applied.
+/// Number of a set of connections within one migration; each cut of the link begins a new one. Frames of a connection
+/// of an older generation are not applied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Generation(pub u64);
 
 impl Generation {
-    /// The generation after this one.
+    /// Returns the generation after this one.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))
@@ -111,12 +111,12 @@ impl fmt::Display for Generation {
     }
 }
 
-/// One migration of one VM.
+/// Identifier of one migration of one VM.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MigrationId {
     /// The VM that moves.
     pub vm: VmName,
-    /// Which of its migrations.
+    /// Number of the migration.
     pub epoch: Epoch,
 }
 
@@ -126,8 +126,8 @@ impl fmt::Display for MigrationId {
     }
 }
 
-/// One particular process on one particular boot of a host, prepared by one particular session of the agents. GO is
-/// given to an incarnation; any other starts nothing.
+/// One particular process on one particular boot of a host, prepared by one particular session of the agents. GO names
+/// an incarnation; it starts no other process.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Incarnation {
     /// `/proc/sys/kernel/random/boot_id` of the destination.
@@ -136,7 +136,7 @@ pub struct Incarnation {
     pub pid: u32,
     /// Field 22 of `/proc/PID/stat`: when the process started, in clock ticks since boot.
     pub start_time_ticks: u64,
-    /// Generation of the connections over which it was made ready.
+    /// Generation of the connections over which the process was made ready.
     pub generation: Generation,
 }
 

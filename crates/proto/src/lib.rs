@@ -1,4 +1,4 @@
-//! What two agents say to one another: formats, limits and versions. No I/O.
+//! The protocol between two agents: formats, limits and versions. No I/O.
 //!
 //! # A migration on the wire
 //!
@@ -20,45 +20,49 @@
 //!            ◄───────────────────────────────────  Running{epoch}
 //! ```
 //!
-//! Where the destination has templates of disks, the source asks for them after `Accept`: `Seek`, and some `Known` come
-//! back. Pages that the destination has are then [referred to](reference); in images that both hosts have (those of disks
-//! that are not copied) without asking: they are the templates from number 8 on, in the order of `disks` and their `layers`
-//! in the proposal's description. Of pages that were sent before, only [what changed](delta) is sent again. Where the link
-//! is slower than compressing, and at first, `Packed` frames stand in the place of some `Pages` ([`packed`]).
+//! If the destination has templates of disks, the source queries them after `Accept` with `Seek`; the destination
+//! answers with one or more `Known`. Pages that the destination has are then [referred to](reference). Images that
+//! both hosts have (those of disks that are not copied) need no query: they are the templates from number 8 on, in the
+//! order of `disks` and their `layers` in the proposal's description.
 //!
-//! Where pages come after the guest (*post-copy*), `TakeAway` says before its stop which pages of the destination's are old,
-//! `Awaited` takes the place of the last round, and the data streams go on
-//! until all of them are there ([`awaited`]): `Incomplete` is said when the guest runs, and `Running` at the end.
+//! If an earlier version of a page was sent, a [delta](delta) replaces the page. Where the link is slower than
+//! compression, and at first, `Packed` frames replace some `Pages` ([`packed`]).
+//!
+//! In *post-copy*, where pages arrive after the guest, the source lists outdated pages of the destination with
+//! `TakeAway` before the stop. `Awaited` replaces the last round, and the data streams go on until all missing pages
+//! have arrived ([`awaited`]): the destination sends `Incomplete` when the guest runs, and `Running` at the end.
 //!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
-//! `Resume`; the destination ends and joins the workers of the old generation, answers `Resumed`, and takes the new
-//! data streams. Pages of frames that were not acknowledged are dirty again. A frame that cannot be read ends its stream, and
-//! it is as after a cut, three times in a migration.
+//! `Resume`. The destination stops and joins the workers of the old generation, answers `Resumed`, and accepts the new
+//! data streams. Pages of frames that were not acknowledged are dirty again. A frame that cannot be decoded ends its
+//! stream; the agents handle this like a cut, three times in a migration.
 //!
-//! After READY either side may have lost its agent. Whoever does not know asks on a connection for `Handover`: the
-//! destination sends `Ask` and gets a `Verdict`; the source repeats `Go` and gets `Running`, `Incomplete`, `Refused` or
-//! `Crashed`, or learns with `Inquire` what the destination has. Before COMMITTED the source may say `Abort`.
+//! After READY either host may have lost its agent. An agent that does not know the outcome asks on a connection for
+//! `Handover`: the destination sends `Ask` and receives a `Verdict`; the source repeats `Go` and receives `Running`,
+//! `Incomplete`, `Refused` or `Crashed`, or learns with `Inquire` what the destination has. Before COMMITTED the
+//! source may send `Abort`.
 //!
 //! # The envelope
 //!
-//! Every connection is TCP, with TLS 1.3 inside and certificates on both sides unless both configurations say plain.
-//! Each side sends frames ([`frame`]): eight bytes of header, then the payload. The first frame of each side is a
-//! greeting, `Hello` from the one that connects and `Welcome` from the one that answers. A frame of another kind
-//! before that, or one that is longer than [`limits::GREETING_BYTES`], ends the connection. The names in the greetings
-//! have to be names of the certificates.
+//! Every connection is TCP, with TLS 1.3 inside and certificates on both sides unless both configurations specify
+//! plain. Each side sends frames ([`frame`]): eight bytes of header, then the payload. The first frame of each side is
+//! a greeting, `Hello` from the connecting agent and `Welcome` from the accepting one. A frame of another kind before
+//! that, or one that is longer than [`limits::GREETING_BYTES`], ends the connection. The names in the greetings have
+//! to be names of the certificates.
 //!
 //! # Versions
 //!
-//! The side that connects names the oldest and the newest version that it speaks, the other picks the newest that both
-//! know, or refuses and says so. Within a version nothing changes but by adding optional fields to JSON messages;
-//! unknown fields are ignored, unknown messages and frames end the connection. The greetings themselves stay as they
-//! are in all versions, or nobody could refuse. The bytes of each version are pinned by tests; a version that was
-//! released keeps its tests for as long as a program speaks it.
+//! The connecting agent names the oldest and the newest version that it supports. The accepting agent picks the newest
+//! version that both support, or refuses and reports the reason. Within a version nothing changes except that optional
+//! fields are added to JSON messages; unknown fields are ignored, unknown messages and frames end the connection.
+//!
+//! The greetings themselves stay the same in all versions, because otherwise no agent could refuse a version. Tests
+//! pin the bytes of each version; a version that was released keeps its tests for as long as a program supports it.
 //!
 //! # Limits
 //!
-//! Every length that a peer claims is compared with [`limits`] before anything is allocated for it, and what a message
-//! says is checked before anybody acts on it ([`Message::validate`]).
+//! Every length that a peer claims is compared with [`limits`] before anything is allocated for it, and the contents
+//! of a message are checked before an agent acts on them ([`Message::validate`]).
 
 pub mod awaited;
 pub mod delta;
@@ -77,8 +81,8 @@ pub use message::{Message, Purpose};
 pub use valid::Invalid;
 pub use version::Versions;
 
-/// Oldest version that this program speaks.
+/// Oldest version that this program supports.
 pub const OLDEST_VERSION: u16 = 1;
 
-/// Newest version that this program speaks.
+/// Newest version that this program supports.
 pub const NEWEST_VERSION: u16 = 1;

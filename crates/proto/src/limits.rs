@@ -1,4 +1,4 @@
-//! What one side accepts from the other, whatever it claims. Checked before anything is allocated.
+//! Limits on what an agent accepts from its peer. They are checked before anything is allocated.
 
 /// Longest name of a host or VM, in bytes.
 pub const NAME_BYTES: usize = 63;
@@ -21,7 +21,7 @@ pub const RAM_BLOCKS: usize = 1024;
 /// Longest name of a RAM block, in bytes: QEMU's own limit.
 pub const RAM_BLOCK_NAME_BYTES: usize = 255;
 
-/// Largest pages behind a RAM block, in bytes: 1 GiB, the largest of x86-64.
+/// Largest page size of a RAM block, in bytes: 1 GiB, the largest of x86-64.
 pub const HUGE_PAGE_BYTES: u64 = 1 << 30;
 
 /// Longest address (`host:port`), in bytes: a DNS name and a port.
@@ -30,13 +30,13 @@ pub const ADDRESS_BYTES: usize = 261;
 /// Largest RAM of one VM, in bytes: 64 TiB, beyond what x86-64 hosts carry.
 pub const RAM_BYTES: u64 = 64 << 40;
 
-/// Most disks of one VM that travel: with the RAM blocks they have to fit the index of a block.
+/// Most copied disks of one VM: the index of a block has to fit both them and the RAM blocks.
 pub const DISKS: usize = 256;
 
 /// Longest name of a disk, in bytes: that of a block node or a drive.
 pub const DISK_NAME_BYTES: usize = 255;
 
-/// Longest disk, in bytes: 2 EiB, so that no number of a chunk or a sector overflows.
+/// Longest disk, in bytes: 2 EiB, so that no chunk or sector number overflows.
 pub const DISK_BYTES: u64 = 2 << 60;
 
 /// Most codecs that a destination may name.
@@ -45,7 +45,7 @@ pub const CODECS: usize = 16;
 /// Longest JSON message, in bytes.
 pub const MESSAGE_BYTES: usize = 4 << 20;
 
-/// Longest greeting (`Hello`, `Welcome`), in bytes: what is read from a peer about whom nothing is known yet.
+/// Longest greeting (`Hello`, `Welcome`), in bytes: read from a peer of which nothing is known yet.
 pub const GREETING_BYTES: usize = 16 << 10;
 
 /// Longest piece of device state in one frame, in bytes.
@@ -54,25 +54,25 @@ pub const BLOB_BYTES: usize = 1 << 20;
 /// Largest device state, in bytes.
 pub const DEVICE_STATE_BYTES: u64 = 256 << 20;
 
-/// Longest list of pages that are to come after the guest, in bytes: 7 TiB of them.
+/// Longest list of missing pages in post-copy, in bytes: enough for 7 TiB of memory.
 pub const AWAITED_BYTES: u64 = 256 << 20;
 
-/// Longest list of pages that are taken away at once, in bytes: 128 MiB of them, a second of work at the most.
+/// Longest list of pages that are discarded at once, in bytes: 128 MiB of memory, at most a second of work.
 pub const TAKEN_AWAY_BYTES: u64 = 64 * 72;
 
-/// Most pages that are wanted at once.
+/// Most pages in one page request.
 pub const WANTED_PAGES: usize = 4096;
 
-/// Most pages that a source asks after at once.
+/// Most pages in one query for templates.
 pub const SOUGHT_PAGES: usize = 1024;
 
-/// Most templates of which a destination tells. The numbers from here on are those of images that both hosts have.
+/// Most templates that a destination advertises. Numbers from here on are those of images that both hosts have.
 pub const TOLD_TEMPLATES: u16 = 8;
 
 /// Most images that both hosts have.
 pub const SHARED_IMAGES: u16 = 64;
 
-/// Most pages of a template in one message: 64 MiB of it.
+/// Most pages of a template in one message: 64 MiB of content.
 pub const KNOWN_PAGES: usize = 16384;
 
 /// Most hashes in one message: 8 GiB of memory in chunks.

@@ -1,4 +1,4 @@
-//! What the agents say to one another, as JSON.
+//! Messages between the agents, as JSON.
 
 mod register;
 
@@ -8,49 +8,49 @@ pub use register::{Offer, Ownership, RegisterReply, RegisterRequest};
 
 use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
 
-/// The first message on every connection, from the side that connects.
+/// First message on every connection, from the agent that connects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Oldest version that the sender speaks.
+    /// Oldest version that the sender supports.
     pub oldest: u16,
-    /// Newest version that the sender speaks.
+    /// Newest version that the sender supports.
     pub newest: u16,
-    /// Who connects; the certificate has to bear the same name.
+    /// The host that connects; its certificate has to bear the same name.
     pub host: HostId,
-    /// What the connection is for.
+    /// Purpose of the connection.
     pub purpose: Purpose,
 }
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "for", rename_all = "kebab-case")]
 pub enum Purpose {
     /// Control stream of a migration, source to destination.
     Control {
-        /// Which migration.
+        /// The migration.
         migration: MigrationId,
-        /// Which set of connections.
+        /// Number of the set of connections.
         generation: Generation,
     },
     /// Data stream of a migration, source to destination.
     Data {
-        /// Which migration.
+        /// The migration.
         migration: MigrationId,
-        /// Which set of connections.
+        /// Number of the set of connections.
         generation: Generation,
-        /// Which stream, from 0 on.
+        /// Number of the stream, from 0 on.
         stream: u16,
     },
-    /// Questions about a handover, either way, answered from the journal.
+    /// Questions about a handover, in either direction, answered from the journal.
     Handover {
-        /// Which migration.
+        /// The migration.
         migration: MigrationId,
     },
-    /// Questions to the register of owners.
+    /// Requests to the ownership registry.
     Register,
 }
 
-/// What a source that does not say it meant: guests that are paused are few.
+/// Default for a source that omits the field: the guest ran, because few guests are paused.
 fn ran() -> bool {
     true
 }
@@ -60,225 +60,233 @@ fn is_zero(number: &u16) -> bool {
     *number == 0
 }
 
-/// The answer to [`Hello`].
+/// Answer to [`Hello`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "kebab-case")]
 pub enum Welcome {
     /// The connection is open.
     Accepted {
-        /// The version that both sides speak from now on.
+        /// Protocol version of the connection.
         version: u16,
-        /// Who answers; the certificate has to bear the same name.
+        /// The host that answers; its certificate has to bear the same name.
         host: HostId,
     },
-    /// The connection is closed after this.
+    /// The connection is refused, and closed after this message.
     Refused {
-        /// Why, and what to do.
+        /// Reason, with advice.
         reason: String,
     },
 }
 
-/// Everything said on a connection after the handshake.
+/// Any message on a connection after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "kebab-case")]
 pub enum Message {
-    /// Source: will you take this VM? First message of a migration's first generation.
+    /// Source: proposes the VM. First message of a migration's first generation.
     Propose(Box<Proposal>),
-    /// Destination: yes; its QEMU waits, PREPARED is journalled.
+    /// Destination: accepts; its QEMU waits, PREPARED is journalled.
     Accept(Acceptance),
-    /// Destination: no; nothing is left of it.
+    /// Destination: rejects the VM, and has removed everything that it had prepared.
     Reject {
-        /// What stands in the way.
+        /// Findings of the pre-flight check that stand in the way.
         findings: Vec<Finding>,
-        /// Where that is the epoch: the largest of the VM that this host has seen. The next attempt takes a larger one.
+        /// Largest epoch of the VM that this host has seen, if the epoch is the reason. The next attempt uses a larger
+        /// one.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         largest_epoch: Option<Epoch>,
     },
-    /// Source: this control stream takes the place of the broken one. First message of a later generation.
+    /// Source: this control stream replaces the broken one. First message of a later generation.
     Resume,
-    /// Destination: workers of older generations have ended, data streams may come.
+    /// Destination: workers of older generations have ended, and data streams may be opened.
     Resumed,
-    /// Source, where the destination has templates: do they have pages such as these? Some pages of the disks that are
-    /// copied, from here and there. Answered with [`Message::Known`].
+    /// Source, if the destination has templates: queries them for a sample of the pages of the disks that are copied.
+    /// Answered with [`Message::Known`].
     Seek {
         /// Names of pages: the first 6 bytes of their BLAKE3, in 12 lower-case hexadecimal digits.
         names: Vec<String>,
     },
-    /// Destination: what is in a template. Several of them answer one [`Message::Seek`], each template in order.
+    /// Destination: pages of a template. Several of these messages answer one [`Message::Seek`], each template in
+    /// order.
     Known {
-        /// The template's number, by which references name it.
+        /// Number of the template, which references use.
         template: u16,
-        /// Pages that are not all zeros.
+        /// Pages that are not zero pages.
         runs: Vec<NamedRun>,
-        /// Whether there is no more; the last one may have no runs.
+        /// True for the last message of the answer, which may have no runs.
         last: bool,
     },
-    /// Source: the guest has stopped and all its pages were acknowledged; compare them with these hashes of my side.
+    /// Source: the guest has stopped and all its pages were acknowledged; asks the destination to compare its pages
+    /// with these hashes of the source's pages.
     Verify {
-        /// Index of the RAM block in the proposal's list; behind them are the disks that are copied, in their order.
+        /// Index of the RAM block in the proposal's list; the copied disks follow the RAM blocks, in their order.
         block: u16,
         /// First chunk of the list.
         first_chunk: u64,
         /// XXH3 of each chunk's bytes, 64 bits, in 16 lower-case hexadecimal digits.
         hashes: Vec<String>,
     },
-    /// Destination: the answer to [`Message::Verify`].
+    /// Destination: answers [`Message::Verify`].
     Verified {
         /// Chunks whose bytes differ.
         different_chunks: Vec<u64>,
     },
-    /// Source: these pages will come while the guest runs (post-copy), for they were written since they were sent, as far as
-    /// is known while it runs here. What is there of them is taken away now, so that it need not be when the guest stands
-    /// still. Entries as of [`Message::Awaited`] follow in one `Blob` frame; answered with TAKEN-AWAY. They are among those
-    /// that are named in the end, unless RESUME comes before.
+    /// Source: these pages will arrive while the guest runs at the destination (post-copy), because the guest has
+    /// written them since they were sent, as far as the source knows while the guest runs here. The destination
+    /// discards its versions now, so that this takes no time while the guest is stopped. Entries as for
+    /// [`Message::Awaited`] follow in one `Blob` frame; answered with [`Message::TakenAway`]. The list at the end
+    /// contains these pages, too, unless [`Message::Resume`] is sent before it.
     TakeAway {
-        /// How many bytes follow.
+        /// Length of the entries, in bytes.
         bytes: u64,
-        /// BLAKE3 of the bytes, in 64 lower-case hexadecimal digits.
+        /// BLAKE3 of the entries, in 64 lower-case hexadecimal digits.
         digest: String,
     },
-    /// Destination: the answer to [`Message::TakeAway`].
+    /// Destination: answers [`Message::TakeAway`].
     TakenAway {
-        /// How long that took, in microseconds.
+        /// Duration of the discard, in microseconds.
         duration_us: u64,
     },
-    /// These pages are to come while the guest runs (post-copy). Source: before the device state. Destination: first on
-    /// the page stream, in every generation. The entries follow in `Blob` frames; see [`crate::awaited`].
+    /// List of the missing pages, which arrive while the guest runs (post-copy). Source: before the device state.
+    /// Destination: first message on the page stream, in every generation. The entries follow in `Blob` frames; see
+    /// [`crate::awaited`].
     Awaited {
-        /// How many bytes follow.
+        /// Length of the entries, in bytes.
         bytes: u64,
-        /// BLAKE3 of the bytes, in 64 lower-case hexadecimal digits.
+        /// BLAKE3 of the entries, in 64 lower-case hexadecimal digits.
         digest: String,
-        /// The last round of which anything was seen: the next one has a larger number.
+        /// Last round of which any frame was sent or received: the next one has a larger number.
         round: u32,
     },
-    /// Destination, on the page stream: somebody waits for these pages.
+    /// Destination, on the page stream: requests these pages, for which a thread waits.
     Want {
         /// The pages.
         pages: Vec<WantedPage>,
     },
-    /// Source: the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
+    /// Source: state of the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
     DeviceState {
-        /// How many bytes follow.
+        /// Length of the device state, in bytes.
         bytes: u64,
-        /// BLAKE3 of the bytes, in 64 lower-case hexadecimal digits.
+        /// BLAKE3 of the device state, in 64 lower-case hexadecimal digits.
         digest: String,
     },
-    /// Source: its QEMU is held. The guest has stood still since the stop, and nobody can continue it before the matter
-    /// is decided. Until it has heard this, the destination is not ready, however much it has loaded.
+    /// Source: its QEMU is held. The guest has not run since the stop, and nothing can continue it before the handover
+    /// is decided. The destination is not ready before it has received this message, however much it has loaded.
     Held {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// Whether the guest ran before the stop. Decided without the source, it is to stay as it was.
+        /// True if the guest ran before the stop. If the handover is decided without the source, the guest keeps that
+        /// state.
         #[serde(default = "ran")]
         run: bool,
     },
-    /// Destination: loaded and paused, everything durable. From here on it is in doubt.
+    /// Destination: the state is loaded, the guest is paused, and everything is durable. From here on it is in doubt.
     Ready {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// What GO has to name.
+        /// The incarnation that GO has to name.
         incarnation: Incarnation,
         /// BLAKE3 of the device state that was loaded, in hexadecimal; empty if the agent was restarted since.
         digest: String,
-        /// How long loading took, in microseconds.
+        /// Duration of loading, in microseconds.
         load_us: u64,
     },
-    /// Source: COMMITTED is journalled; run.
+    /// Source: COMMITTED is journalled; the destination is to run the guest.
     Go {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// Which process is to run.
+        /// The process that is to run.
         incarnation: Incarnation,
-        /// Whether the guest is to run on, or was paused by its user and stays so.
+        /// True if the guest is to run; false if its user had paused it, and it stays paused.
         run: bool,
     },
-    /// Destination: the guest is yours no more.
+    /// Destination: owns the guest and has continued it; nothing is missing.
     Running {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// From GO's arrival until QEMU's `cont` had returned, in microseconds.
+        /// Time from GO's arrival until QEMU's `cont` returned, in microseconds.
         continue_us: u64,
-        /// From that moment until this message was sent, in microseconds: the guest had been running for so long.
+        /// Time from that moment until this message was sent, in microseconds, during which the guest has run.
         #[serde(default)]
         since_us: u64,
-        /// The part of `continue_us` after QEMU's event RESUME, in microseconds; absent if there was none.
+        /// Part of `continue_us` after QEMU's event RESUME, in microseconds; absent if there was no such event.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resumed_us: Option<u64>,
-        /// CPU time of its agent since the proposal, in microseconds, for the report; absent if the agent was
-        /// restarted since.
+        /// CPU time of the destination's agent since the proposal, in microseconds, for the report; absent if the
+        /// agent was restarted since.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         agent_cpu_us: Option<u64>,
-        /// A page that came after the guest was there already when it came, at or after this one: the guest was stopped.
+        /// Address at or behind which a page that arrived after the guest was already present at its arrival; the
+        /// guest was stopped.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         untrusted: Option<WantedPage>,
     },
-    /// Destination: the guest runs here, and pages of it are still to come (post-copy). The source keeps what it has.
+    /// Destination: the guest runs here, and pages are missing (post-copy). The source keeps its pages.
     Incomplete {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// The last set of connections that it knows of: the next one has a larger number.
+        /// Last set of connections that the destination knows: the next one has a larger number.
         generation: Generation,
-        /// As in [`Message::Running`]; 0 if another agent did it.
+        /// Value as in [`Message::Running`]; 0 if another agent has continued the guest.
         continue_us: u64,
-        /// As in [`Message::Running`].
+        /// Value as in [`Message::Running`].
         since_us: u64,
-        /// As in [`Message::Running`].
+        /// Value as in [`Message::Running`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resumed_us: Option<u64>,
-        /// As in [`Message::Running`].
+        /// Value as in [`Message::Running`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         untrusted: Option<WantedPage>,
     },
-    /// Destination: journalled that it will never run this epoch.
+    /// Destination: has journalled that it will never run this epoch.
     Refused {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// Why.
+        /// Reason.
         reason: String,
     },
-    /// Destination: its copy is gone, and a virtual CPU of it may have run.
+    /// Destination: its copy is lost, and a virtual CPU of this copy may have run.
     Crashed {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// What is known about it.
+        /// Known circumstances.
         reason: String,
     },
-    /// Source: what do you have of this epoch? Answered with READY, INCOMPLETE, RUNNING, REFUSED or CRASHED.
+    /// Source: asks for the destination's state in this epoch. Answered with READY, INCOMPLETE, RUNNING, REFUSED or
+    /// CRASHED.
     Inquire {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
     },
-    /// Source: the migration ends before COMMITTED; discard.
+    /// Source: the migration ends before COMMITTED; the destination is to discard its copy.
     Abort {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// Why.
+        /// Reason.
         reason: String,
     },
-    /// Destination, in doubt: what did you decide?
+    /// Destination, in doubt: asks for the source's decision.
     Ask {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
     },
-    /// Source: what the journal says.
+    /// Source: the decision in its journal.
     Verdict {
-        /// Which migration.
+        /// The migration.
         epoch: Epoch,
-        /// What was decided.
+        /// The decision.
         verdict: Verdict,
     },
-    /// Either side: are you there?
+    /// Either agent: checks that the peer answers.
     Ping,
-    /// The answer to [`Message::Ping`].
+    /// Answer to [`Message::Ping`].
     Pong,
-    /// To the register of owners.
+    /// Request to the ownership registry.
     Register(RegisterRequest),
-    /// From the register of owners.
+    /// Answer of the ownership registry.
     Registered(RegisterReply),
 }
 
-/// What the source decided about an epoch.
+/// Decision of the source about an epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "decided", rename_all = "kebab-case")]
 pub enum Verdict {
@@ -286,184 +294,185 @@ pub enum Verdict {
     Committed {
         /// The incarnation.
         incarnation: Incarnation,
-        /// Whether the guest is to run on, or was paused by its user and stays so.
+        /// True if the guest is to run; false if its user had paused it, and it stays paused.
         run: bool,
     },
-    /// The source runs on, and this copy was never told to run; discard.
+    /// The guest continues at the source, and the copy was never permitted to run; the destination discards it.
     Aborted,
-    /// The source runs on after all: the copy's refusal, the register or an operator has decided so after COMMITTED.
-    /// Discard, unless nobody knows whether the copy has run meanwhile.
+    /// The guest continues at the source after all: the copy's refusal, the registry or an operator has decided so
+    /// after COMMITTED. The destination discards the copy, unless it is unknown whether the copy has run in the
+    /// meantime.
     Returned,
-    /// Nothing yet: ask again.
+    /// Nothing is decided yet; the destination asks again.
     Undecided,
 }
 
-/// A page that somebody waits for.
+/// Address of a page that is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct WantedPage {
     /// Index of the RAM block in the proposal's list.
     pub block: u16,
-    /// Its number in the block.
+    /// Number of the page in the block.
     pub page: u64,
 }
 
-/// A VM on offer.
+/// Description of the VM that the source proposes to migrate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Proposal {
     /// Address (`host:port`) at which the source's agent answers questions.
     pub reply_to: String,
-    /// How many data streams will come, in every generation.
+    /// Number of data streams, in every generation.
     pub streams: u16,
-    /// RAM blocks; their place in this list is their index on the data streams.
+    /// RAM blocks; their position in this list is their index on the data streams.
     pub ram: Vec<RamBlock>,
-    /// Facts about the source that the destination's pre-flight compares, as `qemu::SourceFacts`.
+    /// Facts about the source that the destination's pre-flight check compares, as `qemu::SourceFacts`.
     pub facts: serde_json::Value,
-    /// The VM, as `qemu::VmDescription`.
+    /// Description of the VM, as `qemu::VmDescription`.
     pub description: serde_json::Value,
-    /// Only check: the destination answers and forgets.
+    /// True for a pre-flight check only: the destination answers and keeps nothing.
     pub check_only: bool,
-    /// With a register of owners: the epoch in which the source holds the VM there.
+    /// With an ownership registry: the epoch in which the source owns the VM there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub register_epoch: Option<Epoch>,
-    /// With a register of owners: the host that keeps it. Both sides have to ask the same one.
+    /// With an ownership registry: the host that keeps it. Both agents have to ask the same one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub witness: Option<HostId>,
-    /// Kind of RAM that the user wants at the destination (`memfd`, `anonymous`); absent to let pre-flight choose.
+    /// Kind of RAM that the user requests at the destination (`memfd`, `anonymous`); absent to let pre-flight choose.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ram_kind: Option<String>,
-    /// Options of QEMU's command line that the user wants carried over although they are not known.
+    /// Options of QEMU's command line that are to be carried over at the user's request although they are unknown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow_options: Vec<String>,
-    /// Disks that the guest writes to, and what is wanted for each.
+    /// Disks that the guest writes to, with the user's request for each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<ProposedDisk>,
-    /// Seed of the hashes of pages of which only what [changed](crate::delta) is sent; absent where none come.
+    /// Seed of the page hashes in [deltas](crate::delta); absent if no deltas are sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_seed: Option<u64>,
-    /// Whether pages may come after the guest: then there is a page stream in every generation, too.
+    /// True if pages may arrive after the guest (post-copy); every generation then has a page stream, too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub post_copy: bool,
 }
 
-/// A disk that a guest writes to.
+/// A disk that the guest writes to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProposedDisk {
-    /// Its name in the description.
+    /// Name in the description.
     pub name: String,
-    /// Its length as the guest sees it, in bytes.
+    /// Length as the guest sees it, in bytes.
     pub bytes: u64,
-    /// How much room its content takes in an image that is not compressed, about, in bytes.
+    /// Approximate room that the content needs in an image that is not compressed, in bytes.
     pub allocated_bytes: u64,
-    /// What is wanted.
+    /// Request of the user.
     pub wanted: DiskWish,
-    /// Whether the user does without the internal snapshots of its image, which a copy has not.
+    /// True if the user accepts that the copy lacks the internal snapshots of the disk's image.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leaves_snapshots: bool,
 }
 
-/// What a user wants of a disk.
+/// Request of a user for a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskWish {
-    /// Shared if the destination sees that it is the same there, copied otherwise.
+    /// Shared if the destination finds that it has the same disk, copied otherwise.
     #[default]
     Auto,
-    /// It is on storage that both hosts see.
+    /// The disk is on storage that both hosts see.
     Shared,
-    /// It is copied to an image that the destination makes.
+    /// The disk is copied to an image that the destination creates.
     Copy,
 }
 
 /// A disk that is copied: a block of its own on the data streams, after the RAM blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopiedDisk {
-    /// Its name in the proposal. Its place in the list, counted on from the RAM blocks, is its index on the streams.
+    /// Name in the proposal. The position in the list, counted on from the RAM blocks, is the index on the streams.
     pub name: String,
-    /// Where its image is at the destination, for people.
+    /// Path of the image at the destination, for people.
     pub path: String,
-    /// The image's format, for people.
+    /// Format of the image, for people.
     pub format: String,
-    /// Whether all of it has to be sent, zeros too: what the image has before it is written is not zeros.
+    /// True if all of it has to be sent, zeros too, because the new image does not read as zeros before it is written.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub zeros_too: bool,
 }
 
-/// Neighbouring pages, by their names.
+/// Names of neighbouring pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamedRun {
-    /// The first page.
+    /// Number of the first page.
     pub first_page: u64,
-    /// Their names as in [`Message::Seek`], one after the other, without anything in between.
+    /// Names as in [`Message::Seek`], one after the other, without a separator.
     pub names: String,
 }
 
 /// A block of guest RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamBlock {
-    /// QEMU's name for it.
+    /// QEMU's name of the block.
     pub name: String,
     /// Bytes in use.
     pub bytes: u64,
-    /// Size of the host pages behind it, in bytes.
+    /// Size of the host pages of the block, in bytes.
     pub page_bytes: u64,
 }
 
-/// A destination that waits.
+/// Answer of a destination that is ready to receive the VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Acceptance {
-    /// What pre-flight had to say, none of it a blocker.
+    /// Findings of the pre-flight check, none of them a blocker.
     pub findings: Vec<Finding>,
-    /// How long starting its QEMU took, in microseconds.
+    /// Duration of starting the destination's QEMU, in microseconds.
     pub qemu_start_us: u64,
-    /// Kind of RAM that the VM gets, for the report.
+    /// Kind of RAM that the VM has at the destination, for the report.
     pub ram_kind: String,
-    /// Version of its QEMU, as the QEMU itself tells it, for the report.
+    /// Version of the destination's QEMU, as QEMU itself reports it, for the report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_version: Option<String>,
-    /// Disks that are to be sent, because they are copied.
+    /// Disks that are to be sent because they are copied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copied: Vec<CopiedDisk>,
-    /// Whether pages may be referred to.
+    /// True if the source may send page references.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub references: bool,
-    /// How many templates there are to refer to.
+    /// Number of templates that references can use.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub templates: u16,
-    /// Names of the [codecs](crate::packed::Codec) that it unpacks. The source need not know all of them.
+    /// Names of the [codecs](crate::packed::Codec) that the destination unpacks. The source need not know all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub codecs: Vec<String>,
-    /// Whether of pages that were sent before what [changed](crate::delta) may be sent.
+    /// True if the source may send [deltas](crate::delta) of pages that were sent before.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deltas: bool,
-    /// Whether pages may come after the guest, where that was proposed; if not, a finding says why.
+    /// True if pages may arrive after the guest, where that was proposed; if false, a finding gives the reason.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub post_copy: bool,
-    /// Whether it knows [`Message::TakeAway`].
+    /// True if the destination supports [`Message::TakeAway`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub takes_away: bool,
 }
 
-/// One thing that pre-flight found.
+/// One result of the pre-flight check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// How bad it is.
+    /// Severity of the finding.
     pub severity: Severity,
     /// Stable name of the check.
     pub code: String,
-    /// What was found.
+    /// Description of the finding.
     pub what: String,
-    /// What to do about it.
+    /// Advice on the finding.
     pub advice: String,
 }
 
-/// How bad a [`Finding`] is.
+/// Severity of a [`Finding`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// Good to know.
+    /// For information only.
     Info,
-    /// The migration goes on; something may be slower or different.
+    /// The migration continues, possibly slower or with differences.
     Warning,
-    /// The migration cannot be done.
+    /// The migration is refused.
     Blocker,
 }

@@ -1,15 +1,15 @@
 //! Pages whose contents are compressed.
 //!
-//! A `Packed` frame says what a `Pages` frame says ([`crate::pages`]), but for the data of all its runs together, which
-//! is compressed as one piece:
+//! A `Packed` frame has the meaning of a `Pages` frame ([`crate::pages`]), but the data of all its runs together is
+//! compressed as one piece:
 //!
 //! ```text
 //! codec u16 (1 LZ4 block, 2 Zstandard frame) | zero u16 | header and runs as in `Pages` | compressed data
 //! ```
 //!
-//! How long the data is when it is unpacked follows from the runs and is never said by the compressed bytes, so that
-//! nobody allocates what a peer claims. Compressed data is shorter than what it stands for, or is not sent. A
-//! destination names the codecs that it unpacks when it accepts ([`crate::message::Acceptance`]); no other comes.
+//! The runs determine the length of the unpacked data; the compressed bytes never state it, so that no agent allocates
+//! what a peer claims. Compressed data is shorter than the data that it replaces, or it is not sent. A destination
+//! names the codecs that it can unpack when it accepts ([`crate::message::Acceptance`]); the source uses no other.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,26 +18,26 @@ use serde::{Deserialize, Serialize};
 
 use crate::pages::{BadPages, Cursor, MAX_PAYLOAD_BYTES, PagesHeader, Run};
 
-/// Bytes before what stands in a `Pages` frame too.
+/// Bytes before the part that a `Pages` frame has, too.
 pub const HEAD_BYTES: usize = 4;
 /// Longest payload of a `Packed` frame, in bytes.
 pub const MAX_PACKED_BYTES: usize = HEAD_BYTES + MAX_PAYLOAD_BYTES;
 
-/// A format of compressed data.
+/// Format of compressed data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u16)]
 pub enum Codec {
-    /// A block of LZ4, without a frame around it.
+    /// An LZ4 block, without a frame around it.
     Lz4 = 1,
-    /// A frame of Zstandard.
+    /// A Zstandard frame.
     Zstd = 2,
 }
 
 impl Codec {
-    /// All of them.
+    /// All codecs.
     pub const ALL: [Self; 2] = [Self::Lz4, Self::Zstd];
 
-    /// Its name between agents and for people.
+    /// Returns the codec's name in messages and for people.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lz4 => "lz4",
@@ -45,36 +45,37 @@ impl Codec {
         }
     }
 
-    /// The codec of a name; none that this program knows.
+    /// Returns the codec with a name; none if this program does not know it.
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|codec| codec.name() == name)
     }
 
-    /// The beginning of a frame's payload.
+    /// Encodes the first bytes of a frame's payload.
     pub fn encode(self) -> [u8; HEAD_BYTES] {
         let [low, high] = (self as u16).to_le_bytes();
         [low, high, 0, 0]
     }
 }
 
-/// What a `Packed` frame holds.
+/// Decoded payload of a `Packed` frame.
 #[derive(Debug)]
 pub struct Packed<'a> {
-    /// Where its pages belong.
+    /// Header of its pages: frame number, round, block and chunk.
     pub header: PagesHeader,
-    /// How its data is compressed.
+    /// Codec of the data.
     pub codec: Codec,
     /// The compressed data.
     pub bytes: &'a [u8],
-    /// How long the data of all runs is, in bytes.
+    /// Length of the unpacked data of all runs, in bytes.
     pub data_bytes: usize,
 }
 
 impl<'a> Packed<'a> {
-    /// Reads and checks a payload: codec, header, runs (put into `runs`, which is emptied first).
+    /// Decodes and checks a payload: codec, header, runs (written to `runs`, which is cleared first).
     ///
     /// # Errors
-    /// When it is none, or its compressed data is empty or no shorter than what it stands for.
+    /// Fails if the payload is malformed, or its compressed data is empty or not shorter than the data that it
+    /// replaces.
     pub fn decode(payload: &'a [u8], runs: &mut Vec<Run>) -> Result<Self, BadPages> {
         let mut at = Cursor(payload);
         let codec = u16::from_le_bytes(at.take()?);
@@ -91,26 +92,26 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// What is done to data before it is sent: a codec, and how hard it tries.
+/// Compression of data before it is sent: a codec and its level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Compression {
-    /// Nothing.
+    /// No compression.
     #[default]
     None,
-    /// [`Codec::Lz4`].
+    /// LZ4 ([`Codec::Lz4`]).
     Lz4,
-    /// [`Codec::Zstd`] at a level, 1 to 19.
+    /// Zstandard ([`Codec::Zstd`]) at a level, 1 to 19.
     Zstd(u8),
 }
 
 impl Compression {
-    /// Hardest level of Zstandard.
+    /// Highest level of Zstandard.
     pub const MAX_LEVEL: u8 = 19;
-    /// Its level where none is given.
+    /// Level of Zstandard where none is specified.
     pub const DEFAULT_LEVEL: u8 = 3;
 
-    /// The format that comes of it; none where nothing is done.
+    /// Returns the format of the result; none without compression.
     pub fn codec(self) -> Option<Codec> {
         match self {
             Self::None => None,
@@ -130,20 +131,20 @@ impl fmt::Display for Compression {
     }
 }
 
-/// What a way made of some data.
+/// Result of compressing a sample of data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trial {
-    /// Which way.
+    /// The compression that was tried.
     pub way: Compression,
-    /// Data, in bytes.
+    /// Length of the sample, in bytes.
     pub data_bytes: u64,
-    /// What became of it, in bytes.
+    /// Length of the result, in bytes.
     pub packed_bytes: u64,
     /// Processor time, in nanoseconds.
     pub pack_ns: u64,
 }
 
-/// No way to compress has this name.
+/// Error of a name that no compression has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no way to compress; there are none, lz4, zstd and zstd:LEVEL with levels from 1 to {max}", max = Compression::MAX_LEVEL)]
 pub struct BadCompression(pub String);

@@ -1,6 +1,6 @@
 //! Guest memory on a data stream.
 //!
-//! A `Pages` frame speaks of one chunk (2 MiB) of one RAM block: a list of runs, then the contents of the runs that
+//! A `Pages` frame describes one chunk (2 MiB) of one RAM block: a list of runs, then the contents of the runs that
 //! have contents, one after the other. A chunk always travels on the same stream, and frames of a stream are applied
 //! in order, so that of two contents of a page the one that was read later stays.
 //!
@@ -9,15 +9,18 @@
 //! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole, 4 reference, 5 delta, 6 filled) | pieces u16
 //! ```
 //!
-//! What stands among the data for a run of kind 4 is a [reference](crate::reference): where the destination has the
-//! bytes already; for one of kind 5 a [delta](crate::delta) of each page: what changed since it was sent before. *pieces*
-//! is how much that is in all, and zero for the other kinds. For one of kind 6 it is the eight bytes that fill all of its
-//! pages, again and again.
+//! The data of a run of kind 4 is a [reference](crate::reference) to bytes that the destination already has. That of a
+//! run of kind 5 is a [delta](crate::delta) for each page, against the version that was sent before; *pieces* is the
+//! number of pieces of all these deltas, and zero for the other kinds. That of a run of kind 6 is the eight bytes that
+//! repeat throughout all of its pages.
 //!
-//! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`. Two frames go the other way: `Ack` is
-//! `seq u64 | waited u32`, everything up to and including that frame has been applied, and for so many µs since the `Ack`
-//! before nothing was there to be applied; `Missing` comes before it, see [there](crate::reference). Pages that
-//! are compressed travel in frames of another kind ([`crate::packed`]).
+//! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`. The destination sends two kinds of frames:
+//!
+//! - `Ack` is `seq u64 | waited u32`: everything up to and including frame *seq* has been applied, and since the `Ack`
+//!   before the destination has waited for frames for *waited* µs.
+//! - `Missing` is sent before the `Ack` of its frame, see [reference](crate::reference).
+//!
+//! Pages that are compressed travel in frames of another kind ([`crate::packed`]).
 
 use crate::delta::{self, PIECE_BYTES};
 use crate::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
@@ -25,39 +28,40 @@ use crate::reference::REFERENCE_BYTES;
 
 /// Bytes before the runs.
 pub const FIXED_BYTES: usize = 24;
-/// Bytes of what a run of [`Content::Filled`] is filled with.
+/// Bytes of the pattern that fills a run of [`Content::Filled`].
 pub const FILLING_BYTES: usize = 8;
 /// Bytes of one run.
 pub const RUN_BYTES: usize = 8;
 /// Longest payload of a `Pages` frame, in bytes.
 pub const MAX_PAYLOAD_BYTES: usize = FIXED_BYTES + RUN_BYTES * CHUNK_PAGES as usize + CHUNK_BYTES as usize;
-/// Payload of a `RoundEnd` frame, in bytes.
+/// Length of a `RoundEnd` payload, in bytes.
 pub const ROUND_END_BYTES: usize = 12;
-/// Payload of an `Ack` frame, in bytes.
+/// Length of an `Ack` payload, in bytes.
 pub const ACK_BYTES: usize = 12;
 
-/// What a run of pages holds.
+/// Content of a run of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// Bytes that follow in the frame.
     Data,
     /// Zeros that occupy memory.
     Zero,
-    /// Nothing: never touched, or given back. Reads as zeros.
+    /// No memory: never touched, or returned to the host. Reads as zeros.
     Hole,
-    /// What the destination has elsewhere already; a [`Reference`](crate::reference::Reference) follows in the frame.
+    /// Content that the destination already has; a [`Reference`](crate::reference::Reference) follows in the frame.
     Reference,
-    /// What the destination has in an earlier version; a [`Delta`](delta::Delta) of each page follows in the frame.
+    /// Changes of pages of which the destination has an earlier version; a [`Delta`](delta::Delta) of each page
+    /// follows in the frame.
     Delta {
-        /// How many pieces follow, of all pages of the run together.
+        /// Number of pieces that follow, of all pages of the run together.
         pieces: u16,
     },
-    /// The same [`FILLING_BYTES`] again and again, which follow in the frame once.
+    /// A pattern of [`FILLING_BYTES`] bytes that repeats throughout all pages, and follows in the frame once.
     Filled,
 }
 
 impl Content {
-    /// As in a run: the kind, and how many pieces there are.
+    /// Encodes the kind and the number of pieces, as in a run.
     fn encode(self) -> (u16, u16) {
         match self {
             Self::Data => (1, 0),
@@ -69,7 +73,7 @@ impl Content {
         }
     }
 
-    /// Reads what a run of so many pages holds.
+    /// Decodes and checks the content of a run of `pages` pages.
     fn decode(kind: u16, pieces: u16, pages: u16) -> Result<Self, BadPages> {
         let content = match kind {
             1 => Self::Data,
@@ -90,24 +94,24 @@ impl Content {
 pub struct Run {
     /// First page, counted from the beginning of the chunk.
     pub first_page: u16,
-    /// How many pages, at least one.
+    /// Number of pages, at least one.
     pub pages: u16,
-    /// What they hold.
+    /// Content of the pages.
     pub content: Content,
 }
 
 impl Run {
-    /// Where the run begins within the chunk, in bytes.
+    /// Returns the offset of the run within the chunk, in bytes.
     pub fn offset_bytes(self) -> u64 {
         u64::from(self.first_page) * PAGE_BYTES
     }
 
-    /// How long the run is, in bytes.
+    /// Returns the length of the run, in bytes.
     pub fn len_bytes(self) -> u64 {
         u64::from(self.pages) * PAGE_BYTES
     }
 
-    /// How many bytes of the frame's data are this run's.
+    /// Returns the number of bytes of the frame's data that belong to this run.
     pub fn data_bytes(self) -> usize {
         match self.content {
             Content::Data => self.len_bytes() as usize,
@@ -128,7 +132,7 @@ impl Run {
         [f0, f1, p0, p1, c0, c1, n0, n1]
     }
 
-    /// Reads a run that begins at `next_page` or later.
+    /// Decodes a run that begins at `next_page` or later.
     fn decode(bytes: [u8; RUN_BYTES], next_page: u64) -> Result<Self, BadPages> {
         let [f0, f1, p0, p1, c0, c1, n0, n1] = bytes;
         let [first_page, pages, kind, pieces] =
@@ -138,50 +142,50 @@ impl Run {
         if run.pages > 0 && in_order { Ok(run) } else { Err(BadPages::Runs) }
     }
 
-    /// The first page after it.
+    /// Returns the first page after the run.
     fn end_page(self) -> u64 {
         u64::from(self.first_page) + u64::from(self.pages)
     }
 }
 
-/// The part of a `Pages` frame before the runs.
+/// Part of a `Pages` frame before the runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PagesHeader {
-    /// Place of the frame in its stream and generation, from 1 on.
+    /// Sequence number of the frame in its stream and generation, from 1 on.
     pub seq: u64,
     /// The round that sends it, from 1 on.
     pub round: u32,
     /// Index of the RAM block in the proposal's list.
     pub block: u16,
-    /// Which chunk of the block.
+    /// Number of the chunk in the block.
     pub chunk: u64,
 }
 
-/// Why a data frame cannot be applied.
+/// Error of a data frame that cannot be applied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadPages {
-    /// The payload ends before what it announces.
+    /// The payload is shorter than its header announces.
     #[error("data frame ends early")]
     Truncated,
-    /// The payload goes on after what it announces.
+    /// The payload is longer than its header announces.
     #[error("data frame with {0} surplus bytes")]
     Surplus(usize),
-    /// A kind of content that this version does not know.
+    /// The kind of content is unknown in this version.
     #[error("run of unknown content {0}")]
     Content(u16),
-    /// Runs are empty, overlap, go backwards, or leave the chunk.
+    /// Runs are empty, overlap, are not in ascending order, or exceed the chunk.
     #[error("runs are not in ascending order within their chunk")]
     Runs,
-    /// Compressed in a way that this version does not know.
+    /// The codec is unknown in this version.
     #[error("pages compressed by unknown codec {0}")]
     Codec(u16),
-    /// Compressed data that is empty, or longer than what it stands for.
+    /// The compressed data is empty, or not shorter than the data that it replaces.
     #[error("compressed pages that are none")]
     Packed,
-    /// A delta that is longer than it may be, or shorter or longer than its run says.
+    /// A delta has too many pieces, or its length differs from that in its run.
     #[error("changes of a page that do not fit their run")]
     Delta,
-    /// A reference to nothing that this version knows.
+    /// The kind of reference is unknown in this version.
     #[error("a reference that cannot be followed")]
     Reference,
 }
@@ -200,7 +204,7 @@ impl PagesHeader {
         }
     }
 
-    /// Reads and checks a payload: header, runs (put into `runs`, which is emptied first), and the data.
+    /// Decodes and checks a payload: header, runs (written to `runs`, which is cleared first), and the data.
     pub fn decode<'a>(payload: &'a [u8], runs: &mut Vec<Run>) -> Result<(Self, &'a [u8]), BadPages> {
         let (header, data, data_bytes) = Self::decode_runs(payload, runs)?;
         match data.len().checked_sub(data_bytes) {
@@ -210,8 +214,8 @@ impl PagesHeader {
         }
     }
 
-    /// Reads and checks header and runs; returns what stands behind them, and how long the data of the runs is, in
-    /// bytes.
+    /// Decodes and checks header and runs. Returns the header, the bytes after the runs, and the length that the data
+    /// of the runs has when it is not compressed, in bytes.
     pub(crate) fn decode_runs<'a>(
         payload: &'a [u8],
         runs: &mut Vec<Run>,
@@ -242,7 +246,7 @@ impl PagesHeader {
     }
 }
 
-/// Bytes of a `RoundEnd` payload.
+/// Encodes the payload of a `RoundEnd` frame.
 pub fn encode_round_end(seq: u64, round: u32) -> [u8; ROUND_END_BYTES] {
     let mut bytes = [0; ROUND_END_BYTES];
     bytes[..8].copy_from_slice(&seq.to_le_bytes());
@@ -250,24 +254,24 @@ pub fn encode_round_end(seq: u64, round: u32) -> [u8; ROUND_END_BYTES] {
     bytes
 }
 
-/// Sequence number and round of a `RoundEnd` payload.
+/// Decodes sequence number and round of a `RoundEnd` payload.
 pub fn decode_round_end(payload: &[u8]) -> Result<(u64, u32), BadPages> {
     let mut at = Cursor(payload);
     let end = (u64::from_le_bytes(at.take()?), u32::from_le_bytes(at.take()?));
     at.finish().map(|()| end)
 }
 
-/// What an `Ack` says.
+/// Acknowledgement of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ack {
-    /// Everything up to and including this frame has been applied.
+    /// Sequence number of the last frame that has been applied; all before it have been, too.
     pub seq: u64,
-    /// For how long since the one before nothing was there to be applied, in microseconds.
+    /// Time for which the destination waited for frames since the acknowledgement before, in microseconds.
     pub waited_us: u32,
 }
 
 impl Ack {
-    /// The payload.
+    /// Encodes the payload.
     pub fn encode(self) -> [u8; ACK_BYTES] {
         let mut bytes = [0; ACK_BYTES];
         bytes[..8].copy_from_slice(&self.seq.to_le_bytes());
@@ -275,10 +279,10 @@ impl Ack {
         bytes
     }
 
-    /// Reads a payload.
+    /// Decodes a payload.
     ///
     /// # Errors
-    /// When it has another length.
+    /// Fails if the payload has another length.
     pub fn decode(payload: &[u8]) -> Result<Self, BadPages> {
         let mut at = Cursor(payload);
         let ack = Self { seq: u64::from_le_bytes(at.take()?), waited_us: u32::from_le_bytes(at.take()?) };

@@ -1,15 +1,16 @@
-//! What need not be sent, because the destination has it.
+//! Page references: content that need not be sent because the destination already has it.
 //!
-//! A run of pages with [`Content::Reference`](crate::pages::Content) carries a record in the place of its contents:
-//! where the destination is to look, and what it has to find there.
+//! A run of pages with [`Content::Reference`](crate::pages::Content) carries a record in place of its contents: the
+//! location of the pages at the destination, and their hash.
 //!
 //! ```text
 //! of u16 (1 template, 2 block) | which u16 | zero u32 | first page u64 | hash 16 bytes
 //! ```
 //!
 //! The hash is the beginning of the BLAKE3 of the BLAKE3s (32 bytes each) of the pages, one after the other. The
-//! destination reads, compares, and only then uses the pages. Where they are not what they should be (a template was
-//! changed, a page was sent anew meanwhile) it says so before it acknowledges the frame, and they are owed again:
+//! destination reads the pages, compares the hash, and only then uses them. If the hash differs (a template was
+//! changed, or a page was sent anew in the meantime), the destination reports the pages as missing before it
+//! acknowledges the frame, and the source sends them again:
 //!
 //! ```text
 //! Missing: seq u64 | pages of the frame's chunk, a bit each, 64 bytes
@@ -18,37 +19,37 @@
 use crate::limits::CHUNK_PAGES;
 use crate::pages::{BadPages, Cursor};
 
-/// Bytes of a reference in a frame.
+/// Length of a reference in a frame, in bytes.
 pub const REFERENCE_BYTES: usize = 32;
-/// Payload of a `Missing` frame, in bytes.
+/// Length of a `Missing` payload, in bytes.
 pub const MISSING_BYTES: usize = 8 + CHUNK_WORDS * 8;
-/// Words of 64 bits that have a bit for each page of a chunk.
+/// Number of 64-bit words with a bit for each page of a chunk.
 pub const CHUNK_WORDS: usize = CHUNK_PAGES as usize / 64;
-/// Bytes of the hash in a reference.
+/// Length of the hash in a reference, in bytes.
 pub const HASH_BYTES: usize = 16;
 
-/// Where a destination keeps what it is referred to.
+/// Location of content at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Library {
-    /// A template that it told of, by its place in that list, or an image that both hosts have.
+    /// A template, by its position in the list that the destination has advertised, or an image that both hosts have.
     Template(u16),
-    /// A block of this migration, as far as it has come.
+    /// A block of this migration, as far as it has been transferred.
     Block(u16),
 }
 
-/// Pages that the destination has already.
+/// Reference to pages that the destination already has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// Where.
+    /// The template or block with the pages.
     pub library: Library,
-    /// The first page there.
+    /// First page in the template or block.
     pub first_page: u64,
-    /// What they are.
+    /// Hash of the pages.
     pub hash: [u8; HASH_BYTES],
 }
 
 impl Reference {
-    /// The record.
+    /// Encodes the record.
     pub fn encode(&self) -> [u8; REFERENCE_BYTES] {
         let (of, which) = match self.library {
             Library::Template(which) => (1_u16, which),
@@ -62,7 +63,7 @@ impl Reference {
         record
     }
 
-    /// Reads a record.
+    /// Decodes a record.
     pub fn decode(record: &[u8]) -> Result<Self, BadPages> {
         let mut at = Cursor(record);
         let (of, which) = (u16::from_le_bytes(at.take()?), u16::from_le_bytes(at.take()?));
@@ -76,7 +77,7 @@ impl Reference {
     }
 }
 
-/// Bytes of a `Missing` payload: pages of the chunk of frame `seq`.
+/// Encodes the payload of a `Missing` frame: missing pages of the chunk of frame `seq`.
 pub fn encode_missing(seq: u64, pages: &[u64; CHUNK_WORDS]) -> [u8; MISSING_BYTES] {
     let mut bytes = [0; MISSING_BYTES];
     let (head, words) = bytes.split_at_mut(8);
@@ -87,7 +88,7 @@ pub fn encode_missing(seq: u64, pages: &[u64; CHUNK_WORDS]) -> [u8; MISSING_BYTE
     bytes
 }
 
-/// Sequence number and pages of a `Missing` payload.
+/// Decodes sequence number and pages of a `Missing` payload.
 pub fn decode_missing(payload: &[u8]) -> Result<(u64, [u64; CHUNK_WORDS]), BadPages> {
     let mut at = Cursor(payload);
     let seq = u64::from_le_bytes(at.take()?);

@@ -1,5 +1,5 @@
-//! What a message may say, beyond having the right shape. The link checks every message that arrives, so that whoever
-//! gets one may rely on these limits; whether the contents are true is for the receiver.
+//! Limits on the contents of messages, beyond their form. The link checks every message on arrival, so that all
+//! receivers can rely on these limits. The receiver checks that the contents are true.
 
 use std::collections::BTreeSet;
 
@@ -11,97 +11,97 @@ use crate::message::{
     RegisterRequest, Verdict,
 };
 
-/// Digits of a chunk's hash (XXH3, 64 bits).
+/// Number of digits of a chunk's hash (XXH3, 64 bits).
 const HASH_DIGITS: usize = 16;
 
-/// Digits of a page's name (BLAKE3, 48 bits).
+/// Number of digits of a page's name (BLAKE3, 48 bits).
 const NAME_DIGITS: usize = 12;
 
-/// Digits of a device state's digest (BLAKE3).
+/// Number of digits of a device state's digest (BLAKE3).
 const DIGEST_DIGITS: usize = 64;
 
-/// Why a message cannot be used.
+/// Error of a message that violates a limit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Invalid {
-    /// No stream, or too many.
+    /// Number of data streams: zero, or too many.
     #[error("{0} data streams; there may be 1 to {max}", max = limits::STREAMS)]
     Streams(u16),
-    /// No RAM, or too many blocks.
+    /// Number of RAM blocks: zero, or too many.
     #[error("{0} RAM blocks; there may be 1 to {max}", max = limits::RAM_BLOCKS)]
     RamBlocks(usize),
-    /// A text that has to name something, and does not, or goes on for too long, or has control characters.
+    /// A text is empty, too long, or has control characters.
     #[error("{field} is empty, too long or has control characters")]
     Text {
-        /// Which one.
+        /// Description of the text.
         field: &'static str,
     },
-    /// Two RAM blocks of one name: which is which?
+    /// Two RAM blocks have the same name.
     #[error("RAM block {0:?} is listed twice")]
     DuplicateRamBlock(String),
-    /// A RAM block that is no row of pages.
+    /// Sizes of a RAM block: its length is not a multiple of the page size, or its pages have no valid size.
     #[error("RAM block {name:?} of {bytes} bytes in pages of {page_bytes}")]
     RamBlockSize {
-        /// Its name.
+        /// Name of the block.
         name: String,
-        /// How long it claims to be.
+        /// Claimed length, in bytes.
         bytes: u64,
-        /// How large its pages claim to be.
+        /// Claimed page size, in bytes.
         page_bytes: u64,
     },
-    /// Two disks of one name.
+    /// Two disks have the same name.
     #[error("disk {0:?} is listed twice")]
     DuplicateDisk(String),
-    /// A disk that is no row of sectors, or longer than any.
+    /// Length of a disk: not a multiple of a sector, or beyond the limit.
     #[error("disk {name:?} of {bytes} bytes")]
     DiskSize {
-        /// Its name.
+        /// Name of the disk.
         name: String,
-        /// How long it claims to be.
+        /// Claimed length, in bytes.
         bytes: u64,
     },
-    /// More RAM than any host has.
+    /// Size of the RAM, beyond the limit.
     #[error("more than {max} bytes of RAM", max = limits::RAM_BYTES)]
     RamBytes,
-    /// The index of a RAM block that cannot be in any list.
+    /// Index of a RAM block that no list can have.
     #[error("RAM block {0}; there may be {max}", max = limits::RAM_BLOCKS)]
     BlockIndex(u16),
-    /// A chunk that no block can have.
+    /// Number of a chunk that no block can have.
     #[error("chunk {0} lies beyond all memory")]
     Chunk(u64),
-    /// Too many entries.
+    /// A list has too many entries.
     #[error("{count} entries in {field}; there may be {max}")]
     TooMany {
-        /// In which list.
+        /// Description of the list.
         field: &'static str,
-        /// How many.
+        /// Number of entries.
         count: usize,
-        /// How many there may be.
+        /// Highest permitted number.
         max: usize,
     },
-    /// Not the hexadecimal number that it should be.
+    /// A text is not a hexadecimal number of the required length.
     #[error("{field} is not {digits} hexadecimal digits (0-9, a-f)")]
     Hex {
-        /// Which one.
+        /// Description of the text.
         field: &'static str,
-        /// How many digits it should have.
+        /// Required number of digits.
         digits: usize,
     },
-    /// No device state, or too much of it.
+    /// Length of the device state: zero, or beyond the limit.
     #[error("device state of {0} bytes; there may be 1 to {max}", max = limits::DEVICE_STATE_BYTES)]
     DeviceStateBytes(u64),
-    /// Too long a list of pages that are to come, or one that is not whole.
+    /// Length of the list of missing pages: beyond the limit, or not a multiple of an entry's length.
     #[error("a list of pages to come of {0} bytes; there may be {max}", max = limits::AWAITED_BYTES)]
     AwaitedBytes(u64),
-    /// No list of pages to take away, too long a one, or one that is not whole.
+    /// Length of the list of pages to discard: zero, beyond the limit, or not a multiple of an entry's length.
     #[error("a list of pages to take away of {0} bytes; there may be {max}", max = limits::TAKEN_AWAY_BYTES)]
     TakenAwayBytes(u64),
-    /// No process has this id.
+    /// The process id is 0.
     #[error("process id 0")]
     Pid,
 }
 
 impl Message {
-    /// Checks what the message says against the protocol's limits.
+    /// Checks the contents of the message against the protocol's limits.
     pub fn validate(&self) -> Result<(), Invalid> {
         match self {
             Self::Propose(proposal) => proposal.validate(),
@@ -155,7 +155,7 @@ impl Message {
                 }
                 hex("the device state's digest", digest, DIGEST_DIGITS)
             }
-            // An agent that was restarted since it has loaded the state does not know the digest any more.
+            // An agent that was restarted after it has loaded the state does not know the digest any more.
             Self::Ready { incarnation, digest, .. } if digest.is_empty() => incarnation.validate(),
             Self::Ready { incarnation, digest, .. } => {
                 incarnation.validate()?;
@@ -190,7 +190,7 @@ impl Message {
 }
 
 impl Proposal {
-    /// Checks streams, RAM blocks and texts. Facts and description are for the crate that knows QEMU.
+    /// Checks streams, RAM blocks and texts. The crate that knows QEMU checks facts and description.
     pub fn validate(&self) -> Result<(), Invalid> {
         text("the address for answers", &self.reply_to, limits::ADDRESS_BYTES)?;
         if !(1..=limits::STREAMS).contains(&self.streams) {
@@ -248,7 +248,7 @@ impl ProposedDisk {
 }
 
 impl Acceptance {
-    /// Checks the lists of disks and of codecs; whether the disks were proposed is for the source.
+    /// Checks the lists of disks and of codecs. The source checks that it has proposed the disks.
     pub fn validate(&self) -> Result<(), Invalid> {
         at_most("codecs", self.codecs.len(), limits::CODECS)?;
         self.codecs.iter().try_for_each(|codec| text("a codec's name", codec, limits::NAME_BYTES))?;
@@ -272,7 +272,7 @@ impl RamBlock {
 }
 
 impl Incarnation {
-    /// Checks that there can be such a process.
+    /// Checks the fields of the process's identity.
     pub fn validate(&self) -> Result<(), Invalid> {
         text("a boot id", &self.boot_id, limits::NAME_BYTES)?;
         if self.pid == 0 { Err(Invalid::Pid) } else { Ok(()) }
@@ -280,7 +280,7 @@ impl Incarnation {
 }
 
 impl Ownership {
-    /// Checks the offer, where there is one.
+    /// Checks the offer, if there is one.
     pub fn validate(&self) -> Result<(), Invalid> {
         match &self.offer {
             Some(offer) => offer.incarnation.validate(),

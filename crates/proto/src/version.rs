@@ -1,27 +1,27 @@
-//! Which version of the protocol two agents speak.
+//! Agreement of two agents on a version of the protocol.
 
 use std::fmt;
 
-/// The versions that a program speaks: all from the oldest to the newest.
+/// Range of versions that a program supports, from the oldest to the newest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Versions {
-    /// The oldest.
+    /// Oldest version.
     pub oldest: u16,
-    /// The newest.
+    /// Newest version.
     pub newest: u16,
 }
 
 impl Versions {
-    /// What this program speaks.
+    /// Versions that this program supports.
     pub const OURS: Self = Self { oldest: crate::OLDEST_VERSION, newest: crate::NEWEST_VERSION };
 
-    /// The newest version that both speak, if there is one.
+    /// Returns the newest version that both support, if there is one.
     pub fn agree(self, other: Self) -> Option<u16> {
         let newest = self.newest.min(other.newest);
         (newest >= self.oldest && newest >= other.oldest).then_some(newest)
     }
 
-    /// Whether a version is one of these.
+    /// Returns true if the range contains `version`.
     pub fn contains(self, version: u16) -> bool {
         (self.oldest..=self.newest).contains(&version)
     }

@@ -1,5 +1,5 @@
-//! The bytes of version 1, one for one. If a test here fails, programs of different releases no longer understand one
-//! another: that takes a new version of the protocol, and this version's lines stay as they are.
+//! The exact bytes of version 1. If a test here fails, programs of different releases no longer understand one
+//! another: such a change needs a new version of the protocol, and this version's lines stay as they are.
 //!
 //! `golden/v1.messages` holds a JSON message a line, `golden/v1.frames` a frame a line, in hexadecimal.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
@@ -53,7 +53,7 @@ fn finding() -> Finding {
     }
 }
 
-/// Of a destination that knows nothing but how to start a QEMU.
+/// Acceptance of a destination without any optional feature.
 fn acceptance() -> Acceptance {
     Acceptance {
         findings: Vec::new(),
@@ -110,7 +110,7 @@ fn answers() -> Vec<Welcome> {
     ]
 }
 
-/// One of each, in the order of the file; of those with optional fields one without and one with them.
+/// One message of each kind, in the order of the file; for those with optional fields one without and one with them.
 fn messages() -> Vec<Message> {
     let epoch = Epoch(3);
     let reason = || "the link was cut".to_owned();
@@ -267,7 +267,7 @@ fn messages() -> Vec<Message> {
     ]
 }
 
-/// A new message does not compile here; with its number it also has to stand in the list above.
+/// Number of a message's kind. A new message does not compile here; its number also has to be in the list above.
 fn number(message: &Message) -> usize {
     match message {
         Message::Propose(_) => 0,
@@ -318,7 +318,7 @@ const REFERENCES: [Reference; 2] = [
     Reference { library: Library::Block(1), first_page: 9, hash: [0xbb; 16] },
 ];
 
-/// A frame that refers twice.
+/// A frame with two references.
 fn referring() -> Vec<u8> {
     let run = |first_page, pages| Run { first_page, pages, content: Content::Reference };
     let mut payload = Vec::new();
@@ -327,7 +327,7 @@ fn referring() -> Vec<u8> {
     payload
 }
 
-/// A frame with what changed of two pages, three pieces in all.
+/// A frame with the deltas of two pages, three pieces in all.
 fn changed() -> Vec<u8> {
     let mut payload = Vec::new();
     PAGES.encode(&[Run { first_page: 4, pages: 2, content: Content::Delta { pieces: 3 } }], &mut payload);
@@ -336,7 +336,7 @@ fn changed() -> Vec<u8> {
     payload
 }
 
-/// A frame with two runs of pages that are filled.
+/// A frame with two runs of filled pages.
 fn filled() -> Vec<u8> {
     let run = |first_page, pages| Run { first_page, pages, content: Content::Filled };
     let mut payload = Vec::new();
@@ -347,7 +347,7 @@ fn filled() -> Vec<u8> {
 
 const ACK: Ack = Ack { seq: 0x0102_0304_0506_0708, waited_us: 0x090a_0b0c };
 
-/// A page of data in three bytes, which no codec could have made; a codec is not what is tried here.
+/// A page of data in three bytes, which no codec could have produced; this test does not decompress.
 fn packed() -> Vec<u8> {
     let mut payload = Codec::Zstd.encode().to_vec();
     PAGES.encode(&[Run { first_page: 3, pages: 1, content: Content::Data }], &mut payload);
@@ -355,7 +355,7 @@ fn packed() -> Vec<u8> {
     payload
 }
 
-/// One of each kind, in the order of the file. The page of data is checked apart: it would fill the file.
+/// One frame of each kind, in the order of the file. The page of data is checked separately: it would fill the file.
 fn frames() -> Vec<Vec<u8>> {
     let mut without_data = Vec::new();
     PAGES.encode(&RUNS, &mut without_data);
@@ -485,7 +485,7 @@ fn pages_of_data_stand_behind_the_runs() {
     assert_eq!((data.len(), data[0], data[4096], data[8192]), (3 * 4096, 0, 1, 2));
 }
 
-/// Later releases of this version may add optional fields; today's programs do not mind.
+/// Later releases of this version may add optional fields; today's programs ignore them.
 #[test]
 fn unknown_fields_are_ignored_and_unknown_messages_are_not() {
     let read = serde_json::from_str::<Message>(r#"{"type":"ask","epoch":3,"why":{"later":[1,2]}}"#).unwrap();

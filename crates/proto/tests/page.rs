@@ -1,4 +1,4 @@
-//! docs/protocol.md is made from the documentation in the source, so that it cannot say anything else. After a change:
+//! docs/protocol.md is generated from the documentation in the source, so that the two always agree. After a change:
 //! `BLESS=1 cargo test -p whimbrel-proto --test page`.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -6,13 +6,13 @@ use std::fmt::Write;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/protocol.md");
 
-/// The module's own documentation.
+/// Returns the module's own documentation.
 fn module_page(source: &str) -> String {
     let lines = source.lines().map_while(|line| line.strip_prefix("//!"));
     lines.map(|line| plain(line.strip_prefix(' ').unwrap_or(line)) + "\n").collect()
 }
 
-/// Links within the source mean nothing outside of it: [`limits`] becomes `limits`.
+/// Removes links, which have no meaning outside the source: [`limits`] becomes `limits`.
 fn plain(line: &str) -> String {
     let mut plain = String::new();
     let mut rest = line;
@@ -27,7 +27,7 @@ fn plain(line: &str) -> String {
     plain + rest
 }
 
-/// Headings one level deeper, but not what looks like one in a diagram.
+/// Moves headings one level deeper, but not lines of a diagram that look like headings.
 fn deeper(page: &str) -> String {
     let mut in_diagram = false;
     let lines = page.lines().map(|line| {
@@ -37,7 +37,7 @@ fn deeper(page: &str) -> String {
     lines.collect()
 }
 
-/// A row for each constant: name, value as written, meaning.
+/// Returns a table with a row for each constant: name, value as written, meaning.
 fn limits_table(source: &str) -> String {
     let mut table = "| limit | value | meaning |\n|---|---|---|\n".to_owned();
     let mut meaning = String::new();

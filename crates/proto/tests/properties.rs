@@ -1,4 +1,4 @@
-//! Whatever bytes come: what was encoded is decoded again, and nothing else does more than return an error.
+//! Properties for arbitrary bytes: encoded values are decoded again, and other bytes at most return an error.
 
 use proptest::prelude::*;
 use proto::frame::{BadHeader, HEADER_BYTES, Header, Kind};
@@ -106,7 +106,7 @@ proptest! {
     #[test]
     fn pages_come_back((header, runs, payload) in frame()) {
         prop_assert!(payload.len() <= pages::MAX_PAYLOAD_BYTES);
-        // Runs of an earlier frame are forgotten.
+        // The runs of an earlier frame are removed.
         let mut read = vec![Run { first_page: 9, pages: 9, content: Content::Hole }];
         let (decoded, data) = PagesHeader::decode(&payload, &mut read).unwrap();
         prop_assert_eq!((decoded, &read), (header, &runs));
@@ -121,7 +121,7 @@ proptest! {
         prop_assert_eq!(PagesHeader::decode(&payload, &mut Vec::new()), Err(BadPages::Surplus(more)));
     }
 
-    /// Close to a good frame, where the mistakes are.
+    /// Bytes close to a good frame, where the mistakes are.
     #[test]
     fn changed_pages_are_in_order_or_refused(
         (_, _, mut payload) in frame(),
@@ -143,7 +143,8 @@ proptest! {
         }
     }
 
-    /// A count of runs takes no memory before the runs are there: 8 bytes each, and so no more than the payload.
+    /// A count of runs allocates no memory before the runs are there: 8 bytes each, and so at most the payload's
+    /// length.
     #[test]
     fn arbitrary_bytes_as_pages(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         let mut read = Vec::new();
@@ -151,7 +152,7 @@ proptest! {
         prop_assert!(read.len() <= bytes.len() / pages::RUN_BYTES);
     }
 
-    /// What is compressed is shorter than what it stands for, and not empty; nothing else is taken.
+    /// Compressed data is shorter than the data that it replaces, and not empty; anything else is refused.
     #[test]
     fn packed_pages_come_back((header, runs, _) in frame(), lz4: bool, bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         let codec = if lz4 { Codec::Lz4 } else { Codec::Zstd };
@@ -220,8 +221,8 @@ proptest! {
         let _ = serde_json::from_slice::<Welcome>(&bytes);
     }
 
-    /// Messages of the golden file with a few bytes changed: read and checked without a panic, and what is read
-    /// survives being written.
+    /// Messages of the golden file with a few bytes changed are decoded and validated without a panic, and a message
+    /// that is decoded survives being encoded.
     #[test]
     fn changed_json(
         line: prop::sample::Index,
@@ -260,7 +261,7 @@ fn the_limit_of_each_kind_is_exact() {
     }
 }
 
-/// JSON that nests deeply is refused by the parser, not by the end of the stack.
+/// The parser refuses deeply nested JSON before the stack overflows.
 #[test]
 fn deep_json_is_refused() {
     let deep = format!(r#"{{"type":"propose","facts":{}"#, "[".repeat(1 << 20));

@@ -1,4 +1,4 @@
-//! What messages may not say.
+//! Contents that messages must not have.
 
 use proto::message::{DiskWish, Message, Proposal, ProposedDisk, RamBlock};
 use proto::{Epoch, Generation, Incarnation, Invalid, limits};
@@ -26,7 +26,7 @@ fn proposal() -> Proposal {
     }
 }
 
-/// What the check says of a proposal that was changed so.
+/// Returns the result of validating a changed proposal.
 fn changed(change: impl FnOnce(&mut Proposal)) -> Result<(), Invalid> {
     let mut proposal = proposal();
     change(&mut proposal);

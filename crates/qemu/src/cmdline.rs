@@ -1,62 +1,62 @@
 //! QEMU's command line, option by option.
 //!
-//! A table says of every option whether it takes a value and what becomes of it on another host:
+//! A table records for every option whether it has a value and how it is handled for another host:
 //! kept, rewritten, dropped, or refused with a reason. An option that is not in the table is
-//! refused unless the caller allows it by name: to drop what one does not know would change the
-//! guest, and to keep it might point at something of this host.
+//! refused unless the caller allows it by name: to drop an unknown option would change the guest,
+//! and to keep it might point at something of this host.
 
 use serde::{Deserialize, Serialize};
 
 use crate::options::Value;
 
-/// What becomes of an option on another host.
+/// Treatment of an option when the guest moves to another host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// It goes along as it is.
+    /// Copied unchanged.
     Keep,
-    /// It goes along, with paths, sockets and the like made to fit.
+    /// Copied, with paths, sockets and similar values changed to fit the other host.
     Rewrite,
-    /// It has no meaning there, because of the reason.
+    /// Dropped, because it has no meaning on the other host; the text is the reason.
     Drop(&'static str),
-    /// A guest started with it cannot be moved, because of the reason.
+    /// Blocker: a guest that was started with it cannot be moved; the text is the reason.
     Refuse(&'static str),
 }
 
-/// An option of QEMU's.
+/// An entry of the table of QEMU's options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Known {
-    /// Without the dash.
+    /// Name without the dash.
     pub name: &'static str,
-    /// Whether a value follows.
+    /// True if a value follows the option.
     pub takes_value: bool,
-    /// The key that may be left out of the value.
+    /// Key that may be omitted at the start of the value.
     pub implied: Option<&'static str>,
-    /// What becomes of it.
+    /// Treatment on another host.
     pub policy: Policy,
 }
 
-/// One option as it was given.
+/// One option of a command line.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Given {
-    /// Without the dash, and under one name where QEMU has two (`M` is `machine`).
+    /// Name without the dash. Where QEMU has two names, one is used for both (`M` is `machine`).
     pub name: String,
-    /// What followed.
+    /// Text that follows the option.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub value: Option<String>,
 }
 
 impl Given {
-    /// An option with a value.
+    /// Returns an option with a value.
     pub fn new(name: &str, value: impl Into<String>) -> Self {
         Self { name: name.to_owned(), value: Some(value.into()) }
     }
 
-    /// An option without a value.
+    /// Returns an option without a value.
     pub fn flag(name: &str) -> Self {
         Self { name: name.to_owned(), value: None }
     }
 
-    /// The value, taken apart.
+    /// Returns the parsed value.
     pub fn parsed(&self) -> Value {
         let implied = known(&self.name).and_then(|known| known.implied);
         Value::parse(self.value.as_deref().unwrap_or_default(), implied)
@@ -87,7 +87,7 @@ const DEBUGGING: &str = "it serves debugging on the old host";
 const STARTING: &str = "it says how the guest was started, which is over";
 const XEN: &str = "guests of Xen are not supported";
 
-/// The table.
+/// The options that are known.
 pub const OPTIONS: &[Known] = &[
     // The machine.
     rewrite("machine", Some("type")),
@@ -154,7 +154,7 @@ pub const OPTIONS: &[Known] = &[
     rewrite("mtdblock", None),
     rewrite("pflash", None),
     keep("iscsi"),
-    // Devices and what is behind them.
+    // Devices and their back ends.
     rewrite("device", Some("driver")),
     rewrite("object", Some("qom-type")),
     rewrite("netdev", Some("type")),
@@ -171,7 +171,7 @@ pub const OPTIONS: &[Known] = &[
     rewrite("display", Some("type")),
     rewrite("vnc", Some("vnc")),
     rewrite("spice", None),
-    // How QEMU itself runs.
+    // QEMU's own process.
     keep("msg"),
     keep("sandbox"),
     keep("runas"),
@@ -223,12 +223,12 @@ pub const OPTIONS: &[Known] = &[
     refuse("xen-domid-restrict", false, XEN),
 ];
 
-/// The table's entry for an option.
+/// Returns the table's entry for an option.
 pub fn known(name: &str) -> Option<&'static Known> {
     OPTIONS.iter().find(|known| known.name == name)
 }
 
-/// QEMU's second names.
+/// Maps QEMU's alternative names to one name.
 fn canonical(name: &str) -> &str {
     match name {
         "M" => "machine",
@@ -237,8 +237,8 @@ fn canonical(name: &str) -> &str {
     }
 }
 
-/// Takes the arguments (without the program) apart. An argument without a dash is a disk image, as
-/// in QEMU. An unknown option is taken to have a value when what follows does not look like an
+/// Parses the arguments (without the program). An argument without a dash is a disk image, as in
+/// QEMU. An unknown option is assumed to have a value when the next argument does not look like an
 /// option; it is refused later anyway, unless it is allowed by name.
 pub fn parse(arguments: &[String]) -> Vec<Given> {
     let mut given = Vec::new();
@@ -260,7 +260,7 @@ pub fn parse(arguments: &[String]) -> Vec<Given> {
     given
 }
 
-/// Puts options back into arguments.
+/// Converts options back to arguments.
 pub fn arguments(given: &[Given]) -> Vec<String> {
     given
         .iter()

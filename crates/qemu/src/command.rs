@@ -1,7 +1,7 @@
-//! The command line of a described guest on another host.
+//! Command line for a described guest on another host.
 //!
-//! [`build`] takes a [`VmDescription`] and the host's [`HostRules`] and rewrites what belongs to a
-//! host; everything that the guest sees stays. The rules:
+//! [`build`] accepts a [`VmDescription`] and the host's [`HostRules`] and rewrites what belongs to a host;
+//! everything that the guest sees stays. The rules:
 //!
 //! | what | becomes |
 //! |---|---|
@@ -9,9 +9,9 @@
 //! | files that serial ports write, logs | the same name in the directory for logs |
 //! | terminals (`stdio`, `-nographic`) | a file in the directory for logs |
 //! | taps, bridges | the interface that `tap` names for them, else the same name |
-//! | disks that are copied | the image that was made for it, alone, with the same way of caching and I/O |
-//! | other disks, kernels, firmware | the same path, or under the directory that `disk_dirs` gives |
-//! | memory | as [`RamPlan`] says; the blocks keep their names, by which both sides know them |
+//! | disks that are copied | the image that was made for it, alone, with the same caching and I/O options |
+//! | other disks, kernels, firmware | the same path, or under the directory that `disk_dirs` names |
+//! | memory | as [`RamPlan`] specifies; the blocks keep their names, by which both hosts identify them |
 //! | windows | none; VNC and SPICE stay |
 //!
 //! The new QEMU has a monitor of ours, waits for its state (`-S -incoming defer`), and stays in the
@@ -38,20 +38,20 @@ pub const MONITOR_ID: &str = "whimbrel-qmp";
 pub const QMP_FILE: &str = "whimbrel-qmp.sock";
 /// QEMU's messages, in a guest's run directory.
 pub const LOG_FILE: &str = "whimbrel-qemu.log";
-/// Where the device state is taken in, in a guest's run directory.
+/// Socket through which the device state is loaded, in a guest's run directory.
 const STATE_FILE: &str = "whimbrel-state.sock";
-/// What a guest's own sockets and logs are never called.
+/// Names that a guest's own sockets and logs never get.
 const OURS: [&str; 3] = [QMP_FILE, LOG_FILE, STATE_FILE];
 /// Longest path of a unix socket, in bytes.
 const MAX_SOCKET_PATH: usize = 107;
 
-/// What the guest's memory is made of on the destination.
+/// Kind of the guest's memory on the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RamPlan {
-    /// A shared memfd: fast to receive into and to serve faults from.
+    /// Shared memfd: pages can be received into it and page faults can be served quickly.
     Memfd {
-        /// Size of huge pages to take (hugetlbfs), or `None` for usual ones.
+        /// Size of the huge pages (hugetlbfs) in bytes, or `None` for normal pages.
         hugepage_bytes: Option<u64>,
     },
     /// Private anonymous memory, which keeps transparent huge pages and KSM where the host has them
@@ -59,31 +59,31 @@ pub enum RamPlan {
     Anonymous,
 }
 
-/// What this host has in place of the other's.
+/// Rules that translate a source host's resources to those of this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostRules {
-    /// The QEMU to start.
+    /// QEMU program to start.
     pub qemu_binary: PathBuf,
-    /// Directories of its data (`-L`); empty for its own.
+    /// Directories of QEMU's data (`-L`); empty for the program's default.
     pub data_dirs: Vec<PathBuf>,
-    /// A directory of this guest's own, for sockets and logs.
+    /// Directory for the sockets and logs of this guest alone.
     pub run_dir: PathBuf,
-    /// Where files go that QEMU writes for people (serial ports, logs); where none is named, into the run directory.
+    /// Directory for files that QEMU writes for people (serial ports, logs); `None` means the run directory.
     pub log_dir: Option<PathBuf>,
-    /// Interface or bridge here for an interface, a bridge or a netdev id there.
+    /// Interface or bridge on this host for an interface, a bridge or a netdev id of the source host.
     pub tap: BTreeMap<String, String>,
-    /// Directories here for directories there; the longest match counts.
+    /// Directories on this host for directories of the source host; the longest match counts.
     pub disk_dirs: Vec<(PathBuf, PathBuf)>,
-    /// Images that were made here for disks, by the disks' names.
+    /// Images that were made on this host for disks, by disk name.
     pub images: BTreeMap<String, NewImage>,
-    /// What memory is made of.
+    /// Kind of the guest's memory.
     pub ram: RamPlan,
-    /// Options (`frobnicate`) and objects (`object:TYPE`) to keep although they are not known.
+    /// Options (`frobnicate`) and objects (`object:TYPE`) to keep although they are unknown.
     pub allow_options: Vec<String>,
 }
 
 impl HostRules {
-    /// Rules that change nothing but the run directory.
+    /// Returns rules that change only the run directory.
     pub fn new(qemu_binary: impl Into<PathBuf>, run_dir: impl Into<PathBuf>) -> Self {
         Self {
             qemu_binary: qemu_binary.into(),
@@ -98,7 +98,7 @@ impl HostRules {
         }
     }
 
-    /// Where a file of the other host lies on this one.
+    /// Returns the path on this host for a path of the source host.
     pub fn path_here(&self, path: &str) -> String {
         let rule = self
             .disk_dirs
@@ -121,25 +121,25 @@ impl HostRules {
 pub struct BuiltCommand {
     /// Program and arguments.
     pub argv: Vec<OsString>,
-    /// Our monitor.
+    /// Socket of our monitor.
     pub qmp: PathBuf,
-    /// Where QEMU's messages should go.
+    /// File for QEMU's messages.
     pub log: PathBuf,
-    /// Where the device state can be taken in ([`crate::device_state::Incoming`]).
+    /// Socket through which the device state can be loaded ([`crate::device_state::Incoming`]).
     pub state_socket: PathBuf,
     /// Names of the files that QEMU will write into the directory for logs.
     pub logs: Vec<String>,
-    /// What was changed that somebody may miss.
+    /// Changes that a user of the guest may notice.
     pub notes: Vec<String>,
-    /// What was left out and may make the guest slower here, with what to do about each.
+    /// Omitted settings whose absence may make the guest slower on this host, each with a remedy.
     pub warnings: Vec<Problem>,
 }
 
-/// The guest cannot be built here.
+/// Error: the guest cannot be built on this host.
 #[derive(Debug, thiserror::Error)]
 #[error("the guest cannot be started on the destination: {}", join(.problems))]
 pub struct CommandError {
-    /// All reasons, with what to do about each.
+    /// All reasons, each with a remedy.
     pub problems: Vec<Problem>,
 }
 
@@ -147,10 +147,10 @@ fn join(problems: &[Problem]) -> String {
     problems.iter().map(ToString::to_string).collect::<Vec<_>>().join(". ")
 }
 
-/// The command line that makes a QEMU here which can take the guest over.
+/// Returns the command line for a QEMU on this host that can receive the guest.
 ///
 /// # Errors
-/// With everything that stands in the way, not only the first.
+/// Lists all obstacles, not only the first.
 pub fn build(vm: &VmDescription, rules: &HostRules) -> Result<BuiltCommand, CommandError> {
     let mut build = Build::new(vm, rules);
     for option in &vm.options {
@@ -170,9 +170,9 @@ struct Build<'a> {
     notes: Vec<String>,
     warnings: Vec<Problem>,
     logs: Vec<String>,
-    /// Names in the run directory that are taken.
+    /// Names in the run directory that are in use.
     names: BTreeSet<String>,
-    /// How many options have the image of each disk that has one.
+    /// Number of options that use the image of each disk that has one.
     images_used: BTreeMap<String, usize>,
 }
 
@@ -226,7 +226,7 @@ impl<'a> Build<'a> {
 
     fn rewritten(&mut self, option: &Given) -> Option<Given> {
         match option.name.as_str() {
-            // The directories of this host's QEMU count.
+            // The data directories of this host's QEMU apply.
             "L" => (self.rules.data_dirs.is_empty() && self.same_program()).then(|| option.clone()),
             "serial" | "parallel" | "debugcon" | "monitor" | "qmp" | "qmp-pretty" => {
                 self.short_chardev(option)
@@ -262,7 +262,7 @@ impl<'a> Build<'a> {
         self.rules.qemu_binary == self.vm.program.binary
     }
 
-    /// Maps the files that an option names.
+    /// Translates the paths of files that an option names.
     fn with_paths(&mut self, option: &Given) -> Given {
         let mut value = option.parsed();
         let mut changed = Vec::new();
@@ -280,7 +280,7 @@ impl<'a> Build<'a> {
         if changed.is_empty() { option.clone() } else { Given::new(&option.name, value.to_string()) }
     }
 
-    /// An image that lies elsewhere still names the old place of the image below it.
+    /// Reports a problem if an image at another path has backing files: it still names them by their old paths.
     fn check_backing(&mut self, file: &str) {
         let has_backing = self
             .vm
@@ -301,7 +301,7 @@ impl<'a> Build<'a> {
         self.rules.path_here(path)
     }
 
-    /// A file of that name for what QEMU writes, another one each time.
+    /// Returns a path with this file name in the log directory; each call returns a different path.
     fn log(&mut self, path: &str) -> String {
         let name = self.unused_name(path);
         let directory = self.rules.log_dir.as_ref().unwrap_or(&self.rules.run_dir);
@@ -312,7 +312,7 @@ impl<'a> Build<'a> {
         file
     }
 
-    /// A file of that name in the run directory, another one each time.
+    /// Returns a path with this file name in the run directory; each call returns a different path.
     fn in_run_dir(&mut self, path: &str) -> String {
         let name = self.unused_name(path);
         self.rules.run_dir.join(name).to_string_lossy().into_owned()
@@ -358,7 +358,7 @@ impl<'a> Build<'a> {
         self.with_paths(option)
     }
 
-    /// What a source on a terminal had is a file here.
+    /// Replaces a source's terminal with a file on this host.
     fn terminal(&mut self) {
         let has = |out: &[Given], name: &str| out.iter().any(|option| option.name == name);
         if has(&self.out, "nographic") && !has(&self.out, "nodefaults") {
@@ -407,12 +407,12 @@ impl<'a> Build<'a> {
     }
 }
 
-/// The options of a monitor of our own at `path`, to which whoever starts the QEMU connects at once.
+/// Returns the options of a monitor of our own at `path`. The process that starts QEMU connects to it at once.
 ///
-/// QEMU waits for that (`wait=on`) before it makes anything else of itself. Where it does not, it takes the connection
-/// while its main loop and the monitor's own thread both look after the socket, and on a busy host it then greets
-/// twice, or never answers the first command (seen with 7.2, once in 150 starts). A QEMU whose starter has died
-/// meanwhile waits for ever; it is found by this option ([`crate::find::with_own_monitor`]).
+/// QEMU waits for that connection (`wait=on`) before it initialises anything else. Without `wait=on` it accepts the
+/// connection while both its main loop and the monitor's own thread watch the socket, and on a busy host it then sends
+/// two greetings, or never answers the first command (seen with 7.2, once in 150 starts). A QEMU whose starter has
+/// died in the meantime waits for ever; it is found by this option ([`crate::find::with_own_monitor`]).
 pub fn monitor(path: &Path) -> [String; 4] {
     [
         "-chardev".to_owned(),
@@ -422,7 +422,7 @@ pub fn monitor(path: &Path) -> [String; 4] {
     ]
 }
 
-/// How the option that makes our own monitor begins, whatever version of ours made it.
+/// Returns the start of the option that creates our own monitor; it is the same in all our versions.
 pub(crate) fn monitor_prefix(path: &Path) -> String {
     format!("socket,id={MONITOR_ID},path={},", path.to_string_lossy().replace(',', ",,"))
 }

@@ -1,4 +1,4 @@
-//! Small questions and orders to a running QEMU that a migration needs.
+//! Simple queries and commands to a running QEMU that a migration needs.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime};
@@ -8,39 +8,39 @@ use serde_json::{Value, json};
 
 use crate::qmp::{Asked, Qmp, QmpError};
 
-/// QEMU's own word for what the guest is doing.
+/// Run state of the guest as QEMU reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Status {
-    /// E.g. `running`, `paused`, `inmigrate`, `io-error`, `postmigrate`.
+    /// Name of the state, e.g. `running`, `paused`, `inmigrate`, `io-error`, `postmigrate`.
     pub status: String,
-    /// Whether virtual CPUs run.
+    /// True if virtual CPUs run.
     pub running: bool,
 }
 
 impl Status {
-    /// Whether the guest stands still because somebody wants that. One that was started with `-S` has not run yet;
-    /// nothing else tells it from a paused one.
+    /// Returns true if the guest is stopped because a user or program has requested that. A guest that was started
+    /// with `-S` has not run yet; nothing else distinguishes it from a paused one.
     pub fn is_paused(&self) -> bool {
         ["paused", "prelaunch"].contains(&self.status.as_str())
     }
 }
 
-/// Asks for the run state.
+/// Queries the run state.
 pub fn status(qmp: &mut Qmp) -> Result<Status, QmpError> {
     qmp.execute("query-status", Value::Null)
 }
 
-/// Lets all block I/O that is in flight complete, and changes nothing.
+/// Waits until all block I/O in flight has completed, and changes nothing.
 ///
 /// An empty transaction drains QEMU's whole block layer. Disk reads with `cache=none` are DMA into
 /// the guest's memory: its pages are marked dirty when the read is submitted, not when the data
-/// lands, so that marks are cleared first, then this is called, and only then pages are read.
+/// arrive. So the caller clears the dirty marks first, then calls this, and only then reads pages.
 pub fn drain(qmp: &mut Qmp) -> Result<(), QmpError> {
     qmp.run("transaction", json!({ "actions": [] }))
 }
 
-/// Why QEMU itself would refuse to migrate this guest, in its words; empty when it would not.
-/// `xen-save-devices-state` does not ask, so pre-flight must.
+/// Returns QEMU's own reasons for refusing to migrate this guest; empty if there are none.
+/// `xen-save-devices-state` does not check them, so pre-flight must.
 pub fn blocked_reasons(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     #[derive(Deserialize)]
     struct Migrate {
@@ -50,7 +50,7 @@ pub fn blocked_reasons(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     Ok(qmp.execute::<Migrate>("query-migrate", Value::Null)?.blocked_reasons)
 }
 
-/// CPU features that were asked for and that this QEMU cannot give its guest.
+/// Returns the CPU features that were requested and that this QEMU cannot provide to its guest.
 pub fn cpu_unavailable_features(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     #[derive(Deserialize)]
     struct Cpu {
@@ -62,7 +62,7 @@ pub fn cpu_unavailable_features(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> 
     qmp.execute("qom-get", json!({ "path": cpu.path, "property": "unavailable-features" }))
 }
 
-/// The threads in which the virtual processors run, by the numbers that they have for QEMU.
+/// Returns the ids of the threads that run the virtual CPUs, as QEMU's own PID namespace numbers them.
 pub fn cpu_threads(qmp: &mut Qmp) -> Result<Vec<u32>, QmpError> {
     #[derive(Deserialize)]
     struct Cpu {
@@ -74,7 +74,7 @@ pub fn cpu_threads(qmp: &mut Qmp) -> Result<Vec<u32>, QmpError> {
     Ok(threads.into_iter().collect())
 }
 
-/// The machine types that this QEMU knows, with their short names (`q35`).
+/// Returns the machine types that this QEMU supports, with their short names (`q35`).
 pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
     let machines: Vec<Value> = qmp.execute("query-machines", Value::Null)?;
     let names = |machine: &Value| {
@@ -83,7 +83,7 @@ pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
     Ok(machines.iter().flat_map(names).flatten().collect())
 }
 
-/// Files and devices of the host that block nodes have open, one for each node.
+/// Returns the files and devices of the host that block nodes have open, one for each node.
 pub fn open_files(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     #[derive(Deserialize)]
     struct Node {
@@ -96,32 +96,33 @@ pub fn open_files(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     Ok(nodes.into_iter().filter(is_file).map(|node| node.file).collect())
 }
 
-/// Stops the virtual CPUs; returns when they stand and block I/O is drained, how long that took until QEMU's event
-/// STOP. It comes when both is done; from it to RESUME is the downtime of which QEMU's own migration tells.
+/// Stops the virtual CPUs. Returns when they are stopped and block I/O is drained, with the time until QEMU's
+/// event STOP. QEMU sends it when both are done; the downtime that QEMU's own migration reports lasts from it to
+/// RESUME.
 pub fn stop(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
     let began = SystemTime::now();
     qmp.run("stop", Value::Null)?;
     Ok(qmp.last_said("STOP").and_then(|stopped| stopped.duration_since(began).ok()))
 }
 
-/// Lets the virtual CPUs run. Takes the images' locks first where they were given up. Returns how long that took from
-/// QEMU's event RESUME on, which comes before the devices go on, and they before the virtual CPUs.
+/// Resumes the virtual CPUs. QEMU first acquires the images' locks if it had released them. Returns the time since
+/// QEMU's event RESUME, which QEMU sends before the devices resume, and they resume before the virtual CPUs.
 pub fn cont(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
     let asked = ask_to_cont(qmp)?;
     let deadline = Instant::now() + qmp.timeout();
     hear_of_cont(qmp, &asked, deadline)
 }
 
-/// The same without waiting for the answer: QEMU may have to wait for something before it gives one, and whoever asks
-/// has to bring it.
+/// Sends `cont` without waiting for the answer: QEMU may have to wait for something before it answers, and the caller
+/// has to provide that.
 pub fn ask_to_cont(qmp: &mut Qmp) -> Result<Asked, QmpError> {
     qmp.ask("cont", Value::Null)
 }
 
-/// The answer to [`ask_to_cont`], as [`cont`] returns it.
+/// Waits for the answer to [`ask_to_cont`], and returns what [`cont`] returns.
 ///
 /// # Errors
-/// [`QmpError::Timeout`] after the deadline, where the answer may still come.
+/// [`QmpError::Timeout`] after the deadline; the answer may still arrive later.
 pub fn hear_of_cont(qmp: &mut Qmp, asked: &Asked, deadline: Instant) -> Result<Option<Duration>, QmpError> {
     qmp.hear::<Value>(asked, deadline)?;
     let resumed = qmp.last_said("RESUME").filter(|resumed| *resumed >= asked.at());

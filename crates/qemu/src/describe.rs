@@ -1,15 +1,19 @@
-//! What a running guest is, so that it can be built again elsewhere.
+//! Description of a running guest, from which it can be built again on another host.
 //!
-//! The command line says how the guest was started, QMP what it is now. After the first hot-plug,
-//! snapshot or ejected disc the two differ, and QMP is right; but QMP does not tell everything (how
-//! a disk is opened, what a serial port's file is called). So the command line is taken option by
-//! option and *refreshed*: what is no longer there goes, what changed is set to what it is now, what
-//! came later is added as options of the same ids and addresses. The result, a [`VmDescription`],
-//! is what the command line would be had the guest been started as it is today. It still names this
-//! host's files and sockets; [`crate::command`] makes them fit another.
+//! The command line shows how the guest was started, QMP shows its current state. After the first
+//! hot-plug, snapshot or ejected disc the two differ, and QMP is right; but QMP does not report
+//! everything (the options with which a disk is opened, the file of a serial port).
 //!
-//! What cannot be described exactly is not guessed: it becomes a [`Problem`], and a description with
-//! problems builds no guest.
+//! So the command line is processed option by option and *refreshed*: an option of a removed thing
+//! is dropped, a changed one is set to the current value, and things that were added later become
+//! options with the same ids and addresses.
+//!
+//! The result, a [`VmDescription`], is the command line with which the guest would have been started
+//! in its current state. It still names this host's files and sockets; [`crate::command`] adapts
+//! them to another host.
+//!
+//! Anything that cannot be described exactly is not guessed: it becomes a [`Problem`], and a
+//! description with problems builds no guest.
 
 mod backends;
 mod blocks;
@@ -30,70 +34,70 @@ use crate::tree::{DeviceTree, device_tree};
 use live::Live;
 pub use secrets::without_secrets;
 
-/// Version of the form of [`VmDescription`].
+/// Version of the format of [`VmDescription`].
 pub const SCHEMA: u32 = 1;
 
-/// A guest, in a stable form.
+/// Description of a guest in a stable format.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VmDescription {
-    /// [`SCHEMA`].
+    /// Version of the format: [`SCHEMA`].
     pub schema: u32,
-    /// `-name`.
+    /// Value of `-name`.
     pub name: Option<String>,
-    /// `-uuid`, where one was given.
+    /// Value of `-uuid`, if the option is present.
     pub uuid: Option<String>,
-    /// The program that runs it.
+    /// QEMU program of the guest.
     pub program: Program,
     /// Machine and processors.
     pub machine: Machine,
-    /// Its memory.
+    /// Memory of the guest.
     pub memory: Memory,
-    /// Its disks, as they are now.
+    /// Disks in their current state.
     pub disks: Vec<Disk>,
-    /// What its network cards are connected to.
+    /// Back ends of the network cards.
     pub networks: Vec<Network>,
-    /// Its character devices.
+    /// Character devices.
     pub chardevs: Vec<Chardev>,
-    /// All devices that it sees.
+    /// All devices that the guest sees.
     pub devices: DeviceTree,
-    /// The command line that would start it as it is now, on this host.
+    /// Command line that would start the guest in its current state, on this host.
     pub options: Vec<Given>,
-    /// Why it cannot be moved; empty when it can.
+    /// Reasons why the guest cannot be moved; empty if it can.
     pub problems: Vec<Problem>,
 }
 
 /// A QEMU program.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Program {
-    /// Its path.
+    /// Path of the program.
     pub binary: PathBuf,
-    /// Its version, `major.minor.micro`.
+    /// Version, `major.minor.micro`.
     pub version: String,
-    /// Where it runs: relative names of files start here.
+    /// Working directory, to which relative file names refer.
     pub working_dir: PathBuf,
 }
 
 /// Machine and processors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
-    /// The versioned type, e.g. `pc-q35-10.0`.
+    /// Versioned machine type, e.g. `pc-q35-10.0`.
     pub machine_type: String,
-    /// `kvm`, `tcg`, or what else `-accel` says.
+    /// Accelerator: `kvm`, `tcg`, or another value of `-accel`.
     pub accelerator: String,
     /// QEMU's type of the processors, e.g. `max-x86_64-cpu`.
     pub cpu_type: String,
-    /// The model and features as they were asked for (`-cpu`), when they were.
+    /// Model and features as requested (`-cpu`), if they were.
     pub cpu_option: Option<String>,
-    /// How many there are now.
+    /// Current number of processors.
     pub cpus: usize,
 }
 
-/// The guest's memory.
+/// Memory of a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
-    /// What it was started with.
+    /// Size at the start, in bytes.
     pub base_bytes: u64,
-    /// What was plugged in.
+    /// Size of plugged memory, in bytes.
     pub plugged_bytes: u64,
     /// Name of the machine's default RAM block, e.g. `pc.ram`.
     pub default_block: Option<String>,
@@ -101,123 +105,124 @@ pub struct Memory {
     pub blocks: Vec<MemoryBlock>,
 }
 
-/// A RAM block's name and pages.
+/// Name and page size of a RAM block.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryBlock {
-    /// Its name, equal on both sides.
+    /// Name, equal on source and destination.
     pub name: String,
-    /// 4096, or a huge page's size for hugetlbfs.
+    /// Page size: 4096, or a huge page's size for hugetlbfs.
     pub page_size_bytes: u64,
 }
 
-/// A disk as it is now.
+/// A disk in its current state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// The drive's name, or that of its top node.
+    /// Name of the drive, or of its top node.
     pub name: String,
-    /// QOM path of the device that has it; `None` when no device does.
+    /// QOM path of the device that uses the disk; `None` if no device does.
     pub device: Option<String>,
-    /// The present top image; `None` for an empty drive.
+    /// Current top image; `None` for an empty drive.
     pub file: Option<String>,
-    /// Its format.
+    /// Format of the top image.
     pub format: Option<String>,
-    /// The images below it, from top to bottom.
+    /// Images below the top image, from top to bottom.
     pub backing_files: Vec<String>,
-    /// Files beside the top image in which its content is as well: the external data file of a qcow2 image.
+    /// Files beside the top image that also hold its content: the external data file of a qcow2 image.
     #[serde(default)]
     pub data_files: Vec<String>,
-    /// The part of its file that the top image is; `None` where it is the whole file.
+    /// Part of the file that the top image occupies; `None` if it is the whole file.
     #[serde(default)]
     pub part: Option<FilePart>,
-    /// The images of formats that are widely known in which its content is, from top to bottom; none where a file of this
-    /// host is not all that is behind one of them.
+    /// Images of widely known formats that hold the disk's content, from top to bottom; empty if one of them is backed
+    /// by anything but a file of this host.
     #[serde(default)]
     pub layers: Vec<Layer>,
-    /// Whether the guest can only read it.
+    /// True if the guest can only read the disk.
     pub read_only: bool,
-    /// Whether what is in it is encrypted on the host, and the guest sees it in plain text.
+    /// True if the content is encrypted on the host and the guest sees it in plain text.
     #[serde(default)]
     pub encrypted: bool,
-    /// Names of the internal snapshots in the present top image.
+    /// Names of the internal snapshots in the current top image.
     #[serde(default)]
     pub snapshots: Vec<String>,
-    /// Names of the dirty bitmaps of others, by which a backup program knows what was written since its last backup.
+    /// Names of the dirty bitmaps of other programs, by which a backup program finds the blocks that were written
+    /// since its last backup.
     #[serde(default)]
     pub bitmaps: Vec<String>,
-    /// Whether the page cache is bypassed (`cache=none`, `cache.direct=on`).
+    /// True if the page cache is bypassed (`cache=none`, `cache.direct=on`).
     pub direct: bool,
-    /// Whether the medium can be changed.
+    /// True if the medium can be changed.
     pub removable: bool,
-    /// Its length as the guest sees it, in bytes; `None` for an empty drive.
+    /// Length as the guest sees it, in bytes; `None` for an empty drive.
     #[serde(default)]
     pub bytes: Option<u64>,
-    /// About how much of it is in use, in bytes.
+    /// Approximate number of bytes that are in use.
     #[serde(default)]
     pub used_bytes: Option<u64>,
-    /// Its place in the block graph; `None` for an empty drive.
+    /// Place in the block graph; `None` for an empty drive.
     #[serde(default)]
     pub nodes: Option<DiskNodes>,
 }
 
-/// A part of a file, in which the rest belongs to others (`offset` and `size` of QEMU's raw driver).
+/// A part of a file; other parts belong to other users (`offset` and `size` of QEMU's raw driver).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FilePart {
-    /// Where a raw disk begins in its file, in bytes; `None` where QEMU does not name it, and for an image of another
+    /// Offset of a raw disk in its file, in bytes; `None` if QEMU does not report it, and for an image of another
     /// format inside the part.
     pub offset_bytes: Option<u64>,
 }
 
-/// One of the images in which a disk's content is.
+/// One of the images that hold a disk's content.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layer {
-    /// Its file, or block device.
+    /// File or block device of the image.
     pub file: String,
-    /// Its format: `raw` or `qcow2`.
+    /// Format: `raw` or `qcow2`.
     pub format: String,
 }
 
 /// A disk's place in the block graph.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskNodes {
-    /// What the device uses, through which all that the guest writes goes.
+    /// Node that the device uses; all writes of the guest go through it.
     pub top: String,
-    /// The image: the top one, or what it filters; as the options name it.
+    /// Node of the image: the top node, or the one that it filters; as the options name it.
     pub image: String,
-    /// The image's format, or its driver where it has none.
+    /// Format of the image, or its driver where it has none.
     #[serde(default)]
     pub format: String,
-    /// All nodes below the image: its file, the images below it, theirs.
+    /// All nodes below the image: its file, the images below it, and their files.
     pub below: Vec<String>,
 }
 
-/// What a network card is connected to.
+/// Back end of a network card.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Network {
-    /// Its id; begins with `#` where QEMU made one up.
+    /// Id; begins with `#` if QEMU generated it.
     pub id: String,
-    /// `tap`, `user`, `bridge`, …
+    /// Type: `tap`, `user`, `bridge`, …
     pub kind: String,
-    /// QEMU's own words about it.
+    /// Details as QEMU prints them.
     pub details: String,
 }
 
 /// A character device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chardev {
-    /// Its label.
+    /// Label of the device.
     pub id: String,
-    /// QEMU's own words about what is behind it.
+    /// Back end of the device as QEMU prints it.
     pub details: String,
 }
 
 /// A reason why a guest cannot be moved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// A word for programs, e.g. `option-refused`.
+    /// Identifier for programs, e.g. `option-refused`.
     pub code: String,
-    /// What is in the way.
+    /// Description of the obstacle.
     pub what: String,
-    /// What can be done about it.
+    /// Remedy.
     pub what_to_do: String,
 }
 
@@ -233,21 +238,21 @@ impl std::fmt::Display for Problem {
     }
 }
 
-/// How a QEMU process was started, from `/proc` (see [`crate::find`]).
+/// Program, arguments and directory of a QEMU process, from `/proc` (see [`crate::find`]).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
-    /// The program.
+    /// Path of the program.
     pub binary: PathBuf,
-    /// Its arguments, without the program's name.
+    /// Arguments, without the program's name.
     pub arguments: Vec<String>,
-    /// Its working directory.
+    /// Working directory.
     pub working_dir: PathBuf,
 }
 
-/// Describes the guest behind `qmp`.
+/// Describes the guest of the QEMU that `qmp` is connected to.
 ///
 /// # Errors
-/// Only when the monitor fails. What stands in the way of moving the guest is part of the result.
+/// Only if the monitor fails. Obstacles to moving the guest are part of the result.
 pub fn describe(qmp: &mut Qmp, origin: &Origin) -> Result<VmDescription, QmpError> {
     let tree = device_tree(qmp)?;
     let mut live = Live::ask(qmp)?;
@@ -327,8 +332,8 @@ fn assemble(
     }
 }
 
-/// A name of a file as it is from anywhere. Names with a protocol (`nbd:…`, `json:…`, `fd:…`) are
-/// none.
+/// Converts a file name to an absolute path. Names with a protocol (`nbd:…`, `json:…`, `fd:…`) are
+/// returned unchanged, because they are no paths.
 pub(crate) fn absolute(path: &str, working_dir: &Path) -> String {
     let protocol = path.split_once(':').is_some_and(|(head, _)| {
         !head.is_empty() && head.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-_".contains(&byte))
@@ -340,7 +345,7 @@ pub(crate) fn absolute(path: &str, working_dir: &Path) -> String {
     joined.to_string_lossy().into_owned()
 }
 
-/// Whether a key of an option names a file of the host.
+/// Returns true if a key of an option names a file of the host.
 pub(crate) fn names_a_file(option: &str, key: &str) -> bool {
     let last = key.rsplit('.').next().unwrap_or(key);
     match option {

@@ -1,10 +1,9 @@
-//! The state of the devices: taken from one QEMU, completed, loaded into another.
+//! Device state: saved by one QEMU, completed, loaded into another.
 //!
-//! `xen-save-devices-state` writes the state of everything but RAM, whatever the RAM is made of.
-//! What it writes lacks two things that a loading QEMU wants: the configuration section (the name
-//! of the machine type) and the closing description. [`complete`] puts them in. The globals that
-//! would make QEMU do without (`migration.send-configuration=off`, `suppress-vmdesc=on`) would stay
-//! with the guest for ever.
+//! `xen-save-devices-state` writes the state of everything but RAM, whatever the RAM is made of. Its output
+//! lacks two things that a loading QEMU needs: the configuration section (the name of the machine type) and
+//! the closing description. [`complete`] inserts them. The globals with which QEMU would not need them
+//! (`migration.send-configuration=off`, `suppress-vmdesc=on`) would stay with the guest for ever.
 //!
 //! The stream, all numbers big-endian:
 //!
@@ -13,12 +12,13 @@
 //! '--- header --'  '------ configuration ------'  '- as QEMU wrote them, EOF too -'   '--- description ---'
 //! ```
 //!
-//! The guest must be stopped before ([`StateFile::capture`] refuses otherwise): then saving also gives up the
-//! disk images with their locks, and `cont` takes them back. A QEMU before 10.0 that is asked to give
-//! them up a second time aborts (seen with 7.2), and a guest that stays paused keeps them given up:
-//! after a migration that came to nothing, and after one that brought it here. So who did not stop
-//! the guest himself asks first ([`disks`]). Saving may write guest memory, so the caller scans it
-//! once more afterwards.
+//! The guest must be stopped before ([`StateFile::capture`] refuses otherwise): then saving also releases the
+//! disk images with their locks, and `cont` acquires them again. A QEMU before 10.0 that is asked to release
+//! them a second time aborts (seen with 7.2), and a guest that stays paused keeps them released: after a
+//! migration that failed, and after one that brought it here.
+//!
+//! So a caller that did not stop the guest itself asks first ([`disks`]). Saving may write guest memory, so
+//! the caller runs a dirty scan once more afterwards.
 
 mod incoming;
 
@@ -34,7 +34,7 @@ pub use incoming::{Incoming, LoadError};
 use crate::control;
 use crate::qmp::{Qmp, QmpError, decoded};
 
-/// Most that is accepted as a device state, in bytes; usual are tens to hundreds of KiB.
+/// Maximum accepted length of a device state, in bytes; usual are tens to hundreds of KiB.
 pub const MAX_STATE_BYTES: u64 = 256 << 20;
 
 const HEADER: [u8; 8] = *b"QEVM\x00\x00\x00\x03";
@@ -43,7 +43,7 @@ const SECTION_FULL: u8 = 0x04;
 const DESCRIPTION: u8 = 0x06;
 const CONFIGURATION: u8 = 0x07;
 
-/// Why a device state could not be saved or completed.
+/// Error while a device state is saved or completed.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     /// The monitor failed or QEMU refused.
@@ -55,36 +55,36 @@ pub enum StateError {
         /// QEMU's run state.
         status: String,
     },
-    /// The file that takes the state could not be made or read.
+    /// The file for the state could not be created or read.
     #[error("cannot {what} the file for the device state")]
     File {
-        /// What was tried.
+        /// Attempted action.
         what: &'static str,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// What QEMU wrote is not what is expected.
+    /// QEMU's output is not a valid device state.
     #[error("QEMU's device state is not understood: {what}")]
     Format {
-        /// What is wrong.
+        /// Description of the error.
         what: String,
     },
 }
 
-/// Whose the disk images of a stopped guest are.
+/// Ownership of the disk images of a stopped guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Disks {
-    /// This QEMU's, since the guest ran here.
+    /// This QEMU holds them, because the guest ran here.
     Held,
-    /// Given up by an earlier save, or never taken since the guest arrived; `cont` takes them.
+    /// An earlier save released them, or this QEMU never acquired them since the guest arrived; `cont` acquires them.
     GivenUp,
 }
 
-/// Asks whose the disk images of a guest are that does not run. One that ran until a moment ago has them
-/// ([`Disks::Held`]) and need not be asked.
+/// Queries the ownership of the disk images of a guest that is stopped. A guest that ran until a moment
+/// ago holds them ([`Disks::Held`]), and the query is not needed.
 pub fn disks(qmp: &mut Qmp) -> Result<Disks, QmpError> {
     let nodes: Vec<BlockNode> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    // Told from 10.0 on.
+    // QEMU reports it from 10.0 on.
     let mut told = nodes.iter().filter_map(|node| node.active).peekable();
     if told.peek().is_some() {
         return Ok(if told.any(|active| active) { Disks::Held } else { Disks::GivenUp });
@@ -100,7 +100,7 @@ struct BlockNode {
     active: Option<bool>,
 }
 
-/// Who may do what with which block node. Nobody may write to what was given up, or was not yet taken.
+/// Permissions of users of block nodes. No user may write to a node that was released, or not acquired yet.
 #[derive(Debug, Deserialize)]
 struct Graph {
     nodes: Vec<GraphNode>,
@@ -128,13 +128,14 @@ impl GraphEdge {
 }
 
 impl Graph {
-    /// To give up what was given up kills QEMU; the other mistake leaves locks until this QEMU ends, and a guest that is
-    /// paused does without. So all must be seen to be held: one disk that was given up decides (others were plugged in
-    /// since, or taken back to be copied), and so does an image of which nobody can say it, because it is only read, or
-    /// no device has it.
+    /// Returns [`Disks::Held`] only if all images are proved to be held, because releasing them a second time kills
+    /// QEMU. The other mistake only leaves locks until this QEMU ends, and a guest that is paused does not need them.
+    ///
+    /// So one released disk decides (others were plugged in since, or acquired again to be copied), and so does an
+    /// image whose ownership cannot be determined, because it is only read, or no device uses it.
     fn disks(&self, nodes: &[BlockNode]) -> Disks {
         let node = |id: u64| self.nodes.iter().find(|node| node.id == id);
-        // Exports of what is copied are nameless.
+        // Exports for copied disks have no name.
         let is_device = |edge: &&GraphEdge| {
             node(edge.parent).is_some_and(|node| node.r#type == "block-backend" && !node.name.is_empty())
         };
@@ -149,20 +150,20 @@ impl Graph {
     }
 }
 
-/// A file into which QEMU saves its device state: made, and known to QEMU, before the guest is stopped, so that nothing
-/// but the saving itself falls into the downtime.
+/// File into which QEMU saves its device state. It is created, and passed to QEMU, before the guest is stopped, so that
+/// only the saving itself is part of the downtime.
 ///
-/// QEMU gets it through the monitor, so that it works without privileges and in a chroot. One that is not
-/// [removed](StateFile::remove) is forgotten by QEMU when the monitor's connection ends and the guest runs.
+/// QEMU gets it through the monitor, so that it works without privileges and in a chroot. If it is not
+/// [removed](StateFile::remove), QEMU drops it when the monitor's connection ends and the guest runs.
 #[derive(Debug)]
 pub struct StateFile {
     memory: File,
-    /// QEMU's number for it.
+    /// QEMU's number of the file descriptor set.
     set: u64,
 }
 
 impl StateFile {
-    /// Makes it.
+    /// Creates the file and passes it to QEMU.
     pub fn prepare(qmp: &mut Qmp) -> Result<Self, StateError> {
         #[derive(Deserialize)]
         struct Added {
@@ -182,21 +183,21 @@ impl StateFile {
         Ok(Self { memory: File::from(memory), set: added.set })
     }
 
-    /// Has QEMU save the device state of the stopped guest, and returns it as QEMU wrote it.
+    /// Makes QEMU save the device state of the stopped guest, and returns it as QEMU wrote it.
     ///
-    /// The guest stands still meanwhile, so that the order to save follows the question whether it does without waiting
-    /// for the answer. QEMU stops a guest that runs for the time of saving, and lets it go on; one that stands still
-    /// for another reason has its disks given up until its `cont`, although saving is refused.
+    /// The guest is stopped during this time, so the command to save follows the status query without waiting for its
+    /// answer. QEMU stops a running guest while it saves, and resumes it; a guest that is stopped for another reason
+    /// has its disks released until its `cont`, although saving is refused.
     ///
-    /// Afterwards the disks are given up, whosever they were before. That an earlier save has not been
-    /// followed by `cont` is nothing that QEMU itself finds out in time.
+    /// Afterwards the disks are released, whatever their ownership was before. QEMU itself does not detect in time that
+    /// no `cont` has followed an earlier save.
     ///
     /// # Errors
-    /// [`StateError::NotStopped`] when the guest runs, or stands still for another reason than that it was stopped.
+    /// [`StateError::NotStopped`] if the guest runs, or if it is stopped for another reason than a `stop` command.
     pub fn capture(&mut self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
         let failed = |what| move |source| StateError::File { what, source };
         let name = format!("/dev/fdset/{}", self.set);
-        // "Live" means: give the disks up.
+        // "Live" means: release the disks.
         let order = json!({ "filename": name, "live": disks == Disks::Held });
         let answers = qmp.execute_all([("query-status", Value::Null), ("xen-save-devices-state", order)])?;
         let mut answers = answers.into_iter();
@@ -218,7 +219,7 @@ impl StateFile {
         Ok(raw)
     }
 
-    /// Has QEMU forget it.
+    /// Removes the file from QEMU.
     pub fn remove(self, qmp: &mut Qmp) -> Result<(), QmpError> {
         qmp.run("remove-fd", json!({ "fdset-id": self.set }))
     }
@@ -228,27 +229,27 @@ impl StateFile {
 pub fn capture(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
     let mut file = StateFile::prepare(qmp)?;
     let raw = file.capture(qmp, disks);
-    // It is taken away whether saving worked or not, and saving's own error comes first.
+    // The file is removed whether saving worked or not, and the error of saving is returned first.
     let removed = file.remove(qmp);
     let raw = raw?;
     removed?;
     Ok(raw)
 }
 
-/// Has a QEMU that has not run its guest save the state of its devices, and throws that away. There are devices with
-/// which QEMU ends then; one that has a guest would take it with it.
+/// Makes a QEMU that has not run its guest save its device state, and discards the result. With some devices QEMU
+/// ends during the save; a QEMU that runs a guest would end together with it.
 ///
 /// # Errors
-/// When QEMU refuses, or is gone.
+/// If QEMU refuses, or has ended.
 pub fn try_saving(qmp: &mut Qmp) -> Result<(), QmpError> {
     qmp.run("xen-save-devices-state", json!({ "filename": "/dev/null", "live": false }))
 }
 
-/// Turns what `xen-save-devices-state` wrote into a stream that a QEMU of that machine type (the
-/// versioned name, e.g. `pc-q35-10.0`) loads.
+/// Converts the output of `xen-save-devices-state` to a stream that a QEMU of that machine type
+/// (the versioned name, e.g. `pc-q35-10.0`) loads.
 ///
 /// # Errors
-/// [`StateError::Format`] when `raw` is no such state.
+/// [`StateError::Format`] if `raw` is not such a state.
 pub fn complete(raw: &[u8], machine_type: &str) -> Result<Vec<u8>, StateError> {
     let wrong = |what: &str| StateError::Format { what: what.to_owned() };
     if raw.len() as u64 > MAX_STATE_BYTES {
@@ -274,7 +275,7 @@ pub fn complete(raw: &[u8], machine_type: &str) -> Result<Vec<u8>, StateError> {
     Ok(out)
 }
 
-/// How the state of a machine of that type begins.
+/// Returns the first bytes of the state of a machine of that type.
 fn beginning(machine_type: &str) -> Vec<u8> {
     let mut out = HEADER.to_vec();
     out.push(CONFIGURATION);
@@ -283,14 +284,14 @@ fn beginning(machine_type: &str) -> Vec<u8> {
     out
 }
 
-/// The machine type that a completed state names.
+/// Returns the machine type that a completed state names.
 fn machine_type_of(state: &[u8]) -> Option<&str> {
     let configuration = state.strip_prefix(&HEADER)?.strip_prefix(&[CONFIGURATION])?;
     let (length, rest) = configuration.split_first_chunk()?;
     std::str::from_utf8(rest.get(..u32::from_be_bytes(*length) as usize)?).ok()
 }
 
-/// The versioned machine type of a running QEMU, e.g. `pc-q35-10.0`.
+/// Returns the versioned machine type of a running QEMU, e.g. `pc-q35-10.0`.
 pub fn machine_type(qmp: &mut Qmp) -> Result<String, QmpError> {
     let kind: String = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;
     Ok(kind.strip_suffix("-machine").unwrap_or(&kind).to_owned())
@@ -308,7 +309,7 @@ mod tests {
             whole,
             b"QEVM\x00\x00\x00\x03\x07\x00\x00\x00\x0apc-q35-7.2\x04section\x00\x06\x00\x00\x00\x02{}"
         );
-        // Not twice.
+        // A state cannot be completed twice.
         assert!(complete(&whole, "pc-q35-7.2").is_err());
     }
 
@@ -344,22 +345,23 @@ mod tests {
         let files = [("format", DISK, write), ("format", CD, read)];
         let alone = [&[("device", DISK, write)], &files[..]].concat();
         let ran = [&[("device", CD, read)], &alone[..]].concat();
-        // Of what is only read it is not known: it may have been given up, and the disk taken back to be copied.
+        // The ownership of a read-only image is unknown: it may have been released, and the disk acquired again to be
+        // copied.
         assert_eq!(whose(&ran), Disks::GivenUp);
         let saved =
             [("device", DISK, &[][..]), ("device", CD, &[]), ("format", DISK, read), ("format", CD, &[])];
         assert_eq!(whose(&saved), Disks::GivenUp);
         let arrived = [("device", DISK, read), ("device", CD, read), ("format", DISK, read)];
         assert_eq!(whose(&arrived), Disks::GivenUp);
-        // Nor of what no device has.
+        // Nor is that of an image that no device uses.
         assert_eq!(whose(&alone), Disks::GivenUp);
         let disk = [("device", DISK, write), ("device", CD, write), ("format", DISK, write)];
         assert_eq!(whose(&disk), Disks::Held);
-        // It is copied.
+        // The disk is copied.
         assert_eq!(whose(&[&disk[..], &[("export", DISK, read)]].concat()), Disks::Held);
-        // One more was plugged in since.
+        // Another disk was plugged in since.
         assert_eq!(whose(&[&saved[..], &disk[..1]].concat()), Disks::GivenUp);
-        // Nothing is there.
+        // There are no nodes.
         assert_eq!(whose(&[]), Disks::GivenUp);
     }
 

@@ -1,40 +1,40 @@
-//! What devices have for drives, as QEMU tells it (`query-block`).
+//! Drives of devices, as QEMU reports them (`query-block`).
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::qmp::{Qmp, QmpError};
 
-/// The question.
+/// Name of the command.
 pub(crate) const QUERY_BLOCK: &str = "query-block";
 
 /// A drive.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Drive {
-    /// Its name; empty where a device uses a node directly.
+    /// Name; empty if a device uses a node directly.
     #[serde(rename = "device")]
     pub(crate) name: String,
-    /// Id or QOM path of the device that uses it.
+    /// Id or QOM path of the device that uses the drive.
     #[serde(rename = "qdev")]
     pub(crate) device: Option<String>,
     pub(crate) removable: bool,
-    /// What is in it.
+    /// Medium in the drive.
     #[serde(rename = "inserted")]
     pub(crate) medium: Option<Medium>,
 }
 
-/// What is in a drive.
+/// Medium in a drive.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Medium {
-    /// Its top node.
+    /// Name of the top node.
     #[serde(rename = "node-name")]
     pub(crate) node: String,
-    /// The name of what is in it, with those of the nodes below it where they do not follow.
+    /// File name of the medium, with those of the nodes below it if they do not follow from it.
     pub(crate) file: String,
     pub(crate) image: Image,
     #[serde(flatten)]
     pub(crate) caps: Caps,
-    /// The group whose members share these caps.
+    /// Group whose members share these caps.
     #[serde(default, rename = "group")]
     pub(crate) cap_group: Option<String>,
 }
@@ -43,7 +43,7 @@ pub(crate) struct Medium {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Image {
-    /// Its length as the device sees it.
+    /// Length as the device sees it, in bytes.
     #[serde(rename = "virtual-size")]
     pub(crate) bytes: u64,
     actual_size: Option<u64>,
@@ -52,7 +52,7 @@ pub(crate) struct Image {
 }
 
 impl Image {
-    /// What it takes on the host, with all images below it.
+    /// Returns the space used on the host, with all images below it, in bytes.
     pub(crate) fn used_bytes(&self) -> u64 {
         let own = self.actual_size.unwrap_or(self.bytes);
         let below = self.below.as_ref().map_or(0, |image| image.used_bytes());
@@ -60,7 +60,7 @@ impl Image {
     }
 }
 
-/// What may be read and written in a second, in bytes and in requests; 0 for as much as there is.
+/// Limits on reads and writes per second, in bytes and in requests; 0 means no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[allow(clippy::struct_field_names, reason = "QEMU's own names")]
 pub(crate) struct Caps {
@@ -72,25 +72,25 @@ pub(crate) struct Caps {
     iops_wr: u64,
 }
 
-/// All drives.
+/// Queries all drives.
 pub(crate) fn ask(qmp: &mut Qmp) -> Result<Vec<Drive>, QmpError> {
     qmp.execute(QUERY_BLOCK, Value::Null)
 }
 
-/// What devices had for drives at a moment, to see whether they still have that.
+/// Media of all devices at one moment, to check later that they are still the same.
 ///
-/// A snapshot puts another node above the one that a device used, a change of medium puts another in its place, and a
-/// disk that has grown is another for who opened it before.
+/// A snapshot puts another node above the one that a device used, a change of medium replaces it, and a disk that has
+/// grown has another length than before.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Media(Vec<(DriveName, Option<NodeFileBytes>)>);
 
-/// Its top node, the name of what is in it, and its length.
+/// Name of the top node, file name of the medium, and its length in bytes.
 type NodeFileBytes = (String, String, u64);
 
-/// Its device, and its own name.
+/// Device, and name of the drive.
 type DriveName = (Option<String>, String);
 
-/// What devices have now.
+/// Returns the current media of all devices.
 pub fn media(qmp: &mut Qmp) -> Result<Media, QmpError> {
     let of = |drive: Drive| {
         let medium = drive.medium.map(|medium| (medium.node, medium.file, medium.image.bytes));

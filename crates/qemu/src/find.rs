@@ -1,8 +1,8 @@
-//! Finding the QEMUs of this host.
+//! Search for the QEMUs of this host.
 //!
-//! Everything comes from `/proc`: which processes are QEMUs, how they were started, which monitors
-//! they listen on. A guest is asked for by process, by the socket of its monitor, or by name, and
-//! whatever is in the way of talking to it is said together with what to do about it.
+//! All information is from `/proc`: which processes are QEMUs, how they were started, which
+//! monitors they listen on. A guest is selected by process, by the socket of its monitor, or by
+//! name, and errors name the obstacle to talking to it together with a remedy.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt as _;
@@ -19,41 +19,41 @@ use crate::qmp::{Qmp, QmpError};
 /// A QMP monitor of a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Monitor {
-    /// Its socket.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// Whether the process is seen to listen on it.
+    /// True if the kernel reports that the process listens on it.
     pub listening: bool,
-    /// Whether a client is connected to it; QEMU serves one at a time.
+    /// True if a client is connected to it; QEMU serves one at a time.
     pub held: bool,
 }
 
 /// A running QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QemuProcess {
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// When it was started, in clock ticks since boot.
+    /// Start time, in clock ticks since boot.
     pub start_time_ticks: u64,
-    /// Its program, as it can be started again.
+    /// Path of the program, with which it can be started again.
     pub binary: PathBuf,
-    /// Its arguments, without the program's name.
+    /// Arguments, without the program's name.
     pub arguments: Vec<String>,
-    /// Its working directory.
+    /// Working directory.
     pub working_dir: PathBuf,
     /// Inode of its network namespace.
     pub network_namespace: u64,
-    /// The guest's name (`-name`).
+    /// Name of the guest (`-name`).
     pub name: Option<String>,
-    /// Its QMP monitors on unix sockets.
+    /// QMP monitors on unix sockets.
     pub monitors: Vec<Monitor>,
-    /// The systemd unit that it runs in.
+    /// Name of the systemd unit in which the process runs.
     pub unit: Option<String>,
-    /// The user whose own systemd has that unit; none for the system's.
+    /// User whose own systemd manages that unit; none for the system's.
     pub unit_of_user: Option<u32>,
 }
 
 impl QemuProcess {
-    /// How it was started, for [`crate::describe::describe`].
+    /// Returns the program, arguments and directory, for [`crate::describe::describe`].
     pub fn origin(&self) -> Origin {
         Origin {
             binary: self.binary.clone(),
@@ -62,7 +62,7 @@ impl QemuProcess {
         }
     }
 
-    /// Whether libvirt started it.
+    /// Returns true if libvirt started the process.
     pub fn is_libvirts(&self) -> bool {
         let of_libvirt = |text: &str| text.contains("libvirt") || text.contains("charmonitor");
         self.arguments.iter().any(|argument| of_libvirt(argument))
@@ -76,19 +76,19 @@ impl QemuProcess {
     }
 }
 
-/// What a guest is asked for by.
+/// Criterion by which a guest is selected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Selector {
-    /// Its process.
+    /// Process id.
     Pid(u32),
-    /// The socket of its monitor.
+    /// Socket of its monitor.
     Socket(PathBuf),
-    /// Its name.
+    /// Name of the guest.
     Name(String),
 }
 
 impl Selector {
-    /// Digits are a process, a path is a socket, anything else a name.
+    /// Parses a selector: digits are a process id, a path is a socket, anything else a name.
     pub fn parse(text: &str) -> Self {
         if let Ok(pid) = text.parse() {
             Self::Pid(pid)
@@ -110,26 +110,26 @@ impl std::fmt::Display for Selector {
     }
 }
 
-/// Why a guest was not found or cannot be talked to.
+/// Error: a guest was not found or cannot be connected to.
 #[derive(Debug, thiserror::Error)]
 pub enum FindError {
-    /// None such.
+    /// No QEMU matches.
     #[error("no QEMU of this host has {selector}; {seen}")]
     None {
-        /// What was asked for.
+        /// Selector of the request.
         selector: Selector,
-        /// What there is.
+        /// QEMUs that exist.
         seen: String,
     },
-    /// More than one.
+    /// More than one QEMU matches.
     #[error("several QEMUs have {selector}: {which}; say which by its process number")]
     Several {
-        /// What was asked for.
+        /// Selector of the request.
         selector: Selector,
-        /// Those.
+        /// QEMUs that match.
         which: String,
     },
-    /// It has no monitor that we could use.
+    /// The QEMU has no monitor that we could use.
     #[error(
         "QEMU {which} has no QMP monitor on a unix socket; a running QEMU cannot be given one, so start it with -qmp unix:PATH,server=on,wait=off next time"
     )]
@@ -137,7 +137,7 @@ pub enum FindError {
         /// The process.
         which: String,
     },
-    /// libvirt holds its only monitor.
+    /// libvirt holds the only monitor.
     #[error(
         "the only QMP monitor of QEMU {which} is held by libvirt, so it cannot be adopted; give the domain a second monitor (<qemu:commandline> with -qmp unix:PATH,server=on,wait=off) when it is started next"
     )]
@@ -145,19 +145,19 @@ pub enum FindError {
         /// The process.
         which: String,
     },
-    /// Something else holds its monitors.
+    /// Other clients hold all monitors.
     #[error(
         "all QMP monitors of QEMU {which} are held by other clients or do not answer; end them, or give it one more monitor when it is started next"
     )]
     Held {
         /// The process.
         which: String,
-        /// What the last monitor did.
+        /// Error of the last monitor.
         source: QmpError,
     },
 }
 
-/// All QEMUs of this host that this user may see, by process number.
+/// Returns all QEMUs of this host that this user may see, by process id.
 pub fn list() -> Vec<QemuProcess> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     let mut pids: Vec<u32> =
@@ -166,7 +166,7 @@ pub fn list() -> Vec<QemuProcess> {
     pids.into_iter().filter_map(inspect).collect()
 }
 
-/// The QEMU that is asked for.
+/// Returns the selected QEMU.
 pub fn find(selector: &Selector) -> Result<QemuProcess, FindError> {
     let all = list();
     let canonical = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -198,11 +198,11 @@ pub fn find(selector: &Selector) -> Result<QemuProcess, FindError> {
 pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindError> {
     let which = process.label();
     let mut last = None;
-    // Those that nobody holds first.
+    // Monitors without a client first.
     let mut monitors: Vec<&Monitor> = process.monitors.iter().collect();
     monitors.sort_by_key(|monitor| (monitor.held, !monitor.listening));
     for monitor in monitors {
-        // A held monitor greets nobody else: no need to wait for it for long.
+        // A held monitor greets no second client: a short wait suffices.
         let patience = if monitor.held { timeout.min(Duration::from_millis(200)) } else { timeout };
         let path = reachable(process.pid, &monitor.path);
         match connect_at(process.pid, &path, patience) {
@@ -217,22 +217,23 @@ pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindErro
     })
 }
 
-/// Connects to the monitor at `path`, if it is that of process `pid`.
+/// Connects to the monitor at `path`, if it belongs to process `pid`.
 ///
-/// The kernel tells who listens. Where that is another QEMU (whose socket took the place of this one's, or has the same
-/// name in another mount namespace), nothing is said to it. A socket that was passed to QEMU is its starter's, who is
-/// taken at its word.
+/// The kernel reports which process listens. If that is another QEMU (whose socket has replaced this one's, or has the
+/// same name in another mount namespace), no byte is sent to it. A socket that was passed to QEMU belongs to the
+/// process that started QEMU; it is trusted.
 pub fn connect_at(pid: u32, path: &Path, timeout: Duration) -> Result<Qmp, QmpError> {
     Qmp::connect_if(path, timeout, |listener| listener == pid || inspect(listener).is_none())
 }
 
-/// The path as this process can open it: QEMU may live in another mount namespace, where the same path is another file.
+/// Returns the path as this process can open it: QEMU may run in another mount namespace, where the same path is
+/// another file.
 pub(crate) fn reachable(pid: u32, path: &Path) -> PathBuf {
     let through = PathBuf::from(format!("/proc/{pid}/root{}", path.display()));
     if sees_the_same_files(pid) || !through.exists() { path.to_owned() } else { through }
 }
 
-/// Whether a process has this one's mount namespace and root directory.
+/// Returns true if a process has this one's mount namespace and root directory.
 fn sees_the_same_files(pid: u32) -> bool {
     let same = |what: &str| {
         let of = |process: &str| std::fs::metadata(format!("/proc/{process}/{what}")).ok();
@@ -242,8 +243,8 @@ fn sees_the_same_files(pid: u32) -> bool {
     same("ns/mnt") && same("root")
 }
 
-/// The process that was started with our own monitor at `path` ([`crate::command::monitor`]), whether it came to listen
-/// there or not. Whoever else names that path (`socat`, an editor) is none.
+/// Finds the process that was started with our own monitor at `path` ([`crate::command::monitor`]), even if it does not
+/// listen there. Other processes that name that path (`socat`, an editor) do not match.
 pub fn with_own_monitor(path: &Path) -> Option<u32> {
     let prefix = crate::command::monitor_prefix(path);
     let pids = std::fs::read_dir("/proc").ok()?.flatten();
@@ -256,7 +257,7 @@ fn has_argument(pid: u32, prefix: &[u8]) -> bool {
     line.is_ok_and(|line| line.split(|byte| *byte == 0).any(|argument| argument.starts_with(prefix)))
 }
 
-/// Whether a process is a QEMU.
+/// Returns true if a process is a QEMU.
 pub(crate) fn is_qemu(pid: u32) -> bool {
     inspect(pid).is_some()
 }
@@ -264,7 +265,7 @@ pub(crate) fn is_qemu(pid: u32) -> bool {
 fn inspect(pid: u32) -> Option<QemuProcess> {
     let proc = PathBuf::from(format!("/proc/{pid}"));
     let binary = std::fs::read_link(proc.join("exe")).ok()?;
-    // A program that was upgraded meanwhile.
+    // The program's file was upgraded in the meantime.
     let text = binary.to_string_lossy();
     let binary = PathBuf::from(text.strip_suffix(" (deleted)").unwrap_or(&text));
     let program = binary.file_name()?.to_string_lossy().into_owned();
@@ -297,7 +298,7 @@ fn inspect(pid: u32) -> Option<QemuProcess> {
 fn split_cmdline(bytes: &[u8]) -> Vec<String> {
     let mut words: Vec<String> =
         bytes.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
-    // Each word is ended by a zero byte, also the last one.
+    // A zero byte ends each word, also the last one.
     if words.last().is_some_and(String::is_empty) {
         words.pop();
     }
@@ -310,7 +311,7 @@ fn guest_name(given: &[Given]) -> Option<String> {
     value.get("guest").filter(|name| !name.is_empty())
 }
 
-/// The monitors on the command line, by the sockets that the process has.
+/// Returns the monitors on the command line, with the state of the process's sockets.
 fn monitors(pid: u32, given: &[Given], working_dir: &Path) -> Vec<Monitor> {
     let sockets = Sockets::of(pid);
     let chardevs: BTreeMap<String, crate::options::Value> = given
@@ -378,8 +379,8 @@ impl Sockets {
         Self::parse(&table, &of_process)
     }
 
-    /// Lines such as `ffff…: 00000002 00000000 00010000 0001 01 21312 /run/qmp`: flags tell who
-    /// listens, the state who is connected (03).
+    /// Parses lines such as `ffff…: 00000002 00000000 00010000 0001 01 21312 /run/qmp`: the flags
+    /// show which socket listens, the state which one is connected (03).
     fn parse(table: &str, of_process: &BTreeMap<u64, String>) -> Self {
         let mut found = Self::default();
         for line in table.lines().skip(1) {
@@ -410,8 +411,8 @@ impl Sockets {
     }
 }
 
-/// The unit in `/proc/PID/cgroup`: the last component that is a service or a scope. Where both of systemd's hierarchies
-/// are there, one of them may know nothing.
+/// Returns the unit in `/proc/PID/cgroup`: the last component that is a service or a scope. If both of systemd's
+/// hierarchies exist, one of them may not name it.
 fn unit(cgroup: &str) -> Option<String> {
     let paths = cgroup.lines().filter_map(|line| {
         line.strip_prefix("0::").or_else(|| line.split_once(":name=systemd:").map(|(_, path)| path))
@@ -421,7 +422,7 @@ fn unit(cgroup: &str) -> Option<String> {
     unit.map(str::to_owned)
 }
 
-/// The user whose own systemd (`user@1000.service`) has the unit in `/proc/PID/cgroup`.
+/// Returns the user whose own systemd (`user@1000.service`) manages the unit in `/proc/PID/cgroup`.
 fn user_of_unit(cgroup: &str) -> Option<u32> {
     let mut parts = cgroup.lines().flat_map(|line| line.split('/'));
     parts.find_map(|part| part.strip_prefix("user@")?.strip_suffix(".service")?.parse().ok())

@@ -1,6 +1,6 @@
-//! A port of virtio-serial, over which a program in the guest can be asked.
+//! A virtio-serial port, through which the agent can query a program in the guest.
 //!
-//! QEMU has to have been given one, with a socket at which it listens:
+//! QEMU must have been started with one, with a socket on which it listens:
 //!
 //! ```text
 //! -device virtio-serial-pci -chardev socket,id=guest,path=PATH,server=on,wait=off
@@ -20,38 +20,38 @@ use crate::find;
 use crate::qmp::{Qmp, QmpError, connect_by};
 use crate::tree::DeviceTree;
 
-/// Why a port cannot be used. `Display` says what can be done.
+/// Error: a port cannot be used. `Display` includes the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
     /// The monitor failed.
     #[error("QEMU cannot be asked after its ports")]
     Qmp(#[from] QmpError),
-    /// The port leads elsewhere.
+    /// The port's back end is not such a socket.
     #[error("port {name} leads to {to:?}; it needs a socket at which QEMU listens (server=on,wait=off)")]
     NoSocket {
-        /// The port.
+        /// Name of the port.
         name: String,
-        /// Where it leads, as QEMU says.
+        /// Back end of the port, as QEMU reports it.
         to: String,
     },
-    /// Somebody else is connected: a socket of QEMU's has one caller.
+    /// Another client is connected: QEMU accepts one client per socket.
     #[error("somebody else is connected to port {name}")]
     Taken {
-        /// The port.
+        /// Name of the port.
         name: String,
     },
     /// No program in the guest has opened it.
     #[error("nobody in the guest has opened port {name}; is whimbrel-guest running there?")]
     NobodyThere {
-        /// The port.
+        /// Name of the port.
         name: String,
     },
-    /// The socket cannot be connected to, or not in time, or is another QEMU's.
+    /// The socket does not accept a connection, or not in time, or belongs to another QEMU.
     #[error("cannot connect to port {name}")]
     Connect {
-        /// The port.
+        /// Name of the port.
         name: String,
-        /// Why.
+        /// Cause.
         source: QmpError,
     },
 }
@@ -65,16 +65,16 @@ struct Chardev {
     frontend_open: bool,
 }
 
-/// Whether there is a port with this name among devices.
+/// Returns true if the devices include a port with this name.
 pub fn is_there(devices: &DeviceTree, name: &str) -> bool {
     chardev_of(devices, name).is_some()
 }
 
-/// Connects to the port with this name of a QEMU whose process is `pid` and whose devices are these, within the monitor's
-/// patience; none if it has none.
+/// Connects to the port with this name, within the monitor's timeout. `pid` is the process of the QEMU, `devices` are
+/// its devices; returns none if there is no such port.
 ///
 /// # Errors
-/// When there is one, and nobody can be asked over it.
+/// If there is one, but no program can be reached through it.
 pub fn connect(
     qmp: &mut Qmp,
     pid: u32,
@@ -96,7 +96,7 @@ pub fn connect(
     }
     let path = find::reachable(pid, Path::new(path));
     let connected = connect_by(&path, Instant::now() + qmp.timeout()).and_then(|stream| {
-        // As with monitors: whoever took the place of this QEMU's socket is not asked.
+        // As with monitors: a process whose socket has replaced this QEMU's is not used.
         let listener = getsockopt(&stream, PeerCredentials)
             .map_err(|errno| QmpError::Connect { path: path.clone(), source: errno.into() })?
             .pid()
@@ -107,7 +107,7 @@ pub fn connect(
     connected.map(Some).map_err(|source| PortError::Connect { name, source })
 }
 
-/// What is behind the port with this name.
+/// Returns the character device of the port with this name.
 fn chardev_of(devices: &DeviceTree, name: &str) -> Option<String> {
     let of = |property: Option<&String>| property.map(|value| value.trim_matches('"').to_owned());
     let ports = devices.devices.iter().filter(|device| device.driver == "virtserialport");
@@ -115,7 +115,8 @@ fn chardev_of(devices: &DeviceTree, name: &str) -> Option<String> {
     of(named.next()?.properties.get("chardev"))
 }
 
-/// The socket in what `query-chardev` says, and whether nobody is connected to it.
+/// Parses the file name of `query-chardev`: returns the socket, and true if no client is connected
+/// to it.
 fn socket_of(filename: &str) -> Option<(&str, bool)> {
     let (rest, is_free) = match filename.strip_prefix("disconnected:") {
         Some(rest) => (rest, true),

@@ -1,28 +1,28 @@
-//! QEMU from outside: talking to it, finding it, describing it, starting another one like it.
+//! QEMU from outside: monitor connection, search, description, and start of an equal QEMU.
 //!
-//! Nothing here changes QEMU or needs it to be built or started in a special way. The crate stands
-//! alone: it knows no other crate of the project, opens no connection to a peer, and injects
-//! nothing. It reads `/proc`, speaks QMP, and starts processes.
+//! This crate does not change QEMU and does not need a special build or start of QEMU. It uses no
+//! other crate of the project, opens no connection to a peer, and injects nothing. It reads
+//! `/proc`, speaks QMP, and starts processes.
 //!
 //! In the order in which a migration needs them:
 //!
 //! | module | for |
 //! |---|---|
-//! | [`find`] | which QEMUs run here, which monitor of theirs is free |
+//! | [`find`] | QEMUs of this host, and which of their monitors is free |
 //! | [`qmp`] | commands, events, deadlines |
-//! | [`describe`] | what the guest is now: the command line as it would have to be today |
-//! | [`ram`] | where its memory lies |
-//! | [`guest_port`] | asking a program in the guest |
-//! | [`preflight`] | whether it can be moved |
+//! | [`describe`] | current state of the guest: the command line that would start it so today |
+//! | [`ram`] | addresses of its memory |
+//! | [`guest_port`] | queries to a program in the guest |
+//! | [`preflight`] | check whether it can be moved |
 //! | [`command`] | the command line on the other host |
-//! | [`process`] | starting that |
-//! | [`tree`] | whether both show the guest the same devices |
-//! | [`drives`] | whether these still have the same disks |
+//! | [`process`] | start of that QEMU |
+//! | [`tree`] | check that both show the guest the same devices |
+//! | [`drives`] | check that the devices still have the same disks |
 //! | [`control`] | drain, stop, continue, announce |
-//! | [`recording`] | which blocks of its disks are written, and what is in them |
-//! | [`device_state`] | taking the devices' state out of one and into the other |
+//! | [`recording`] | record of written blocks of its disks, and their contents |
+//! | [`device_state`] | save of the device state, and load into the other QEMU |
 //!
-//! [`cmdline`] and [`options`] read QEMU's options; [`vmfile`] is for guests that the agent starts
+//! [`cmdline`] and [`options`] parse QEMU's options; [`vmfile`] is for guests that the agent starts
 //! itself.
 
 pub mod cmdline;

@@ -1,7 +1,7 @@
-//! The mappings of another process, from `/proc/PID/maps`.
+//! Mappings of another process, from `/proc/PID/maps`.
 //!
-//! `smaps` would tell more, but it walks every page table of the guest's memory while it holds the
-//! process's memory lock; `maps` is read in no time whatever the size of the guest.
+//! `smaps` has more details, but the kernel walks every page table of the guest's memory for it
+//! while it holds the process's memory lock; reading `maps` is fast whatever the size of the guest.
 
 use std::io;
 
@@ -58,7 +58,7 @@ pub(crate) struct Maps(Vec<Mapping>);
 
 impl Maps {
     pub(crate) fn of(pid: u32) -> io::Result<Self> {
-        // Names of files may hold anything.
+        // Names of files may contain any bytes.
         let bytes = std::fs::read(format!("/proc/{pid}/maps"))?;
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
@@ -71,13 +71,13 @@ impl Maps {
         self.0.iter()
     }
 
-    /// The mapping that holds `address`.
+    /// Returns the mapping that contains `address`.
     pub(crate) fn at(&self, address: u64) -> Option<&Mapping> {
         let next = self.0.partition_point(|mapping| mapping.end <= address);
         self.0.get(next).filter(|mapping| mapping.start <= address)
     }
 
-    /// Whether readable and writable mappings without a gap cover the range.
+    /// Returns true if readable and writable mappings without a gap cover the range.
     pub(crate) fn covers(&self, start: u64, length: u64) -> bool {
         let Some(end) = start.checked_add(length) else { return false };
         let mut at = start;

@@ -1,9 +1,9 @@
-//! The values of QEMU's options: `key=value,key=value` and JSON.
+//! Values of QEMU's options: `key=value,key=value` and JSON.
 //!
-//! QEMU writes a comma inside a value as two, lets some first keys be left out (`-device e1000`
-//! means `driver=e1000`), and takes a JSON object in place of all that for `-device`, `-blockdev`,
-//! `-netdev` and `-object`. [`Value`] reads both, changes single keys, and writes back what it did
-//! not touch as it was.
+//! QEMU writes a comma inside a value as two, allows some first keys to be omitted (`-device e1000`
+//! means `driver=e1000`), and accepts a JSON object instead for `-device`, `-blockdev`, `-netdev`
+//! and `-object`. [`Value`] parses both, changes single keys, and writes everything else back
+//! unchanged.
 
 use std::fmt;
 
@@ -19,7 +19,7 @@ pub struct Item {
     pub value: Option<String>,
 }
 
-/// What follows an option.
+/// Value of an option.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Value {
@@ -30,10 +30,10 @@ pub enum Value {
 }
 
 impl Value {
-    /// Reads the value of an option whose first key, if it may be left out, is `implied`.
+    /// Parses the value of an option whose first key, if it may be omitted, is `implied`.
     ///
-    /// Text that begins like JSON and is not becomes items: QEMU would refuse it, and so it cannot
-    /// come from a running one.
+    /// Text that begins like JSON but is not JSON becomes items: QEMU would refuse it, so a running
+    /// one cannot have it.
     pub fn parse(text: &str, implied: Option<&str>) -> Self {
         if text.trim_start().starts_with('{')
             && let Ok(map) = serde_json::from_str(text)
@@ -55,8 +55,9 @@ impl Value {
         Self::Items(items)
     }
 
-    /// The value of a key. In JSON a dot in the key leads into nested objects, and `file.filename`
-    /// finds what a list spells `file.filename=`. A bare word `x` counts as `x=on`, `nox` as `x=off`.
+    /// Returns the value of a key. In JSON a dot in the key leads into nested objects, so
+    /// `file.filename` finds the value that a list spells `file.filename=`. A bare word `x` counts as
+    /// `x=on`, `nox` as `x=off`.
     pub fn get(&self, key: &str) -> Option<String> {
         match self {
             // The last one wins, as in QEMU.
@@ -77,7 +78,7 @@ impl Value {
         }
     }
 
-    /// Whether a key is there, or (`host-nodes.0`) anything below it.
+    /// Returns true if a key is present, or (`host-nodes.0`) anything below it.
     pub fn has(&self, key: &str) -> bool {
         match self {
             Self::Items(items) => items.iter().any(|item| {
@@ -87,12 +88,12 @@ impl Value {
         }
     }
 
-    /// Sets a key, in place where it is there already, at the end otherwise.
+    /// Sets a key, in place if it is present, at the end otherwise.
     pub fn set(&mut self, key: &str, value: &str) {
         self.set_json(key, serde_json::Value::String(value.to_owned()));
     }
 
-    /// As [`set`](Self::set), with a type; lists take numbers and words for what they are.
+    /// Like [`set`](Self::set), with a type; lists interpret numbers and words by their text.
     pub fn set_json(&mut self, key: &str, value: serde_json::Value) {
         match self {
             Self::Items(items) => {
@@ -146,7 +147,7 @@ impl Value {
         }
     }
 
-    /// Lets `change` look at every value that is text, with its full key, and give another.
+    /// Calls `change` with the full key and the value of every text; a returned value replaces it.
     pub fn map_texts(&mut self, change: &mut impl FnMut(&str, &str) -> Option<String>) {
         match self {
             Self::Items(items) => {
@@ -205,7 +206,7 @@ fn map_json(
     }
 }
 
-/// A JSON scalar as QEMU's option lists spell it.
+/// Returns a JSON scalar in the spelling of QEMU's option lists.
 fn scalar(value: &serde_json::Value) -> Option<String> {
     match value {
         serde_json::Value::String(text) => Some(text.clone()),
@@ -237,7 +238,8 @@ fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// A size as QEMU writes it (`512M`, `4G`, `0x1000`), in bytes; a bare number counts `unit` bytes.
+/// Parses a size as QEMU writes it (`512M`, `4G`, `0x1000`), in bytes; a bare number counts `unit`
+/// bytes.
 pub fn parse_size(text: &str, unit: u64) -> Option<u64> {
     if let Some(hex) = text.strip_prefix("0x") {
         return u64::from_str_radix(hex, 16).ok();
@@ -259,7 +261,7 @@ fn scale(digits: &str, unit: u64) -> Option<u64> {
     if let Ok(whole) = digits.parse::<u64>() {
         return whole.checked_mul(unit);
     }
-    // QEMU takes fractions, too: 1.5G.
+    // QEMU accepts fractions, too: 1.5G.
     let number: f64 = digits.parse().ok()?;
     let bytes = number * unit as f64;
     (bytes >= 0.0 && bytes < 2_f64.powi(63)).then_some(bytes as u64)

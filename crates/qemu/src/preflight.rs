@@ -1,12 +1,11 @@
-//! Whether a guest can be moved to a host, decided before anything is done.
+//! Pre-flight check: can a guest be moved to a host? It is made before anything is changed.
 //!
-//! [`check`] is a pure function over facts of both sides. Facts of a host are gathered by
-//! [`facts`]; those that come from a started destination (its RAM blocks, its device tree, the CPU
-//! features it could not provide) are `None` until there is one ([`gather::started`]), and then the
-//! check is made again.
+//! [`check`] is a pure function over facts of both hosts. Facts of a host are gathered by [`facts`];
+//! those of a started destination (its RAM blocks, its device tree, the CPU features it could not
+//! provide) are `None` until there is one ([`gather::started`]), and then the check is made again.
 //!
-//! A [`Finding`] of severity `Blocker` means no; a `Warning` that something may go wrong or slow; an
-//! `Info` what will be different. Each says what to do.
+//! A [`Finding`] of severity `Blocker` forbids the migration; a `Warning` reports that something may
+//! fail or be slow; an `Info` reports a difference. Each includes a remedy.
 
 mod checks;
 mod devices;
@@ -32,28 +31,28 @@ use facts::{HostFacts, Mappers};
 pub use identity::FileIdentity;
 pub use open_files::{OpenFiles, StrayFile};
 
-/// How grave a finding is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
     /// Something will be different.
     Info,
-    /// Something may go wrong.
+    /// Something may fail.
     Warning,
-    /// The guest cannot be moved so.
+    /// The guest cannot be moved in this state.
     Blocker,
 }
 
-/// One thing that was found.
+/// One result of the pre-flight check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// How grave it is.
+    /// Severity.
     pub severity: Severity,
-    /// A word for programs, e.g. `machine-type-unknown`.
+    /// Identifier for programs, e.g. `machine-type-unknown`.
     pub code: String,
-    /// What was found.
+    /// Description of the finding.
     pub what: String,
-    /// What can be done about it.
+    /// Remedy.
     pub what_to_do: String,
 }
 
@@ -68,110 +67,111 @@ impl std::fmt::Display for Finding {
     }
 }
 
-/// What is known of the guest and its host.
+/// Facts of the guest and its host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SourceFacts {
     /// The guest.
     pub vm: VmDescription,
-    /// Its host.
+    /// Host of the guest.
     pub host: HostFacts,
     /// QEMU's run state.
     pub run_state: String,
-    /// Why QEMU itself would not migrate it ([`crate::control::blocked_reasons`]).
+    /// QEMU's own reasons for refusing to migrate the guest ([`crate::control::blocked_reasons`]).
     pub blocked_reasons: Vec<String>,
-    /// Its RAM blocks.
+    /// RAM blocks of the guest.
     pub ram_blocks: Vec<RamBlock>,
-    /// Processes other than QEMU that map its memory.
+    /// Processes other than QEMU that map the guest's memory.
     pub other_mappers: Mappers,
-    /// The process that debugs QEMU, 0 for none (`TracerPid`).
+    /// Process that debugs QEMU, 0 for none (`TracerPid`).
     pub tracer_pid: u32,
-    /// CPU features that were asked for and that the guest does not have.
+    /// CPU features that were requested and that the guest does not have.
     pub cpu_unavailable: Vec<String>,
-    /// Whether guests of the guest have run (KVM's `nested_run`); `None` when that is not known.
+    /// True if nested guests have run in the guest (KVM's `nested_run`); `None` if that is unknown.
     pub nested_guests: Option<bool>,
-    /// The user that its QEMU runs as.
+    /// User id of the QEMU process.
     #[serde(default)]
     pub user: Option<u32>,
-    /// How readily the kernel ends its QEMU when memory is short.
+    /// OOM score adjustment of the QEMU process.
     #[serde(default)]
     pub oom_score_adj: i32,
-    /// Queues of disks at which the guest waits for ever.
+    /// Queues of disks for which the guest waits for ever.
     #[serde(default)]
     pub stuck_queues: Vec<String>,
-    /// What would start the guest a second time.
+    /// Units that would start the guest a second time.
     pub starts_again: Vec<StartsAgain>,
-    /// Paths of its images at which there are not the files that QEMU has open ([`files::files_not_open`]).
+    /// Paths of its images that do not lead to the files that QEMU has open ([`files::files_not_open`]).
     #[serde(default)]
     pub files_not_open: Vec<StrayFile>,
 }
 
-/// A disk, or something else that the guest needs of its host, as the destination sees it.
+/// A disk or another file that the guest needs of its host, as the destination sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskSight {
-    /// Its path on the source, or a network disk's address.
+    /// Path on the source, or address of a network disk.
     pub path: String,
-    /// The option that names it, for what has only to be there; none for a disk.
+    /// Option that names it, if it only has to exist; none for a disk.
     pub option: Option<String>,
-    /// What the source sees there; `None` when it cannot tell (an address).
+    /// Identity on the source; `None` if the source cannot determine it (an address).
     pub source: Option<FileIdentity>,
-    /// Its path on the destination.
+    /// Path on the destination.
     pub path_there: String,
-    /// Whether something is there.
+    /// True if a file exists at that path.
     pub exists: bool,
-    /// What it is.
+    /// Identity on the destination.
     pub destination: Option<FileIdentity>,
-    /// Whether somebody said in so many words that both are the same.
+    /// True if a user has explicitly marked both as the same.
     pub marked_shared: bool,
-    /// Whether it is opened past the page cache.
+    /// True if it is opened past the page cache.
     pub direct: bool,
-    /// Whether QEMU locks it.
+    /// True if QEMU locks it.
     pub locked: bool,
 }
 
-/// What a QEMU says of itself without a guest.
+/// Properties of a QEMU program, reported without a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Emulator {
-    /// Its version, `major.minor.micro`.
+    /// Version, `major.minor.micro`.
     pub version: String,
-    /// The machine types that it knows.
+    /// Machine types that it supports.
     pub machine_types: BTreeSet<String>,
 }
 
-/// What is known of the destination.
+/// Facts of the destination.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DestinationFacts {
     /// The host.
     pub host: HostFacts,
-    /// The user that starts QEMUs here.
+    /// User id that starts QEMUs on this host.
     pub user: u32,
-    /// Its QEMU's version, `major.minor.micro`.
+    /// Version of its QEMU, `major.minor.micro`.
     pub qemu_version: String,
-    /// The machine types that its QEMU knows.
+    /// Machine types that its QEMU supports.
     pub machine_types: BTreeSet<String>,
-    /// Size of the huge pages that memory is to be made of.
+    /// Size in bytes of the huge pages for the guest's memory.
     pub hugepage_bytes: Option<u64>,
-    /// Disks.
+    /// Disks and needed files, as this host sees them.
     pub disks: Vec<DiskSight>,
-    /// Interfaces that the guest's networks want and that are not there.
+    /// Interfaces that the guest's networks need and that do not exist.
     pub missing_interfaces: Vec<String>,
-    /// What [`crate::command::build`] refused.
+    /// Problems with which [`crate::command::build`] refuses the guest.
     pub problems: Vec<Problem>,
     /// RAM blocks of the started QEMU.
     pub ram_blocks: Option<Vec<RamBlock>>,
-    /// How its device tree differs.
+    /// Differences of its device tree.
     pub device_differences: Option<Vec<Difference>>,
     /// CPU features that it could not provide.
     pub cpu_unavailable: Option<Vec<String>>,
 }
 
 impl DestinationFacts {
-    /// The kind of memory that the guest takes here (the size of its huge pages, if it is of them), and how much of it.
+    /// Returns the kind of memory that the guest needs on this host (the size of its huge pages, if it uses them), and
+    /// the number of bytes.
     pub fn memory_needed(&self, source: &SourceFacts) -> (Option<u64>, u64) {
         (self.hugepage_bytes, checks::memory_needed_bytes(source, self.hugepage_bytes))
     }
 
-    /// Looks at what memory there is now, and takes from it what was promised to others: of the kind that this guest
-    /// takes.
+    /// Reads the available memory anew and subtracts memory that is reserved for other guests, of the kind that this
+    /// guest needs.
     pub fn look_at_memory(&mut self, owed_bytes: u64) {
         let now = HostFacts::gather();
         self.host = now;
@@ -189,7 +189,7 @@ impl DestinationFacts {
     }
 }
 
-/// What speaks against moving the guest wherever it goes, the gravest first. [`check`] finds it, too.
+/// Returns findings that hold for every destination, the most severe first. [`check`] returns them, too.
 pub fn check_source(source: &SourceFacts) -> Vec<Finding> {
     let mut findings = Vec::new();
     checks::problems(&source.vm.problems, &mut findings);
@@ -200,7 +200,7 @@ pub fn check_source(source: &SourceFacts) -> Vec<Finding> {
     findings
 }
 
-/// Everything that speaks against moving the guest, the gravest first.
+/// Returns all findings, the most severe first.
 pub fn check(source: &SourceFacts, destination: &DestinationFacts) -> Vec<Finding> {
     let mut findings = check_source(source);
     checks::problems(&destination.problems, &mut findings);
@@ -214,7 +214,7 @@ pub fn check(source: &SourceFacts, destination: &DestinationFacts) -> Vec<Findin
     findings
 }
 
-/// Whether nothing stands in the way.
+/// Returns true if no finding is a blocker.
 pub fn is_possible(findings: &[Finding]) -> bool {
     findings.iter().all(|finding| finding.severity != Severity::Blocker)
 }

@@ -1,9 +1,9 @@
-//! Starting a QEMU that outlives us.
+//! Start of a QEMU that outlives this process.
 //!
 //! The new QEMU leads a session of its own (the `setsid` program starts it, which replaces itself,
-//! so that the process keeps its number), has nothing on its standard input, and writes its
-//! messages into a log in the run directory. Where systemd runs it can be put into a scope of its
-//! own, so that restarting the agent's unit does not take the guests with it.
+//! so that the process keeps its number), has an empty standard input, and writes its messages to a
+//! log in the run directory. Where systemd runs, QEMU can be put into a scope of its own, so that a
+//! restart of the agent's unit does not stop the guests.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -16,93 +16,93 @@ use std::time::{Duration, Instant};
 
 use crate::qmp::{Qmp, QmpError};
 
-/// How much of a log becomes part of an error, in bytes.
+/// Number of bytes at the end of a log that become part of an error.
 const TAIL_BYTES: u64 = 2000;
 
-/// Why a QEMU could not be started.
+/// Error: a QEMU could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The command line is empty.
     #[error("the command line is empty")]
     Empty,
-    /// The log file could not be made.
+    /// The log file could not be created.
     #[error("cannot write QEMU's log {path}")]
     Log {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// It cannot be started in its directory.
+    /// QEMU cannot be started in its directory.
     #[error("cannot start QEMU in the directory {path}: make it, or name another one")]
     Directory {
         /// The directory.
         path: PathBuf,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// The process could not be made at all.
+    /// The process could not be created.
     #[error("cannot start {program}; are QEMU and setsid (util-linux) installed?")]
     Spawn {
         /// The program.
         program: String,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// QEMU ended before it could be talked to.
+    /// QEMU ended before its monitor answered.
     #[error("QEMU ended at once ({status}): {log}")]
     Ended {
-        /// How it ended.
+        /// Exit status.
         status: String,
-        /// The end of its log.
+        /// End of its log.
         log: String,
     },
-    /// QEMU lives, but its monitor does not answer.
+    /// QEMU runs, but its monitor does not answer.
     #[error("QEMU process {pid} was started, but its monitor does not answer: {log}")]
     Silent {
-        /// The process, which was killed.
+        /// Process id. The process was killed.
         pid: u32,
-        /// The end of its log.
+        /// End of its log.
         log: String,
-        /// What the monitor did.
+        /// Error of the monitor.
         source: QmpError,
     },
 }
 
-/// What to start.
+/// Parameters of a start.
 #[derive(Debug, Clone)]
 pub struct Launch {
     /// Program and arguments, among them the monitor at `qmp`.
     pub argv: Vec<OsString>,
-    /// Variables set for it, besides ours.
+    /// Environment variables to set, besides ours.
     pub env: Vec<(String, String)>,
-    /// Its working directory; ours when `None`.
+    /// Working directory; ours if `None`.
     pub cwd: Option<PathBuf>,
-    /// Where its messages go.
+    /// File for QEMU's messages.
     pub log: PathBuf,
-    /// The monitor that the arguments open.
+    /// Socket of the monitor that the arguments open.
     pub qmp: PathBuf,
-    /// Name of the systemd scope to put it in; ignored where systemd does not run.
+    /// Name of the systemd scope for the process; ignored where systemd does not run.
     pub scope: Option<String>,
-    /// How readily the kernel ends it when memory is short; it would inherit ours, which keeps the agent alive.
+    /// OOM score adjustment of the process; it would inherit ours, which keeps the agent alive.
     pub oom_score_adj: i32,
 }
 
-/// A QEMU that we started. Dropping this leaves it running.
+/// A QEMU that this process started. Dropping it leaves QEMU running.
 #[derive(Debug)]
 pub struct Started {
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// When the kernel started it, in clock ticks since boot: with `pid` it names the process for
-    /// good, because numbers are used again.
+    /// Start time, in clock ticks since boot: together with `pid` it identifies the process
+    /// permanently, because process ids are reused.
     pub start_time_ticks: u64,
-    /// Its log.
+    /// Path of its log.
     pub log: PathBuf,
     exited: Receiver<ExitStatus>,
 }
 
 impl Started {
-    /// Waits until the process has ended; `None` when it has not by the deadline.
+    /// Waits until the process has ended; returns `None` if it has not by the deadline.
     pub fn wait(&self, deadline: Instant) -> Option<ExitStatus> {
         let left = deadline.saturating_duration_since(Instant::now());
         self.exited.recv_timeout(left).ok()
@@ -112,18 +112,19 @@ impl Started {
 /// Starts QEMU and waits until its monitor answers.
 ///
 /// # Errors
-/// With the end of QEMU's log (port in use, no memory, unknown option); nothing is left running.
+/// Includes the end of QEMU's log (port in use, no memory, unknown option); no process is left
+/// running.
 pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), StartError> {
     let (program, arguments) = launch.argv.split_first().ok_or(StartError::Empty)?;
     let log = open_log(&launch.log).map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
     let logs = log.try_clone().map(|other| (Stdio::from(other), Stdio::from(log)));
     let (out, err) = logs.map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
-    // A socket of an earlier life would only confuse the wait.
+    // A socket of an earlier QEMU would only confuse the wait.
     let _ = std::fs::remove_file(&launch.qmp);
     let mut command = match launch.scope.as_deref().filter(|_| systemd_runs()) {
         Some(scope) => {
             let mut command = Command::new("systemd-run");
-            // Its groups are ours: the guest's processors may have to be slowed down there.
+            // The agent manages its control groups: the guest's processors may have to be slowed down there.
             command.args(["--scope", "--quiet", "--collect", "--property", "Delegate=yes"]);
             command.args(["--unit", scope, "--", "setsid"]);
             command
@@ -133,7 +134,7 @@ pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), Start
     command.arg(program).args(arguments).stdin(Stdio::null()).stdout(out).stderr(err);
     command.envs(launch.env.iter().map(|(key, value)| (key, value)));
     if let Some(cwd) = &launch.cwd {
-        // A directory that is not there would be reported as a program that is not.
+        // The kernel would report a missing directory as a missing program.
         std::fs::read_dir(cwd).map_err(|source| StartError::Directory { path: cwd.clone(), source })?;
         command.current_dir(cwd);
     }
@@ -141,9 +142,9 @@ pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), Start
         .spawn()
         .map_err(|source| StartError::Spawn { program: program.to_string_lossy().into_owned(), source })?;
     let pid = child.id();
-    // It stays what it is when the program replaces itself. One that has ended says why in its log.
+    // The value stays when the program replaces itself. A QEMU that has ended reports the reason in its log.
     let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), launch.oom_score_adj.to_string());
-    // Somebody has to take a child's exit status, or it stays as a zombie as long as we live.
+    // The exit status of a child must be collected, or it stays a zombie as long as this process runs.
     let (tell, exited) = channel();
     std::thread::spawn(move || {
         if let Ok(status) = child.wait() {
@@ -173,13 +174,13 @@ fn wait_for_monitor(launch: &Launch, started: &Started, deadline: Instant) -> Re
             Ok(qmp) => return Ok(qmp),
             Err(error) => error,
         };
-        // The socket appears some time after the process; its end comes at any time.
+        // The socket appears some time after the process starts; the process may end at any time.
         if let Some(status) = started.wait(deadline.min(Instant::now() + pause)) {
             let log = log_tail(&launch.log);
             return Err(StartError::Ended { status: status.to_string(), log });
         }
-        // A monitor that did not wait for us (a guest's own `wait=off`) may greet a second time while it is still being
-        // made (seen with QEMU 7.2).
+        // A monitor that did not wait for us (a guest's own `wait=off`) may send a second greeting while it is still
+        // being initialised (seen with QEMU 7.2).
         let patient =
             matches!(error, QmpError::Connect { .. } | QmpError::Closed { .. } | QmpError::Protocol { .. });
         if !patient || Instant::now() >= deadline {
@@ -191,7 +192,7 @@ fn wait_for_monitor(launch: &Launch, started: &Started, deadline: Instant) -> Re
 
 fn open_log(path: &Path) -> io::Result<File> {
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(path)?;
-    // Messages of an earlier life would be taken for this one's.
+    // Messages of an earlier QEMU would be mistaken for this one's.
     log.set_len(0)?;
     Ok(log)
 }
@@ -202,22 +203,22 @@ fn kill(pid: u32) {
     }
 }
 
-/// Whether systemd is this host's init.
+/// Returns true if systemd is this host's init.
 pub(crate) fn systemd_runs() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
 
-/// When a process was started, in clock ticks since boot (field 22 of `/proc/PID/stat`).
+/// Returns the start time of a process, in clock ticks since boot (field 22 of `/proc/PID/stat`).
 pub fn start_time_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything, also spaces and parentheses.
+    // The name in parentheses may contain anything, also spaces and parentheses.
     stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// QEMU's word while it waits for us to connect, which everybody's log has and which explains nothing.
+/// QEMU's message while it waits for our connection. Every log has it, and it explains nothing.
 const WAITING: &str = "info: QEMU waiting for connection on: ";
 
-/// The last lines of a log, at most 2000 bytes, in one line; empty when there is none.
+/// Returns the last lines of a log, at most 2000 bytes, in one line; empty if there is none.
 pub fn log_tail(path: &Path) -> String {
     let read = || -> io::Result<String> {
         let mut file = File::open(path)?;

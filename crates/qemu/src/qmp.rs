@@ -1,17 +1,16 @@
 //! A blocking client of the QEMU Machine Protocol.
 //!
-//! One [`Qmp`] owns one connection to one monitor. QEMU serves a single client per monitor, so
-//! holding the connection is what keeps others off it. Everything has a deadline: a stopped QEMU
-//! (SIGSTOP, a debugger) or a monitor held by somebody else never answers, and a migration must
-//! notice that and not hang.
+//! One [`Qmp`] owns one connection to one monitor. QEMU serves a single client per monitor, so an
+//! open connection keeps other clients off it. Everything has a deadline: a stopped QEMU (SIGSTOP,
+//! a debugger) or a monitor with another client never answers, and a migration must detect that and
+//! not hang.
 //!
-//! Commands carry a number of ours and their answers are matched by it. An answer that comes after
-//! its deadline is recognised by its number and thrown away, so that the connection stays usable.
-//! Events may arrive at any place between; they are collected and can be waited for with
-//! [`Qmp::wait_event`].
+//! Each command has an id, and its answer is matched by that id. An answer that arrives after its
+//! deadline is recognised by its id and discarded, so that the connection stays usable. Events may
+//! arrive at any time in between; they are collected, and [`Qmp::wait_event`] waits for them.
 //!
-//! Lines are capped at [`MAX_LINE_BYTES`] before memory is taken for them, and the queue of events
-//! at [`MAX_EVENTS`] (the oldest go first): QEMU is trusted less than this program.
+//! Lines are limited to [`MAX_LINE_BYTES`] before memory is allocated for them, and the queue of
+//! events to [`MAX_EVENTS`] (the oldest are dropped first): QEMU is trusted less than this program.
 
 mod connect;
 mod reply;
@@ -35,17 +34,17 @@ pub(crate) use connect::connect_by;
 use reply::{Reply, parse_greeting};
 pub use types::{Event, QmpError, Version};
 
-/// Longest line that is accepted from QEMU, in bytes. The largest answers that are asked for here
-/// (device trees, block graphs) have some hundred KiB.
+/// Maximum length of a line that is accepted from QEMU, in bytes. The largest answers that are
+/// requested here (device trees, block graphs) have some hundred KiB.
 pub const MAX_LINE_BYTES: usize = 16 << 20;
 
-/// How many events are kept for somebody who asks for them later.
+/// Maximum number of events that are kept for a later query.
 pub const MAX_EVENTS: usize = 4096;
 
-/// How long a command may take unless [`Qmp::set_timeout`] says otherwise.
+/// Time limit of a command, unless [`Qmp::set_timeout`] changes it.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Something that was asked for and may not be answered yet.
+/// A command that was sent and may not be answered yet.
 #[derive(Debug)]
 pub struct Asked {
     command: String,
@@ -54,7 +53,7 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// When it was asked for, by the clock of QEMU's events.
+    /// Returns the time at which the command was sent, by the clock of QEMU's events.
     pub fn at(&self) -> SystemTime {
         self.at
     }
@@ -77,13 +76,14 @@ impl Qmp {
     /// Connects to the monitor at `path` and negotiates, all of it within `timeout`.
     ///
     /// # Errors
-    /// [`QmpError::Connect`] when there is no such socket, [`QmpError::Busy`] when QEMU does not
-    /// greet in time.
+    /// [`QmpError::Connect`] if there is no such socket, [`QmpError::Busy`] if QEMU does not greet
+    /// in time.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         Self::connect_if(path, timeout, |_| true)
     }
 
-    /// As [`Qmp::connect`], but says nothing to a process that is not `wanted`: the one that made the socket listen.
+    /// Like [`Qmp::connect`], but sends nothing to a process that is not `wanted`: the one that made the socket
+    /// listen.
     ///
     /// # Errors
     /// [`QmpError::Another`] for such a process.
@@ -96,7 +96,7 @@ impl Qmp {
         let stream = connect_by(path, deadline)?;
         let listener = getsockopt(&stream, PeerCredentials)
             .map_err(|errno| QmpError::Connect { path: path.to_owned(), source: errno.into() })?;
-        // 0 for one of another PID namespace, which is nobody's number here.
+        // The number is 0 for a process of another PID namespace; no process has that number here.
         let pid = listener.pid().unsigned_abs();
         if !wanted(pid) {
             return Err(QmpError::Another { path: path.to_owned(), pid });
@@ -120,22 +120,22 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// The socket this is connected to.
+    /// Returns the socket of this connection.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// QEMU's version.
+    /// Returns QEMU's version.
     pub fn version(&self) -> &Version {
         &self.version
     }
 
-    /// How long each command may take.
+    /// Returns the time limit of each command.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Sets how long each following [`execute`](Self::execute) may take.
+    /// Sets the time limit of each following [`execute`](Self::execute).
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -146,12 +146,12 @@ impl Qmp {
         self.execute_by(command, args, deadline)
     }
 
-    /// As [`execute`](Self::execute), for commands whose answer does not matter.
+    /// Like [`execute`](Self::execute), for commands whose answer does not matter.
     pub fn run(&mut self, command: &str, args: Value) -> Result<(), QmpError> {
         self.execute::<Value>(command, args).map(drop)
     }
 
-    /// As [`execute`](Self::execute), with a deadline of its own.
+    /// Like [`execute`](Self::execute), with a deadline of its own.
     pub fn execute_by<T: DeserializeOwned>(
         &mut self,
         command: &str,
@@ -161,7 +161,7 @@ impl Qmp {
         self.exchange(command, args, None, deadline)
     }
 
-    /// Asks for something without waiting for the answer, which [`hear`](Self::hear) does, once or again.
+    /// Sends a command without waiting for the answer; [`Qmp::hear`] waits for it, once or repeatedly.
     pub fn ask(&mut self, command: &str, args: Value) -> Result<Asked, QmpError> {
         let at = SystemTime::now();
         let (id, line) = self.message(command, args);
@@ -169,16 +169,17 @@ impl Qmp {
         Ok(Asked { command: command.to_owned(), id, at })
     }
 
-    /// The answer to what was asked. Nothing else is to be asked before it is there: it would be passed over.
+    /// Waits for the answer to a command that was sent. No other command may be sent before it has arrived:
+    /// the answer would be discarded.
     ///
     /// # Errors
-    /// [`QmpError::Timeout`] after the deadline, where the answer may still come.
+    /// [`QmpError::Timeout`] after the deadline; the answer may still arrive later.
     pub fn hear<T: DeserializeOwned>(&mut self, asked: &Asked, deadline: Instant) -> Result<T, QmpError> {
         self.answer(&asked.command, asked.id, deadline)
     }
 
-    /// Runs a command that takes a file descriptor (`add-fd`, `getfd`). QEMU gets a duplicate; the
-    /// caller's stays open.
+    /// Runs a command that accepts a file descriptor (`add-fd`, `getfd`). QEMU gets a duplicate;
+    /// the caller's descriptor stays open.
     pub fn execute_with_fd<T: DeserializeOwned>(
         &mut self,
         command: &str,
@@ -189,13 +190,13 @@ impl Qmp {
         self.exchange(command, args, Some(fd), deadline)
     }
 
-    /// Runs a command of the human monitor and returns what it printed. QEMU prints errors of the
-    /// human monitor too: the caller has to look at the text.
+    /// Runs a command of the human monitor and returns its output. QEMU prints errors of the human
+    /// monitor too: the caller has to check the text.
     pub fn human(&mut self, command_line: &str) -> Result<String, QmpError> {
         self.execute("human-monitor-command", json!({ "command-line": command_line }))
     }
 
-    /// Runs many commands of the human monitor and returns what each of them printed, in their order.
+    /// Runs several commands of the human monitor and returns the output of each, in their order.
     pub fn human_all(&mut self, command_lines: &[String]) -> Result<Vec<String>, QmpError> {
         let command = |line: &String| ("human-monitor-command", json!({ "command-line": line }));
         let answers = self.execute_all(command_lines.iter().map(command))?;
@@ -205,12 +206,12 @@ impl Qmp {
             .collect()
     }
 
-    /// Runs several commands and returns the answer to each, in their order. All are asked before the first answer is
-    /// awaited: QEMU answers one after the other, but nobody waits for anybody to wake up in between. A command runs
-    /// whatever came of those before it.
+    /// Runs several commands and returns the answer to each, in their order. All are sent before the first answer is
+    /// awaited: QEMU answers one after the other, but no process has to wake up in between. A command runs whatever
+    /// the result of those before it.
     ///
     /// # Errors
-    /// When the monitor fails. That QEMU refuses one of them is the answer to that one.
+    /// If the monitor fails. A command that QEMU refuses has an error as its answer.
     pub fn execute_all<'a>(
         &mut self,
         commands: impl IntoIterator<Item = (&'a str, Value)>,
@@ -235,8 +236,8 @@ impl Qmp {
         Ok(answers)
     }
 
-    /// The next event of that name: the oldest collected one, or else the first that comes before
-    /// the deadline. Events of other names stay collected.
+    /// Returns the next event with that name: the oldest collected one, or else the first that
+    /// arrives before the deadline. Events with other names stay collected.
     pub fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Event, QmpError> {
         let started = Instant::now();
         loop {
@@ -256,7 +257,7 @@ impl Qmp {
         }
     }
 
-    /// Takes all events collected so far, reading those that have already arrived, without waiting.
+    /// Removes and returns all events collected so far, reading those that have already arrived, without waiting.
     pub fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {
         loop {
             match self.read_message(Instant::now(), "events") {
@@ -267,7 +268,7 @@ impl Qmp {
         }
     }
 
-    /// All events collected so far, also of a QEMU that has ended, reading those that have already arrived.
+    /// Returns all events collected so far, also of a QEMU that has ended, reading those that have already arrived.
     pub fn last_events(&mut self) -> &VecDeque<Event> {
         while let Ok(message) = self.read_message(Instant::now(), "events") {
             if self.collect(message).is_err() {
@@ -277,12 +278,12 @@ impl Qmp {
         &self.events
     }
 
-    /// Forgets the collected events of that name, e.g. before an act whose event is then waited for.
+    /// Discards the collected events with that name, e.g. before a command whose event is then waited for.
     pub fn forget_events(&mut self, name: &str) {
         self.events.retain(|event| event.name != name);
     }
 
-    /// When QEMU said so last, by its host's wall clock, as far as the collected events tell.
+    /// Returns the time of the last collected event with that name, by the host's wall clock.
     pub fn last_said(&self, name: &str) -> Option<SystemTime> {
         let event = self.events.iter().rev().find(|event| event.name == name)?;
         Some(SystemTime::UNIX_EPOCH + Duration::from_micros(event.timestamp_us))
@@ -300,7 +301,7 @@ impl Qmp {
         self.answer(command, id, deadline)
     }
 
-    /// A command as it is sent, and its number.
+    /// Returns a command in the form in which it is sent, and its id.
     fn message(&mut self, command: &str, args: Value) -> (u64, Vec<u8>) {
         let id = self.next_id;
         self.next_id += 1;
@@ -386,7 +387,7 @@ impl Qmp {
     }
 
     fn collect(&mut self, message: Value) -> Result<(), QmpError> {
-        // No command is waiting, so that any answer is a late one.
+        // No command is waiting, so any answer is a late one.
         if let Reply::Event(event) = Reply::of(message, u64::MAX)? {
             self.push(event);
         }
@@ -400,7 +401,7 @@ impl Qmp {
         self.events.push_back(event);
     }
 
-    /// Reads one line. With a deadline that has passed it still takes what has already arrived.
+    /// Reads one line. After the deadline it still returns a line that has already arrived.
     fn read_message(&mut self, deadline: Instant, during: &str) -> Result<Value, QmpError> {
         let failed = |source| QmpError::Io { during: during.to_owned(), source };
         loop {
@@ -417,7 +418,7 @@ impl Qmp {
                 });
             }
             let mut chunk = [0; 16 << 10];
-            // A timeout of zero would mean "for ever", so the last look is taken without blocking.
+            // A timeout of zero would mean "for ever", so the last check does not block.
             let left = remaining(deadline);
             self.stream.set_nonblocking(left.is_none()).map_err(failed)?;
             if left.is_some() {
@@ -466,7 +467,7 @@ fn timeout(waiting_for: &str) -> QmpError {
     QmpError::Timeout { waiting_for: waiting_for.to_owned(), after_ms: 0 }
 }
 
-/// An answer as what it should be.
+/// Decodes an answer to the expected type.
 pub(crate) fn decoded<T: DeserializeOwned>(command: &str, value: Value) -> Result<T, QmpError> {
     serde_json::from_value(value).map_err(|source| QmpError::Answer { command: command.to_owned(), source })
 }

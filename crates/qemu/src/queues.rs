@@ -1,8 +1,8 @@
-//! Disks whose driver in the guest waits for an interrupt that will not come.
+//! Disks whose driver in the guest waits for an interrupt that will not arrive.
 //!
-//! A virtio driver says in `used_event` after which answer it wants to be interrupted (virtio 1.1, section 2.6.7). Where QEMU
-//! has answered that and no interrupt was sent, nothing happens any more: the driver waits, and QEMU has nothing to
-//! answer. A QEMU that emulates one processor can come to that, with or without a migration.
+//! A virtio driver names in `used_event` the answer after which it needs an interrupt (virtio 1.1, section 2.6.7). If
+//! QEMU has sent that answer but no interrupt, nothing happens any more: the driver waits, and QEMU has nothing to
+//! answer. A QEMU that emulates one processor can get into this state, with or without a migration.
 
 use std::thread;
 use std::time::Duration;
@@ -14,21 +14,21 @@ use crate::cmdline::Given;
 use crate::options;
 use crate::qmp::{Qmp, QmpError};
 
-/// How long a queue has to stand still.
+/// Time for which a queue must be unchanged to count as stuck.
 const STILL: Duration = Duration::from_secs(1);
 
-/// How far one queue of a disk is.
+/// Progress of one queue of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Queue {
-    /// QOM path of its device.
+    /// QOM path of the device.
     device: String,
     number: u64,
     entries: u64,
-    /// Requests that QEMU is at work on.
+    /// Requests that QEMU is processing.
     in_flight: u64,
-    /// Answers that QEMU has given, modulo 2^16.
+    /// Answers that QEMU has sent, modulo 2^16.
     used: u16,
-    /// Answers after which the driver wants to be interrupted, modulo 2^16.
+    /// Answers after which the driver needs an interrupt, modulo 2^16.
     used_event: u16,
 }
 
@@ -50,18 +50,18 @@ struct QueueStatus {
 }
 
 impl Queue {
-    /// Whether the driver was to be interrupted and is not, as far as one look shows.
+    /// Returns true if the driver needs an interrupt and got none, as far as one sample shows.
     fn seems_stuck(&self) -> bool {
         let unseen = u64::from(self.used.wrapping_sub(self.used_event));
         self.in_flight == 0 && (1..=self.entries).contains(&unseen)
     }
 }
 
-/// Queues of disks at which a guest waits for ever, for people; none where this QEMU cannot tell. Takes a second where
-/// there may be one.
+/// Returns queues of disks for which a guest waits for ever, as text for people; none if this QEMU cannot report it.
+/// Needs a second if there may be one.
 ///
 /// # Errors
-/// When the monitor fails.
+/// If the monitor fails.
 pub fn stuck(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     let mut seem_stuck = disk_queues(qmp)?;
     seem_stuck.retain(Queue::seems_stuck);
@@ -76,21 +76,21 @@ pub fn stuck(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
 
 fn disk_queues(qmp: &mut Qmp) -> Result<Vec<Queue>, QmpError> {
     let devices: Vec<VirtioDevice> = match qmp.execute("x-query-virtio", Value::Null) {
-        // QEMU before 7.2 does not know it.
+        // QEMU before 7.2 does not know the command.
         Err(error) if error.is_refusal() => return Ok(Vec::new()),
         devices => devices?,
     };
     let mut found = Vec::new();
     for device in devices {
-        // Other drivers leave `used_event` as it is while they do without interrupts.
+        // Other drivers leave `used_event` unchanged while they do not need interrupts.
         let first = match device.name.as_str() {
             "virtio-blk" => 0,
-            // Behind those for control and for events.
+            // Its disk queues follow those for control and for events.
             "virtio-scsi" => 2,
             _ => continue,
         };
         let status: Value = match qmp.execute("x-query-virtio-status", json!({ "path": device.path })) {
-            // It was unplugged since.
+            // The device was unplugged since.
             Err(error) if error.is_refusal() => continue,
             status => status?,
         };
@@ -105,7 +105,7 @@ fn disk_queues(qmp: &mut Qmp) -> Result<Vec<Queue>, QmpError> {
     Ok(found)
 }
 
-/// A queue that the driver has set up.
+/// Queries a queue that the driver has set up.
 fn queue(qmp: &mut Qmp, path: &str, number: u64) -> Result<Option<Queue>, QmpError> {
     let arguments = json!({ "path": path, "queue": number });
     let status: QueueStatus = match qmp.execute("x-query-virtio-queue-status", arguments) {
@@ -115,7 +115,7 @@ fn queue(qmp: &mut Qmp, path: &str, number: u64) -> Result<Option<Queue>, QmpErr
     if status.avail == 0 {
         return Ok(None);
     }
-    // Behind flags, index and the entries of what the driver offers.
+    // The field follows flags, index and the entries of the ring of available requests.
     let at = status.avail + 4 + 2 * status.entries;
     let printed = qmp.human(&format!("xp /1hx {at:#x}"))?;
     Ok(half_word(&printed).map(|used_event| Queue {
@@ -128,14 +128,14 @@ fn queue(qmp: &mut Qmp, path: &str, number: u64) -> Result<Option<Queue>, QmpErr
     }))
 }
 
-/// The number that `xp /1hx` prints behind the address.
+/// Parses the number that `xp /1hx` prints after the address.
 fn half_word(printed: &str) -> Option<u16> {
     let (_, word) = printed.trim().rsplit_once(": ")?;
     u16::from_str_radix(word.trim().strip_prefix("0x")?, 16).ok()
 }
 
-/// Whether an emulated guest's locked instructions are no barriers for QEMU's other threads: where there can be one
-/// processor only, or all run in one thread.
+/// Returns true if an emulated guest's locked instructions are no barriers for QEMU's other threads: if there can
+/// be only one processor, or all run in one thread.
 pub fn may_become_stuck(accelerator: &str, options: &[Given]) -> bool {
     let of = |name: &'static str| options.iter().filter(move |option| option.name == name).map(Given::parsed);
     let is_single = |value: options::Value| value.get("thread").as_deref() == Some("single");
@@ -143,7 +143,7 @@ pub fn may_become_stuck(accelerator: &str, options: &[Given]) -> bool {
     accelerator == "tcg" && (possible_processors(of("smp")) < 2 || has_icount || of("accel").any(is_single))
 }
 
-/// How many processors there can be, by the last `-smp`.
+/// Returns the maximum number of processors, from the last `-smp`.
 fn possible_processors(smp: impl Iterator<Item = options::Value>) -> u64 {
     let Some(smp) = smp.last() else { return 1 };
     let number = |key: &str| smp.get(key).and_then(|text| text.parse::<u64>().ok());
@@ -172,7 +172,7 @@ mod tests {
             (1, 8, 7, false),
             (0, 7 + 256, 7, true),
             (0, 7 + 257, 7, false),
-            // Both run over.
+            // Both counters wrap around.
             (0, 3, 65_530, true),
             (0, 7, 8, false),
         ] {

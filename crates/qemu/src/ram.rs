@@ -1,16 +1,16 @@
-//! Where a guest's memory lies inside QEMU.
+//! Addresses of a guest's memory inside QEMU.
 //!
-//! QEMU keeps the guest's memory in *RAM blocks*: main memory, video memory, ROMs, tables. Both
-//! sides of a migration know a block by its name (`pc.ram`, `0000:00:02.0/vga.vram`), and the agent
+//! QEMU keeps the guest's memory in *RAM blocks*: main memory, video memory, ROMs, tables. Source
+//! and destination identify a block by its name (`pc.ram`, `0000:00:02.0/vga.vram`), and the agent
 //! reads and writes it at its address in QEMU's process.
 //!
 //! QMP's `x-query-ramblock` lists the blocks, and newer versions (10.0) print the addresses. Where
-//! it does not (7.2), the address is found in QEMU's own book-keeping, see [`heap`]. Either way the
-//! result is proved before it is used: every block lies in readable and writable memory, starts
-//! where a mapping starts, overlaps no other, and what of it the guest sees agrees with what
-//! `gpa2hva` says ([`cross_check`]).
+//! it does not (7.2), the address is found in QEMU's own data structures, see [`heap`]. Either way
+//! the result is verified before it is used: every block is in readable and writable memory, starts
+//! where a mapping starts, overlaps no other, and the parts that the guest sees agree with the
+//! output of `gpa2hva` ([`cross_check`]).
 //!
-//! Whoever gets a block wrong corrupts a guest, so everything doubtful is an error here.
+//! A wrong block corrupts a guest, so every doubt is an error here.
 
 mod heap;
 mod text;
@@ -24,7 +24,7 @@ use serde_json::Value;
 use crate::maps::Maps;
 use crate::qmp::{Qmp, QmpError};
 
-/// Why the guest's memory could not be found.
+/// Error: the guest's memory could not be located.
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
     /// The monitor failed.
@@ -35,15 +35,15 @@ pub enum RamError {
         "cannot read {path}; the agent needs the same user as QEMU, or root, and a kernel that lets it trace (ptrace_scope)"
     )]
     Proc {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// QEMU's answer could not be understood.
+    /// QEMU's answer could not be parsed.
     #[error("cannot read QEMU's list of RAM blocks: {what}; is this version of QEMU supported?")]
     Text {
-        /// The part that was not understood.
+        /// Part that could not be parsed.
         what: String,
     },
     /// A block's address could not be found.
@@ -51,19 +51,19 @@ pub enum RamError {
         "cannot find RAM block {block} in QEMU process {pid}: {what}; use a QEMU whose x-query-ramblock prints HVA (8.2 or later)"
     )]
     NotFound {
-        /// The block.
+        /// Name of the block.
         block: String,
-        /// The process.
+        /// Process id.
         pid: u32,
-        /// What was seen.
+        /// Result of the search.
         what: String,
     },
-    /// What was found contradicts itself or `gpa2hva`.
+    /// The result contradicts itself or `gpa2hva`.
     #[error("RAM block {block} does not check: {what}; nothing was touched")]
     Contradiction {
-        /// The block.
+        /// Name of the block.
         block: String,
-        /// What differs.
+        /// Description of the difference.
         what: String,
     },
 }
@@ -71,42 +71,42 @@ pub enum RamError {
 /// A file behind guest memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MappedFile {
-    /// As `/proc/PID/maps` names it; `/memfd:NAME (deleted)` for a memfd.
+    /// Name in `/proc/PID/maps`; `/memfd:NAME (deleted)` for a memfd.
     pub path: PathBuf,
-    /// Its inode.
+    /// Inode number.
     pub inode: u64,
     /// Major and minor number of its file system.
     pub device: (u32, u32),
-    /// Where in the file the block begins, in bytes.
+    /// Offset of the block in the file, in bytes.
     pub offset_bytes: u64,
 }
 
-/// What a block's memory is made of.
+/// Kind of memory of a block.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RamKind {
     /// Private anonymous memory, QEMU's default.
     Anonymous,
-    /// A file or memfd mapped shared: others can map and fill it too.
+    /// A file or memfd mapped shared: other processes can map and fill it too.
     SharedFile(MappedFile),
-    /// A file mapped privately: what the guest wrote is not in the file.
+    /// A file mapped privately: the guest's writes are not in the file.
     PrivateFile(MappedFile),
 }
 
 /// One RAM block of a running QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamBlock {
-    /// QEMU's name for it (`idstr`), equal on both sides of a migration.
+    /// QEMU's name for it (`idstr`), equal on source and destination.
     pub name: String,
     /// Page size of its memory: 4096, or a huge page's for hugetlbfs.
     pub page_size_bytes: u64,
-    /// How much of it is in use. Firmware tables can grow up to `max_bytes`.
+    /// Number of bytes in use. Firmware tables can grow up to `max_bytes`.
     pub used_bytes: u64,
-    /// How much is mapped.
+    /// Number of bytes that are mapped.
     pub max_bytes: u64,
-    /// Its address in QEMU's process.
+    /// Address in QEMU's process.
     pub host_address: u64,
-    /// What it is made of.
+    /// Kind of memory.
     pub kind: RamKind,
 }
 
@@ -121,10 +121,11 @@ struct Listed {
     host_address: Option<u64>,
 }
 
-/// All RAM blocks of the QEMU behind `qmp`, whose process is `pid`, in QEMU's own order.
+/// Returns all RAM blocks of the QEMU that `qmp` is connected to, whose process is `pid`, in QEMU's
+/// own order.
 ///
 /// # Errors
-/// When a block cannot be found, or when anything about it does not check.
+/// If a block cannot be found, or if a verification fails.
 pub fn ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
     let listed = list(qmp)?;
     let maps = Maps::of(pid).map_err(proc_error(pid, "maps"))?;
@@ -136,8 +137,8 @@ pub fn ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
     checked(qmp, &listed, addresses, &maps)
 }
 
-/// As [`ram_blocks`], but always from QEMU's heap, even where QEMU tells the addresses: each way
-/// checks the other.
+/// Like [`ram_blocks`], but always from QEMU's heap, even if QEMU prints the addresses: the two
+/// ways verify each other.
 pub fn ram_blocks_from_heap(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
     let listed = list(qmp)?;
     let maps = Maps::of(pid).map_err(proc_error(pid, "maps"))?;
@@ -161,8 +162,9 @@ fn checked(
     Ok(blocks)
 }
 
-/// Compares blocks with what `gpa2hva` says of every part of them that the guest sees: the main
-/// memory below and above 4 GiB, NUMA nodes, the firmware. Returns how many places were compared.
+/// Compares blocks with the output of `gpa2hva` for every part of them that the guest sees: the
+/// main memory below and above 4 GiB, NUMA nodes, the firmware. Returns the number of places that
+/// were compared.
 ///
 /// # Errors
 /// [`RamError::Contradiction`] at the first difference.
@@ -173,31 +175,32 @@ pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError
         let (compared, tree_after) = compare(qmp, &tree, blocks)?;
         looks += 1;
         match compared {
-            // While the guest boots its firmware opens and closes windows: what the one answer says may not hold any
-            // more when the other is given.
+            // While the guest boots, its firmware opens and closes windows: the first answer may be outdated when
+            // the second one arrives.
             Err(_) if tree_after != tree && looks < MOST_LOOKS => tree = tree_after,
             compared => return compared,
         }
     }
 }
 
-/// A piece of a block where the guest sees it.
+/// A piece of a block, at the address where the guest sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
-    /// The guest-physical address at which it begins.
+    /// First guest-physical address.
     pub guest_address: u64,
-    /// How long it is, in bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Which of the blocks.
+    /// Index of the block.
     pub block: usize,
-    /// Where in the block it begins, in bytes.
+    /// Offset in the block, in bytes.
     pub offset_bytes: u64,
 }
 
-/// Where the guest sees these blocks now. What it moves about while it boots may be elsewhere soon; its main memory stays.
+/// Returns the addresses at which the guest sees these blocks now. The guest may remap some of them while it boots; its
+/// main memory stays.
 ///
 /// # Errors
-/// When QEMU cannot be asked.
+/// If QEMU cannot be queried.
 pub fn seen_by_guest(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<Vec<Seen>, RamError> {
     let tree = qmp.human(TREE)?;
     Ok(seen(&tree, blocks))
@@ -215,12 +218,12 @@ fn seen(tree: &str, blocks: &[RamBlock]) -> Vec<Seen> {
     text::guest_ranges(tree).into_iter().filter_map(range).collect()
 }
 
-/// What the guest sees where.
+/// Command that prints the guest's memory map.
 const TREE: &str = "info mtree -f";
-/// How often a map that changes is looked at.
+/// Maximum number of samples of a map that changes.
 const MOST_LOOKS: usize = 20;
 
-/// Compares blocks with what `gpa2hva` says of a map; returns the map as it is after that, too.
+/// Compares blocks with the output of `gpa2hva` for a map; returns the map after that, too.
 fn compare(
     qmp: &mut Qmp,
     tree: &str,
@@ -248,21 +251,22 @@ fn compare(
                 );
                 return Ok((Err(RamError::Contradiction { block: block.name.clone(), what }), tree_after));
             }
-            // Nothing is there any more.
+            // No memory is mapped there any more.
             None => {}
         }
     }
     Ok((Ok(compared), tree_after))
 }
 
-/// Names and page sizes of the blocks in a table of `x-query-ramblock`.
+/// Returns names and page sizes of the blocks in a table of `x-query-ramblock`.
 pub(crate) fn names(table: &str) -> Vec<(String, u64)> {
     let blocks = text::blocks(table).unwrap_or_default();
     blocks.into_iter().map(|block| (block.name, block.page_size_bytes)).collect()
 }
 
-/// The block behind a memory region of that name. A device's block carries the device's path before
-/// the region's name (`0000:00:02.0/vga.vram`); two devices with equal regions cannot be told apart.
+/// Returns the block behind a memory region with that name. The name of a device's block has the
+/// device's path before the region's name (`0000:00:02.0/vga.vram`); two devices with equal regions
+/// cannot be distinguished.
 fn named<'a>(blocks: &'a [RamBlock], region: &str) -> Option<&'a RamBlock> {
     let is_it = |block: &&RamBlock| {
         block.name == region
@@ -366,8 +370,8 @@ mod tests {
         assert_eq!(super::seen(tree, &blocks), expected);
     }
 
-    /// The firmware's window is in the ROM in the first map and in the memory when `gpa2hva` is asked, and stays there
-    /// or not.
+    /// Checks a map that changes: the firmware's window is in the ROM in the first map and in the memory when
+    /// `gpa2hva` runs, and stays there if `settles` is true.
     fn checked(settles: bool) -> Result<usize, RamError> {
         let map = |name: &str, at: u32| {
             format!(

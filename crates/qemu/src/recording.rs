@@ -1,16 +1,16 @@
-//! Which blocks of a running guest's disks are written, by QEMU's own dirty bitmaps; and the disks' contents, by QEMU's
-//! own NBD server.
+//! Record of the blocks that a running guest writes to its disks, by QEMU's own dirty bitmaps; and the disks' contents,
+//! by QEMU's own NBD server.
 //!
-//! Each disk has one bitmap that records. [`Recording::freeze`] puts an empty one in its place, in one transaction for
+//! Each disk has one bitmap that records. [`Recording::freeze`] replaces it with an empty one, in one transaction for
 //! all disks, and serves the frozen one: a write that completes after the transaction is in the new bitmap, one that
-//! completed before is in the frozen one and can be read. Nothing of ours stands in the way of the guest's writes.
+//! completed before is in the frozen one and can be read. The guest's writes do not pass through our code.
 //!
 //! ```text
 //! bitmap 0 records ── freeze ──► bitmap 1 records, 0 is served ── freeze ──► bitmap 2 records, 1 is served, 0 is gone …
 //! ```
 //!
-//! All that is made in QEMU has a name that begins with [`PREFIX`], by which an agent finds what one before it left
-//! ([`remove_leavings`]).
+//! Every object that is created in QEMU has a name that begins with [`PREFIX`], by which an agent finds the objects of
+//! an earlier one ([`remove_leavings`]).
 
 mod throttle;
 
@@ -26,12 +26,12 @@ use crate::qmp::{Qmp, QmpError, decoded};
 use throttle::Throttle;
 pub use throttle::{WriteCap, Written};
 
-/// How names of exports, bitmaps and descriptors of ours begin.
+/// Prefix of the names of our exports, bitmaps and descriptors.
 pub const PREFIX: &str = "whimbrel-";
 
-/// The unit in which writes to a disk of that length are recorded, in bytes: a page, so that a write here and there
-/// sends no more than it has to. A bitmap takes 32 MiB then for a disk of 1 TiB, and no more for longer ones: the
-/// unit grows with them.
+/// Returns the granularity in bytes at which writes to a disk of that length are recorded: a page, so that
+/// scattered writes send no more than they have to. A bitmap then needs 32 MiB for a disk of 1 TiB, and not more
+/// for longer ones: the granularity grows with them.
 #[must_use]
 pub fn granularity_bytes(disk_bytes: u64) -> u64 {
     const PAGE_BYTES: u64 = 4 << 10;
@@ -39,23 +39,23 @@ pub fn granularity_bytes(disk_bytes: u64) -> u64 {
     (disk_bytes / MOST_UNITS).next_power_of_two().max(PAGE_BYTES)
 }
 
-/// How long QEMU may take to end an export whose client is gone.
+/// Maximum time for QEMU to end an export whose client has closed its connection.
 const EXPORT_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why writes are not recorded.
+/// Error: writes are not recorded.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// QEMU has one NBD server, and somebody else has it.
+    /// Another client uses QEMU's only NBD server.
     #[error(
         "this QEMU's NBD server is in use (a backup, a mirror): {0}; wait until that is done, or end it with nbd-server-stop"
     )]
     ServerTaken(String),
-    /// A disk is not what it was: what was written to it since is not all recorded.
+    /// A disk has changed, so not all writes to it are recorded.
     #[error("disk {node} {what}")]
     Changed {
-        /// Its top node.
+        /// Top node of the disk.
         node: String,
-        /// What became of it.
+        /// Description of the change.
         what: String,
     },
     /// QEMU refused, or its monitor failed.
@@ -66,28 +66,28 @@ pub enum RecordError {
 /// A disk whose writes are recorded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordedDisk {
-    /// Its top node: what its device uses.
+    /// Top node: the node that the device uses.
     pub node: String,
-    /// Its length, in bytes.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
-/// What is served after a [`freeze`](Recording::freeze), one for each disk.
+/// Export and bitmap that are served after a [`freeze`](Recording::freeze), one for each disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frozen {
-    /// The export that has the bitmap.
+    /// Name of the export that serves the bitmap.
     pub export: String,
-    /// The bitmap.
+    /// Name of the bitmap.
     pub bitmap: String,
 }
 
-/// Writes to some disks are recorded, until [`end`](Recording::end).
+/// Record of writes to some disks, until [`end`](Recording::end).
 #[derive(Debug)]
 pub struct Recording {
     disks: Vec<RecordedDisk>,
-    /// Which bitmap records.
+    /// Number of the bitmap that records.
     turn: u64,
-    /// Exports of the last frozen bitmaps, which are there until the next ones.
+    /// Exports of the last frozen bitmaps, which exist until the next freeze.
     frozen: Vec<Frozen>,
     throttle: Throttle,
 }
@@ -97,18 +97,18 @@ impl Recording {
     /// listen yet.
     ///
     /// # Errors
-    /// When QEMU's NBD server is taken, a disk is not as it is said to be, or QEMU refuses. Nothing is left behind then.
+    /// If QEMU's NBD server is in use, a disk differs from its description, or QEMU refuses. No objects are left then.
     pub fn begin(
         qmp: &mut Qmp,
         listener: BorrowedFd<'_>,
         disks: Vec<RecordedDisk>,
     ) -> Result<Self, RecordError> {
-        // Bitmaps before anything else: by them it is found whatever an agent that dies has left.
+        // Bitmaps before anything else: by them an agent finds everything that an agent that dies has left.
         let add: Vec<Value> = disks.iter().map(|disk| add_bitmap(disk, 0)).collect();
         qmp.run("transaction", json!({ "actions": add }))?;
         let mut recording = Self { disks, turn: 0, frozen: Vec::new(), throttle: Throttle::default() };
         if let Err(error) = start_server(qmp, listener) {
-            // The server may be somebody else's, so it is not stopped. The first error is the one to tell.
+            // The server may belong to another client, so it is not stopped. The first error is returned.
             let _ = remove_leavings(qmp);
             return Err(error);
         }
@@ -131,24 +131,24 @@ impl Recording {
         self.check(drives::ask(qmp)?)
     }
 
-    /// What the guest has written to the disks since its start.
+    /// Returns the number of writes and bytes that the guest has written to the disks since its start.
     pub fn written(&self, qmp: &mut Qmp) -> Result<Written, QmpError> {
         self.throttle.written(qmp)
     }
 
-    /// Whether the disk with this number is held to a cap, and its writes counted: nobody else has throttled it.
+    /// Returns true if the disk with this index is capped, and its writes counted: no other client has throttled it.
     pub fn holds(&self, disk: usize) -> bool {
         self.throttle.holds(disk)
     }
 
-    /// From now on the guest writes no faster than this to all of the disks together, until the recording ends. A disk
-    /// that somebody else has throttled keeps the caps that it has.
+    /// Limits the guest's writes to all of the disks together, until the recording ends. A disk that another client
+    /// has throttled keeps its caps.
     pub fn cap_writes(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
         self.throttle.keep(qmp, cap)
     }
 
-    /// Compares the disks with what devices use now. A snapshot puts another node above the one that is recorded, a
-    /// change of medium puts another in its place, and a disk that has grown has more than was proposed.
+    /// Compares the disks with those that devices use now. A snapshot puts another node above the one that is
+    /// recorded, a change of medium replaces it, and a disk that has grown has more than was proposed.
     fn check(&self, drives: Vec<Drive>) -> Result<(), RecordError> {
         let media: Vec<Medium> = drives.into_iter().filter_map(|drive| drive.medium).collect();
         self.disks.iter().try_for_each(|disk| {
@@ -167,16 +167,16 @@ impl Recording {
         })
     }
 
-    /// The export that serves a disk as it is now, for reading and for what is allocated; it stays the same.
+    /// Returns the name of the export that serves a disk's current content and its allocation; it stays the same.
     pub fn data_export(disk: usize) -> String {
         format!("{PREFIX}disk-{disk}")
     }
 
-    /// Puts an empty bitmap in the place of each that records, and serves those: what was written between the call
-    /// before (or the beginning) and this one. Returns what was written only once: to lose it is to lose the migration.
+    /// Replaces each bitmap that records with an empty one, and serves the old ones: the writes between the previous
+    /// call (or the beginning) and this one. Returns each write only once: to lose the result is to lose the migration.
     ///
     /// # Errors
-    /// When a disk is not what it was at the beginning, or QEMU refuses.
+    /// If a disk has changed since the beginning, or QEMU refuses.
     pub fn freeze(&mut self, qmp: &mut Qmp) -> Result<&[Frozen], RecordError> {
         self.thaw(qmp)?;
         let (old, new) = (self.turn, self.turn + 1);
@@ -188,8 +188,8 @@ impl Recording {
                 actions.push(bitmap_action("block-dirty-bitmap-remove", node, older));
             }
         }
-        // All at once: between them nobody has to wake up. What the disks are is asked last, so that it holds for all
-        // that was recorded.
+        // All commands at once, so that no process has to wake up in between. The disks' state is queried last, so
+        // that it holds for everything that was recorded.
         let frozen: Vec<Frozen> = (0..self.disks.len())
             .map(|disk| Frozen { export: format!("{PREFIX}written-{disk}-{old}"), bitmap: bitmap(old) })
             .collect();
@@ -216,8 +216,8 @@ impl Recording {
         end_exports(qmp, &names)
     }
 
-    /// Ends all of it: first what the guest feels, then the server, which is known to be ours as long as the bitmaps
-    /// are there. What fails does not keep the rest from being done; the first error is returned.
+    /// Ends the recording: first the caps that the guest notices, then the server, which is known to be ours as long
+    /// as the bitmaps exist. An error does not prevent the remaining steps; the first error is returned.
     pub fn end(mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let lifted = self.throttle.lift(qmp);
         let stopped = qmp.run("nbd-server-stop", Value::Null);
@@ -229,10 +229,10 @@ impl Recording {
 fn start_server(qmp: &mut Qmp, listener: BorrowedFd<'_>) -> Result<(), RecordError> {
     let name = format!("{PREFIX}nbd");
     qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": name }), listener)?;
-    // As many connections as there are streams and disks: none at all is QEMU's word for any number.
+    // There are as many connections as streams and disks: 0 means any number to QEMU.
     let address = json!({ "addr": { "type": "fd", "data": { "str": name } }, "max-connections": 0 });
     let Err(error) = qmp.run("nbd-server-start", address) else { return Ok(()) };
-    // The server would have closed it.
+    // The server would have closed the descriptor.
     let _ = qmp.run("closefd", json!({ "fdname": name }));
     Err(match error {
         QmpError::CommandFailed { desc, .. } if desc.contains("already running") => {
@@ -242,8 +242,8 @@ fn start_server(qmp: &mut Qmp, listener: BorrowedFd<'_>) -> Result<(), RecordErr
     })
 }
 
-/// Lifts caps, and removes exports and bitmaps, that were made for a recording, by whomever. Returns whether there were
-/// any; whether the server itself is ours, too, is not to be seen.
+/// Lifts caps, and removes exports and bitmaps, that any agent made for a recording. Returns true if there were any;
+/// whether the server itself is ours, too, cannot be determined.
 pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "kebab-case")]
@@ -257,7 +257,7 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
         #[serde(default)]
         name: String,
     }
-    // If it fails, the rest is done nevertheless.
+    // An error does not prevent the remaining steps.
     let lifted = throttle::lift_all(qmp);
     let ours = |name: &String| name.starts_with(PREFIX);
     let names: Vec<String> = exports(qmp)?.into_iter().filter(ours).collect();
@@ -277,18 +277,18 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     Ok(lifted? || found)
 }
 
-/// Lifts caps on writes that were set for a recording, by whomever. Returns whether there were any.
+/// Lifts caps on writes that any agent set for a recording. Returns true if there were any.
 pub fn lift_caps(qmp: &mut Qmp) -> Result<bool, QmpError> {
     throttle::lift_all(qmp)
 }
 
-/// Ends a recording that an agent before this one left, with its server, unless somebody else uses that. Returns
-/// whether there was one.
+/// Ends a recording that an earlier agent left, with its server, unless another client uses that. Returns true
+/// if there was one.
 pub fn end_left(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let found = remove_leavings(qmp)?;
     if found && exports(qmp)?.is_empty() {
         match qmp.run("nbd-server-stop", Value::Null) {
-            // It died before it had started the server, or after it had stopped it.
+            // The earlier agent died before it had started the server, or after it had stopped it.
             Err(error) if error.is_refusal() => {}
             stopped => stopped?,
         }
@@ -296,14 +296,14 @@ pub fn end_left(qmp: &mut Qmp) -> Result<bool, QmpError> {
     Ok(found)
 }
 
-/// Ends exports, with whoever still uses them, and waits until they are gone.
+/// Ends exports, disconnects their clients, and waits until they are gone.
 fn end_exports(qmp: &mut Qmp, names: &[String]) -> Result<(), QmpError> {
     let orders = names.iter().map(|name| ("block-export-del", json!({ "id": name, "mode": "hard" })));
-    // That one is gone already, or going, is no failure.
+    // An export that is gone already, or being removed, is no failure.
     qmp.execute_all(orders)?;
     let deadline = Instant::now() + EXPORT_PATIENCE;
     while exports(qmp)?.iter().any(|left| names.contains(left)) {
-        // QEMU says when one is gone; what it says of others' is no matter here.
+        // QEMU sends an event when one is gone; events of other exports do not matter here.
         qmp.wait_event("BLOCK_EXPORT_DELETED", deadline)?;
     }
     Ok(())
@@ -339,7 +339,7 @@ fn export(node: &str, name: &str, more: Value) -> Value {
     export
 }
 
-/// Runs all of them; the first refusal is the error.
+/// Runs all commands; the first refusal is the error.
 fn all_done<'a>(qmp: &mut Qmp, commands: impl IntoIterator<Item = (&'a str, Value)>) -> Result<(), QmpError> {
     qmp.execute_all(commands)?.into_iter().try_for_each(|answer| answer.map(drop))
 }

@@ -1,10 +1,12 @@
-//! The tree of devices: what the guest sees of its machine, and whether two QEMUs show it the same.
+//! Device tree: the guest's view of its machine, and its comparison between two QEMUs.
 //!
 //! The tree is read from `info qtree`, the only listing that has all buses, all devices and all
-//! their properties in one answer. Two trees are equal when they have the same devices at the same
-//! places with the same properties. What belongs to the host (which drive or netdev is behind a
-//! device) and what the guest itself sets while it runs (bus numbers, windows) is left out: a
-//! destination that has not loaded its state yet must compare equal to a running source.
+//! their properties in one answer. Two trees are equal if they have the same devices at the same
+//! addresses with the same properties.
+//!
+//! Properties of the host (which drive or netdev is behind a device) and those that the guest
+//! itself sets while it runs (bus numbers, windows) are omitted: a destination that has not loaded
+//! its state yet must compare equal to a running source.
 
 use std::collections::BTreeMap;
 
@@ -12,21 +14,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::qmp::{Qmp, QmpError, Version};
 
-/// Properties that name something behind the device.
+/// Properties that name a device's back end.
 const OF_HOST: &[&str] = &[
     "drive", "netdev", "chardev", "iothread", "audiodev", "romfile", "fsdev", "memdev", "rng", "logfile",
     "filename", "file", "display",
 ];
-/// Properties that the running guest sets: they tell its state, not its devices.
+/// Properties that the running guest sets: they belong to its state, not to its devices.
 const OF_GUEST: &[&str] = &["busnr", "MCFG", "smb_io_base", "hpet-offset-saved", "attached"];
-/// Properties that are part of [`Device::place`], where they count as what they are, not as how they
-/// were asked for.
+/// Properties that are part of [`Device::place`], where the actual value counts, not the requested
+/// one.
 const OF_PLACE: &[&str] = &["addr", "port", "nr", "unit", "scsi-id", "lun"];
 
-/// Properties that say what geometry a disk has.
+/// Properties for the geometry of a disk.
 pub(crate) const GEOMETRY: &[&str] = &["cyls", "heads", "secs", "bios-chs-trans"];
 
-/// Length of `isa-applesmc`'s key.
+/// Length of `isa-applesmc`'s key in bytes.
 const OSK_BYTES: usize = 64;
 
 /// Properties of virtio devices that the kernel of the host decides where vhost-net serves them.
@@ -36,20 +38,20 @@ pub const OF_VHOST: &[&str] =
 /// One device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// The buses and devices above it, the bus it sits on last: `main-system-bus/q35-pcihost/pcie.0`.
+    /// Path of buses and devices above it, the bus it is attached to last: `main-system-bus/q35-pcihost/pcie.0`.
     pub on: String,
-    /// Its type.
+    /// Type of the device.
     pub driver: String,
-    /// Its id; empty when it has none.
+    /// Id; empty if it has none.
     pub id: String,
-    /// Where on its bus, as far as the bus has places: `02.0` on PCI, `1.2` on USB.
+    /// Address on its bus, if the bus has addresses: `02.0` on PCI, `1.2` on USB.
     pub place: String,
-    /// Its properties as `info qtree` prints them.
+    /// Properties as `info qtree` prints them.
     pub properties: BTreeMap<String, String>,
 }
 
 impl Device {
-    /// A name for people, unique within a tree as far as the devices themselves are.
+    /// Returns a name for people, unique within a tree as far as the devices themselves are.
     pub fn label(&self) -> String {
         let id = if self.id.is_empty() { String::new() } else { format!(" {:?}", self.id) };
         let place = if self.place.is_empty() { String::new() } else { format!(" at {}", self.place) };
@@ -64,29 +66,29 @@ pub struct DeviceTree {
     pub devices: Vec<Device>,
 }
 
-/// A way in which two trees differ.
+/// A difference between two trees.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "difference")]
 pub enum Difference {
     /// A device that only the first tree has.
     Missing {
-        /// [`Device::label`].
+        /// Label of the device: [`Device::label`].
         device: String,
     },
     /// A device that only the second tree has.
     Added {
-        /// [`Device::label`].
+        /// Label of the device: [`Device::label`].
         device: String,
     },
     /// A device that both have, with another property.
     Property {
-        /// [`Device::label`].
+        /// Label of the device: [`Device::label`].
         device: String,
-        /// The property.
+        /// Name of the property.
         property: String,
-        /// Its value in the first.
+        /// Value in the first tree.
         first: String,
-        /// Its value in the second.
+        /// Value in the second tree.
         second: String,
     },
 }
@@ -103,13 +105,13 @@ impl std::fmt::Display for Difference {
     }
 }
 
-/// Reads the tree of a QEMU.
+/// Reads the device tree of a QEMU.
 pub fn device_tree(qmp: &mut Qmp) -> Result<DeviceTree, QmpError> {
     Ok(DeviceTree::parse(&qmp.human("info qtree")?))
 }
 
-/// What differs between two trees; empty when the guest cannot tell them apart. Where the versions
-/// differ, only properties that both know are compared.
+/// Returns the differences between two trees; empty if the guest cannot distinguish them. If the
+/// versions differ, only properties that both know are compared.
 pub fn compare_device_trees(first: &DeviceTree, second: &DeviceTree) -> Vec<Difference> {
     let (first, second) = (first.by_place(), second.by_place());
     let mut differences = Vec::new();
@@ -147,9 +149,9 @@ pub fn compare(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Difference
     Ok(differences(&first, &second, same))
 }
 
-/// What differs between the trees of two QEMUs. Those of different versions are not compared in their devices'
-/// properties: printing changed between versions (enumerations, sizes); places, types and the words for what a virtio
-/// device can do did not.
+/// Returns the differences between the trees of two QEMUs. If their versions differ, the devices' properties are not
+/// compared: their printed form changed between versions (enumerations, sizes). Addresses, types and the features of
+/// virtio devices are compared, because their form did not change.
 pub fn differences(first: &DeviceTree, second: &DeviceTree, same_version: bool) -> Vec<Difference> {
     let mut differences = compare_device_trees(first, second);
     differences.retain(|difference| match difference {
@@ -160,8 +162,8 @@ pub fn differences(first: &DeviceTree, second: &DeviceTree, same_version: bool) 
 }
 
 impl DeviceTree {
-    /// Whether this is still the same machine: devices and all their properties but those that the guest itself sets,
-    /// which it may do at any time (when it boots again, for one).
+    /// Returns true if this is still the same machine: the same devices with all their properties except those that
+    /// the guest itself sets, which may change at any time (for example at a reboot).
     pub fn is_still(&self, earlier: &Self) -> bool {
         let of_machine = |device: &Device| {
             let mut device = device.clone();
@@ -171,10 +173,10 @@ impl DeviceTree {
         self.devices.iter().map(of_machine).eq(earlier.devices.iter().map(of_machine))
     }
 
-    /// Reads what `info qtree` prints. Lines that are not understood are not part of the tree.
+    /// Parses the output of `info qtree`. Lines that are not recognised are not part of the tree.
     pub fn parse(text: &str) -> Self {
         let mut devices: Vec<Device> = Vec::new();
-        // (indent, name, whether it is a bus) of what is open.
+        // (indent, name, true if it is a bus) of the open entries.
         let mut open: Vec<(usize, String)> = Vec::new();
         let mut current: Option<(usize, usize)> = None;
         for line in text.lines() {
@@ -214,7 +216,7 @@ impl DeviceTree {
         Self { devices }
     }
 
-    /// Devices by what tells them apart; equal ones (memory modules' EEPROMs) are numbered.
+    /// Returns the devices by a key that distinguishes them; equal ones (memory modules' EEPROMs) are numbered.
     fn by_place(&self) -> BTreeMap<(String, String, String, String, usize), &Device> {
         let mut map = BTreeMap::new();
         for device in &self.devices {
@@ -248,7 +250,7 @@ impl Device {
                     }
                     self.place.push_str(number);
                 }
-                // QEMU does not end its own default with a zero, and prints what follows it in memory.
+                // QEMU does not terminate its own default with a zero, and prints the memory that follows it.
                 "osk" => value = value.get(..1 + OSK_BYTES).unwrap_or(value).trim_end_matches('"'),
                 _ => {}
             }
@@ -256,7 +258,7 @@ impl Device {
         } else if content.starts_with("addr ")
             && let Some((_, rest)) = content.split_once(", port ")
         {
-            // A USB device: the address is the guest's choice, the port is ours.
+            // A USB device: the guest chooses the address, we choose the port.
             rest.split(',').next().unwrap_or_default().trim().clone_into(&mut self.place);
         } else if content.starts_with("class ")
             && let Some((_, identity)) = content.split_once("pci id ")
@@ -351,7 +353,7 @@ mod tests {
         };
         assert!(is_still("busnr = 0 (0x0)", "busnr = 7 (0x7)"));
         assert!(is_still("MCFG = -1 (0xffffffffffffffff)", "MCFG = 2952790016 (0xb0000000)"));
-        // Unlike between two hosts, what is behind a device counts.
+        // Unlike between two hosts, a device's back end counts.
         assert!(!is_still("\"n0\"", "\"n1\""));
         assert!(!is_still("34:56", "34:57"));
         assert!(!is_still("      dev: smbus-eeprom, id \"\"\n        address = 81 (0x51)\n", ""));
@@ -366,7 +368,7 @@ mod tests {
         };
         assert_eq!(other("34:56", "34:57").len(), 1);
         assert_eq!(other("1af4:1000", "1af4:1041").len(), 1);
-        // Moved: one missing, one added, and what is below it stays with it.
+        // Moved: one missing, one added, and the devices below it stay with it.
         assert_eq!(other("addr = 03.0", "addr = 04.0").len(), 2);
         assert!(!other("id \"net0\"", "id \"net1\"").is_empty());
         assert_eq!(other(", port 1,", ", port 2,").len(), 2);

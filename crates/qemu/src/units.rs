@@ -1,4 +1,5 @@
-//! What would start a guest a second time after it has moved away: the systemd unit in which its QEMU runs.
+//! Units that would start a guest a second time after it has moved away: the systemd unit in which its QEMU
+//! runs.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -8,36 +9,36 @@ use serde::{Deserialize, Serialize};
 use crate::find::QemuProcess;
 use crate::process::systemd_runs;
 
-/// Settings of a unit by which systemd starts it again when its QEMU is ended by SIGKILL.
+/// Values of `Restart` with which systemd starts a unit again when its QEMU is ended by SIGKILL.
 const RESTARTS: &[&str] = &["always", "on-failure", "on-abnormal", "on-abort"];
-/// Properties of a unit that name units which start it.
+/// Properties of a unit that name the units by which it is started.
 const STARTED_BY: &[&str] = &["WantedBy", "RequiredBy", "UpheldBy", "BoundBy", "TriggeredBy"];
 
 /// A way in which a guest would be started a second time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StartsAgain {
-    /// When that happens.
+    /// Time at which it happens.
     pub when: When,
-    /// What was found.
+    /// Description of the finding.
     pub what: String,
-    /// What to do about it.
+    /// Remedy.
     pub what_to_do: String,
 }
 
-/// When a guest would be started a second time.
+/// Time at which a guest would be started a second time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum When {
-    /// As soon as its QEMU ends here.
+    /// Immediately, when its QEMU ends on this host.
     AtOnce,
-    /// When the host boots, or something else happens that the unit is started for.
+    /// At a boot of the host, or at another event for which the unit is started.
     AtBoot,
-    /// The user's systemd does not say whether it is.
+    /// Unknown, because the user's systemd does not answer.
     Unknown,
 }
 
 impl When {
-    /// The code of the finding.
+    /// Returns the code of the finding.
     pub fn code(self) -> &'static str {
         match self {
             Self::AtOnce => "restarts",
@@ -47,7 +48,7 @@ impl When {
     }
 }
 
-/// How the guest of a process would be started a second time by the unit it runs in.
+/// Returns the ways in which the unit of a process would start its guest a second time.
 pub fn starts_again(process: &QemuProcess) -> Vec<StartsAgain> {
     let Some(unit) = process.unit.as_ref().filter(|_| systemd_runs()) else { return Vec::new() };
     let mut command = Command::new("systemctl");
@@ -68,7 +69,7 @@ pub fn starts_again(process: &QemuProcess) -> Vec<StartsAgain> {
     unknown.into_iter().collect()
 }
 
-/// Reads what `systemctl show` prints of a unit.
+/// Parses the output of `systemctl show` for a unit.
 fn of_unit(unit: &str, whose: &str, shown: &str) -> Vec<StartsAgain> {
     let user = if whose.is_empty() { "" } else { " --user" };
     let properties: BTreeMap<&str, &str> = shown

@@ -23,59 +23,59 @@ use crate::cmdline::{self, Policy};
 use crate::command::{LOG_FILE, QMP_FILE, monitor};
 use crate::process::Launch;
 
-/// The QEMU of files that do not name one.
+/// Program for files that do not name one.
 pub const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 
-/// A guest as a file describes it.
+/// Description of a guest in a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmFile {
-    /// Its name: letters, digits, `.`, `_` and `-`.
+    /// Name: letters, digits, `.`, `_` and `-`.
     pub name: String,
-    /// The program; [`DEFAULT_QEMU`] when it is missing.
+    /// Program; [`DEFAULT_QEMU`] if it is missing.
     #[serde(default = "default_qemu")]
     pub qemu: PathBuf,
     /// QEMU's options.
     pub args: Vec<String>,
-    /// Variables of its environment.
+    /// Environment variables.
     #[serde(default)]
     pub env: BTreeMap<String, String>,
-    /// Its working directory.
+    /// Working directory.
     #[serde(default)]
     pub cwd: Option<PathBuf>,
 }
 
-/// What is wrong with a file.
+/// Error of a file.
 #[derive(Debug, thiserror::Error)]
 pub enum VmFileError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("cannot read {path}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// It is no TOML, or has other keys or types.
+    /// The file is not TOML, or has other keys or types.
     #[error("{path}:{line}: {what}")]
     Syntax {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// What is wrong there, naming the key.
+        /// Description of the error, naming the key.
         what: String,
     },
     /// A value is not allowed.
     #[error("{path}:{line}: {key}: {what}")]
     Value {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The key's line, from 1.
+        /// Line number of the key, from 1.
         line: usize,
-        /// The key.
+        /// Name of the key.
         key: &'static str,
-        /// What is wrong with it.
+        /// Description of the error.
         what: String,
     },
 }
@@ -92,7 +92,7 @@ impl VmFile {
         Self::parse(&text, path)
     }
 
-    /// Reads a file's text; `path` is for messages.
+    /// Parses a file's text; `path` is for messages.
     pub fn parse(text: &str, path: &Path) -> Result<Self, VmFileError> {
         let file: Self = toml::from_str(text).map_err(|error| {
             let at = error.span().map_or(0, |span| span.start);
@@ -141,7 +141,7 @@ impl VmFile {
         Ok(())
     }
 
-    /// How to start it, with its files in `run_dir`.
+    /// Returns the parameters of a start, with all files in `run_dir`.
     pub fn launch(&self, run_dir: &Path) -> Launch {
         let qmp = run_dir.join(QMP_FILE);
         let mut argv =
@@ -164,7 +164,7 @@ fn line_at(text: &str, offset: usize) -> usize {
     text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
 }
 
-/// The key that a line sets.
+/// Returns the key that a line sets.
 fn key_in(line: &str) -> Option<&str> {
     let key = line.split_once('=')?.0.trim();
     (!key.is_empty() && key.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte)))
@@ -210,7 +210,7 @@ mod tests {
         let file = parse(&example()).unwrap();
         assert_eq!((file.qemu, file.cwd, file.env.len()), (DEFAULT_QEMU.into(), None, 0));
         assert!(example().contains(&format!("Default: \"{DEFAULT_QEMU}\"")));
-        // Names in the text: 63 letters are the most, and these options are refused.
+        // Names in the text: at most 63 letters are allowed, and these options are refused.
         assert!(parse(&format!("name = \"{}\"\nargs = []\n", "a".repeat(63))).is_ok());
         assert!(parse(&format!("name = \"{}\"\nargs = []\n", "a".repeat(64))).is_err());
         for option in ["-daemonize", "-pidfile", "-incoming", "-loadvm", "-name"] {

@@ -1,4 +1,4 @@
-//! Scans of a real process, reading its memory, and what is done with sets of ranges.
+//! Benchmarks: scans of a real process, reads of its memory, and operations on sets of ranges.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "for developers")]
 
@@ -61,7 +61,8 @@ fn scans(benches: &mut Benches) {
     }
 }
 
-/// Of a guest so large that several threads walk over its page table; most of it is never touched.
+/// Scans a guest so large that several threads walk over its page table; most of it is never
+/// touched.
 fn scan_of_a_large_range(benches: &mut Benches) {
     const LARGE: u64 = 4 << 30;
     benches.timed_in_part("scan, 4 GiB/64 pages", Amount::Of(LARGE / PAGE_SIZE, "page"), || {
@@ -108,7 +109,7 @@ fn reads(benches: &mut Benches) {
     });
 }
 
-/// As many runs as 256 MiB can have: every second page, from a page on.
+/// Returns the maximum number of ranges in 256 MiB: every second page, from page `first` on.
 fn stripes(first: u64) -> Vec<AddressRange> {
     (first..BYTES / PAGE_SIZE)
         .step_by(2)
@@ -136,7 +137,7 @@ fn ranges(benches: &mut Benches) {
             merge_from(black_box(&mut ranges), 0);
         }
     });
-    // The other set takes each range wholly, or stands between them.
+    // The ranges of the other set equal these, or are between them.
     for (name, first) in [("the same", 0), ("beside", 1)] {
         benches.counted(&format!("ranges, subtract/{name}"), amount, || {
             let (one, other) = (stripes(0), stripes(first));

@@ -1,16 +1,17 @@
-//! A limit on the processor time of some threads of another process.
+//! Limit on the processor time of some threads of another process.
 //!
-//! The kernel keeps it, by control groups: each thread goes into a group of its own, below the one in which it is, so that
-//! whatever limits there are already hold as before. Control groups of either version, with threads in different groups
-//! too. One group for several threads would have some of them wait for many periods: the kernel gives time to whoever asks
-//! first.
+//! The kernel enforces it with control groups: each thread is moved to a group of its own, below its current one, so
+//! that existing limits still apply. This works with control groups of either version, even with threads in different
+//! groups. One group for several threads would make some of them wait for many periods, because the kernel grants time
+//! in the order of requests.
 //!
-//! A limited thread runs for a while and waits for a while. Both together take [`PERIOD`]. The kernel looks at its ticks
-//! whether a thread has used its time up, so that it may run too long, which it has to make up for: in one more period
-//! where it gets as much in each as the kernel can be late, 4 ms with 250 ticks a second. Then nobody stands still for long.
+//! A limited thread alternates between running and waiting. Both together last one [`PERIOD`]. The kernel checks at its
+//! timer ticks whether a thread has used its time up, so a thread may run too long, which it has to make up for: within
+//! one more period if each period grants as much as the kernel can be late, 4 ms with 250 ticks a second. Then no
+//! thread stands still for long.
 //!
-//! The threads go back where they were when the limit is dropped. When this process dies they stay where they are, held
-//! to the last limit, until another one calls [`CpuLimit::end_left`], which several may do at once.
+//! The threads return to their original groups when the limit is dropped. If this process dies they keep the last limit
+//! until another process calls [`CpuLimit::end_left`], which several may do at once.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,63 +21,64 @@ use std::time::Duration;
 
 use crate::{Process, ProcessError};
 
-/// How often the kernel gives a limited thread new time.
+/// Interval at which the kernel grants a limited thread new time.
 pub const PERIOD: Duration = Duration::from_millis(24);
 
-/// The kernel gives no less in a period.
+/// Minimum time in a period that the kernel accepts, in microseconds.
 const LEAST_QUOTA_US: u64 = 1_000;
 
-/// Groups of this crate's have this before the numbers of the process and of the thread.
+/// Prefix of the names of this crate's groups; the numbers of the process and of the thread follow.
 const NAME: &str = "whimbrel-cpu-";
-/// And this behind them where the controller was switched on in the group above, and is to be switched off there.
+/// Suffix of the names if the controller was enabled in the group above, and has to be disabled there.
 const SWITCHED_ON: &str = "-on";
 
-/// How often threads are put back that others in the group have started meanwhile.
+/// Maximum number of passes that move threads back, because threads in the group may have started others in the
+/// meantime.
 const ROUNDS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Why threads cannot be limited.
+/// Error: threads cannot be limited.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuLimitError {
-    /// The process could not be looked at.
+    /// The process could not be inspected.
     #[error("cannot find out in which control groups the threads are")]
     Process(#[from] ProcessError),
-    /// No control group limits processors here.
+    /// No control group limits processors on this host.
     #[error(
         "no control group of this host limits processors (controller `cpu`), or its file system is not mounted"
     )]
     Unsupported,
-    /// A thread is in a group that is not seen from here: in another namespace of control groups.
+    /// A thread's group is not visible from here: it is in another namespace of control groups.
     #[error("the control group {group} of thread {thread} is not seen from here")]
     Hidden {
-        /// The thread.
+        /// Thread id.
         thread: u32,
-        /// Its group, by the kernel's word.
+        /// Group of the thread, as the kernel reports it.
         group: String,
     },
-    /// The group above does not hand the controller down.
+    /// The parent group does not delegate the controller.
     #[error(
         "the control group {group} may not limit processors; with systemd, give the unit of QEMU, and its slice, a \
          `CPUWeight=`"
     )]
     NoController {
-        /// The group in which the threads are.
+        /// Group of the threads.
         group: PathBuf,
     },
-    /// The kernel does not do what it was told.
+    /// The kernel refuses a change.
     #[error("cannot {action} {path}", path = path.display())]
     Io {
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
-        /// On which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
 }
 
-/// The two kinds of control groups.
+/// Versions of control groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
     One,
@@ -84,7 +86,7 @@ enum Version {
 }
 
 impl Version {
-    /// The file that lists a group's threads.
+    /// Returns the name of the file that lists a group's threads.
     fn threads(self) -> &'static str {
         match self {
             Self::One => "tasks",
@@ -93,14 +95,14 @@ impl Version {
     }
 }
 
-/// Threads of another process that are held to a limit.
+/// Limit on some threads of another process.
 #[derive(Debug)]
 pub struct CpuLimit {
-    /// One for each.
+    /// One group for each thread.
     groups: Vec<Group>,
 }
 
-/// A group that was made here, for one thread.
+/// A group that this process created for one thread.
 #[derive(Debug)]
 struct Group {
     version: Version,
@@ -108,15 +110,15 @@ struct Group {
 }
 
 impl CpuLimit {
-    /// Puts threads of a process into groups of their own. They are not limited yet.
+    /// Moves threads of a process into groups of their own. They are not limited yet.
     ///
     /// # Errors
-    /// The threads are where they were then.
+    /// The threads are in their original groups then.
     pub fn begin(process: &Process, threads: &[u32]) -> Result<Self, CpuLimitError> {
         let mounts = Mounts::of_this_process()?;
         let homes = threads.iter().map(|thread| mounts.group_of(process, *thread));
         let homes = homes.collect::<Result<Vec<_>, _>>()?;
-        // Dropped after an error, it puts back who has been moved.
+        // Dropped after an error, it moves the threads back.
         let mut this = Self { groups: Vec::new() };
         for (thread, (version, home)) in threads.iter().zip(homes) {
             let group = Group::make(version, &home, &format!("{}{thread}", name_of(process)))?;
@@ -127,14 +129,15 @@ impl CpuLimit {
         Ok(this)
     }
 
-    /// Gives each thread so much processor time, in microseconds per second; none for as much as it likes.
+    /// Limits each thread to this processor time, in microseconds per second; none means no limit.
     pub fn set(&self, us_per_s: Option<u64>) -> Result<(), CpuLimitError> {
         let period_us = PERIOD.as_micros() as u64;
         let quota_us = us_per_s.map(|us| (us.saturating_mul(period_us) / 1_000_000).max(LEAST_QUOTA_US));
         self.groups.iter().try_for_each(|group| group.set(quota_us))
     }
 
-    /// Ends what another one has left: puts the process's threads back where they were. Returns whether there were any.
+    /// Ends limits that another process has left: moves the process's threads back to their original groups. Returns
+    /// true if there were any.
     pub fn end_left(process: &Process) -> Result<bool, CpuLimitError> {
         let Ok(mounts) = Mounts::of_this_process() else { return Ok(false) };
         let name = name_of(process);
@@ -142,7 +145,7 @@ impl CpuLimit {
             |path: &Path| path.file_name().is_some_and(|last| last.to_string_lossy().starts_with(&name));
         let mut homes = BTreeMap::new();
         for thread in process.threads()? {
-            // One that ends meanwhile is in no group.
+            // A thread that ends in the meantime has no group.
             if let Ok((version, mut path)) = mounts.group_of(process, thread) {
                 if is_ours(&path) {
                     path.pop();
@@ -150,7 +153,7 @@ impl CpuLimit {
                 homes.insert(path, version);
             }
         }
-        // Those too in which nobody is, or not any more.
+        // Also the groups without threads.
         let groups: Vec<_> = homes
             .into_iter()
             .flat_map(|(home, version)| {
@@ -159,7 +162,7 @@ impl CpuLimit {
             })
             .filter(|group| is_ours(&group.path))
             .collect();
-        // First of all they run; and what goes wrong with one is no reason to leave another.
+        // First all limits are lifted; an error with one group does not prevent the handling of the others.
         let lifted = groups.iter().map(|group| unless_gone(group.set(None))).fold(Ok(()), Result::and);
         let ended = groups.iter().map(|group| unless_gone(group.end())).fold(Ok(()), Result::and);
         lifted.and(ended)?;
@@ -168,7 +171,7 @@ impl CpuLimit {
 }
 
 impl Drop for CpuLimit {
-    /// What does not work here, [`CpuLimit::end_left`] tells.
+    /// Errors are ignored; [`CpuLimit::end_left`] reports them.
     fn drop(&mut self) {
         for group in &self.groups {
             let _ = group.set(None);
@@ -178,7 +181,7 @@ impl Drop for CpuLimit {
 }
 
 impl Group {
-    /// Makes a group below another one, or takes one that was left there. It limits nobody.
+    /// Creates a group below another one, or reuses one that was left there, without a limit.
     fn make(version: Version, home: &Path, name: &str) -> Result<Self, CpuLimitError> {
         let mut name = name.to_owned();
         if version == Version::Two {
@@ -189,7 +192,7 @@ impl Group {
             if !has_cpu("cgroup.controllers") {
                 return Err(CpuLimitError::NoController { group: home.to_owned() });
             }
-            // The last of several guests that share the group switches it off, whichever that is.
+            // The last of several guests that share the group disables it, whichever that is.
             if !has_cpu("cgroup.subtree_control") || groups_in(home).any(|name| name.ends_with(SWITCHED_ON)) {
                 name += SWITCHED_ON;
             }
@@ -198,7 +201,7 @@ impl Group {
         make_directory(&group.path)?;
         let made = match version {
             Version::One => write(&group.path.join("cpu.cfs_period_us"), &PERIOD.as_micros().to_string()),
-            // A group that has threads itself may have only such below it.
+            // A group that has threads itself may have only threaded groups below it.
             Version::Two => write(&group.path.join("cgroup.type"), "threaded")
                 .and_then(|()| write(&home.join("cgroup.subtree_control"), "+cpu")),
         };
@@ -218,7 +221,7 @@ impl Group {
         };
         let path = self.path.join(file);
         match write(&path, limited.as_deref().unwrap_or(unlimited)) {
-            // A group of version one may not be given more than the one above it, which then holds it anyway.
+            // A group of version one may not have a higher limit than its parent, whose limit applies anyway.
             Err(CpuLimitError::Io { source, .. })
                 if limited.is_some() && source.raw_os_error() == Some(nix::libc::EINVAL) =>
             {
@@ -228,7 +231,7 @@ impl Group {
         }
     }
 
-    /// Puts the threads back, and removes the group.
+    /// Moves the threads back, and removes the group.
     fn end(&self) -> Result<(), CpuLimitError> {
         let Some(home) = self.path.parent() else { return Ok(()) };
         let list = self.path.join(self.version.threads());
@@ -236,8 +239,8 @@ impl Group {
             let path = path.to_owned();
             move |source| CpuLimitError::Io { action, path, source }
         };
-        // Threads that those in it have started are in it as well, maybe since it was read; and one that is ending
-        // stays.
+        // Threads that were started by those in the group are in it as well, maybe since it was read; and a thread
+        // that is ending stays.
         for round in 0..ROUNDS {
             let threads = fs::read_to_string(&list).map_err(failed("read", &list))?;
             if threads.trim().is_empty() {
@@ -248,7 +251,7 @@ impl Group {
             }
             for thread in threads.lines() {
                 match write(&home.join(self.version.threads()), thread) {
-                    // It has ended.
+                    // The thread has ended.
                     Err(CpuLimitError::Io { source, .. })
                         if source.raw_os_error() == Some(nix::libc::ESRCH) => {}
                     done => done?,
@@ -263,29 +266,29 @@ impl Group {
     }
 }
 
-/// With what the names of a process's groups begin.
+/// Returns the prefix of the names of a process's groups.
 fn name_of(process: &Process) -> String {
     format!("{NAME}{}-", process.pid())
 }
 
-/// Groups of this crate's below one.
+/// Returns the names of this crate's groups below one.
 fn groups_in(home: &Path) -> impl Iterator<Item = String> {
     let entries = fs::read_dir(home).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(NAME))
 }
 
-/// The group above hands the controller down no more; not where another guest's group needs it, whose limit would be gone:
-/// the kernel would not say so.
+/// Stops the delegation of the controller by the parent group, unless another guest's group needs it: its limit would
+/// be lost, and the kernel would not report it.
 fn switch_off(home: &Path) {
     if groups_in(home).next().is_none() {
         let _ = write(&home.join("cgroup.subtree_control"), "-cpu");
     }
 }
 
-/// Where the file systems of control groups are.
+/// Mount point of the file system of control groups.
 struct Mounts {
     version: Version,
-    /// The group that is seen at the mount point.
+    /// Group that is visible at the mount point.
     root: PathBuf,
     point: PathBuf,
 }
@@ -299,7 +302,8 @@ impl Mounts {
         }
     }
 
-    /// The one that limits processors: that of version one, where there is one, for a controller is in one place only.
+    /// Returns the mount that limits processors: that of version one, if there is one, because a controller exists in
+    /// one version only.
     fn among(mountinfo: &str) -> Option<Self> {
         let mounts = mountinfo.lines().filter_map(|line| {
             let (place, kind) = line.split_once(" - ")?;
@@ -317,7 +321,7 @@ impl Mounts {
         mounts.min_by_key(|mount| mount.version != Version::One)
     }
 
-    /// The directory of the group in which a thread is.
+    /// Returns the directory of a thread's group.
     fn group_of(&self, process: &Process, thread: u32) -> Result<(Version, PathBuf), CpuLimitError> {
         let file = process.path(&format!("task/{thread}/cgroup"));
         let text = fs::read_to_string(&file).map_err(|source| CpuLimitError::Io {
@@ -336,7 +340,7 @@ impl Mounts {
     }
 }
 
-/// The group that `/proc/PID/cgroup` names: `9:cpu,cpuacct:/a` of version one, `0::/a` of version two.
+/// Returns the group that `/proc/PID/cgroup` names: `9:cpu,cpuacct:/a` of version one, `0::/a` of version two.
 fn group_among(text: &str, version: Version) -> Option<&str> {
     text.lines().find_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
@@ -349,7 +353,7 @@ fn group_among(text: &str, version: Version) -> Option<&str> {
     })
 }
 
-/// `mountinfo` has blanks and the like as three octal digits behind a backslash.
+/// Decodes spaces and similar characters, which `mountinfo` writes as a backslash and three octal digits.
 fn unescaped(text: &str) -> String {
     let mut parts = text.split('\\');
     let mut plain = parts.next().unwrap_or_default().to_owned();
@@ -365,7 +369,7 @@ fn unescaped(text: &str) -> String {
     plain
 }
 
-/// A group that is gone was ended by somebody else at the same time.
+/// Ignores the error that a group is gone: another process has removed it at the same time.
 fn unless_gone(done: Result<(), CpuLimitError>) -> Result<(), CpuLimitError> {
     let gone = [Some(nix::libc::ENOENT), Some(nix::libc::ENODEV)];
     match done {
@@ -374,7 +378,7 @@ fn unless_gone(done: Result<(), CpuLimitError>) -> Result<(), CpuLimitError> {
     }
 }
 
-/// One that is there already was left by somebody.
+/// Creates a directory; an existing one was left by an earlier process.
 fn make_directory(path: &Path) -> Result<(), CpuLimitError> {
     match fs::create_dir(path) {
         Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
@@ -385,7 +389,7 @@ fn make_directory(path: &Path) -> Result<(), CpuLimitError> {
 }
 
 fn write(path: &Path, text: &str) -> Result<(), CpuLimitError> {
-    // Not created: the kernel's files are there.
+    // The file is not created: the kernel provides it.
     let written = fs::OpenOptions::new().write(true).open(path).and_then(|mut file| {
         use io::Write as _;
         file.write_all(text.as_bytes())
@@ -426,7 +430,7 @@ mod tests {
         assert_eq!(unescaped("\\9x\\"), "\\9x\\");
     }
 
-    /// A group of version two as files: what the kernel is told. `tests/cpu_limit` tells one.
+    /// Checks the writes to a group of version two, on plain files. `tests/cpu_limit` tests a real one.
     #[test]
     fn groups_of_version_two_are_told_what_they_have_to_be() {
         let home = tempfile::tempdir().unwrap();
@@ -450,12 +454,12 @@ mod tests {
         assert_eq!(says(group.join("cpu.max")), "max");
         made.set(Some(4_000)).unwrap();
         assert_eq!(says(group.join("cpu.max")), "4000 24000");
-        // The kernel's files would go with the directory.
+        // The kernel's files are removed together with the directory.
         for file in ["cgroup.type", "cpu.max"] {
             fs::remove_file(group.join(file)).unwrap();
         }
         assert!(made.end().is_err(), "a file is left in it");
-        // Another guest's is the last one then, and knows it.
+        // Then another guest's group is the last one, and its name records that.
         fs::write(path("cgroup.subtree_control"), "cpu\n").unwrap();
         for file in ["cgroup.type", "cgroup.threads", "cpu.max"] {
             fs::create_dir_all(path("whimbrel-cpu-8-8-on")).unwrap();

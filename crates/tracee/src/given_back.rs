@@ -1,25 +1,26 @@
-//! Pages that were given back without leaving a mark.
+//! Discarded pages that left no dirty mark.
 //!
 //! A page of shared memory that was punched out of its file is zero from then on, but the page
-//! table says nothing: if the page was protected (clean), the kernel leaves a marker that says
+//! table does not show it: if the page was protected (clean), the kernel leaves a marker that means
 //! "protected" in its place, and a clean page that was merely unmapped or swapped out looks the
-//! same. The same goes for hugetlbfs and for private mappings of files. So the pages that are
-//! protected but not present are looked at after each scan:
+//! same. The same applies to hugetlbfs and to private mappings of files.
 //!
-//! - Shared memory whose file can be opened: those that are new among them are looked up in the
-//!   file, and a hole that was not one before counts as written.
-//! - Private mappings of files, and hugetlbfs, whose files do not tell holes: all that are new
-//!   among them (and not in swap) count as written.
-//! - Anonymous memory leaves no marker; the scan finds such pages by themselves.
+//! So the pages that are protected but not present are checked after each scan:
 //!
-//! What remains:
+//! - Shared memory whose file can be opened: the new ones among them are looked up in the file, and
+//!   a hole that was not one before counts as written.
+//! - Private mappings of files, and hugetlbfs, whose files do not report holes: all new ones among
+//!   them (and not in swap) count as written.
+//! - Anonymous memory leaves no marker; the scan finds such pages by itself.
+//!
+//! Remaining gaps:
 //!
 //! - A page with a file that is punched out and **read** again by its process between two scans is
-//!   there again, zero, protected, and not seen. Only memory that a guest had given away (balloon,
-//!   free page reporting, virtio-mem) is punched out, and what it reads there is undefined for it
-//!   until it writes.
-//! - A page of hugetlbfs that was unmapped but stayed in its file, and is punched out later, is
-//!   not seen. QEMU punches out huge pages without unmapping them first.
+//!   present again, zero, protected, and not detected. Only memory that a guest had released
+//!   (balloon, free page reporting, virtio-mem) is punched out, and its content is undefined for
+//!   the guest until it writes there.
+//! - A page of hugetlbfs that was unmapped but stayed in its file, and is punched out later, is not
+//!   detected. QEMU punches out huge pages without unmapping them first.
 
 use std::ops::Range;
 
@@ -27,27 +28,27 @@ use crate::maps::{Backing, Mapping};
 use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 use crate::{Process, RamFile, RamFileError};
 
-/// Remembers which pages of a range were given back.
+/// Record of the discarded pages of a range.
 #[derive(Debug)]
 pub(crate) struct GivenBack {
     sign: Sign,
-    /// Pages that are known to be given back; sorted and joined.
+    /// Pages that are known to be discarded; sorted and joined.
     known: Vec<AddressRange>,
 }
 
-/// How a page that was given back is told from others that are not present.
+/// Criterion that distinguishes a discarded page from others that are not present.
 #[derive(Debug)]
 enum Sign {
-    /// It has no entry in the page table.
+    /// The page has no entry in the page table.
     NoEntry,
-    /// It is a hole in this file, in which the address `start` is at `offset`.
+    /// The page is a hole in this file, in which the address `start` is at `offset`.
     Hole { file: RamFile, start: u64, offset: u64 },
-    /// There is a marker in the page table, but neither the page nor an entry of swap.
+    /// The page table has a marker, but neither the page nor an entry of swap.
     Marker,
 }
 
 impl GivenBack {
-    /// For a part of a mapping with pages of so many bytes.
+    /// Creates an empty record for a part of a mapping with pages of `page_size` bytes.
     pub(crate) fn new(process: &Process, mapping: &Mapping, page_size: u64) -> Result<Self, RamFileError> {
         let sign = match mapping.backing {
             Backing::Anonymous if page_size == PAGE_SIZE => Sign::NoEntry,
@@ -60,33 +61,35 @@ impl GivenBack {
         Ok(Self { sign, known: Vec::new() })
     }
 
-    /// Whether [`GivenBack::update`] has nothing to find, because the scan finds all.
+    /// Returns true if [`GivenBack::update`] is not needed, because the scan finds all discarded pages.
     pub(crate) fn needs_nothing(&self) -> bool {
         matches!(self.sign, Sign::NoEntry)
     }
 
-    /// Whether pages in swap have to be left out of what [`GivenBack::update`] is told.
+    /// Returns true if the caller must exclude pages in swap from the arguments of [`GivenBack::update`].
     pub(crate) fn looks_at_markers(&self) -> bool {
         matches!(self.sign, Sign::Marker)
     }
 
-    /// Whether there is a file that tells holes.
+    /// Returns true if there is a file that reports holes.
     pub(crate) fn has_file(&self) -> bool {
         matches!(self.sign, Sign::Hole { .. })
     }
 
-    /// The parts of `ranges` that are no holes in the file; nothing where there is no file that tells.
+    /// Returns the parts of `ranges` that are no holes in the file; nothing if no file reports holes.
     fn data_within(&self, ranges: &[AddressRange]) -> Result<Vec<AddressRange>, RamFileError> {
         self.ask_file(ranges, RamFile::data_runs)
     }
 
-    /// The parts of `ranges`, all of them within `slice`, that are no holes in the file and that it has in memory.
+    /// Returns the parts of `ranges`, all of them within `slice`, that are no holes in the file and that it has in
+    /// memory.
     pub(crate) fn in_memory_within(
         &self,
         slice: AddressRange,
         ranges: &[AddressRange],
     ) -> Result<Vec<AddressRange>, RamFileError> {
-        // Both questions: where the kernel does not tell this process what is in memory, it says "all".
+        // Both queries: where the kernel does not show this process which pages are in memory, it reports all of
+        // them.
         let data = self.data_within(ranges)?;
         let in_memory =
             if data.is_empty() { data.clone() } else { self.ask_file(&[slice], RamFile::runs_in_memory)? };
@@ -108,8 +111,8 @@ impl GivenBack {
         Ok(found.iter().map(address).collect())
     }
 
-    /// Learns which pages of `range` were written and which are protected but not present (both
-    /// sorted and joined), and appends to `dirty` those that were given back since the last time.
+    /// Records which pages of `range` were written and which are protected but not present (both
+    /// sorted and joined), and appends to `dirty` those that were discarded since the last call.
     pub(crate) fn update(
         &mut self,
         range: AddressRange,
@@ -117,7 +120,7 @@ impl GivenBack {
         absent: &[AddressRange],
         dirty: &mut Vec<AddressRange>,
     ) -> Result<(), RamFileError> {
-        // One that was written is data, even if it was unmapped again and is not present.
+        // A page that was written is data, even if it was unmapped again and is not present.
         let within = subtract(&intersect(&self.known, &[range]), written);
         let new = subtract(absent, &within);
         let given_back = match &self.sign {
@@ -126,7 +129,7 @@ impl GivenBack {
             Sign::Hole { .. } => subtract(&new, &self.data_within(&new)?),
         };
         dirty.extend(&given_back);
-        // Pages that are back, or data again, are looked at anew when they go.
+        // Pages that are present again, or data again, are checked anew when they disappear.
         let still = intersect(&within, absent);
         self.known = subtract(&self.known, &[range]);
         self.known.extend(still);

@@ -1,8 +1,8 @@
-//! What this host's kernel can do.
+//! Features of this host's kernel.
 //!
 //! Dirty pages are found with asynchronous write protection (`UFFD_FEATURE_WP_ASYNC`) and
-//! `PAGEMAP_SCAN`, both in Linux since 6.7. A host that lacks them is told so at start, by name,
-//! and not in the middle of a migration.
+//! `PAGEMAP_SCAN`, both in Linux since 6.7. Features that a host lacks are reported at start, by
+//! name, and not in the middle of a migration.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -16,9 +16,9 @@ use crate::abi::{self, ScanQuery};
 pub enum Feature {
     /// The system call `userfaultfd`, also for processes without privileges.
     Userfaultfd,
-    /// `UFFD_FEATURE_WP_ASYNC`: the kernel notes a write by itself, and nobody waits.
+    /// `UFFD_FEATURE_WP_ASYNC`: the kernel records a write by itself, and no thread waits.
     WriteProtectAsync,
-    /// `UFFD_FEATURE_WP_UNPOPULATED`: pages that are not there yet can be protected.
+    /// `UFFD_FEATURE_WP_UNPOPULATED`: missing pages can be protected.
     WriteProtectUnpopulated,
     /// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: shared memory and huge pages can be protected.
     WriteProtectSharedMemory,
@@ -44,7 +44,7 @@ impl fmt::Display for Feature {
 pub struct MissingFeatures {
     /// Release of the kernel that runs, as `uname -r` prints it.
     pub release: String,
-    /// What it lacks.
+    /// Features that it lacks.
     pub missing: Vec<Feature>,
 }
 
@@ -52,17 +52,17 @@ fn list(features: &[Feature]) -> String {
     features.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// A kernel that has all that tracking needs.
+/// A kernel that has all features that tracking needs.
 #[derive(Clone, Debug)]
 pub struct Kernel {
     release: String,
 }
 
 impl Kernel {
-    /// Asks the running kernel, by trying.
+    /// Probes the running kernel by using its features.
     ///
     /// # Errors
-    /// Names every feature that is missing.
+    /// Names every missing feature.
     pub fn probe() -> Result<Self, MissingFeatures> {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let release = release.trim_end().to_owned();
@@ -72,14 +72,14 @@ impl Kernel {
         if missing.is_empty() { Ok(Self { release }) } else { Err(MissingFeatures { release, missing }) }
     }
 
-    /// Release of the kernel, as `uname -r` prints it.
+    /// Returns the release of the kernel, as `uname -r` prints it.
     pub fn release(&self) -> &str {
         &self.release
     }
 }
 
-/// What is missing, given the features of userfaultfd (`None`: no such call) and whether there is a
-/// `PAGEMAP_SCAN`.
+/// Returns the missing features, from the features of userfaultfd (`None`: no such call) and the
+/// existence of `PAGEMAP_SCAN`.
 fn missing(features: Option<u64>, pagemap_scan: bool) -> Vec<Feature> {
     let mut missing = Vec::new();
     match features {

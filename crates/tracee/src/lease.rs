@@ -1,5 +1,5 @@
-//! Whether anybody has a file open, as the kernel knows it: processes of all namespaces, and the kernel itself, as a loop
-//! device has its file open.
+//! Exclusive use of a file, as the kernel knows it: openers in processes of all namespaces, and in the kernel itself,
+//! as a loop device has its file open.
 
 use std::fs::File;
 use std::io;
@@ -8,25 +8,25 @@ use std::os::fd::AsRawFd as _;
 use linux_raw_sys::general::F_SETSIG;
 use nix::libc;
 
-/// Nobody else has a file open; whoever wants to open it waits until this is dropped.
+/// Lease that proves that no other opener has a file open; a process that opens it waits until the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
-    /// The lease ends with it.
+    /// The lease ends when the file is closed.
     _file: File,
 }
 
 impl Lease {
-    /// A lease of a file, which must be open for reading; none if anybody else has it open, in whatever way. To be held
-    /// for a moment.
+    /// Acquires a lease of a file, which must be open for reading; returns none if any other opener has it open, in
+    /// whatever mode. The lease should be held only for a moment.
     ///
     /// # Errors
-    /// When the file system has no leases (a network file system), or the caller is neither the file's owner nor has
+    /// If the file system has no leases (a network file system), or the caller is neither the file's owner nor has
     /// `CAP_LEASE`.
     pub fn take(file: File) -> io::Result<Option<Self>> {
         let fd = file.as_raw_fd();
-        // The kernel tells by a signal that somebody waits. The one that it sends unless told otherwise would end the
-        // process; this one is ignored.
-        // SAFETY: takes a number, and touches no memory of this process.
+        // The kernel reports by a signal that a process waits for the file. Its default signal would end this
+        // process; SIGURG is ignored. SAFETY: the argument is an integer, and the call touches no memory of this
+        // process.
         let told = unsafe { libc::fcntl(fd, F_SETSIG as libc::c_int, libc::SIGURG) };
         if told < 0 {
             return Err(io::Error::last_os_error());
@@ -61,7 +61,7 @@ mod tests {
             assert!(Lease::take(open()).unwrap().is_none(), "{write}");
             drop(other);
             let lease = Lease::take(open()).unwrap().unwrap();
-            // Who comes meanwhile is let in afterwards, and nobody is hurt by it.
+            // An opener in the meantime is admitted afterwards, and neither side is harmed.
             thread::scope(|scope| {
                 let late = scope.spawn(|| OpenOptions::new().read(!write).write(write).open(&path));
                 drop(lease);

@@ -1,25 +1,25 @@
-//! All that Whimbrel does to another process.
+//! Operations on another process.
 //!
-//! A QEMU that already runs, unmodified, has to tell which pages its guest writes, and to let its
-//! memory be read and written. This crate does that from outside:
+//! For a QEMU that already runs, unmodified, Whimbrel must find out which pages its guest writes, and must read and
+//! write its memory. This crate does that from outside:
 //!
 //! | module | does |
 //! |---|---|
 //! | [`Process`] | names a process so that it cannot be mistaken for another |
-//! | [`Kernel`] | says whether this kernel has what is needed |
+//! | [`Kernel`] | checks that this kernel has the needed features |
 //! | [`Injector`] | makes the process run single system calls (ptrace, from a small process of its own) |
-//! | [`WriteTracker`] | tells which pages were written since it was last asked (userfaultfd, `PAGEMAP_SCAN`) |
-//! | [`MissingPages`] | has threads wait for pages that are not there yet, and places them |
-//! | [`CpuLimit`] | holds some of its threads to so much processor time (control groups) |
-//! | [`maps`], [`Pagemap`] | what is mapped, and which pages are there at all |
+//! | [`WriteTracker`] | returns the pages that were written since the last call (userfaultfd, `PAGEMAP_SCAN`) |
+//! | [`MissingPages`] | makes threads wait for missing pages, and places the pages |
+//! | [`CpuLimit`] | limits the processor time of some of its threads (control groups) |
+//! | [`maps`], [`Pagemap`] | memory map, and which pages exist |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
-//! ([`heap`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: all have no safe interface.)
+//! ([`heap`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: none of these operations
+//! has a safe interface.)
 //!
-//! It is the only crate with `unsafe`, and it knows nothing of virtual machines or
-//! migrations. Everything that changes the other process has an undo that works when it is dropped
-//! and when this process dies; only for missing pages there is none, on purpose, and for a limit on
-//! processors it is for the next one to call.
+//! It is the only crate with `unsafe`, and it knows nothing of virtual machines or migrations. Everything that changes
+//! the other process has an undo that works when it is dropped and when this process dies. There are two exceptions:
+//! missing pages have none, on purpose, and the next process has to undo a limit on processors.
 
 mod abi;
 mod arch;

@@ -1,6 +1,6 @@
-//! The memory map of a process: which addresses it has, and what stands behind them.
+//! Memory map of a process: its addresses and their backing.
 //!
-//! [`mappings`] reads `/proc/PID/maps`, which costs little. [`detailed_mappings`] reads
+//! [`mappings`] reads `/proc/PID/maps`, which is fast. [`detailed_mappings`] reads
 //! `/proc/PID/smaps`, for which the kernel walks all page tables (some 100 ms for a large guest,
 //! while the process runs on): for pre-flight and tests, never for a round.
 
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{AddressRange, Process, ProcessError, abi};
 
-/// Which file a mapping shows, as the kernel names it in every process's map.
+/// Identity of the file behind a mapping, as the kernel reports it in every process's map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileId {
     /// Major and minor number of the device that holds the file.
@@ -20,40 +20,40 @@ pub struct FileId {
     pub inode: u64,
 }
 
-/// What kind of memory a mapping is.
+/// Kind of memory of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// Private memory without a file: QEMU's default for RAM.
     Anonymous,
     /// A file that is shared: `memory-backend-memfd`, `memory-backend-file,share=on`.
     SharedFile(FileId),
-    /// A file of which this process has a private copy as soon as it writes. Neither the file nor
-    /// the page table alone tells what is in it, and holes cannot be told from data.
+    /// A file of which this process gets a private copy as soon as it writes. Neither the file nor
+    /// the page table alone shows the content, and holes cannot be distinguished from data.
     PrivateFile(FileId),
 }
 
 /// One line of the map.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// Its addresses.
+    /// Addresses of the mapping.
     pub range: AddressRange,
-    /// May be read.
+    /// True if it may be read.
     pub readable: bool,
-    /// May be written.
+    /// True if it may be written.
     pub writable: bool,
-    /// May be executed.
+    /// True if it may be executed.
     pub executable: bool,
-    /// What stands behind it.
+    /// Kind of memory.
     pub backing: Backing,
-    /// Where in the file it begins, in bytes.
+    /// Offset of the mapping in the file, in bytes.
     pub offset: u64,
     /// Name as the kernel writes it: a path (with ` (deleted)` behind it if so), or `[heap]`.
     pub name: Option<PathBuf>,
-    /// What `smaps` adds; `None` from [`mappings`].
+    /// Details from `smaps`; `None` from [`mappings`].
     pub details: Option<Details>,
 }
 
-/// What `/proc/PID/smaps` knows beyond the map. Sizes in bytes.
+/// Details of `/proc/PID/smaps` beyond the map. Sizes in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Details {
     /// Size of the pages that the kernel manages here: 4096, or that of a hugetlbfs page.
@@ -69,15 +69,16 @@ pub struct Details {
 }
 
 impl Details {
-    /// Whether a flag is set: `uw` and `um` mean registered with a userfaultfd (write protection,
-    /// missing pages), `ht` hugetlbfs, `hg`/`nh` huge pages advised for or against, `mg` KSM.
+    /// Returns true if a flag is set: `uw` and `um` mean registered with a userfaultfd (write
+    /// protection, missing pages), `ht` hugetlbfs, `hg`/`nh` huge pages advised for or against,
+    /// `mg` KSM.
     pub fn has_flag(&self, flag: &str) -> bool {
         self.flags.iter().any(|one| one == flag)
     }
 }
 
 impl Mapping {
-    /// Which file it shows, if any.
+    /// Returns the file behind the mapping, if any.
     pub fn file(&self) -> Option<FileId> {
         match self.backing {
             Backing::Anonymous => None,
@@ -86,7 +87,7 @@ impl Mapping {
     }
 }
 
-/// The map of a process, in order of addresses.
+/// Returns the map of a process, in order of addresses.
 pub fn mappings(process: &Process) -> Result<Vec<Mapping>, ProcessError> {
     let text = process.read_bytes("maps")?;
     let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
@@ -95,18 +96,18 @@ pub fn mappings(process: &Process) -> Result<Vec<Mapping>, ProcessError> {
         .collect()
 }
 
-/// The map of a process with [`Details`].
+/// Returns the map of a process with [`Details`].
 pub fn detailed_mappings(process: &Process) -> Result<Vec<Mapping>, ProcessError> {
     let text = process.read_bytes("smaps")?;
     parse_smaps(&text).ok_or(ProcessError::Malformed { pid: process.pid(), file: "smaps" })
 }
 
-/// The mapping that holds an address.
+/// Returns the mapping that contains an address.
 pub fn mapping_at(process: &Process, address: u64) -> Result<Option<Mapping>, ProcessError> {
     Ok(mappings(process)?.into_iter().find(|mapping| mapping.range.contains(address)))
 }
 
-/// The mappings that `range` touches, with the size of their pages in bytes.
+/// Returns the mappings that `range` touches, with the size of their pages in bytes.
 pub(crate) fn mappings_in(
     process: &Process,
     range: AddressRange,
@@ -122,7 +123,7 @@ pub(crate) fn mappings_in(
         let page_size = if let Ok((_, _, page_size)) = abi::procmap_query(&maps, start) {
             page_size
         } else {
-            // Before Linux 6.11 only smaps knows.
+            // Before Linux 6.11 only smaps has it.
             if detailed.is_none() {
                 detailed = Some(detailed_mappings(process)?);
             }
@@ -137,9 +138,10 @@ pub(crate) fn mappings_in(
     Ok(found)
 }
 
-/// `55d0c0000000-55d0c0021000 rw-s 00000000 00:01 1028    /memfd:ram (deleted)`
+/// Parses a line such as `55d0c0000000-55d0c0021000 rw-s 00000000 00:01 1028    /memfd:ram
+/// (deleted)`.
 fn parse_head(line: &[u8]) -> Option<Mapping> {
-    // The name may hold any byte but a newline; the fields before it are ASCII.
+    // The name may contain any byte but a newline; the fields before it are ASCII.
     let mut fields = line.splitn(6, |&byte| byte == b' ');
     let mut field = || std::str::from_utf8(fields.next()?).ok();
     let (start, end) = field()?.split_once('-')?;
@@ -196,7 +198,7 @@ fn hex(text: &str) -> Option<u64> {
     u64::from_str_radix(text, 16).ok()
 }
 
-/// Whether the name that the kernel gives a mapping is that of one of the C libraries.
+/// Returns true if the kernel's name of a mapping is that of one of the C libraries.
 pub(crate) fn is_libc(name: &Path) -> bool {
     let name = name.file_name().unwrap_or_default().as_encoded_bytes();
     name.starts_with(b"libc.so") || name.starts_with(b"libc-") || name.starts_with(b"ld-musl")

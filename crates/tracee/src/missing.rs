@@ -1,17 +1,17 @@
-//! Pages that are not there yet, and the threads that wait for them: post-copy.
+//! Missing pages, and the threads that wait for them: post-copy.
 //!
-//! The ranges are registered with a userfaultfd of the process in mode "missing": a thread that touches a page that is
-//! not there waits until somebody places it. A page is placed in one step (`UFFDIO_COPY`), in anonymous and in shared
-//! memory alike, so nobody sees half of one; and a page that is there is left as it is, whoever placed it, because its
-//! process may have written to it since.
+//! The ranges are registered with a userfaultfd of the process in mode "missing": a thread that touches a missing page
+//! waits until the page is placed. A page is placed in one step (`UFFDIO_COPY`), in anonymous and in shared memory
+//! alike, so no thread sees half of one; and a page that exists is not overwritten, whichever process placed it,
+//! because its process may have written to it since.
 //!
-//! **There is no undo.** Unregistering lets the threads that wait read zeros (design, trap 10), so nothing here does that
+//! **There is no undo.** After unregistering, waiting threads read zeros (design, trap 10), so nothing here does that
 //! by itself: a second descriptor stays inside the process ([`crate::Injector::leave_userfaultfd`]), and with it the
-//! threads wait on when the agent dies, until another one takes over ([`MissingPages::take_over`]).
-//! [`MissingPages::end`] is for when every page is there.
+//! threads continue to wait when the agent dies, until another one takes over ([`MissingPages::take_over`]).
+//! [`MissingPages::end`] is for the time when every page has been placed.
 //!
-//! A range may be unmapped meanwhile, as QEMU does with the memory of a device that is unplugged: nobody can wait there, and
-//! whatever is mapped there later is nobody's business here.
+//! A range may be unmapped in the meantime, as QEMU does with the memory of a device that is unplugged: no thread can
+//! wait there, and memory that is mapped there later is not managed here.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,28 +23,28 @@ use crate::abi::{self, UFFD_MSG_BYTES};
 use crate::range::{AddressRange, PAGE_SIZE, merge_from};
 use crate::{Process, ProcessError, maps};
 
-/// Waits that are read at once.
+/// Maximum number of messages about waits that are read at once.
 const MOST_MESSAGES: usize = 64;
 
-/// Why pages cannot be placed, or waited for.
+/// Error: pages cannot be placed, or threads cannot wait for them.
 #[derive(Debug, thiserror::Error)]
 pub enum MissingError {
-    /// The process could not be looked at.
+    /// The process could not be inspected.
     #[error("cannot find the userfaultfd that was left inside the process")]
     Process(#[from] ProcessError),
-    /// Another userfaultfd has this range.
+    /// Another userfaultfd has registered this range.
     #[error("{range} is watched by another userfaultfd")]
     Taken {
         /// The range.
         range: AddressRange,
     },
-    /// The kernel does not let threads wait for pages of this kind.
+    /// The kernel does not support missing pages for memory of this kind.
     #[error("threads cannot be made to wait for pages of {range}")]
     Unsupported {
         /// The range.
         range: AddressRange,
     },
-    /// A page that is not whole, or not at a page's address.
+    /// The range does not consist of whole pages at page addresses.
     #[error("{range} is not made of whole pages")]
     Unaligned {
         /// The range.
@@ -53,13 +53,13 @@ pub enum MissingError {
     /// The process has ended.
     #[error("the process has ended")]
     Ended,
-    /// Nobody waits for pages here: it was never registered, or is in two mappings.
+    /// The range is not registered: it never was, or it spans two mappings.
     #[error("nobody waits for pages of {range}, or it is in several mappings")]
     Lost {
         /// The range.
         range: AddressRange,
     },
-    /// It was unmapped since.
+    /// The range was unmapped since.
     #[error("{range} is not mapped any more")]
     Unmapped {
         /// The range.
@@ -68,17 +68,17 @@ pub enum MissingError {
     /// Any other error.
     #[error("cannot {action} {range}")]
     Io {
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
         /// The range.
         range: AddressRange,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
 }
 
-/// Ranges of another process in which threads wait for pages that are not there.
+/// Ranges of another process in which threads wait for missing pages.
 #[derive(Debug)]
 pub struct MissingPages {
     process: Process,
@@ -87,16 +87,16 @@ pub struct MissingPages {
 }
 
 impl MissingPages {
-    /// From here on threads of the process wait for pages in these ranges that are not there; `uffd` is the descriptor of
-    /// [`crate::Injector::leave_userfaultfd`].
+    /// Registers these ranges: from now on threads of the process wait for missing pages in them. `uffd` is the
+    /// descriptor of [`crate::Injector::leave_userfaultfd`].
     ///
     /// # Errors
-    /// Nobody waits for anything then: what was registered is not any more.
+    /// No range is registered then: earlier ones are unregistered again.
     pub fn begin(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, MissingError> {
         let mut this = Self { process: process.try_clone()?, uffd, ranges: Vec::new() };
         for &range in ranges {
             if let Err(error) = this.register(range) {
-                // No page was called missing yet, so nobody can read one as zeros.
+                // No thread has waited for a page yet, so none can read one as zeros.
                 this.end()?;
                 return Err(error);
             }
@@ -114,7 +114,7 @@ impl MissingPages {
                 },
             )?;
         self.ranges.push(range);
-        // Huge pages would have to be placed whole.
+        // Huge pages would have to be placed as a whole.
         if calls & abi::PLACING_CALLS == abi::PLACING_CALLS {
             Ok(())
         } else {
@@ -122,12 +122,12 @@ impl MissingPages {
         }
     }
 
-    /// Goes on where another one ended that had begun, with the descriptor that was left inside the process. Waits that the
-    /// other one has read and not answered are told again: everybody is woken once (design, trap 15). Nothing is registered
-    /// anew: what is not registered any more was unmapped, and something else may be there now.
+    /// Continues the work of another agent, with the descriptor that was left inside the process. Waits that the other
+    /// agent has read and not answered are reported again: all threads are woken once (design, trap 15). Nothing is
+    /// registered anew: a range that is no longer registered was unmapped, and other memory may be mapped there now.
     ///
     /// # Errors
-    /// If the process is gone, or has no such descriptor. Threads that wait go on waiting.
+    /// If the process is gone, or has no such descriptor. Waiting threads continue to wait.
     pub fn take_over(
         process: &Process,
         descriptor: i32,
@@ -143,8 +143,8 @@ impl MissingPages {
         Ok(this)
     }
 
-    /// Places whole pages at an address, and wakes who waits for them. Pages that are there already stay as they are.
-    /// Returns how many pages are new.
+    /// Places whole pages at an address, and wakes the threads that wait for them. Existing pages are not
+    /// overwritten. Returns the number of new pages.
     pub fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
         let range = AddressRange::with_len(address, pages.len() as u64);
         let place = |part: AddressRange| {
@@ -159,7 +159,7 @@ impl MissingPages {
         self.step_by_step(range, |part| abi::uffd_zeropage(&self.uffd, part.start, part.len()))
     }
 
-    /// Goes through a range, past all pages that are there.
+    /// Processes a range, skipping all pages that exist.
     fn step_by_step(
         &self,
         range: AddressRange,
@@ -175,15 +175,15 @@ impl MissingPages {
             left.start += placed;
             let Err(source) = result else { continue };
             match source.raw_os_error() {
-                // Behind the part that was placed: the next step says why it ended there.
+                // Part of the range was placed: the next step returns the reason why it ended there.
                 _ if placed > 0 => {}
-                // It is there already. Whoever waits all the same, because its entry in the page table was being changed
-                // when it was looked at, is not woken by that.
+                // The page exists already. A thread may still wait for it, because its page table entry was being
+                // changed during the kernel's check, and placing the page does not wake that thread.
                 Some(nix::libc::EEXIST) => {
                     self.wake(AddressRange::with_len(left.start, PAGE_SIZE))?;
                     left.start += PAGE_SIZE;
                 }
-                // The process is changing its map at this moment.
+                // The process is changing its memory map at this moment.
                 Some(nix::libc::EAGAIN) => std::thread::yield_now(),
                 Some(nix::libc::ESRCH) => return Err(MissingError::Ended),
                 Some(nix::libc::ENOENT) => return Err(self.why_nobody_waits(left)),
@@ -193,7 +193,7 @@ impl MissingPages {
         Ok(new)
     }
 
-    /// Why no page can be placed in a range.
+    /// Returns the reason why no page can be placed in a range.
     fn why_nobody_waits(&self, range: AddressRange) -> MissingError {
         let Some(all) = self.ranges.iter().find(|all| all.contains(range.start)) else {
             return MissingError::Lost { range };
@@ -202,7 +202,8 @@ impl MissingPages {
             Ok(parts) => {
                 let mapped: u64 = parts.iter().map(|(part, _)| part.len()).sum();
                 let is_registered = parts.iter().any(|(_, is_registered)| *is_registered);
-                // All of it there and not registered: somebody else has done that, who had pages read as zeros.
+                // All of it is mapped and not registered: another process has unregistered it, and its pages read as
+                // zeros.
                 let is_unmapped = mapped < all.len() && !is_registered;
                 if is_unmapped { MissingError::Unmapped { range } } else { MissingError::Lost { range } }
             }
@@ -210,7 +211,7 @@ impl MissingPages {
         }
     }
 
-    /// What is mapped in a range, and whether threads wait for pages of it.
+    /// Returns the mapped parts of a range, each with true if threads wait for missing pages there.
     fn parts_of(&self, range: AddressRange) -> Result<Vec<(AddressRange, bool)>, ProcessError> {
         let mappings = maps::detailed_mappings(&self.process)?;
         let parts = mappings.iter().filter_map(|mapping| {
@@ -222,9 +223,9 @@ impl MissingPages {
         Ok(parts.collect())
     }
 
-    /// Whoever waits for the page at this address is told of once more.
+    /// Makes the kernel report waits for the page at this address once more.
     pub fn tell_again(&self, address: u64) {
-        // What does not go well is that nobody waits there any more.
+        // An error means that no thread waits there any more.
         drop(self.wake(AddressRange::with_len(address & !(PAGE_SIZE - 1), PAGE_SIZE)));
     }
 
@@ -236,8 +237,8 @@ impl MissingPages {
         })
     }
 
-    /// Waits until threads wait for pages, and appends the pages' addresses, each once and ascending. Returns false, with
-    /// nothing found, when `end` can be read or its other side is gone.
+    /// Waits until threads wait for pages, and appends the pages' addresses, each once and ascending. Returns false,
+    /// with nothing appended, if `end` becomes readable or its peer has closed it.
     pub fn wait(&self, end: &impl AsFd, found: &mut Vec<u64>) -> Result<bool, MissingError> {
         let range = self.ranges.first().copied().unwrap_or_default();
         let failed = |source: rustix::io::Errno| MissingError::Io {
@@ -257,7 +258,7 @@ impl MissingPages {
             let mut messages = [0; MOST_MESSAGES * UFFD_MSG_BYTES];
             let read = match rustix::io::read(&self.uffd, &mut messages) {
                 Ok(read) => read,
-                // Somebody else has read it, or the thread waits no more.
+                // Another reader has read it, or the thread no longer waits.
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
                 Err(error) => return Err(failed(error)),
             };
@@ -274,15 +275,15 @@ impl MissingPages {
         }
     }
 
-    /// What is registered, joined.
+    /// Returns the registered ranges, joined.
     pub fn ranges(&self) -> Vec<AddressRange> {
         let mut ranges = self.ranges.clone();
         merge_from(&mut ranges, 0);
         ranges
     }
 
-    /// Nobody waits any more. To be called when every page is there: what is not reads as zeros from here on.
-    /// To be called again after an error.
+    /// Unregisters all ranges. Must be called only when every page has been placed: a missing page reads as
+    /// zeros from here on. After an error it has to be called again.
     pub fn end(&self) -> Result<(), MissingError> {
         let each = self.ranges.iter().map(|range| self.let_go(*range));
         each.fold(Ok(()), Result::and)
@@ -292,7 +293,7 @@ impl MissingPages {
         let unregister = |range: AddressRange| abi::uffd_unregister(&self.uffd, range.start, range.len());
         let failed = |source| MissingError::Io { action: "let go of", range, source };
         match unregister(range) {
-            // Nothing is mapped there any more, or something of which no page can be waited for.
+            // Nothing is mapped there any more, or memory that does not support missing pages.
             Err(source) if source.raw_os_error() == Some(nix::libc::EINVAL) => {
                 let parts = self.parts_of(range)?;
                 let mut registered = parts.iter().filter(|(_, is_registered)| *is_registered);

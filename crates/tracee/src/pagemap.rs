@@ -1,10 +1,10 @@
-//! Which pages of a process are there at all.
+//! Pages of a process that exist.
 //!
-//! For anonymous memory the page table is the only one who knows: a page that is neither present
-//! nor swapped was never touched, or was given back (balloon, `MADV_DONTNEED`), and reads as
-//! zeros. For a shared file ask the file ([`crate::RamFile::data_runs`]): a page may be in the
-//! file that this process never looked at. For a private mapping of a file nobody knows; what is
-//! not in the page table comes from the file, and holes cannot be told.
+//! For anonymous memory only the page table has this information: a page that is neither present
+//! nor swapped was never touched, or was discarded (balloon, `MADV_DONTNEED`), and reads as zeros.
+//! For a shared file use the file ([`crate::RamFile::data_runs`]): it may have a page that this
+//! process never accessed. For a private mapping of a file there is no source; a page that is not
+//! in the page table is read from the file, and holes cannot be detected.
 
 use std::fs::File;
 use std::io;
@@ -17,17 +17,17 @@ use crate::abi::{self, ScanQuery, page_region};
 use crate::range::{AddressRange, PAGE_SIZE, merge_from};
 use crate::{Process, ProcessError};
 
-/// Regions that one step of a scan can return: 384 KiB of buffer.
+/// Maximum number of regions that one step of a scan returns: 384 KiB of buffer.
 const REGIONS_PER_STEP: usize = 16 * 1024;
-/// Entries of `/proc/PID/pagemap` that are read at once.
+/// Number of entries of `/proc/PID/pagemap` that are read at once.
 const ENTRIES_PER_STEP: u64 = 16 * 1024;
 
 const PRESENT: u64 = raw::PAGE_IS_PRESENT as u64;
 const SWAPPED: u64 = raw::PAGE_IS_SWAPPED as u64;
 
-/// The page table of a process, opened for scans.
+/// Page table of a process, opened for scans.
 ///
-/// The descriptor belongs to the memory of the process as it was when this was opened: after an
+/// The descriptor belongs to the memory that the process had when this was opened: after an
 /// `execve` or its end, scans find nothing.
 #[derive(Debug)]
 pub struct Pagemap {
@@ -44,7 +44,7 @@ impl Pagemap {
         Ok(Self::over(file))
     }
 
-    /// The same page table, for another thread.
+    /// Duplicates the page table, for another thread.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         Ok(Self::over(self.file.try_clone()?))
     }
@@ -56,8 +56,8 @@ impl Pagemap {
     /// Appends to `found` the parts of `range` whose pages are present or in swap, sorted and
     /// joined. For anonymous memory the rest are holes, whether it is tracked or not.
     ///
-    /// Needs `CAP_SYS_ADMIN` to see holes in memory that is tracked; without it they are taken
-    /// for pages.
+    /// Needs `CAP_SYS_ADMIN` to detect holes in memory that is tracked; without it they count as
+    /// pages.
     ///
     /// Linux before 6.7 has no scans: the entries of the page table are read one by one there.
     pub fn populated(&mut self, range: AddressRange, found: &mut Vec<AddressRange>) -> io::Result<()> {
@@ -85,14 +85,14 @@ impl Pagemap {
             }
         })?;
         for part in absent {
-            // One that came back since the scan is there as well.
+            // A page that was swapped in since the scan exists as well.
             self.entries(part, &[Entry::Present, Entry::Swapped], found)?;
         }
         Ok(())
     }
 
-    /// Appends the pages of `range` whose entry is one of those that are `wanted`. Tracking puts a marker into the page
-    /// table for each page that is not there, which scans cannot tell from one in swap.
+    /// Appends the pages of `range` whose entry is one of the `wanted` ones. Tracking puts a marker into the page table
+    /// for each missing page, which scans cannot distinguish from one in swap.
     pub(crate) fn entries(
         &self,
         range: AddressRange,
@@ -115,8 +115,8 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Runs one query over a range, in as many steps as the buffer asks for; passes on what it
-    /// returns, cut to the range, with the categories that were asked for.
+    /// Runs one query over a range, in as many steps as the buffer needs; passes on the results,
+    /// cut to the range, with the requested categories.
     pub(crate) fn scan(
         &mut self,
         range: AddressRange,
@@ -145,14 +145,14 @@ impl Pagemap {
     }
 }
 
-/// What an entry of `/proc/PID/pagemap` says of its page.
+/// State of a page in an entry of `/proc/PID/pagemap`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
-    /// Never touched, or given back.
+    /// Never touched, or discarded.
     Nothing,
-    /// The same, under protection.
+    /// Never touched, or discarded, under protection.
     Marker,
-    /// In swap, or on its way from one place to another.
+    /// In swap, or being migrated.
     Swapped,
     /// In memory.
     Present,
@@ -162,8 +162,8 @@ impl Entry {
     fn of(entry: u64) -> Self {
         const PRESENT: u64 = 1 << 63;
         const SWAPPED: u64 = 1 << 62;
-        /// Bits 0 to 4 of what is not present: number of the swap device; the last one stands for markers. Of a page
-        /// that is present the same bits are a part of where it is.
+        /// Bits 0 to 4 of a page that is not present: number of the swap device; the last number stands for markers.
+        /// For a page that is present the same bits are part of its frame number.
         const KIND: u64 = 31;
         const MARKER: u64 = 31;
         match entry {
@@ -179,7 +179,7 @@ impl Entry {
 mod tests {
     use super::*;
 
-    /// As Linux 6.18 writes them; bits 56 and 57 say "mapped by this process alone" and "protected".
+    /// Entries as Linux 6.18 writes them; bits 56 and 57 mean "mapped by this process alone" and "protected".
     #[test]
     fn entries_are_told_apart() {
         const ALONE: u64 = 1 << 56;
@@ -191,7 +191,7 @@ mod tests {
             (1 << 62 | 77 << 5 | 3, Entry::Swapped),
             (1 << 63 | ALONE, Entry::Present),
             (1 << 63 | ALONE | PROTECTED | 0x12_3456, Entry::Present),
-            // One page in 32 has such a place.
+            // One page in 32 has such a frame number.
             (1 << 63 | ALONE | 0x12_345f, Entry::Present),
             (1 << 63 | PROTECTED | 31, Entry::Present),
         ] {
@@ -199,7 +199,7 @@ mod tests {
         }
     }
 
-    /// A kernel without scans: a file with the entries of this process, which answers to no such request.
+    /// A kernel without scans: a file with the entries of this process, which does not support the request.
     #[test]
     fn pages_are_found_where_the_kernel_cannot_scan() {
         const PAGES: u64 = 64;
@@ -227,7 +227,7 @@ mod tests {
         assert!(read.iter().any(|part| part.intersection(&written) == Some(written)), "{read:?}");
     }
 
-    /// Every page of this test's own is there, wherever in memory it is.
+    /// Every page of this test's own memory exists, whatever its frame.
     #[test]
     fn pages_that_are_there_are_found_one_by_one() {
         const PAGES: u64 = 1024;

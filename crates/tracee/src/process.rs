@@ -1,9 +1,8 @@
-//! Which process is meant, and what the kernel says of it.
+//! Identity of a process, and its state as the kernel reports it.
 //!
-//! A process identifier alone names nothing for long: it is given out again. A [`Process`] holds
-//! the identifier, the time at which that process was started and a pidfd. The pidfd stays with the
-//! process, so signals never go to a stranger, and everything read from
-//! `/proc/PID` is followed by a look at the pidfd: as long as the process lives, its number is not given to another.
+//! A process id alone identifies nothing for long: it is reused. A [`Process`] holds the id, the start time of that
+//! process and a pidfd. The pidfd stays with the process, so signals never reach another process, and each read from
+//! `/proc/PID` is followed by a check of the pidfd: as long as the process lives, its id is not reused.
 
 use std::fs;
 use std::io;
@@ -18,79 +17,78 @@ use crate::{AddressRange, abi};
 
 pub use rustix::process::Signal;
 
-/// Why a process could not be looked at.
+/// Error: a process could not be inspected.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// No process has this number, or it has ended.
     #[error("no process {pid} (it has ended, or never was)")]
     Gone {
-        /// The number that was asked for.
+        /// Process id of the request.
         pid: u32,
     },
-    /// The number belongs to another process by now.
+    /// The id belongs to another process by now.
     #[error(
         "process {pid} is another one by now: started at {found} clock ticks after boot, not at {expected}"
     )]
     Replaced {
-        /// The number.
+        /// Process id.
         pid: u32,
         /// Start time that was expected, in clock ticks after boot.
         expected: u64,
         /// Start time that was found.
         found: u64,
     },
-    /// The kernel does not let us look.
+    /// The kernel does not permit the inspection.
     #[error("not permitted to look at process {pid}: run as root or as the process's own user")]
     NotPermitted {
-        /// The number.
+        /// Process id.
         pid: u32,
     },
-    /// The kernel wrote something into /proc that is not understood.
+    /// A file in /proc could not be parsed.
     #[error("/proc/{pid}/{file} is not understood")]
     Malformed {
-        /// The number.
+        /// Process id.
         pid: u32,
-        /// The file below `/proc/PID`.
+        /// Name of the file below `/proc/PID`.
         file: &'static str,
     },
     /// Any other error.
     #[error("cannot {action} process {pid}")]
     Io {
-        /// The number.
+        /// Process id.
         pid: u32,
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
 }
 
-/// What `/proc/PID/status` says, as far as it matters here.
+/// Fields of `/proc/PID/status` that are needed here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
     /// State letter: `R` running, `S` sleeping, `D` uninterruptible, `T` stopped, `t` traced, `Z`
     /// zombie.
     pub state: char,
-    /// The process that traces this one (a debugger), if any.
+    /// Process that traces this one (a debugger), if any.
     pub tracer: Option<u32>,
     /// Seccomp mode: 0 off, 1 strict, 2 filter.
     pub seccomp: u8,
-    /// Whether the process has a shadow stack (CET), which forbids to return where nothing was
-    /// called.
+    /// True if the process has a shadow stack (CET), which forbids a return without a call.
     pub shadow_stack: bool,
 }
 
-/// What a thread has done so far.
+/// Times of a thread since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThreadTimes {
-    /// For how long it ran.
+    /// Time for which it ran.
     pub ran: Duration,
-    /// For how long it could have run, and waited for a processor.
+    /// Time for which it was runnable, but waited for a processor.
     pub waited: Duration,
 }
 
-/// One process, recognised for as long as this value lives.
+/// One process, identified for as long as this value lives.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
@@ -99,11 +97,11 @@ pub struct Process {
 }
 
 impl Process {
-    /// Finds the process with this number.
+    /// Finds the process with this id.
     ///
     /// # Errors
     /// [`ProcessError::Gone`] if there is none or it has ended, [`ProcessError::NotPermitted`] and
-    /// others if it cannot be looked at.
+    /// others if it cannot be inspected.
     pub fn open(pid: u32) -> Result<Self, ProcessError> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(ProcessError::Gone { pid })?;
         let pidfd = pidfd_open(number, PidfdFlags::empty()).map_err(|error| match error {
@@ -119,11 +117,10 @@ impl Process {
         Ok(process)
     }
 
-    /// Finds the process with this number and start time, as another [`Process`] told them earlier.
+    /// Finds the process with this id and start time, as an earlier [`Process`] reported them.
     ///
     /// # Errors
-    /// [`ProcessError::Replaced`] if the number was given to another process since; otherwise as
-    /// [`Process::open`].
+    /// [`ProcessError::Replaced`] if the id was reused since; otherwise as [`Process::open`].
     pub fn open_exact(pid: u32, start_time: u64) -> Result<Self, ProcessError> {
         let process = Self::open(pid)?;
         if process.start_time == start_time {
@@ -133,32 +130,32 @@ impl Process {
         }
     }
 
-    /// The same process, held a second time.
+    /// Duplicates the handle of the same process.
     ///
     /// # Errors
-    /// If this process has no more descriptors.
+    /// If no more descriptors are available to this process.
     pub fn try_clone(&self) -> Result<Self, ProcessError> {
         let pidfd = self.pidfd.try_clone().map_err(|source| self.io("open", source))?;
         Ok(Self { pidfd, ..*self })
     }
 
-    /// Its number.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// When it was started, in clock ticks after boot (field 22 of `/proc/PID/stat`). With the
-    /// host's boot id it names the process for ever.
+    /// Returns the start time, in clock ticks after boot (field 22 of `/proc/PID/stat`). Together
+    /// with the host's boot id it identifies the process permanently.
     pub fn start_time(&self) -> u64 {
         self.start_time
     }
 
-    /// Whether it still runs. A process that has ended but was not waited for yet does not.
+    /// Returns true if it still runs. A process that has ended but was not waited for yet does not.
     pub fn is_alive(&self) -> bool {
         !self.exited_within(Some(Duration::ZERO)).unwrap_or(false)
     }
 
-    /// Fails if the process has ended.
+    /// Returns an error if the process has ended.
     pub fn check_alive(&self) -> Result<(), ProcessError> {
         if self.is_alive() { Ok(()) } else { Err(ProcessError::Gone { pid: self.pid }) }
     }
@@ -172,8 +169,8 @@ impl Process {
         })
     }
 
-    /// Asks the kernel to page out a range of its memory now, as a host does that is short of memory. What it holds
-    /// stays the same; pages that are in use, or that other processes have mapped too, stay where they are.
+    /// Asks the kernel to page out a range of its memory now, as a host does that is short of memory. The contents
+    /// do not change; pages that are in use, or that other processes have mapped too, stay in memory.
     ///
     /// # Errors
     /// If a part of the range is not mapped, or cannot be paged out (huge pages of hugetlbfs).
@@ -190,35 +187,35 @@ impl Process {
         Ok(())
     }
 
-    /// Waits until it has ended, at most `timeout` (`None`: for ever). Returns whether it has.
+    /// Waits until it has ended, at most `timeout` (`None`: for ever). Returns true if it has.
     pub fn wait_exit(&self, timeout: Option<Duration>) -> Result<bool, ProcessError> {
         self.exited_within(timeout).map_err(|source| self.io("wait for", source))
     }
 
-    /// Reads a text file below `/proc/PID`; what is returned belongs to this process.
+    /// Reads a text file below `/proc/PID`; the result belongs to this process.
     pub fn read(&self, file: &'static str) -> Result<String, ProcessError> {
         Ok(String::from_utf8_lossy(&self.read_bytes(file)?).into_owned())
     }
 
-    /// Reads a file below `/proc/PID` as it is; names in it may not be text.
+    /// Reads a file below `/proc/PID` as bytes, because names in it may not be text.
     pub(crate) fn read_bytes(&self, file: &'static str) -> Result<Vec<u8>, ProcessError> {
         let bytes = fs::read(self.path(file)).map_err(|source| self.explain("read", source))?;
         self.check_alive()?;
         Ok(bytes)
     }
 
-    /// A path below `/proc/PID`. Whoever uses it checks with [`Process::check_alive`] afterwards
-    /// that it was this process's.
+    /// Returns a path below `/proc/PID`. The caller has to verify afterwards with
+    /// [`Process::check_alive`] that it was this process's.
     pub fn path(&self, file: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/{file}", self.pid))
     }
 
-    /// The name of its program, as the kernel keeps it: at most 15 bytes.
+    /// Returns the name of its program, as the kernel keeps it: at most 15 bytes.
     pub fn comm(&self) -> Result<String, ProcessError> {
         Ok(self.read("comm")?.trim_end().to_owned())
     }
 
-    /// What `/proc/PID/status` says of it now.
+    /// Returns the current fields of `/proc/PID/status`.
     pub fn status(&self) -> Result<Status, ProcessError> {
         let text = self.read("status")?;
         let field = |name: &str| {
@@ -239,7 +236,7 @@ impl Process {
         })
     }
 
-    /// Its open descriptors, each with what it refers to, as the link in `/proc/PID/fd` reads.
+    /// Returns its open descriptors, each with the target of its link in `/proc/PID/fd`.
     pub fn descriptors(&self) -> Result<Vec<(i32, PathBuf)>, ProcessError> {
         let mut found = Vec::new();
         for entry in
@@ -249,7 +246,7 @@ impl Process {
             let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
                 continue;
             };
-            // One that was closed in between is not there any more, which is no error.
+            // A descriptor that was closed in between is absent, which is no error.
             if let Ok(target) = fs::read_link(entry.path()) {
                 found.push((number, target));
             }
@@ -258,7 +255,7 @@ impl Process {
         Ok(found)
     }
 
-    /// The numbers of its threads, the first one first.
+    /// Returns the ids of its threads, the main thread first.
     pub fn threads(&self) -> Result<Vec<u32>, ProcessError> {
         let mut found = Vec::new();
         for entry in
@@ -272,7 +269,7 @@ impl Process {
         Ok(found)
     }
 
-    /// The number that a thread of it has for itself, which is another one in a namespace of processes.
+    /// Returns the id that a thread has in its own PID namespace.
     pub fn own_number(&self, thread: u32) -> Result<u32, ProcessError> {
         let status = self.read_of_thread(thread, "status")?;
         let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
@@ -280,12 +277,12 @@ impl Process {
         Ok(numbers.and_then(|all| all.split_whitespace().last()?.parse().ok()).unwrap_or(thread))
     }
 
-    /// How long a thread of it has run so far.
+    /// Returns the time for which one of its threads has run so far.
     pub fn thread_cpu_time(&self, thread: u32) -> Result<Duration, ProcessError> {
         Ok(self.thread_times(thread)?.ran)
     }
 
-    /// How long a thread of it has run so far, and how long it has waited until a processor was free.
+    /// Returns the times for which one of its threads has run, and has waited for a processor, so far.
     pub fn thread_times(&self, thread: u32) -> Result<ThreadTimes, ProcessError> {
         let malformed = ProcessError::Malformed { pid: self.pid, file: "task/THREAD/schedstat" };
         let text = self.read_of_thread(thread, "schedstat")?;
@@ -303,7 +300,7 @@ impl Process {
         Ok(text)
     }
 
-    /// What an error of the kernel means when it comes from a file of this process.
+    /// Converts an error of the kernel for a file of this process.
     pub(crate) fn explain(&self, action: &'static str, source: io::Error) -> ProcessError {
         match source.raw_os_error() {
             _ if !self.is_alive() => ProcessError::Gone { pid: self.pid },
@@ -337,8 +334,8 @@ impl AsFd for Process {
     }
 }
 
-/// Field 22 of a `stat` line. The name of the program, in brackets, may itself hold brackets and
-/// blanks.
+/// Returns field 22 of a `stat` line. The name of the program, in brackets, may itself contain
+/// brackets and spaces.
 pub(crate) fn start_time(stat: &str) -> Option<u64> {
     let (_, fields) = stat.rsplit_once(')')?;
     fields.split_ascii_whitespace().nth(19)?.parse().ok()

@@ -1,8 +1,8 @@
-//! The file behind shared RAM of another process.
+//! File behind shared RAM of another process.
 //!
 //! RAM of a memfd, of tmpfs or of hugetlbfs can be read and written through the file, without
-//! asking the process. It is opened through `/proc/PID/map_files`, or where that is not permitted
-//! through the descriptor that the process itself still holds.
+//! involving the process. It is opened through `/proc/PID/map_files`, or where that is not
+//! permitted through the descriptor that the process itself still has open.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -18,22 +18,22 @@ use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstatfs, seek};
 use crate::maps::{Backing, FileId, Mapping};
 use crate::{PAGE_SIZE, Process, ProcessError};
 
-/// What kind of file holds the RAM.
+/// Kind of file that holds the RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RamFileKind {
     /// tmpfs or a memfd.
     Tmpfs,
     /// hugetlbfs, or a memfd with huge pages. It can be read and punched, but has no `write(2)`,
-    /// and does not say where its holes are.
+    /// and does not report its holes.
     Hugetlbfs,
-    /// A file on a disk, or on a file system that is not known here.
+    /// A file on a disk, or on an unknown file system.
     Other,
 }
 
-/// Why the file behind RAM could not be used. Offsets and lengths in bytes.
+/// Error of the file behind RAM. Offsets and lengths in bytes.
 #[derive(Debug, thiserror::Error)]
 pub enum RamFileError {
-    /// The process could not be looked at.
+    /// The process could not be inspected.
     #[error("cannot reach the file behind RAM")]
     Process(#[from] ProcessError),
     /// The mapping has no file, or not a shared one.
@@ -57,7 +57,7 @@ pub enum RamFileError {
         pid: u32,
         /// Name of the file, as the kernel writes it.
         name: PathBuf,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
@@ -67,19 +67,19 @@ pub enum RamFileError {
     /// Any other error.
     #[error("cannot {action} {len} bytes at {offset} of the file behind RAM")]
     Io {
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
-        /// Where.
+        /// Offset of the range.
         offset: u64,
-        /// How much.
+        /// Length of the range.
         len: u64,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
 }
 
-/// Bytes of a file from `start` to just before `end`.
+/// Range of a file in bytes, from `start` to just before `end`.
 pub type FileRange = std::ops::Range<u64>;
 
 /// A file that holds RAM.
@@ -100,7 +100,8 @@ impl RamFile {
         }
     }
 
-    /// Opens the file that shows through a private mapping of another process wherever that did not write; for reading.
+    /// Opens the file behind a private mapping of another process, which shows through wherever that process has not
+    /// written; for reading.
     pub fn open_behind_private(process: &Process, mapping: &Mapping) -> Result<Self, RamFileError> {
         match mapping.backing {
             Backing::PrivateFile(id) => Self::open_as(process, mapping, id, false),
@@ -127,7 +128,7 @@ impl RamFile {
         Ok(opened)
     }
 
-    /// Takes a file that this process has open already, such as a memfd that it made for a new
+    /// Uses a file that this process has open already, such as a memfd that it created for a new
     /// QEMU.
     pub fn from_file(file: File) -> Result<Self, RamFileError> {
         let system = fstatfs(&file).map_err(|error| RamFileError::Io {
@@ -144,27 +145,27 @@ impl RamFile {
         Ok(Self { file, id: None, kind, page_size })
     }
 
-    /// The file itself.
+    /// Returns the file itself.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Which file it is, if it was found behind a mapping.
+    /// Returns the identity of the file, if it was found behind a mapping.
     pub fn id(&self) -> Option<FileId> {
         self.id
     }
 
-    /// What kind of file it is.
+    /// Returns the kind of the file.
     pub fn kind(&self) -> RamFileKind {
         self.kind
     }
 
-    /// Size in bytes of its pages, in which holes are punched.
+    /// Returns the size in bytes of its pages, in which holes are punched.
     pub fn page_size(&self) -> u64 {
         self.page_size
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> Result<u64, RamFileError> {
         let found = self.file.metadata();
         found.map(|found| found.len()).map_err(|source| RamFileError::Io {
@@ -175,7 +176,7 @@ impl RamFile {
         })
     }
 
-    /// Whether it has no bytes.
+    /// Returns true if the length is 0.
     pub fn is_empty(&self) -> Result<bool, RamFileError> {
         Ok(self.len()? == 0)
     }
@@ -200,16 +201,16 @@ impl RamFile {
         written.map_err(|source| RamFileError::Io { action: "write", offset, len, source })
     }
 
-    /// Whether [`RamFile::data_runs`] tells holes: not on hugetlbfs, where all is called data.
+    /// Returns true if [`RamFile::data_runs`] reports holes: not on hugetlbfs, where everything counts as data.
     pub fn tells_holes(&self) -> bool {
         self.kind != RamFileKind::Hugetlbfs
     }
 
-    /// Where the first data of `range` is; none where all of it is a hole.
+    /// Returns the offset of the first data in `range`; none if all of it is a hole.
     pub fn first_data(&self, range: FileRange) -> Result<Option<u64>, RamFileError> {
         match seek(&self.file, SeekFrom::Data(range.start)) {
             Ok(data) => Ok((data < range.end).then_some(data)),
-            // No data behind this point.
+            // There are no data after this offset.
             Err(rustix::io::Errno::NXIO) => Ok(None),
             Err(source) => Err(RamFileError::Io {
                 action: "find data within",
@@ -222,8 +223,8 @@ impl RamFile {
 
     /// Appends the parts of `range` that hold data; the rest are holes and read as zeros.
     pub fn data_runs(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
-        // Threads may do this at one time: `lseek` answers with what it found, and nobody uses the
-        // position that it leaves.
+        // Threads may do this at the same time: `lseek` returns its result, and no code uses the
+        // position that it sets.
         let file = &self.file;
         let mut at = range.start;
         while at < range.end {
@@ -235,7 +236,7 @@ impl RamFile {
             };
             let data = match seek(file, SeekFrom::Data(at)) {
                 Ok(data) if data < range.end => data,
-                // No data behind this point.
+                // There are no data after this offset.
                 Ok(_) | Err(rustix::io::Errno::NXIO) => break,
                 Err(error) => return Err(io(error)),
             };
@@ -254,7 +255,7 @@ impl RamFile {
     /// Appends the parts of `range` (whole pages) that are in memory now, the rest being holes, in swap or on a disk;
     /// without reading anything.
     ///
-    /// The kernel tells it only those who may write the file; for others all is "in memory".
+    /// The kernel reports it only to processes that may write the file; for others everything counts as "in memory".
     pub fn runs_in_memory(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
         let pages = residency(&self.file, &range).map_err(|source| RamFileError::Io {
             action: "find what is in memory of",
@@ -274,7 +275,7 @@ impl RamFile {
         Ok(())
     }
 
-    /// Gives the pages of `range` back: they read as zeros, in every process.
+    /// Discards the pages of `range`: they read as zeros, in every process.
     pub fn punch_hole(&self, range: FileRange) -> Result<(), RamFileError> {
         let (offset, len) = (range.start, range.end - range.start);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -287,13 +288,13 @@ impl RamFile {
     }
 }
 
-/// A byte for each page, of which bit 0 tells whether it is in memory.
+/// Returns a byte for each page; bit 0 is set if the page is in memory.
 fn residency(file: &File, range: &FileRange) -> io::Result<Vec<u8>> {
     let len = usize::try_from(range.end - range.start).ok().and_then(NonZeroUsize::new);
     let offset = i64::try_from(range.start).map_err(io::Error::other)?;
     let Some(len) = len else { return Ok(Vec::new()) };
     let mut pages = vec![0; len.get().div_ceil(PAGE_SIZE as usize)];
-    // SAFETY: a new mapping, at a place that the kernel chooses, that nobody can read or write.
+    // SAFETY: a new mapping, at an address that the kernel chooses, that no code can read or write.
     let window = unsafe { mmap(None, len, ProtFlags::PROT_NONE, MapFlags::MAP_SHARED, file, offset)? };
     // SAFETY: the mapping has `len` bytes, and `pages` a byte for each page of it.
     let asked = unsafe { libc::mincore(window.as_ptr(), len.get(), pages.as_mut_ptr()) };

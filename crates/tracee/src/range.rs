@@ -1,11 +1,11 @@
 //! Ranges of addresses in another process.
 //!
-//! Half open, in bytes. Everything that this crate says about memory of another process, it says in
-//! these; upper layers turn them into pages of RAM blocks.
+//! Half open, in bytes. This crate describes memory of another process only by such ranges; upper
+//! layers turn them into pages of RAM blocks.
 
 use std::fmt;
 
-/// Size in bytes of the smallest page, and the unit in which the kernel tells what was written.
+/// Size in bytes of the smallest page, and the unit in which the kernel reports writes.
 pub const PAGE_SIZE: u64 = 4096;
 
 /// The addresses from `start` to just before `end`, in bytes, in the address space of some process.
@@ -18,39 +18,39 @@ pub struct AddressRange {
 }
 
 impl AddressRange {
-    /// The range from `start` to just before `end`; empty when `end` is not above `start`.
+    /// Returns the range from `start` to just before `end`; empty if `end` is not above `start`.
     pub const fn new(start: u64, end: u64) -> Self {
         Self { start, end }
     }
 
-    /// The range of `len` bytes that begins at `start`; it ends at the top of the address space if
-    /// it would go beyond.
+    /// Returns the range of `len` bytes that begins at `start`; it ends at the top of the address
+    /// space if it would go beyond.
     pub const fn with_len(start: u64, len: u64) -> Self {
         Self { start, end: start.saturating_add(len) }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub const fn len(&self) -> u64 {
         self.end.saturating_sub(self.start)
     }
 
-    /// Whether no address is in the range.
+    /// Returns true if no address is in the range.
     pub const fn is_empty(&self) -> bool {
         self.end <= self.start
     }
 
-    /// Whether `address` is in the range.
+    /// Returns true if `address` is in the range.
     pub const fn contains(&self, address: u64) -> bool {
         self.start <= address && address < self.end
     }
 
-    /// The addresses that are in both ranges.
+    /// Returns the addresses that are in both ranges.
     pub fn intersection(&self, other: &Self) -> Option<Self> {
         let both = Self::new(self.start.max(other.start), self.end.min(other.end));
         (!both.is_empty()).then_some(both)
     }
 
-    /// Whether both ends are multiples of `unit` bytes (a power of two).
+    /// Returns true if both ends are multiples of `unit` bytes (a power of two).
     pub const fn is_aligned(&self, unit: u64) -> bool {
         (self.start | self.end) & (unit - 1) == 0
     }
@@ -62,8 +62,8 @@ impl fmt::Display for AddressRange {
     }
 }
 
-/// Sorts the ranges that stand in `ranges` from index `from` on, and joins those that touch or
-/// overlap; earlier ones stay untouched.
+/// Sorts the elements of `ranges` from index `from` on, and joins those that touch or overlap;
+/// earlier ones stay unchanged.
 pub fn merge_from(ranges: &mut Vec<AddressRange>, from: usize) {
     ranges[from..].sort_unstable();
     let mut kept = from;
@@ -82,7 +82,7 @@ pub fn merge_from(ranges: &mut Vec<AddressRange>, from: usize) {
     ranges.truncate(kept);
 }
 
-/// What is in `from` but not in `without`; all three sorted and joined.
+/// Returns the addresses in `from` that are not in `without`; all three sorted and joined.
 pub fn subtract(from: &[AddressRange], without: &[AddressRange]) -> Vec<AddressRange> {
     let mut left = Vec::new();
     let mut without = without.iter().copied().peekable();
@@ -106,7 +106,7 @@ pub fn subtract(from: &[AddressRange], without: &[AddressRange]) -> Vec<AddressR
     left
 }
 
-/// What is in both; all three sorted and joined.
+/// Returns the addresses in both lists; all three sorted and joined.
 pub fn intersect(one: &[AddressRange], other: &[AddressRange]) -> Vec<AddressRange> {
     subtract(one, &subtract(one, other))
 }

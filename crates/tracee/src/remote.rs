@@ -9,24 +9,24 @@ use nix::libc;
 
 use crate::{AddressRange, Process, ProcessError};
 
-/// The kernel takes so many pieces at once (`IOV_MAX`).
+/// Maximum number of pieces in one system call (`IOV_MAX`).
 const MAX_PIECES: usize = 1024;
 
-/// Why memory of another process could not be read or written.
+/// Error of a read or write of another process's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoteError {
-    /// The process has ended, or may not be touched.
+    /// The process has ended, or may not be accessed.
     #[error("cannot reach the memory of the process")]
     Process(#[from] ProcessError),
-    /// Nothing is mapped at this address, or not for this purpose.
+    /// Nothing is mapped at this address, or not for this access.
     #[error("address {address:#x} cannot be {}", if *.write { "written" } else { "read" })]
     Fault {
-        /// The first address that could not be reached, rounded down to what the kernel told.
+        /// First address that could not be accessed, rounded down to the kernel's granularity.
         address: u64,
-        /// Whether it was a write.
+        /// True if it was a write.
         write: bool,
     },
-    /// The buffer and the ranges are not of one length.
+    /// The length of the buffer differs from that of the ranges.
     #[error("a buffer of {buffer} bytes for ranges of {ranges} bytes")]
     Length {
         /// Length of the buffer in bytes.
@@ -37,25 +37,25 @@ pub enum RemoteError {
     /// Any other error.
     #[error("cannot reach the memory of process {pid}")]
     Io {
-        /// Number of the process.
+        /// Process id.
         pid: u32,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
 }
 
-/// The memory of another process.
+/// Memory of another process.
 ///
-/// Many threads may use one at a time. The kernel finds the process by its number, so every
-/// transfer is followed (and every write preceded) by a look whether the process still lives.
+/// Several threads may use one at the same time. The kernel finds the process by its id, so every
+/// transfer is followed (and every write preceded) by a check that the process still lives.
 #[derive(Debug)]
 pub struct RemoteMemory {
     process: Process,
 }
 
 impl RemoteMemory {
-    /// The memory of a process.
+    /// Opens the memory of a process.
     pub fn new(process: &Process) -> Result<Self, ProcessError> {
         Ok(Self { process: process.try_clone()? })
     }
@@ -63,7 +63,7 @@ impl RemoteMemory {
     /// Fills `buffer` with the memory from `address` on.
     ///
     /// # Errors
-    /// [`RemoteError::Fault`] names the address; what is before it has been read.
+    /// [`RemoteError::Fault`] names the address; the memory before it has been read.
     pub fn read(&self, address: u64, buffer: &mut [u8]) -> Result<(), RemoteError> {
         let range = AddressRange::with_len(address, buffer.len() as u64);
         self.read_runs(&[range], buffer)
@@ -72,7 +72,7 @@ impl RemoteMemory {
     /// Writes `data` to the memory from `address` on.
     ///
     /// # Errors
-    /// [`RemoteError::Fault`] names the address; what is before it has been written.
+    /// [`RemoteError::Fault`] names the address; the data before it have been written.
     pub fn write(&self, address: u64, data: &[u8]) -> Result<(), RemoteError> {
         let range = AddressRange::with_len(address, data.len() as u64);
         self.write_runs(&[range], data)
@@ -84,7 +84,7 @@ impl RemoteMemory {
     /// # Errors
     /// As [`RemoteMemory::read`]; [`RemoteError::Length`] if the buffer does not fit the ranges.
     pub fn read_runs(&self, ranges: &[AddressRange], buffer: &mut [u8]) -> Result<(), RemoteError> {
-        // The buffer is lent as writable memory for as long as the transfer lasts.
+        // The buffer is lent as writable memory for the duration of the transfer.
         self.transfer(ranges, buffer.as_mut_ptr(), buffer.len(), false)
     }
 
@@ -97,7 +97,7 @@ impl RemoteMemory {
         self.transfer(ranges, data.as_ptr().cast_mut(), data.len(), true)
     }
 
-    /// `local` has to be valid for `len` bytes, of writes too unless `write`.
+    /// Transfers bytes; `local` has to be valid for `len` bytes, of writes too unless `write`.
     fn transfer(
         &self,
         ranges: &[AddressRange],
@@ -135,7 +135,7 @@ impl RemoteMemory {
         let count = remote.len() as libc::c_ulong;
         let moved = if write {
             // SAFETY: `here` describes `len` bytes of a buffer that outlives the call and is only
-            // read; the other addresses are of another process, and the kernel checks them.
+            // read; the other addresses belong to another process, and the kernel checks them.
             unsafe { libc::process_vm_writev(pid, &raw const here, 1, remote.as_ptr(), count, 0) }
         } else {
             // SAFETY: as above; the buffer is lent to us as writable.
@@ -159,15 +159,16 @@ impl RemoteMemory {
     }
 }
 
-/// Where in a list of ranges a transfer has come to.
+/// Progress of a transfer in a list of ranges.
 struct Cursor<'a> {
     ranges: &'a [AddressRange],
-    /// Bytes of the first range that are done.
+    /// Number of bytes of the first range that are done.
     offset: u64,
 }
 
 impl Cursor<'_> {
-    /// Describes what comes next, as much as one system call takes; returns its length in bytes.
+    /// Describes the next pieces, as many as one system call accepts; returns their length in
+    /// bytes.
     fn fill(&self, pieces: &mut Vec<libc::iovec>) -> usize {
         let mut skip = self.offset;
         let mut total = 0;

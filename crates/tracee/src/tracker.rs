@@ -1,24 +1,26 @@
-//! Which pages a process wrote since we last asked.
+//! Dirty scans: the pages that a process wrote since the previous scan.
 //!
 //! The kernel does the work: the ranges are registered with a userfaultfd of the process in mode
 //! "asynchronous write protection", all their pages are protected, and the first write to a page
-//! lifts its protection without anybody waiting. `PAGEMAP_SCAN` finds the pages that are not
+//! lifts its protection without any thread waiting. `PAGEMAP_SCAN` finds the pages that are not
 //! protected any more and protects them again **in the same step**; a write in between two steps
 //! would be lost otherwise.
 //!
-//! A scan asks for pages that are marked as written **or** not present. After a whole range was
-//! protected every page has an entry in the page table, if only a marker; so one without was
-//! dropped since (balloon, reclaim), and its mark with it, and counts as written. And those that
-//! were given back but kept a mark of being clean are found among the others that are not present:
-//! see `given_back`. One question for both, so that the page table is walked once.
+//! A scan selects pages that are marked as written **or** not present. After a whole range was
+//! protected, every page has an entry in the page table, at least a marker; so a page without one
+//! was dropped since (balloon, reclaim), and its mark with it, and counts as written. Discarded
+//! pages that kept a mark of being clean are found among the others that are not present: see
+//! `given_back`.
 //!
-//! The order for a reader is: scan, let DMA that was in flight land, then read. What is read
-//! after the scan is at least as new as the scan; what is written after it is in the next one.
+//! One query covers both, so that the page table is walked once.
 //!
-//! **Undo.** Dropping a [`WriteTracker`], or a [`TrackerStart`], unregisters what it registered and
-//! closes the userfaultfd; ranges that fail half-way are given back at once. When
-//! the process that holds the tracker is killed, the kernel closes its userfaultfd, which
-//! unregisters everything as well: nobody else holds that descriptor.
+//! The order for a reader is: scan, let DMA that was in flight land, then read. The content that is
+//! read after the scan is at least as new as the scan; later writes are in the next one.
+//!
+//! **Undo.** Dropping a [`WriteTracker`], or a [`TrackerStart`], unregisters its ranges and closes
+//! the userfaultfd; ranges that fail half-way are unregistered at once. When the process that holds
+//! the tracker is killed, the kernel closes its userfaultfd, which unregisters everything as well:
+//! no other process holds that descriptor.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -39,13 +41,13 @@ pub use start::TrackerStart;
 use start::Work;
 use walkers::Walkers;
 
-/// Why writes cannot be tracked.
+/// Error: writes cannot be tracked.
 #[derive(Debug, thiserror::Error)]
 pub enum TrackError {
-    /// The process could not be looked at.
+    /// The process could not be inspected.
     #[error("cannot track writes")]
     Process(#[from] ProcessError),
-    /// The file behind shared memory could not be asked for holes.
+    /// The holes of the file behind shared memory could not be queried.
     #[error("cannot track writes")]
     RamFile(#[from] RamFileError),
     /// Nothing is mapped in the range, or only in a part of it.
@@ -59,10 +61,10 @@ pub enum TrackError {
     Unaligned {
         /// The range.
         range: AddressRange,
-        /// Size in bytes of the pages there.
+        /// Page size of that memory in bytes.
         page_size: u64,
     },
-    /// Another userfaultfd has this range.
+    /// Another userfaultfd has registered this range.
     #[error(
         "{range} is watched by another userfaultfd: end the migration or the snapshot that QEMU itself runs"
     )]
@@ -85,11 +87,11 @@ pub enum TrackError {
     /// Any other error.
     #[error("cannot {action} {range}")]
     Io {
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
         /// The range.
         range: AddressRange,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
@@ -105,7 +107,7 @@ pub struct WriteTracker {
     process: Process,
 }
 
-/// Undo guard: the ranges that are registered, and the only descriptor that keeps them so.
+/// Undo guard: the registered ranges, and the only descriptor that keeps them registered.
 #[derive(Debug)]
 struct Registered {
     uffd: OwnedFd,
@@ -116,30 +118,30 @@ struct Registered {
 #[derive(Debug)]
 struct Area {
     range: AddressRange,
-    /// Size of its pages in bytes.
+    /// Page size in bytes.
     page_size: u64,
     given_back: GivenBack,
 }
 
 impl WriteTracker {
-    /// Takes a fresh userfaultfd of `process` (see [`crate::Injector::take_userfaultfd`]) into use
-    /// and tracks `ranges` with it. From here on the first scan returns every page that was
-    /// written since; that everything has to be sent once is the caller's affair, and has to come
-    /// after this (also the question which pages are holes).
+    /// Initialises a fresh userfaultfd of `process` (see [`crate::Injector::take_userfaultfd`]) and
+    /// tracks `ranges` with it. From here on the first scan returns every page that was written
+    /// since. The caller has to send all pages once, and must not read them (nor query holes)
+    /// before this call.
     ///
-    /// Takes seconds for a large guest that came by a migration: [`WriteTracker::begin`] does the
-    /// same bit by bit.
+    /// Needs seconds for a large guest that arrived by a migration: [`WriteTracker::begin`] does
+    /// the same in steps.
     ///
     /// # Errors
-    /// Leaves nothing behind.
+    /// Nothing stays registered.
     pub fn start(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, TrackError> {
         Self::begin(process, uffd, ranges)?.finish()
     }
 
-    /// [`WriteTracker::start`] in steps, none of which takes long.
+    /// Starts tracking like [`WriteTracker::start`], but in short steps.
     ///
     /// # Errors
-    /// Leaves nothing behind.
+    /// Nothing stays registered.
     pub fn begin(
         process: &Process,
         uffd: OwnedFd,
@@ -163,7 +165,7 @@ impl WriteTracker {
         Ok(TrackerStart::new(tracker, found))
     }
 
-    /// The ranges that are tracked, cut at the mappings that they lie in.
+    /// Returns the tracked ranges, cut at the boundaries of their mappings.
     pub fn ranges(&self) -> impl Iterator<Item = AddressRange> + '_ {
         self.registered.areas.iter().map(|area| area.range)
     }
@@ -171,7 +173,7 @@ impl WriteTracker {
     /// Tracks one more range, from now on.
     ///
     /// # Errors
-    /// Leaves this range as it was and the others tracked.
+    /// This range is unchanged, and the others stay tracked.
     pub fn add(&mut self, range: AddressRange) -> Result<(), TrackError> {
         let mut work = Work::new(areas(&self.process, range)?);
         let before = self.registered.areas.len();
@@ -187,7 +189,7 @@ impl WriteTracker {
         }
     }
 
-    /// What is not present in the page table.
+    /// Returns the parts of `range` that are not present in the page table.
     fn absent(&mut self, range: AddressRange) -> Result<Vec<AddressRange>, TrackError> {
         let mut absent = Vec::new();
         let scanned = self.pagemap.scan(range, ABSENT, |part, _| absent.push(part));
@@ -196,15 +198,15 @@ impl WriteTracker {
         Ok(absent)
     }
 
-    /// Appends to `dirty` the parts of `range` that were written (or given back) since the last
+    /// Appends to `dirty` the parts of `range` that were written (or discarded) since the last
     /// call, and protects them again. Sorted, joined, within `range`; a huge page counts as a
     /// whole.
     ///
-    /// `range` has to be within what is tracked and to begin and end at its pages: 4 KiB, or the
-    /// page size of hugetlbfs.
+    /// `range` has to be within the tracked ranges and to begin and end at page boundaries: 4 KiB,
+    /// or the page size of hugetlbfs.
     ///
     /// # Errors
-    /// What was found before an error is in `dirty`, because it will not be found again.
+    /// Pages that were found before an error are in `dirty`, because they will not be found again.
     pub fn take_dirty(
         &mut self,
         range: AddressRange,
@@ -220,11 +222,12 @@ impl WriteTracker {
         dirty.append(&mut found);
         merge_from(dirty, from);
         result?;
-        // The page table of a process that has ended is empty, which looks like "nothing written".
+        // The page table of a process that has ended is empty, which is indistinguishable from "nothing
+        // written".
         Ok(self.process.check_alive()?)
     }
 
-    /// `dirty` is empty at first, and in no order at the end.
+    /// Scans `range`; `dirty` is empty at first, and in no order at the end.
     fn scan(&mut self, range: AddressRange, dirty: &mut Vec<AddressRange>) -> Result<(), TrackError> {
         let mut absent = Vec::new();
         let mut result = Ok(());
@@ -250,7 +253,7 @@ impl WriteTracker {
         result
     }
 
-    /// Ends tracking, and says if that failed. Dropping does the same and keeps silent.
+    /// Ends tracking, and returns its error. Dropping does the same but ignores the error.
     pub fn stop(mut self) -> Result<(), TrackError> {
         match self.registered.unregister_from(0) {
             Err(_) if !self.process.is_alive() => Ok(()),
@@ -259,7 +262,7 @@ impl WriteTracker {
     }
 
     fn check_tracked(&self, range: AddressRange) -> Result<(), TrackError> {
-        // What is asked for may lie in several areas.
+        // The range may span several areas.
         let mut parts: Vec<AddressRange> = self.ranges().filter_map(|one| one.intersection(&range)).collect();
         merge_from(&mut parts, 0);
         if parts != [range] {
@@ -271,7 +274,8 @@ impl WriteTracker {
     }
 }
 
-/// What a walk over a part of the page table found; also before an error, because it will not be found again.
+/// Results of a walk over a part of the page table; also before an error, because they will not be found
+/// again.
 struct Taken {
     dirty: Vec<AddressRange>,
     absent: Vec<AddressRange>,
@@ -281,7 +285,7 @@ struct Taken {
 fn take_part(pagemap: &mut Pagemap, range: AddressRange) -> Taken {
     let (mut dirty, mut absent) = (Vec::new(), Vec::new());
     let result = pagemap.scan(range, WRITTEN_OR_ABSENT, |part, categories| {
-        // What is neither present nor in swap (nor has a marker) has no entry, so it was dropped.
+        // A page that is neither present nor in swap (nor has a marker) has no entry, so it was dropped.
         if categories != IS_SWAPPED {
             dirty.push(part);
         }
@@ -293,7 +297,7 @@ fn take_part(pagemap: &mut Pagemap, range: AddressRange) -> Taken {
 }
 
 impl Area {
-    /// See [`GivenBack::update`]; `absent` may go beyond the range.
+    /// Calls [`GivenBack::update`]; `absent` may go beyond the range.
     fn update_given_back(
         &mut self,
         pagemap: &Pagemap,
@@ -321,10 +325,10 @@ impl Area {
 const IS_WRITTEN: u64 = raw::PAGE_IS_WRITTEN as u64;
 const IS_SWAPPED: u64 = raw::PAGE_IS_SWAPPED as u64;
 const IS_PRESENT: u64 = raw::PAGE_IS_PRESENT as u64;
-/// Protect what is found, in the same step; fail if something is not tracked.
+/// Flags: protect the found pages in the same step; return an error if a page is not tracked.
 const TAKE: u64 = (raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC) as u64;
 
-/// What was written, and what is not in the page table.
+/// Pages that were written, and pages that are not in the page table.
 const WRITTEN_OR_ABSENT: ScanQuery = ScanQuery {
     flags: TAKE,
     inverted: IS_PRESENT,
@@ -332,7 +336,7 @@ const WRITTEN_OR_ABSENT: ScanQuery = ScanQuery {
     any_of: IS_WRITTEN | IS_PRESENT,
     returned: IS_WRITTEN | IS_PRESENT | IS_SWAPPED,
 };
-/// The latter alone, which is left as it is.
+/// Pages that are not in the page table, without protecting them.
 const ABSENT: ScanQuery =
     ScanQuery { flags: 0, inverted: IS_PRESENT, required: IS_PRESENT, any_of: 0, returned: IS_SWAPPED };
 
@@ -357,7 +361,7 @@ impl Registered {
         self.areas.push(area);
         loop {
             match abi::uffd_write_protect(&self.uffd, range.start, range.len()) {
-                // The process is changing its map at this moment.
+                // The process is changing its memory map at this moment.
                 Err(error) if error.raw_os_error() == Some(nix::libc::EAGAIN) => std::thread::yield_now(),
                 result => {
                     return result.map_err(|source| TrackError::Io { action: "protect", range, source });
@@ -366,7 +370,7 @@ impl Registered {
         }
     }
 
-    /// Gives the areas from this index on back.
+    /// Unregisters the areas from this index on.
     fn unregister_from(&mut self, index: usize) -> Result<(), TrackError> {
         let mut result = Ok(());
         for Area { range, .. } in self.areas.drain(index..) {
@@ -378,7 +382,7 @@ impl Registered {
     }
 }
 
-/// Cuts a range at the mappings that it lies in. It has to be mapped as a whole and to fit their
+/// Cuts a range at the boundaries of its mappings. It has to be mapped as a whole and to fit their
 /// pages.
 fn areas(process: &Process, range: AddressRange) -> Result<Vec<Area>, TrackError> {
     let mut areas = Vec::new();

@@ -1,14 +1,14 @@
-//! What of a socket's bytes is still on this side, which there is no safe call for.
+//! Number of unsent bytes of a socket, for which there is no safe call.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 
 use nix::libc::{self, SIOCOUTQNSD};
 
-/// How many of the bytes that were given to a TCP socket its kernel has not sent yet, not even once.
+/// Returns the number of bytes of a TCP socket that its kernel has not sent yet, not even once.
 ///
 /// # Errors
-/// When it is no TCP socket.
+/// If it is not a TCP socket.
 pub fn unsent_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one int, to a place that outlives the call.

@@ -1,4 +1,4 @@
-//! Injection leaves no trace in the process that it is done to.
+//! Injection leaves no trace in the other process.
 
 #![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
@@ -9,11 +9,11 @@ use std::time::Duration;
 use common::{Victim, injector, soak};
 use whimbrel_tracee::{InjectError, Injector};
 
-/// How often a system call is injected; the design asks for ten thousand.
+/// Number of injected system calls; the design requires ten thousand.
 const INJECTIONS: usize = 10_000;
 
-/// Names of the victim's threads. Each is tried in a victim of its own: all of them at once keep
-/// two processors so busy that every stop takes milliseconds.
+/// Returns the names of the victim's threads. Each is tried in a victim of its own: all of them at
+/// once keep two processors so busy that every stop needs milliseconds.
 fn kinds() -> Vec<String> {
     let mut names: Vec<String> = Victim::start(&["list"]).threads.clone().into_keys().collect();
     names.push("main".into());
@@ -44,7 +44,7 @@ fn ten_thousand_injections_leave_no_trace() {
         victim.assert_goes_on();
         victim.assert_well();
     }
-    // And all of them together.
+    // All of them together.
     let mut victim = Victim::start(&[]);
     inject(&injector, &victim, 100);
     victim.assert_goes_on();
@@ -56,7 +56,7 @@ fn the_injector_is_killed_at_every_step() {
     killed_at_every_step(|injector, victim| injector.take_userfaultfd(&victim.process).map(|_| None));
 }
 
-/// One that was to stay in the process does not, as long as nobody has it in use.
+/// A userfaultfd that was to stay in the process does not, unless an agent uses it.
 #[test]
 fn the_injector_is_killed_at_every_step_of_leaving_one() {
     killed_at_every_step(|injector, victim| {
@@ -64,7 +64,7 @@ fn the_injector_is_killed_at_every_step_of_leaving_one() {
     });
 }
 
-/// Makes userfaultfds, in a way that tells the number of one that stays in the process.
+/// Creates userfaultfds with `make`, which returns the number of one that stays in the process.
 fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>, InjectError>) {
     let mut steps = 0;
     let mut leftovers = 0;
@@ -85,7 +85,7 @@ fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>,
             injector.die_at_step(step);
             match make(&injector, &victim) {
                 Err(InjectError::Killed { .. }) => {}
-                // A signal that has to be passed on first is a step more; the first time there was one.
+                // A signal that has to be passed on first is an additional step; the first run had one.
                 Ok(left) if injector.steps_taken() < step => {
                     injector.die_at_step(0);
                     if let Some(there) = left {
@@ -108,7 +108,7 @@ fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>,
     assert!(leftovers > 0);
 }
 
-/// That the last injector was killed may be found out only now.
+/// Retries, because the kill of the last injector may be detected only now.
 fn inject_after_a_kill(injector: &Injector, victim: &Victim) {
     while let Err(error) = injector.take_userfaultfd(&victim.process) {
         assert!(matches!(error, InjectError::Killed { .. }), "{error:?}");
@@ -155,7 +155,7 @@ fn the_injector_is_killed_at_any_time() {
 #[test]
 fn a_sleep_that_was_continued_once_is_not_cut_short_by_a_killed_injector() {
     let injector = injector();
-    // Killed with the call made and the thread not yet put back.
+    // The injector is killed after the call was made and before the thread is restored.
     let victims: Vec<Victim> = (6..12)
         .map(|step| {
             let victim = Victim::start(&["mode-sleep"]);
@@ -176,7 +176,7 @@ fn a_sleep_that_was_continued_once_is_not_cut_short_by_a_killed_injector() {
 
 #[test]
 fn a_call_that_does_not_return_is_left_to_its_frame() {
-    // Made in this order, so that a test that fails ends the injector first, which may hold the victim.
+    // Created in this order, so that a failing test ends the injector first, which may hold the victim.
     let mut victim = Victim::start(&["mode-linger"]);
     let injector = injector();
     injector.use_only_thread(victim.threads["worker"]);
@@ -198,7 +198,7 @@ fn a_signal_on_its_way_survives_the_injector() {
         let injector = injector();
         let mut victim = Victim::start(&[kind]);
         injector.use_only_thread(victim.threads[kind]);
-        // The first stop, which is that of a signal if one comes first.
+        // The first stop, which is that of a signal if one arrives first.
         injector.die_at_step(3);
         for _ in 0..if soak() { 5000 } else { 200 } {
             let result = injector.take_userfaultfd(&victim.process);

@@ -1,4 +1,4 @@
-//! Memory of another process is read and written as it is, and what cannot be is told.
+//! Memory of another process is read and written correctly, and inaccessible memory is reported.
 
 #![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
@@ -17,7 +17,7 @@ fn runs_are_read_and_written_in_order() {
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("anonymous", 8 * MIB);
     let memory = RemoteMemory::new(&victim.process).unwrap();
-    // More pieces than one system call takes, of odd lengths, some empty.
+    // More pieces than one system call accepts, of odd lengths, some empty.
     let runs: Vec<AddressRange> =
         (0..3000u64).map(|i| AddressRange::with_len(range.start + i * 2500, i % 700)).collect();
     let len = runs.iter().map(AddressRange::len).sum::<u64>() as usize;
@@ -44,7 +44,7 @@ fn a_fault_is_told_with_its_address() {
     let range = victim.map("anonymous", MIB);
     victim.ask("write 0 1048576 1");
     let memory = RemoteMemory::new(&victim.process).unwrap();
-    // Behind the mapping the address space is reserved without any access.
+    // The address space after the mapping is reserved without any access.
     let mut buffer = vec![0; 3 * PAGE_SIZE as usize];
     let near_the_end = range.end - PAGE_SIZE - 100;
     let error = memory.read(near_the_end, &mut buffer).unwrap_err();
@@ -90,7 +90,7 @@ fn the_file_behind_ram_is_the_ram() {
     victim.ask("write 8192 4096 1");
     victim.ask(&format!("write {MIB} 8192 1"));
     assert_eq!(runs(0..4 * MIB), [8192..12288, MIB..MIB + 8192]);
-    // Cut to what was asked for.
+    // Cut to the requested range.
     assert_eq!(runs(9000..MIB + 4096), [9000..12288, MIB..MIB + 4096]);
     assert_eq!(runs(12288..MIB), []);
 
@@ -132,7 +132,7 @@ fn holes_of_anonymous_memory_are_seen_while_it_is_tracked() {
         let page = if kind == "huge" { 2 * MIB } else { 8192 };
         let expected = [AddressRange::with_len(range.start + 2 * MIB, page)];
         let written = populated("written");
-        // Where the host has no huge pages left, or none at all, small ones are used.
+        // If the host has no huge pages left, or none at all, small ones are used.
         let small = [AddressRange::with_len(range.start + 2 * MIB, 8192)];
         assert!(written == expected || written == small, "{written:?}");
         let uffd = injector().take_userfaultfd(&victim.process).unwrap();

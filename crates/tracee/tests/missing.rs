@@ -1,4 +1,4 @@
-//! Threads wait for pages that are not there, however they come to touch them, and get what was placed.
+//! Threads wait for missing pages, however they touch them, and get the placed content.
 
 #![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
@@ -16,14 +16,14 @@ const PAGES: u64 = 512;
 const LEN: u64 = PAGES * PAGE_SIZE;
 const KINDS: [&str; 3] = ["anonymous", "huge", "memfd"];
 
-/// A victim whose memory is to come.
+/// A victim with missing memory.
 struct Stage {
     victim: Victim,
     range: AddressRange,
     missing: MissingPages,
     /// Number of the descriptor that was left in the victim.
     there: i32,
-    /// Nobody says anything here: whoever waits with it waits for threads alone.
+    /// Sockets without traffic: a wait on them ends only because of threads.
     silence: (UnixStream, UnixStream),
 }
 
@@ -32,7 +32,7 @@ impl Stage {
         Self::after(kind, |_, _| {})
     }
 
-    /// Something is done to the memory before anything is missing.
+    /// Starts a victim and runs `first` on its memory before any page is missing.
     fn after(kind: &str, first: impl FnOnce(&mut Victim, AddressRange)) -> Self {
         let mut victim = Victim::start(&["mode-memory"]);
         let range = victim.map(kind, LEN);
@@ -53,7 +53,7 @@ impl Stage {
         found.iter().map(|address| (address - self.range.start) / PAGE_SIZE).collect()
     }
 
-    /// Gives what they wait for to threads that will touch all of these pages one after the other.
+    /// Places the pages for threads that will touch all of them one after the other.
     fn serve(&self, pages: impl IntoIterator<Item = u64>) {
         for page in pages {
             assert_eq!(self.wait(), [page]);
@@ -67,7 +67,7 @@ impl Stage {
         bytes
     }
 
-    /// All pages are there; nothing is left behind.
+    /// Ends the wait when all pages are placed; nothing remains.
     fn end(self) {
         self.missing.end().unwrap();
         injector().close_left(&self.victim.process, self.there).unwrap();
@@ -94,7 +94,7 @@ fn who_touches_a_page_waits_for_it() {
     }
 }
 
-/// What was placed without being asked for is there before anybody waits; what the process has written since stays.
+/// A page that was placed without a request exists before any thread waits; later writes of the process stay.
 #[test]
 fn a_page_that_is_there_is_left_as_it_is() {
     for kind in KINDS {
@@ -104,7 +104,7 @@ fn a_page_that_is_there_is_left_as_it_is() {
         stage.victim.ask(&format!("write 0 {PAGE_SIZE} 7"));
         let written = stage.page(0);
         assert_ne!(written, content(0));
-        // Again, and beyond: every second page of the rest is there already.
+        // Again, and beyond: every second page of the rest exists already.
         for page in (PAGES / 2..PAGES).step_by(2) {
             stage.missing.place_zeros(AddressRange::with_len(stage.address(page), PAGE_SIZE)).unwrap();
         }
@@ -120,7 +120,7 @@ fn a_page_that_is_there_is_left_as_it_is() {
     }
 }
 
-/// What earlier rounds had sent and is stale by now is taken away first: nobody waits for a page that is there.
+/// Stale pages of earlier rounds are discarded first: no thread waits for a page that exists.
 #[test]
 fn a_stale_page_is_waited_for_once_it_was_taken_away() {
     for kind in KINDS {
@@ -143,7 +143,7 @@ fn a_stale_page_is_waited_for_once_it_was_taken_away() {
     }
 }
 
-/// A wait that an agent has read and not answered before it died is told to the next one.
+/// A wait that an agent has read and not answered before it died is reported to the next one.
 #[test]
 fn another_one_takes_over() {
     for kind in KINDS {
@@ -164,8 +164,8 @@ fn another_one_takes_over() {
     }
 }
 
-/// As the memory of a device that is unplugged: the others wait on, whoever takes over takes nothing else for it, and it
-/// holds nobody up in the end.
+/// A range is unmapped, like the memory of an unplugged device: the other threads continue to wait, an agent that takes
+/// over does not manage new memory at that address, and it does not block the end.
 #[test]
 fn memory_that_is_unmapped_meanwhile_is_nobody_s() {
     for kind in KINDS {
@@ -183,7 +183,7 @@ fn memory_that_is_unmapped_meanwhile_is_nobody_s() {
     }
 }
 
-/// Disks are read straight into memory: it is the kernel that touches the pages.
+/// Disks are read straight into memory: the kernel itself touches the pages.
 #[test]
 fn the_kernel_waits_too() {
     for kind in KINDS {
@@ -229,7 +229,7 @@ fn nonsense_is_refused() {
         Err(MissingError::Unaligned { .. })
     ));
     assert!(matches!(stage.missing.place(stage.range.start + 1, &page), Err(MissingError::Unaligned { .. })));
-    // Somebody else's.
+    // A range of another userfaultfd.
     let LeftUserfaultfd { here, there } = injector().leave_userfaultfd(&stage.victim.process).unwrap();
     let error = MissingPages::begin(&stage.victim.process, here, &[stage.range]).unwrap_err();
     assert!(matches!(error, MissingError::Taken { .. }), "{error:?}");

@@ -39,7 +39,7 @@ fn a_process_that_has_ended_is_gone() {
 #[test]
 fn another_user_may_not() {
     let victim = Victim::start(&["mode-quiet"]);
-    // The injector in a place that everybody can reach.
+    // The injector in a directory that every user can reach.
     let directory = tempfile::tempdir().unwrap();
     std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let program = directory.path().join("injector");
@@ -58,7 +58,7 @@ fn a_process_in_an_uninterruptible_call_is_let_go() {
     let injector = injector();
     let error = injector.take_userfaultfd(&victim.process).unwrap_err();
     assert!(matches!(error, InjectError::Uninterruptible { .. }), "{error:?}");
-    // The injector had to end to let go of it.
+    // The injector had to end to release it.
     assert_eq!(victim.process.status().unwrap().tracer, None);
     victim.tell("");
     assert!(victim.process.wait_exit(Some(Duration::from_mins(1))).unwrap());
@@ -88,7 +88,7 @@ fn a_filter_that_would_refuse_or_kill_is_asked_before() {
             victim.assert_well();
         }
     }
-    // A filter that lets these calls pass, like QEMU's own.
+    // A filter that allows these calls, like QEMU's own.
     let victim = with_filter(libc::SECCOMP_RET_KILL_PROCESS, &[libc::SYS_execve, libc::SYS_fork]);
     injector.take_userfaultfd(&victim.process).unwrap();
     victim.assert_well();
@@ -116,7 +116,7 @@ fn a_process_that_dispatches_its_calls_is_refused() {
 fn a_thread_in_a_restartable_sequence_is_not_diverted() {
     let victim = Victim::start(&["mode-rseq"]);
     let injector = injector();
-    // Often it is met where the sequence is begun anew: the kernel has just sent it there.
+    // Often the thread is at the start of the sequence: the kernel has just sent it there.
     let refused = (0..2000).any(|_| match injector.take_userfaultfd(&victim.process) {
         Ok(_) => false,
         Err(InjectError::Changed { .. }) => true,
@@ -230,7 +230,7 @@ fn a_stopped_process_stays_stopped() {
             injector.take_userfaultfd(&victim.process).unwrap();
             wait_for(&victim, 'T');
         }
-        // Also when the injector does not come back.
+        // Also if the injector dies.
         for step in 1..=injector.steps_taken() {
             injector.die_at_step(step);
             match injector.take_userfaultfd(&victim.process) {
@@ -241,7 +241,7 @@ fn a_stopped_process_stays_stopped() {
             wait_for(&victim, 'T');
         }
         injector.die_at_step(0);
-        // Closes those that are there, and cancels the one that would come with SIGCONT.
+        // Closes existing ones, and cancels the one that would be created after SIGCONT.
         injector.close_leftovers(&victim.process, &[]).unwrap();
         victim.process.signal(Signal::CONT).unwrap();
         victim.assert_goes_on();
@@ -282,7 +282,7 @@ fn a_userfaultfd_of_the_program_itself_is_not_closed() {
     let victim = Victim::start(&["mode-userfaultfd"]);
     let injector = injector();
     assert_eq!(victim.userfaultfds(), 1);
-    // Some that an injector could not close. Each comes when the thread gets to run.
+    // Some that an injector could not close. Each is created when the thread gets to run.
     injector.take_userfaultfd(&victim.process).unwrap();
     injector.die_at_step(injector.steps_taken() / 2);
     injector.take_userfaultfd(&victim.process).unwrap_err();
@@ -308,7 +308,7 @@ fn anonymous_memory_is_given_back() {
     let memory = RemoteMemory::new(&victim.process).unwrap();
     let mut before = vec![0; range.len() as usize];
     memory.read(range.start, &mut before).unwrap();
-    // Every second page: more ranges than one message takes.
+    // Every second page: more ranges than one message can contain.
     let pages: Vec<AddressRange> =
         (0..512).map(|page| AddressRange::with_len(range.start + page * 8192, 4096)).collect();
     let twice: Vec<AddressRange> = pages.iter().chain(&pages).copied().collect();

@@ -1,4 +1,4 @@
-//! No write is missed, whatever is done to the memory, and nothing stays behind.
+//! No write is missed, whatever happens to the memory, and nothing remains.
 
 #![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
@@ -17,7 +17,7 @@ use whimbrel_tracee::{AddressRange, Injector, PAGE_SIZE, Pagemap, RamFile, Write
 
 const MIB: u64 = 1 << 20;
 
-/// Something that is done to memory of so many pages.
+/// An operation on memory, in pages.
 #[derive(Clone, Debug)]
 enum Step {
     Write { offset: u64, len: u64, seed: u64 },
@@ -47,7 +47,7 @@ fn steps(pages: u64) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..40)
 }
 
-/// Does the steps in a fresh victim and checks after every round, and at the end.
+/// Runs the steps in a fresh victim and checks after every round, and at the end.
 fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step]) {
     let shared = kind.contains("memfd");
     let has_file = shared || kind == "private-file";
@@ -69,8 +69,8 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
                 copier.tell(&format!("write {offset} {len} {seed}"));
                 touched.extend(offset / PAGE_SIZE..=(offset + len - 1) / PAGE_SIZE);
             }
-            // A page of a file that was given back and is read again before the next round is not
-            // seen: what remains in `given_back`.
+            // A page of a file that was discarded and is read again before the next round is not
+            // detected: a remaining gap of `given_back`.
             Step::Read { page, pages } if has_file || unit > PAGE_SIZE => {
                 let given_back = |at: u64| given_back.contains(&at);
                 if !(whole(page, pages).0..whole(page, pages).0 + whole(page, pages).1).any(given_back) {
@@ -86,7 +86,7 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
                 given_back.extend(page..page + pages);
                 touched.extend(page..page + pages);
             }
-            // Of hugetlbfs with a file: the other thing that remains.
+            // hugetlbfs with a file: the other remaining gap.
             Step::UnmapPages { .. } if kind == "hugetlb-memfd" => {}
             Step::UnmapPages { page, pages } => {
                 let (page, pages) = whole(page, pages);
@@ -103,7 +103,7 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
                     touched.extend(page..page + pages);
                 }
             }
-            // What a child writes to shared memory is not seen: trap 2, and a test of its own.
+            // Writes of a child to shared memory are not detected: trap 2, with a test of its own.
             Step::ForkWrite { offset, seed } if !shared => {
                 copier.tell(&format!("fork-write {offset} 8 {seed}"));
             }
@@ -111,8 +111,8 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
             Step::Round => {
                 let dirty = copier.round();
                 rounds += 1;
-                // Looking at memory by the plain path makes pages present that were not, so it is
-                // not done in every round.
+                // Reading memory in the simple way makes missing pages present, so it is not done
+                // in every round.
                 if rounds % 2 == 0 {
                     copier.assert_equal();
                 }
@@ -151,11 +151,11 @@ fn property(kind: &str, unit: u64, pages: u64, cases: u32) {
         .unwrap();
 }
 
-/// Turns swap on for as long as it lives, in a file of its own; nothing where that is not
+/// Enables swap for as long as it lives, in a file of its own; does nothing if that is not
 /// permitted.
 struct Swap(Option<tempfile::NamedTempFile>);
 
-/// Tests that need swap hold this, so that one does not take it away from another.
+/// Lock for tests that need swap, so that one does not disable it for another.
 static SWAP: Mutex<()> = Mutex::new(());
 
 impl Swap {
@@ -246,7 +246,7 @@ fn pages_in_swap_keep_their_marks() {
             copier.pagemap.populated(range, &mut populated).unwrap();
             assert_eq!(populated, [AddressRange::with_len(range.start, MIB)]);
         }
-        // Only what was written, though nothing is present any more.
+        // Only the written page, though nothing is present any more.
         assert_eq!(copier.round(), [AddressRange::with_len(range.start + 8192, PAGE_SIZE)], "{kind}");
         assert!(copier.round().is_empty(), "{kind}");
         copier.assert_equal();
@@ -296,7 +296,7 @@ fn more_runs_than_one_scan_returns_are_all_found() {
     }
 }
 
-/// More than one thread walks over it.
+/// More than one thread walks over the range.
 #[test]
 fn no_write_to_a_large_range_is_missed() {
     const BYTES: u64 = 5 << 30;
@@ -306,7 +306,7 @@ fn no_write_to_a_large_range_is_missed() {
     let uffd = injector.take_userfaultfd(&victim.process).unwrap();
     let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
     let mut dirty = Vec::new();
-    // Pages on both sides of wherever the range may be cut, and at its ends.
+    // Pages on both sides of every possible cut of the range, and at its ends.
     let cuts = (range.start.next_multiple_of(1 << 30)..range.end).step_by(1 << 30);
     let around = |at: u64| AddressRange::with_len(at - PAGE_SIZE, 2 * PAGE_SIZE).intersection(&range);
     let written: Vec<_> =
@@ -341,7 +341,7 @@ fn no_write_of_a_running_program_is_missed() {
     }
 }
 
-/// As at a guest that came by a migration: its file was written by somebody else, and most of it is not mapped.
+/// A victim like a guest that arrived by a migration: another process wrote its file, and most of it is not mapped.
 #[test]
 fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
     let mut victim = Victim::start(&["mode-memory"]);
@@ -364,8 +364,8 @@ fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
     assert_eq!(dirty, []);
 }
 
-/// To map it would be to read all of it from the disk at once; and no write is missed for it. A file on a disk stands
-/// for a memfd in swap: of the latter the kernel keeps in memory what it pleases.
+/// Mapping it would read all of it from the disk at once; and no write is missed without it. A file on a disk stands
+/// for a memfd in swap: of the latter the kernel keeps an arbitrary part in memory.
 #[test]
 fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
     let mut victim = Victim::start(&["mode-memory"]);
@@ -401,7 +401,7 @@ fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
     assert_eq!(dirty, [AddressRange::with_len(range.start + 8192, PAGE_SIZE)]);
 }
 
-/// Whoever wants to stop it can do so between two steps, and nothing stays.
+/// A caller can stop the start between two steps, and nothing remains.
 #[test]
 fn tracking_begins_in_steps_and_can_be_given_up_between_them() {
     let mut victim = Victim::start(&["mode-memory"]);

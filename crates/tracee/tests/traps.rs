@@ -1,4 +1,4 @@
-//! The traps of tracking, each shown once as it is fallen into and once as it is avoided.
+//! Traps of tracking, each shown once with the failure and once with its avoidance.
 
 #![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
@@ -15,7 +15,7 @@ use whimbrel_tracee::{AddressRange, PAGE_SIZE, RamFile, RemoteMemory, WriteTrack
 const MIB: u64 = 1 << 20;
 const PAGEMAP_SCAN: u64 = 0xC060_6610;
 
-/// A tracker that does things the wrong way, with the kernel's bare calls.
+/// A tracker with planted errors, which uses the kernel's bare calls.
 struct Planted {
     uffd: OwnedFd,
     pagemap: File,
@@ -44,7 +44,7 @@ impl Planted {
         ioctl(&self.uffd, linux_raw_sys::ioctl::UFFDIO_WRITEPROTECT.into(), &mut protect);
     }
 
-    /// Pages marked as written: one pass, protecting them in the same step or not.
+    /// Returns the pages marked as written: one pass, protecting them in the same step or not.
     fn written(&self, protect: bool) -> Vec<AddressRange> {
         let mut found = vec![raw::page_region { start: 0, end: 0, categories: 0 }; 4096];
         let written = u64::from(raw::PAGE_IS_WRITTEN);
@@ -93,7 +93,7 @@ fn contents(victim: &Victim, range: AddressRange) -> Vec<u8> {
     bytes
 }
 
-/// Trap 1: what a disk reads straight into memory lands after the page was marked.
+/// Trap 1: data that a disk reads straight into memory arrive after the page was marked.
 #[test]
 fn trap_1_a_page_is_marked_before_the_disk_has_written_it() {
     let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
@@ -125,7 +125,7 @@ fn trap_1_a_page_is_marked_before_the_disk_has_written_it() {
         pages.filter(|(now, copied)| now != copied).count()
     };
 
-    // The cure: clear the marks, let what is under way land, then read.
+    // The cure: clear the marks, let I/O in flight complete, then read.
     for seed in 0..3 {
         victim.ask(&format!("write 0 {} {seed}", range.len()));
         victim.ask(&submit);
@@ -133,7 +133,7 @@ fn trap_1_a_page_is_marked_before_the_disk_has_written_it() {
         victim.ask("direct-wait");
         assert_eq!(copy(&found), 0, "pages were lost in spite of waiting");
     }
-    // The trap: read before it has landed. How many pages are hit is the disk's affair.
+    // The trap: a read before the data have arrived. The number of affected pages depends on the disk.
     let lost = (0..50).find_map(|seed| {
         victim.ask(&format!("write 0 {} {seed}", range.len()));
         copy(&dirty(&mut tracker, range));
@@ -154,7 +154,7 @@ fn contents_of(ram: &RamFile, len: u64) -> Vec<u8> {
     bytes
 }
 
-/// Trap 2: another process that maps the same memory writes unseen; it is found by its mapping.
+/// Trap 2: another process that maps the same memory writes without being detected; its mapping reveals it.
 #[test]
 fn trap_2_another_process_writes_unseen() {
     let mut victim = Victim::start(&["mode-memory"]);
@@ -175,8 +175,8 @@ fn trap_3_a_page_that_was_given_back_is_written() {
         let range = victim.map(kind, 8 * MIB);
         victim.ask(&format!("write 0 {} 1", range.len()));
 
-        // To ask for what was written is not enough: clean pages that are given back. Shared memory keeps markers,
-        // and of a whole page table of anonymous memory the kernel keeps nothing (since 6.14).
+        // A query for written pages is not sufficient: clean pages may be discarded. Shared memory keeps markers,
+        // and for a whole page table of anonymous memory the kernel keeps nothing (since 6.14).
         let planted = Planted::start(&victim, range);
         assert!(planted.written(true).is_empty());
         victim.ask(&format!("drop {} {}", 2 * MIB, 4 * MIB));
@@ -194,7 +194,7 @@ fn trap_3_a_page_that_was_given_back_is_written() {
         let given_back = AddressRange::with_len(range.start + 2 * MIB, 4 * MIB);
         assert_eq!(dirty(&mut tracker, range), [given_back], "{kind}");
         assert!(dirty(&mut tracker, range).is_empty(), "{kind}: found twice");
-        // Written again, given back again.
+        // Written again, discarded again.
         victim.ask(&format!("write {} 1 3", 3 * MIB));
         let page = AddressRange::with_len(range.start + 3 * MIB, PAGE_SIZE);
         assert_eq!(dirty(&mut tracker, range), [page], "{kind}");
@@ -220,7 +220,7 @@ fn trap_4_a_scan_protects_in_the_same_step() {
         assert!(planted.written(false).is_empty(), "the write in between was expected to be lost");
         drop(planted);
 
-        // The tracker's own scan: whenever the write comes, it is in this scan or in the next.
+        // The tracker's own scan: whenever the write happens, it is in this scan or in the next.
         let mut tracker = tracker(&victim, range);
         victim.ask("storm");
         let mut replica = contents(&victim, range);

@@ -1,5 +1,4 @@
-//! Everything that is done to a process is undone: when it fails, when it is dropped, when the
-//! agent dies.
+//! Every change of a process is undone: when it fails, when it is dropped, when the agent dies.
 
 #![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
@@ -54,12 +53,12 @@ fn a_start_that_fails_leaves_nothing() {
     assert!(matches!(track(&victim, &[empty]), Err(TrackError::NotMapped { .. })));
     assert!(!victim.is_registered());
 
-    // Another userfaultfd has a part already; what came before it is given back.
+    // Another userfaultfd has registered a part already; the ranges before it are unregistered.
     let other = AddressRange::with_len(range.start + 2 * MIB, MIB);
     let tracker = track(&victim, &[other]).unwrap();
     let error = track(&victim, &[half, other]).unwrap_err();
     assert!(matches!(error, TrackError::Taken { range } if range == other), "{error:?}");
-    // The same while something else is tracked with that descriptor, and stays so.
+    // The same while another range is tracked with that descriptor, and stays so.
     let mut two = track(&victim, &[half]).unwrap();
     let overlapping = AddressRange::new(half.end, other.end);
     let error = two.add(overlapping).unwrap_err();

@@ -1,11 +1,11 @@
 //! Reads and writes of the first disk past the page cache.
 //!
-//! A read goes straight into memory that is checked later. It is DMA: the page is written when the disk answers, not
-//! when the program asks. Each slot of the buffer is therefore checked not after its read but before it is used again,
-//! long after a migration may have lost it, and all at once when asked.
+//! A read goes straight into memory that is checked later. It is DMA: the page is written when the disk completes the
+//! request, not when the program submits it. Each slot of the buffer is therefore checked not after its read but before
+//! it is used again, long after a migration may have lost it, and all at once on request.
 //!
-//! A writer rewrites the part of the disk that is its own and reads each place back before it writes there again: what
-//! the disk has acknowledged must be there, whichever host the guest is on by then.
+//! A writer rewrites its own part of the disk and reads each place back before it writes there again: data that the
+//! disk has acknowledged must be there, on either host.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -22,11 +22,11 @@ use whimbrel_guest_load::{PAGE_BYTES, fill_disk, mix, wrong_disk_block};
 const READ: usize = 16 << 10;
 /// Blocks of a read or a write.
 const BLOCKS: u64 = (READ / PAGE_BYTES) as u64;
-/// Places that are read at once where all of them are checked: a slow disk counts requests.
+/// Places that are read at once when all of them are checked: a slow disk limits the number of requests.
 const CHECKED_AT_ONCE: usize = 64;
 /// `O_DIRECT` on x86-64.
 const O_DIRECT: i32 = 0o40000;
-/// Between two writes of a thread: a disk that is written to, not one that does nothing else.
+/// Time between two writes of a thread: the disk is written to, but has time for other work.
 const PAUSE: Duration = Duration::from_millis(5);
 const PATH: &str = "/dev/vda";
 
@@ -35,7 +35,7 @@ const PATH: &str = "/dev/vda";
 #[derive(Clone)]
 struct Slot([u8; READ]);
 
-/// Where a writer keeps what it writes, and what it reads back.
+/// A writer's buffer for writes and for data read back.
 #[repr(align(4096))]
 struct Slots([[u8; READ]; CHECKED_AT_ONCE]);
 
@@ -55,7 +55,7 @@ impl Counts {
         }
     }
 
-    /// A disk that fails is as wrong as one that forgets.
+    /// Counts a completed request. A failed one counts as wrong as lost data does.
     fn done(&self, result: io::Result<()>, what: &AtomicU64) -> bool {
         match result {
             Ok(()) => {
@@ -117,7 +117,7 @@ impl DiskLoad {
         Ok(Self { counts, asks })
     }
 
-    /// Has every reader check all it has read, and every writer all it may have written.
+    /// Makes every reader check all it has read, and every writer all it may have written.
     pub(crate) fn check(&self) -> DiskCheck {
         let (answer, answers) = mpsc::channel();
         for ask in &self.asks {
@@ -127,7 +127,7 @@ impl DiskLoad {
     }
 }
 
-/// Readers and writers are checking.
+/// A check by readers and writers that is under way.
 #[derive(Debug)]
 pub(crate) struct DiskCheck {
     answers: mpsc::Receiver<u64>,
@@ -135,7 +135,7 @@ pub(crate) struct DiskCheck {
 }
 
 impl DiskCheck {
-    /// How many blocks were checked, once all of them have been.
+    /// Returns the number of checked blocks, once all of them have been checked.
     pub(crate) fn result(&mut self) -> Option<u64> {
         loop {
             match self.answers.try_recv() {
@@ -159,10 +159,10 @@ fn disk_blocks() -> io::Result<u64> {
 
 struct Reader {
     file: File,
-    /// From the disk's beginning, of [`BLOCKS`] each.
+    /// Number of places from the disk's beginning, of [`BLOCKS`] each.
     places: u64,
     slots: Vec<Slot>,
-    /// The first block that each slot was read from.
+    /// The first block of each slot's last read.
     holds: Vec<Option<u64>>,
     counts: Arc<Counts>,
 }
@@ -194,9 +194,9 @@ impl Reader {
 
 struct Writer {
     file: File,
-    /// The first block of its own.
+    /// The first block of its own part.
     first: u64,
-    /// What each place of its own holds.
+    /// The version of each place of its own part.
     versions: Vec<u32>,
     /// For one place when it is written to, for many when all are checked.
     buffer: Box<Slots>,
@@ -225,7 +225,7 @@ impl Writer {
         self.first + place as u64 * BLOCKS
     }
 
-    /// Reads these places at once. How many blocks they have.
+    /// Checks these places, read all at once. Returns the number of their blocks.
     fn check(&mut self, places: Range<usize>) -> u64 {
         let from = self.block(places.start) * PAGE_BYTES as u64;
         let read = self.file.read_exact_at(self.buffer.0[..places.len()].as_flattened_mut(), from);

@@ -1,10 +1,10 @@
-//! What pages of a test guest and blocks of its disks contain.
+//! Content of a test guest's pages and of its disks' blocks.
 //!
-//! Content is a pure function of a few numbers, so that whoever knows them can tell a wrong page without keeping a
-//! copy: the load generator in the guest (its own memory, and what it reads from its disks), and the laboratory on the
+//! Content is a pure function of a few numbers, so that a program that knows them can detect a wrong page without a
+//! copy: the load generator in the guest (its own memory, and the data read from its disks), and the laboratory on the
 //! host (disk images that it makes). It looks random and does not compress.
 //!
-//! Which pages are rewritten is another such function, a [`Pattern`].
+//! The order of rewriting is another such function, a [`Pattern`].
 
 mod pattern;
 
@@ -27,7 +27,7 @@ pub const fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The words of a page (or block) `number` in its `version`, first to last.
+/// Returns the words of a page (or block) `number` in its `version`, first to last.
 pub fn words(seed: u64, number: u64, version: u32) -> impl Iterator<Item = u64> {
     // Xorshift must not start at zero.
     let mut x = mix(mix(seed ^ mix(number)) ^ u64::from(version)) | 1;
@@ -40,8 +40,8 @@ pub fn words(seed: u64, number: u64, version: u32) -> impl Iterator<Item = u64> 
     .take(WORDS)
 }
 
-/// Fills `block` (a multiple of [`PAGE_BYTES`]) with what a test disk holds from block `first` on, in a version of it:
-/// 0 from the laboratory, the guest's writers count on.
+/// Fills `block` (a multiple of [`PAGE_BYTES`]) with a test disk's content from block `first` on, in a version: 0 from
+/// the laboratory, the guest's writers count on.
 pub fn fill_disk(first: u64, version: u32, block: &mut [u8]) {
     for (number, page) in (first..).zip(block.chunks_exact_mut(PAGE_BYTES)) {
         for (bytes, word) in page.chunks_exact_mut(8).zip(words(DISK_SEED, number, version)) {
@@ -50,7 +50,7 @@ pub fn fill_disk(first: u64, version: u32, block: &mut [u8]) {
     }
 }
 
-/// The first block, counted from `first`, in which `data` differs from what a test disk holds there in that version.
+/// Returns the first block, counted from `first`, in which `data` differs from a test disk's content in that version.
 pub fn wrong_disk_block(first: u64, version: u32, data: &[u8]) -> Option<u64> {
     (first..).zip(data.chunks_exact(PAGE_BYTES)).find_map(|(number, page)| {
         let wrong = page
@@ -61,7 +61,7 @@ pub fn wrong_disk_block(first: u64, version: u32, data: &[u8]) -> Option<u64> {
     })
 }
 
-/// A number by which a line that was damaged on its way is told from a whole one.
+/// Returns a checksum that distinguishes a complete line from one that was damaged on its way.
 pub fn checksum(line: &str) -> u64 {
     line.bytes().fold(0, |sum, byte| mix(sum ^ u64::from(byte)))
 }

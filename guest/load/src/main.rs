@@ -1,28 +1,29 @@
-//! Load generator inside test guests: writes memory at a given rate, knows at any time what every page must contain,
-//! and says so.
+//! Load generator inside test guests: writes memory at a given rate, knows at any time the expected content of every
+//! page, and reports errors.
 //!
-//! It runs as the only program of the tiny guest, on the serial line. What it prints, one line each:
+//! It runs as the only program of the tiny guest, on the serial line. Its output, one line each:
 //!
 //! - `FILLED pages=N` when the memory has been written for the first time;
-//! - each second `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… disk_writes=… checking=… wrong=…`;
-//!   `longest_stall_ms` is the longest time since the last tick in which the program could not run, `writes` and
-//!   `verified` count pages, `passes` whole verifications; `checking` is how many checks of the disk are under way;
-//! - `WRONG page N word=… expected=… found=…`, as soon as a page is found that is not what was written last; the run goes
-//!   on.
+//! - each second `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… disk_writes=…
+//!   checking=… wrong=…`; `longest_stall_ms` is the longest time since the last tick in which the program did not run,
+//!   `writes` and `verified` count pages, `passes` whole verifications; `checking` is the number of disk checks that
+//!   are under way;
+//! - `WRONG page N word=… expected=… found=…`, as soon as a page is found that differs from its last write; the run
+//!   continues.
 //!
-//! It answers what comes on its input:
+//! It accepts commands on its input:
 //!
-//! - `check ID`: `CHECK ok id=ID pages=… disk_blocks=… n=… wrong=0` (or `CHECK wrong …`): memory was verified at once, and
-//!   then the disk, which may take long. It is `wrong` when anything ever was;
+//! - `check ID`: `CHECK ok id=ID pages=… disk_blocks=… n=… wrong=0` (or `CHECK wrong …`): memory was verified at once,
+//!   and then the disk, which may need long. It is `wrong` if any error was ever found;
 //! - `set KEY=VALUE …` changes settings (see [`options`]): `SET KEY=VALUE …`;
-//! - `trace N COUNT` tells what was done in COUNT hundredths of a second from the Nth on (see [`progress`]):
-//!   `TRACE slot_ms=… first=… work=… gap=…`;
-//! - `now` tells the time since the load began: `NOW uptime_us=…`;
+//! - `trace N COUNT` reports the work in COUNT hundredths of a second from the Nth on (see [`progress`]): `TRACE
+//!   slot_ms=… first=… work=… gap=…`;
+//! - `now` reports the time since the load began: `NOW uptime_us=…`;
 //! - anything else: `ERROR …`.
 //!
 //! Serial lines lose characters now and then. So ticks and answers end with ` sum=…`, the
-//! [`whimbrel_guest_load::checksum`] of what is before it, and an answer says what was understood. Who misses one asks
-//! again.
+//! [`whimbrel_guest_load::checksum`] of the text before it, and an answer repeats the command as it was understood. A
+//! host that misses an answer sends the command again.
 
 mod disk;
 mod memory;
@@ -44,9 +45,9 @@ use pace::{MIB, Pace};
 use progress::Progress;
 use whimbrel_guest_load::Order;
 
-/// Pages handled between two looks at the clock.
+/// Pages handled between two reads of the clock.
 const BATCH: usize = 4;
-/// `WRONG` lines printed, of pages and of blocks, before it is enough: the count goes on.
+/// Limit of printed `WRONG` lines, of pages and of blocks: beyond it, errors are only counted.
 const TOLD: u64 = 64;
 
 fn main() {
@@ -77,7 +78,7 @@ fn main() {
     Load::new(options, memory, disk).run(&commands);
 }
 
-/// From the kernel's command line, then from the arguments.
+/// Reads the kernel's command line, then the arguments.
 fn read_options() -> Result<Options, String> {
     let mut options = Options::default();
     let line = std::fs::read_to_string("/proc/cmdline").map_err(|error| format!("/proc/cmdline: {error}"))?;
@@ -90,7 +91,7 @@ fn read_options() -> Result<Options, String> {
     Ok(options)
 }
 
-/// Lines of the input, read by a thread of its own.
+/// Returns the lines of the input, read by a thread of its own.
 fn commands() -> Receiver<String> {
     let (send, receive) = mpsc::channel();
     thread::spawn(move || {
@@ -129,7 +130,7 @@ fn echo(port: u16) {
     }
 }
 
-/// Prints a line that whoever reads it can check: serial lines lose characters.
+/// Prints a line with a checksum: serial lines lose characters.
 fn tell(line: &str) {
     println!("{line} sum={:x}", whimbrel_guest_load::checksum(line));
 }
@@ -138,7 +139,7 @@ struct Load {
     options: Options,
     memory: Memory,
     disk: Option<DiskLoad>,
-    /// Checks that are under way, by what they are called.
+    /// Checks that are under way, by their ids.
     checks: Vec<(String, DiskCheck)>,
     progress: Progress,
     start: Instant,
@@ -253,7 +254,7 @@ impl Load {
         ));
     }
 
-    /// Tells of the checks that have ended.
+    /// Reports the checks that have ended.
     fn tell_of_checks(&mut self) {
         let mut ended = Vec::new();
         self.checks.retain_mut(|(id, check)| match check.result() {
@@ -283,7 +284,7 @@ impl Load {
         match words.next() {
             Some("check") => {
                 let id = words.next().unwrap_or("-");
-                // Whoever asks again has not heard of it yet.
+                // A host that repeats a command has not received the answer yet.
                 if self.checks.iter().any(|(known, _)| known == id) {
                     return;
                 }

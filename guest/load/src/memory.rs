@@ -1,7 +1,7 @@
 //! Memory whose every page can be checked at any time.
 //!
-//! For each page a version is kept, from which its content can be computed again; a page that a migration lost or left
-//! stale therefore shows up as wrong, whatever it contains.
+//! For each page a version is kept, from which its content can be computed again. A page that a migration lost or left
+//! stale therefore shows up as wrong, with any content.
 
 use whimbrel_guest_load::{WORDS, mix, words};
 
@@ -12,18 +12,18 @@ use crate::options::Mode;
 #[derive(Clone)]
 struct Page([u64; WORDS]);
 
-/// What a page must contain.
+/// Parameters of a page's expected content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Expected {
-    /// Counts rewritings of the whole page.
+    /// Number of rewritings of the whole page.
     base: u32,
-    /// Counts rewritings of a few words since then.
+    /// Number of rewritings of a few words since then.
     few: u32,
-    /// All zeros instead.
+    /// True for a zero page.
     zero: bool,
 }
 
-/// A page that does not contain what was written last.
+/// A page that differs from its last write.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Wrong {
     pub(crate) page: usize,
@@ -32,17 +32,17 @@ pub(crate) struct Wrong {
     pub(crate) found: u64,
 }
 
-/// What the content of all pages is made from.
+/// Parameters of the content of all pages.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Recipe {
     /// Makes content differ between runs.
     pub(crate) seed: u64,
-    /// How many of a hundred pieces of memory look random; the others hold small numbers, as much of a program's
-    /// memory does, and compress well.
+    /// Percentage of pieces of memory that look random; the others hold small numbers, as much of a program's memory
+    /// does, and compress well.
     pub(crate) noise_percent: u64,
 }
 
-/// Neighbouring pages that are all random, or none of them, for so it is with memory: 1 MiB.
+/// Number of neighbouring pages that are all random, or all not, as in real memory: 1 MiB.
 const PIECE_PAGES: usize = 256;
 
 impl Recipe {
@@ -52,7 +52,7 @@ impl Recipe {
     }
 }
 
-/// The pages and what they must contain.
+/// The pages and their expected content.
 pub(crate) struct Memory {
     recipe: Recipe,
     /// In pieces, so that it can grow where it is.
@@ -68,7 +68,7 @@ impl Memory {
         memory
     }
 
-    /// Has so many pages at least: takes others, and writes each of those once.
+    /// Grows to at least this number of pages, and writes each new one once.
     pub(crate) fn grow(&mut self, pages: usize) {
         for page in self.len()..pages {
             if page % PIECE_PAGES == 0 {
@@ -88,7 +88,7 @@ impl Memory {
         &mut self.pieces[page / PIECE_PAGES][page % PIECE_PAGES]
     }
 
-    /// Pages there are.
+    /// Returns the number of pages.
     pub(crate) fn len(&self) -> usize {
         self.expected.len()
     }
@@ -111,7 +111,7 @@ impl Memory {
         self.rewrite(page);
     }
 
-    /// Compares one page with what was written last. A wrong page is mended, so that each wrong is told once.
+    /// Compares one page with its last write. A wrong page is repaired, so that each error is reported once.
     pub(crate) fn verify(&mut self, page: usize) -> Option<Wrong> {
         let expected = self.expected[page];
         let wrong = content(self.recipe, page, expected)
@@ -133,7 +133,7 @@ impl Memory {
     }
 }
 
-/// All words of a page.
+/// Returns all words of a page.
 fn content(recipe: Recipe, page: usize, expected: Expected) -> impl Iterator<Item = u64> {
     let few = few_words(recipe.seed, page, expected);
     let mask = if recipe.is_noise(page) { u64::MAX } else { 0xff };
@@ -146,7 +146,8 @@ fn content(recipe: Recipe, page: usize, expected: Expected) -> impl Iterator<Ite
     })
 }
 
-/// The four words that a rewriting of a few changes: always the same places of a page, each time something else.
+/// Returns the four words that a rewriting of a few changes: always the same places of a page, with new values each
+/// time.
 fn few_words(seed: u64, page: usize, expected: Expected) -> [(usize, u64); 4] {
     let first = mix(page as u64) as usize;
     [0, 1, 2, 3].map(|k| {
@@ -217,7 +218,7 @@ mod tests {
         }
     }
 
-    /// A page that is written often, or not for long, is as right as the others, and a stale one as wrong.
+    /// A page that is written often, or rarely, is as right as the others, and a stale one as wrong.
     #[test]
     fn every_pattern_verifies_and_a_stale_page_is_found() {
         const PAGES: usize = 64;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use whimbrel_guest_load::Pattern;
 
-/// How a page is written.
+/// Way to write a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
     /// The whole page anew.
@@ -16,20 +16,20 @@ pub(crate) enum Mode {
     Zero,
 }
 
-/// What the load generator does.
+/// Settings of the load generator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Options {
-    /// Memory filled at the start, MiB; more is taken when this becomes more.
+    /// Memory filled at the start, MiB; an increase allocates more.
     pub(crate) fill_mib: usize,
     /// The first part of it, which is rewritten over and over, MiB.
     pub(crate) wss_mib: usize,
-    /// How fast pages are rewritten, MiB/s of pages touched. 0: not at all.
+    /// Write rate, MiB/s of pages touched. 0: none.
     pub(crate) rate_mib_per_s: u64,
-    /// How fast pages are verified in the background, MiB/s. 0: not at all.
+    /// Rate of verifying pages in the background, MiB/s. 0: none.
     pub(crate) verify_mib_per_s: u64,
-    /// How pages are rewritten.
+    /// Way to rewrite pages.
     pub(crate) mode: Mode,
-    /// Which of them, and in which order.
+    /// Choice and order of the pages.
     pub(crate) pattern: Pattern,
     /// Threads that read the first disk past the page cache. Fixed for the run.
     pub(crate) disk_threads: usize,
@@ -42,7 +42,7 @@ pub(crate) struct Options {
     pub(crate) port: u16,
     /// Makes content differ between runs, and the order of pages. Fixed for the run.
     pub(crate) seed: u64,
-    /// How much of memory looks random, in percent; the rest compresses well. Fixed for the run.
+    /// Share of memory that looks random, in percent; the rest compresses well. Fixed for the run.
     pub(crate) noise_percent: u64,
 }
 
@@ -66,7 +66,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Applies one `KEY=VALUE`. The error says what is wrong with it.
+    /// Applies one `KEY=VALUE`. The error describes the fault.
     pub(crate) fn set(&mut self, word: &str) -> Result<(), String> {
         fn number<T: FromStr>(key: &str, value: &str) -> Result<T, String> {
             value.parse().map_err(|_| format!("{key}={value}: not a number that fits"))

@@ -1,4 +1,4 @@
-//! How many pages are handled, and when.
+//! Number of pages to handle by now, at a given rate.
 
 use std::time::Instant;
 
@@ -12,17 +12,17 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// From now on.
+    /// Starts at `now`.
     pub(crate) fn new(now: Instant) -> Self {
         Self { from: now, done: 0 }
     }
 
-    /// So many pages were handled.
+    /// Records handled pages.
     pub(crate) fn done(&mut self, pages: usize) {
         self.done += pages as u64;
     }
 
-    /// Whether more of them are to be.
+    /// Returns true if more pages are due.
     pub(crate) fn is_due(&mut self, mib_per_s: u64, now: Instant) -> bool {
         let pages_per_s = mib_per_s * MIB as u64;
         if pages_per_s == 0 {
@@ -48,7 +48,8 @@ mod tests {
 
     const BATCH: usize = 4;
 
-    /// Bytes that are written in a time by a program that takes some for each batch, and sleeps where nothing is due.
+    /// Returns the bytes written in a time by a program that needs some time for each batch, and sleeps while nothing
+    /// is due.
     fn bytes_in(pace: &mut Pace, mib_per_s: u64, from: Instant, time: Duration) -> u64 {
         let (mut now, mut pages) = (from, 0);
         while now < from + time {

@@ -1,4 +1,4 @@
-//! In which order the pages of a working set are rewritten.
+//! Order in which the pages of a working set are rewritten.
 
 use std::error::Error;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use crate::mix;
 
-/// Which pages are rewritten, and how often each of them beside the others.
+/// Choice of the pages to rewrite, and their relative frequencies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pattern {
     /// `sequential`: one after the other, over and over.
@@ -14,8 +14,8 @@ pub enum Pattern {
     Sequential,
     /// `random`: any of them, each as likely as the others.
     Random,
-    /// `hot-spot:WRITES/PAGES`: so much of the writes goes to so much of the pages, those at the beginning, both in percent;
-    /// the other writes go to the other pages. Within each of the two it is random.
+    /// `hot-spot:WRITES/PAGES`: this share of the writes goes to this share of the pages, those at the beginning, both
+    /// in percent; the other writes go to the other pages. Within each of the two it is random.
     HotSpot {
         /// Share of the writes, 1 to 99.
         writes_percent: u8,
@@ -24,12 +24,12 @@ pub enum Pattern {
     },
     /// `strided:N`: every Nth of them, then those that follow these, until all were written; over and over.
     Strided {
-        /// From one page to the next, 1 to 65535.
+        /// Distance from one page to the next, 1 to 65535.
         pages: u16,
     },
 }
 
-/// No pattern.
+/// Error of a word that is no pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadPattern;
 
@@ -80,23 +80,23 @@ impl FromStr for Pattern {
     }
 }
 
-/// Says which page is next: the same ones for the same seed.
+/// Sequence of pages: the same one for the same seed.
 #[derive(Clone, Debug)]
 pub struct Order {
     seed: u64,
-    /// Random numbers that were drawn.
+    /// Number of random numbers drawn.
     drawn: u64,
-    /// The next page, where they are in an order.
+    /// The next page, in patterns with an order.
     next: usize,
 }
 
 impl Order {
-    /// From the beginning.
+    /// Starts from the beginning.
     pub fn new(seed: u64) -> Self {
         Self { seed: mix(seed), drawn: 0, next: 0 }
     }
 
-    /// The next page of a working set of so many, of which there is at least one. Pattern and working set may change at any
+    /// Returns the next page of a working set of `pages` pages, at least one. Pattern and working set may change at any
     /// time.
     pub fn next(&mut self, pattern: Pattern, pages: usize) -> usize {
         match pattern {
@@ -126,7 +126,7 @@ impl Order {
         page
     }
 
-    /// A random number below `end`, each as likely as the others.
+    /// Returns a random number below `end`, each as likely as the others.
     fn below(&mut self, end: usize) -> usize {
         self.drawn += 1;
         let random = mix(self.seed ^ self.drawn);
@@ -141,7 +141,7 @@ mod tests {
     const PAGES: usize = 1000;
     const HOT: Pattern = Pattern::HotSpot { writes_percent: 90, pages_percent: 10 };
 
-    /// How often each page is written in so many writes.
+    /// Returns the number of writes to each page.
     fn writes(pattern: Pattern, seed: u64, writes: usize) -> Vec<usize> {
         let mut order = Order::new(seed);
         let mut counts = vec![0; PAGES];
@@ -149,7 +149,7 @@ mod tests {
         counts
     }
 
-    /// Whether these all are within six standard deviations of what is expected of each.
+    /// Returns true if all counts are within six standard deviations of the expected one.
     fn are_even(counts: &[usize], expected: f64) -> bool {
         counts.iter().all(|count| (*count as f64 - expected).abs() < 6.0 * expected.sqrt())
     }
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn the_same_seed_gives_the_same_pages_and_another_one_others() {
-        // So many that hardly any comes twice by chance.
+        // So many that hardly any page is drawn twice by chance.
         const MANY: usize = 1 << 40;
         for pattern in [Pattern::Random, HOT] {
             let pages = |seed| {

@@ -1,5 +1,5 @@
-//! What the program got done in each hundredth of a second of the guest's own clock, and how long it could not run:
-//! measured in the guest, told when asked, so that telling does not disturb what is measured.
+//! Work of the program in each hundredth of a second of the guest's own clock, and the times in which it did not run:
+//! measured in the guest, and reported on request, so that reports do not disturb the measurement.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -7,28 +7,28 @@ use std::time::Duration;
 
 /// Length of a slot.
 const SLOT: Duration = Duration::from_millis(10);
-/// Slots remembered: five minutes and a half.
+/// Slots kept: five minutes and a half.
 const REMEMBERED: usize = 1 << 15;
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Slot {
-    /// Pages written and verified in it.
+    /// Pages written and verified in the slot.
     work: u32,
-    /// The longest time without the program that ended in it, in tenths of a millisecond.
+    /// The longest time without the program that ended in the slot, in tenths of a millisecond.
     gap: u32,
 }
 
 /// The recent past, slot by slot.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
-    /// Number of the first slot remembered; slots are counted from the start of the load.
+    /// Number of the first slot kept; slots are counted from the start of the load.
     first: u64,
     slots: VecDeque<Slot>,
 }
 
 impl Progress {
-    /// Notes that at this time since the start the program ran, after a time in which it could not, and what it then
-    /// did.
+    /// Records that at this time since the start the program ran, after a time in which it did not, with the work that
+    /// it did then.
     pub(crate) fn note(&mut self, at: Duration, gap: Duration, work: u32) {
         let number = (at.as_micros() / SLOT.as_micros()) as u64;
         while self.first + self.slots.len() as u64 <= number {
@@ -46,7 +46,7 @@ impl Progress {
         }
     }
 
-    /// From a slot on, at most so many: `slot_ms=10 first=N work=A,B,… gap=C,D,…`, with gaps in tenths of a
+    /// Formats at most `count` slots from one on: `slot_ms=10 first=N work=A,B,… gap=C,D,…`, with gaps in tenths of a
     /// millisecond.
     pub(crate) fn tell(&self, from: u64, count: usize) -> String {
         let first = from.max(self.first);
@@ -54,7 +54,7 @@ impl Progress {
         let mut text = format!("slot_ms={} first={first}", SLOT.as_millis());
         for (name, value) in [("work", (|slot| slot.work) as fn(&Slot) -> u32), ("gap", |slot| slot.gap)] {
             let values = slots.clone().map(|slot| value(slot).to_string()).collect::<Vec<_>>().join(",");
-            // A string takes all.
+            // Writing to a string cannot fail.
             let _ = write!(text, " {name}={values}");
         }
         text

@@ -14,11 +14,11 @@ use crate::team::Member;
 
 /// Steps of the inverse power method.
 const ITERATIONS: u32 = 15;
-/// Iterations of the conjugate gradient method in each.
+/// Iterations of the conjugate gradient method in each step.
 const STEPS: usize = 25;
-/// Of the matrix, before the shift: its smallest eigenvalue is no less.
+/// Lower bound of the matrix's eigenvalues, before the shift.
 const CONDITION: f64 = 0.1;
-/// Relative, of the specification.
+/// Relative tolerance, of the specification.
 const TOLERANCE: f64 = 1e-10;
 
 /// A problem: a matrix that random numbers make, and its eigenvalue.
@@ -26,7 +26,7 @@ const TOLERANCE: f64 = 1e-10;
 pub struct Problem {
     /// Rows, and columns.
     order: usize,
-    /// Of each of the random vectors that make the matrix.
+    /// Nonzeros of each of the random vectors that make the matrix.
     nonzeros: usize,
     shift: f64,
     seed: u64,
@@ -35,7 +35,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The problem of a class.
+    /// Returns the problem of a class.
     pub fn new(class: Class) -> Self {
         let (order, nonzeros, shift, zeta) = match class {
             Class::S => (1400, 7, 10.0, 8.597_177_507_864_8),
@@ -45,9 +45,9 @@ impl Problem {
         Self { order, nonzeros, shift, seed: SEED, zeta }
     }
 
-    /// The random vectors, sparse: places and values.
+    /// Returns the random vectors, sparse: places and values.
     fn vectors(&self) -> Vec<Vec<(usize, f64)>> {
-        // The specification draws one number for nothing.
+        // The specification draws one number without a use.
         let mut random = Random::at(self.seed, 1);
         let places = self.order.next_power_of_two() as f64;
         let vector = |own: usize| {
@@ -68,8 +68,8 @@ impl Problem {
         (0..self.order).map(vector).collect()
     }
 
-    /// Some rows of the matrix: the sum of the outer products of the vectors with themselves, each vector weighing less
-    /// than the one before it, and on the diagonal the condition less the shift.
+    /// Returns some rows of the matrix: the sum of the outer products of the vectors with themselves, each vector
+    /// weighing less than the one before it, and on the diagonal the condition less the shift.
     fn matrix(&self, rows: Range<usize>) -> Matrix {
         let vectors = self.vectors();
         let ratio = CONDITION.powf(1.0 / self.order as f64);
@@ -99,7 +99,7 @@ impl Problem {
         matrix
     }
 
-    /// The inverse power method.
+    /// Computes the eigenvalue with the inverse power method.
     fn eigenvalue(
         &self,
         matrix: &Matrix,
@@ -118,12 +118,12 @@ impl Problem {
             tick(iteration);
         }
         let mut verdict = Verdict::of(&[zeta], &[self.zeta], TOLERANCE);
-        // The specification computes the residual and holds it against nothing.
+        // The specification computes the residual and compares it with nothing.
         verdict.found = format!("{},residual:{residual:e}", verdict.found);
         Ok(verdict)
     }
 
-    /// Solves A z = x with the conjugate gradient method, about. Gives z and the norm of x - A z.
+    /// Solves A z = x approximately with the conjugate gradient method. Returns z and the norm of x - A z.
     #[expect(clippy::many_single_char_names, reason = "the names of the specification")]
     fn solve(
         &self,
@@ -171,7 +171,7 @@ impl Kernel for Problem {
 /// Rows of a sparse matrix.
 #[derive(Debug)]
 struct Matrix {
-    /// Where each row ends in the arrays below.
+    /// The end of each row in the arrays below.
     ends: Vec<usize>,
     columns: Vec<u32>,
     values: Vec<f64>,

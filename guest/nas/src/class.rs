@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Size of a problem, as the specification calls it.
+/// Size of a problem, in the specification's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// Sample: a second of work at most.
@@ -14,7 +14,7 @@ pub enum Class {
     A,
 }
 
-/// Which kernel.
+/// Name of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Name {
     /// Embarrassingly parallel.
@@ -29,7 +29,7 @@ pub enum Name {
     Ft,
 }
 
-/// A word that names nothing.
+/// Error of an unknown word.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unknown {
     word: String,

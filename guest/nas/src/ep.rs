@@ -1,6 +1,6 @@
 //! EP, embarrassingly parallel: pairs of random numbers in a circle are made into Gaussian deviates, which are added up.
 //!
-//! It computes in batches and hardly touches memory. Its members meet only to add up what they have, sixteen times in a
+//! It computes in batches and hardly touches memory. Its members meet only to add up their sums, sixteen times in a
 //! run.
 
 use crate::class::Class;
@@ -9,16 +9,16 @@ use crate::kernel::{Kernel, Verdict};
 use crate::random::{Random, SEED_EP};
 use crate::team::Member;
 
-/// The specification knows no iterations: these are for whoever watches the progress.
+/// Iterations, which the specification does not have: they are for observers of the progress.
 const ITERATIONS: usize = 16;
 /// Pairs of a batch.
 const BATCH: usize = 1 << 16;
 /// Square annuli in which the deviates are counted.
 const ANNULI: usize = 10;
-/// Relative, of the specification.
+/// Relative tolerance, of the specification.
 const TOLERANCE: f64 = 1e-8;
 
-/// A problem: so many pairs.
+/// A problem: a number of pairs.
 #[derive(Debug, Clone)]
 pub struct Problem {
     batches: usize,
@@ -28,7 +28,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The problem of a class.
+    /// Returns the problem of a class.
     pub fn new(class: Class) -> Self {
         let (pairs_log2, expected) = match class {
             Class::S => (24, [1.051_299_420_395_306e7, 1.051_517_131_857_535e7, 13_176_389.0]),
@@ -66,7 +66,7 @@ impl Kernel for Problem {
     }
 }
 
-/// What is known of the pairs so far.
+/// Results for the pairs so far.
 #[derive(Debug, Default)]
 struct Tally {
     x: f64,

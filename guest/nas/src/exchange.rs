@@ -1,7 +1,7 @@
-//! What goes between two processes, over TCP.
+//! Protocol between two processes, over TCP.
 //!
 //! ```text
-//! hello    64 bytes: what is run, in words, filled up with spaces. Both sides send it; they must be the same.
+//! hello    64 bytes: the problem, in words, padded with spaces. Both sides send it; they must be the same.
 //! frame    from: u16, to: u16    parts (see team)
 //!          count: u32            elements that follow
 //!          count elements        little endian
@@ -9,8 +9,8 @@
 //! end of the stream
 //! ```
 //!
-//! A process that has nothing more to send ends its stream and reads on until the other one does: neither closes while
-//! something is under way.
+//! A process that has nothing more to send ends its stream and reads until the other one does the same: neither closes
+//! while data is under way.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -22,22 +22,22 @@ use std::time::{Duration, Instant};
 
 /// Bytes of a hello.
 const HELLO: usize = 64;
-/// The longest frame taken, in bytes. The longest sent is a quarter of the grid of FT, class A: 32 MiB.
+/// The longest frame accepted, in bytes. The longest sent is a quarter of the grid of FT, class A: 32 MiB.
 const LIMIT: usize = 64 << 20;
 /// Elements turned into bytes, or back, at a time.
 const CHUNK: usize = 8192;
-/// Between two attempts to connect.
+/// Time between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// What members of a team send each other.
+/// Data that members of a team send each other.
 pub trait Element: Copy + Default + Add<Output = Self> + Send + Sync + 'static {
-    /// Bytes of one, in a frame.
+    /// Bytes of one element, in a frame.
     const BYTES: usize;
 
-    /// Appends its bytes.
+    /// Appends the element's bytes.
     fn put(self, bytes: &mut Vec<u8>);
 
-    /// The element of [`Self::BYTES`] bytes.
+    /// Reads an element from [`Self::BYTES`] bytes.
     fn take(bytes: &[u8]) -> Self;
 }
 
@@ -69,24 +69,24 @@ impl Element for f64 {
     }
 }
 
-/// Why members cannot go on together.
+/// Reasons why members cannot continue together.
 #[derive(Debug)]
 pub enum ExchangeError {
     /// The network failed.
     Io {
-        /// What was being done.
+        /// The operation.
         doing: &'static str,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// The peer was started for something else.
+    /// The peer was started for another problem.
     Different {
-        /// What runs here.
+        /// The problem here.
         ours: String,
-        /// What runs there.
+        /// The problem there.
         theirs: String,
     },
-    /// The peer sent what no peer sends.
+    /// The peer sent invalid data.
     Malformed(&'static str),
     /// The other member, or the peer, ended before the work was done.
     Gone,
@@ -121,7 +121,7 @@ fn failed(doing: &'static str) -> impl FnOnce(io::Error) -> ExchangeError {
 /// The other process.
 #[derive(Debug)]
 pub struct Peer {
-    /// Of this process: 0 for the one that listened, 1 for the one that connected.
+    /// Rank of this process: 0 for the one that listened, 1 for the one that connected.
     rank: usize,
     incoming: TcpStream,
     /// Locked while a frame is written, which must stay in one piece.
@@ -135,14 +135,14 @@ struct Outgoing {
 }
 
 impl Peer {
-    /// Waits for the other process, which connects. `hello` says what is run; the other one must say the same.
+    /// Waits for the connection of the peer. `hello` describes the problem; the peer must send the same.
     pub fn accept(listener: &TcpListener, hello: &str) -> Result<Self, ExchangeError> {
         let (stream, _) = listener.accept().map_err(failed("waiting for the peer"))?;
         Self::greet(stream, 0, hello)
     }
 
-    /// Connects to the process that listens at `address` (`HOST:PORT`), which may be there only later: until `patience`
-    /// is over.
+    /// Connects to the process that listens at `address` (`HOST:PORT`), which may start listening later, until
+    /// `patience` is over.
     pub fn connect(address: &str, hello: &str, patience: Duration) -> Result<Self, ExchangeError> {
         let began = Instant::now();
         loop {
@@ -171,7 +171,7 @@ impl Peer {
         Ok(Self { rank, incoming, outgoing: Mutex::new(Outgoing { stream, bytes: Vec::new() }) })
     }
 
-    /// Of this process.
+    /// Returns the rank of this process.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -200,11 +200,12 @@ impl Peer {
             }
             write(bytes)?;
         }
-        // The header, where nothing followed it.
+        // The header, if no element followed it.
         write(bytes)
     }
 
-    /// Hands every frame to `deliver`, with who sent it and to whom, until the peer's stream ends or `deliver` fails.
+    /// Passes every frame to `deliver`, with its sender and its receiver, until the peer's stream ends or `deliver`
+    /// fails.
     pub(crate) fn receive<E: Element>(
         &self,
         mut deliver: impl FnMut(usize, usize, Vec<E>) -> Result<(), ExchangeError>,
@@ -217,13 +218,13 @@ impl Peer {
             }
             Ok(())
         };
-        // Nobody reads on after a failure, and the peer must not wait for that.
+        // After a failure nothing is read, and the peer must not wait for that.
         frames().inspect_err(|_| drop(self.incoming.shutdown(Shutdown::Both)))
     }
 
-    /// Tells the peer that nothing more comes.
+    /// Ends the outgoing stream.
     pub(crate) fn finish(&self) {
-        // Who has gone already need not be told.
+        // A peer that has ended already needs no notice.
         let _ = self.incoming.shutdown(Shutdown::Write);
     }
 }
@@ -251,7 +252,7 @@ fn read_frame<E: Element>(reader: &mut impl Read) -> Result<(usize, usize, Vec<E
 pub(crate) mod tests {
     use super::*;
 
-    /// Two processes' ends of a connection.
+    /// Returns two processes' ends of a connection.
     pub(crate) fn pair() -> [Peer; 2] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();

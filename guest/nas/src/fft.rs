@@ -5,8 +5,8 @@ use std::ops::{Add, Mul, Sub};
 
 use crate::exchange::Element;
 
-/// Lines transformed together. They stand side by side, so that what is done to one is done to all at a time; and as
-/// little of the cache as that takes.
+/// Lines transformed together. They are stored side by side, so that each operation is done to all at a time; as few as
+/// this needs, to save cache.
 const LINES: usize = 16;
 
 /// A complex number.
@@ -19,7 +19,7 @@ pub struct Complex {
 }
 
 impl Complex {
-    /// e to the power of i times this angle.
+    /// Returns e to the power of i times this angle.
     fn turn(angle: f64) -> Self {
         Self { re: angle.cos(), im: angle.sin() }
     }
@@ -28,7 +28,7 @@ impl Complex {
         Self { re: self.re, im: -self.im }
     }
 
-    /// The absolute value.
+    /// Returns the absolute value.
     pub fn norm(self) -> f64 {
         self.re.hypot(self.im)
     }
@@ -80,7 +80,7 @@ impl Element for Complex {
     }
 }
 
-/// Which way a transform goes. There and back multiplies by the length.
+/// Direction of a transform. Both directions in turn multiply by the length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// To frequencies.
@@ -93,16 +93,16 @@ pub enum Direction {
 #[derive(Debug)]
 pub struct Transform {
     length: usize,
-    /// Of half the circle.
+    /// Roots of unity of half the circle.
     roots: Vec<Complex>,
     /// Lines side by side: the first elements of all of them, the second ones, and so on.
     lines: Vec<Complex>,
-    /// What they become in the next step.
+    /// Results of the next step.
     next: Vec<Complex>,
 }
 
 impl Transform {
-    /// `length` is a power of two.
+    /// Makes a transform; `length` is a power of two.
     pub fn new(length: usize) -> Self {
         let half = length / 2;
         let roots = (0..half).map(|index| Complex::turn(PI * index as f64 / half as f64)).collect();
@@ -125,8 +125,7 @@ impl Transform {
         }
     }
 
-    /// Transforms the columns of a plane, of which there are `width`, a multiple of 16. There are as many rows as this
-    /// length.
+    /// Transforms the columns of a plane. Their number `width` is a multiple of 16. The number of rows is this length.
     pub fn columns(&mut self, direction: Direction, plane: &mut [Complex], width: usize) {
         for first in (0..width).step_by(LINES) {
             let columns = first..first + LINES;
@@ -140,8 +139,8 @@ impl Transform {
         }
     }
 
-    /// Stockham's way: each step leaves the elements in the order that the next one wants, the last one in that of the
-    /// frequencies.
+    /// Transforms with Stockham's method: each step leaves the elements in the order that the next one needs, the last
+    /// one in that of the frequencies.
     fn transform(&mut self, direction: Direction) {
         let mut run = 1;
         while run < self.length {
@@ -168,12 +167,12 @@ impl Transform {
 mod tests {
     use super::*;
 
-    /// A plane of 32 × 32 of no order.
+    /// Returns a plane of 32 × 32 of no order.
     fn plane() -> Vec<Complex> {
         (0..1024).map(|n| Complex { re: f64::from(n * 37 % 101), im: f64::from(n * 53 % 97) }).collect()
     }
 
-    /// The definition.
+    /// Computes the transform by its definition.
     fn slowly(line: &[Complex]) -> Vec<Complex> {
         let term = |place: usize, (index, &element): (usize, &Complex)| {
             element * Complex::turn(2.0 * PI * (place * index % line.len()) as f64 / line.len() as f64)

@@ -1,9 +1,9 @@
 //! FT, Fourier transform: solves a heat equation on a box, by its three-dimensional Fourier transform. Each iteration
-//! goes one step on in time and transforms back.
+//! advances one step in time and transforms back.
 //!
-//! Its members own planes of the box, by their third coordinate: they have what transforms along the first and the
-//! second coordinate need. For the third they trade the planes for others, by the second coordinate: every member gives
-//! something to every other one. All of the memory but the table of factors is rewritten each iteration.
+//! Its members own planes of the box, by their third coordinate: they have the data for transforms along the first and
+//! the second coordinate. For the third they trade the planes for others, by the second coordinate: every member sends
+//! data to every other one. All of the memory but the table of factors is rewritten each iteration.
 
 use std::f64::consts::PI;
 use std::ops::Range;
@@ -17,9 +17,9 @@ use crate::team::Member;
 
 /// Steps in time.
 const ITERATIONS: usize = 6;
-/// How fast heat spreads.
+/// Heat diffusion coefficient.
 const ALPHA: f64 = 1e-6;
-/// Relative, of the specification.
+/// Relative tolerance, of the specification.
 const TOLERANCE: f64 = 1e-12;
 
 /// A problem: a box of random complex numbers.
@@ -28,12 +28,12 @@ pub struct Problem {
     /// Points along each coordinate.
     size: [usize; 3],
     seed: u64,
-    /// After each step: the mean, about, of 1024 points.
+    /// Mean, about, of 1024 points after each step.
     checksums: [Complex; ITERATIONS],
 }
 
 impl Problem {
-    /// The problem of a class.
+    /// Returns the problem of a class.
     pub fn new(class: Class) -> Self {
         let (size, checksums) = match class {
             Class::S => (
@@ -77,14 +77,14 @@ impl Problem {
         self.size.iter().product()
     }
 
-    /// Planes of the box in the beginning.
+    /// Returns the initial planes of the box.
     fn start(&self, planes: Range<usize>) -> Vec<Complex> {
         let area = self.size[0] * self.size[1];
         let mut random = Random::at(self.seed, (2 * area * planes.start) as u64);
         (0..area * planes.len()).map(|_| Complex { re: random.draw(), im: random.draw() }).collect()
     }
 
-    /// By what each frequency is multiplied in a step, for planes by the second coordinate.
+    /// Returns the factors of each frequency in a step, for planes by the second coordinate.
     fn factors(&self, planes: Range<usize>) -> Vec<f64> {
         // The second half of the frequencies are the negative ones.
         let squares = self.size.map(|size| {
@@ -102,7 +102,7 @@ impl Problem {
         factors
     }
 
-    /// A member's share of the checksum of the box.
+    /// Returns a member's share of the checksum of the box.
     fn checksum(&self, own: &[Complex], planes: &Range<usize>) -> Complex {
         let [nx, ny, nz] = self.size;
         let points = (1..=1024).map(|point| [point % nx, 3 * point % ny, 5 * point % nz]);
@@ -117,7 +117,7 @@ impl Kernel for Problem {
     type Element = Complex;
 
     fn bytes(&self, _threads: usize, ranks: usize) -> usize {
-        // The frequencies, the box as it is worked on, what is traded, and the factors.
+        // The frequencies, the box in work, the traded blocks, and the factors.
         self.points() * (3 * size_of::<Complex>() + size_of::<f64>()) / ranks
     }
 
@@ -180,17 +180,17 @@ impl Problem {
     }
 }
 
-/// Changes by which coordinate the members own planes.
+/// Change of the coordinate by which the members own planes.
 struct Turn {
     /// Points of a row, along the first coordinate. Rows stay as they are.
     width: usize,
-    /// Memory of what was taken last, for what is given next.
+    /// Memory of the blocks received last, for the blocks sent next.
     blocks: Vec<Vec<Complex>>,
 }
 
 impl Turn {
-    /// A member has its part of `from_planes` planes of `to_planes` rows in `array`, and gets its part of `to_planes`
-    /// planes of `from_planes` rows there.
+    /// Replaces a member's part of `from_planes` planes of `to_planes` rows in `array` by its part of `to_planes`
+    /// planes of `from_planes` rows.
     fn turn(
         &mut self,
         array: &mut Vec<Complex>,
@@ -202,7 +202,7 @@ impl Turn {
         for (part, block) in self.blocks.iter_mut().enumerate() {
             let rows = member.range_of(part, to_planes);
             block.clear();
-            // No more memory than that: there are as many blocks as there is box.
+            // Exactly that much memory: all blocks together are as large as the box.
             block.reserve_exact(array.len() / to_planes * rows.len());
             for plane in array.chunks_exact(to_planes * width) {
                 block.extend_from_slice(&plane[rows.start * width..rows.end * width]);

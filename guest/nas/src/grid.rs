@@ -8,7 +8,7 @@ use crate::team::Member;
 /// Weights of a 27-point operator: of the point itself, of those that share a face with it, an edge, a corner.
 pub(crate) type Weights = [f64; 4];
 
-/// Some planes of a grid of `n` × `n` × `n` points, with a copy of what borders them on every side.
+/// Some planes of a grid of `n` × `n` × `n` points, with a copy of their neighbours on every side.
 ///
 /// So a plane has n + 2 rows of n + 2 points, and there are two planes more than its own. All planes together are one
 /// member's whole grid; fewer are its part of a grid that all members share.
@@ -21,28 +21,28 @@ pub(crate) struct Grid {
 }
 
 impl Grid {
-    /// Zeros.
+    /// Returns a grid of zeros.
     pub(crate) fn new(n: usize, planes: Range<usize>) -> Self {
         let data = vec![0.0; (n + 2) * (n + 2) * (planes.len() + 2)];
         Self { n, planes, data }
     }
 
-    /// Zeros again.
+    /// Sets all points to zero.
     pub(crate) fn clear(&mut self) {
         self.data.fill(0.0);
     }
 
-    /// Which planes of the grid these are.
+    /// Returns the range of these planes in the grid.
     pub(crate) fn planes(&self) -> Range<usize> {
         self.planes.clone()
     }
 
-    /// Points of a plane, those on its borders included.
+    /// Returns the number of points of a plane, those on its borders included.
     fn area(&self) -> usize {
         (self.n + 2) * (self.n + 2)
     }
 
-    /// A row, borders included: plane and row are counted from the borders, which are 0.
+    /// Returns a row, borders included: plane and row are counted from the borders, which are 0.
     fn row(&self, plane: usize, row: usize) -> &[f64] {
         let start = plane * self.area() + row * (self.n + 2);
         &self.data[start..start + self.n + 2]
@@ -54,7 +54,7 @@ impl Grid {
         &mut self.data[start..end]
     }
 
-    /// Sets one point, where it is in one of these planes. Borders stay.
+    /// Sets one point, if it is in one of these planes. Borders stay.
     pub(crate) fn set(&mut self, [x, y, z]: [usize; 3], value: f64) {
         if self.planes.contains(&z) {
             let plane = z - self.planes.start + 1;
@@ -62,21 +62,21 @@ impl Grid {
         }
     }
 
-    /// The planes without those that border them.
+    /// Returns the planes without those that border them.
     pub(crate) fn own(&self) -> &[f64] {
         let area = self.area();
         &self.data[area..area * (self.planes.len() + 1)]
     }
 
-    /// Replaces the planes by others as [`Self::own`] gives them, of the same size, and closes the grid around them, which
-    /// must be a whole one.
+    /// Replaces the planes by others in the format of [`Self::own`], of the same size, and closes the grid around them,
+    /// which must be a whole one.
     pub(crate) fn replace(&mut self, own: &[f64]) {
         let area = self.area();
         self.data[area..area + own.len()].copy_from_slice(own);
         self.close_planes();
     }
 
-    /// Makes the borders what periodic borders are: copies of the opposite side.
+    /// Sets the borders to periodic ones: copies of the opposite side.
     pub(crate) fn close(&mut self, member: &Member<'_, f64>) -> Result<(), ExchangeError> {
         let (n, area, count) = (self.n, self.area(), self.planes.len());
         for plane in self.data[area..area * (count + 1)].chunks_exact_mut(area) {
@@ -97,7 +97,7 @@ impl Grid {
         Ok(())
     }
 
-    /// The planes that border a whole grid are its own at the other end.
+    /// Copies the planes that border a whole grid from its own planes at the other end.
     fn close_planes(&mut self) {
         let (area, count) = (self.area(), self.planes.len());
         self.data.copy_within(area * count..area * (count + 1), 0);
@@ -115,7 +115,8 @@ impl Grid {
         self.close(member)
     }
 
-    /// Becomes the sum of a grid and an operator's result on another, all of the same size. Borders are closed.
+    /// Sets this grid to the sum of a grid and an operator's result on another, all of the same size. Borders are
+    /// closed.
     pub(crate) fn become_sum(
         &mut self,
         start: &Self,
@@ -141,8 +142,8 @@ impl Grid {
         }
     }
 
-    /// Becomes the restriction of a grid twice as fine: every second point of an operator's result on that. Borders are
-    /// closed.
+    /// Sets this grid to the restriction of a grid twice as fine: every second point of an operator's result on that.
+    /// Borders are closed.
     pub(crate) fn restrict(
         &mut self,
         weights: Weights,
@@ -188,7 +189,7 @@ impl Grid {
         }
     }
 
-    /// The sum of the squares of the points in its planes.
+    /// Returns the sum of the squares of the points in its planes.
     pub(crate) fn square(&self) -> f64 {
         let mut sum = 0.0;
         for plane in 1..=self.planes.len() {
@@ -200,11 +201,11 @@ impl Grid {
     }
 }
 
-/// Sums of the rows around a row: an operator takes each of them up to three times.
+/// Sums of the rows around a row: an operator uses each of them up to three times.
 struct Around {
-    /// Of the four that are next to it in its plane, or in the next plane.
+    /// Sums of the four rows that are next to it in its plane, or in the next plane.
     near: Vec<f64>,
-    /// Of the four that are across from it.
+    /// Sums of the four rows that are across from it.
     far: Vec<f64>,
 }
 
@@ -213,7 +214,7 @@ impl Around {
         Self { near: vec![0.0; n + 2], far: vec![0.0; n + 2] }
     }
 
-    /// An operator's results for the points of a row, without those on the borders.
+    /// Returns an operator's results for the points of a row, without those on the borders.
     fn row<'a>(
         &'a mut self,
         grid: &'a Grid,
@@ -254,7 +255,7 @@ mod tests {
     use super::*;
     use crate::team;
 
-    /// A grid whose points tell where they are.
+    /// Returns a grid whose points contain their positions.
     fn numbered(n: usize, planes: Range<usize>) -> Grid {
         let mut grid = Grid::new(n, planes);
         for z in 0..n {
@@ -271,7 +272,7 @@ mod tests {
         (x + 10 * y + 100 * z) as f64
     }
 
-    /// Looks at every point of a grid, on its borders too: at which place of the periodic grid, and what is there.
+    /// Visits every point of a grid, also on its borders: its place in the periodic grid, and its value.
     fn each(grid: &Grid, mut look: impl FnMut([usize; 3], f64)) {
         let n = grid.n;
         for plane in 0..grid.planes.len() + 2 {

@@ -1,8 +1,8 @@
 //! IS, integer sort: ranks keys of an about Gaussian distribution, ten times, with two keys changed before each.
 //!
-//! Its members own keys by their place, and rank keys by their value: each iteration counts how many keys lie in which
-//! bucket, gives every member a run of buckets with about as many keys as the others have, and sends each key where its
-//! bucket is. All of the memory is read and about all rewritten each time.
+//! Its members own keys by their place, and rank keys by their value. Each iteration counts the keys in each bucket,
+//! assigns every member a run of buckets with about as many keys as the others have, and sends each key to the member
+//! of its bucket. All of the memory is read and almost all rewritten each time.
 
 use crate::class::Class;
 use crate::exchange::ExchangeError;
@@ -10,14 +10,14 @@ use crate::kernel::{Kernel, Verdict};
 use crate::random::{Random, SEED};
 use crate::team::Member;
 
-/// How often the keys are ranked.
+/// Number of times that the keys are ranked.
 const ITERATIONS: u32 = 10;
-/// Buckets into which the values are divided. That changes no rank.
+/// Buckets into which the values are divided. Their number changes no rank.
 const BUCKETS: usize = 512;
 /// Keys whose ranks are known.
 const TESTS: usize = 5;
 
-/// A problem: so many keys, up to a value.
+/// A problem: a number of keys, up to a value.
 #[derive(Debug, Clone)]
 pub struct Problem {
     keys: usize,
@@ -27,19 +27,19 @@ pub struct Problem {
     tests: Tests,
 }
 
-/// Ranks that the specification tells.
+/// Ranks from the specification.
 #[derive(Debug, Clone)]
 struct Tests {
-    /// Where the keys stand.
+    /// Places of the keys.
     places: [usize; TESTS],
-    /// Of how many keys a key is the successor, before the changes.
+    /// Number of keys that are less, before the changes.
     ranks: [u32; TESTS],
-    /// So many of the ranks rise by one each iteration, the others fall: the changes put a key below the first ones and
-    /// above the others.
+    /// Number of ranks that rise by one each iteration, while the others fall: the changes put a key below the first
+    /// ones and above the others.
     rising: usize,
-    /// From which iteration on they rise.
+    /// First iteration in which they rise.
     rise_from: u32,
-    /// From which iteration on they fall.
+    /// First iteration in which they fall.
     fall_from: u32,
 }
 
@@ -58,7 +58,7 @@ impl Tests {
 }
 
 impl Problem {
-    /// The problem of a class.
+    /// Returns the problem of a class.
     pub fn new(class: Class) -> Self {
         let (keys_log2, key_bits, tests) = match class {
             Class::S => (
@@ -103,7 +103,7 @@ impl Kernel for Problem {
     type Element = u32;
 
     fn bytes(&self, _threads: usize, ranks: usize) -> usize {
-        // The keys by place, by value, and sorted in the end; and how many there are of each.
+        // The keys by place, by value, and sorted in the end; and the count of each.
         (3 * self.keys + (1 << self.key_bits)) * size_of::<u32>() / ranks
     }
 
@@ -152,7 +152,7 @@ impl Keys {
         self.own.get(place.checked_sub(self.first)?).copied()
     }
 
-    /// What the specification has changed before an iteration: a low key and a high one.
+    /// Makes the specification's changes before an iteration: a low key and a high one.
     fn change(&mut self, iteration: u32, limit: u32) {
         for (place, key) in [(iteration, iteration), (iteration + ITERATIONS, limit - iteration)] {
             let own = (place as usize).checked_sub(self.first);
@@ -165,13 +165,13 @@ impl Keys {
 
 /// A member's keys by their value.
 struct Ranking {
-    /// From each member, in its order. After an iteration their memory is used for what goes the other way.
+    /// Keys from each member, in its order. After an iteration their memory is used for the other direction.
     blocks: Vec<Vec<u32>>,
     /// The least key of its buckets.
     low: u32,
-    /// Keys below that.
+    /// Number of keys below that.
     below: u32,
-    /// For each key from `low` on: how many are not greater, among all members' keys.
+    /// Number of keys that are not greater, among all members' keys, for each key from `low` on.
     not_greater: Vec<u32>,
 }
 
@@ -180,7 +180,7 @@ impl Ranking {
         Self { blocks: vec![Vec::new(); member.parts()], low: 0, below: 0, not_greater: Vec::new() }
     }
 
-    /// Ranks all keys: takes those of its own buckets, and counts.
+    /// Ranks all keys: receives those of its own buckets, and counts them.
     fn rank(
         &mut self,
         problem: &Problem,
@@ -222,7 +222,7 @@ impl Ranking {
         self.not_greater.clear();
         self.not_greater.resize((end - first) << shift, 0);
         for key in self.blocks.iter().flatten() {
-            // What is less than the least wraps around to what is far too much.
+            // A key below the lowest wraps around to an index beyond the end.
             let count = self.not_greater.get_mut(key.wrapping_sub(self.low) as usize);
             *count.ok_or(ExchangeError::Malformed("a key that belongs elsewhere"))? += 1;
         }
@@ -234,14 +234,14 @@ impl Ranking {
         Ok(())
     }
 
-    /// How many keys are less than this one, where it is known here.
+    /// Returns the number of keys that are less than this one, if it is known here.
     fn less_than(&self, key: u32) -> Option<u32> {
         let index = key.checked_sub(self.low)? as usize;
         self.not_greater.get(index)?;
         Some(index.checked_sub(1).map_or(self.below, |index| self.not_greater[index]))
     }
 
-    /// Puts every key where its rank says, and counts those that stand wrong, among all members.
+    /// Puts every key at the place of its rank, and counts the unsorted ones, among all members.
     fn unsorted(&mut self, problem: &Problem, member: &Member<'_, u32>) -> Result<u32, ExchangeError> {
         let mut sorted = vec![u32::MAX; self.blocks.iter().map(Vec::len).sum()];
         for &key in self.blocks.iter().flatten() {

@@ -1,4 +1,4 @@
-//! What the kernels have in common: a run, and what came of it.
+//! Common parts of the kernels: a run, and its verdict.
 
 use std::fmt;
 
@@ -7,15 +7,15 @@ use crate::team::Member;
 
 /// A problem of one of the kernels, of one class.
 pub trait Kernel: Sync {
-    /// What its members send each other.
+    /// Type of the data that its members send each other.
     type Element: Element;
 
-    /// Memory that the arrays of one process take, in bytes, where each of `ranks` processes has `threads` threads. It
-    /// is known before anything is allocated.
+    /// Returns the memory that the arrays of one process use, in bytes, where each of `ranks` processes has `threads`
+    /// threads. It is known before anything is allocated.
     fn bytes(&self, threads: usize, ranks: usize) -> usize;
 
-    /// One member's share of one run, setup and verification included. `tick` is told the number of each iteration, from
-    /// 1 on, when the member has done it. All members come to the same verdict.
+    /// Does one member's share of one run, setup and verification included. `tick` receives the number of each
+    /// iteration, from 1 on, when the member has done it. All members return the same verdict.
     fn run(
         &self,
         member: &Member<'_, Self::Element>,
@@ -23,21 +23,21 @@ pub trait Kernel: Sync {
     ) -> Result<Verdict, ExchangeError>;
 }
 
-/// Whether a run computed what it must.
+/// Result of a run's verification.
 ///
-/// Printed, it says `verified=yes`, or `verified=no` and the values.
+/// Its text is `verified=yes`, or `verified=no` and the values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
-    /// The result is right.
+    /// True if the result is right.
     pub verified: bool,
-    /// What was computed: values between commas.
+    /// The computed values, separated by commas.
     pub found: String,
-    /// What the specification says.
+    /// The specification's values.
     pub expected: String,
 }
 
 impl Verdict {
-    /// Holds each value against the one expected of it; `tolerance` is relative to that. What is not a number is wrong.
+    /// Compares each value with the expected one; `tolerance` is relative to that. NaN is wrong.
     pub fn of(found: &[f64], expected: &[f64], tolerance: f64) -> Self {
         let right = |(found, expected): (&f64, &f64)| ((found - expected) / expected).abs() <= tolerance;
         let verified = found.len() == expected.len() && found.iter().zip(expected).all(right);
@@ -55,7 +55,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// Values between commas.
+/// Formats values, separated by commas.
 pub(crate) fn list(values: &[f64]) -> String {
     let words: Vec<String> = values.iter().map(|value| format!("{value:.13e}")).collect();
     words.join(",")
@@ -66,7 +66,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::team;
 
-    /// The verdict of a run on `threads` threads, once as many iterations were told as there are.
+    /// Returns the verdict of a run on `threads` threads, and asserts that all iterations were reported.
     pub(crate) fn verdict<K: Kernel>(kernel: &K, threads: usize, iterations: u32) -> Verdict {
         team::run(threads, None, |member| {
             let mut told = Vec::new();
@@ -77,7 +77,7 @@ pub(crate) mod tests {
         .unwrap()
     }
 
-    /// Whatever the number of threads is.
+    /// Asserts that the kernel verifies, for several numbers of threads.
     pub(crate) fn assert_verifies<K: Kernel>(kernel: &K, threads: &[usize], iterations: u32) {
         for &threads in threads {
             let verdict = verdict(kernel, threads, iterations);

@@ -1,15 +1,15 @@
-//! Runs a kernel of the NAS Parallel Benchmarks and tells how far it is: the load of a guest that is being moved.
+//! Runs a kernel of the NAS Parallel Benchmarks and reports its progress: the load of a guest during a migration.
 //!
 //! It prints to the serial line of its guest, one line each:
 //!
-//! - `NAS start kernel=CG class=S threads=2 bytes=N`: `bytes` is the memory that its arrays will take;
+//! - `NAS start kernel=CG class=S threads=2 bytes=N`: `bytes` is the memory that its arrays will use;
 //! - `NAS tick kernel=CG class=S run=K iteration=I ms=M` after each iteration, at M ms since the program started;
-//! - `NAS run kernel=CG class=S run=K verified=yes ms=M` after each run, which took M ms with its setup and its
+//! - `NAS run kernel=CG class=S run=K verified=yes ms=M` after each run, which lasted M ms with its setup and its
 //!   verification; or `verified=no found=… expected=…`, and the next run begins all the same.
 //!
-//! It ends with 0 when all runs verified, 1 when one did not or the other process was lost, 2 when the command line is
-//! wrong, 101 when what it found in memory leads out of an array. Where two processes share the work ([`whimbrel_nas`] tells how), both print all of
-//! this.
+//! It exits with 0 when all runs verified, 1 when one did not or the peer process was lost, 2 when the command line is
+//! wrong, 101 when a value in memory leads out of an array. Where two processes share the work (see [`whimbrel_nas`]),
+//! both print all of this.
 
 mod options;
 
@@ -24,7 +24,7 @@ use whimbrel_nas::exchange::{ExchangeError, Peer};
 use whimbrel_nas::kernel::Kernel;
 use whimbrel_nas::{cg, ep, ft, is, mg, team};
 
-/// How long the other process may take until it listens: its machine may be starting.
+/// Time until the peer process must listen: its machine may be starting.
 const PATIENCE: Duration = Duration::from_mins(5);
 
 fn main() -> ExitCode {
@@ -54,12 +54,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// An error with what caused it.
+/// Formats an error with its causes.
 fn told(error: &dyn Error) -> String {
     error.source().map_or_else(|| error.to_string(), |cause| format!("{error}: {}", told(cause)))
 }
 
-/// All runs. Whether each of them verified.
+/// Does all runs. Returns true if each of them verified.
 fn perform<K: Kernel>(options: &Options, kernel: &K, start: Instant) -> Result<bool, ExchangeError> {
     let Options { kernel: name, class, threads, runs, .. } = options;
     println!(
@@ -87,11 +87,11 @@ fn perform<K: Kernel>(options: &Options, kernel: &K, start: Instant) -> Result<b
     })
 }
 
-/// The other process, where there is to be one.
+/// Connects to the peer process, if one is configured.
 fn find_peer(options: &Options) -> Result<Option<Peer>, ExchangeError> {
     let Options { kernel, class, threads, runs, peer } = options;
     let runs = runs.map_or("forever".into(), |runs| runs.to_string());
-    // Whatever must be the same on both sides.
+    // Everything that must be the same on both sides.
     let hello = format!("whimbrel-nas 1 {kernel} {class} threads={threads} runs={runs}");
     Ok(match peer {
         None => None,

@@ -17,13 +17,13 @@ use crate::team::Member;
 const ITERATIONS: u32 = 4;
 /// Charges of each sign.
 const CHARGES: usize = 10;
-/// What the residual takes off: the operator of the equation, negated.
+/// Operator of the residual: the operator of the equation, negated.
 const RESIDUAL: Weights = [8.0 / 3.0, 0.0, -1.0 / 6.0, -1.0 / 12.0];
 /// About the inverse of that operator, for the classes up to A.
 const SMOOTHER: Weights = [-3.0 / 8.0, 1.0 / 32.0, -1.0 / 64.0, 0.0];
-/// From a grid to one half as fine.
+/// Weights from a grid to one half as fine.
 const RESTRICTION: Weights = [1.0 / 2.0, 1.0 / 4.0, 1.0 / 8.0, 1.0 / 16.0];
-/// Relative, of the specification.
+/// Relative tolerance, of the specification.
 const TOLERANCE: f64 = 1e-8;
 
 /// A problem: a cube with charges in it.
@@ -32,12 +32,12 @@ pub struct Problem {
     /// The finest grid has 2ˡᵉᵛᵉˡˢ points a side, the coarsest 2.
     levels: u32,
     seed: u64,
-    /// Norm of the residual in the end.
+    /// Final norm of the residual.
     norm: f64,
 }
 
 impl Problem {
-    /// The problem of a class.
+    /// Returns the problem of a class.
     pub fn new(class: Class) -> Self {
         let (levels, norm) = match class {
             Class::S => (5, 0.530_770_700_573_4e-4),
@@ -47,13 +47,13 @@ impl Problem {
         Self { levels, seed: SEED, norm }
     }
 
-    /// Points of the finest grid, a side.
+    /// Returns the points of the finest grid, a side.
     fn side(&self) -> usize {
         1 << self.levels
     }
 
-    /// A member's planes of the finest grid with the charges in them: 1 where the greatest of one random number for each
-    /// point are, -1 where the least are.
+    /// Returns a member's planes of the finest grid with the charges in them: 1 at the places of the greatest of one
+    /// random number for each point, -1 at those of the least.
     fn charges(&self, planes: Range<usize>, member: &Member<'_, f64>) -> Result<Grid, ExchangeError> {
         let n = self.side();
         let mut random = Random::at(self.seed, (planes.start * n * n) as u64);
@@ -113,7 +113,7 @@ impl Kernel for Problem {
     }
 }
 
-/// The least of the numbers offered, in order, each with its place.
+/// The least of the offered numbers, in order, each with its place.
 struct Least([[f64; 2]; CHARGES]);
 
 impl Default for Least {
@@ -139,21 +139,21 @@ struct Level {
 
 /// A member's share of all grids.
 struct Cycle {
-    /// From the coarsest one, of 2 points a side, to the finest.
+    /// Grids from the coarsest one, of 2 points a side, to the finest.
     levels: Vec<Level>,
     /// Index of the finest grid that each member has as a whole.
     whole: usize,
-    /// A member's part of the residual on that grid, before the parts are put together.
+    /// A member's part of the residual on that grid, before the parts are merged.
     part: Grid,
 }
 
 impl Cycle {
     fn new(levels: u32, member: &Member<'_, f64>) -> Self {
-        // The coarsest grid that has a plane for everyone.
+        // The coarsest grid that has a plane for each member.
         let whole = member.parts().next_power_of_two().ilog2().max(1);
         let part = member.range(1 << whole);
         let level = |level: u32| {
-            // A part has twice as many planes on the next finer grid: what belongs together is with the same member.
+            // A part has twice as many planes on the next finer grid: corresponding planes are with the same member.
             let planes = match level.checked_sub(whole) {
                 None | Some(0) => 0..1 << level,
                 Some(finer) => part.start << finer..part.end << finer,
@@ -174,13 +174,13 @@ impl Cycle {
         self.finest().residual.planes()
     }
 
-    /// The residual of the solution on the finest grid.
+    /// Computes the residual of the solution on the finest grid.
     fn assess(&mut self, charges: &Grid, member: &Member<'_, f64>) -> Result<(), ExchangeError> {
         let Level { solution, residual } = self.finest();
         residual.become_sum(charges, RESIDUAL, solution, member)
     }
 
-    /// Takes the residual from the finest grid down to the coarsest.
+    /// Restricts the residual from the finest grid down to the coarsest.
     fn down(&mut self, member: &Member<'_, f64>) -> Result<(), ExchangeError> {
         for coarse in (0..self.levels.len() - 1).rev() {
             let (coarser, finer) = self.levels.split_at_mut(coarse + 1);
@@ -258,7 +258,7 @@ mod tests {
         }
     }
 
-    /// A grid with one point.
+    /// Returns a grid with one point.
     fn one_point() -> Grid {
         let mut grid = Grid::new(32, 0..32);
         grid.set([3, 4, 5], 1.0);

@@ -3,7 +3,7 @@
 use whimbrel_nas::class::{Class, Name};
 use whimbrel_nas::team::MAX_PARTS;
 
-/// How to call the program.
+/// Usage of the program.
 pub(crate) const USAGE: &str = "usage: whimbrel-nas KERNEL CLASS [--threads T] [--runs N|forever] \
      [--peer HOST:PORT | --listen PORT]\n\
      KERNEL: EP, CG, IS, MG or FT\n\
@@ -13,7 +13,7 @@ pub(crate) const USAGE: &str = "usage: whimbrel-nas KERNEL CLASS [--threads T] [
      --listen PORT       shares the work with a second process, which connects here\n\
      --peer HOST:PORT    shares the work with the process that listens there; all other words must be the same";
 
-/// Where the other process is.
+/// Location of the peer process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     /// It connects to this port.
@@ -22,19 +22,19 @@ pub(crate) enum Place {
     At(String),
 }
 
-/// What the program does.
+/// Settings of the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Options {
     pub(crate) kernel: Name,
     pub(crate) class: Class,
     pub(crate) threads: usize,
-    /// None: until the program is killed.
+    /// Number of runs. `None`: until the program is killed.
     pub(crate) runs: Option<u64>,
     pub(crate) peer: Option<Place>,
 }
 
 impl Options {
-    /// Reads the words of the command line after the program's name. The error says what is wrong with them.
+    /// Reads the words of the command line after the program's name. The error describes the fault.
     pub(crate) fn read(words: impl IntoIterator<Item = String>) -> Result<Self, String> {
         let mut words = words.into_iter();
         let kernel = words.next().ok_or("a kernel is missing")?.parse::<Name>().map_err(said)?;
@@ -65,7 +65,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Processes that share the work.
+    /// Returns the number of processes that share the work.
     pub(crate) fn ranks(&self) -> usize {
         if self.peer.is_some() { 2 } else { 1 }
     }

@@ -19,7 +19,8 @@ pub struct Random {
 }
 
 impl Random {
-    /// The sequence of `seed` after `drawn` numbers, without drawing them: whoever owns a part of the data starts there.
+    /// Returns the sequence of `seed` after `drawn` numbers, without drawing them: the owner of a part of the data
+    /// starts there.
     pub fn at(seed: u64, drawn: u64) -> Self {
         let (mut state, mut power, mut left) = (seed & MASK, MULTIPLIER, drawn);
         while left > 0 {
@@ -32,7 +33,7 @@ impl Random {
         Self { state }
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn draw(&mut self) -> f64 {
         self.state = product(self.state, MULTIPLIER);
         // Exact: a float holds integers up to 2⁵³.
@@ -40,7 +41,8 @@ impl Random {
     }
 }
 
-/// Exact although it may overflow: the low 46 bits of a product depend on no higher bits.
+/// Returns the product modulo 2⁴⁶. Exact although it may overflow: the low 46 bits of a product depend on no higher
+/// bits.
 const fn product(a: u64, b: u64) -> u64 {
     a.wrapping_mul(b) & MASK
 }

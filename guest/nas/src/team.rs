@@ -1,11 +1,11 @@
 //! Members that do a run together: threads of this process, and those of the peer if there is one.
 //!
 //! The work is divided into parts, one a member, numbered through both processes. Data that several members need goes
-//! between them in messages, inside a process by handing over memory. Each collective operation must be called by all
-//! members, in the same order; that is also what keeps them in step.
+//! between them in messages, inside a process by passing memory. Each collective operation must be called by all
+//! members, in the same order; that also keeps them in step.
 //!
-//! When a member ends early, or the peer does, whoever waits for it gets [`ExchangeError::Gone`], and so on until all
-//! have ended: nobody waits for ever.
+//! When a member ends early, or the peer does, each member that waits for it fails with [`ExchangeError::Gone`], and so
+//! on until all have ended: no member waits for ever.
 
 use std::ops::Range;
 use std::panic;
@@ -15,10 +15,10 @@ use std::thread::{self, ScopedJoinHandle};
 
 use crate::exchange::{Element, ExchangeError, Peer};
 
-/// The most parts that work is divided into: the smallest problem of MG has no more to give.
+/// The most parts into which work is divided: the smallest problem of MG has no more parts.
 pub const MAX_PARTS: usize = 16;
 
-/// A message. Several members may be given the same one.
+/// A message. Several members may receive the same one.
 type Message<E> = Arc<Vec<E>>;
 
 /// A member's view of its team.
@@ -26,17 +26,17 @@ type Message<E> = Arc<Vec<E>>;
 pub struct Member<'a, E> {
     part: usize,
     parts: usize,
-    /// Those of this process.
+    /// The members of this process.
     local: Range<usize>,
-    /// To each member of this process.
+    /// Channels to each member of this process.
     outboxes: Vec<Sender<Message<E>>>,
-    /// From each member of both processes.
+    /// Channels from each member of both processes.
     inboxes: Vec<Receiver<Message<E>>>,
     peer: Option<&'a Peer>,
 }
 
-/// Runs `work` on `threads` threads at once, each as a member of one team, and gives what the first of them came to. The
-/// peer must do the same, with as many threads.
+/// Runs `work` on `threads` threads at once, each as a member of one team, and returns the result of the first of them.
+/// The peer must do the same, with as many threads.
 pub fn run<E: Element, R: Send>(
     threads: usize,
     peer: Option<&Peer>,
@@ -55,14 +55,14 @@ pub fn run<E: Element, R: Send>(
         inboxes.push(out_of);
     }
     let outboxes: Vec<_> = senders.drain(local.clone()).collect();
-    // What is left is for the peer's members.
+    // The remaining senders are for the peer's members.
     let remote = Remote { senders, first: (1 - rank) * threads, first_here: local.start };
 
     thread::scope(|scope| {
         let work = &work;
         let members = local.clone().zip(outboxes).zip(inboxes).map(|((part, outboxes), inboxes)| {
             let member = Member { part, parts, local: local.clone(), outboxes, inboxes, peer };
-            // The member is dropped when its work ends: so the others learn of it.
+            // The member is dropped when its work ends: so the others detect its end.
             scope.spawn(move || work(&member))
         });
         let members: Vec<_> = members.collect();
@@ -78,24 +78,24 @@ pub fn run<E: Element, R: Send>(
             .into_iter()
             .map(unwound)
             .collect::<Result<Vec<_>, _>>()
-            // What the network said tells more than that somebody has gone.
+            // The network's error has more information than the end of a member.
             .map_err(|error| received.err().unwrap_or(error))?;
         Ok(results.swap_remove(0))
     })
 }
 
-/// A panic of a thread goes on in the one that waited for it.
+/// Continues a panic of a thread in the one that waited for it.
 fn unwound<R>(joined: thread::Result<R>) -> R {
     joined.unwrap_or_else(|panicked| panic::resume_unwind(panicked))
 }
 
 /// Senders that stand for the peer's members.
 struct Remote<E> {
-    /// By sender, then by receiver.
+    /// Channels by sender, then by receiver.
     senders: Vec<Vec<Sender<Message<E>>>>,
-    /// First part of the peer.
+    /// The peer's first part.
     first: usize,
-    /// First part of this process.
+    /// The first part of this process.
     first_here: usize,
 }
 
@@ -110,32 +110,32 @@ impl<E> Remote<E> {
 }
 
 impl<E: Element> Member<'_, E> {
-    /// Which part of the work is its own.
+    /// Returns the number of its own part of the work.
     pub fn part(&self) -> usize {
         self.part
     }
 
-    /// Into how many parts the work is divided.
+    /// Returns the number of parts into which the work is divided.
     pub fn parts(&self) -> usize {
         self.parts
     }
 
-    /// Whether it speaks for its process.
+    /// Returns true for the member that acts for its process.
     pub fn leads(&self) -> bool {
         self.part == self.local.start
     }
 
-    /// Its own part of `0..total`.
+    /// Returns its own part of `0..total`.
     pub fn range(&self, total: usize) -> Range<usize> {
         self.range_of(self.part, total)
     }
 
-    /// A member's part of `0..total`. The parts follow each other and differ by one at most.
+    /// Returns a member's part of `0..total`. The parts follow each other and differ by one at most.
     pub fn range_of(&self, part: usize, total: usize) -> Range<usize> {
         total * part / self.parts..total * (part + 1) / self.parts
     }
 
-    /// The sum of all members' values, place by place, in the order of the parts: the same bits for all.
+    /// Returns the sum of all members' values, place by place, in the order of the parts: the same bits for all.
     pub fn sum<const N: usize>(&self, own: [E; N]) -> Result<[E; N], ExchangeError> {
         let sum = self.collect(own.into(), |sum, more| {
             sum.truncate(more.len());
@@ -144,7 +144,7 @@ impl<E: Element> Member<'_, E> {
         sum.as_slice().try_into().map_err(|_| ExchangeError::Malformed("a sum of other things"))
     }
 
-    /// The members' pieces of one array, in the order of the parts; `total` is its length.
+    /// Returns the members' pieces of one array, in the order of the parts; `total` is its length.
     pub fn gather(&self, own: Vec<E>, total: usize) -> Result<Arc<Vec<E>>, ExchangeError> {
         let whole = self.collect(own, Vec::extend_from_slice)?;
         if whole.len() == total {
@@ -154,7 +154,7 @@ impl<E: Element> Member<'_, E> {
         }
     }
 
-    /// Gives each member its block and takes one from each, both in the order of the parts.
+    /// Sends each member its block and receives one from each, both in the order of the parts.
     pub fn trade(&self, blocks: Vec<Vec<E>>) -> Result<Vec<Vec<E>>, ExchangeError> {
         for (part, block) in blocks.into_iter().enumerate() {
             self.send(part, Arc::new(block))?;
@@ -162,8 +162,8 @@ impl<E: Element> Member<'_, E> {
         (0..self.parts).map(|part| self.receive(part).map(Arc::unwrap_or_clone)).collect()
     }
 
-    /// The members stand in a ring. Gives `first` to the one before and `last` to the one after; takes the last of the
-    /// one before and the first of the one after. All are of the same length.
+    /// Exchanges data in a ring of the members. Sends `first` to the one before and `last` to the one after; receives
+    /// the last of the one before and the first of the one after. All are of the same length.
     pub fn ring(&self, first: &[E], last: &[E]) -> Result<[Arc<Vec<E>>; 2], ExchangeError> {
         let before = (self.part + self.parts - 1) % self.parts;
         let after = (self.part + 1) % self.parts;
@@ -178,8 +178,8 @@ impl<E: Element> Member<'_, E> {
         Ok([from_before, from_after])
     }
 
-    /// Joins what all members have into one. Inside a process the leader does it for all; the leaders of two processes
-    /// trade their halves, so that each half crosses once.
+    /// Joins the data of all members. Inside a process the leader does it for all; the leaders of two processes trade
+    /// their halves, so that each half crosses once.
     fn collect(&self, own: Vec<E>, join: impl Fn(&mut Vec<E>, &[E])) -> Result<Message<E>, ExchangeError> {
         let leader = self.local.start;
         if self.part != leader {
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
     use crate::exchange::tests::pair;
 
-    /// Does the same in one process and in two, and gives what each came to.
+    /// Does the same in one process and in two, and returns each result.
     fn everywhere<R: Send>(
         threads: usize,
         work: impl Fn(&Member<'_, u32>) -> Result<R, ExchangeError> + Sync,

@@ -1,4 +1,4 @@
-//! Class W, with as many threads as divide nothing evenly.
+//! Class W, with numbers of threads that divide nothing evenly.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,4 +1,4 @@
-//! The program as a guest starts it: its lines and how it ends.
+//! The program as a guest starts it: its lines and its exit status.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -14,7 +14,7 @@ fn lines(output: &Output) -> Vec<String> {
     String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
 }
 
-/// A line with its times left out.
+/// Returns a line without its times.
 fn timeless(line: &str) -> String {
     let words = line.split(' ').map(|word| if word.starts_with("ms=") { "ms=" } else { word });
     words.collect::<Vec<_>>().join(" ")

@@ -11,7 +11,7 @@ use whimbrel_nas::exchange::Peer;
 use whimbrel_nas::kernel::{Kernel, Verdict};
 use whimbrel_nas::{cg, ep, ft, is, mg, team};
 
-/// Two runs after each other on both sides; the verdicts of both.
+/// Does two runs, one after the other, on both sides; returns the verdicts of both.
 fn share<K: Kernel>(kernel: &K, threads: usize) -> [Verdict; 4] {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

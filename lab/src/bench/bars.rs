@@ -1,26 +1,26 @@
-//! What was to be reached, and whether it was: the bars that the project has set for itself.
+//! The project's own targets ("bars"), and the check whether the results meet them.
 
 use super::case::{Case, Program};
 use super::contender::{Contender, Mode, Policy, Soft, Way};
 use super::result::{CaseResult, Measured, Quantity, Results, Run, Spread};
 use super::{converging, nas};
 
-/// A bar.
+/// A target with its result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bar {
-    /// What is measured.
+    /// The measured property.
     pub what: String,
-    /// What was to be reached.
+    /// The target.
     pub wanted: String,
-    /// What was found.
+    /// The result.
     pub found: String,
-    /// Whether it was reached.
+    /// True if the target was met.
     pub held: bool,
 }
 
 const OURS: Contender = Contender::Whimbrel(None);
 
-/// All bars for which there are results.
+/// Returns all bars for which there are results.
 pub fn bars(results: &Results) -> Vec<Bar> {
     let case = |name: &str| results.cases.iter().find(|result| result.case.name == name);
     let mut bars = Vec::new();
@@ -52,7 +52,7 @@ pub fn bars(results: &Results) -> Vec<Bar> {
     bars.push(growth(&results.cases));
     bars.extend(["idle-1g", "idle-100m"].into_iter().filter_map(case).flat_map(link));
     bars.extend(results.cases.iter().filter(|result| is_writing(&result.case)).map(lost_work));
-    // Sending less: what it costs where it is of no use, and what it brings where it is.
+    // Reductions: their costs where they are of no use, and their benefits where they are.
     let both = |(what, of, beside, quantity, most)| {
         move |result: &CaseResult| beside_another(result, what, of, beside, quantity, most)
     };
@@ -98,7 +98,7 @@ fn ratio(result: &CaseResult, quantity: Quantity, word: &str, most: f64) -> Opti
     })
 }
 
-/// A contender beside another one, whoever is QEMU's best.
+/// Compares a contender with another one, whichever of QEMU's ways is the best.
 fn beside_another(
     result: &CaseResult,
     word: &str,
@@ -141,7 +141,7 @@ fn measured(result: &CaseResult) -> impl Iterator<Item = &Measured> {
     result.runs_of(OURS).filter_map(|run| run.measured.as_ref())
 }
 
-/// A link with a limit is used to the full.
+/// Checks that a limited link is fully used.
 fn link(result: &CaseResult) -> [Option<Bar>; 2] {
     let Some(link) = result.case.link_bytes_per_s.map(|rate| rate as f64) else { return [None, None] };
     let name = &result.case.name;
@@ -162,7 +162,7 @@ fn link(result: &CaseResult) -> [Option<Bar>; 2] {
     [used, time]
 }
 
-/// What it was measured of in all cases, with the name of the case in which it was most.
+/// Returns the largest value over all cases, with the name of its case.
 fn worst(cases: &[CaseResult], of: impl Fn(&CaseResult) -> Option<f64>) -> Option<(f64, &str)> {
     cases
         .iter()
@@ -170,11 +170,11 @@ fn worst(cases: &[CaseResult], of: impl Fn(&CaseResult) -> Option<f64>) -> Optio
         .max_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// The scans of a guest that stands still.
+/// Checks the duration of a dirty scan of a stopped guest.
 fn scans(cases: &[CaseResult]) -> Option<Bar> {
     let scan = |result: &CaseResult| {
         let gib = result.case.memory_mib as f64 / 1024.0;
-        // There are two of them.
+        // There are two scans.
         let scans = measured(result).filter_map(|m| Some(m.last_scans_ms? / 2.0 / gib));
         Some(Spread::of(scans)?.median)
     };
@@ -187,7 +187,7 @@ fn scans(cases: &[CaseResult]) -> Option<Bar> {
     })
 }
 
-/// In how many cases the guest stands still no longer than with the best of QEMU's ways.
+/// Counts the cases in which the downtime is longer than with the best of QEMU's ways.
 fn downtimes(cases: &[CaseResult]) -> Option<Bar> {
     let ratio = |result: &CaseResult| {
         let (best, _) = result.best_of_qemu(Quantity::Downtime)?;
@@ -204,12 +204,12 @@ fn downtimes(cases: &[CaseResult]) -> Option<Bar> {
     })
 }
 
-/// What a MB of the largest guest costs, to what it costs of one with an eighth of its memory.
+/// Compares the time for each byte of the largest guest with that of a guest with an eighth of its memory.
 fn growth(cases: &[CaseResult]) -> Option<Bar> {
     let of = |memory_mib: u64| {
         let name = format!("size-{memory_mib}");
         let result = cases.iter().find(|result| result.case.name == name)?;
-        // Without the start, which does not grow with it.
+        // Without the start, which does not grow with the memory.
         let ms = measured(result).map(|m| (m.total_ms - m.start_ms) / m.sent_bytes as f64);
         Some(Spread::of(ms)?.median)
     };
@@ -222,17 +222,17 @@ fn growth(cases: &[CaseResult]) -> Option<Bar> {
     })
 }
 
-/// The guest's program loses no more than under QEMU's own.
+/// Checks that the guest's program loses no more work than under QEMU's own migration.
 fn lost_work(result: &CaseResult) -> Option<Bar> {
     no_longer(result, Quantity::Lost, "lost work")
 }
 
-/// Agents stay small: the largest share of what each may have, over all cases. Rounds without end, which nobody but the
-/// laboratory sends, have a report without end.
+/// Checks that agents stay small: the largest share of the allowed memory, over all cases. Endless rounds, which only
+/// the laboratory requests, have an endless report.
 fn agents_memory(cases: &[CaseResult]) -> Option<Bar> {
     let may_have = |result: &CaseResult| f64::from(64 << 20) + (result.case.memory_mib << 20) as f64 / 1000.0;
     let share = |result: &CaseResult| {
-        // One that goes on for as long as it can is no migration that anybody wants.
+        // A migration that continues as long as possible is no migration that a user wants.
         let ends = |run: &&Run| run.contender != Contender::Policy(Policy::Endless);
         let measured = result.runs.iter().filter(ends).filter_map(|run| run.measured.as_ref());
         let peaks = measured.flat_map(|m| [m.source_agent_peak_bytes, m.destination_agent_peak_bytes]);

@@ -1,4 +1,4 @@
-//! What is measured: a guest, what it does, and the link over which it is moved.
+//! Cases: a guest, its work, and the link over which it is migrated.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,57 +8,57 @@ use crate::lab::Packets;
 use crate::nas::Nas;
 use crate::spec::{LoadMode, Pattern};
 
-/// More than any guest reads, MiB/s.
+/// Higher than any guest's read rate, MiB/s.
 pub(super) const UNPACED_MIB_PER_S: u64 = 1_000_000;
-/// What the tiny guest's kernel and programs take of its memory.
+/// Memory of the tiny guest that its kernel and programs use.
 const SYSTEM_MIB: u64 = 96;
 
-/// One guest on one link, moved in turn by all contenders.
+/// One guest on one link, migrated in turn by all contenders.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Its name, unlike all others of a run.
+    /// Its name, unique in a run.
     pub name: String,
     /// The QEMU on both sides.
     pub qemu: QemuVersion,
-    /// What runs in the guest.
+    /// The program that runs in the guest.
     pub program: Program,
     /// The guest's memory, MiB.
     pub memory_mib: u64,
-    /// RAM blocks (NUMA nodes) that share it evenly.
+    /// RAM blocks (NUMA nodes) that share the memory evenly.
     pub regions: u64,
     /// With VGA, USB and five virtio devices: disk, network, balloon, random numbers, serial.
     pub devices: bool,
-    /// Memory of the guest: a shared memfd rather than anonymous.
+    /// True if the guest's memory is a shared memfd rather than anonymous.
     pub memfd: bool,
-    /// All of it taken by QEMU when it starts, on both sides.
+    /// True if QEMU allocates all of the memory when it starts, on both sides.
     #[serde(default)]
     pub preallocated: bool,
-    /// How much of a disk the guest has read through its page cache before its program began, MiB; of which it has kept
-    /// what it has room for. It can be asked what of its memory it can do without.
+    /// Length of a disk that the guest has read through its page cache before its program began, MiB; it has kept as
+    /// much as there is room for. The guest then also answers requests for free page hints.
     #[serde(default)]
     pub cache_mib: u64,
-    /// Bytes per second that the link lets through. None: as fast as this machine can.
+    /// Rate of the link, bytes per second. `None`: as fast as this machine allows.
     pub link_bytes_per_s: Option<u64>,
-    /// How what is sent over it is cut into packets.
+    /// Sizes of the packets on the link.
     #[serde(default, skip_serializing_if = "Packets::are_usual")]
     pub packets: Packets,
-    /// How fast whoever moves it may send.
+    /// Limit on the sending rate.
     #[serde(default, skip_serializing_if = "Cap::is_none")]
     pub cap: Cap,
     /// Encrypted and authenticated, on both sides of the comparison.
     pub tls: bool,
-    /// Each host has another guest, which computes as fast as it can.
+    /// True if each host has another guest, which computes as fast as it can.
     #[serde(default, skip_serializing_if = "is_false")]
     pub neighbours: bool,
-    /// How much longer than before copying lets the guest wait for processors, in hundredths of the time, where Whimbrel
-    /// moves it; 0 has copying give way to nothing. None for Whimbrel's default.
+    /// Limit on the additional time that guests wait for processors while Whimbrel copies, in hundredths of the time;
+    /// with 0 copying does not yield. `None` for Whimbrel's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_wait_percent: Option<u32>,
-    /// A migration that has not ended by then is given up, seconds.
+    /// Time after which a migration is given up, seconds.
     pub patience_s: u64,
 }
 
-/// What runs in a guest.
+/// Programs that run in a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Program {
@@ -68,49 +68,51 @@ pub enum Program {
         fill_mib: u64,
         /// Rewritten over and over, MiB.
         wss_mib: u64,
-        /// How fast, MiB/s of pages touched. 0: not at all.
+        /// Write rate, MiB/s of pages touched. 0: none.
         rate_mib_per_s: u64,
         /// Verified (read), MiB/s.
         verify_mib_per_s: u64,
         /// A few bytes of each page, rather than all of it.
         few: bool,
-        /// Which pages, and in which order.
+        /// Choice and order of the pages.
         #[serde(default, skip_serializing_if = "is_sequential", with = "as_text")]
         pattern: Pattern,
-        /// How much of what is filled looks random, in percent; the rest compresses well.
+        /// Share of the filled memory that looks random, in percent; the rest compresses well.
         #[serde(default = "all")]
         noise_percent: u64,
     },
-    /// Debian with nginx and SQLite, that has booted and waits.
+    /// Debian with nginx and SQLite, booted and idle.
     Debian,
-    /// A kernel of the NAS Parallel Benchmarks, saved after its first iteration. Where it is run a number of times,
-    /// each measurement lasts until the last of them has ended.
+    /// A kernel of the NAS Parallel Benchmarks, saved after its first iteration. With a number of runs, each
+    /// measurement lasts until the last run has ended.
     Nas(Nas),
 }
 
-/// How fast whoever moves a guest may send.
+/// Limits on the sending rate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cap {
-    /// As fast as the link lets him.
+    /// The rate of the link.
     #[default]
     Unlimited,
-    /// As KVM's default was (Isci et al., Fig. 1): slowly at first, more with each pass over memory ([`Cap::in_pass`]).
+    /// KVM's former default (Isci et al., Fig. 1): slowly at first, faster with each pass over memory
+    /// ([`Cap::in_pass`]).
     SlowStart,
 }
 
 impl Cap {
-    /// What KVM's default was in the beginning, bytes per second.
+    /// KVM's former default for the first pass, bytes per second.
     const FIRST_BYTES_PER_S: u64 = 32 << 20;
 
-    /// Whether it is none.
+    /// Returns true if there is no limit.
     #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
     pub(super) fn is_none(&self) -> bool {
         *self == Self::Unlimited
     }
 
-    /// The rate in a pass over memory, counted from 1 on, in bytes per second: twice that of the one before. None where
-    /// it is not limited. (The paper tells that the rate grows with the progress, in steps, and not by how much.)
+    /// Returns the limit in a pass over memory, counted from 1 on, in bytes per second: twice that of the pass before.
+    /// `None` where there is no limit. (The paper states that the rate grows in steps with the progress, but not by how
+    /// much.)
     pub(super) fn in_pass(self, pass: u64) -> Option<u64> {
         let doublings = pass.saturating_sub(1).min(20);
         (self == Self::SlowStart).then_some(Self::FIRST_BYTES_PER_S << doublings)
@@ -127,7 +129,7 @@ fn is_sequential(pattern: &Pattern) -> bool {
     *pattern == Pattern::Sequential
 }
 
-/// A pattern as it is written on a command line.
+/// A pattern in the syntax of a command line.
 mod as_text {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -144,14 +146,13 @@ mod as_text {
     }
 }
 
-/// Of content that looks random.
+/// Default: all content looks random.
 const fn all() -> u64 {
     100
 }
 
 impl Case {
-    /// A guest of 1 GiB, 700 MiB of it random, that does nothing but read a little of its memory, on a link without
-    /// limit.
+    /// Returns a guest of 1 GiB, 700 MiB of it random, that only reads a little of its memory, on a link without limit.
     pub fn idle(name: &str, qemu: QemuVersion) -> Self {
         Self {
             name: name.to_owned(),
@@ -181,7 +182,7 @@ impl Case {
         }
     }
 
-    /// The same, but a part of the memory is rewritten.
+    /// Sets a part of the memory to be rewritten.
     #[must_use]
     pub fn writing(mut self, wss: u64, rate: u64, mode: LoadMode) -> Self {
         if let Program::Load { wss_mib, rate_mib_per_s, few, verify_mib_per_s, .. } = &mut self.program {
@@ -190,7 +191,7 @@ impl Case {
         self
     }
 
-    /// The same, but rewritten in another order.
+    /// Sets the order of rewriting.
     #[must_use]
     pub fn in_pattern(mut self, wanted: Pattern) -> Self {
         if let Program::Load { pattern, .. } = &mut self.program {
@@ -199,7 +200,7 @@ impl Case {
         self
     }
 
-    /// The same, but so much of the content looks random; the rest compresses well.
+    /// Sets the share of content that looks random, in percent; the rest compresses well.
     #[must_use]
     pub fn noisy(mut self, percent: u64) -> Self {
         if let Program::Load { noise_percent, .. } = &mut self.program {
@@ -208,7 +209,7 @@ impl Case {
         self
     }
 
-    /// The same with another amount of memory and of random content in it, both in MiB.
+    /// Sets the amount of memory and of random content in it, both in MiB.
     #[must_use]
     pub fn sized(mut self, memory: u64, fill: u64) -> Self {
         self.memory_mib = memory;
@@ -218,10 +219,10 @@ impl Case {
         self
     }
 
-    /// Whether it can be.
+    /// Fails if the case is invalid.
     pub fn check(&self) -> Result<(), Error> {
         let Program::Load { fill_mib, wss_mib, .. } = self.program else { return Ok(()) };
-        // A part of it grows with the memory: what describes its pages, and what is kept free.
+        // A part grows with the memory: the kernel's page descriptors, and its free reserve.
         let system_mib = SYSTEM_MIB + self.memory_mib / 20;
         if fill_mib + system_mib > self.memory_mib {
             return Err(Error::Config(format!(
@@ -237,15 +238,15 @@ impl Case {
         Ok(())
     }
 
-    /// The downtime that QEMU is told to keep, ms. It stops the guest as soon as that can be kept, so that a shorter
-    /// one shows what it can do; over a slow link that costs passes and may be out of reach, so that there it may take
-    /// as long as Whimbrel may, which is QEMU's own default.
+    /// Returns QEMU's downtime limit, ms. QEMU stops the guest as soon as it can keep the limit, so that a shorter
+    /// limit shows QEMU's abilities. Over a slow link a short limit needs more passes and may be out of reach, so that
+    /// QEMU gets Whimbrel's limit there, which is QEMU's own default.
     pub fn downtime_limit_ms(&self) -> u64 {
         const SLOW_BYTES_PER_S: u64 = 1_000_000_000 / 8;
         if self.link_bytes_per_s.is_some_and(|rate| rate <= SLOW_BYTES_PER_S) { 300 } else { 30 }
     }
 
-    /// The same, but the guest's program reads its memory as fast as it can.
+    /// Makes the guest's program read its memory as fast as it can.
     #[must_use]
     pub fn unpaced(mut self) -> Self {
         if let Program::Load { verify_mib_per_s, .. } = &mut self.program {
@@ -254,7 +255,7 @@ impl Case {
         self
     }
 
-    /// In words, for people.
+    /// Describes the case for people.
     pub fn describe(&self) -> String {
         let memory = self.memory_mib;
         let mut words = vec![match &self.program {
@@ -321,12 +322,12 @@ impl Case {
         words.join(", ")
     }
 
-    /// Whether the guest's program comes to an end, which is waited for.
+    /// Returns true if the guest's program ends, and the measurement lasts until then.
     pub(super) fn has_end(&self) -> bool {
         matches!(self.program, Program::Nas(Nas { runs: Some(_), .. }))
     }
 
-    /// Whether the guest's program says what it does.
+    /// Returns true if the guest's program reports its progress.
     pub fn has_load(&self) -> bool {
         matches!(self.program, Program::Load { .. })
     }

@@ -1,40 +1,40 @@
-//! Who moves a guest, and how.
+//! Contenders: the ways to migrate a guest.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Who moves a guest.
+/// A way to migrate a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Contender {
-    /// Nobody: what the guest's program does by itself.
+    /// No migration: the guest's program runs undisturbed.
     Nobody,
-    /// Whimbrel, with so many data streams; None: as many as it chooses.
+    /// Whimbrel, with a number of data streams; `None`: Whimbrel chooses.
     Whimbrel(Option<u16>),
-    /// Whimbrel, told how to compress, and to refer to nothing; where not to compress, it sends pages in full, too.
+    /// Whimbrel with a given compression, and without page references; without compression it sends full pages, too.
     Packing(Way),
-    /// The same over one stream, so that one thread compresses and sends.
+    /// Like `Packing` over one stream, so that one thread compresses and sends.
     OneThread(Way),
-    /// Whimbrel, told to send pages in full that it sent before.
+    /// Whimbrel without deltas: a page that was sent before is sent in full.
     Whole,
-    /// Whimbrel, told what of the guest's memory need not be sent, and to refer to nothing.
+    /// Whimbrel with a given use of free page hints, and without page references.
     Soft(Soft),
-    /// Whimbrel, told when to stop the guest; it does so however long the guest stands still then.
+    /// Whimbrel with a given switchover policy and without a downtime limit.
     Policy(Policy),
     /// QEMU's own migration.
     Qemu(Mode),
 }
 
-/// What need not be sent.
+/// Memory that need not be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Soft {
-    /// Everything is sent.
+    /// None: everything is sent.
     None,
-    /// What is used for nothing.
+    /// Free memory.
     Free,
-    /// And page cache.
+    /// Free memory and page cache.
     All,
 }
 
@@ -46,24 +46,24 @@ impl Soft {
     }
 }
 
-/// When the guest is stopped.
+/// Conditions for stopping the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Policy {
-    /// When a pattern shows that rounds help no more.
+    /// A pattern shows that more rounds do not help.
     Pattern,
-    /// As soon as the downtime would be short enough: KVM's rule.
+    /// The downtime would be short enough: KVM's rule.
     Target,
-    /// After some rounds: Xen's rule.
+    /// A number of rounds has been made: Xen's rule.
     Rounds,
-    /// After one pass; the rest comes when it runs at the destination.
+    /// After one pass; the rest is sent by post-copy.
     Hybrid,
-    /// By patterns, its processors slowed down meanwhile as far as it takes.
+    /// By patterns, with the guest's processors throttled as much as needed.
     Drain,
-    /// Not before the guest's program has ended.
+    /// After the guest's program has ended.
     Endless,
-    /// Before anything is sent.
+    /// Before any page is sent.
     Frozen,
-    /// After so many passes over memory, whatever is left then.
+    /// After a number of passes over memory, however many dirty pages remain.
     After(u32),
 }
 
@@ -78,11 +78,11 @@ impl Policy {
         (Self::Frozen, "frozen"),
     ];
 
-    /// What Whimbrel is told on its command line.
+    /// Returns Whimbrel's command-line options.
     fn options(self) -> Vec<String> {
         let by_count = |rounds: u32, on_limit: &str| {
             let rounds = format!("--max-rounds={rounds}");
-            // Of no length is short enough, so it goes on until it has made so many.
+            // A downtime of 0 is never possible, so it continues until it has made this many rounds.
             vec!["--policy=target".to_owned(), "--max-downtime=0".to_owned(), rounds, on_limit.to_owned()]
         };
         match self {
@@ -118,15 +118,15 @@ impl FromStr for Policy {
     }
 }
 
-/// `after-N`.
+/// Parses `after-N`.
 fn passes(name: &str) -> Option<u32> {
     name.strip_prefix("after-")?.parse().ok().filter(|passes| *passes > 0)
 }
 
-/// What Whimbrel is told of compression.
+/// Compression that Whimbrel is configured to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// Not at all.
+    /// No compression.
     None,
     /// LZ4.
     Lz4,
@@ -165,9 +165,9 @@ impl FromStr for Way {
 pub enum Mode {
     /// One connection, nothing more.
     Default,
-    /// Capability `multifd` with so many channels.
+    /// Capability `multifd` with this many channels.
     Multifd(u8),
-    /// The same with compression by zstd.
+    /// Capability `multifd` with compression by zstd.
     MultifdZstd(u8),
     /// Capability `xbzrle` with a cache for the whole guest.
     Xbzrle,
@@ -175,14 +175,14 @@ pub enum Mode {
     PostCopy,
     /// Capability `auto-converge`.
     AutoConverge,
-    /// One connection; not stopped before the guest's program has ended.
+    /// One connection; the guest is not stopped before its program has ended.
     Endless,
-    /// One connection; stopped after so many passes over memory, whatever is left then.
+    /// One connection; the guest is stopped after a number of passes over memory, however many dirty pages remain.
     After(u32),
 }
 
 impl Contender {
-    /// All ways of QEMU, then Whimbrel.
+    /// Returns all ways of QEMU, then Whimbrel.
     pub fn all() -> Vec<Self> {
         let modes = [
             Mode::Default,
@@ -196,14 +196,14 @@ impl Contender {
         modes.map(Self::Qemu).into_iter().chain([Self::Whimbrel(None)]).collect()
     }
 
-    /// Whether it is Whimbrel, whatever it was told.
+    /// Returns true for Whimbrel with any options.
     pub fn is_whimbrel(self) -> bool {
         !matches!(self, Self::Nobody | Self::Qemu(_))
     }
 
-    /// What Whimbrel is told on its command line.
+    /// Returns Whimbrel's command-line options.
     pub(super) fn options(self) -> Vec<String> {
-        // What one way of sending less does by itself.
+        // One reduction without references, so that its own effect shows.
         let alone = "--no-references";
         match self {
             Self::Whimbrel(Some(streams)) => vec![format!("--streams={streams}")],
@@ -223,7 +223,7 @@ impl Contender {
         }
     }
 
-    /// Whether it is one of QEMU's own ways.
+    /// Returns true for QEMU's own ways.
     pub fn is_qemu(self) -> bool {
         matches!(self, Self::Qemu(_))
     }

@@ -1,6 +1,6 @@
 //! Bars of guests that write faster than the link carries.
 //!
-//! Each turn counts where a bound is absolute: one that was not kept is not made good by two that were.
+//! Each turn counts where a bound is absolute: two turns within the bound do not make up for one beyond it.
 
 use super::bars::Bar;
 use super::contender::{Contender, Policy};
@@ -10,7 +10,7 @@ const PATTERN: Contender = Contender::Policy(Policy::Pattern);
 const HYBRID: Contender = Contender::Policy(Policy::Hybrid);
 const DRAIN: Contender = Contender::Policy(Policy::Drain);
 
-/// All of them, for a guest that writes faster than the link carries.
+/// Returns all of these bars, for a guest that writes faster than the link carries.
 pub(super) fn bars(result: &CaseResult) -> Vec<Bar> {
     let all = [
         ended(result, PATTERN),
@@ -28,7 +28,8 @@ pub(super) fn bars(result: &CaseResult) -> Vec<Bar> {
     all.into_iter().flatten().collect()
 }
 
-/// Those for one that writes here and there, whom another policy may well move: what does not depend on how it writes.
+/// Returns the bars of a guest with scattered writes, which another policy may well migrate: the bars that do not
+/// depend on the pattern of writes.
 pub(super) fn bars_here_and_there(result: &CaseResult) -> Vec<Bar> {
     let all = [ended(result, HYBRID), downtime(result), total(result), stall_beyond(result, HYBRID)];
     all.into_iter().flatten().collect()
@@ -38,7 +39,8 @@ fn measured(result: &CaseResult, of: Contender) -> impl Iterator<Item = &Measure
     result.runs_of(of).filter_map(|run| run.measured.as_ref())
 }
 
-/// Moved in each turn, by post-copy where that is the policy. Without this a policy that moves nothing would miss no bar.
+/// Checks that each turn migrated the guest, by post-copy where that is the policy. Otherwise a policy that migrates
+/// nothing would miss no bar.
 fn ended(result: &CaseResult, of: Contender) -> Option<Bar> {
     let has_ended = |run: &&Run| {
         run.measured.as_ref().is_some_and(|measured| of != HYBRID || measured.has_switched == Some(true))
@@ -52,7 +54,7 @@ fn ended(result: &CaseResult, of: Contender) -> Option<Bar> {
     })
 }
 
-/// What is found in the worst turn, against what may be.
+/// Compares the worst turn with a limit.
 fn at_most(what: String, found: impl Iterator<Item = f64>, most: f64, unit: &str) -> Option<Bar> {
     let found = Spread::of(found)?;
     let digits = if most < 3.0 { 2 } else { 1 };
@@ -70,7 +72,7 @@ fn intervals(result: &CaseResult) -> Option<Bar> {
     at_most(what, stops.map(|stop| stop.intervals as f64), 3.0, "")
 }
 
-/// The downtime is what has to go then, and not much more.
+/// Checks that the downtime is little more than the time to send the remaining pages.
 fn left(result: &CaseResult) -> Option<Bar> {
     let rate = result.case.link_bytes_per_s?;
     let what =
@@ -87,7 +89,8 @@ fn downtime(result: &CaseResult) -> Option<Bar> {
     at_most(what, measured(result, HYBRID).map(|measured| measured.downtime_ms), 15.0, " ms")
 }
 
-/// Each page goes once, and once more if it was written after that: what went for nothing counts against it.
+/// Checks the total time: each page is sent once, and once more if it was written after that; wasted sends count
+/// against the policy.
 fn total(result: &CaseResult) -> Option<Bar> {
     let rate = result.case.link_bytes_per_s?;
     let what = format!(
@@ -138,7 +141,7 @@ mod tests {
 
     const POST_COPY: Contender = Contender::Qemu(Mode::PostCopy);
 
-    /// A run that took so long, and in which the guest stalled for so long.
+    /// Returns a run with this total time and longest stall.
     fn run(contender: Contender, turn: u32, total_ms: f64, longest_stall_ms: f64) -> Run {
         let stop = Stop { intervals: 2, left_pages: 10_000, needed_pages: Some(120_000), ..Stop::default() };
         let measured = Measured {

@@ -1,5 +1,5 @@
-//! How long the guest's program takes, where it comes to an end: from the moment at which the guest goes on from what was
-//! saved, by the host's clock, so that the time in which the guest stood still is in it.
+//! Run time of a guest's program that comes to an end: from the moment at which the guest resumes from its saved state,
+//! by the host's clock, so that the downtime is included.
 
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::serial::Serial;
 
-/// How a guest's program fared.
+/// Result of a guest's program.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ran {
     /// From the guest's start to the end of its program, ms.
     pub ms: f64,
-    /// Whether all it computed is right, by its own verification.
+    /// True if all results are right, by its own verification.
     pub verified: bool,
-    /// Whether it ended at the source: before the guest had moved, or because it was not.
+    /// True if it ended at the source: before the switchover, or because there was none.
     pub at_source: bool,
 }
 
@@ -33,8 +33,8 @@ impl Course {
         Self { began, at_source: thread::spawn(move || end(&serial)) }
     }
 
-    /// Waits until the program has ended, where the guest is or where it was. None for one that has not moved: there its
-    /// program goes on at the source.
+    /// Waits until the program has ended, at the destination or at the source. With `None` the guest has not moved: its
+    /// program continues at the source.
     pub(super) fn finish(self, destination: Option<&Serial>) -> Result<Ran> {
         let at_source = self.at_source.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         let ended = match (at_source, destination) {
@@ -48,7 +48,7 @@ impl Course {
     }
 }
 
-/// When a program ended, and how; None where its QEMU ended before.
+/// Waits for the end of a program; returns its time and status, or `None` if its QEMU ended before.
 fn end(serial: &Serial) -> Result<Option<(Instant, i32)>> {
     Ok(serial.wait_for_nas_end()?.map(|end| (Instant::now(), end.status)))
 }

@@ -69,21 +69,21 @@ impl Bench {
         Ok(Self { case, environment, whimbrel, subject, neighbours, agents, _daemons: daemons, lab })
     }
 
-    /// Has all contenders move the guest so many times, after a warm-up; `say` is told what was measured.
+    /// Lets all contenders migrate the guest in `turns` turns, after a warm-up; `say` receives each run.
     pub fn run(&self, contenders: &[Contender], turns: u32, mut say: impl FnMut(&Run)) -> Result<CaseResult> {
         let made = Provenance::now(&self.environment, self.case.qemu)?;
         let mut result = CaseResult { case: self.case.clone(), made, runs: Vec::new() };
         let movers: Vec<_> = contenders.iter().copied().filter(|one| *one != Contender::Nobody).collect();
         for turn in 0..=turns {
             let mut runs = Vec::new();
-            // Each goes first in its turn.
+            // Each contender is the first in one of the turns.
             let first = turn as usize % movers.len().max(1);
             for &contender in movers[first..].iter().chain(&movers[..first]) {
                 runs.push(self.measure(contender, turn, Duration::ZERO)?);
                 runs.last().into_iter().for_each(&mut say);
             }
             if contenders.contains(&Contender::Nobody) {
-                // Seen for as long as those that were moved: in a longer time there is a longer stall.
+                // Watched for as long as the migrated ones: a longer time has a longer stall.
                 let totals =
                     runs.iter().filter_map(|run| run.measured.as_ref()).map(|measured| measured.total_ms);
                 let window_ms = Spread::of(totals).map_or(0.0, |spread| spread.median);
@@ -97,11 +97,11 @@ impl Bench {
         Ok(result)
     }
 
-    /// Moves the guest, or leaves it alone for as long as `window`.
+    /// Migrates the guest, or leaves it alone for as long as `window`.
     fn measure(&self, contender: Contender, turn: u32, window: Duration) -> Result<Run> {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
         let course = self.case.has_end().then(|| Course::begin(guest.serial()));
-        // Adopting it is done once, whenever that is, and no part of moving it.
+        // Adoption happens once, long before a migration, and is no part of it.
         if contender.is_whimbrel() {
             adopt(&self.agents, &self.lab.a, &guest)?;
         }
@@ -109,7 +109,7 @@ impl Bench {
         let settled = clock.now()?;
         let neighbours = self.neighbours.as_ref().map(Beside::settled).transpose()?;
         clock.wait_until(settled + UNDISTURBED)?;
-        // Right before the request: the machine's host may take free memory back soon.
+        // Right before the request: the machine's host may reclaim free memory soon.
         self.subject.warm_memory(&self.lab.b, &self.environment)?;
 
         let requested = clock.now()?;
@@ -128,7 +128,7 @@ impl Bench {
                     let ended = beside.as_ref().map(|beside| beside.at(moved.resumed)).transpose()?;
                     let clock = Clock { serial: &moved.serial, tells: self.case.has_load() };
                     let resumed = clock.at(moved.resumed)?.max(requested);
-                    // Its last page came a moment ago.
+                    // Its last page arrived a moment ago.
                     let complete =
                         if moved.has_switched == Some(true) { clock.now()? } else { Duration::ZERO };
                     let moments = Moments::new(settled, requested, resumed, complete);
@@ -151,7 +151,7 @@ impl Bench {
         Ok(run)
     }
 
-    /// None if it was given up.
+    /// Migrates the guest. Returns `None` if the migration was given up.
     fn move_guest(&self, contender: Contender, guest: &Guest) -> Result<Option<(Measured, Box<Moved>)>> {
         let agents = [&self.lab.a, &self.lab.b].map(|host| processes_of(host, runs(&self.whimbrel)));
         let [ours, theirs] = agents;
@@ -202,7 +202,7 @@ impl Bench {
         Ok(Some((measured, moved)))
     }
 
-    /// What the guest's program noted, where it does, up to the last of these moments.
+    /// Returns the disturbance recorded by the guest's program, if it records any, up to the last of these moments.
     fn disturbance(clock: &Clock<'_>, moments: Moments) -> Result<Option<Disturbance>> {
         if !clock.tells {
             return Ok(None);
@@ -213,7 +213,7 @@ impl Bench {
     }
 }
 
-/// A guest's own clock, where its program tells it.
+/// A guest's own clock, where its program reports it.
 pub(super) struct Clock<'a> {
     pub(super) serial: &'a Serial,
     pub(super) tells: bool,
@@ -224,23 +224,23 @@ impl Clock<'_> {
         if self.tells { self.serial.now() } else { Ok(Duration::ZERO) }
     }
 
-    /// What it showed at a moment that has just been.
+    /// Returns the clock's value at a moment that has just passed.
     pub(super) fn at(&self, moment: SystemTime) -> Result<Duration> {
         let elapsed = || moment.elapsed().unwrap_or_default();
         let before = elapsed();
         let now = self.now()?;
-        // The answer takes its way: half of what that took is the best guess of when it was given.
+        // The answer needs time to arrive: half of the elapsed time is the best estimate of its age.
         Ok(now.saturating_sub((before + elapsed()) / 2))
     }
 
-    /// Waits until then by the guest's clock; where nobody tells it, by ours.
+    /// Waits until a time of the guest's clock; without a reported clock, by the host's clock.
     fn wait_until(&self, then: Duration) -> Result<()> {
         loop {
             let left = then.saturating_sub(self.now()?);
             if left.is_zero() {
                 return Ok(());
             }
-            // A measurement needs time to pass; nothing waits for an event here.
+            // A measurement needs time to pass; there is no event to wait for.
             std::thread::sleep(left);
             if !self.tells {
                 return Ok(());

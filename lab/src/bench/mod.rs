@@ -1,4 +1,5 @@
-//! The bench: the same guest, with the same memory, over the same link, moved by Whimbrel and by QEMU's own migration.
+//! The bench: the same guest, with the same memory, over the same link, migrated by Whimbrel and by QEMU's own
+//! migration.
 //!
 //! ```text
 //! boot the guest once, save it
@@ -7,13 +8,13 @@
 //!         start the guest from what was saved ─► settle ─► move it ─► let it run on ─► note ─► end it
 //! ```
 //!
-//! Contenders take turns, so that a noisy machine is noisy for all of them, and what is compared are medians and ratios
-//! within a turn. Processor time is that of all processes on both sides, the guest's own work included; the start of
-//! the destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each move.
+//! Contenders take turns, so that a noisy machine is noisy for all of them. Medians, and ratios within a turn, are
+//! compared. Processor time is that of all processes on both sides, the guest's own work included; the start of the
+//! destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each migration.
 //!
-//! A guest whose program comes to an end (a kernel of the NAS Parallel Benchmarks, [`crate::Nas`]) is watched until then,
-//! wherever it is, and *nobody* is the same run that is not moved. Such a program verifies itself. Where the hosts have
-//! other guests too, what each of those got done meanwhile is noted ([`Noises`]).
+//! A guest whose program comes to an end (a kernel of the NAS Parallel Benchmarks, [`crate::Nas`]) is watched until
+//! then, on either host, and *nobody* is the same run without a migration. Such a program verifies itself. Where the
+//! hosts have other guests too, the work that each of those did during the migration is recorded ([`Noises`]).
 
 mod bars;
 mod case;

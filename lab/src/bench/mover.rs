@@ -1,4 +1,4 @@
-//! A guest that is moved, by QEMU's own migration or by Whimbrel: what either needs, and what it tells of what it did.
+//! Migrations of a guest by QEMU or by Whimbrel: their common inputs and results.
 
 use std::time::{Duration, SystemTime};
 
@@ -20,51 +20,51 @@ use crate::serial::Serial;
 pub struct DowntimeParts {
     /// QEMU's `stop`.
     pub stop_ms: f64,
-    /// The last pages.
+    /// Transfer of the last pages.
     pub last_pages_ms: f64,
-    /// The state of the devices on its way.
+    /// Transfer of the devices' state.
     pub device_state_ms: f64,
-    /// Loading it.
+    /// Loading the devices' state.
     pub load_ms: f64,
-    /// Journals, GO and RUNNING.
+    /// Journals, and the messages GO and RUNNING.
     pub handover_ms: f64,
     /// QEMU's `cont`.
     pub continue_ms: f64,
 }
 
-/// A guest that has been moved.
+/// A guest that has been migrated.
 #[derive(Debug)]
 pub(super) struct Moved {
-    /// From the request to the end of the source's QEMU, with the start of the destination's.
+    /// Time from the request to the end of the source's QEMU, with the start of the destination's.
     pub(super) total: Duration,
-    /// From the request until the destination's QEMU was there.
+    /// Time from the request until the destination's QEMU was ready.
     pub(super) start: Duration,
     pub(super) downtime: Duration,
-    /// The part of it from QEMU's event STOP to its event RESUME, where they were told.
+    /// The part of the downtime from QEMU's event STOP to its event RESUME, where these were reported.
     pub(super) events: Option<Duration>,
     pub(super) parts: Option<DowntimeParts>,
-    /// Both scans for dirty pages while the guest stood still, where that is known.
+    /// Duration of both dirty scans while the guest was stopped, where that is known.
     pub(super) last_scans: Option<Duration>,
     /// Processor time up to the end.
     pub(super) used: Used,
-    /// When the guest ran at its destination, by the host's calendar.
+    /// Time at which the guest ran at its destination, by the host's calendar.
     pub(super) resumed: SystemTime,
-    /// The first round's share of all bytes that were sent, and how long it took, where that is known.
+    /// The first round's share of all sent bytes, and its duration, where they are known.
     pub(super) first_round: Option<(f64, Duration)>,
     /// Passes over memory, the last one included.
     pub(super) rounds: u64,
-    /// What the policy of the stop saw, where it told.
+    /// Observations of the switchover policy, where it reported any.
     pub(super) stop: Option<Stop>,
-    /// Of post-copy: whether the guest ran on before all was there.
+    /// Post-copy: true if the guest resumed before all of its memory had arrived.
     pub(super) has_switched: Option<bool>,
-    /// What compression did, where that was told.
+    /// Statistics of compression, where they were reported.
     pub(super) packing: Option<Packed>,
     pub(super) serial: Serial,
-    /// Held for as long as the guest is looked at.
+    /// Held as long as the guest is watched.
     pub(super) _destination: Destination,
 }
 
-/// The QEMU that has the guest now. Ends when this is dropped.
+/// The QEMU that runs the guest now. Ends when this is dropped.
 #[derive(Debug)]
 pub(super) enum Destination {
     /// Started here.
@@ -76,28 +76,28 @@ pub(super) enum Destination {
 impl Drop for Destination {
     fn drop(&mut self) {
         if let Self::Process(pid) = self {
-            // `Lab::down` kills what is left.
+            // `Lab::down` kills remaining processes.
             let _ = kill_pid(*pid);
         }
     }
 }
 
-/// Whether it has ended in time.
+/// Outcome of a migration.
 #[derive(Debug)]
 pub(super) enum End {
     Moved(Box<Moved>),
-    /// Given up, by us or by itself: it did not converge.
+    /// Given up, by the bench or by the migration itself: it did not converge.
     GivenUp,
 }
 
-/// What a move needs.
+/// Inputs of a migration.
 pub(super) struct Stage<'a> {
     pub(super) lab: &'a Lab,
     pub(super) environment: &'a Environment,
     pub(super) agents: &'a Agents,
     pub(super) subject: &'a Subject,
     pub(super) case: &'a Case,
-    /// The guest that is moved.
+    /// The guest to migrate.
     pub(super) source: &'a Guest,
     pub(super) meter: &'a Meter,
 }

@@ -1,4 +1,4 @@
-//! What moving does to kernels of the NAS Parallel Benchmarks, as Table I of Ibrahim et al. has it.
+//! Effects of a migration on kernels of the NAS Parallel Benchmarks, as in Table I of Ibrahim et al.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,21 +14,22 @@ const HYBRID: Contender = Contender::Policy(Policy::Hybrid);
 const ENDLESS: Contender = Contender::Policy(Policy::Endless);
 const FROZEN: Contender = Contender::Policy(Policy::Frozen);
 
-/// The results of kernels that come to an end.
+/// Returns the results of kernels that come to an end.
 pub(super) fn kernels(results: &Results) -> Vec<&CaseResult> {
     let is_kernel =
         |result: &&CaseResult| matches!(result.case.program, Program::Nas(_)) && result.case.has_end();
     results.cases.iter().filter(is_kernel).collect()
 }
 
-/// By how much longer the kernel took than in the same turn where nobody moved it, in percent, in the runs that count.
+/// Returns the kernel's additional run time compared with the same turn without a migration, in percent, over the runs
+/// that count.
 pub(super) fn slowdown(result: &CaseResult, of: Contender, counts: impl Fn(&Run) -> bool) -> Option<Spread> {
     let ms = |run: &Run| (run.contender != of || counts(run)).then(|| Quantity::RunTime.of(run)).flatten();
     let pairs = pairs(&result.runs, of, Contender::Nobody, ms);
     Spread::of(pairs.into_iter().map(|(own, alone)| (own / alone - 1.0) * 100.0))
 }
 
-/// Whether the guest's program ended before the guest had moved, or without that it did.
+/// Returns true if the guest's program ended before the switchover, or without one.
 fn outlasted(run: &Run) -> bool {
     run.program.is_some_and(|program| program.at_source)
 }
@@ -37,8 +38,8 @@ fn always(_: &Run) -> bool {
     true
 }
 
-/// Table I for each class, with a column for each kernel, and the same of `hybrid` and of QEMU's ways; nothing where no
-/// kernel was measured.
+/// Returns Table I for each class, with a column for each kernel, and the same for `hybrid` and for QEMU's ways; empty
+/// where no kernel was measured.
 pub(super) fn table(results: &Results) -> String {
     let mut classes = BTreeMap::<_, Vec<_>>::new();
     for result in kernels(results) {
@@ -57,7 +58,7 @@ fn table_of(kernels: &[&CaseResult]) -> String {
         let cells: Vec<_> = kernels.iter().map(|result| cell(result)).collect();
         if cells.iter().any(Option::is_some) {
             let cells = cells.into_iter().map(Option::unwrap_or_default).collect::<Vec<_>>().join(" | ");
-            // A string takes all.
+            // Writing to a string cannot fail.
             let _ = writeln!(text, "| {heading} | {cells} |");
         }
     };
@@ -85,7 +86,7 @@ fn table_of(kernels: &[&CaseResult]) -> String {
     text
 }
 
-/// What was to be reached: each kernel is moved, and computes right.
+/// Returns the bars: each kernel is migrated, and computes right results.
 pub(super) fn bars(results: &Results) -> Vec<Bar> {
     let bar = |result: &&CaseResult| {
         let name = &result.case.name;
@@ -118,7 +119,7 @@ fn downtime(result: &CaseResult, of: Contender, counts: impl Fn(&Run) -> bool) -
     Some(super::page::spread_of(spread, 1.0))
 }
 
-/// The patterns that were seen, by the paper's letters, and how often each; a dash where the guest was stopped because
+/// Returns the observed patterns, by the paper's letters, with their counts; a dash where the guest was stopped because
 /// the downtime was short enough.
 fn patterns(result: &CaseResult) -> Option<String> {
     let mut seen = BTreeMap::new();
@@ -200,7 +201,7 @@ mod tests {
         assert!(text.contains("| *whimbrel-hybrid*: moved, and verified | 1/1 |\n"), "{text}");
     }
 
-    /// One that ended by itself before the kernel did says nothing of what it is to have no convergence.
+    /// A run that ended by itself before the kernel did shows nothing about a migration without convergence.
     #[test]
     fn an_endless_one_counts_where_it_was_endless() {
         let runs = vec![

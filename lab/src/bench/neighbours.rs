@@ -1,5 +1,5 @@
-//! Migration noise: what a migration takes from the guests that it leaves where they are (Koto et al., section 2).
-//! Each host has one, which computes as fast as its one processor lets it.
+//! Migration noise: the performance that a migration costs guests that are not migrated (Koto et al., section 2). Each
+//! host has one, which computes as fast as its one processor allows.
 
 use std::time::{Duration, SystemTime};
 
@@ -15,30 +15,30 @@ use crate::host::Host;
 use crate::lab::Lab;
 use crate::spec::{GuestSpec, Load};
 
-/// What it reads over and over, MiB.
+/// Memory that it reads over and over, MiB.
 const MEMORY_READ_MIB: u64 = 16;
 
-/// What a migration took from a neighbour.
+/// The performance that a migration cost a neighbour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Noise {
-    /// From the request of the migration to the guest's going on at its destination, ms.
+    /// Time from the request of the migration until the guest resumed at its destination, ms.
     pub span_ms: f64,
-    /// How much less the neighbour got done in that time than right before, in ms of its usual work.
+    /// Work that the neighbour did less in that time than right before, in ms of its usual work.
     pub lost_ms: f64,
-    /// The longest time in which it could not run, ms.
+    /// The longest time in which it did not run, ms.
     pub longest_stall_ms: f64,
 }
 
-/// What a migration took from both.
+/// The performance that a migration cost both neighbours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Noises {
-    /// From the neighbour at the source.
+    /// The neighbour at the source.
     pub source: Noise,
-    /// From the neighbour at the destination.
+    /// The neighbour at the destination.
     pub destination: Noise,
 }
 
-/// A guest at each host that is not moved.
+/// A guest at each host that is not migrated.
 #[derive(Debug)]
 pub(super) struct Neighbours {
     source: Guest,
@@ -65,7 +65,7 @@ impl Neighbours {
     }
 }
 
-/// Both, beside a migration, by the clock of each.
+/// Both neighbours during a migration, each by its own clock.
 pub(super) struct Beside<'a> {
     clocks: [Clock<'a>; 2],
     settled: [Duration; 2],
@@ -73,7 +73,7 @@ pub(super) struct Beside<'a> {
 }
 
 impl<'a> Beside<'a> {
-    /// They run undisturbed from here on, for as long as the guest that is moved.
+    /// Records that the neighbours run undisturbed from now on, for as long as the migrated guest does.
     pub(super) fn settled(neighbours: &'a Neighbours) -> Result<Self> {
         let clocks = [&neighbours.source, &neighbours.destination]
             .map(|guest| Clock { serial: guest.serial(), tells: true });
@@ -81,23 +81,23 @@ impl<'a> Beside<'a> {
         Ok(Self { clocks, settled, requested: settled })
     }
 
-    /// The migration is asked for.
+    /// Records the request of the migration.
     pub(super) fn requested(mut self) -> Result<Self> {
         self.requested = [self.clocks[0].now()?, self.clocks[1].now()?];
         Ok(self)
     }
 
-    /// What the clock of each showed at a moment that has just been.
+    /// Returns the value of each clock at a moment that has just passed.
     pub(super) fn at(&self, moment: SystemTime) -> Result<[Duration; 2]> {
         Ok([self.clocks[0].at(moment)?, self.clocks[1].at(moment)?])
     }
 
-    /// What was taken from them in a time that is over.
+    /// Returns the noises of a time span, after its end.
     pub(super) fn noises_for(&self, span: Duration) -> Result<Noises> {
         self.noises(self.requested.map(|requested| requested + span))
     }
 
-    /// What was taken from them until then.
+    /// Returns the noises until a time of each clock.
     pub(super) fn noises(&self, ended: [Duration; 2]) -> Result<Noises> {
         Ok(Noises { source: self.noise(0, ended[0])?, destination: self.noise(1, ended[1])? })
     }

@@ -1,4 +1,4 @@
-//! Moving the guest by Whimbrel, as a user would.
+//! Migrating the guest with Whimbrel, as a user would.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,15 +19,15 @@ use crate::nas::PATIENCE;
 use crate::run::run;
 use crate::serial::Serial;
 
-/// How often it is looked whether a pass has begun, where the rate grows with each.
+/// Interval of checks whether a pass has begun, where the rate grows with each.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// Moves the guest by Whimbrel.
+/// Migrates the guest with Whimbrel.
 pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End> {
     if contender != Contender::Policy(Policy::Frozen) {
         return moved(stage, contender);
     }
-    // It is stopped before, and goes on only when somebody says so.
+    // It is stopped before, and resumes only by a command.
     let mut from = stage.source.monitor()?;
     from.command("stop", &json!({}))?;
     let stopped = from.wait_for_event(|event| event.name == "STOP")?;
@@ -64,13 +64,13 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
     let (Some(pid), Some(used)) = (arrived, used) else {
         return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
     };
-    // Nobody asks a guest's QEMU about it while the guest is watched, so its agent is not asked either.
+    // The guest's QEMU receives no queries while the guest is watched, so its agent receives none either.
     let socket = serial_socket(pid)?;
     Ok(End::Moved(Box::new(Moved {
         total: told.total()?,
         start: told.since_request("accepted")?,
         downtime: told.downtime("total_us")?,
-        // Of a guest that was stopped already there is none.
+        // A guest that was stopped already has none.
         events: (!is_frozen).then(|| told.downtime("events_us")).transpose()?,
         parts: Some(DowntimeParts {
             stop_ms: part("stop_us")?,
@@ -94,7 +94,7 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
     })))
 }
 
-/// Has the guest moved; what the contender and the cap want done meanwhile is done.
+/// Migrates the guest, and does what the contender and the cap need in the meantime.
 fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
     let Stage { lab, agents, case, source, .. } = *stage;
     let mut options = contender.options();
@@ -104,7 +104,7 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
     let is_endless = contender == Contender::Policy(Policy::Endless);
     let meanwhile = |underway: &Receiver<()>| {
         if is_endless && source.serial().wait_for_nas_end()?.is_some() {
-            // It may have arrived at this very moment; else this migration is given up.
+            // The guest may have arrived at this very moment; otherwise this migration is given up.
             let _ = limit(format!("--max-downtime={}", case.downtime_limit_ms()));
         }
         let mut rate = case.cap.in_pass(1);
@@ -112,7 +112,7 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
             let now = rate_now(stage)?;
             if now != rate {
                 let word = now.map_or("none".to_owned(), |rate| rate.to_string());
-                // It may have ended at this very moment.
+                // The migration may have ended at this very moment.
                 let _ = limit(format!("--bandwidth={word}"));
                 rate = now;
             }
@@ -123,8 +123,8 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
     migrate_meanwhile(agents, &lab.a, &lab.b, VM, &more, patience, meanwhile)
 }
 
-/// How fast may be sent by the case's cap, as far as the migration has come: what the guest waits for at the destination
-/// is sent as fast as it goes, as by QEMU. Before anything is sent it is as in the first pass.
+/// Returns the rate allowed by the case's cap at the migration's progress. Post-copy is not limited, as in QEMU. Before
+/// any page is sent, the rate is that of the first pass.
 fn rate_now(stage: &Stage<'_>) -> Result<Option<u64>> {
     let said = run(&mut stage.agents.command(&stage.lab.a, &["migrations", "--json"]))?;
     let list: Value =
@@ -136,13 +136,14 @@ fn rate_now(stage: &Stage<'_>) -> Result<Option<u64>> {
     Ok(if is_post_copy { None } else { stage.case.cap.in_pass(pass) })
 }
 
-/// Ways through memory, those with the guest stopped included.
+/// Returns the passes over memory, those with the guest stopped included.
 fn passes(rounds: &[Value]) -> u64 {
     let live = rounds.iter().filter_map(|round| round["pass"].as_u64()).max().unwrap_or(0);
     live + rounds.iter().filter(|round| round["stopped"] == true).count() as u64
 }
 
-/// What compression did; nothing is told where nothing was to be compressed, and nothing to be found out.
+/// Returns the statistics of compression; absent from the report where there was nothing to compress, and nothing to
+/// measure.
 fn packing(report: &Value) -> Option<Packed> {
     let compression = report["compression"].as_object()?;
     let count = |what: &str| compression.get(what)?.as_u64();
@@ -153,14 +154,14 @@ fn packing(report: &Value) -> Option<Packed> {
     })
 }
 
-/// What the policy was shown, from the trace in the report.
+/// Returns the observations of the policy, from the trace in the report.
 fn stop(report: &Value) -> Option<Stop> {
     let trace = report["traces"].as_array()?.last()?;
     let is_look = |entry: &&Value| entry["what"] == "round" && entry["observed"]["round"] != 0;
     let looks: Vec<_> = trace["entries"].as_array()?.iter().filter(is_look).collect();
     let last = looks.last()?;
     Some(Stop {
-        // The first look is the one right after all of memory went.
+        // The first dirty scan follows the pass over all of memory.
         intervals: looks.len() as u64 - 1,
         left_pages: last["observed"]["dirty_pages"].as_u64()?,
         needed_pages: needed_pages(report),
@@ -168,14 +169,15 @@ fn stop(report: &Value) -> Option<Stop> {
     })
 }
 
-/// Of post-copy, pages that had to go: in the first pass each goes once, and what is left is named page by page.
+/// Returns the pages that post-copy had to send: each once in the first pass, and the remaining pages, which are named
+/// one by one.
 fn needed_pages(report: &Value) -> Option<u64> {
     let left_pages = report["post_copy"]["left_pages"].as_u64()?;
     let rounds = report["rounds"].as_array()?.iter().filter(|round| round["stopped"] != true);
     Some(rounds.map(|round| round["data_pages"].as_u64().unwrap_or(0)).sum::<u64>() + left_pages)
 }
 
-/// The socket of a guest's serial line, from its QEMU's command line.
+/// Returns the socket of a guest's serial line, from its QEMU's command line.
 fn serial_socket(pid: u32) -> Result<PathBuf> {
     let path = format!("/proc/{pid}/cmdline");
     let line = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
@@ -184,7 +186,7 @@ fn serial_socket(pid: u32) -> Result<PathBuf> {
     socket.ok_or_else(|| Error::Config(format!("no serial line in {path}")))
 }
 
-/// Whether a process runs this program.
+/// Returns a predicate that is true for this program.
 pub(super) fn runs(program: &Path) -> impl Fn(&Path) -> bool + '_ {
     move |found| found == program
 }

@@ -1,11 +1,11 @@
-//! What compression brings, in the columns of the table of Yang and Hong (*VM live migration speedup in Xen*, "Proposal –
-//! Multithread").
+//! Benefits of compression, in the columns of the table of Yang and Hong (*VM live migration speedup in Xen*, "Proposal
+//! – Multithread").
 
 use super::case::Program;
 use super::contender::{Contender, Way};
 use super::result::{CaseResult, Measured, Packed, Results, Spread};
 
-/// Rows: what the paper calls them, and who did so here.
+/// Rows: the paper's name, and the contender here.
 const ROWS: [(&str, Contender); 4] = [
     ("none", Contender::Packing(Way::None)),
     ("zstd, selective, one thread", Contender::OneThread(Way::Zstd(1))),
@@ -13,7 +13,7 @@ const ROWS: [(&str, Contender); 4] = [
     ("`auto`, and all else that spares bytes", Contender::Whimbrel(None)),
 ];
 
-/// A table for each guest with real memory and a limited link; nothing where none was measured.
+/// Returns a table for each guest with real memory and a limited link; empty where none was measured.
 pub(super) fn table(results: &Results) -> String {
     let is_real = |result: &&CaseResult| result.case.program == Program::Debian;
     results.cases.iter().filter(is_real).filter_map(of_case).collect()
@@ -31,7 +31,7 @@ fn of_case(result: &CaseResult) -> Option<String> {
     (!rows.is_empty()).then(|| heading + &rows)
 }
 
-/// Medians; none if nobody was measured. Transfer is what was sent, at the link's rate.
+/// Returns medians; `None` if the contender was not measured. Transfer is the sent bytes at the link's rate.
 fn row(result: &CaseResult, name: &str, who: Contender, link_bytes_per_s: f64) -> Option<String> {
     let median = |of: fn(&Measured) -> f64| {
         let runs = result.runs_of(who).filter_map(|run| run.measured.as_ref());

@@ -13,7 +13,7 @@ use super::result::{CaseResult, Quantity, Results, Run, Spread};
 use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
 
-/// A column of the tables: its heading, what it shows, and how many of it are one.
+/// A column of the tables: its heading, its quantity, and the quantity's value that is shown as one.
 const COLUMNS: [(&str, Quantity, f64); 15] = [
     ("run time, s", Quantity::RunTime, 1e3),
     ("total, ms", Quantity::Total, 1.0),
@@ -32,7 +32,7 @@ const COLUMNS: [(&str, Quantity, f64); 15] = [
     ("its lost work, ms", Quantity::LostAtDestination, 1.0),
 ];
 
-/// All results as tables, in Markdown: first what was to be reached, then suite by suite.
+/// Returns all results as tables, in Markdown: first the bars, then suite by suite.
 pub fn tables(results: &Results) -> String {
     let mut text = "## What was to be reached\n\n".to_owned();
     text.push_str(&bars_table(&bars(results)));
@@ -60,18 +60,19 @@ pub fn tables(results: &Results) -> String {
     text
 }
 
-/// What was to be reached, as a table.
+/// Returns the bars as a table.
 pub(crate) fn bars_table(bars: &[Bar]) -> String {
     let mut text = "| | wanted | found | |\n|---|---|---|---|\n".to_owned();
     for bar in bars {
         let held = if bar.held { "held" } else { "**missed**" };
-        // A string takes all.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "| {} | {} | {} | {held} |", bar.what, bar.wanted, bar.found);
     }
     text
 }
 
-/// Where the guest's program was disturbed more than with one of QEMU's ways in all turns but one, or in all, as a table.
+/// Returns a table of cases in which the guest's program was disturbed more than with one of QEMU's ways, in all turns
+/// but one or in all.
 fn disturbed_more(results: &Results) -> String {
     let mut text = String::new();
     for (quantity, word) in [(Quantity::Stall, "longest stall"), (Quantity::Lost, "lost work")] {
@@ -83,7 +84,7 @@ fn disturbed_more(results: &Results) -> String {
                 let Some(beyond) = Spread::of(differences).filter(|_| turns >= 5 && more + 1 >= turns) else {
                     continue;
                 };
-                // A string takes all.
+                // Writing to a string cannot fail.
                 let _ = writeln!(
                     text,
                     "| {}: {word} | {theirs} | {more} of {turns} | {} |",
@@ -102,7 +103,7 @@ fn disturbed_more(results: &Results) -> String {
     )
 }
 
-/// The cases of a suite, with what stands before them.
+/// Writes the cases of a suite, with the text before them.
 fn section(
     heading: &str,
     before: &str,
@@ -135,7 +136,7 @@ fn case_table(result: &CaseResult, text: &mut String) {
         let cells = columns.iter().map(|(_, quantity, one)| cell(result, contender, *quantity, *one));
         let _ = writeln!(text, "| {contender} | {ended} |{}", cells.collect::<String>());
     }
-    // Each with as many streams as the other has channels, where their number is what is looked at.
+    // Pairs with as many streams as channels, where their number is the subject.
     let pairs = result.contenders().into_iter().filter_map(|one| match one {
         Contender::Whimbrel(Some(streams)) => {
             Some((one, Contender::Qemu(Mode::Multifd(streams.try_into().ok()?))))
@@ -155,10 +156,10 @@ fn case_table(result: &CaseResult, text: &mut String) {
     }
 }
 
-/// Median, least and most; of what happens to the guest's program also by how much it is more than where nobody moves it.
+/// Returns median, least and most; for effects on the guest's program also the median difference to no migration.
 fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64) -> String {
     let Some(spread) = result.spread(contender, quantity) else { return " |".to_owned() };
-    // Measured when the events were not told yet: with `stop` and `cont`, which take longer.
+    // Measured before the events were reported: with `stop` and `cont`, which need longer.
     let is_longer = |run: &Run| run.measured.as_ref().is_some_and(|measured| measured.events_ms.is_none());
     let is_most =
         quantity == Quantity::Downtime && contender.is_whimbrel() && result.runs_of(contender).any(is_longer);
@@ -169,7 +170,7 @@ fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64)
     format!(" {}{}{beyond} |", if is_most { "≤ " } else { "" }, spread_of(spread, one))
 }
 
-/// Median, least and most, of which `one` is one.
+/// Returns median, least and most in units of `one`.
 pub(crate) fn spread_of(spread: Spread, one: f64) -> String {
     let number = |value: f64| {
         let value = value / one;
@@ -178,7 +179,8 @@ pub(crate) fn spread_of(spread: Spread, one: f64) -> String {
     format!("**{}** ({}–{})", number(spread.median), number(spread.least), number(spread.most))
 }
 
-/// The ratio of medians, with the range of the ratios within turns; or the median of the differences within turns.
+/// Returns the ratio of medians, with the range of the ratios within turns; or the median of the differences within
+/// turns.
 fn compared(result: &CaseResult, ours: Contender, theirs: Option<Contender>, quantity: Quantity) -> String {
     let compared = theirs.and_then(|theirs| {
         if !quantity.has_ratio() {
@@ -196,7 +198,7 @@ fn difference(beyond: Spread) -> String {
     format!("{:+.1} ({:+.1}–{:+.1})", beyond.median, beyond.least, beyond.most)
 }
 
-/// The lines of a page between which everything is made from results: those of `make bench`, or those of a part of it.
+/// Returns the marks of a page between which all lines are generated: those of `make bench`, or those of a part of it.
 fn marks(part: &str) -> [String; 2] {
     ["begin", "end"].map(|end| format!("<!-- made from the {part}: {end} -->"))
 }
@@ -204,7 +206,7 @@ fn marks(part: &str) -> [String; 2] {
 /// Puts text between the marks of a part of a page: `results`, or `disks`.
 ///
 /// # Errors
-/// When the page cannot be read or written, or has no marks.
+/// Fails if the page cannot be read or written, or has no marks.
 pub fn put(page: &Path, part: &str, text: &str) -> Result<()> {
     let marks = marks(part);
     let old = fs::read_to_string(page).context(|| format!("cannot read {}", page.display()))?;
@@ -220,7 +222,7 @@ fn between([begin, end]: &[String; 2], page: &str, text: &str) -> Option<String>
     Some(format!("{before}{begin}\n\n{}\n\n{end}{after}", text.trim()))
 }
 
-/// What machine this is, in a few words.
+/// Describes this machine in a few words.
 pub(super) fn machine() -> String {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let after = |text: &str, key: &str| {

@@ -103,7 +103,7 @@ struct Bar {
     spread: Option<Spread>,
 }
 
-/// Total time split into start and the rest, and processor time, of each contender.
+/// Returns the total time, split into start and rest, and the processor time of each contender.
 fn totals(result: &CaseResult) -> Vec<Bar> {
     let median = |contender, of: &dyn Fn(&super::Measured) -> f64| {
         let values = result.runs_of(contender).filter_map(|run| run.measured.as_ref()).map(of);
@@ -128,7 +128,7 @@ fn totals(result: &CaseResult) -> Vec<Bar> {
         .collect()
 }
 
-/// The downtime of each contender, ours in its parts.
+/// Returns the downtime of each contender, Whimbrel's in its parts.
 fn downtime(result: &CaseResult) -> Vec<Bar> {
     let part = |of: &dyn Fn(&DowntimeParts) -> f64| {
         let parts = result.runs_of(OURS).filter_map(|run| run.measured.as_ref()?.parts.as_ref());
@@ -156,7 +156,7 @@ fn downtime(result: &CaseResult) -> Vec<Bar> {
         .collect()
 }
 
-/// How much longer a kernel took with those who move it in one way each.
+/// Returns the additional run time of a kernel with each contender that migrates it in one way only.
 fn slowdowns(result: &CaseResult) -> Vec<Bar> {
     let shown = [
         Contender::Policy(Policy::Pattern),
@@ -166,7 +166,7 @@ fn slowdowns(result: &CaseResult) -> Vec<Bar> {
     ];
     let bar = |one: Contender| {
         let spread = nas::slowdown(result, one, |_| true)?;
-        // Faster than alone is chance.
+        // A run faster than the undisturbed one is chance.
         let spread = Spread { least: spread.least.max(0.0), most: spread.most.max(0.0), ..spread };
         let parts = vec![("slowdown", spread.median.max(0.0))];
         Some(Bar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
@@ -174,9 +174,9 @@ fn slowdowns(result: &CaseResult) -> Vec<Bar> {
     shown.into_iter().filter_map(bar).collect()
 }
 
-/// Horizontal bars, with a thin line from the least to the most, cut off where it is very long.
+/// Draws horizontal bars, with a thin line from the least to the most, cut off where it is very long.
 fn bars(canvas: &Canvas<'_>, title: &str, bars: &[Bar]) -> Drawn {
-    // Bars end in the left half: behind them are their spreads, their numbers, and what the colours mean.
+    // Bars end in the left half: behind them are their spreads, their numbers, and the legend.
     let longest = bars.iter().filter_map(|bar| bar.spread).map(|spread| spread.median).fold(1.0, f64::max);
     let (most, cut) = (longest * 1.8, longest * 1.35);
     let mut kinds: Vec<&str> = Vec::new();
@@ -234,12 +234,12 @@ fn bars(canvas: &Canvas<'_>, title: &str, bars: &[Bar]) -> Drawn {
 pub(crate) struct Line {
     pub(crate) label: String,
     pub(crate) points: Vec<(f64, f64)>,
-    /// Whether its points are seen one by one.
+    /// True if its points are drawn one by one.
     pub(crate) dotted: bool,
 }
 
-/// For each contender the medians of a quantity in the cases whose names begin so, over what grows; all else is the same
-/// in them.
+/// Returns for each contender the medians of a quantity over `x`, in the cases whose names begin with `prefix`; all
+/// else is the same in these cases.
 fn lines_by(results: &Results, prefix: &str, x: impl Fn(&Case) -> f64, quantity: Quantity) -> Vec<Line> {
     let cases: Vec<_> = results
         .cases
@@ -260,12 +260,12 @@ fn lines_by(results: &Results, prefix: &str, x: impl Fn(&Case) -> f64, quantity:
     contenders.into_iter().map(line).filter(|line| line.points.len() > 1).collect()
 }
 
-/// What a picture of lines is about.
+/// Titles and ranges of a picture of lines.
 pub(crate) struct Axes<'a> {
     pub(crate) title: &'a str,
     pub(crate) x: &'a str,
     pub(crate) y: &'a str,
-    /// Up to where the vertical one goes at least: pictures that are compared have the same.
+    /// Least end of the vertical axis: pictures that are compared have the same.
     pub(crate) least_y: f64,
 }
 

@@ -1,6 +1,6 @@
-//! What a migration did to the guest's program, from what the program noted itself.
+//! Effects of a migration on the guest's program, from the program's own records.
 //!
-//! All by the guest's clock, which stands still while the guest does: the downtime is not in it.
+//! All by the guest's clock, which does not run while the guest is stopped: the downtime is not included.
 
 use std::time::Duration;
 
@@ -8,45 +8,45 @@ use serde::{Deserialize, Serialize};
 
 use crate::serial::{Progress, SLOT};
 
-/// How long the guest runs undisturbed before it is moved, and on after it has arrived, by its own clock.
+/// Time that the guest runs undisturbed before the migration, and again after its arrival, by its own clock.
 pub(super) const UNDISTURBED: Duration = Duration::from_secs(1);
-/// Slots that are looked at together: a tenth of a second.
+/// Slots that are averaged: a tenth of a second.
 const WINDOW: usize = 10;
-/// The program is back at full speed when it gets so much of its usual work done.
+/// Share of its usual work at which the program counts as back at full speed.
 const FULL_SPEED: f64 = 0.9;
 
-/// What happened to the guest's program.
+/// Effects of a migration on the guest's program.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Disturbance {
-    /// The longest time in which the program could not run, ms.
+    /// The longest time in which the program did not run, ms.
     pub longest_stall_ms: f64,
-    /// How much less the program got done than it usually does in that time, in ms of its usual work.
+    /// Work that the program did less than it usually does in that time, in ms of its usual work.
     pub lost_ms: f64,
-    /// Brownout: how long after its arrival the program was not back at full speed, ms. Absent where it never was.
+    /// Brownout: time from the arrival until the program was back at full speed, ms. Absent if it never was.
     pub brownout_ms: Option<f64>,
 }
 
-/// The moments that matter, by the guest's clock.
+/// Moments of a measurement, by the guest's clock.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moments {
     /// The program ran undisturbed from here on, for [`UNDISTURBED`].
     pub(super) settled: Duration,
-    /// The migration was asked for.
+    /// The migration was requested.
     pub(super) requested: Duration,
-    /// It ran at its destination.
+    /// The guest ran at its destination.
     pub(super) resumed: Duration,
-    /// The last that was seen of it.
+    /// The end of the observation.
     pub(super) seen_until: Duration,
 }
 
 impl Moments {
-    /// The program is looked at for a while after its arrival, and after all of its memory was there.
+    /// Watches the program for a while after its arrival, and after all of its memory has arrived.
     pub(super) fn new(settled: Duration, requested: Duration, resumed: Duration, complete: Duration) -> Self {
         Self { settled, requested, resumed, seen_until: resumed.max(complete) + UNDISTURBED }
     }
 }
 
-/// Judges what the program noted.
+/// Computes the disturbance from the program's records.
 pub(super) fn judge(progress: &Progress, moments: Moments) -> Disturbance {
     let known = progress.work.len().min(progress.gap.len());
     let slots = |from: Duration, to: Duration| {

@@ -1,4 +1,4 @@
-//! Moving the guest by QEMU's own migration.
+//! Migrating the guest by QEMU's own migration.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -20,15 +20,15 @@ use crate::monitor::Monitor;
 use crate::nas::PATIENCE;
 use crate::pki::Identity;
 
-/// Where QEMU waits for its own migration.
+/// Port on which QEMU waits for its own migration.
 const PORT: u16 = 7799;
-/// What QEMU is told that the link carries, bytes per second, where it is not to stop the guest: a byte in its limit of a
+/// QEMU's setting for the link's rate where it must not stop the guest, bytes per second: one byte in its limit of a
 /// millisecond.
 const HELD_BYTES_PER_S: u64 = 1000;
-/// More than any guest needs to be stopped for, ms: the most that QEMU takes.
+/// Longer than any guest's downtime, ms: the most that QEMU accepts.
 const ANY_DOWNTIME_MS: u64 = 2_000_000;
 
-/// Puts the files with which QEMU authenticates itself where it expects them, under the names that it expects.
+/// Puts the files with which QEMU authenticates itself at the paths that QEMU expects.
 pub(super) fn credentials(host: &Host, identity: &Identity) -> Result<()> {
     let directory = credentials_of(host);
     let prepare = || {
@@ -58,8 +58,8 @@ fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> 
     match mode {
         Mode::Default => {}
         Mode::Endless | Mode::After(_) => {
-            // It is not stopped before somebody says so: what is left never goes within the limit. With a limit of 0 QEMU
-            // does not look again at what was written, and stops the guest after the first pass.
+            // The guest is not stopped before a command allows it: the remaining pages never fit into the limit. With a
+            // limit of 0 QEMU does not synchronize its dirty bitmap again, and stops the guest after the first pass.
             parameters["downtime-limit"] = 1.into();
             parameters["avail-switchover-bandwidth"] = HELD_BYTES_PER_S.into();
         }
@@ -101,7 +101,7 @@ fn add_credentials(monitor: &mut Monitor, host: &Host, endpoint: &str) -> Result
     monitor.command("object-add", &object).map(drop)
 }
 
-/// Moves the guest by QEMU's own migration.
+/// Migrates the guest by QEMU's own migration.
 pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
     let Stage { lab, environment, subject, case, source, meter, .. } = *stage;
     let began = Instant::now();
@@ -126,7 +126,7 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
             Ok::<_, Error>(Some((seen, resumed_us, leave(&mut from, source)?)))
         };
         let moved = follow()?;
-        // It ends with the guest's program, or with the source's QEMU.
+        // The thread ends with the guest's program, or with the source's QEMU.
         stopper.map_or(Ok(()), |stopper| {
             stopper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })?;
@@ -158,16 +158,16 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
     })))
 }
 
-/// What QEMU has told of a migration that has ended.
+/// Events of a migration that has ended, from QEMU.
 struct Seen {
-    /// When it stopped the guest, in microseconds since 1970.
+    /// Time at which QEMU stopped the guest, in microseconds since 1970.
     stopped_us: Option<u64>,
-    /// Whether the guest ran on before all was there.
+    /// True if the guest resumed before all of its memory had arrived.
     has_switched: bool,
 }
 
-/// Follows a migration to its end, and does what its way and the cap want done with each pass. None where patience is
-/// over before.
+/// Follows a migration to its end, and applies what its way and the cap need in each pass. Returns `None` if patience
+/// ends before.
 fn watch(from: &mut Monitor, mode: Mode, case: &Case, began: Instant) -> Result<Option<Seen>> {
     let patience = Duration::from_secs(case.patience_s);
     let patience = if mode == Mode::Endless { PATIENCE + patience } else { patience };
@@ -176,7 +176,7 @@ fn watch(from: &mut Monitor, mode: Mode, case: &Case, began: Instant) -> Result<
     loop {
         let event = match from.wait_for_event(|_| true) {
             Ok(event) if began.elapsed() < patience => event,
-            // Nothing is said for so long, or too much.
+            // No event for so long, or too many.
             Ok(_) => return Ok(None),
             Err(error) if is_late(&error) => return Ok(None),
             Err(error) => return Err(error),
@@ -195,7 +195,7 @@ fn watch(from: &mut Monitor, mode: Mode, case: &Case, began: Instant) -> Result<
     }
 }
 
-/// What is done when a pass begins, counted from 1 on.
+/// Acts at the beginning of a pass, counted from 1 on.
 fn in_pass(from: &mut Monitor, mode: Mode, case: &Case, pass: u64) -> Result<()> {
     if let Some(rate) = case.cap.in_pass(pass) {
         from.command("migrate-set-parameters", &json!({ "max-bandwidth": rate }))?;
@@ -207,25 +207,25 @@ fn in_pass(from: &mut Monitor, mode: Mode, case: &Case, pass: u64) -> Result<()>
     }
 }
 
-/// Lets QEMU stop a guest that was held, as soon as what is left takes no longer than that.
+/// Lets QEMU stop a guest that was kept running, as soon as the remaining pages need no longer than this.
 fn allow_downtime(from: &mut Monitor, ms: u64) -> Result<()> {
-    // 0: what it has seen of the link.
+    // 0: QEMU's own estimate of the link's rate.
     let parameters = json!({ "downtime-limit": ms, "avail-switchover-bandwidth": 0 });
     from.command("migrate-set-parameters", &parameters).map(drop)
 }
 
-/// Lets QEMU stop the guest as soon as its program has ended. Over a monitor of its own: the other one is waited at.
+/// Lets QEMU stop the guest as soon as its program has ended. Uses a monitor of its own: the other one is blocked.
 fn stop_behind_program(source: &Guest, case: &Case) -> Result<()> {
     if source.serial().wait_for_nas_end()?.is_none() {
         return Ok(());
     }
-    // It may have arrived at this very moment; else this migration is given up.
+    // The guest may have arrived at this very moment; otherwise this migration is given up.
     let _ = Monitor::connect(&source.qmp_socket())
         .and_then(|mut monitor| allow_downtime(&mut monitor, case.downtime_limit_ms()));
     Ok(())
 }
 
-/// Ends the source's QEMU, as whoever moves a VM does: its memory is free only then. Returns what it tells of the
+/// Ends the source's QEMU, as every manager of VMs does: only then is its memory free. Returns its report of the
 /// migration.
 fn leave(from: &mut Monitor, source: &Guest) -> Result<Value> {
     let told = from.command("query-migrate", &json!({}))?;
@@ -234,7 +234,7 @@ fn leave(from: &mut Monitor, source: &Guest) -> Result<Value> {
     Ok(told)
 }
 
-/// Whether it is patience that has run out.
+/// Returns true if the error is that patience has run out.
 pub(crate) fn is_late(error: &Error) -> bool {
     matches!(error, Error::Io { source, .. } if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&source.kind()))
 }

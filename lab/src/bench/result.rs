@@ -1,4 +1,4 @@
-//! What was measured, as it is kept, and what is made of it: medians, spreads, ratios.
+//! Results as they are stored, and their statistics: medians, spreads, ratios.
 
 use std::fmt;
 use std::process::Command;
@@ -21,7 +21,7 @@ use crate::run::run;
 /// Name and version of the document.
 pub const SCHEMA: &str = "whimbrel.bench/1";
 
-/// All that a bench has measured.
+/// All results of a bench.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Results {
     /// Always [`SCHEMA`].
@@ -30,33 +30,33 @@ pub struct Results {
     pub cases: Vec<CaseResult>,
 }
 
-/// What was measured of a case.
+/// Results of a case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CaseResult {
     /// The case.
     pub case: Case,
-    /// When and with what it was measured.
+    /// Time and circumstances of the measurements.
     pub made: Provenance,
-    /// Measurements in the order in which they were made, the warm-up not among them.
+    /// Measurements in the order in which they were made, without the warm-up.
     pub runs: Vec<Run>,
 }
 
-/// When and with what something was measured.
+/// Time and circumstances of a measurement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
     /// Seconds since 1970.
     pub unix_s: u64,
     /// The machine, in a few words.
     pub machine: String,
-    /// QEMU, as it says itself.
+    /// QEMU's own version text.
     pub qemu: String,
-    /// The commit of the sources as this program first asked, where they are at hand; with a `+` where they were changed
-    /// since.
+    /// The commit of the sources when this program first requested it, if they are at hand; with a `+` if they were
+    /// changed since.
     pub commit: Option<String>,
 }
 
 impl Provenance {
-    /// What is here now.
+    /// Returns the provenance of measurements made now.
     pub(crate) fn now(environment: &Environment, qemu: QemuVersion) -> Result<Self> {
         let qemu = run(Command::new(environment.qemu(qemu)?.program).arg("--version"))?;
         let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -77,11 +77,11 @@ impl fmt::Display for Provenance {
     }
 }
 
-/// Asked once: a bench takes hours, and who works on the sources meanwhile does not change what is measured.
+/// Requested once: a bench needs hours, and changes to the sources in the meantime do not change the measured program.
 static COMMIT: LazyLock<Option<String>> = LazyLock::new(|| {
     let git = |arguments: &[&str]| run(Command::new("git").args(arguments)).ok();
     let commit = git(&["rev-parse", "--short", "HEAD"])?;
-    // Results that were written before are no change of what is measured.
+    // Results that were written before do not change the measured program.
     let sources = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs"];
     let changed = git(&sources).is_none_or(|text| !text.is_empty());
     Some(format!("{}{}", commit.trim(), if changed { "+" } else { "" }))
@@ -90,106 +90,106 @@ static COMMIT: LazyLock<Option<String>> = LazyLock::new(|| {
 /// One measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
-    /// Who moved the guest.
+    /// The way in which the guest was migrated.
     pub contender: Contender,
-    /// Which turn, from 1 on: runs of one turn were made one after the other.
+    /// The turn, from 1 on: runs of one turn were made one after the other.
     pub turn: u32,
-    /// What was measured; absent where the migration did not end in time.
+    /// Measured values; absent where the migration did not end in time.
     pub measured: Option<Measured>,
-    /// What happened to the guest's program, where it tells.
+    /// Effects on the guest's program, if it records them.
     pub disturbance: Option<Disturbance>,
-    /// How long the guest's program took, where it came to an end.
+    /// Run time of the guest's program, if it comes to an end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<Ran>,
-    /// What it took from other guests, where there are any.
+    /// Noise for other guests, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub noises: Option<Noises>,
 }
 
 impl Run {
-    /// Of which nothing is known yet.
+    /// Returns a run without measured values.
     pub fn new(contender: Contender, turn: u32) -> Self {
         Self { contender, turn, measured: None, disturbance: None, program: None, noises: None }
     }
 }
 
-/// What was measured of one migration.
+/// Measured values of one migration.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
-    /// From the request to the end, the start of the destination's QEMU included, ms.
+    /// Time from the request to the end, the start of the destination's QEMU included, ms.
     pub total_ms: f64,
-    /// The start of the destination's QEMU and all before it, ms.
+    /// Time of the start of the destination's QEMU and of all before it, ms.
     pub start_ms: f64,
-    /// From the stop of the guest to its going on, ms: by Whimbrel from before `stop` to the return of `cont`, by QEMU
-    /// from its event STOP to its event RESUME.
+    /// Time from the stop of the guest until it resumes, ms: with Whimbrel from before `stop` to the return of `cont`,
+    /// with QEMU from its event STOP to its event RESUME.
     pub downtime_ms: f64,
-    /// From QEMU's event STOP to its event RESUME, whoever moves the guest, ms. Absent of what was measured before
-    /// Whimbrel told it.
+    /// Time from QEMU's event STOP to its event RESUME, with every contender, ms. Absent in measurements made before
+    /// Whimbrel reported it.
     #[serde(default)]
     pub events_ms: Option<f64>,
-    /// Its parts, where they are known.
+    /// Parts of the downtime, where they are known.
     pub parts: Option<DowntimeParts>,
-    /// Both scans for dirty pages while the guest stood still, where they are known, ms.
+    /// Duration of both dirty scans while the guest was stopped, where they are known, ms.
     #[serde(default)]
     pub last_scans_ms: Option<f64>,
-    /// Over the link from source to destination, with all headers, bytes.
+    /// Bytes sent over the link from source to destination, with all headers.
     pub sent_bytes: u64,
-    /// Over the link back, bytes.
+    /// Bytes sent over the link in the other direction.
     pub received_bytes: u64,
-    /// Of both QEMUs and both agents, from the request to the end, ms.
+    /// Processor time of both QEMUs and both agents, from the request to the end, ms.
     pub cpu_ms: f64,
-    /// The part of it that the agents used, ms.
+    /// The part of the processor time that the agents used, ms.
     pub agents_cpu_ms: f64,
-    /// The most memory that the source's agent and its injector had, bytes.
+    /// Peak memory of the source's agent and its injector, bytes.
     pub source_agent_peak_bytes: u64,
-    /// The same at the destination, bytes.
+    /// Peak memory of the destination's agent and its injector, bytes.
     pub destination_agent_peak_bytes: u64,
     /// Passes over the guest's memory.
     pub rounds: u64,
-    /// What Whimbrel's policy saw, where it told.
+    /// Observations of Whimbrel's policy, where it reported any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stop: Option<Stop>,
-    /// Of post-copy, whether the guest ran on before all of its memory was there; absent elsewhere, and where it was not
-    /// noted.
+    /// Post-copy: true if the guest resumed before all of its memory had arrived; absent for other ways, and where it
+    /// was not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub has_switched: Option<bool>,
-    /// What compression did, where Whimbrel told.
+    /// Statistics of compression, where Whimbrel reported them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packing: Option<Packed>,
-    /// The sending rate of the first of them, with all headers, where it is known, bytes per second.
+    /// The sending rate of the first pass, with all headers, where it is known, bytes per second.
     pub first_round_bytes_per_s: Option<f64>,
 }
 
-/// What compression did.
+/// Statistics of compression.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Packed {
-    /// Data of pages that was to be sent, bytes.
+    /// Data of pages to send, bytes.
     pub data_bytes: u64,
-    /// What was sent for it, bytes.
+    /// Bytes sent for the data.
     pub wire_bytes: u64,
     /// Processor time of compressing, ms.
     pub cpu_ms: f64,
 }
 
 impl Packed {
-    /// How many bytes of data went in one that was sent.
+    /// Returns the bytes of data for each sent byte.
     pub fn ratio(self) -> f64 {
         self.data_bytes.max(1) as f64 / self.wire_bytes.max(1) as f64
     }
 }
 
-/// When the guest was stopped, and why then.
+/// Circumstances of the guest's stop.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stop {
-    /// Sampling intervals after all of memory went once.
+    /// Sampling intervals after the first pass over all of memory.
     pub intervals: u64,
-    /// Dirty pages at the last look before the stop.
+    /// Dirty pages at the last dirty scan before the stop.
     pub left_pages: u64,
-    /// Of post-copy, pages that had to go: each once, and those that were written after they had gone once more. Absent
-    /// elsewhere, and where it was not noted.
+    /// Post-copy: pages that had to be sent: each once, and those written after their first send once more. Absent for
+    /// other ways, and where it was not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub needed_pages: Option<u64>,
-    /// The pattern that was seen, if there was one.
+    /// The detected pattern, if any.
     pub pattern: Option<String>,
 }
 
@@ -205,7 +205,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of numbers; None of none.
+    /// Computes the spread of numbers; `None` if there are none.
     pub fn of(numbers: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut numbers: Vec<f64> = numbers.into_iter().collect();
         numbers.sort_by(f64::total_cmp);
@@ -220,16 +220,16 @@ impl Spread {
     }
 }
 
-/// Something that is measured of a migration. Less is better, but for a pace.
+/// A measured quantity of a migration. Less is better, except for a pace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quantity {
     /// Total time, ms.
     Total,
-    /// The part of it after the start of the destination's QEMU, ms.
+    /// The part of the total time after the start of the destination's QEMU, ms.
     Moving,
     /// Downtime from QEMU's event STOP to its event RESUME, ms.
     Downtime,
-    /// Downtime from before `stop` to the return of `cont`, ms. QEMU tells no such thing of its own migration.
+    /// Downtime from before `stop` to the return of `cont`, ms. QEMU reports no such time for its own migration.
     Standstill,
     /// Processor time, ms.
     Cpu,
@@ -237,28 +237,28 @@ pub enum Quantity {
     Sent,
     /// Bytes sent back.
     Received,
-    /// The most memory that an agent had, bytes. Nobody but Whimbrel has agents.
+    /// Peak memory of an agent, bytes. Only Whimbrel has agents.
     AgentPeak,
     /// The longest stall of the guest's program, ms.
     Stall,
     /// The work that the guest's program lost, ms.
     Lost,
-    /// Brownout, ms; of a program that never came back to its speed, all the time for which it was watched.
+    /// Brownout, ms; for a program that never was back at full speed, the whole time for which it was watched.
     Brownout,
-    /// How long the guest's program took, ms, where it comes to an end.
+    /// Run time of the guest's program, ms, where it comes to an end.
     RunTime,
     /// The work that the guest that stays at the source lost, ms.
     LostAtSource,
-    /// The same of the one at the destination.
+    /// The work that the guest at the destination lost, ms.
     LostAtDestination,
-    /// What the guest that stays at the source got done while the other one was moved, of what it usually does, percent.
+    /// The work of the guest that stays at the source during the migration, as a share of its usual work, percent.
     PaceAtSource,
-    /// The same of the one at the destination.
+    /// The work of the guest at the destination during the migration, as a share of its usual work, percent.
     PaceAtDestination,
 }
 
 impl Quantity {
-    /// Its value in a run.
+    /// Returns its value in a run.
     pub fn of(self, run: &Run) -> Option<f64> {
         let measured = run.measured.as_ref();
         let disturbance = run.disturbance.as_ref();
@@ -293,12 +293,13 @@ fn is_whimbrel(run: &Run) -> bool {
 }
 
 impl Quantity {
-    /// Whether more is better.
+    /// Returns true if more is better.
     fn is_pace(self) -> bool {
         matches!(self, Self::PaceAtSource | Self::PaceAtDestination)
     }
 
-    /// Whether it is compared by its ratio. What can be nothing, or less, is compared by the difference.
+    /// Returns true if it is compared by its ratio. A quantity that can be zero or negative is compared by the
+    /// difference.
     pub fn has_ratio(self) -> bool {
         use Quantity::{
             Brownout, Lost, LostAtDestination, LostAtSource, PaceAtDestination, PaceAtSource, Stall,
@@ -310,7 +311,7 @@ impl Quantity {
 }
 
 impl CaseResult {
-    /// Who took part, in a fixed order.
+    /// Returns the contenders, in a fixed order.
     pub fn contenders(&self) -> Vec<Contender> {
         let mut contenders: Vec<_> = self.runs.iter().map(|run| run.contender).collect();
         contenders.sort_unstable();
@@ -318,23 +319,23 @@ impl CaseResult {
         contenders
     }
 
-    /// The runs of a contender.
+    /// Returns the runs of a contender.
     pub fn runs_of(&self, contender: Contender) -> impl Iterator<Item = &Run> {
         self.runs.iter().filter(move |run| run.contender == contender)
     }
 
-    /// How many of a contender's migrations ended in time, and how many there were.
+    /// Returns the number of a contender's migrations that ended in time, and of all its migrations.
     pub fn ended(&self, contender: Contender) -> (usize, usize) {
         let ended = self.runs_of(contender).filter(|run| run.measured.is_some()).count();
         (ended, self.runs_of(contender).count())
     }
 
-    /// A quantity over all runs of a contender that ended.
+    /// Returns the spread of a quantity over all runs of a contender that ended.
     pub fn spread(&self, contender: Contender, quantity: Quantity) -> Option<Spread> {
         spread(&self.runs, contender, |run| quantity.of(run))
     }
 
-    /// QEMU's way with the least median, or the highest pace, among those that always ended.
+    /// Returns QEMU's way with the least median, or the highest pace, among those that always ended.
     pub fn best_of_qemu(&self, quantity: Quantity) -> Option<(Contender, f64)> {
         self.contenders()
             .into_iter()
@@ -343,24 +344,24 @@ impl CaseResult {
             .min_by(|(_, a), (_, b)| if quantity.is_pace() { b.total_cmp(a) } else { a.total_cmp(b) })
     }
 
-    /// Ratio of medians of a quantity: a contender's to another's.
+    /// Returns the ratio of medians of a quantity: a contender's to another's.
     pub fn ratio(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<f64> {
         let (own, others) = (self.spread(contender, quantity)?, self.spread(other, quantity)?);
         (others.median > 0.0).then_some(own.median / others.median)
     }
 
-    /// Ratios of a quantity turn by turn: a contender's to another's in the same turn.
+    /// Returns the ratios of a quantity turn by turn: a contender's to another's in the same turn.
     pub fn paired(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
         let pairs = pairs(&self.runs, contender, other, |run| quantity.of(run));
         Spread::of(pairs.into_iter().filter(|(_, others)| *others > 0.0).map(|(own, others)| own / others))
     }
 
-    /// Differences of a quantity turn by turn: by how much a contender's is more than another's in the same turn.
+    /// Returns the differences of a quantity turn by turn: a contender's minus another's in the same turn.
     pub fn beyond(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
         Spread::of(self.differences(contender, other, quantity))
     }
 
-    /// The same, one by one.
+    /// Returns the differences one by one.
     pub fn differences(&self, contender: Contender, other: Contender, quantity: Quantity) -> Vec<f64> {
         let pairs = pairs(&self.runs, contender, other, |run| quantity.of(run));
         pairs.into_iter().map(|(own, others)| own - others).collect()
@@ -369,11 +370,11 @@ impl CaseResult {
 
 /// A measurement that is compared with others of the same turn.
 pub(crate) trait Turn {
-    /// Who was measured.
+    /// Type of the measured contender.
     type Who: PartialEq + Copy;
-    /// Who was measured.
+    /// Returns the measured contender.
     fn who(&self) -> Self::Who;
-    /// In which turn.
+    /// Returns the turn.
     fn turn(&self) -> u32;
 }
 
@@ -389,12 +390,12 @@ impl Turn for Run {
     }
 }
 
-/// Something over all measurements of somebody for which it is known.
+/// Returns the spread of a value over all measurements of a contender for which it is known.
 pub(crate) fn spread<R: Turn>(runs: &[R], who: R::Who, of: impl Fn(&R) -> Option<f64>) -> Option<Spread> {
     Spread::of(runs.iter().filter(|run| run.who() == who).filter_map(of))
 }
 
-/// Something of somebody, with the same of somebody else in the same turn.
+/// Returns pairs of a contender's value and another's value in the same turn.
 pub(crate) fn pairs<R: Turn>(
     runs: &[R],
     who: R::Who,

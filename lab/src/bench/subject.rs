@@ -1,5 +1,5 @@
-//! The guest that is moved: booted once, saved, and started from what was saved for each measurement, so that all
-//! contenders move the same guest with the same memory at the same moment of its life.
+//! The guest that is migrated: booted once, saved, and started from the saved state for each measurement, so that all
+//! contenders migrate the same guest with the same memory at the same moment of its life.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,19 +18,19 @@ use crate::lab::{Lab, vm_address};
 use crate::monitor::Monitor;
 use crate::spec::{Device, Disk, GuestSpec, Load, LoadMode, Net, Ram};
 
-/// QEMU's option to take all memory at once when it starts.
+/// QEMU's option that allocates all memory at the start.
 const PREALLOCATE: &str = "-mem-prealloc";
 
 /// Its name.
 pub(crate) const VM: &str = "bench";
 
-/// A guest as it was saved.
+/// A saved guest.
 #[derive(Debug)]
 pub(crate) struct Subject {
     spec: GuestSpec,
-    /// What QEMU saved.
+    /// The state file that QEMU saved.
     state: PathBuf,
-    /// Its disk while it runs, and as it was when it was saved.
+    /// Its disk while it runs, and a copy from the time of saving.
     disk: Option<(PathBuf, PathBuf)>,
 }
 
@@ -73,7 +73,7 @@ impl Subject {
         Ok(subject)
     }
 
-    /// Starts the guest from what was saved; it runs when this returns.
+    /// Starts the guest from its saved state; it runs when this returns.
     pub(crate) fn start(&self, host: &Host, environment: &Environment) -> Result<Guest> {
         if let Some((disk, saved)) = &self.disk {
             copy(saved, disk)?;
@@ -91,24 +91,24 @@ impl Subject {
         Ok(guest)
     }
 
-    /// Starts a QEMU that waits for a guest to come.
+    /// Starts a QEMU that waits for an incoming migration.
     pub(crate) fn start_waiting(&self, host: &Host, environment: &Environment) -> Result<Guest> {
         Guest::start(host, environment, &waiting(self.spec.clone()))
     }
 
-    /// The guest's description.
+    /// Returns the guest's description.
     pub(crate) fn spec(&self) -> &GuestSpec {
         &self.spec
     }
 
-    /// Its disk as it was when it was saved.
+    /// Returns its disk as it was when it was saved.
     pub(crate) fn saved_disk(&self) -> Option<&Path> {
         self.disk.as_ref().map(|(_, saved)| saved.as_path())
     }
 
-    /// Has a QEMU take as much memory as the guest has, and more, write to it, and give it back. A machine that is
-    /// itself virtual may have to get memory from its host at the first touch, which takes several times as long as a
-    /// migration, and hits whoever comes first. Needless where QEMU itself takes it beforehand.
+    /// Makes a QEMU allocate more memory than the guest has, write to it, and free it. A machine that is itself virtual
+    /// may have to request memory from its host at the first touch, which needs several times as long as a migration,
+    /// and hits the first contender. Not needed where QEMU itself allocates the memory beforehand.
     pub(crate) fn warm_memory(&self, host: &Host, environment: &Environment) -> Result<()> {
         if self.spec.extra.iter().any(|option| option == PREALLOCATE) {
             return Ok(());
@@ -121,7 +121,7 @@ impl Subject {
     }
 }
 
-/// The same guest, but its QEMU waits for it to come.
+/// Returns the same guest with a QEMU that waits for an incoming migration.
 pub(crate) fn waiting(mut spec: GuestSpec) -> GuestSpec {
     spec.extra.extend(["-incoming".to_owned(), "defer".to_owned()]);
     spec
@@ -139,7 +139,7 @@ pub(super) fn boot(lab: &Lab, environment: &Environment, case: &Case) -> Result<
 /// More than any link carries, in bytes per second.
 pub(crate) const UNLIMITED: u64 = 100_000_000_000;
 
-/// Waits until QEMU says that its migration has come to a state, or has failed.
+/// Waits until QEMU reports a state of its migration, or a failure.
 pub(crate) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()> {
     let event = monitor.wait_for_event(|event| {
         event.name == "MIGRATION" && [wanted, "failed"].map(Some).contains(&event.data["status"].as_str())
@@ -147,7 +147,7 @@ pub(crate) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()>
     if event.data["status"] == wanted { Ok(()) } else { Err(failed(monitor)) }
 }
 
-/// Why QEMU's migration has failed.
+/// Returns QEMU's reason for the failure of its migration.
 pub(crate) fn failed(monitor: &mut Monitor) -> crate::Error {
     match monitor.command("query-migrate", &json!({})) {
         Ok(told) => crate::Error::Config(format!("QEMU's own migration has failed: {told}")),
@@ -155,7 +155,7 @@ pub(crate) fn failed(monitor: &mut Monitor) -> crate::Error {
     }
 }
 
-/// Removes what a measurement of a guest has left.
+/// Removes the files of a measurement of a guest.
 pub(crate) fn clear(hosts: [&Host; 2], vm: &str) -> Result<()> {
     for host in hosts {
         let directory = host.directory().join(vm);
@@ -167,12 +167,12 @@ pub(crate) fn clear(hosts: [&Host; 2], vm: &str) -> Result<()> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
-    // What was left to be written would be written while something is measured.
+    // Data not yet written would be written during a measurement.
     let copy = || fs::copy(from, to).and_then(|_| fs::File::open(to)?.sync_all());
     copy().context(|| format!("cannot copy {} to {}", from.display(), to.display()))
 }
 
-/// What to start for a case.
+/// Returns the guest of a case.
 fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> {
     let mut spec = match &case.program {
         Program::Debian => debian_guest(lab, environment, VM, 1)?,

@@ -1,4 +1,4 @@
-//! What `make bench` measures.
+//! Suites that `make bench` measures.
 
 use super::case::{Case, Program};
 use super::contender::{Contender, Mode, Policy, Soft, Way};
@@ -11,13 +11,13 @@ use crate::spec::{LoadMode, Pattern};
 pub struct Suite {
     /// Its name.
     pub name: &'static str,
-    /// What it shows.
+    /// The subject.
     pub about: &'static str,
-    /// The cases, each with who takes part.
+    /// The cases, each with its contenders.
     pub cases: Vec<(Case, Vec<Contender>)>,
 }
 
-/// MB/s of a link of so many Mb/s, in bytes per second.
+/// Converts the rate of a link from Mb/s to bytes per second.
 pub(crate) const fn megabits(per_s: u64) -> u64 {
     per_s * 1_000_000 / 8
 }
@@ -34,12 +34,12 @@ const XBZRLE: Contender = Contender::Qemu(Mode::Xbzrle);
 const POST_COPY: Contender = Contender::Qemu(Mode::PostCopy);
 const AUTO: Contender = Contender::Qemu(Mode::AutoConverge);
 
-/// A guest that runs a kernel of class W so often, or over and over, on a link of 1 Gb/s.
+/// Returns a guest that runs a kernel of class W a number of times, or for ever, on a link of 1 Gb/s.
 pub(crate) fn nas_case(kernel: &str, runs: Option<u32>) -> Case {
     Case { name: format!("nas-{kernel}"), memory_mib: 256, ..case_of_class("W", kernel, runs) }
 }
 
-/// The same of class A: four to sixteen times the work, and up to 450 MiB that are written to over and over.
+/// Returns the same with class A: four to sixteen times the work, and up to 450 MiB that are written over and over.
 pub(super) fn large_nas_case(kernel: &str, runs: Option<u32>) -> Case {
     Case { name: format!("nas-{kernel}-a"), memory_mib: 768, ..case_of_class("A", kernel, runs) }
 }
@@ -52,7 +52,7 @@ fn case_of_class(class: &str, kernel: &str, runs: Option<u32>) -> Case {
     }
 }
 
-/// All suites, in the order in which they are measured.
+/// Returns all suites, in the order in which they are measured.
 pub fn suites() -> Vec<Suite> {
     use QemuVersion::{Installed, Newer};
     let idle = |name: &str| Case::idle(name, Newer);
@@ -98,7 +98,7 @@ pub fn suites() -> Vec<Suite> {
         };
         let contenders = vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2];
         writing.push((case(LoadMode::Random, "random"), contenders.clone()));
-        // Everybody where the two ways to write differ most, and least; elsewhere who sends differences alone.
+        // All contenders where the two ways to write differ most, and least; elsewhere only those that send deltas.
         let few = match (wss, rate) {
             (16, 20) | (64, 80) | (128, 150) => [contenders, vec![XBZRLE, POST_COPY]].concat(),
             _ => vec![Contender::Nobody, OURS, MULTIFD_2, XBZRLE],
@@ -112,7 +112,7 @@ pub fn suites() -> Vec<Suite> {
     let mut links = Vec::new();
     for (megabit, name) in [(10_000, "10g"), (1_000, "1g"), (100, "100m")] {
         let linked = |case: Case| Case { link_bytes_per_s: Some(megabits(megabit)), ..case };
-        // A hundredth of the rate: less memory, or it takes all day.
+        // A hundredth of the rate: less memory, or the case would need a day.
         let (memory, fill) = if megabit == 100 { (256, 64) } else { (1024, 700) };
         links.push((
             linked(idle(&format!("idle-{name}")).sized(memory, fill)),
@@ -129,7 +129,7 @@ pub fn suites() -> Vec<Suite> {
     let compressed = |rivals: &[Contender]| [&[Contender::Nobody, OURS], &ways[..], rivals].concat();
     let mixed = |name: &str| idle(name).noisy(33);
     let mut packing = vec![
-        // What choosing costs where there is nothing to choose.
+        // Cost of the choice where there is nothing to choose.
         (idle("packing-random"), vec![Contender::Nobody, OURS, ways[0], MULTIFD_2]),
         (mixed("packing"), compressed(&[MULTIFD_2, ZSTD])),
     ];
@@ -149,7 +149,7 @@ pub fn suites() -> Vec<Suite> {
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 30, ..case };
     packing.push((case, vec![Contender::Nobody, OURS, Contender::Whole, MULTIFD_2, XBZRLE, POST_COPY]));
 
-    // Koto et al., figure 3: 2 GB, of which programs take a part, and a file of 2 GB that was read before.
+    // Koto et al., figure 3: 2 GB, of which programs use a part, and a file of 2 GB that was read before.
     let soft = [0, 500, 1000, 1500].map(|user| {
         let case = idle(&format!("cache-{user}")).sized(2048, user);
         let case = Case { cache_mib: 2048, link_bytes_per_s: Some(megabits(1_000)), ..case };
@@ -157,26 +157,26 @@ pub fn suites() -> Vec<Suite> {
         (case, [&[Contender::Nobody, OURS], &ours[..], &[MULTIFD_2]].concat())
     });
 
-    // The same, section 2: what it takes from guests that stay where they are.
+    // Koto et al., section 2: the cost for guests that are not migrated.
     let case = idle("noise").sized(2048, 0);
     let case = Case { cache_mib: 2048, link_bytes_per_s: Some(megabits(1_000)), neighbours: true, ..case };
     let noise = (case, vec![Contender::Nobody, OURS, Contender::Soft(Soft::All), DEFAULT, MULTIFD_2, ZSTD]);
 
-    // Three guests that compute on two processors: what it is worth that copying gives way (Isci et al., figures 3, 4, 9).
+    // Three guests that compute on two processors: the value of copying that yields (Isci et al., figures 3, 4, 9).
     let pressure =
         Case { neighbours: true, link_bytes_per_s: Some(megabits(1_000)), ..idle("pressure").unpaced() };
     let headlong = Case { name: "pressure-0".to_owned(), guest_wait_percent: Some(0), ..pressure.clone() };
     let crowded = vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2];
     let noise = vec![noise, (pressure, crowded.clone()), (headlong, crowded)];
 
-    // Faster than the link carries, and nothing to be spared: what no rounds bring to an end.
+    // Faster than the link carries, and without reductions: no number of rounds converges.
     let policies = [Policy::Hybrid, Policy::Drain, Policy::Pattern, Policy::Target, Policy::Rounds];
     let policies = policies.map(Contender::Policy);
     let rivals = [DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY];
     let case = idle("converge-1g").sized(1024, 400).writing(128, 150, LoadMode::Random);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 60, ..case };
     let all_alike = (case, [&[Contender::Nobody], &policies[..], &rivals].concat());
-    // As fast, but most of it to a few pages: rounds bring what is left down to about those, and no further.
+    // As fast, but most of it to a few pages: rounds reduce the dirty pages to about those, and no further.
     let hot_spot = Pattern::HotSpot { writes_percent: 90, pages_percent: 10 };
     let case = idle("converge-hot-1g").sized(512, 160).writing(128, 150, LoadMode::Random);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 30, ..case.in_pattern(hot_spot) };
@@ -187,7 +187,7 @@ pub fn suites() -> Vec<Suite> {
     // Ibrahim et al., table I.
     let policies_of_kernels = [Policy::Pattern, Policy::Endless, Policy::Frozen].map(Contender::Policy);
     let modes_of_kernels = [DEFAULT, Contender::Qemu(Mode::Endless), MULTIFD_2, XBZRLE, AUTO, POST_COPY];
-    // So often that it takes much longer than a migration, emulated.
+    // So many runs that they need much longer than a migration, emulated.
     let small = [("cg", 5), ("ep", 2), ("ft", 4), ("is", 14), ("mg", 3)];
     let who = [&[Contender::Nobody], &policies_of_kernels[..], &modes_of_kernels].concat();
     let small = small.map(|(kernel, runs)| (nas_case(kernel, Some(runs)), who.clone()));
@@ -198,8 +198,8 @@ pub fn suites() -> Vec<Suite> {
 
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
-        // Taken when QEMU starts: a virtual machine that runs this may have to get memory from its host, at a cost that
-        // has nothing to do with migration and everything with how much of it was used shortly before.
+        // Allocated when QEMU starts: a virtual machine that runs this may have to request memory from its host, at a
+        // cost that does not depend on the migration, but on the memory that was used shortly before.
         sizes.push((
             Case { preallocated: true, ..idle(&format!("size-{memory}")).sized(memory, fill) },
             vec![Contender::Nobody, OURS, MULTIFD_2],

@@ -1,4 +1,4 @@
-//! What a migration costs, read from the kernel: processor time, memory, bytes on the link.
+//! Costs of a migration, read from the kernel: processor time, memory, bytes on the link.
 
 use std::fs;
 use std::path::Path;
@@ -11,8 +11,8 @@ use crate::error::{Context, Error, Result};
 use crate::host::Host;
 use crate::lab::MIGRATION_LINK;
 
-/// Processor time that a process has used so far, with its children that have ended. Also of one that has ended and was
-/// not waited for. The kernel counts it exactly and tells it in hundredths of a second.
+/// Returns the processor time that a process has used so far, with its children that have ended, also if it has ended
+/// and was not reaped. The kernel counts it exactly and reports it in hundredths of a second.
 pub(super) fn cpu_time(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let text = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
@@ -29,19 +29,19 @@ fn parse_cpu(stat: &str) -> Option<Duration> {
     Some(Duration::from_millis(ticks * 1000 / clock_ticks_per_second()))
 }
 
-/// The processes of a host that run this program.
+/// Returns the processes of a host that run this program.
 pub(crate) fn processes_of(host: &Host, is_wanted: impl Fn(&Path) -> bool) -> Result<Vec<u32>> {
     let program = |pid: &u32| fs::read_link(format!("/proc/{pid}/exe"));
     Ok(host.processes()?.into_iter().filter(|pid| program(pid).is_ok_and(|path| is_wanted(&path))).collect())
 }
 
-/// Forgets how much memory a process had at most.
+/// Resets the kernel's record of a process's peak memory.
 pub(super) fn reset_peak(pid: u32) -> Result<()> {
     let path = format!("/proc/{pid}/clear_refs");
     fs::write(&path, "5").context(|| format!("cannot write {path}"))
 }
 
-/// The most memory that a process had since then, in bytes.
+/// Returns the peak memory of a process since the last reset, in bytes.
 pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/status");
     let text = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
@@ -50,16 +50,16 @@ pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| Error::Config(format!("{path} tells no peak of memory")))
 }
 
-/// What a host has sent over the migration link so far.
+/// Bytes and packets that a host has sent over the migration link so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Traffic {
-    /// With all headers.
+    /// Bytes with all headers.
     pub(crate) bytes: u64,
     pub(crate) packets: u64,
 }
 
 impl Traffic {
-    /// What was sent since then.
+    /// Returns the traffic since an earlier count.
     pub(crate) fn since(self, before: Self) -> Self {
         Self {
             bytes: self.bytes.saturating_sub(before.bytes),
@@ -68,13 +68,13 @@ impl Traffic {
     }
 }
 
-/// Bytes that a host has sent over the migration link so far, with all headers.
+/// Returns the bytes that a host has sent over the migration link so far, with all headers.
 pub(super) fn sent_so_far(host: &Host) -> Result<u64> {
     traffic(host).map(|traffic| traffic.bytes)
 }
 
-/// What a host has sent over the migration link so far. Where the link has a limit, it is what the limit counts: the
-/// device itself counts one header for a large segment, which the limit cuts into many.
+/// Returns the traffic that a host has sent over the migration link so far. Where the link has a limit, the count is
+/// the limiter's: the device itself counts one header for a large segment, which the limiter cuts into many.
 pub(crate) fn traffic(host: &Host) -> Result<Traffic> {
     let told = |command: &[&str]| -> Result<Value> {
         let text = host.run(command)?;
@@ -93,7 +93,7 @@ pub(crate) fn traffic(host: &Host) -> Result<Traffic> {
     traffic().ok_or_else(|| Error::Config("neither `tc` nor `ip` tells how much was sent".to_owned()))
 }
 
-/// Processor time of a migration: that of both QEMUs and both agents, from when this is made.
+/// Processor time of a migration: that of both QEMUs and both agents, from the creation of the meter.
 #[derive(Debug)]
 pub(super) struct Meter {
     source: u32,
@@ -102,12 +102,12 @@ pub(super) struct Meter {
     agents_before: Duration,
 }
 
-/// What a [`Meter`] has read.
+/// A reading of a [`Meter`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Used {
-    /// By all of them.
+    /// Used by all of them.
     pub(super) all: Duration,
-    /// By the agents.
+    /// Used by the agents.
     pub(super) agents: Duration,
 }
 
@@ -118,7 +118,7 @@ impl Meter {
         Ok(Self { source, source_before, agents, agents_before })
     }
 
-    /// What was used up to now, with all that the destination's QEMU has used, which was started since.
+    /// Returns the time used until now, with all that the destination's QEMU has used, which was started since.
     pub(super) fn read(&self, destination: u32) -> Result<Used> {
         let agents = sum(&self.agents)?.saturating_sub(self.agents_before);
         let source = cpu_time(self.source)?.saturating_sub(self.source_before);

@@ -1,4 +1,4 @@
-//! How connections over the migration link cut what they send.
+//! Sizes of the packets into which connections over the migration link are divided.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,40 +9,40 @@ use crate::error::{Error, Result};
 const USUAL_MTU_BYTES: u32 = 1500;
 /// IPv4's header and TCP's.
 const HEADERS_BYTES: u32 = 40;
-/// What the kernel hands to a device at once where nobody says otherwise.
+/// Bytes that the kernel hands to a device at once by default.
 const USUAL_BUFFER_BYTES: u32 = 65_536;
-/// Less, and the kernel has no room for its headers.
+/// Below this, the kernel has no room for its headers.
 const LEAST_BUFFER_BYTES: u32 = 1024;
 /// The largest frames that are in use.
 const MOST_MTU_BYTES: u32 = 9000;
 
-/// How connections over the migration link cut what they send. Whoever sends knows nothing of it: the kernel does it, for
-/// all connections alike.
+/// Packet sizes of connections over the migration link. Sending programs are not involved: the kernel divides the data,
+/// for all connections alike.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packets {
-    /// The largest packet, in bytes; None: 1500, Ethernet's.
+    /// The largest packet, in bytes; `None`: 1500, Ethernet's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu_bytes: Option<u32>,
-    /// What a connection hands to its device at once, in bytes; None: as much as the kernel likes, 64 KiB. Where it is
-    /// smaller than a packet, packets are that small.
+    /// Bytes that a connection hands to its device at once; `None`: the kernel's choice, 64 KiB. If this is smaller
+    /// than a packet, packets are that small.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub buffer_bytes: Option<u32>,
 }
 
 impl Packets {
-    /// Whether they are as usual.
+    /// Returns true if all sizes are the defaults.
     pub(crate) fn are_usual(&self) -> bool {
         *self == Self::default()
     }
 
-    /// What is not usual, in words.
+    /// Describes the sizes that are not the defaults.
     pub(crate) fn describe(&self) -> Vec<String> {
         let mtu = self.mtu_bytes.map(|bytes| format!("packets of {bytes} bytes"));
         let buffer = self.buffer_bytes.map(|bytes| format!("{} KiB sent at once", bytes >> 10));
         mtu.into_iter().chain(buffer).collect()
     }
 
-    /// Whether they can be.
+    /// Fails if the sizes are invalid.
     pub(crate) fn check(&self) -> Result<()> {
         let outside = |bytes: Option<u32>, range: std::ops::RangeInclusive<u32>| {
             bytes.is_some_and(|bytes| !range.contains(&bytes))
@@ -57,7 +57,7 @@ impl Packets {
         Ok(())
     }
 
-    /// The most bytes of a connection in a packet.
+    /// Returns the most bytes of a connection in a packet.
     fn segment_bytes(&self) -> u32 {
         let mtu = self.mtu_bytes.unwrap_or(USUAL_MTU_BYTES);
         self.buffer_bytes.unwrap_or(USUAL_BUFFER_BYTES).min(mtu - HEADERS_BYTES)
@@ -65,20 +65,20 @@ impl Packets {
 }
 
 impl Lab {
-    /// Has connections over the migration link that are opened from now on cut what they send so.
+    /// Applies packet sizes to connections over the migration link that are opened from now on.
     pub fn set_packets(&self, packets: &Packets) -> Result<()> {
         packets.check()?;
         let mtu = packets.mtu_bytes.unwrap_or(USUAL_MTU_BYTES).to_string();
         let buffer = packets.buffer_bytes.unwrap_or(USUAL_BUFFER_BYTES).to_string();
         let segment = packets.segment_bytes().to_string();
-        // Both ends first: a packet longer than what the other end takes is dropped.
+        // Both ends first: a packet longer than the other end accepts is dropped.
         for host in [&self.a, &self.b] {
             host.run(&["ip", "link", "set", "dev", MIGRATION_LINK, "mtu", &mtu])?;
         }
         for (host, own) in [&self.a, &self.b].into_iter().zip(MIGRATION) {
             host.run(&["ip", "link", "set", "dev", MIGRATION_LINK, "gso_max_size", &buffer])?;
             let own = own.to_string();
-            // What each advertises holds for what the other one sends.
+            // The value that each end advertises limits the packets of the other end.
             let route = ["ip", "route", "replace", "10.90.0.0/24", "dev", MIGRATION_LINK, "proto", "kernel"];
             host.run(&[&route[..], &["scope", "link", "src", &own, "advmss", &segment]].concat())?;
         }

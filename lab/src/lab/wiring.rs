@@ -1,4 +1,4 @@
-//! How the hosts of a laboratory are connected: cables, bridges, addresses, and the rules that cut a link.
+//! Wiring of a laboratory's hosts: cables, bridges, addresses, and the rules that cut a link.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -12,7 +12,7 @@ use crate::error::{Context, Result};
 use crate::host::Host;
 
 impl Lab {
-    /// A cable between two hosts, made within them so that no name can clash with this machine's own devices.
+    /// Connects two hosts by a cable, made within them so that no name can clash with this machine's own devices.
     fn cable(from: &Host, device: &str, to: &Host, other: &str) -> Result<()> {
         from.run(&[
             "ip",
@@ -77,7 +77,7 @@ impl Lab {
         address(&self.client, CLIENT, "net")?;
         address(&self.router, CLIENT_GATEWAY, "clients")?;
         self.client.run(&["ip", "route", "add", "default", "via", &CLIENT_GATEWAY.to_string()])?;
-        // The file belongs to the namespace of whoever opens it.
+        // The file belongs to the namespace of the process that opens it.
         self.router
             .within(|| fs::write("/proc/sys/net/ipv4/ip_forward", "1"))?
             .context(|| "cannot make the router route")
@@ -95,7 +95,7 @@ fn bridge(host: &Host, device: &str) -> Result<()> {
 
 /// Turns IPv6 off: the laboratory does not use it, and its devices would send by themselves, where tests count packets.
 pub(super) fn silence_ipv6(host: &Host) -> Result<()> {
-    // The files belong to the namespace of whoever opens them.
+    // The files belong to the namespace of the process that opens them.
     host.within(|| {
         ["all", "default"].into_iter().try_for_each(|which| {
             match fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1") {
@@ -107,7 +107,7 @@ pub(super) fn silence_ipv6(host: &Host) -> Result<()> {
     .context(|| "cannot turn IPv6 off")
 }
 
-/// Drops whatever arrives at a device, before anything in the host sees it. The sender is told nothing.
+/// Drops whatever arrives at a device, before anything in the host sees it. The sender receives no error.
 pub(super) fn drop_arriving(host: &Host, device: &str) -> Result<()> {
     // One transaction. Cutting twice leaves one rule, and cuts of other devices stay.
     let rules = format!(

@@ -1,23 +1,23 @@
-//! What was to be reached, and whether it was.
+//! The project's own targets ("bars") for disks, and the check whether the results meet them.
 
 use super::case::{Mover, Workload};
 use super::io::DriverState;
 use super::result::{CaseResult, Quantity, Results};
 use crate::bench::{Bar, Spread};
 
-/// What was sent beyond what had to be, in hundredths.
+/// Bytes sent beyond the necessary ones, in hundredths.
 const STATIC_OVERHEAD: f64 = 3.0;
 const DYNAMIC_OVERHEAD: f64 = 15.0;
-/// What a disk may add to the disruption, ms.
+/// Addition of a disk to the disruption, ms.
 const DISRUPTION_MS: f64 = 20.0;
-/// How much longer than its disk takes over the link a guest may take that writes faster than that.
+/// Total time of a guest that writes faster than the link carries, in multiples of its disk's transfer time.
 const DIABOLICAL: f64 = 2.0;
-/// What recording may cost the guest's writes, in hundredths.
+/// Cost of recording the guest's writes, in hundredths.
 const RECORDING: f64 = 5.0;
-/// What being taken care of may cost them: nothing, as far as it can be told.
+/// Cost of adoption for the guest's writes: not measurable.
 const ADOPTED: f64 = 1.0;
 
-/// All bars for which there are results.
+/// Returns all bars for which there are results.
 pub fn bars(results: &Results) -> Vec<Bar> {
     results.cases.iter().flat_map(of_case).collect()
 }
@@ -41,7 +41,7 @@ fn of_case(result: &CaseResult) -> Vec<Bar> {
 }
 
 fn overhead(result: &CaseResult, most: f64) -> Option<Bar> {
-    // Where less is sent than is in it, what is sent again does not show.
+    // Plain: with reductions, resent bytes would not show.
     let found = result.spread(Mover::WhimbrelPlain, Quantity::Overhead)?.median;
     Some(Bar {
         what: format!("{}: sent beyond what had to be", result.case.name),
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_diabolical_guest_ends_in_time_only_when_it_is_throttled() {
-        // What the disk holds takes 10 s over the link.
+        // The content of the disk needs 10 s over the link.
         let took = |s: f64| {
             let disk_content_bytes = 10 * 12_500_000;
             Some(Measured { total_ms: s * 1e3, disk_content_bytes, ..Measured::default() })

@@ -1,4 +1,4 @@
-//! What is measured: what the guest does, over which link, and who moves it.
+//! Cases: the guest's workload, the link, and the movers.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,28 +9,28 @@ use serde::{Deserialize, Serialize};
 use crate::emulator::Settings;
 use crate::lab::Link;
 
-/// A guest that does something, on a link.
+/// A guest with a workload, on a link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Its name, unlike all others of a run.
+    /// Its name, unique in a run.
     pub name: String,
-    /// What the guest does.
+    /// The workload of the guest.
     pub workload: Workload,
     /// The guest's memory, MiB.
     pub memory_mib: u64,
-    /// Bytes per second that the link lets through.
+    /// Rate of the link, bytes per second.
     pub link_bytes_per_s: u64,
-    /// From one host to the other and back, milliseconds; 0 for a rack's link.
+    /// Round-trip time between the hosts, milliseconds; 0 for a rack's link.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub round_trip_ms: u64,
-    /// How long the guest may stand still for those who ask, milliseconds.
+    /// Downtime limit for movers that accept one, milliseconds.
     #[serde(default = "usual_downtime_ms", skip_serializing_if = "is_usual_downtime")]
     pub max_downtime_ms: u64,
-    /// A migration that has not ended by then is given up, seconds.
+    /// Time after which a migration is given up, seconds.
     pub patience_s: u64,
 }
 
-/// What a guest does, and who asks it to.
+/// A guest's workload, with its clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Workload {
@@ -40,25 +40,26 @@ pub enum Workload {
     Board,
     /// nginx hands out a film, which one client shows at a constant rate.
     Video,
-    /// fio writes all over a file, faster than the link carries, beside one that reads back and compares what it writes.
+    /// fio writes all over a file, faster than the link carries, beside a second fio that reads back and compares its
+    /// own writes.
     Writer,
-    /// fio writes small blocks for as long as it is asked to, while nothing of Whimbrel is there, and while it works.
+    /// fio writes small blocks for a requested time, without any part of Whimbrel, and while Whimbrel works.
     Io,
 }
 
-/// Who moves a guest.
+/// A way to migrate a guest with its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mover {
-    /// Whimbrel, with its disk, as it comes.
+    /// Whimbrel, with its disk, in the default configuration.
     Whimbrel,
-    /// The same, but everything is sent as it is: not compressed, and nothing spared that has to be sent.
+    /// Whimbrel without compression and other reductions: everything is sent as it is.
     WhimbrelPlain,
-    /// The same; the more the guest has written, the slower it may write.
+    /// Like `WhimbrelPlain`; the more the guest has written, the more its writes are throttled.
     WhimbrelThreshold,
-    /// The same; the guest may write so fast that copying comes to an end.
+    /// Like `WhimbrelPlain`; the guest's writes are limited to a rate at which copying converges.
     WhimbrelDrain,
-    /// Whimbrel, the disk on storage that both sides see: what the memory alone costs.
+    /// Whimbrel, with the disk on storage that both hosts see: the cost of the memory alone.
     MemoryOnly,
     /// QEMU's `blockdev-mirror` to an NBD server at the destination, and its own migration.
     Mirror,
@@ -80,12 +81,12 @@ const NAMES: [(Mover, &str); 8] = [
 ];
 
 impl Mover {
-    /// Whether Whimbrel's agents move the guest.
+    /// Returns true if Whimbrel's agents migrate the guest.
     pub(super) fn is_ours(self) -> bool {
         !matches!(self, Self::Mirror | Self::Scp | Self::Rsync)
     }
 
-    /// Whether the guest's writes are slowed down.
+    /// Returns true if the guest's writes are throttled.
     pub(super) fn throttles(self) -> bool {
         matches!(self, Self::WhimbrelThreshold | Self::WhimbrelDrain)
     }
@@ -111,7 +112,7 @@ impl FromStr for Mover {
 }
 
 impl Workload {
-    /// The word for it on the guest's kernel command line; see `guest/services/start`.
+    /// Returns its word on the guest's kernel command line; see `guest/services/start`.
     pub(super) fn load(self) -> &'static str {
         match self {
             Self::Static | Self::Video => "files",
@@ -140,7 +141,7 @@ fn is_nothing(ms: &u64) -> bool {
 }
 
 impl Case {
-    /// The link between the two hosts. One with a delay is emulated, and lets wait what comes in two round trips.
+    /// Returns the link between the two hosts. One with a delay is emulated, with a queue as long as two round trips.
     pub(super) fn link(&self) -> Link {
         let rate_bytes_per_s = self.link_bytes_per_s;
         if self.round_trip_ms == 0 {
@@ -155,7 +156,7 @@ impl Case {
         })
     }
 
-    /// What it is, in a few words.
+    /// Describes the case in a few words.
     pub fn describe(&self) -> String {
         let what = match self.workload {
             Workload::Static => "nginx, a file of 512 KiB, 25 clients",
@@ -179,7 +180,7 @@ impl Case {
     }
 }
 
-/// All cases, in the order in which they are measured, each with who takes part.
+/// Returns all cases, in the order in which they are measured, each with its movers.
 pub fn cases() -> Vec<(Case, Vec<Mover>)> {
     use Mover::{MemoryOnly, Mirror, Rsync, Scp, Whimbrel, WhimbrelDrain, WhimbrelPlain, WhimbrelThreshold};
     let case = |name: &str, workload, megabits: u64| Case {
@@ -192,14 +193,15 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
         patience_s: 600,
     };
     // The paper's delay between London and the east coast of America, section 4.2. The board's memory changes nearly as
-    // fast as such a link carries it (the paper's guest stood still for 68 s at 5 Mb/s): it is to be moved all the same.
+    // fast as such a link carries it (the paper's guest was stopped for 68 s at 5 Mb/s): it has to be migrated all the
+    // same.
     let far = |megabits, max_downtime_ms, name| Case {
         round_trip_ms: 100,
         max_downtime_ms,
         patience_s: 3600,
         ..case(name, Workload::Board, megabits)
     };
-    // The first pass of the disk takes a minute; whoever is not done after four times that will not be.
+    // The first pass of the disk needs a minute; a mover that has not ended after four times that will not converge.
     let diabolical = Case { patience_s: 240, ..case("diabolical", Workload::Writer, 100) };
     let live = vec![MemoryOnly, Whimbrel, Mirror];
     let web = vec![MemoryOnly, Whimbrel, WhimbrelPlain, Mirror];

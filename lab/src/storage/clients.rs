@@ -14,14 +14,14 @@ use crate::error::{Context, Error, Result};
 use crate::host::Host;
 use crate::http::Connection;
 
-/// Longer than any guest is frozen.
+/// Longer than any guest is stopped.
 const PATIENCE: Duration = Duration::from_mins(15);
-/// From an answer to the next small question.
+/// Time from an answer to the next small request.
 const PROBE_PAUSE: Duration = Duration::from_millis(5);
 /// Clients that load the file, and readers of the board.
 const LOADERS: u64 = 25;
 const READERS: u64 = 250;
-/// What the film's client takes in advance: little, or a pause of the guest would not be seen.
+/// Receive buffer of the film's client: small, or a pause of the guest would not be visible.
 const FILM_WINDOW_BYTES: usize = 16 << 10;
 
 /// Clients at work.
@@ -41,26 +41,26 @@ struct Shared {
     over: Condvar,
 }
 
-/// What a client counts for itself.
+/// Counts of one client.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) posted: u64,
     pub(super) refused: u64,
-    /// When each frame of the film was whole.
+    /// Times at which each frame of the film was complete.
     pub(super) frames: Vec<Duration>,
 }
 
-/// What all of them have seen.
+/// Observations of all clients.
 #[derive(Debug, Default)]
 pub(super) struct Watched {
     pub(super) tally: Tally,
     pub(super) counts: Counts,
-    /// What broke a connection.
+    /// Errors that broke connections.
     pub(super) broken: Vec<String>,
 }
 
 impl Clients {
-    /// Connects all clients of a workload from `host`, and lets them begin.
+    /// Connects all clients of a workload from `host`, and starts them.
     pub(super) fn start(host: &Host, service: SocketAddr, workload: Workload) -> Result<Self> {
         let works: Vec<Work> = std::iter::once(Work::Probe)
             .chain(match workload {
@@ -83,7 +83,7 @@ impl Clients {
                 Client { start, connection, shared: Arc::clone(&shared), counts: Counts::default() };
             thread::Builder::new().stack_size(256 << 10).spawn(move || {
                 let ended = work.carry_out(&mut client);
-                // What is broken off at the end is no error.
+                // A connection that is broken at the end is no error.
                 let ended = if client.shared.is_over() { Ok(()) } else { ended };
                 (client.counts, ended)
             })
@@ -93,22 +93,22 @@ impl Clients {
         Ok(Self { start, started, shared, sockets, threads })
     }
 
-    /// When they began.
+    /// Returns the time at which they began.
     pub(super) fn began(&self) -> Instant {
         self.start
     }
 
-    /// Since then.
+    /// Returns the time since then.
     pub(super) fn now(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// A moment of the host's calendar.
+    /// Converts a time of the host's calendar.
     pub(super) fn moment(&self, at: SystemTime) -> Duration {
         at.duration_since(self.started).unwrap_or_default()
     }
 
-    /// Waits until one of them has got something after a moment.
+    /// Waits until one of them has received data after a moment.
     pub(super) fn wait_for_answer(&self, after: Duration) -> Result<()> {
         let until = self.now() + PATIENCE;
         while locked(&self.shared.tally).last() <= after {
@@ -120,7 +120,7 @@ impl Clients {
         Ok(())
     }
 
-    /// Ends them, and tells what they have seen.
+    /// Ends them, and returns their observations.
     pub(super) fn finish(self) -> Watched {
         *locked(&self.shared.is_over) = true;
         self.shared.over.notify_all();
@@ -130,7 +130,7 @@ impl Clients {
         }
         let mut watched = Watched::default();
         for thread in self.threads {
-            // The threads do not panic; if one did, that goes on here.
+            // The threads do not panic; if one did, the panic continues here.
             let (counts, ended) = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             watched.counts.posted += counts.posted;
             watched.counts.refused += counts.refused;
@@ -142,7 +142,7 @@ impl Clients {
     }
 }
 
-/// What is behind a lock: no thread leaves it half changed.
+/// Returns the guarded value: no thread leaves it half changed.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -152,7 +152,7 @@ impl Shared {
         *locked(&self.is_over)
     }
 
-    /// Waits; returns whether it is over.
+    /// Waits; returns true if the clients have to end.
     fn pause(&self, time: Duration) -> bool {
         let waited = self.over.wait_timeout_while(locked(&self.is_over), time, |is_over| !*is_over);
         *waited.unwrap_or_else(PoisonError::into_inner).0
@@ -168,12 +168,12 @@ struct Client {
     counts: Counts,
 }
 
-/// What a client does until it is over, or its connection breaks.
+/// Work of a client until it has to end, or its connection breaks.
 #[derive(Debug)]
 enum Work {
-    /// Asks for a few bytes, over and over.
+    /// Requests a few bytes, over and over.
     Probe,
-    /// Asks for the file, over and over.
+    /// Requests the file, over and over.
     Load,
     /// Reads the board.
     Read(Robot),
@@ -206,7 +206,7 @@ impl Work {
 }
 
 impl Client {
-    /// Does something again and again, with a pause that it tells.
+    /// Repeats an action, with a pause that it returns.
     fn repeat(&mut self, mut once: impl FnMut(&mut Self) -> io::Result<Duration>) -> io::Result<()> {
         while !self.shared.is_over() {
             let pause = once(self)?;
@@ -248,7 +248,7 @@ impl Client {
         Ok(robot.thinks())
     }
 
-    /// Takes a frame whenever one is due; where it is late, as soon as it comes.
+    /// Reads a frame whenever one is due; a late frame as soon as it arrives.
     fn watch(&mut self) -> io::Result<()> {
         rustix::net::sockopt::set_socket_recv_buffer_size(self.connection.socket(), FILM_WINDOW_BYTES)?;
         let mut frame = vec![0; FRAME_BYTES];

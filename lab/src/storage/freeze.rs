@@ -1,5 +1,5 @@
-//! Moving the guest by copying it while it stands still, as Bradford et al. 2007, section 4.4: by `scp`, or by `rsync` that
-//! has copied the disk three times before.
+//! Moving the guest by copying it while it is stopped, as Bradford et al. 2007, section 4.4: by `scp`, or by `rsync`
+//! that has copied the disk three times before.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ use crate::bench::subject::{UNLIMITED, wait_for_status};
 use crate::error::Result;
 use crate::monitor::Monitor;
 
-/// How often `rsync` copies the disk while the guest runs: the paper found no other number better.
+/// Number of copies of the disk by `rsync` while the guest runs: the paper found no other number better.
 const BEFORE: usize = 3;
 
-/// What copies.
+/// The copying program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Copier {
     Scp,
@@ -28,7 +28,7 @@ pub(super) fn by_copying(stage: &Stage<'_>, copier: Copier) -> Result<End> {
     let ssh = Ssh::start(stage.lab)?;
     let began = Instant::now();
     let (image, pool) = (stage.image()?, Agents::pool(&stage.lab.b));
-    // Where a source has its files, and where they come to.
+    // The source's files, and their paths at the destination.
     let state = stage.source.directory().join("state");
     let copy = |file: &Path| match copier {
         Copier::Scp => ssh.scp(&[file], &pool),
@@ -44,7 +44,7 @@ pub(super) fn by_copying(stage: &Stage<'_>, copier: Copier) -> Result<End> {
     if copier == Copier::Rsync {
         (0..BEFORE).try_for_each(|_| copy_disk())?;
     }
-    // The second one belongs to whoever looks on.
+    // The second one belongs to the sampler.
     let mut from = Monitor::connect(&stage.source.qmp_socket())?;
     from.set_patience(Duration::from_mins(5))?;
     from.command("stop", &json!({}))?;

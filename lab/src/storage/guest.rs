@@ -1,4 +1,4 @@
-//! The guest that is moved with its disk, and what it says of itself.
+//! The guest that is migrated with its disk, and its answers on the console.
 
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -19,17 +19,17 @@ pub(super) const VM: &str = "services";
 pub(super) const NUMBER: u8 = 1;
 /// The QEMU on both sides.
 pub(super) const QEMU: QemuVersion = QemuVersion::Newer;
-/// Without KVM a guest may take so long to sum up its files.
+/// Time that a guest may need without KVM to compute the sums of its files.
 const PATIENCE: Duration = Duration::from_mins(3);
 
-/// Boots the guest of a case, and saves it when its services are there.
+/// Boots the guest of a case, and saves it when its services run.
 pub(super) fn boot(lab: &Lab, environment: &Environment, case: &Case) -> Result<Subject> {
     Subject::save(lab, environment, spec(lab, environment, case)?, |guest| {
         guest.serial().follow()?.wait_for_text("SERVING").map(drop)
     })
 }
 
-/// A disk of its own that stands on nothing else, as anybody would have to copy it.
+/// Returns a guest whose disk has no backing file, so that every mover copies all of it.
 fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> {
     let disk = lab.shared_directory()?.join(format!("{VM}.qcow2"));
     fs::copy(environment.services_disk()?, &disk).context(|| format!("cannot make {}", disk.display()))?;
@@ -41,23 +41,23 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
     spec.second_monitor = true;
     for device in &mut spec.devices {
         if let Device::Disk(disk) = device {
-            // `blockdev-mirror` calls nodes by their names.
+            // `blockdev-mirror` refers to nodes by their names.
             disk.named_nodes = true;
         }
     }
     Ok(spec)
 }
 
-/// What the guest found when it looked at what its services have left on the disk.
+/// The guest's check of its services' data on the disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Checked {
-    /// `nothing`, or what is not as it has to be.
+    /// `nothing`, or the errors found.
     pub(super) wrong: String,
     /// Posts on the board.
     pub(super) posts: u64,
 }
 
-/// Has the guest look, at its files too where all is wanted.
+/// Makes the guest check its services' data, and with `all` its files too.
 pub(super) fn check(serial: &Serial, all: bool) -> Result<Checked> {
     let more = if all { " all" } else { "" };
     let line = ask(serial, &|id| format!("/etc/whimbrel/check {id}{more}"), "CHECKED", PATIENCE)?;
@@ -67,8 +67,8 @@ pub(super) fn check(serial: &Serial, all: bool) -> Result<Checked> {
     checked.ok_or_else(|| Error::Config(format!("the guest's answer cannot be understood: {line}")))
 }
 
-/// Types a command into the guest's console and waits for the line that begins with `answer` and names its number. An
-/// emulated serial line loses a character now and then, so it may be typed again.
+/// Types a command into the guest's console and waits for the line that begins with `answer` and contains its number.
+/// An emulated serial line loses a character now and then, so the command may be typed again.
 pub(super) fn ask(
     serial: &Serial,
     command: &dyn Fn(u64) -> String,
@@ -88,7 +88,7 @@ pub(super) fn ask(
     Err(failed.unwrap_or_else(|| Error::Config("nobody was asked".to_owned())))
 }
 
-/// The value of `KEY=VALUE` in a line.
+/// Returns the value of `KEY=VALUE` in a line.
 pub(super) fn word<'a>(line: &'a str, key: &str) -> Option<&'a str> {
     line.split_ascii_whitespace().find_map(|word| word.strip_prefix(key)?.strip_prefix('='))
 }

@@ -1,5 +1,5 @@
-//! What a guest's writes cost in the four states of the driver (Bradford et al. 2007, section 4.7, table 3): a small write
-//! after the other, measured by the guest's own fio.
+//! Cost of a guest's writes in the four states of the driver (Bradford et al. 2007, section 4.7, table 3): one small
+//! write after the other, measured by the guest's own fio.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,47 +17,47 @@ use crate::lab::Lab;
 use crate::migrating::{adopt, forget};
 use crate::run::run;
 
-/// How often, and for how long, the guest writes in each state.
+/// Number and duration of the guest's writing phases in each state.
 const SAMPLES: usize = 3;
 const SAMPLE_S: u64 = 10;
-/// How fast the rest is sent while only the recording is to be seen.
+/// Sending rate of the rest while only the recording is to be measured.
 const NEARLY_IDLE: &str = "256k";
-/// Far beyond what copying a disk takes.
+/// Far longer than copying a disk needs.
 const PATIENCE: Duration = Duration::from_mins(15);
 
-/// What Whimbrel does with the guest.
+/// State of Whimbrel with regard to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DriverState {
-    /// No agent knows it.
+    /// No agent has adopted it.
     Alone,
-    /// Its agent takes care of it; nothing is migrated.
+    /// Its agent has adopted it; no migration is under way.
     Adopted,
-    /// Its writes are recorded: its disk has been copied, and what is left goes so slowly that the link is nearly idle.
+    /// Its writes are recorded: its disk has been copied, and the rest is sent so slowly that the link is nearly idle.
     Recording,
-    /// Its disk is copied as fast as the link goes.
+    /// Its disk is copied at the full rate of the link.
     Transferring,
 }
 
-/// How fast the guest wrote, as its own fio tells.
+/// Write performance of the guest, reported by its own fio.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct IoRate {
-    /// Writes in a second.
+    /// Writes per second.
     pub writes_per_s: f64,
-    /// Bytes in a second.
+    /// Bytes per second.
     pub bytes_per_s: f64,
-    /// What a write took on average, µs.
+    /// Average latency of a write, µs.
     pub latency_us: f64,
-    /// What 99 of 100 writes took at most, µs.
+    /// 99th percentile of the latency, µs.
     pub p99_us: f64,
 }
 
-/// A state, and how fast the guest wrote in it.
+/// A state, and the guest's write performance in it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StateRates {
     /// The state.
     pub state: DriverState,
-    /// What the link carried meanwhile, bytes per second.
+    /// Rate on the link in the meantime, bytes per second.
     pub link_bytes_per_s: f64,
     /// Measurements in the order in which they were made.
     pub samples: Vec<IoRate>,
@@ -66,32 +66,33 @@ pub struct StateRates {
 /// All states of one guest, one after the other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IoTurn {
-    /// Which turn, from 1 on.
+    /// The turn, from 1 on.
     pub turn: u32,
     /// The states.
     pub states: Vec<StateRates>,
 }
 
 impl IoTurn {
-    /// Writes in a second in a state: the median of its samples.
+    /// Returns the writes per second in a state: the median of its samples.
     pub fn writes_per_s(&self, state: DriverState) -> Option<f64> {
         self.median(state, |rate| rate.writes_per_s)
     }
 
-    /// A figure of a state: the median of its samples.
+    /// Returns a figure of a state: the median of its samples.
     pub(super) fn median(&self, state: DriverState, of: impl Fn(&IoRate) -> f64) -> Option<f64> {
         let rates = self.states.iter().find(|rates| rates.state == state)?;
         crate::bench::Spread::of(rates.samples.iter().map(of)).map(|spread| spread.median)
     }
 
-    /// How much longer a write takes in a state than with no agent there, as a share: from one write to the next.
+    /// Returns the additional duration of a write in a state compared with no agent, as a share: from one write to the
+    /// next.
     pub fn excess(&self, state: DriverState) -> Option<f64> {
         let (alone, there) = (self.writes_per_s(DriverState::Alone)?, self.writes_per_s(state)?);
         (there > 0.0).then(|| alone / there - 1.0)
     }
 }
 
-/// Measures all states with a guest of which no agent knows yet; its disk holds so many bytes.
+/// Measures all states with a guest that no agent has adopted yet; its disk holds `held_bytes` bytes.
 pub(super) fn measure(
     lab: &Lab,
     agents: &Agents,
@@ -99,10 +100,10 @@ pub(super) fn measure(
     turn: u32,
     held_bytes: u64,
 ) -> Result<IoTurn> {
-    // The first one is the first after a start.
+    // Discarded: it is the first after a start.
     written(guest)?;
     let (mut alone, mut adopted) = (Sampling::of(DriverState::Alone), Sampling::of(DriverState::Adopted));
-    // By turns: what makes both faster or slower is no difference between them.
+    // In alternation, so that other influences affect both alike.
     for _ in 0..SAMPLES {
         forget(agents, [&lab.a], VM);
         alone.sample(lab, guest)?;
@@ -111,13 +112,13 @@ pub(super) fn measure(
     }
     let (alone, adopted) = (alone.rates(), adopted.rates());
 
-    // As it is: what was sent tells what was copied.
+    // Without reductions: the sent bytes show the copied ones.
     let migrate = [&["migrate", VM, "--to", lab.b.name(), "--disks=copy", "--detach"], &PLAIN[..]].concat();
     let agent = |words: &[&str]| run(&mut agents.command(&lab.a, words)).map(drop);
     let before = traffic(&lab.a)?;
     agent(&migrate)?;
     let began = Instant::now();
-    // With all headers, what was sent is a little more than what was copied: then memory has begun.
+    // With all headers, the sent bytes are a little more than the copied ones: then memory has begun.
     while traffic(&lab.a)?.since(before).bytes < held_bytes + held_bytes / 15 {
         if began.elapsed() > PATIENCE {
             return Err(Error::Config("the disk is not copied".to_owned()));
@@ -129,14 +130,14 @@ pub(super) fn measure(
     end_migration(lab, agents)?;
 
     agent(&migrate)?;
-    // It looks at the guest first.
+    // The agent examines the guest first.
     thread::sleep(Duration::from_secs(2));
     let transferring = sampled(lab, guest, DriverState::Transferring)?;
     end_migration(lab, agents)?;
     Ok(IoTurn { turn, states: vec![alone, adopted, recording, transferring] })
 }
 
-/// Cancels the migration, which has to be under way still, and waits until nothing is left of it.
+/// Cancels the migration, which must be under way still, and waits until it has been cleaned up.
 fn end_migration(lab: &Lab, agents: &Agents) -> Result<()> {
     run(&mut agents.command(&lab.a, &["cancel", VM]))?;
     let began = Instant::now();
@@ -182,7 +183,7 @@ impl Sampling {
     }
 }
 
-/// All samples of a state, one after the other.
+/// Takes all samples of a state, one after the other.
 fn sampled(lab: &Lab, guest: &Guest, state: DriverState) -> Result<StateRates> {
     let mut sampling = Sampling::of(state);
     for _ in 0..SAMPLES {
@@ -191,7 +192,7 @@ fn sampled(lab: &Lab, guest: &Guest, state: DriverState) -> Result<StateRates> {
     Ok(sampling.rates())
 }
 
-/// Has the guest write for a while.
+/// Makes the guest write for a while.
 fn written(guest: &Guest) -> Result<IoRate> {
     let command = |id| format!("/etc/whimbrel/io {id} {SAMPLE_S}");
     let line = ask(guest.serial(), &command, "WRITTEN", Duration::from_mins(1))?;

@@ -1,6 +1,6 @@
-//! Moving the guest by QEMU alone, the way libvirt does it with storage that is not shared: an NBD server in the
-//! destination's QEMU, `blockdev-mirror` until both sides are the same, then QEMU's own migration, which waits before the
-//! switch-over until the mirror has ended.
+//! Migrating the guest by QEMU alone, as libvirt does it with storage that is not shared: an NBD server in the
+//! destination's QEMU, `blockdev-mirror` until both sides are the same, then QEMU's own migration, which waits before
+//! the switchover until the mirror has ended.
 
 use std::path::Path;
 use std::process::Command;
@@ -16,12 +16,12 @@ use crate::error::{Error, Result};
 use crate::monitor::{Event, Monitor};
 use crate::run::run;
 
-/// Where the destination waits for the disk, and for memory.
+/// Ports on which the destination waits for the disk, and for memory.
 const NBD_PORT: u16 = 7800;
 const PORT: u16 = 7801;
-/// From one look at the mirror to the next.
+/// Interval of queries of the mirror.
 const LOOK: Duration = Duration::from_millis(50);
-/// The disk at both sides, and the source's way to the other one.
+/// The disk at both sides, and the source's node for the remote one.
 const DISK: &str = "disk0";
 const EXPORT: &str = "drive-disk0";
 const JOB: &str = "mirror";
@@ -34,7 +34,7 @@ pub(super) fn by_mirror(stage: &Stage<'_>) -> Result<End> {
     let image = stage.new_image();
     make_image(stage, &image)?;
     let destination = stage.start_destination(&image)?;
-    // The second one belongs to whoever looks on.
+    // The second one belongs to the sampler.
     let (mut from, mut to) = (Monitor::connect(&stage.source.qmp_socket())?, destination.monitor()?);
     let host = stage.lab.b.address().to_string();
 
@@ -100,7 +100,7 @@ pub(super) fn calendar(event: &Event) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_micros(event.at_unix_us)
 }
 
-/// An empty image of the source's length.
+/// Makes an empty image of the source's length.
 fn make_image(stage: &Stage<'_>, image: &Path) -> Result<()> {
     let img = || Command::new(&stage.qemu.img);
     let said = run(img().args(["info", "-U", "--output=json"]).arg(stage.image()?))?;
@@ -110,7 +110,7 @@ fn make_image(stage: &Stage<'_>, image: &Path) -> Result<()> {
     run(img().args(["create", "-q", "-f", "qcow2"]).arg(image).arg(bytes)).map(drop)
 }
 
-/// How far the mirror is.
+/// Returns the progress of the mirror.
 fn job(monitor: &mut Monitor) -> Result<Value> {
     let jobs = monitor.command("query-block-jobs", &json!({}))?;
     let job = jobs.as_array().into_iter().flatten().find(|job| job["device"] == JOB).cloned();
@@ -121,8 +121,7 @@ fn number(job: &Value, key: &str) -> u64 {
     job[key].as_u64().unwrap_or(0)
 }
 
-/// Waits until both sides hold the same. Returns how much there was to be copied at the beginning; none if it takes too
-/// long.
+/// Waits until both sides hold the same. Returns the bytes to copy at the beginning; `None` after the deadline.
 fn wait_until_ready(monitor: &mut Monitor, deadline: Instant) -> Result<Option<u64>> {
     let mut first_bytes = 0;
     while Instant::now() < deadline {
@@ -138,7 +137,7 @@ fn wait_until_ready(monitor: &mut Monitor, deadline: Instant) -> Result<Option<u
     Ok(None)
 }
 
-/// Waits until the guest is stopped and only the switch-over is left. Returns the event STOP; none if it takes too long.
+/// Waits until the guest is stopped and only the switchover remains. Returns the event STOP; `None` after the deadline.
 fn wait_for_switchover(monitor: &mut Monitor, deadline: Instant) -> Result<Option<Event>> {
     let mut stopped = None;
     loop {
@@ -159,7 +158,7 @@ fn wait_for_switchover(monitor: &mut Monitor, deadline: Instant) -> Result<Optio
     }
 }
 
-/// Ends the mirror, with both sides the same. Returns how much it has copied.
+/// Ends the mirror, with both sides the same. Returns the copied bytes.
 fn end_mirror(monitor: &mut Monitor) -> Result<u64> {
     monitor.command("block-job-cancel", &json!({ "device": JOB }))?;
     let event = monitor.wait_for_event(|event| {
@@ -179,7 +178,7 @@ fn end_mirror(monitor: &mut Monitor) -> Result<u64> {
     Ok(event.data["offset"].as_u64().unwrap_or(0))
 }
 
-/// Leaves the guest where it is.
+/// Aborts the migration; the guest stays at the source.
 fn give_up(monitor: &mut Monitor, why: &str) -> Result<End> {
     let job = job(monitor)?;
     let megabytes = |key| number(&job, key) / 1_000_000;

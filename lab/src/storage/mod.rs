@@ -1,5 +1,5 @@
-//! What it costs to move a guest with its disk: the experiments of Bradford et al. 2007, section 4, with Whimbrel beside QEMU's
-//! `blockdev-mirror` and beside copying a frozen guest.
+//! Costs of migrating a guest with its disk: the experiments of Bradford et al. 2007, section 4, with Whimbrel beside
+//! QEMU's `blockdev-mirror` and beside copying a stopped guest.
 //!
 //! ```text
 //! boot the guest once, save it with its disk
@@ -9,13 +9,13 @@
 //!         ─► does it hold what it has to? ─► count what it holds ─► end it
 //! ```
 //!
-//! - *clients* are real ones over connections that are never opened again ([`Workload`]); beside them one that asks for a
-//!   few bytes every 5 ms, so that a silence is seen wherever it falls;
-//! - the **disruption** is the longest silence that all of them hear from the request until the guest has arrived;
-//! - in the warm-up the images of both sides are compared, by Whimbrel's own `--verify` or by `qemu-img compare` while the
-//!   guest stands still, and the guest compares the sums of its files; in every turn its database is checked, posts that were
-//!   confirmed are counted, and what fio has written is read back;
-//! - **overhead** is what was sent beyond what disk and memory hold when the guest has arrived.
+//! - *clients* are real ones over connections that are never reopened ([`Workload`]); beside them one that requests a
+//!   few bytes every 5 ms, so that a silence is detected at any time;
+//! - the **disruption** is the longest silence for all of them from the request until the guest has arrived;
+//! - in the warm-up the images of both sides are compared, by Whimbrel's own `--verify` or by `qemu-img compare` while
+//!   the guest is stopped, and the guest compares the sums of its files; in every turn its database is checked, posts
+//!   that were confirmed are counted, and fio's written data is read back;
+//! - **overhead** is the bytes sent beyond the content of disk and memory when the guest has arrived.
 
 mod bars;
 mod case;

@@ -1,4 +1,4 @@
-//! Who moves the guest: what all of them get, and what all of them tell.
+//! Movers: their common inputs and results.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,7 +20,7 @@ use crate::run::{kill_pid, run};
 use crate::serial::Serial;
 use crate::spec::Device;
 
-/// What a move needs.
+/// Inputs of a migration.
 pub(super) struct Stage<'a> {
     pub(super) lab: &'a Lab,
     pub(super) environment: &'a Environment,
@@ -28,39 +28,39 @@ pub(super) struct Stage<'a> {
     pub(super) agents: &'a Agents,
     pub(super) subject: &'a Subject,
     pub(super) case: &'a Case,
-    /// The guest that is moved.
+    /// The guest to migrate.
     pub(super) source: &'a Guest,
-    /// Both sides are to be compared, at whatever cost.
+    /// True if both sides are to be compared, at any cost.
     pub(super) compare: bool,
 }
 
-/// A guest that has been moved.
+/// A guest that has been migrated.
 #[derive(Debug)]
 pub(super) struct Moved {
-    /// From the request to the end of the source's QEMU.
+    /// Time from the request to the end of the source's QEMU.
     pub(super) total: Duration,
-    /// The part of it in which the disk alone was copied.
+    /// The part of the total time in which the disk alone was copied.
     pub(super) disk: Duration,
-    /// The part of it in which memory was copied, and the disk along with it.
+    /// The part of the total time in which memory was copied, and the disk along with it.
     pub(super) memory: Duration,
-    /// From QEMU's event STOP to its event RESUME.
+    /// Time from QEMU's event STOP to its event RESUME.
     pub(super) downtime: Duration,
     pub(super) stopped: SystemTime,
     pub(super) resumed: SystemTime,
-    /// Bytes of the disk that were sent again because they were written meanwhile, where that is told.
+    /// Bytes of the disk that were resent because they were written during the migration, where that is reported.
     pub(super) resent_bytes: Option<u64>,
     pub(super) arrived: Arrived,
 }
 
-/// How it ended.
+/// Outcome of a migration.
 #[derive(Debug)]
 pub(super) enum End {
     Moved(Box<Moved>),
-    /// Given up, by us or by itself, and why. The guest runs where it ran.
+    /// Given up, by the bench or by the mover itself, with the reason. The guest runs where it ran.
     GivenUp(String),
 }
 
-/// Moves the guest.
+/// Migrates the guest.
 pub(super) fn move_guest(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     match mover {
         Mover::Mirror => by_mirror(stage),
@@ -71,7 +71,7 @@ pub(super) fn move_guest(stage: &Stage<'_>, mover: Mover) -> Result<End> {
 }
 
 impl Stage<'_> {
-    /// The guest's disk at its source.
+    /// Returns the guest's disk at its source.
     pub(super) fn image(&self) -> Result<PathBuf> {
         let mut devices = self.subject.spec().devices.iter();
         devices
@@ -79,12 +79,13 @@ impl Stage<'_> {
             .ok_or_else(|| Error::Config("the guest has no disk".to_owned()))
     }
 
-    /// Where an image goes at the destination that nobody but us makes.
+    /// Returns the path of an image at the destination that the bench makes itself.
     pub(super) fn new_image(&self) -> PathBuf {
         Agents::pool(&self.lab.b).join(format!("{VM}.qcow2"))
     }
 
-    /// Starts a QEMU at the destination that waits for the guest with this image, and for a word before it lets it run.
+    /// Starts a QEMU at the destination that waits for the guest with this image, and for a command before it resumes
+    /// it.
     pub(super) fn start_destination(&self, image: &Path) -> Result<Guest> {
         let mut spec = waiting(self.subject.spec().clone());
         spec.extra.push("-S".to_owned());
@@ -96,7 +97,7 @@ impl Stage<'_> {
         Guest::start(&self.lab.b, self.environment, &spec)
     }
 
-    /// In the warm-up: whether an image holds what the source's does, while nobody writes to either.
+    /// Compares, in the warm-up, an image with the source's, while neither is written.
     pub(super) fn compare_images(&self, image: &Path) -> Result<()> {
         if !self.compare {
             return Ok(());
@@ -106,14 +107,14 @@ impl Stage<'_> {
     }
 }
 
-/// The guest where it is now. Its QEMU ends when this is dropped.
+/// The guest on its present host. Its QEMU ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Arrived {
     pid: u32,
     /// The directory with its sockets.
     directory: PathBuf,
     image: PathBuf,
-    /// Where it was started here, and not by an agent.
+    /// The guest, if the bench started it, and not an agent.
     guest: Option<Guest>,
 }
 
@@ -127,7 +128,7 @@ impl Arrived {
         Self { pid, directory: directory.to_owned(), image: image.to_owned(), guest: None }
     }
 
-    /// Its disk.
+    /// Returns its disk.
     pub(super) fn image(&self) -> &Path {
         &self.image
     }
@@ -146,7 +147,7 @@ impl Arrived {
 impl Drop for Arrived {
     fn drop(&mut self) {
         if self.guest.is_none() {
-            // `Lab::down` kills what is left.
+            // `Lab::down` kills remaining processes.
             let _ = kill_pid(self.pid);
         }
     }

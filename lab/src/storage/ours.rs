@@ -1,4 +1,4 @@
-//! Moving the guest by Whimbrel, as a user would.
+//! Migrating the guest with Whimbrel, as a user would.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,7 +14,7 @@ use crate::migrating::{migrate, number};
 use crate::run::run;
 
 const PAGE_BYTES: u64 = 4096;
-/// Everything is sent as it is.
+/// Options that turn reductions off: everything is sent as it is.
 pub(super) const PLAIN: [&str; 4] =
     ["--compress=none", "--no-references", "--deltas=never", "--soft-pages=none"];
 
@@ -49,7 +49,7 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     let total = told.total()?;
     let disk = rounds.of_disk_alone()?;
     let first_pass_pages = if mover.throttles() {
-        // It is sent in parts, between which the guest's writes are looked at.
+        // The disk is sent in parts, and the guest's writes are collected between them.
         allocated_bytes(stage)? / PAGE_BYTES
     } else {
         rounds.first_pages()
@@ -67,7 +67,7 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     })))
 }
 
-/// What the destination's agent says of the guest that it has now.
+/// Returns the guest that the destination's agent has now.
 fn arrived(stage: &Stage<'_>, image: &Path) -> Result<Arrived> {
     let said = run(&mut stage.agents.command(&stage.lab.b, &["vm", "show", VM, "--json"]))?;
     let shown: Value =
@@ -80,7 +80,7 @@ fn arrived(stage: &Stage<'_>, image: &Path) -> Result<Arrived> {
     Ok(Arrived::of_agent(pid as u32, directory, image))
 }
 
-/// What is allocated in the disk as it was saved, in bytes of the guest.
+/// Returns the allocated bytes of the saved disk, in bytes of the guest.
 fn allocated_bytes(stage: &Stage<'_>) -> Result<u64> {
     let saved =
         stage.subject.saved_disk().ok_or_else(|| Error::Config("the guest has no disk".to_owned()))?;
@@ -100,7 +100,7 @@ impl Rounds<'_> {
         round[what].as_u64().unwrap_or(0)
     }
 
-    /// How long it took until memory began.
+    /// Returns the time until memory began.
     fn of_disk_alone(&self) -> Result<Duration> {
         let is_alone = |round: &&Value| {
             Self::pages(round, "disk_pages") > 0

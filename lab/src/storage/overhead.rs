@@ -1,7 +1,8 @@
-//! How much had to be sent, and how much more was sent.
+//! Bytes that had to be sent, and bytes sent beyond these.
 //!
-//! What has to be sent of a guest is what its disk and its memory hold: blocks and pages of zeros need not. It is counted by
-//! a program that has no part in copying, in what has arrived, so that it is the same for all who move the guest.
+//! A guest's necessary bytes are the content of its disk and its memory: blocks and pages of zeros need not be sent.
+//! They are counted at the destination by a program that has no part in copying, so that they are the same for all
+//! movers.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -20,24 +21,24 @@ const PAGE_BYTES: usize = 4096;
 /// Headers of a packet of a TCP connection with timestamps: Ethernet, IP, TCP.
 const HEADERS_BYTES: u64 = 14 + 20 + 32;
 
-/// What was sent, headers of the network apart: they are the same for all.
+/// Returns the bytes sent without headers of the network, which are the same for all.
 pub(super) fn payload_bytes(traffic: Traffic) -> u64 {
     traffic.bytes.saturating_sub(traffic.packets * HEADERS_BYTES)
 }
 
-/// By how much more was sent than had to be, as a share of it; less than nothing where some of it needed not be sent.
+/// Returns the share sent beyond the necessary bytes; negative where some of these need not be sent.
 pub(super) fn overhead(sent_bytes: u64, content_bytes: u64) -> Option<f64> {
     (content_bytes > 0).then(|| sent_bytes as f64 / content_bytes as f64 - 1.0)
 }
 
-/// What a guest holds.
+/// Content of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Content {
     pub(super) disk_bytes: u64,
     pub(super) memory_bytes: u64,
 }
 
-/// Counts what a guest holds, which is stopped for that.
+/// Counts the content of a guest, which is stopped for that.
 pub(super) fn content(arrived: &Arrived, qemu: &Qemu, memory_mib: u64, scratch: &Path) -> Result<Content> {
     let mut monitor = arrived.monitor()?;
     monitor.command("stop", &json!({}))?;
@@ -48,14 +49,14 @@ pub(super) fn content(arrived: &Arrived, qemu: &Qemu, memory_mib: u64, scratch: 
     Ok(Content { disk_bytes: disk_content(qemu, arrived.image(), scratch)?, memory_bytes })
 }
 
-/// Counts what an image holds; nobody may write to it meanwhile.
+/// Counts the content of an image, which must not be written in the meantime.
 pub(super) fn disk_content(qemu: &Qemu, image: &Path, scratch: &Path) -> Result<u64> {
     let raw = scratch.join("content.raw");
     run(Command::new(&qemu.img).args(["convert", "-q", "-U", "-O", "raw"]).arg(image).arg(&raw))?;
     counted(&raw)
 }
 
-/// Counts what is in a file, and removes it.
+/// Counts the content of a file, and removes it.
 fn counted(path: &Path) -> Result<u64> {
     let context = || format!("cannot read {}", path.display());
     let bytes = File::open(path).and_then(held_bytes).context(context)?;
@@ -63,7 +64,7 @@ fn counted(path: &Path) -> Result<u64> {
     Ok(bytes)
 }
 
-/// Bytes of all pages that are not of zeros.
+/// Returns the bytes of all pages that are not zero pages.
 fn held_bytes(mut from: impl Read) -> io::Result<u64> {
     let mut buffer = vec![0; 256 * PAGE_BYTES];
     let mut held = 0;

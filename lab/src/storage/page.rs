@@ -9,7 +9,7 @@ use super::result::{CaseResult, Quantity, Results};
 use crate::bench::Spread;
 use crate::bench::page::{bars_table, spread_of};
 
-/// A column of the tables: its heading, what it shows, and how many of it are one.
+/// A column of the tables: its heading, its quantity, and the quantity's value that is shown as one.
 const COLUMNS: [(&str, Quantity, f64); 18] = [
     ("total, s", Quantity::Total, 1.0),
     ("disk, s", Quantity::Disk, 1.0),
@@ -38,7 +38,7 @@ const STATES: [(DriverState, &str); 4] = [
     (DriverState::Transferring, "transferring"),
 ];
 
-/// All results as tables, in Markdown; nothing of what was not measured.
+/// Returns all results as tables, in Markdown, without the cases that were not measured.
 pub fn tables(results: &Results) -> String {
     let mut text = String::new();
     if !results.cases.is_empty() {
@@ -46,7 +46,7 @@ pub fn tables(results: &Results) -> String {
     }
     for result in &results.cases {
         let (case, made) = (&result.case, &result.made);
-        // A string takes all.
+        // Writing to a string cannot fail.
         let _ = write!(text, "\n**{}**: {}. {made}.\n\n", case.name, case.describe());
         if !result.runs.is_empty() {
             moves(result, &mut text);
@@ -80,7 +80,7 @@ fn moves(result: &CaseResult, text: &mut String) {
     }
 }
 
-/// What is paired with the same guest whose memory alone was moved: disruptions.
+/// Writes the differences in disruption to the same guest whose memory alone was migrated.
 fn beyond(result: &CaseResult, columns: &[(&str, Quantity, f64)], text: &mut String) {
     let is_compared = |quantity: Quantity| {
         matches!(quantity, Quantity::Downtime | Quantity::Disruption | Quantity::Switchover)

@@ -1,4 +1,4 @@
-//! What somebody sees of a film that comes over the network: frames that are due one after the other at a constant rate.
+//! A viewer of a film that arrives over the network: frames that are due one after the other at a constant rate.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -9,25 +9,25 @@ use serde::{Deserialize, Serialize};
 pub(super) const FRAME: Duration = Duration::from_millis(40);
 /// Bytes of a frame: a megabyte a second.
 pub(super) const FRAME_BYTES: usize = 40_000;
-/// What a player has in hand before it begins to show.
+/// Time of the film that a player buffers before it begins to show.
 const BUFFER: Duration = Duration::from_secs(2);
 
-/// What was seen of a film while the guest moved.
+/// Observations of a film during the migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Viewed {
-    /// Frames that came.
+    /// Frames that arrived.
     pub frames: u64,
-    /// Those of them that came later than the next one was due: somebody without a buffer sees the picture stand still.
+    /// Frames that arrived later than the next one was due: a viewer without a buffer sees the picture freeze.
     pub late_frames: u64,
     /// The longest time between two frames, ms.
     pub longest_gap_ms: f64,
-    /// The same before the guest moved, ms.
+    /// The longest time between two frames before the migration, ms.
     pub usual_gap_ms: f64,
-    /// Times at which a player that has two seconds in hand ran out of them.
+    /// Times at which a player with a buffer of two seconds ran empty.
     pub underruns: u64,
 }
 
-/// Judges frames by when they came: those of `during`, and how far apart they were in `before`.
+/// Evaluates the arrival times of frames: those of `during`, and the usual gap in `before`.
 pub(super) fn view(frames: &[Duration], before: &Range<Duration>, during: &Range<Duration>) -> Viewed {
     let longest_ms = |window: &Range<Duration>| {
         let gaps = frames.windows(2).filter(|pair| pair[1] >= window.start && pair[0] < window.end);
@@ -47,7 +47,7 @@ pub(super) fn view(frames: &[Duration], before: &Range<Duration>, during: &Range
     }
 }
 
-/// A player that has run out of frames begins anew, with as much in hand as before.
+/// Counts underruns. A player that has run out of frames begins anew, with a full buffer.
 fn underruns(frames: &[(usize, Duration)], shown_from: Duration, during: &Range<Duration>) -> u64 {
     let (mut shown_from, mut underruns) = (shown_from, 0);
     for (number, at) in frames {
@@ -64,7 +64,8 @@ fn underruns(frames: &[(usize, Duration)], shown_from: Duration, during: &Range<
 mod tests {
     use super::*;
 
-    /// A hundred frames in time, then a pause, after which all that is due comes at once, and then a hundred in time.
+    /// Returns a hundred frames in time, then a pause, after which all due frames arrive at once, and then a hundred in
+    /// time.
     fn film(pause: Duration) -> Vec<Duration> {
         (0..200_u32)
             .map(|number| {
@@ -81,7 +82,7 @@ mod tests {
         assert_eq!((viewed.frames, viewed.late_frames, viewed.underruns), (150, 0, 0));
         assert!((viewed.longest_gap_ms - 40.0).abs() < 1e-9 && (viewed.usual_gap_ms - 40.0).abs() < 1e-9);
 
-        // Frame 100 is due at once after the 99th, and comes eight frames later than it should.
+        // Frame 100 is due at once after the 99th, and arrives eight frames late.
         let viewed = view(&film(FRAME * 9), &before, &during);
         assert_eq!((viewed.late_frames, viewed.underruns), (7, 0));
         assert!((viewed.longest_gap_ms - 360.0).abs() < 1e-9, "{viewed:?}");

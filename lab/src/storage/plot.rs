@@ -61,7 +61,7 @@ fn timeline(result: &CaseResult, mover: Mover) -> Option<&Timeline> {
     result.runs_of(mover).find_map(|run| run.timeline.as_ref())
 }
 
-/// A line with a point for each second.
+/// Returns a line with a point for each second.
 fn line(label: &str, seconds: impl Iterator<Item = f64>) -> Line {
     let points = seconds.enumerate().map(|(second, value)| (second as f64, value)).collect();
     Line { label: label.to_owned(), points, dotted: false }
@@ -71,7 +71,7 @@ fn megabits(bytes: &[u64]) -> impl Iterator<Item = f64> {
     bytes.iter().map(|bytes| *bytes as f64 * 8.0 / 1e6)
 }
 
-/// What clients get, what the link carries, and what the guest writes.
+/// Returns the rates of the clients, of the link, and of the guest's writes.
 fn flows(timeline: &Timeline) -> Vec<Line> {
     vec![
         line("to the clients", megabits(&timeline.client_bytes)),
@@ -80,7 +80,7 @@ fn flows(timeline: &Timeline) -> Vec<Line> {
     ]
 }
 
-/// What the guest of a case has written since the request, as long as it was at its source.
+/// Returns the bytes that the guest of a case has written since the request, as long as it was at its source.
 fn written(result: &CaseResult) -> Option<Line> {
     if !matches!(result.case.workload, Workload::Static | Workload::Board | Workload::Video) {
         return None;

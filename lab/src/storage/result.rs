@@ -1,4 +1,4 @@
-//! What was measured, as it is kept.
+//! Results as they are stored.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,7 @@ pub const SCHEMA: &str = "whimbrel.bench-disks/1";
 
 const PAGE_BYTES: f64 = 4096.0;
 
-/// All that was measured of moving disks.
+/// All results of migrations with disks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Results {
     /// Always [`SCHEMA`].
@@ -24,16 +24,16 @@ pub struct Results {
     pub cases: Vec<CaseResult>,
 }
 
-/// What was measured of a case.
+/// Results of a case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CaseResult {
     /// The case.
     pub case: Case,
-    /// When and with what it was measured.
+    /// Time and circumstances of the measurements.
     pub made: Provenance,
-    /// Migrations in the order in which they were made, the warm-up not among them.
+    /// Migrations in the order in which they were made, without the warm-up.
     pub runs: Vec<Run>,
-    /// I/O in all states of the driver, where that is what the case is about.
+    /// I/O in all states of the driver, if that is the subject of the case.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub io: Vec<IoTurn>,
 }
@@ -41,83 +41,84 @@ pub struct CaseResult {
 /// One migration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
-    /// Who moved the guest.
+    /// The way in which the guest was migrated.
     pub mover: Mover,
-    /// Which turn, from 1 on: runs of one turn were made one after the other.
+    /// The turn, from 1 on: runs of one turn were made one after the other.
     pub turn: u32,
-    /// What was measured; absent where the guest was not moved.
+    /// Measured values; absent where the guest was not migrated.
     pub measured: Option<Measured>,
-    /// Why it was not moved.
+    /// The reason if it was not migrated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub given_up: Option<String>,
-    /// What was seen meanwhile.
+    /// Observations during the migration.
     pub seen: Seen,
-    /// Second by second; of one turn.
+    /// Values second by second; of one turn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeline: Option<Timeline>,
 }
 
-/// What was measured of a migration that ended.
+/// Measured values of a migration that ended.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
-    /// From the request to the end, the start of the destination's QEMU included, ms.
+    /// Time from the request to the end, the start of the destination's QEMU included, ms.
     pub total_ms: f64,
-    /// The part of it in which the disk alone was copied, ms.
+    /// The part of the total time in which the disk alone was copied, ms.
     pub disk_ms: f64,
-    /// The part of it in which memory was copied, and the disk along with it, ms.
+    /// The part of the total time in which memory was copied, and the disk along with it, ms.
     pub memory_ms: f64,
-    /// From QEMU's event STOP to its event RESUME, ms.
+    /// Time from QEMU's event STOP to its event RESUME, ms.
     pub downtime_ms: f64,
-    /// What of the disk was sent again because it was written meanwhile, bytes; absent where nobody tells.
+    /// Bytes of the disk that were resent because they were written during the migration; absent where that is not
+    /// reported.
     pub resent_bytes: Option<u64>,
-    /// Over the link from source to destination, with all headers, bytes.
+    /// Bytes sent over the link from source to destination, with all headers.
     pub sent_bytes: u64,
-    /// The same without the headers of the network, bytes.
+    /// Bytes sent without the headers of the network.
     pub payload_bytes: u64,
-    /// Over the link back, with all headers, bytes.
+    /// Bytes sent over the link in the other direction, with all headers.
     pub received_bytes: u64,
-    /// What the disk that arrived holds, blocks of zeros apart, bytes; nothing of one that need not be sent.
+    /// Content of the disk that arrived, without blocks of zeros, bytes; 0 for a disk that need not be sent.
     pub disk_content_bytes: u64,
-    /// What the memory that arrived holds, pages of zeros apart, bytes.
+    /// Content of the memory that arrived, without zero pages, bytes.
     pub memory_content_bytes: u64,
 }
 
-/// What clients saw from the request until some time after the arrival, and what the guest wrote until it stopped.
+/// Observations of clients from the request until some time after the arrival, and the guest's writes until it stopped.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Seen {
-    /// The longest time in which no client got anything, ms.
+    /// The longest time in which no client received data, ms.
     pub disruption_ms: f64,
-    /// The longest of those that touch the switch-over or the second before or after it, ms.
+    /// The longest silence that touches the switchover or the second before or after it, ms.
     pub switchover_gap_ms: Option<f64>,
-    /// How long before the guest's stop that one began, ms; less than nothing if it began later.
+    /// Time from the begin of that silence to the guest's stop, ms; negative if it began later.
     #[serde(default)]
     pub silent_before_stop_ms: Option<f64>,
-    /// How long after the guest went on it ended, ms.
+    /// Time from the guest's resumption to the end of that silence, ms.
     #[serde(default)]
     pub silent_after_resume_ms: Option<f64>,
-    /// The longest in the quarter of a minute before the request, ms.
+    /// The longest silence in the quarter of a minute before the request, ms.
     pub usual_gap_ms: f64,
-    /// Whole answers in a second.
+    /// Complete answers per second.
     pub answers_per_s: f64,
-    /// The same before the request.
+    /// Complete answers per second before the request.
     pub usual_answers_per_s: f64,
-    /// What half of the answers took at most, ms.
+    /// Median time of an answer, ms.
     pub median_answer_ms: Option<f64>,
-    /// The slowest of them, ms.
+    /// Longest time of an answer, ms.
     pub slowest_answer_ms: f64,
-    /// Posts that were confirmed, all of which are there in the end.
+    /// Posts that were confirmed, all of which are stored in the end.
     pub posted: u64,
     /// Answers that were a refusal.
     pub refused: u64,
-    /// What broke connections.
+    /// Errors that broke connections.
     pub broken: Vec<String>,
-    /// What somebody saw of the film.
+    /// Observations of the film's viewer.
     pub film: Option<Viewed>,
     /// The guest's writes to its disk from the request to its stop.
     pub writes: u64,
-    /// Their bytes.
+    /// Bytes of these writes.
     pub written_bytes: u64,
-    /// How long that was, seconds.
+    /// Time from the request to the stop, seconds.
     pub written_s: f64,
 }
 
@@ -133,38 +134,38 @@ impl Turn for Run {
     }
 }
 
-/// Something that is measured of a migration. Less is better, but of answers.
+/// A measured quantity of a migration. Less is better, except for answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quantity {
     /// Total time, s.
     Total,
-    /// The part of it in which the disk alone was copied, s.
+    /// The part of the total time in which the disk alone was copied, s.
     Disk,
-    /// The part of it in which memory was copied, s.
+    /// The part of the total time in which memory was copied, s.
     Memory,
     /// Downtime, ms.
     Downtime,
     /// The longest silence, ms.
     Disruption,
-    /// The longest silence at the switch-over, ms.
+    /// The longest silence at the switchover, ms.
     Switchover,
-    /// How long before the guest's stop that one began, ms.
+    /// Time from the begin of that silence to the guest's stop, ms.
     BeforeStop,
-    /// How long after the guest went on it ended, ms.
+    /// Time from the guest's resumption to the end of that silence, ms.
     AfterResume,
     /// The longest silence before the request, ms.
     UsualGap,
-    /// Dirty pages of the disk that were sent again.
+    /// Dirty pages of the disk that were resent.
     Deltas,
-    /// The same in a second.
+    /// Dirty pages of the disk that were resent per second.
     DeltaRate,
-    /// The guest's writes in a second.
+    /// The guest's writes per second.
     WriteRate,
-    /// Sent without headers, bytes.
+    /// Bytes sent without headers.
     Sent,
-    /// By how much more was sent than had to be, in hundredths.
+    /// Share sent beyond the necessary bytes, in hundredths.
     Overhead,
-    /// Whole answers in a second, in hundredths of those before.
+    /// Complete answers per second, in hundredths of those before.
     Answers,
     /// The slowest answer, ms.
     SlowestAnswer,
@@ -175,7 +176,7 @@ pub enum Quantity {
 }
 
 impl Quantity {
-    /// Its value in a run; none where there is none, or the guest was not moved.
+    /// Returns its value in a run; `None` if there is none, or the guest was not migrated.
     pub fn of(self, run: &Run) -> Option<f64> {
         let measured = run.measured.as_ref()?;
         let seen = &run.seen;
@@ -208,7 +209,7 @@ impl Quantity {
 }
 
 impl CaseResult {
-    /// Who took part, in a fixed order.
+    /// Returns the movers, in a fixed order.
     pub fn movers(&self) -> Vec<Mover> {
         let mut movers: Vec<_> = self.runs.iter().map(|run| run.mover).collect();
         movers.sort_unstable();
@@ -216,23 +217,23 @@ impl CaseResult {
         movers
     }
 
-    /// The runs of a mover.
+    /// Returns the runs of a mover.
     pub fn runs_of(&self, mover: Mover) -> impl Iterator<Item = &Run> {
         self.runs.iter().filter(move |run| run.mover == mover)
     }
 
-    /// How many of a mover's migrations ended, and how many there were.
+    /// Returns the number of a mover's migrations that ended, and of all its migrations.
     pub fn ended(&self, mover: Mover) -> (usize, usize) {
         let ended = self.runs_of(mover).filter(|run| run.measured.is_some()).count();
         (ended, self.runs_of(mover).count())
     }
 
-    /// A quantity over all runs of a mover that ended.
+    /// Returns the spread of a quantity over all runs of a mover that ended.
     pub fn spread(&self, mover: Mover, quantity: Quantity) -> Option<Spread> {
         spread(&self.runs, mover, |run| quantity.of(run))
     }
 
-    /// By how much a mover's is more than another's in the same turn.
+    /// Returns the differences of a quantity between a mover and another in the same turn.
     pub fn beyond(&self, mover: Mover, other: Mover, quantity: Quantity) -> Option<Spread> {
         let pairs = pairs(&self.runs, mover, other, |run| quantity.of(run));
         Spread::of(pairs.into_iter().map(|(own, others)| own - others))

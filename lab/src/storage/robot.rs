@@ -1,18 +1,18 @@
-//! A reader of a bulletin board, as in Bradford et al. 2007, section 4.3.2: follows links here and there, and now and then
-//! writes something.
+//! A reader of a bulletin board, as in Bradford et al. 2007, section 4.3.2: follows links here and there, and sometimes
+//! writes a post.
 
 use std::io;
 use std::time::Duration;
 
 use crate::http::Connection;
 
-/// Where the board begins.
+/// The front page of the board.
 const FRONT: &str = "/board/forum";
 const THREAD: &str = "/board/forumpost/";
-/// One of so many visits is a post: 5%.
+/// Visits for each post: 5% of visits are posts.
 const VISITS_OF_A_POST: u64 = 20;
-/// From an answer to the next request, on average: 250 readers ask for a dozen pages a second. Under TCG the guest can make
-/// some thirty, so that it is busy, and has time left: what is measured is not its processor alone.
+/// Average time from an answer to the next request: 250 readers request a dozen pages a second. Under TCG the guest can
+/// make some thirty, so that it is busy, and has spare time: its processor is not the only limit measured.
 const THINK: Duration = Duration::from_secs(20);
 
 /// Random numbers that are the same in each run (splitmix64).
@@ -24,7 +24,7 @@ impl Dice {
         Self(seed)
     }
 
-    /// Less than `sides`.
+    /// Returns a number less than `sides`.
     fn roll(&mut self, sides: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -34,14 +34,14 @@ impl Dice {
     }
 }
 
-/// What became of a visit.
+/// Outcome of a visit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Visit {
     /// A page was read.
     Read,
     /// A post was accepted.
     Posted,
-    /// The board said no.
+    /// The board refused the request.
     Refused,
 }
 
@@ -59,12 +59,12 @@ impl Robot {
         Self { number, dice: Dice::new(number), links: Vec::new(), posts: 0 }
     }
 
-    /// How long it reads what it has got: anything up to twice the average.
+    /// Returns the time for reading the last page: anything up to twice the average.
     pub(super) fn thinks(&mut self) -> Duration {
         Duration::from_millis(self.dice.roll(2 * THINK.as_millis() as u64))
     }
 
-    /// Reads a page, or writes a post; `piece` is told of bytes when they are there.
+    /// Reads a page, or writes a post; `piece` receives the number of bytes on arrival.
     pub(super) fn visit(
         &mut self,
         connection: &mut Connection,
@@ -78,7 +78,7 @@ impl Robot {
             let form = format!(
                 "title=Reader+{number}&mimetype=text/x-markdown&submit=Submit&content=Post+{post}{words}"
             );
-            // The board takes forms from its own pages only.
+            // The board accepts forms from its own pages only.
             let headers = "Referer: http://lab/board/forumnew\r\n\
                            Content-Type: application/x-www-form-urlencoded\r\n";
             connection.ask("POST", "/board/forume1", headers, &form)?
@@ -105,14 +105,14 @@ impl Robot {
     }
 
     fn next_page(&mut self) -> String {
-        // Out of a thread there are few ways; back to the front page now and then.
+        // A thread has few links; back to the front page now and then.
         let choices = self.links.len() as u64 + 1;
         let choice = self.dice.roll(choices) as usize;
         self.links.get(choice).cloned().unwrap_or_else(|| FRONT.to_owned())
     }
 }
 
-/// Threads to which a page leads.
+/// Returns the threads to which a page links.
 fn links(page: &str) -> Vec<String> {
     let hash = |rest: &str| rest.chars().take_while(char::is_ascii_hexdigit).collect::<String>();
     let found = page.match_indices(THREAD).map(|(at, _)| hash(&page[at + THREAD.len()..]));

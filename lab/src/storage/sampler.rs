@@ -1,4 +1,4 @@
-//! What goes over the link, and what the guest writes, second by second.
+//! Bytes on the link, and the guest's writes, second by second.
 
 use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -15,29 +15,29 @@ use crate::monitor::Monitor;
 
 const STEP: Duration = Duration::from_millis(500);
 
-/// What was seen of a move, second by second, from the clients' start on.
+/// Values second by second, from the clients' start on.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timeline {
-    /// When the migration was asked for, seconds.
+    /// Time of the migration's request, seconds.
     pub requested_s: f64,
-    /// When the guest was stopped, seconds; absent where it was not.
+    /// Time of the guest's stop, seconds; absent if it was not stopped.
     pub stopped_s: Option<f64>,
-    /// When it went on at its destination, seconds.
+    /// Time at which it resumed at its destination, seconds.
     pub resumed_s: Option<f64>,
-    /// What clients got in each second, bytes.
+    /// Bytes that clients received in each second.
     pub client_bytes: Vec<u64>,
-    /// What the link carried to the destination, with all headers, bytes.
+    /// Bytes on the link to the destination in each second, with all headers.
     pub link_bytes: Vec<u64>,
-    /// What the guest wrote to its disk at its source, bytes.
+    /// Bytes that the guest wrote to its disk at its source in each second.
     pub written_bytes: Vec<u64>,
     /// The longest time between two frames of the film that ended in each second, ms.
     pub frame_gap_ms: Vec<f64>,
 }
 
-/// Something that only grows, seen now and then.
+/// Samples of a counter that only grows.
 pub(super) type Growth = Vec<(Duration, f64)>;
 
-/// What was seen, by the clock of the start.
+/// Samples, by the clock of the start.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Sampled {
     pub(super) sent_bytes: Growth,
@@ -45,7 +45,7 @@ pub(super) struct Sampled {
     pub(super) written_bytes: Growth,
 }
 
-/// Looks on from a thread of its own.
+/// A sampling thread.
 #[derive(Debug)]
 pub(super) struct Sampler {
     stop: Sender<()>,
@@ -53,8 +53,8 @@ pub(super) struct Sampler {
 }
 
 impl Sampler {
-    /// Begins to look at the link of `host` and, for as long as it is there, at the QEMU behind a monitor that nobody else
-    /// uses. Times count from `start`.
+    /// Begins to sample the link of `host` and, as long as it is there, the QEMU behind a monitor that has no other
+    /// client. Times count from `start`.
     pub(super) fn start(host: &Host, monitor: &Path, start: Instant) -> Result<Self> {
         let (stop, stopped) = mpsc::channel();
         let host = host.clone();
@@ -84,15 +84,15 @@ impl Sampler {
         Ok(Self { stop, thread })
     }
 
-    /// Ends, and tells what was seen.
+    /// Ends, and returns the samples.
     pub(super) fn finish(self) -> Sampled {
         drop(self.stop);
-        // The thread does not panic; if it did, that goes on here.
+        // The thread does not panic; if it did, the panic continues here.
         self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 }
 
-/// Writes of a guest to its disks, and their bytes.
+/// Returns a guest's writes to its disks, and their bytes.
 fn written(blockstats: &Value) -> (f64, f64) {
     let devices = blockstats.as_array().into_iter().flatten().filter(|of| of["qdev"].is_string());
     devices.fold((0.0, 0.0), |(writes, bytes), of| {
@@ -101,7 +101,7 @@ fn written(blockstats: &Value) -> (f64, f64) {
     })
 }
 
-/// How much there was at a moment: on the straight line between what was seen before and after it.
+/// Returns the counter at a moment: on the straight line between the samples before and after it.
 pub(super) fn at(growth: &Growth, moment: Duration) -> f64 {
     let after = growth.partition_point(|(at, _)| *at <= moment);
     match (after.checked_sub(1).map(|before| growth[before]), growth.get(after)) {
@@ -115,7 +115,7 @@ pub(super) fn at(growth: &Growth, moment: Duration) -> f64 {
     }
 }
 
-/// By how much it grew in each second.
+/// Returns the growth in each second.
 pub(super) fn by_seconds(growth: &Growth, seconds: usize) -> Vec<u64> {
     let grown = |second: usize| {
         let second = Duration::from_secs(second as u64);
@@ -124,7 +124,7 @@ pub(super) fn by_seconds(growth: &Growth, seconds: usize) -> Vec<u64> {
     (0..seconds).map(grown).collect()
 }
 
-/// The longest time between two moments, for each second in which it ended, ms.
+/// Returns the longest time between two moments, for each second in which it ended, ms.
 pub(super) fn gaps_by_seconds(moments: &[Duration], seconds: usize) -> Vec<f64> {
     let mut gaps = vec![0.0_f64; seconds];
     for pair in moments.windows(2) {

@@ -1,5 +1,5 @@
-//! A way from one host to the other for `scp` and `rsync`: an SSH server in the destination's namespace, with keys that are
-//! thrown away with the laboratory.
+//! A connection between the hosts for `scp` and `rsync`: an SSH server in the destination's namespace, with keys that
+//! are removed with the laboratory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,9 @@ use crate::lab::Lab;
 use crate::run::{Daemon, run};
 
 const PORT: u16 = 7722;
-/// It starts itself anew for each connection, by its whole path.
+/// Path of the server; it executes itself for each connection, by its absolute path.
 const SERVER: &str = "/usr/sbin/sshd";
-/// A directory that it wants to be there, and leaves empty.
+/// A directory that the server requires, and leaves empty.
 const EMPTY: &str = "/run/sshd";
 
 /// An SSH server, and the key to it.
@@ -29,14 +29,14 @@ pub(super) struct Ssh {
 }
 
 impl Ssh {
-    /// Starts a server at host `b` that host `a` has the key to.
+    /// Starts a server at host `b` for which host `a` has the key.
     pub(super) fn start(lab: &Lab) -> Result<Self> {
         if !Path::new(SERVER).exists() {
             return Err(Error::Missing { path: SERVER.into() });
         }
         let directory = lab.b.directory().join("ssh");
         if directory.exists() {
-            // Of the one before.
+            // Files of an earlier server.
             fs::remove_dir_all(&directory).context(|| format!("cannot remove {}", directory.display()))?;
         }
         for needed in [&directory, Path::new(EMPTY)] {
@@ -61,11 +61,11 @@ impl Ssh {
         run(command.arg(self.at_destination(directory))).map(drop)
     }
 
-    /// Makes a file at the destination what it is here, by sending what differs.
+    /// Updates a file at the destination to the content here, by sending differences.
     pub(super) fn rsync(&self, file: &Path, directory: &Path) -> Result<()> {
         let shell = format!("ssh -p {PORT} {}", self.options().join(" "));
         let mut command = self.from.command("rsync");
-        // All of it is compared, whatever its date and length say.
+        // All content is compared, regardless of date and length.
         command.args(["--inplace", "--no-whole-file", "--ignore-times", "-e", &shell]).arg(file);
         run(command.arg(self.at_destination(directory))).map(drop)
     }
@@ -92,7 +92,7 @@ fn config_of(host: &Host, host_key: &Path, allowed: &Path) -> String {
         "PasswordAuthentication no".to_owned(),
         "KbdInteractiveAuthentication no".to_owned(),
         "UsePAM no".to_owned(),
-        // The directories of a laboratory are anybody's to read.
+        // The directories of a laboratory are readable by all users.
         "StrictModes no".to_owned(),
         "PidFile none".to_owned(),
         "Subsystem sftp internal-sftp".to_owned(),

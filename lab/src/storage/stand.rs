@@ -26,12 +26,12 @@ use crate::lab::{Lab, LabConfig, vm_address};
 use crate::migrating::{adopt, forget};
 use crate::run::Daemon;
 
-/// How long clients are at work before anything is watched, and then before the guest is moved.
+/// Time that clients work before anything is watched, and then before the guest is migrated.
 const WARM_UP: Duration = Duration::from_secs(10);
 const UNDISTURBED: Duration = Duration::from_secs(15);
-/// How long they are watched after the guest has arrived and the first of them has an answer.
+/// Time that they are watched after the guest has arrived and the first of them has an answer.
 const WATCHED_AFTER: Duration = Duration::from_secs(10);
-/// Around the switch-over, silences belong to it.
+/// Time around the switchover in which silences belong to it.
 const AROUND: Duration = Duration::from_secs(1);
 /// The turn of which the timeline is kept.
 const DRAWN_TURN: u32 = 1;
@@ -49,7 +49,7 @@ pub struct Stand {
     lab: Lab,
 }
 
-/// Something that was measured, as it comes.
+/// A result, reported at once.
 #[derive(Debug)]
 pub enum Note<'a> {
     /// A migration.
@@ -64,7 +64,7 @@ impl Stand {
         let environment = Environment::discover();
         let qemu = environment.qemu(QEMU)?;
         let lab = Lab::up(&LabConfig { link: case.link(), ..LabConfig::new(prefix) })?;
-        // Nobody encrypts but `ssh`, which cannot do without.
+        // Only `ssh` encrypts, which cannot be turned off.
         let agents = Agents::new(&lab, &environment, whimbrel).with_qemu(QEMU).plain();
         agents.write()?;
         let daemons = agents.start_all()?;
@@ -72,7 +72,7 @@ impl Stand {
         Ok(Self { case, environment, qemu, subject, agents, _daemons: daemons, lab })
     }
 
-    /// Has all movers move the guest so many times, after a warm-up; `say` is told what was measured.
+    /// Lets all movers migrate the guest in `turns` turns, after a warm-up; `say` receives each result.
     pub fn run(&self, movers: &[Mover], turns: u32, mut say: impl FnMut(Note<'_>)) -> Result<CaseResult> {
         let made = Provenance::now(&self.environment, QEMU)?;
         let mut result = CaseResult { case: self.case.clone(), made, runs: Vec::new(), io: Vec::new() };
@@ -82,7 +82,7 @@ impl Stand {
                 say(Note::Io(&io));
                 result.io.extend((turn > 0).then_some(io));
             }
-            // Each goes first in its turn.
+            // Each mover is the first in one of the turns.
             let first = turn as usize % movers.len().max(1);
             for &mover in movers[first..].iter().chain(&movers[..first]) {
                 let run = self.measure(mover, turn)?;
@@ -111,7 +111,7 @@ impl Stand {
         let service = (vm_address(NUMBER), 80).into();
         let clients = Clients::start(&self.lab.client, service, self.case.workload)?;
         let sampler = Sampler::start(&self.lab.a, &guest.directory().join("lab.sock"), clients.began())?;
-        // A measurement needs time to pass; nothing waits for an event here.
+        // A measurement needs time to pass; there is no event to wait for.
         thread::sleep(WARM_UP + UNDISTURBED);
         let before = self.traffic()?;
         let requested = clients.now();
@@ -176,7 +176,7 @@ impl Stand {
             sent_bytes: sent.there.bytes,
             payload_bytes: payload_bytes(sent.there),
             received_bytes: sent.back.bytes,
-            // On storage that both sides see, it need not be sent.
+            // On storage that both hosts see, it need not be sent.
             disk_content_bytes: if mover == Mover::MemoryOnly { 0 } else { content.disk_bytes },
             memory_content_bytes: content.memory_bytes,
         })
@@ -186,7 +186,7 @@ impl Stand {
         self.subject.saved_disk().ok_or_else(|| Error::Config("the guest has no disk".to_owned()))
     }
 
-    /// Removes what a measurement has left.
+    /// Removes the files of a measurement.
     fn clear(&self) -> Result<()> {
         let hosts = [&self.lab.a, &self.lab.b];
         forget(&self.agents, hosts, VM);
@@ -201,7 +201,7 @@ impl Stand {
     }
 }
 
-/// An error unless the guest has all that it has to have.
+/// Fails unless the guest has all expected content.
 fn is_well(moved: &Moved, turn: u32, posts: u64, mover: Mover) -> Result<()> {
     let checked = check(&moved.arrived.serial(), turn == 0)?;
     if checked.wrong == "nothing" && checked.posts >= posts {
@@ -213,7 +213,7 @@ fn is_well(moved: &Moved, turn: u32, posts: u64, mover: Mover) -> Result<()> {
     )))
 }
 
-/// What went over the link, there and back.
+/// Traffic over the link in both directions.
 #[derive(Clone, Copy, Debug)]
 struct BothWays {
     there: Traffic,
@@ -226,10 +226,10 @@ impl BothWays {
     }
 }
 
-/// The moments that matter, by the clients' clock.
+/// Moments of a measurement, by the clients' clock.
 struct Moments {
     requested: Duration,
-    /// From the stop of the guest until it went on.
+    /// Time from the stop of the guest until it resumed.
     switchover: Option<Range<Duration>>,
     until: Duration,
 }
@@ -239,7 +239,7 @@ impl Moments {
         self.requested.saturating_sub(UNDISTURBED)..self.requested
     }
 
-    /// What clients have seen, and what the guest has written.
+    /// Evaluates the clients' observations and the guest's writes.
     fn judge(&self, watched: &Watched, sampled: &Sampled) -> Seen {
         let (before, during) = (self.undisturbed(), self.requested..self.until);
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
@@ -247,7 +247,7 @@ impl Moments {
         let silence = around.as_ref().and_then(|around| watched.tally.longest_silence(around));
         let silence = silence.zip(self.switchover.as_ref());
         let apart = |later: Duration, earlier: Duration| (later.as_secs_f64() - earlier.as_secs_f64()) * 1e3;
-        // Until it stopped, or until nobody looked on any more.
+        // Until it stopped, or until the end of the observation.
         let stopped = self.switchover.as_ref().map_or(self.until, |it| it.start);
         let grown = |growth| (at(growth, stopped) - at(growth, self.requested)).max(0.0) as u64;
         let Watched { tally, counts, broken } = watched;
@@ -313,7 +313,7 @@ mod tests {
         // From the 89th second to the 91st.
         assert_eq!((seen.silent_before_stop_ms, seen.silent_after_resume_ms), (Some(0.0), Some(1_000.0)));
         assert!((seen.usual_gap_ms - 1_000.0).abs() < 1e-6, "{seen:?}");
-        // The guest was seen until its 80th second.
+        // The guest was sampled until its 80th second.
         assert_eq!(seen.writes, 400);
         assert_eq!(seen.film, None);
         let timeline = moments.timeline(&watched, &sampled);

@@ -1,5 +1,5 @@
-//! What clients see of a service, moment by moment: when data came, how long nothing came to any of them, and how long
-//! answers took. All times count from the clients' start.
+//! Clients' observations of a service: arrival times of data, silences of all of them, and times of answers. All times
+//! count from the clients' start.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -7,17 +7,17 @@ use std::time::Duration;
 /// Shorter silences are not kept.
 const LEAST_GAP: Duration = Duration::from_millis(1);
 
-/// Everything that came to all clients of a service.
+/// All arrivals at all clients of a service.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
     last: Duration,
     gaps: Vec<Span>,
     answers: Vec<Span>,
-    /// Bytes that came in each second.
+    /// Bytes that arrived in each second.
     seconds: Vec<u64>,
 }
 
-/// Something that took a while.
+/// A duration with its end.
 #[derive(Clone, Copy, Debug)]
 struct Span {
     ended: Duration,
@@ -31,9 +31,9 @@ impl Span {
 }
 
 impl Tally {
-    /// So many bytes came to one of the clients.
+    /// Records that one of the clients received bytes.
     pub(super) fn arrived(&mut self, at: Duration, bytes: u64) {
-        // Clients take turns in telling: one may come late with what was earlier.
+        // Clients record in turn: one may be late to record an earlier arrival.
         let took = at.saturating_sub(self.last);
         if took >= LEAST_GAP {
             self.gaps.push(Span { ended: at, took });
@@ -46,33 +46,33 @@ impl Tally {
         self.seconds[second] += bytes;
     }
 
-    /// One of the clients has a whole answer, which took so long.
+    /// Records that one of the clients has a complete answer, with its duration.
     pub(super) fn answered(&mut self, at: Duration, took: Duration) {
         self.answers.push(Span { ended: at, took });
     }
 
-    /// When something came last.
+    /// Returns the time of the last arrival.
     pub(super) fn last(&self) -> Duration {
         self.last
     }
 
-    /// The longest time, of those that touch the window, in which nothing came to any client.
+    /// Returns the longest time, of those that touch the window, in which no client received data.
     pub(super) fn longest_gap(&self, window: &Range<Duration>) -> Duration {
         longest(&self.gaps, window)
     }
 
-    /// From when to when that was.
+    /// Returns the begin and the end of that time.
     pub(super) fn longest_silence(&self, window: &Range<Duration>) -> Option<Range<Duration>> {
         let span = self.gaps.iter().filter(|gap| gap.overlaps(window)).max_by_key(|gap| gap.took)?;
         Some(span.ended.saturating_sub(span.took)..span.ended)
     }
 
-    /// The longest that an answer took, of those that were waited for in the window.
+    /// Returns the longest time of an answer that was awaited in the window.
     pub(super) fn slowest_answer(&self, window: &Range<Duration>) -> Duration {
         longest(&self.answers, window)
     }
 
-    /// Half of the answers in the window took no longer. None of none.
+    /// Returns the median time of the answers in the window; `None` if there are none.
     pub(super) fn median_answer(&self, window: &Range<Duration>) -> Option<Duration> {
         let mut times: Vec<Duration> = self
             .answers
@@ -84,13 +84,13 @@ impl Tally {
         times.get(times.len() / 2).copied()
     }
 
-    /// Whole answers that came in the window, in a second.
+    /// Returns the complete answers that arrived in the window, per second.
     pub(super) fn answers_per_s(&self, window: &Range<Duration>) -> f64 {
         let answers = self.answers.iter().filter(|answer| window.contains(&answer.ended)).count();
         answers as f64 / (window.end.saturating_sub(window.start)).as_secs_f64().max(1e-3)
     }
 
-    /// Bytes in each whole second.
+    /// Returns the bytes in each whole second.
     pub(super) fn seconds(&self) -> &[u64] {
         &self.seconds
     }

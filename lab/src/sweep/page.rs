@@ -1,4 +1,4 @@
-//! What was found, as tables.
+//! The results as tables.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -7,16 +7,16 @@ use super::point::{ACTIVE_MIB, CONFIGURATIONS, ITERATIONS, KERNELS, kernel_case_
 use crate::bench::page::spread_of;
 use crate::bench::{CaseResult, Contender, Mode, Policy, Quantity, Results};
 
-/// Whether somebody stops a kernel of figure 5 after so many iterations, whoever is meant.
+/// The contender that stops a kernel of figure 5 after a number of iterations.
 type Stopper = fn(u32) -> Contender;
 
-/// Those of figure 5.
+/// The stoppers of figure 5.
 pub(super) const STOPPERS: [(&str, Stopper); 2] = [
     ("whimbrel", |passes| Contender::Policy(Policy::After(passes))),
     ("qemu", |passes| Contender::Qemu(Mode::After(passes))),
 ];
 
-/// All results as tables, in Markdown; nothing of what was not measured.
+/// Returns all results as tables, in Markdown, without the points that were not measured.
 pub fn tables(results: &Results) -> String {
     let mut text = String::new();
     for contender in contenders_of_latency(results) {
@@ -28,13 +28,13 @@ pub fn tables(results: &Results) -> String {
     others(results, &mut text);
     if !results.cases.is_empty() {
         let made: BTreeSet<_> = results.cases.iter().map(|result| result.made.to_string()).collect();
-        // A string takes all.
+        // Writing to a string cannot fail.
         let _ = write!(text, "\nMeasured with {}.\n", made.into_iter().collect::<Vec<_>>().join("; "));
     }
     text
 }
 
-/// Who took part in figure 1.
+/// Returns the contenders of figure 1.
 pub(super) fn contenders_of_latency(results: &Results) -> BTreeSet<Contender> {
     let of_figure = results.cases.iter().filter(|result| result.case.name.starts_with("fig1-"));
     of_figure.flat_map(CaseResult::contenders).collect()
@@ -49,7 +49,7 @@ fn headings<T: std::fmt::Display>(first: &str, rest: impl IntoIterator<Item = T>
     format!("| {first} | {} |\n|{}\n", rest.join(" | "), "---|".repeat(rest.len() + 1))
 }
 
-/// Figure 1 of one contender, and what it cost the guest.
+/// Writes figure 1 of one contender, and the cost for the guest.
 fn latency(results: &Results, contender: Contender, text: &mut String) {
     let columns = ACTIVE_MIB.map(|mib| format!("{mib} MiB"));
     let _ = write!(
@@ -68,7 +68,8 @@ fn latency(results: &Results, contender: Contender, text: &mut String) {
     }
 }
 
-/// Total time of a contender in seconds and its downtime, and how many of its migrations ended where not all did.
+/// Returns a contender's total time in seconds and its downtime, and the number of its migrations that ended if not all
+/// did.
 fn total(point: &CaseResult, contender: Contender) -> String {
     let (ended, all) = point.ended(contender);
     let downtime = point.spread(contender, Quantity::Downtime).map_or(0.0, |spread| spread.median);
@@ -80,7 +81,7 @@ fn total(point: &CaseResult, contender: Contender) -> String {
     }
 }
 
-/// Figure 5 of one way to move.
+/// Writes figure 5 of one way to migrate.
 fn iterations(results: &Results, name: &str, stopper: Stopper, text: &mut String) {
     let measured = KERNELS.map(|kernel| (kernel, result(results, &kernel_case_name(kernel))));
     if measured.iter().all(|(_, point)| point.is_none()) {
@@ -101,7 +102,7 @@ fn iterations(results: &Results, name: &str, stopper: Stopper, text: &mut String
     }
 }
 
-/// Points of no figure, a line for each contender.
+/// Writes the points of no figure, a line for each contender.
 fn others(results: &Results, text: &mut String) {
     let mut points = results.cases.iter().filter(|result| place(result) == usize::MAX).peekable();
     if points.peek().is_none() {
@@ -134,7 +135,7 @@ pub(super) mod tests {
     use crate::bench::{Measured, Provenance, Run, SCHEMA};
     use crate::sweep::figures;
 
-    /// A point with one run of each: so long, and with so long a downtime, as their place says.
+    /// Returns a point with one run of each: total time and downtime are derived from the positions.
     pub(in super::super) fn results(names: &[&str]) -> Results {
         let points = figures().into_iter().flat_map(|figure| figure.points);
         let known = points.filter(|(case, _)| names.contains(&case.name.as_str()));

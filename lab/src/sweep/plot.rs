@@ -1,4 +1,4 @@
-//! What was found, as pictures.
+//! The results as pictures.
 
 use std::path::Path;
 
@@ -48,7 +48,7 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     Ok(drawn)
 }
 
-/// The longest median that anybody has of those that are drawn beside one another.
+/// Returns the longest median of all contenders that are drawn beside one another.
 fn longest(results: &Results, is_one: impl Fn(&str) -> bool, quantity: Quantity) -> f64 {
     let of = |result: &CaseResult| {
         let all = result.contenders().into_iter().filter_map(|one| result.spread(one, quantity));

@@ -1,4 +1,4 @@
-//! Which points are measured.
+//! Points that are measured.
 
 use crate::bench::suite::{megabits, nas_case};
 use crate::bench::{Cap, Case, CaseResult, Contender, Mode, Policy, Results};
@@ -6,15 +6,15 @@ use crate::environment::QemuVersion;
 use crate::lab::Packets;
 use crate::spec::{LoadMode, Pattern};
 
-/// A case with who takes part.
+/// A case with its contenders.
 pub type Point = (Case, Vec<Contender>);
 
-/// Points that are a figure together.
+/// Points that form a figure.
 #[derive(Clone, Debug)]
 pub struct Figure {
     /// Its number in its paper.
     pub number: u32,
-    /// What it shows.
+    /// The subject.
     pub about: &'static str,
     /// Its points.
     pub points: Vec<Point>,
@@ -30,7 +30,8 @@ pub(super) struct Configuration {
     cap: Cap,
 }
 
-/// Those of the paper. Of the fourth its text tells only that larger packets change little where the buffer is small.
+/// The paper's configurations. For the fourth its text states only that larger packets change little where the buffer
+/// is small.
 pub(super) const CONFIGURATIONS: [Configuration; 7] = [
     configuration(1, 1, 1_000, 1500, Cap::SlowStart),
     configuration(2, 1, 10_000, 1500, Cap::SlowStart),
@@ -53,22 +54,22 @@ const fn configuration(
 
 /// Active memory in figure 1: filled, and rewritten over and over, MiB.
 pub(super) const ACTIVE_MIB: [u64; 4] = [64, 192, 384, 640];
-/// How fast it is rewritten there, MiB/s: less than a link of 1 Gb/s carries, and more than the slow start's first rate.
+/// Rewrite rate there, MiB/s: less than a link of 1 Gb/s carries, and more than the slow start's first rate.
 const ACTIVE_RATE_MIB_PER_S: u64 = 80;
 /// The kernels of figure 5.
 pub(super) const KERNELS: [&str; 5] = ["cg", "ep", "ft", "is", "mg"];
-/// After how many iterations they are stopped there.
+/// Numbers of iterations after which they are stopped there.
 pub(super) const ITERATIONS: [u32; 6] = [1, 2, 3, 4, 6, 8];
 
 impl Configuration {
-    /// In words.
+    /// Describes the configuration.
     pub(super) fn describe(self) -> String {
         let Self { number, buffer_kib, link_megabits_per_s, mtu_bytes, cap } = self;
         let cap = if cap == Cap::SlowStart { "slow start" } else { "unlimited" };
         format!("{number}: {buffer_kib} KiB, {} Gb/s, {mtu_bytes} B, {cap}", link_megabits_per_s / 1000)
     }
 
-    /// The name of its point.
+    /// Returns the name of its point.
     pub(super) fn case_name(self, active_mib: u64) -> String {
         format!("fig1-{}-{active_mib}", self.number)
     }
@@ -85,12 +86,12 @@ impl Configuration {
     }
 }
 
-/// The name of a kernel's point in figure 5.
+/// Returns the name of a kernel's point in figure 5.
 pub(super) fn kernel_case_name(kernel: &str) -> String {
     format!("fig5-{kernel}")
 }
 
-/// The figures.
+/// Returns the figures.
 pub fn figures() -> Vec<Figure> {
     let who = [
         Contender::Policy(Policy::Pattern),
@@ -122,7 +123,7 @@ pub fn figures() -> Vec<Figure> {
     ]
 }
 
-/// A grid: each of these with each of the others.
+/// A grid: each value of an axis with each of the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Axes {
     /// The QEMU on both sides.
@@ -131,26 +132,26 @@ pub struct Axes {
     pub memory_mib: u64,
     /// Working sets: filled and rewritten over and over, MiB.
     pub wss_mib: Vec<u64>,
-    /// How fast they are rewritten, MiB/s.
+    /// Write rates, MiB/s.
     pub rate_mib_per_s: Vec<u64>,
-    /// Which pages of them, and in which order.
+    /// Patterns of writes: choice and order of the pages.
     pub pattern: Vec<Pattern>,
-    /// Links, bytes per second; None for no limit.
+    /// Links, bytes per second; `None` for no limit.
     pub link_bytes_per_s: Vec<Option<u64>>,
-    /// Streams: of Whimbrel, and of QEMU's `multifd`. Empty for as many as Whimbrel chooses, and QEMU's default.
+    /// Streams: of Whimbrel, and of QEMU's `multifd`. Empty for Whimbrel's own choice, and QEMU's default.
     pub streams: Vec<u16>,
-    /// What a connection sends at once, KiB; None for as much as the kernel likes.
+    /// Bytes that a connection sends at once, KiB; `None` for the kernel's choice.
     pub buffer_kib: Vec<Option<u32>>,
-    /// Packets, bytes; None for 1500.
+    /// Packets, bytes; `None` for 1500.
     pub mtu_bytes: Vec<Option<u32>>,
     /// Caps.
     pub cap: Vec<Cap>,
-    /// A migration that has not ended by then is given up, seconds.
+    /// Time after which a migration is given up, seconds.
     pub patience_s: u64,
 }
 
 impl Axes {
-    /// All points, in the order of their axes.
+    /// Returns all points, in the order of their axes.
     pub fn points(&self) -> Vec<Point> {
         let of = |wss: &u64| self.rate_mib_per_s.iter().map(|rate| (*wss, *rate)).collect::<Vec<_>>();
         let loads: Vec<_> = self.wss_mib.iter().flat_map(of).collect();
@@ -191,7 +192,7 @@ impl Axes {
         if self.streams.is_empty() {
             return vec![Contender::Policy(Policy::Pattern), Contender::Qemu(Mode::Default)];
         }
-        // QEMU knows no more than 255 channels.
+        // QEMU allows at most 255 channels.
         let pair = |n: &u16| {
             let channels = u8::try_from(*n).unwrap_or(u8::MAX);
             [Contender::Whimbrel(Some(*n)), Contender::Qemu(Mode::Multifd(channels))]
@@ -207,19 +208,19 @@ fn crossed<T>(points: Vec<Case>, axis: &[T], with: impl Fn(Case, &T) -> Case) ->
         .collect()
 }
 
-/// The same with one word more in its name, if it is one.
+/// Returns the case with `word` added to its name, unless it is empty.
 fn named(case: Case, word: &str) -> Case {
     let name = if word.is_empty() { case.name.clone() } else { format!("{}-{word}", case.name) };
     Case { name, ..case }
 }
 
-/// Whether a point was measured already, by all that are to take part, and so often.
+/// Returns true if a point was measured already, by all of its contenders, in at least `turns` turns.
 pub fn is_measured(results: &Results, (case, contenders): &Point, turns: u32) -> bool {
     let known = results.cases.iter().find(|known| known.case == *case);
     known.is_some_and(|known| contenders.iter().all(|one| known.runs_of(*one).count() >= turns as usize))
 }
 
-/// Where a result stands among all: figures first, others in the order in which they were measured.
+/// Returns the position of a result among all: figures first, others in the order in which they were measured.
 pub fn place(result: &CaseResult) -> usize {
     let all = figures().into_iter().flat_map(|figure| figure.points);
     all.map(|(case, _)| case.name).position(|name| name == result.case.name).unwrap_or(usize::MAX)

@@ -1,15 +1,15 @@
-//! What can be chosen for a migration, as words of the command line.
+//! Choices for a migration, as words of the command line.
 
 use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnLimitArg {
-    /// Stop the guest and send the rest, however long that takes
+    /// Stop the guest and send the rest, in any length of time
     Stop,
-    /// Have the rest come when the VM runs at the other host
+    /// Send the rest after the VM has resumed at the destination
     PostCopy,
-    /// Give up; the VM stays where it is
+    /// Abort; the VM stays at the source
     Abort,
 }
 
@@ -47,11 +47,11 @@ impl From<PolicyArg> for StopPolicy {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ThrottleArg {
-    /// As fast as it likes
+    /// No limit
     Off,
-    /// Held to two fifths of what is sent, where it writes faster
+    /// At most two fifths of the sending rate
     Drain,
-    /// The slower the more it has written
+    /// Slower the more the guest has written
     Threshold,
 }
 
@@ -120,7 +120,7 @@ impl From<SoftPagesArg> for SoftPages {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RamArg {
-    /// The destination chooses, so that the VM loses nothing that it had
+    /// The destination chooses, so that the VM keeps all properties that it has now
     Auto,
     /// A shared memfd
     Memfd,
@@ -140,11 +140,11 @@ impl From<RamArg> for RamChoice {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DisksArg {
-    /// Shared if the other host sees that it is the same there, copied otherwise
+    /// Shared if the destination sees the same image there, copied otherwise
     Auto,
     /// On storage that both hosts see
     Shared,
-    /// Copied to an image that the other host makes
+    /// Copied to an image that the destination makes
     Copy,
 }
 

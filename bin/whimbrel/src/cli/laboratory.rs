@@ -10,43 +10,43 @@ use crate::rate::Rate;
 pub(crate) enum LabCommand {
     /// Make two hosts, a witness, a router and a client, and configurations for their agents (as root)
     ///
-    /// One of the same prefix that is up is taken down first, with all that runs in it.
+    /// A laboratory with the same prefix that is up is taken down first, with all that runs in it.
     Up {
-        /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
+        /// Prefix of its namespaces' names: 1 to 20 letters, digits and dashes
         #[arg(long, default_value = "lab")]
         prefix: String,
     },
-    /// Take it down, with all that runs in it
+    /// Take the laboratory down, with all that runs in it
     Down {
-        /// As given to `up`
+        /// The prefix given to `up`
         #[arg(long, default_value = "lab")]
         prefix: String,
     },
     /// Measure migrations by Whimbrel and by QEMU itself, side by side (as root)
     ///
-    /// The same guest, with the same memory, is moved in turn by each contender over the same link. Without --suite one
-    /// case is measured, which the options describe; `make bench` measures all suites. Nothing else should run on the
-    /// machine meanwhile.
+    /// The same guest, with the same memory, is migrated in turn by each contender over the same link. Without --suite
+    /// one case is measured, which the options describe; `make bench` measures all suites. Nothing else should run on
+    /// the machine at the same time.
     Bench(BenchCommand),
-    /// Measure migrations of guests with their disks, by Whimbrel, by QEMU's mirror, and by copying frozen guests (as
+    /// Measure migrations of guests with their disks, by Whimbrel, by QEMU's mirror, and by copying stopped guests (as
     /// root)
     ///
-    /// A Debian guest that serves, or writes, is moved in turn by each mover over the same link, while clients watch
-    /// it. `make bench-disks` measures all cases. Nothing else should run on the machine meanwhile.
+    /// A Debian guest that serves, or writes, is migrated in turn by each mover over the same link, while clients watch
+    /// it. `make bench-disks` measures all cases. Nothing else should run on the machine at the same time.
     Disks(DisksCommand),
-    /// Measure what a migration's cost depends on: working set, write rate, link, streams, buffer, cap (as root)
+    /// Measure a migration's cost by working set, write rate, link, streams, buffer, cap (as root)
     ///
-    /// Without axes, the figures of the literature are measured: 1, total time by active memory in seven configurations,
-    /// and 5, the downtime of NAS kernels that are stopped after so many iterations. With axes, a grid of their values.
-    /// Points that --results has already are not measured again. `make bench-sweep` measures the figures. Nothing else
-    /// should run on the machine meanwhile.
+    /// Without axes, the figures of the literature are measured: 1, total time by active memory in seven
+    /// configurations, and 5, the downtime of NAS kernels that are stopped after a number of iterations. With axes, a
+    /// grid of their values. Points that --results has already are not measured again. `make bench-sweep` measures the
+    /// figures. Nothing else should run on the machine at the same time.
     Sweep(Box<SweepCommand>),
 }
 
-/// Where what was measured is kept, and what is made of it.
+/// Files for the results, and for the page and the plots made from them.
 #[derive(Debug, Args)]
 pub(crate) struct ResultsOptions {
-    /// Write what was measured into this file, as JSON; cases that it has and that are not measured now stay
+    /// Write the results into this file, as JSON; its other cases stay
     #[arg(long, value_name = "FILE")]
     pub results: Option<PathBuf>,
     /// Put tables of the results between the marks in this page
@@ -59,43 +59,43 @@ pub(crate) struct ResultsOptions {
 
 #[derive(Debug, Args)]
 pub(crate) struct DisksCommand {
-    /// Measure this case; may be given again. Default: all
+    /// Measure this case; may be repeated. Default: all
     #[arg(long, value_name = "NAME")]
     pub case: Vec<String>,
-    /// List cases with who takes part
+    /// List cases with their movers
     #[arg(long)]
     pub list: bool,
-    /// Measurements of each mover, after one that is not kept
+    /// Measurements of each mover, after one that is discarded
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub turns: u32,
-    /// Who moves the guest; may be given again. Default: those that the case names
+    /// Way to migrate the guest; may be repeated. Default: those that the case names
     #[arg(long, value_name = "NAME")]
     pub mover: Vec<lab::storage::Mover>,
     #[command(flatten)]
     pub kept: ResultsOptions,
-    /// Measure nothing; make page and plots from the results that there are
+    /// Measure nothing; make page and plots from existing results
     #[arg(long, requires = "results", conflicts_with = "case")]
     pub redraw: bool,
-    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
+    /// Prefix of its namespaces' names: 1 to 20 letters, digits and dashes
     #[arg(long, default_value = "disks")]
     pub prefix: String,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct SweepCommand {
-    /// Measure this figure, 1 or 5; may be given again. Default: both
+    /// Measure this figure, 1 or 5; may be repeated. Default: both
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32))]
     pub figure: Vec<u32>,
-    /// Of these, measure the points of this name; may be given again. Default: all
+    /// Of these, measure the points of this name; may be repeated. Default: all
     #[arg(long, value_name = "NAME")]
     pub point: Vec<String>,
-    /// List points with who takes part
+    /// List points with their contenders
     #[arg(long)]
     pub list: bool,
-    /// Measurements of each contender, after one that is not kept
+    /// Measurements of each contender, after one that is discarded
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub turns: u32,
-    /// Who moves the guest; may be given again. Default: those that the point names
+    /// Way to migrate the guest; may be repeated. Default: those that the point names
     #[arg(long, value_name = "NAME")]
     pub contender: Vec<lab::bench::Contender>,
     #[command(flatten)]
@@ -103,17 +103,17 @@ pub(crate) struct SweepCommand {
     /// Measure points again that the results have already
     #[arg(long)]
     pub again: bool,
-    /// Measure nothing; make page and plots from the results that there are
+    /// Measure nothing; make page and plots from existing results
     #[arg(long, requires = "results", conflicts_with_all = ["figure", "point"])]
     pub redraw: bool,
-    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
+    /// Prefix of its namespaces' names: 1 to 20 letters, digits and dashes
     #[arg(long, default_value = "sweep")]
     pub prefix: String,
     #[command(flatten)]
     pub axes: AxesOptions,
 }
 
-/// Each of them may have several values, between commas.
+/// Axes of a grid. Each of them may have several values, between commas.
 #[derive(Debug, Args)]
 #[group(id = "axes", multiple = true, conflicts_with = "figure")]
 #[command(next_help_heading = "Axes of a grid, with values between commas")]
@@ -121,34 +121,34 @@ pub(crate) struct AxesOptions {
     /// Working sets: filled, and rewritten over and over, MiB (128)
     #[arg(long, value_name = "MIB,…", value_delimiter = ',')]
     pub wss: Vec<u64>,
-    /// How fast they are rewritten, MiB/s (40)
+    /// Write rates, MiB/s (40)
     #[arg(long, value_name = "MIB,…", value_delimiter = ',')]
     pub rate: Vec<u64>,
-    /// Which pages of them, and in which order: `sequential`, `random`, `hot-spot:90/10`, `strided:N` (sequential)
+    /// Patterns of writes: `sequential`, `random`, `hot-spot:90/10`, `strided:N` (sequential)
     #[arg(long, value_name = "PATTERN,…", value_delimiter = ',')]
     pub pattern: Vec<lab::Pattern>,
-    /// What the link lets through: 1Gbit, 100Mbit, none (1Gbit)
+    /// Rates of the link: 1Gbit, 100Mbit, none (1Gbit)
     #[arg(long, value_name = "RATE,…", value_delimiter = ',')]
     pub link: Vec<Rate>,
-    /// Streams, of Whimbrel and of QEMU's multifd (as many as Whimbrel chooses, and QEMU's default)
+    /// Streams, of Whimbrel and of QEMU's multifd (Whimbrel's own choice, and QEMU's default)
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=64))]
     pub streams: Vec<u16>,
-    /// What a connection sends at once, KiB: 1 to 64, or 0 for as much as the kernel likes (0)
+    /// Data that a connection sends at once, KiB: 1 to 64, or 0 for the kernel's choice (0)
     #[arg(long, value_name = "KIB,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(..=64))]
     pub buffer: Vec<u32>,
     /// The largest packets, bytes: 1500 to 9000 (1500)
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1500..=9000))]
     pub mtu: Vec<u32>,
-    /// How fast may be sent: `unlimited`, or `slow-start`, 32 MiB/s at first and twice as much with each pass (unlimited)
+    /// Limit on the sending rate: `unlimited`, or `slow-start`, 32 MiB/s at first, doubled with each pass (unlimited)
     #[arg(long, value_name = "CAP,…", value_delimiter = ',', hide_possible_values = true)]
     pub cap: Vec<CapArg>,
     /// Memory of the guest, MiB (1024)
     #[arg(long, value_name = "MIB")]
     pub memory: Option<u64>,
-    /// Give a migration up after so many seconds (180)
+    /// Give a migration up after this time, in seconds (180)
     #[arg(long, value_name = "S")]
     pub patience: Option<u64>,
-    /// The distribution's QEMU rather than the newer one
+    /// Use the distribution's QEMU rather than the newer one
     #[arg(long)]
     pub installed_qemu: bool,
 }
@@ -171,24 +171,24 @@ impl From<CapArg> for lab::bench::Cap {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchCommand {
-    /// Measure this suite, or the case of this name, or `all`; may be given again
+    /// Measure this suite, or the case of this name, or `all`; may be repeated
     #[arg(long, value_name = "NAME")]
     pub suite: Vec<String>,
-    /// List suites, and cases with who takes part
+    /// List suites, and cases with their contenders
     #[arg(long)]
     pub list: bool,
-    /// Measurements of each contender, after one that is not kept
+    /// Measurements of each contender, after one that is discarded
     #[arg(long, default_value_t = 7, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub turns: u32,
-    /// Who moves the guest; may be given again. Default: whimbrel and all ways of QEMU
+    /// Way to migrate the guest; may be repeated. Default: whimbrel and all ways of QEMU
     #[arg(long, value_name = "NAME")]
     pub contender: Vec<lab::bench::Contender>,
     #[command(flatten)]
     pub kept: ResultsOptions,
-    /// Measure nothing; make page and plots from the results that there are
+    /// Measure nothing; make page and plots from existing results
     #[arg(long, requires = "results", conflicts_with = "suite")]
     pub redraw: bool,
-    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
+    /// Prefix of its namespaces' names: 1 to 20 letters, digits and dashes
     #[arg(long, default_value = "bench")]
     pub prefix: String,
     #[command(flatten)]
@@ -198,7 +198,7 @@ pub(crate) struct BenchCommand {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "The case, where no suite is named")]
 pub(crate) struct CaseOptions {
-    /// The distribution's QEMU rather than the newer one
+    /// Use the distribution's QEMU rather than the newer one
     #[arg(long)]
     pub installed_qemu: bool,
     /// Debian with nginx and SQLite rather than the load generator
@@ -207,26 +207,26 @@ pub(crate) struct CaseOptions {
     /// Memory of the guest, MiB
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
     pub memory: u64,
-    /// Filled, MiB
+    /// Memory that the load generator fills, MiB
     #[arg(long, default_value_t = 700, value_name = "MIB")]
     pub fill: u64,
-    /// How much of that is random, in percent; the rest compresses well
+    /// Share of that memory that is random, in percent; the rest compresses well
     #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u64).range(..=100))]
     pub noise: u64,
-    /// The part of it that is rewritten, MiB
+    /// Part of that memory that is rewritten, MiB
     #[arg(long, default_value_t = 0, value_name = "MIB")]
     pub wss: u64,
-    /// How fast, MiB/s
+    /// Write rate, MiB/s
     #[arg(long, default_value_t = 0, value_name = "MIB")]
     pub rate: u64,
-    /// How much of its memory the guest verifies meanwhile, MiB/s
+    /// Rate at which the guest verifies its memory at the same time, MiB/s
     #[arg(long, default_value_t = 4, value_name = "MIB")]
     pub verify: u64,
-    /// Only a few bytes of each page are rewritten
+    /// Rewrite only a few bytes of each page
     #[arg(long)]
     pub few: bool,
-    /// Which pages are rewritten, and in which order: `sequential`, `random`, `hot-spot:90/10` (90 percent of the writes go to
-    /// the first 10 percent of the pages), or `strided:N` (every Nth page, then those after them)
+    /// Pattern of writes: `sequential`, `random`, `hot-spot:90/10` (90 percent of the writes go to the first 10 percent
+    /// of the pages), or `strided:N` (every Nth page, then those after them)
     #[arg(long, default_value_t = lab::Pattern::Sequential, value_name = "PATTERN")]
     pub pattern: lab::Pattern,
     /// RAM blocks that share the memory
@@ -238,25 +238,25 @@ pub(crate) struct CaseOptions {
     /// The guest's memory is a shared memfd
     #[arg(long)]
     pub memfd: bool,
-    /// QEMU takes all of the guest's memory when it starts, on both sides
+    /// QEMU allocates all of the guest's memory when it starts, on both sides
     #[arg(long)]
     pub preallocated: bool,
     /// Each host has another guest, which computes as fast as it can
     #[arg(long)]
     pub neighbours: bool,
-    /// How much longer than before Whimbrel lets the guest wait for processors, in hundredths (0: it gives way to nobody)
+    /// Additional time that Whimbrel lets the guest wait for processors, in hundredths (0: copying does not yield)
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=100))]
     pub guest_wait: Option<u32>,
-    /// What the link lets through: 1Gbit, 100Mbit, none
+    /// Rate of the link: 1Gbit, 100Mbit, none
     #[arg(long, default_value = "none", value_name = "RATE")]
     pub link: Rate,
-    /// The guest has read so much of a disk before, MiB, and says what of its memory it can do without
+    /// The guest has read this much of a disk before, MiB, and reports memory that need not be sent
     #[arg(long, default_value_t = 0, value_name = "MIB")]
     pub cache: u64,
     /// Encrypted, on both sides of the comparison
     #[arg(long)]
     pub tls: bool,
-    /// Give a migration up after so many seconds
+    /// Give a migration up after this time, in seconds
     #[arg(long, default_value_t = 90, value_name = "S")]
     pub patience: u64,
 }

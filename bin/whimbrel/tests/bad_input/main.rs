@@ -1,6 +1,6 @@
 //! Bad input gets a clear error and changes nothing: requests that name nothing, peers that cannot be trusted, noise at
-//! the port, hosts without room, VMs that somebody else works on. After each the guest runs on at its source, nothing
-//! is left at the destination, and no descriptor is left in its QEMU. Needs root.
+//! the port, hosts without room, VMs that another program works on. After each, the guest keeps running at its source,
+//! nothing is left at the destination, and no descriptor is left in its QEMU. Needs root.
 
 #![allow(
     clippy::unwrap_used,
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use common::{DEADLINE, Said};
 
-/// The program says no: with this exit code, and with these words, which name the thing and say what to do.
+/// Asserts that the program failed with this exit code, and with these words, which name the object and give advice.
 #[track_caller]
 fn refused(said: &Said, code: i32, words: &[&str]) {
     assert_eq!(said.code, code, "{words:?}: {said:#?}");
@@ -37,7 +37,7 @@ fn refused(said: &Said, code: i32, words: &[&str]) {
     }
 }
 
-/// Waits until something that has to happen by itself has happened.
+/// Waits until an event has happened by itself.
 #[track_caller]
 fn eventually(what: &str, mut happened: impl FnMut() -> Result<(), String>) {
     let deadline = Instant::now() + DEADLINE;

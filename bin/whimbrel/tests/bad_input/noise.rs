@@ -1,4 +1,4 @@
-//! Noise at the port: what no agent sends.
+//! Noise at the port: data that no agent sends.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -11,7 +11,7 @@ use crate::refused;
 use crate::stranger::configure;
 use crate::watched::{Watched, nothing_is_left};
 
-/// What no agent sends, whole and cut off. The other side may hang up at any moment, but must not answer.
+/// Sends data that no agent sends, complete and truncated. The agent may hang up at any moment, but must not answer.
 pub(crate) fn noise(from: &lab::Host, to: SocketAddr) {
     let mut random = vec![0_u8; 64 << 10];
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
@@ -31,7 +31,7 @@ pub(crate) fn noise(from: &lab::Host, to: SocketAddr) {
     }
 }
 
-/// Waits for the other side to hang up, and returns what it said before.
+/// Waits for the agent to hang up, and returns the bytes that it sent before.
 fn hung_up(mut stream: TcpStream) -> Vec<u8> {
     stream.set_read_timeout(Some(DEADLINE)).unwrap();
     let mut answer = Vec::new();
@@ -42,7 +42,7 @@ fn hung_up(mut stream: TcpStream) -> Vec<u8> {
     answer
 }
 
-/// A frame of the protocol, with whatever length it claims.
+/// Returns a frame of the protocol, with any claimed length.
 fn frame(kind: u8, claimed: usize, payload: &[u8]) -> Vec<u8> {
     let mut bytes = vec![kind, 0, 0, 0];
     bytes.extend((claimed as u32).to_le_bytes());
@@ -59,7 +59,7 @@ fn hello(version: u16, purpose: Value) -> Vec<u8> {
     message(&json!({ "oldest": version, "newest": version, "host": "stranger", "purpose": purpose }))
 }
 
-/// The first frame that comes back.
+/// Returns the first frame of the answer.
 #[track_caller]
 fn answer(stream: &mut TcpStream, to: &str) -> Value {
     stream.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -83,11 +83,11 @@ fn noise_at_the_port_of_an_agent_without_tls() {
     let migration = json!({ "vm": "ghost", "epoch": 1 });
     let control = json!({ "for": "control", "migration": migration, "generation": 1 });
 
-    // Somebody who says nothing, before and after the greeting, all the while.
+    // Peers that send nothing, before and after the greeting, all the time.
     let _mute = [connect(b""), connect(&hello(1, control.clone())), connect(&frame(1, 100, b"{"))];
     noise(&host_a, address);
 
-    // Other versions, other purposes: a refusal that says why.
+    // Other versions, other purposes: a refusal with its reason.
     let elsewhere = json!({ "vm": "../../etc", "epoch": 1 });
     let refusals = [
         (hello(9, control.clone()), "install releases"),
@@ -104,7 +104,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         assert_eq!(answer["answer"], "refused", "{answer}");
         assert!(answer["reason"].as_str().unwrap().contains(reason), "{reason:?} is missing: {answer}");
     }
-    // What is no greeting: the agent hangs up, whatever length it is told.
+    // Invalid greetings: the agent hangs up, with any claimed length.
     for bytes in [
         frame(1, 1 << 20, b"{"),
         frame(1, u32::MAX as usize, b"{"),
@@ -117,14 +117,14 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         let told = hung_up(connect(&bytes));
         assert!(!String::from_utf8_lossy(&told).contains("accepted"), "{told:?}");
     }
-    // Cut off in the middle.
+    // Truncated in the middle.
     let whole = hello(1, control.clone());
     for length in [1, 7, 8, 9, whole.len() - 1] {
         let stream = connect(&whole[..length]);
         stream.shutdown(Shutdown::Write).unwrap();
         hung_up(stream);
     }
-    // A good greeting, and then what does not belong there.
+    // A valid greeting, followed by invalid data.
     let rubbish = json!({ "type": "propose", "reply_to": "x:1", "streams": 4, "ram": [{ "name": "pc.ram", "bytes": 2097152, "page_bytes": 4096 }], "facts": {}, "description": {}, "check_only": false });
     let endless = json!({ "type": "propose", "reply_to": "x:1", "streams": 65, "ram": [{ "name": "pc.ram", "bytes": u64::MAX, "page_bytes": 4096 }], "facts": {}, "description": {}, "check_only": false });
     for (bytes, word) in [
@@ -152,7 +152,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
     assert_eq!(cluster.b.cli(&["migrations"]).ok().json(), json!([]), "no migration is remembered");
     assert!(!cluster.b.log().contains("panicked"), "{}", cluster.b.log());
 
-    // Seen from the other side: an agent of another version, and one that accepts and says rubbish.
+    // Roles reversed: an agent of another version, and one that accepts and sends invalid data.
     let newer = message(&json!({ "answer": "accepted", "version": 9, "host": "newer" }));
     let babble =
         [message(&json!({ "answer": "accepted", "version": 1, "host": "babble" })), frame(1, 1 << 30, b"{")]

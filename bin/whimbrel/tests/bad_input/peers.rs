@@ -19,7 +19,7 @@ pub(crate) fn impostor(host: &lab::Host, port: u16, answer: &'static [u8]) -> So
         for stream in listener.incoming() {
             let Ok(mut stream) = stream else { return };
             let _ = stream.write_all(answer);
-            // Open for ever: it is not the end of the connection that tells.
+            // Open for ever: the end of the connection must not be the signal.
             kept.push(stream);
         }
     });
@@ -45,7 +45,7 @@ fn peers_that_cannot_be_trusted() {
         ("web", 7743),
         ("mute", 7744),
         ("nobody", 7749),
-        // The second host under a name that it does not have.
+        // The second host under a wrong name.
         ("other", 7740),
     ];
     configure(&mut cluster.a, |text| {
@@ -72,7 +72,7 @@ fn peers_that_cannot_be_trusted() {
         vm.is_unharmed(&cluster, to);
     }
 
-    // And the other way round: strangers that would move a VM of theirs here.
+    // And in the other direction: strangers that try to migrate a VM of theirs to this host.
     let theirs = Guest::start(&host_a, &cluster.environment, &bare("theirs")).unwrap();
     let pid = theirs.pid().to_string();
     let intruder = Stranger::start(&host_a, "intruder", 7741, &tls(&intruder), &to_b);
@@ -87,7 +87,7 @@ fn peers_that_cannot_be_trusted() {
     let log = cluster.b.log();
     assert!(log.contains("a connection was refused") && log.contains("speaks without TLS"), "{log}");
 
-    // No certificate at all, by a client that speaks TLS well.
+    // No certificate at all, by a client with a correct TLS implementation.
     let address = format!("{}:7740", host_b.address());
     let tool = host_a
         .command("openssl")

@@ -1,4 +1,4 @@
-//! Requests, VM files and configurations that name nothing or the wrong thing.
+//! Requests, VM files and configurations that name nothing or the wrong object.
 
 use std::fs;
 use std::process::Command;
@@ -61,7 +61,7 @@ fn qemus_that_cannot_be_taken_charge_of() {
     refused(&a.cli(&["vm", "adopt", "--pid", &pid]), 1, &["dumb", "no QMP monitor", "-qmp unix:"]);
     drop(dumb);
 
-    // Its only monitor is held by somebody else: before it is adopted, and after.
+    // Its only monitor is held by another client: before it is adopted, and after.
     let guest = Guest::start(&cluster.lab.a, &cluster.environment, &bare("held")).unwrap();
     let held = guest.monitor().unwrap();
     let (pid, socket) = (guest.pid().to_string(), guest.qmp_socket().display().to_string());
@@ -98,7 +98,7 @@ fn qemus_that_cannot_be_taken_charge_of() {
     drop(twin);
     vm.is_unharmed(&cluster, "a name that is taken");
 
-    // An option that is not known: refused, unless it is allowed by name.
+    // An unknown option: refused, unless it is allowed by name.
     let unknown = ["migrate", "vm1", "--to", "b"];
     refused(&a.cli(&unknown), 1, &["-qtest-log", "allow it by name"]);
     let check = a.cli(&[&unknown[..], &["--check"]].concat());
@@ -134,7 +134,7 @@ fn vm_files_with_errors_name_file_line_and_key() {
         refused(&said, 2, &[&format!("{path}:{line}: "), key]);
     }
     refused(&cluster.a.cli(&["vm", "run", "/nonexistent/vm.toml"]), 2, &["cannot read /nonexistent/vm.toml"]);
-    // QEMU itself says what is wrong with its arguments.
+    // QEMU itself reports the error in its arguments.
     let said = run("name = \"web\"\nargs = [\"-frobnicate\"]\n");
     refused(&said, 1, &["-frobnicate", "args"]);
     let said = run("name = \"web\"\nqemu = \"/nonexistent/qemu\"\nargs = []\n");

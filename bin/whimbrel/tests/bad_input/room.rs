@@ -21,7 +21,7 @@ impl Small {
         Self(directory.to_owned())
     }
 
-    /// Not a byte, and not a file, goes in any more.
+    /// Fills it, so that no further byte and no further file fits.
     fn fill(&self) {
         let mut file = fs::File::create(self.0.join("full")).unwrap();
         while file.write_all(&[1; 4096]).is_ok() {}
@@ -59,11 +59,11 @@ fn hosts_without_room() {
     cluster.b.start();
     let mut vm = Watched::new(&cluster, "vm1");
     for (full, words) in [
-        // The source cannot journal that it begins.
+        // The source cannot journal the begin.
         (&small[0], ["full", "the VM is untouched"]),
-        // Nor the destination that it takes part.
+        // Nor can the destination journal its part.
         (&small[1], ["full", "see that the destination's disk is not full"]),
-        // No place for the arriving QEMU's sockets.
+        // No space for the arriving QEMU's sockets.
         (&small[2], ["No space left", "destination"]),
     ] {
         full.fill();

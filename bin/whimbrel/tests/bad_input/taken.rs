@@ -1,4 +1,4 @@
-//! VMs that somebody else is at work on.
+//! VMs that another program is at work on.
 
 use std::fs;
 use std::process::Command;
@@ -33,14 +33,14 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
         }
     }
 
-    // Other agents on the same directories are sent away; this one goes on.
+    // Other agents on the same directories fail; this one continues.
     let holder = format!("pid {}", cluster.a.pid());
     let config = cluster.a.config();
     let second = || said(cluster.lab.a.command(WHIMBREL).arg("agent").arg("--config").arg(&config));
     refused(&second(), 1, &["another agent", &holder, "state_dir"]);
     vm.is_unharmed(&cluster, "a second agent");
 
-    // A second migration, and everything else that would disturb the first.
+    // A second migration, and all other requests that would disturb the first.
     cluster
         .a
         .cli(&[

@@ -1,4 +1,4 @@
-//! A guest that must come through whatever is tried, and what must not be left of it.
+//! A guest that must survive all attempts, and remains that must not exist afterwards.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::common::{self, Accel, Cluster, DEADLINE, Guest, GuestSpec};
 use crate::eventually;
 
-/// A guest on the first host that counts and checks, and what its QEMU had open before anything was tried.
+/// A guest on the first host that counts and checks, with its QEMU's open files before any attempt.
 pub(crate) struct Watched {
     pub guest: Guest,
     pub name: &'static str,
@@ -33,14 +33,14 @@ impl Watched {
         watched
     }
 
-    /// The guest goes on, and finds every page as it wrote it.
+    /// Asserts that the guest continues, and finds every page as it wrote it.
     #[track_caller]
     pub(crate) fn counts(&mut self) {
         self.counted.wait(&mut self.output, 1, 1, DEADLINE).unwrap();
         assert_eq!(self.counted.wrong, 0);
     }
 
-    /// It runs at its source as before, and nothing is left of what was tried.
+    /// Asserts that it runs at its source as before, and that nothing is left of the attempt.
     #[track_caller]
     pub(crate) fn is_unharmed(&self, cluster: &Cluster, after: &str) {
         cluster.a.wait_settled();
@@ -66,7 +66,7 @@ impl Watched {
         });
     }
 
-    /// Nothing stands in its way: it is moved for good, all of it.
+    /// Migrates it completely: nothing is in the way.
     #[track_caller]
     pub(crate) fn moves(self, cluster: &Cluster) {
         cluster.migrate(self.name, "a", "b", &[]);
@@ -79,7 +79,7 @@ pub(crate) fn bare(name: &str) -> GuestSpec {
     GuestSpec::bare(name, Accel::Tcg, 1)
 }
 
-/// Nothing is left at the second host: no VM, no QEMU, no file of one.
+/// Asserts that nothing is left at the second host: no VM, no QEMU, no file of one.
 #[track_caller]
 pub(crate) fn nothing_is_left(cluster: &Cluster, after: &str) {
     assert_eq!(cluster.b.cli(&["vm", "list"]).ok().json(), json!([]), "{after}");
@@ -98,7 +98,7 @@ pub(crate) fn is_qemu(pid: u32) -> bool {
     fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.to_string_lossy().contains("qemu-system"))
 }
 
-/// What a process has open; sockets and pipes without their numbers.
+/// Returns the open files of a process; sockets and pipes without their numbers.
 pub(crate) fn open_files(pid: u32) -> Vec<String> {
     let kind = |file: PathBuf| {
         let file = file.to_string_lossy().into_owned();

@@ -1,4 +1,4 @@
-//! Moves during which the link is cut, at moments that are drawn.
+//! Migrations during which the link is cut, at random moments.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
@@ -10,18 +10,18 @@ use serde_json::Value;
 use super::draw::{Draw, seed};
 use super::{Cluster, has_event};
 
-/// A cut takes no longer than that.
+/// The longest cut.
 const LONGEST_CUT: Duration = Duration::from_secs(3);
 
-/// From look to look at how much was sent.
+/// Interval of checks of the sent bytes.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Cuts of one move after the other.
+/// Cuts of one migration after the other.
 pub struct Cuts {
     draw: Draw,
-    /// What a move sends, as the last one did: none is known before the first, which is cut near its beginning.
+    /// Bytes that a migration sends, as the last one did: unknown before the first, which is cut near its beginning.
     bytes_of_a_move: u64,
-    /// Moves whose link was cut before they had ended.
+    /// Migrations whose link was cut before they had ended.
     pub made: usize,
 }
 
@@ -33,7 +33,7 @@ impl Cuts {
     }
 }
 
-/// Says that a move is over, also where it fails.
+/// Records the end of a migration, also of a failed one.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -43,8 +43,8 @@ impl Drop for Over<'_> {
 }
 
 impl Cluster {
-    /// Moves a VM as [`Cluster::migrate`] does. Somewhere on its way, at its handover as well, the link is cut in one
-    /// direction or in both, and mended.
+    /// Migrates a VM as [`Cluster::migrate`] does. At some moment, possibly during its handover, the link is cut in one
+    /// direction or in both, and healed.
     #[track_caller]
     pub fn migrate_through_any_cut(
         &self,
@@ -74,7 +74,7 @@ impl Cluster {
                 for direction in which {
                     lab.cut(*direction).unwrap();
                 }
-                // How long a fault lasts; nothing waits for an event here.
+                // Duration of a fault; there is no event to wait for.
                 thread::sleep(length);
                 lab.heal().unwrap();
                 true
@@ -93,8 +93,8 @@ impl Cluster {
             cuts.bytes_of_a_move,
             report["reconnections"]
         );
-        // Before a byte has gone, and while the guest stands still, nobody waits for a link: it goes on where it is,
-        // and is moved once more.
+        // Before a byte has been sent, and while the guest is stopped, the migration does not wait for a link: the
+        // guest continues at the source, and is migrated once more.
         let is_underway = has_event(&report, "accepted") && !has_event(&report, "stopped");
         if is_cut && report["outcome"] == "aborted" && !is_underway {
             println!("{vm} goes on where it is: {}", report["reason"]);

@@ -1,6 +1,6 @@
-//! What is drawn at random, and can be drawn again.
+//! Random samples that can be repeated.
 
-/// The seed of this run: `WHIMBREL_SEED`, which is not 0, or the usual one.
+/// Returns the seed of this run: `WHIMBREL_SEED`, which is not 0, or the usual one.
 pub fn seed(usual: u64) -> u64 {
     match std::env::var("WHIMBREL_SEED") {
         Ok(seed) => {
@@ -10,7 +10,7 @@ pub fn seed(usual: u64) -> u64 {
     }
 }
 
-/// A small generator, so that a sample can be drawn again from its seed.
+/// A small generator, so that a sample can be repeated from its seed.
 pub struct Draw(pub u64);
 
 impl Draw {

@@ -1,4 +1,4 @@
-//! The other end of `[faults] socket`: agents tell the fault points that they reach, and wait here.
+//! The server behind `[faults] socket`: agents report the fault points that they reach, and wait here.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Lets agents pass every fault point but the one that is waited for.
+/// Lets agents pass every fault point except the wanted one.
 pub struct Harness {
     directory: PathBuf,
     wanted: Arc<Mutex<Option<String>>>,
@@ -17,19 +17,19 @@ pub struct Harness {
     held: Receiver<Held>,
 }
 
-/// An agent that stands at the fault point.
+/// An agent that is held at the fault point.
 pub struct Held {
-    /// Which agent.
+    /// The agent.
     pub agent: &'static str,
-    /// Which fault point.
+    /// The fault point.
     pub point: String,
     stream: UnixStream,
 }
 
 impl Held {
-    /// Lets it go on.
+    /// Lets it continue.
     pub fn release(mut self) {
-        // It may have been killed meanwhile.
+        // It may have been killed in the meantime.
         let _ = self.stream.write_all(b"go\n");
     }
 }
@@ -81,17 +81,17 @@ impl Harness {
         *self.wanted.lock().unwrap() = Some(point.to_owned());
     }
 
-    /// Whether nobody has reached the point that is wanted yet.
+    /// Returns true if no agent has reached the wanted point yet.
     pub fn is_wanted(&self) -> bool {
         self.wanted.lock().unwrap().is_some()
     }
 
-    /// Waits until an agent stands at the point that is wanted; none if that does not happen in time.
+    /// Waits until an agent is held at the wanted point; returns `None` if that does not happen in time.
     pub fn held(&self, patience: Duration) -> Option<Held> {
         self.held.recv_timeout(patience).ok()
     }
 
-    /// Stops wanting anything.
+    /// Wants no point any longer.
     pub fn forget(&self) {
         *self.wanted.lock().unwrap() = None;
         while let Ok(held) = self.held.try_recv() {
@@ -99,7 +99,7 @@ impl Harness {
         }
     }
 
-    /// All fault points that were reached so far, and how often.
+    /// Returns all fault points that were reached so far, with their counts.
     pub fn seen(&self) -> BTreeMap<String, u64> {
         self.seen.lock().unwrap().clone()
     }

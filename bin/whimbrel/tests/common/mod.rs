@@ -1,5 +1,5 @@
-//! What the end-to-end tests share: two hosts and a witness in a laboratory, an agent on each, and the program as users
-//! call it.
+//! Common parts of the end-to-end tests: two hosts and a witness in a laboratory, an agent on each, and the program as
+//! users call it.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
@@ -39,25 +39,25 @@ pub use storage::{LoopDevice, SmallFileSystem};
 /// The program under test.
 pub const WHIMBREL: &str = env!("CARGO_BIN_EXE_whimbrel");
 
-/// Far beyond what any command of a test takes, migrations on a loaded machine among them.
+/// Far longer than any command of a test needs, also migrations on a loaded machine.
 const LONGEST_COMMAND: Duration = Duration::from_mins(10);
 
-/// How a cluster differs from the usual one.
+/// Differences of a cluster to the usual one.
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub link: lab::Link,
     pub witness: bool,
     pub plain: bool,
     pub fault_harness: bool,
-    /// Whether disks can be copied, into a directory of each host.
+    /// True if disks can be copied, into a directory of each host.
     pub pool: bool,
     /// More lines for the agents' configuration.
     pub extra: String,
 }
 
 impl Setup {
-    /// With agents that soon give up: for tests in which they have to. A machine that stands still for some seconds may
-    /// make them.
+    /// Returns a setup with agents that soon give up: for tests in which they have to. A pause of the machine of some
+    /// seconds may make them give up, too.
     pub fn impatient() -> Self {
         let extra = "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 3000\npeer_silence_ms = 2000\nconnect_ms = 2000\nreclaim_after_ms = 2000\n";
         Self { extra: extra.to_owned(), ..Self::default() }
@@ -65,15 +65,15 @@ impl Setup {
 }
 
 impl Setup {
-    /// Copying does not give way to a guest that waits for processors: how it goes follows from what the guest does alone,
-    /// however busy the machine is.
+    /// Turns off the yielding of copying to guests that wait for processors: the course then depends on the guest
+    /// alone, also on a busy machine.
     pub fn not_giving_way(self) -> Self {
         Self { extra: self.extra + "[limits]\nguest_wait_percent = 0\n", ..self }
     }
 }
 
 impl Default for Setup {
-    /// With agents that do not give up: however long a link is cut, and however busy the machine is.
+    /// Returns a setup with agents that do not give up: with any length of a cut, and also on a busy machine.
     fn default() -> Self {
         Self {
             link: lab::Link::Fast,
@@ -87,21 +87,21 @@ impl Default for Setup {
     }
 }
 
-/// How much the guest does of something in a second, as three of its ticks count it.
+/// Returns the rate of one of the guest's counters per second, from three of its ticks.
 pub fn per_second(serial: &Serial, count: impl Fn(&Tick) -> u64) -> u64 {
     let one = serial.next_tick().unwrap();
     let last = std::iter::repeat_with(|| serial.next_tick().unwrap()).nth(2).unwrap();
     (count(&last) - count(&one)) * 1000 / (last.uptime_ms - one.uptime_ms)
 }
 
-/// Two hosts with agents, and a witness where asked for.
+/// Two hosts with agents, and a witness if requested.
 pub struct Cluster {
     pub a: Agent,
     pub b: Agent,
     pub witness: Option<Agent>,
     pub environment: Environment,
     pub faults: Option<faults::Harness>,
-    /// Migrations of which it was asked whether they are possible.
+    /// Migrations that were checked before.
     checked: Mutex<BTreeSet<String>>,
     pub lab: Lab,
 }
@@ -110,13 +110,13 @@ pub struct Cluster {
 pub struct Agent {
     pub name: &'static str,
     pub directory: PathBuf,
-    /// What the daemon is started by, such as `nsenter` with its options; nothing to start it as it is.
+    /// The program that starts the daemon, such as `nsenter` with its options; empty to start it directly.
     pub starter: Vec<String>,
     host: lab::Host,
     daemon: Option<lab::Daemon>,
 }
 
-/// What the program said.
+/// Output and exit code of the program.
 #[derive(Debug)]
 pub struct Said {
     pub code: i32,
@@ -125,7 +125,7 @@ pub struct Said {
 }
 
 impl Said {
-    /// Runs it to its end. What comes to none is killed, so that a test says where it stood.
+    /// Runs it to its end. A program that does not end is killed, so that a test reports its state.
     pub fn by(command: &mut Command) -> Self {
         let child =
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -149,7 +149,7 @@ impl Said {
         serde_json::from_str(self.stdout.trim()).unwrap_or_else(|error| panic!("no JSON ({error}): {self:?}"))
     }
 
-    /// The last line that is JSON: where progress comes before it.
+    /// Returns the last line that is JSON: lines of progress may precede it.
     pub fn last_json(&self) -> Value {
         let line = self.stdout.lines().rev().find(|line| line.starts_with('{'));
         line.and_then(|line| serde_json::from_str(line).ok()).unwrap_or_else(|| self.json())
@@ -239,21 +239,21 @@ impl Cluster {
         if name == "a" { &mut self.a } else { &mut self.b }
     }
 
-    /// Starts a guest on the first host, waits until its load runs, and has it adopted.
+    /// Starts a guest on the first host, waits until its load runs, and lets the agent adopt it.
     pub fn guest(&self, spec: &GuestSpec) -> Guest {
         let guest = Guest::start_and_wait(&self.lab.a, &self.environment, spec).unwrap();
         self.a.cli(&["vm", "adopt", "--pid", &guest.pid().to_string()]).ok();
         guest
     }
 
-    /// Moves a VM with `--verify`, and returns the report. Nothing may differ, and all of memory and of the disks that
-    /// were copied must have been compared.
+    /// Migrates a VM with `--verify`, and returns the report. Nothing may differ, and all of memory and of the disks
+    /// that were copied must have been compared.
     #[track_caller]
     pub fn migrate(&self, vm: &str, from: &str, to: &str, more: &[&str]) -> Value {
         let from = self.agent(from);
         let mut words = vec!["migrate", vm, "--to", to, "--verify", "--on-limit", "stop"];
         words.extend(more);
-        // What is moved, `--check` says can be moved.
+        // `--check` must permit every migration that is made.
         let is_new = self.checked.lock().unwrap().insert(words.join(" "));
         if is_new {
             let check = from.cli(&[&words[..], &["--check"]].concat());
@@ -266,7 +266,7 @@ impl Cluster {
         report
     }
 
-    /// A VM was moved from there: nothing differs, and all of memory and of the disks that were copied was compared.
+    /// Asserts that a VM was migrated: nothing differs, and all of memory and of the copied disks was compared.
     #[track_caller]
     pub fn assert_moved(&self, from: &str, report: &Value) {
         assert_eq!(report["outcome"], "moved", "{report:#}\n{}", self.agent(from).log());
@@ -277,7 +277,7 @@ impl Cluster {
         assert_eq!(report["verification"]["compared_bytes"], all, "all of it was compared: {report:#}");
     }
 
-    /// Moves a VM from the first host to the second over a link that is cut in the middle of memory, and mended.
+    /// Migrates a VM from the first host to the second over a link that is cut in the middle of memory, and healed.
     /// Returns the report.
     #[track_caller]
     pub fn migrate_through_a_cut(&self, vm: &str, more: &[&str]) -> Value {
@@ -295,20 +295,20 @@ impl Cluster {
         report
     }
 
-    /// Starts to move a VM from the first host to the second, as slowly as is asked for; it is compared in the end.
+    /// Starts to migrate a VM from the first host to the second at this rate; it is compared in the end.
     pub fn migrate_slowly(&self, vm: &str, bandwidth: &str) -> Child {
         let words = ["migrate", vm, "--to", "b", "--verify", "--on-limit", "stop", "--bandwidth", bandwidth];
         let mut command = self.a.command(&words);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Waits until the first host has sent so many bytes of a VM.
+    /// Waits until the first host has sent this many bytes of a VM.
     #[track_caller]
     pub fn wait_for_sent(&self, bytes: u64) {
         self.wait_for_progress(|progress| progress["sent_bytes"].as_u64().is_some_and(|sent| sent >= bytes));
     }
 
-    /// Waits until the first host's only migration has come as far as that.
+    /// Waits until the progress of the first host's only migration satisfies `enough`.
     #[track_caller]
     pub fn wait_for_progress(&self, enough: impl Fn(&Value) -> bool) {
         let deadline = Instant::now() + DEADLINE;
@@ -322,7 +322,7 @@ impl Cluster {
         }
     }
 
-    /// The guest itself finds every page as it wrote it.
+    /// Asserts that the guest itself finds every page as it wrote it.
     #[track_caller]
     pub fn guest_is_whole(&self, agent: &str, vm: &str) {
         let check = self.serial(agent, vm).check().unwrap_or_else(|error| {
@@ -331,7 +331,7 @@ impl Cluster {
         assert!(check.ok && check.wrong == 0, "{check:?}");
     }
 
-    /// The serial line of a guest that has moved to a host.
+    /// Returns the serial line of a guest that has arrived at a host.
     pub fn serial(&self, agent: &str, vm: &str) -> Serial {
         let agent = self.agent(agent);
         let shown = agent.cli(&["vm", "show", vm]).ok().json();
@@ -342,7 +342,7 @@ impl Cluster {
     }
 }
 
-/// A program that starts a QEMU with the arguments that it always needs here (where its firmware is).
+/// Makes a program that starts a QEMU with the arguments that it always needs here (its firmware directories).
 fn wrapper(directory: &Path, qemu: &lab::Qemu) -> PathBuf {
     if qemu.arguments().is_empty() {
         return qemu.program.clone();
@@ -384,14 +384,14 @@ impl Agent {
         self.daemon.as_ref().unwrap().pid()
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL.
     pub fn kill(&mut self) {
         if let Some(mut daemon) = self.daemon.take() {
             daemon.kill().unwrap();
         }
     }
 
-    /// SIGSTOP: its host is well and keeps its connections alive, but it does nothing.
+    /// Sends SIGSTOP: its host works and keeps its connections alive, but the agent does nothing.
     pub fn freeze(&self) {
         self.signal("-STOP");
         let pid = self.pid();
@@ -416,14 +416,14 @@ impl Agent {
         fs::read_to_string(self.directory.join("agent.log")).unwrap_or_default()
     }
 
-    /// The program, as users call it, asking for JSON.
+    /// Returns the program as users call it, with JSON output.
     pub fn command(&self, words: &[&str]) -> Command {
         let mut command = self.host.command(WHIMBREL);
         command.arg("--socket").arg(self.socket()).arg("--json").args(words);
         command
     }
 
-    /// Starts the program; what it says is kept for whoever waits for it.
+    /// Starts the program; its output is kept for the caller.
     pub fn begin(&self, words: &[&str]) -> Child {
         self.command(words).stdout(Stdio::piped()).spawn().unwrap()
     }
@@ -433,19 +433,19 @@ impl Agent {
         Said::by(&mut self.command(words))
     }
 
-    /// The same as people see it.
+    /// Runs the program with text output.
     pub fn text(&self, words: &[&str]) -> Said {
         let mut command = self.host.command(WHIMBREL);
         Said::by(command.arg("--socket").arg(self.socket()).args(words))
     }
 
-    /// A VM as the agent shows it; none if it does not know it.
+    /// Returns a VM as the agent shows it; `None` if the agent does not know it.
     pub fn vm(&self, vm: &str) -> Option<Value> {
         let list = self.cli(&["vm", "list"]).ok().json();
         list.as_array().unwrap().iter().find(|one| one["vm"] == vm).cloned()
     }
 
-    /// Whether no migration of this agent is open.
+    /// Returns true if no migration of this agent is open.
     pub fn is_settled(&self) -> bool {
         let vms = self.cli(&["vm", "list"]).ok().json();
         vms.as_array().unwrap().iter().all(|vm| vm["migration"].is_null())
@@ -465,18 +465,18 @@ impl Agent {
     }
 }
 
-/// Whether a process is stopped by a signal.
+/// Returns true if a process is stopped by a signal.
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
 }
 
-/// Whether a report tells of such an event.
+/// Returns true if a report contains this event.
 pub fn has_event(report: &Value, what: &str) -> bool {
     report["events"].as_array().unwrap().iter().any(|event| event["what"] == what)
 }
 
-/// Waits until something is so.
+/// Waits until a condition is true.
 #[track_caller]
 pub fn until(what: &str, is_so: impl Fn() -> bool) {
     let deadline = Instant::now() + DEADLINE;
@@ -486,7 +486,7 @@ pub fn until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// Names of what a directory holds, for "nothing is left behind".
+/// Returns the names of a directory's entries, for "nothing is left behind".
 pub fn entries(directory: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
     let mut names: Vec<_> =

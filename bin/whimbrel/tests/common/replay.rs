@@ -1,4 +1,4 @@
-//! What was decided in a migration, decided again from its report.
+//! Decisions of a migration, repeated from its report.
 
 use std::path::PathBuf;
 
@@ -6,8 +6,8 @@ use engine::precopy::Decision;
 use engine::trace::Traces;
 use serde_json::Value;
 
-/// Every decision follows from what the report says that whoever made it was shown. Where `WHIMBREL_RECORD_TRACES` names a
-/// directory, the traces are kept there, by the test's name and the VM's migration.
+/// Asserts that every decision follows from the inputs in the report. Where `WHIMBREL_RECORD_TRACES` names a directory,
+/// the traces are kept there, by the test's name and the VM's migration.
 #[track_caller]
 pub fn is_replayed(report: &Value) -> Traces {
     let traces: Traces = serde_json::from_value(report.clone()).unwrap();
@@ -23,7 +23,7 @@ pub fn is_replayed(report: &Value) -> Traces {
     traces
 }
 
-/// What was decided about the stop, in order.
+/// Returns the decisions about the stop, in order.
 pub fn decisions(traces: &Traces) -> Vec<Decision> {
     traces.stop.iter().flat_map(|trace| trace.decisions().copied().flatten().collect::<Vec<_>>()).collect()
 }

@@ -1,4 +1,4 @@
-//! What can be found out of a guest that does not answer.
+//! Diagnosis of a guest that does not answer.
 
 use std::path::Path;
 
@@ -7,13 +7,13 @@ use serde_json::{Value, json};
 
 use super::Cluster;
 
-/// Lines of an answer that are told.
+/// Lines of an answer that are printed.
 const TOLD: usize = 24;
 
 impl Cluster {
-    /// Since when a guest's disk has done nothing for it, and what its QEMU says, twice, to see what moves: whether it
-    /// runs, where its processors are and which interrupts wait for them, how far its devices have come with their
-    /// queues, and the first answer that each driver wants to be told of.
+    /// Describes how long a guest's disk has been idle, and QEMU's answers, twice, to show changes: whether it runs,
+    /// the positions of its processors and the interrupts pending for them, the positions of its devices in their
+    /// queues, and the first answer about which each driver wants to be notified.
     pub fn what_qemu_says(&self, agent: &str, vm: &str) -> String {
         let shown = self.agent(agent).cli(&["vm", "show", vm]);
         let Ok(shown) = serde_json::from_str::<Value>(&shown.stdout) else { return shown.stderr };
@@ -33,7 +33,7 @@ impl Cluster {
         )
     }
 
-    /// The last ticks of a guest before it was moved for the first time.
+    /// Returns the last ticks of a guest before its first migration.
     fn ticks_at_source(&self, vm: &str) -> Vec<lab::Tick> {
         let directory = self.lab.a.directory().join(vm);
         let serial = lab::Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), None);
@@ -53,7 +53,7 @@ fn say(socket: &Path) -> lab::Result<Vec<String>> {
         let queue = json!({ "path": device["path"], "queue": 0 });
         let queue = monitor.command("x-query-virtio-queue-status", &queue)?;
         said.push(format!("{} {queue}", device["name"]));
-        // `used_event`, behind the entries of what the driver offers (virtio 1.1, section 2.6.6).
+        // `used_event`, behind the driver's available entries (virtio 1.1, section 2.6.6).
         if let (Some(offered), Some(entries)) = (queue["vring-avail"].as_u64(), queue["vring-num"].as_u64()) {
             said.extend(human(&mut monitor, &format!("xp /1hd {:#x}", offered + 4 + 2 * entries))?);
         }
@@ -61,7 +61,7 @@ fn say(socket: &Path) -> lab::Result<Vec<String>> {
     Ok(said)
 }
 
-/// What QEMU answers to a line that is meant for people.
+/// Returns QEMU's answer to a line of its human monitor.
 fn human(monitor: &mut Monitor, line: &str) -> lab::Result<Vec<String>> {
     let told = monitor.command("human-monitor-command", &json!({ "command-line": line }))?;
     Ok(told.as_str().unwrap_or_default().lines().take(TOLD).map(str::to_owned).collect())

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A file system of its own, as small as is wanted; unmounted when dropped.
+/// A file system of its own, of the wanted size; unmounted when dropped.
 pub struct SmallFileSystem(PathBuf);
 
 impl SmallFileSystem {

@@ -5,7 +5,8 @@ use lab::Direction;
 use crate::common::{self, QemuVersion, Serial, Setup, has_event, until};
 use crate::{goes_on, with_disk_and};
 
-/// The guest's clock goes on and it writes to its disk, for as long as a cut is to last: a minute in `make soak`.
+/// Asserts that the guest's clock advances and that it writes to its disk, as long as a cut lasts: a minute in `make
+/// soak`.
 #[track_caller]
 fn works_on_while_cut(serial: &Serial) {
     let cut_ms = if std::env::var_os("WHIMBREL_SOAK").is_some() { 60_000 } else { 2_000 };
@@ -15,8 +16,8 @@ fn works_on_while_cut(serial: &Serial) {
     }
 }
 
-/// The link is cut while a disk is sent, and once more when memory goes along: a minute each in `make soak`. The
-/// guest writes on, and by its own clock; what was sent and not acknowledged is sent again.
+/// The link is cut while a disk is sent, and once more when memory is sent too: a minute each in `make soak`. The guest
+/// keeps writing, also by its own clock; data that was sent and not acknowledged is resent.
 #[test]
 fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
@@ -47,7 +48,7 @@ fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
     goes_on(&cluster.serial("b", "vm1"));
 }
 
-/// The link is cut when a migration stands at a fault point; the guest is at that host then, and works on.
+/// Cuts the link when a migration is at a fault point; the guest is at that host then, and keeps working.
 fn a_cut_at(point: &str, host: &str) {
     let extra = "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 600000\npeer_silence_ms = 2000\nstandstill_ms = 3000\n";
     let setup = Setup { fault_harness: true, extra: extra.to_owned(), ..Setup::default() };
@@ -86,7 +87,7 @@ fn a_link_that_is_cut_while_the_destination_prepares() {
     a_cut_at("destination/idle/prepare:before-effects", "a");
 }
 
-/// It stands still at the source until that has found out.
+/// It is stopped at the source until the source detects the cut.
 #[test]
 fn a_link_that_is_cut_while_the_guest_stands_still() {
     a_cut_at("destination/prepared/loaded:before-effects", "a");

@@ -1,4 +1,4 @@
-//! Storage that fails or stalls, agents that die, hosts that are booted anew: the guest stays unharmed, and nothing is
+//! Storage that fails or stalls, agents that die, hosts that are rebooted: the guest stays unharmed, and nothing is
 //! left of a disk that did not arrive.
 
 use std::fs;
@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::common::{Cluster, QemuVersion, entries, has_event, until};
 use crate::{goes_on, pool, report_of_failed, with_disk};
 
-/// Processes of a host that run a program with this in its name.
+/// Returns the processes of a host that run a program with this in its name.
 fn processes(host: &Host, program: &str) -> Vec<u32> {
     let is_it = |pid: &u32| {
         let exe = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
@@ -25,7 +25,7 @@ fn signal(signal: &str, pids: &[u32]) {
     assert!(Command::new("kill").arg(signal).args(pids).status().unwrap().success());
 }
 
-/// A migration that has begun to copy, and will not end soon.
+/// Starts a migration that has begun to copy, and will not end soon.
 fn begin(cluster: &Cluster) -> std::process::Child {
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "2M"]);
     cluster.wait_for_sent(1 << 20);
@@ -33,7 +33,7 @@ fn begin(cluster: &Cluster) -> std::process::Child {
     migration
 }
 
-/// QEMU records no writes and serves no disk.
+/// Asserts that QEMU records no writes and serves no disk.
 #[track_caller]
 fn no_recording(guest: &Guest) {
     let mut monitor = guest.monitor().unwrap();
@@ -42,13 +42,13 @@ fn no_recording(guest: &Guest) {
     assert!(!nodes.to_string().contains("dirty-bitmaps"), "{nodes:#}");
 }
 
-/// Without a register. The copy is gone with the host's memory; the image is on its disk, and nobody needs it.
+/// Without a register. The copy is lost with the host's memory; the image is on its disk, and is not needed.
 #[test]
 fn a_destination_that_is_booted_anew_leaves_no_image() {
     let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "qcow2");
     let migration = begin(&cluster);
     cluster.b.kill();
-    // What an agent leaves ends soon by itself, and with the host at once.
+    // Processes that an agent leaves end soon by themselves, and with the host at once.
     until("nothing of it runs", || {
         let left = ["qemu-system", "qemu-nbd"].map(|program| processes(&cluster.lab.b, program)).concat();
         for pid in &left {
@@ -69,7 +69,7 @@ fn a_destination_that_is_booted_anew_leaves_no_image() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// The guest goes on while nobody is there, and the next agent clears up on both sides.
+/// The guest keeps running without an agent, and the next agent cleans up on both sides.
 #[test]
 fn a_source_agent_that_dies_leaves_no_recording_and_no_image() {
     let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
@@ -78,7 +78,7 @@ fn a_source_agent_that_dies_leaves_no_recording_and_no_image() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// As a disk is copied.
+/// Kills the source's agent while a disk is copied.
 pub(crate) fn lose_the_source_agent(cluster: &mut Cluster, guest: &Guest) {
     let migration = begin(cluster);
     cluster.a.kill();
@@ -92,7 +92,7 @@ pub(crate) fn lose_the_source_agent(cluster: &mut Cluster, guest: &Guest) {
     goes_on(guest.serial());
 }
 
-/// Storage that neither takes what it is given nor says that it does not: the migration ends after `stall_ms`.
+/// Storage that neither completes a write nor fails it: the migration ends after `stall_ms`.
 #[test]
 fn storage_that_stalls_ends_the_migration() {
     let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
@@ -113,14 +113,14 @@ fn storage_that_stalls_ends_the_migration() {
     goes_on(guest.serial());
 }
 
-/// A `qemu-nbd` whose image fails like a disk that is about to die: all of one kind of what it is asked for.
+/// Configures a `qemu-nbd` whose image fails like a dying disk: all requests of one kind.
 fn with_failing_images(cluster: &mut Cluster, fails: &str) {
     let directory = cluster.b.directory.join("bin");
     fs::create_dir_all(&directory).unwrap();
     let program = directory.join("qemu-nbd");
     let real = Command::new("sh").args(["-c", "command -v qemu-nbd"]).output().unwrap();
     let real = String::from_utf8(real.stdout).unwrap();
-    // Of what it is called with only the format is said otherwise; the image comes last.
+    // Of its arguments only the format is changed; the image is the last one.
     let text = format!(
         r#"#!/bin/sh
 words=
@@ -143,7 +143,7 @@ exec {} $words --image-opts "driver=$format,file.driver=blkdebug,file.image.driv
     cluster.b.start();
 }
 
-/// What does not come to be on stable storage is not handed over, and nobody is hurt by it.
+/// Data that does not reach stable storage is not handed over, and the guest is unharmed.
 #[test]
 fn an_image_that_cannot_be_written_or_flushed_is_not_handed_over() {
     for fails in ["write", "flush"] {

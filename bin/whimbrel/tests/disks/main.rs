@@ -1,4 +1,4 @@
-//! Disks that move with their VM.
+//! Disks that migrate with their VM.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -20,7 +20,7 @@ use engine::precopy::Decision;
 use lab::disk;
 use serde_json::{Value, json};
 
-/// A guest that reads and writes its disk all the while, and knows what has to be there.
+/// Returns a guest that reads and writes its disk all the time, and knows its expected content.
 fn busy(version: QemuVersion) -> GuestSpec {
     let load = Load {
         fill_mib: 64,
@@ -34,7 +34,7 @@ fn busy(version: QemuVersion) -> GuestSpec {
     GuestSpec { qemu: version, memory_mib: 256, second_monitor: true, ..GuestSpec::tiny("vm1", load) }
 }
 
-/// Two hosts, and a guest at the first one with a disk of known content.
+/// Returns two hosts, and a guest at the first one with a disk of known content.
 fn with_disk(version: QemuVersion, format: &str) -> (Cluster, Guest, PathBuf) {
     with_disk_and(version, format, Setup::default())
 }
@@ -60,7 +60,7 @@ fn image_of(report: &Value) -> PathBuf {
     report["disks"][0]["path"].as_str().unwrap().into()
 }
 
-/// Whether two images hold the same, by a program that had no part in copying.
+/// Returns true if two images have the same content, by a program that had no part in copying.
 fn same(one: &Path, other: &Path) -> bool {
     let compared =
         Command::new("qemu-img").args(["compare", "-q", "-U"]).args([one, other]).status().unwrap();
@@ -68,14 +68,14 @@ fn same(one: &Path, other: &Path) -> bool {
     compared.success()
 }
 
-/// The guest reads and writes on, and finds all that it wrote.
+/// Asserts that the guest keeps reading and writing, and finds all that it wrote.
 fn goes_on(serial: &Serial) {
     serial.wait_for_disk_reads().unwrap();
     serial.wait_for_disk_writes().unwrap();
     assert!(serial.check().unwrap().ok);
 }
 
-/// What a migration says that was to fail, once nobody has anything left to do for it.
+/// Returns the report of a failed migration, once both agents have cleaned up.
 #[track_caller]
 fn report_of_failed(cluster: &Cluster, migration: Child) -> Value {
     let said = migration.wait_with_output().unwrap();
@@ -85,7 +85,7 @@ fn report_of_failed(cluster: &Cluster, migration: Child) -> Value {
     serde_json::from_slice(&said.stdout).unwrap()
 }
 
-/// There and back, with a guest that knows what its disk has to hold, whatever the format.
+/// Migrates there and back, with a guest that knows the expected content of its disk, in any format.
 fn a_busy_disk(version: QemuVersion, format: &str) {
     let (cluster, _guest, first) = with_disk(version, format);
     let qemu = cluster.environment.qemu(version).unwrap();
@@ -99,7 +99,7 @@ fn a_busy_disk(version: QemuVersion, format: &str) {
         let serial = cluster.serial(to, "vm1");
         serial.wait_for_disk_reads().unwrap();
         serial.wait_for_disk_writes().unwrap();
-        // It has written on since, and not into the old one.
+        // It has kept writing since, and not into the old one.
         assert!(before.exists() && !same(&before, &image));
         before = image;
     }
@@ -120,7 +120,7 @@ fn a_busy_qcow2_disk_there_and_back_with_a_newer_qemu() {
     a_busy_disk(QemuVersion::Newer, "qcow2");
 }
 
-/// Its disk is there when it runs; of its memory the rest comes after it.
+/// Its disk is complete when it runs; the rest of its memory follows.
 #[test]
 fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
@@ -132,14 +132,14 @@ fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
     let report = said.last_json();
     assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.b.log());
     assert!(report["post_copy"]["left_pages"].as_u64() > Some(1000), "{report:#}");
-    // What had gathered of disks went in rounds without memory, while the guest ran.
+    // Collected writes to disks were sent in rounds without memory, while the guest ran.
     let went_ahead = report["rounds"].as_array().unwrap().iter().filter(|round| {
         round["pass"].as_u64() >= Some(1)
             && round["stopped"] == false
             && round["dirty_pages"] != 0
             && round["disk_pages"] == round["dirty_pages"]
     });
-    // Where the host's storage stood still all the while, nothing had gathered.
+    // If the host's storage was blocked all the time, no writes were collected.
     let had_gathered = report["traces"][0]["entries"].as_array().unwrap().iter().any(|look| {
         let seen = |name: &str| look["observed"][name].as_u64().unwrap_or(0);
         seen("round") >= 1 && seen("disk_pages") > 200
@@ -155,12 +155,12 @@ fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
     goes_on(&cluster.serial("a", "vm1"));
 }
 
-/// Byte for byte, seen by a program that had no part in it: the guest stands still before and after.
+/// Byte for byte, compared by a program that had no part in it: the guest is stopped before and after.
 #[test]
 fn the_disk_is_the_one_that_it_left() {
     for version in [QemuVersion::Installed, QemuVersion::Newer] {
         let (cluster, guest, image) = with_disk(version, "qcow2");
-        // It has written something.
+        // It has written to the disk.
         let serial = guest.serial();
         let writes = serial.next_tick().unwrap().disk_writes;
         until("the guest has written more", || serial.next_tick().unwrap().disk_writes > writes + 10);
@@ -170,7 +170,7 @@ fn the_disk_is_the_one_that_it_left() {
         let show = || cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
         let shown = show();
         assert_eq!(shown["state"], "paused");
-        // Whoever looks after it has ended finds its disk all the same.
+        // A scan after its end still finds its disk.
         let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap();
         monitor.command("quit", &json!({})).unwrap();
         until("it has ended", || show()["state"] == "gone");
@@ -180,7 +180,7 @@ fn the_disk_is_the_one_that_it_left() {
     }
 }
 
-/// Somebody writes into the image at the destination, as a fault of ours would.
+/// The test writes into the image at the destination, as a fault of Whimbrel would.
 #[test]
 fn a_disk_that_differs_is_not_handed_over() {
     let (cluster, guest, _image) = with_disk(QemuVersion::Newer, "raw");
@@ -188,7 +188,7 @@ fn a_disk_that_differs_is_not_handed_over() {
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--json"];
     let words = [&words[..], &slowly].concat();
     let migration = cluster.a.begin(&words);
-    // The disk is there but for what is written now, which is in its second half.
+    // The disk is complete except for the present writes, which are in its second half.
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
     let image = pool(&cluster, "b").join(&entries(&pool(&cluster, "b"))[0]);
     let there = std::fs::OpenOptions::new().write(true).open(&image).unwrap();
@@ -201,7 +201,7 @@ fn a_disk_that_differs_is_not_handed_over() {
     goes_on(guest.serial());
 }
 
-/// From here on the guest writes to another image, above the one that it had.
+/// Makes the guest write to another image from here on, above its present one.
 fn make_a_snapshot(guest: &Guest, image: &Path) {
     let snapshot = json!({
         "device": "disk0",
@@ -211,7 +211,7 @@ fn make_a_snapshot(guest: &Guest, image: &Path) {
     guest.monitor().unwrap().command("blockdev-snapshot-sync", &snapshot).unwrap();
 }
 
-/// What is written after a snapshot would not be seen: no migration rather than a wrong one.
+/// Writes after a snapshot would be missed: no migration is better than a wrong one.
 #[test]
 fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
     let (cluster, guest, image) = with_disk(QemuVersion::Installed, "qcow2");
@@ -223,12 +223,12 @@ fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
     assert!(report["reason"].as_str().unwrap().contains("snapshot"), "{report:#}");
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
     guest.serial().wait_for_disk_writes().unwrap();
-    // It is moved as it is now, with what is below the snapshot.
+    // It is migrated in its present state, with the image below the snapshot.
     cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// Nothing came of it: the guest runs on as if nothing had been, and nothing is left on either side.
+/// After the abort the guest keeps running, and nothing is left on either side.
 #[test]
 fn a_cancelled_migration_leaves_no_image_and_no_bitmap() {
     for version in [QemuVersion::Installed, QemuVersion::Newer] {
@@ -259,17 +259,17 @@ fn a_cancelled_migration_leaves_no_image_and_no_bitmap() {
         assert_eq!(monitor.command("query-block-exports", &json!({})).unwrap(), json!([]));
         let nodes = monitor.command("query-named-block-nodes", &json!({ "flat": true })).unwrap();
         assert!(!nodes.to_string().contains("dirty-bitmaps"), "{nodes:#}");
-        // It is the agent's.
+        // The monitor belongs to the agent.
         drop(monitor);
         guest.serial().wait_for_disk_writes().unwrap();
-        // And it can be moved now.
+        // And it can be migrated now.
         let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
         assert_eq!(image_of(&report).parent(), Some(pool(&cluster, "b").as_path()));
         cluster.guest_is_whole("b", "vm1");
     }
 }
 
-/// The guest stays where it is, unharmed, and room is given back.
+/// The guest stays at the source, unharmed, and space is freed.
 #[test]
 fn a_destination_that_is_full_gets_no_disk() {
     let (cluster, guest, _image) = with_disk(QemuVersion::Newer, "raw");
@@ -281,7 +281,7 @@ fn a_destination_that_is_full_gets_no_disk() {
     assert_eq!(entries(&images), [""; 0]);
     drop(small);
 
-    // Room that was there when it began.
+    // Space that was there when it began.
     let _small = SmallFileSystem::mount(&images, "100m");
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "8M", "--json"];
     let migration = cluster.a.begin(&words);
@@ -294,7 +294,7 @@ fn a_destination_that_is_full_gets_no_disk() {
     goes_on(guest.serial());
 }
 
-/// What cannot be done is said before anything is begun.
+/// An impossible copy is reported before anything is begun.
 #[test]
 fn what_cannot_be_copied_is_said() {
     let (cluster, _guest, _image) = with_disk(QemuVersion::Installed, "raw");
@@ -313,7 +313,7 @@ fn what_cannot_be_copied_is_said() {
     assert!(report.get("disks").is_none(), "{report:#}");
 }
 
-/// One has a template below it, one stays on storage that both sides see, one is a block device.
+/// One has a template below it, one stays on storage that both hosts see, one is a block device.
 #[test]
 fn several_disks_go_each_as_it_was_asked_for() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -339,7 +339,7 @@ fn several_disks_go_each_as_it_was_asked_for() {
     assert_eq!(names, ["disk0", "disk2"], "{report:#}");
     let paths: Vec<PathBuf> = copied.iter().map(|disk| disk["path"].as_str().unwrap().into()).collect();
     assert!(paths.iter().all(|path| path.starts_with(pool(&cluster, "b"))), "{paths:?}");
-    // Nobody has written to that one.
+    // That disk was not written to.
     assert!(same(&device, &paths[1]));
     cluster.guest_is_whole("b", "vm1");
     goes_on(&cluster.serial("b", "vm1"));
@@ -366,7 +366,7 @@ fn a_snapshot_of_a_disk_that_both_sides_see_ends_the_migration() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// What the guest sees of it would be written in plain text.
+/// Its plain text would be written to the copy.
 #[test]
 fn an_encrypted_disk_is_not_copied() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -406,14 +406,14 @@ fn an_encrypted_disk_is_not_copied() {
     }
 }
 
-/// Writes to a disk from below its guest, through QEMU's own block layer: what no program in the guest does.
+/// Writes to a disk from below its guest, through QEMU's own block layer, as no program in the guest can.
 fn qemu_io(guest: &Guest, disk: &str, what: &str) {
     let command = json!({ "command-line": format!("qemu-io {disk} \"{what}\"") });
     let said = guest.monitor().unwrap().command("human-monitor-command", &command).unwrap();
     assert!(!said.to_string().contains("failed"), "{what}: {said}");
 }
 
-/// A range that is written with zeros, or discarded, while the disk is copied, is zeros there, and takes no room.
+/// A range that is zeroed or discarded during the copy is zeros there, and uses no space.
 #[test]
 fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
     for format in ["raw", "qcow2"] {
@@ -421,7 +421,7 @@ fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
         let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
         let image = |name: &str| cluster.lab.shared_directory().unwrap().join(format!("{name}.{format}"));
         let mut spec = busy(QemuVersion::Installed);
-        // The guest works on the first of them, and leaves the other one alone.
+        // The guest works on the first of them, and does not use the other one.
         for name in ["disk0", "disk1"] {
             disk::known_content(&qemu, &image(name), format, 64).unwrap();
             let drive =
@@ -433,7 +433,7 @@ fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
         let words =
             ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "24M", "--on-limit", "stop"];
         let migration = cluster.a.begin(&words);
-        // All of the disks has gone once.
+        // All of the disks has been sent once.
         cluster.wait_for_sent(129 << 20);
         let holes: [(u64, u64); 2] = [(8 << 20, 3 << 20), (40 << 20, 5 << 20)];
         qemu_io(&guest, "disk1", &format!("write -z -u {} {}", holes[0].0, holes[0].1));
@@ -461,7 +461,7 @@ fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
     }
 }
 
-/// A disk that a thread of its own works on. QEMU 7.2 would crash if it were read through it, so it is not.
+/// A disk with a thread of its own. QEMU 7.2 would crash if it were read through it, so it is not.
 #[test]
 fn a_disk_with_an_iothread_is_copied_where_that_does_not_end_the_guest() {
     for version in [QemuVersion::Installed, QemuVersion::Newer] {
@@ -482,7 +482,7 @@ fn a_disk_with_an_iothread_is_copied_where_that_does_not_end_the_guest() {
             goes_on(guest.serial());
             cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
         } else {
-            // All connections are lost at once, and the guest does not mind.
+            // All connections are lost at once, and the guest is unharmed.
             faults::lose_the_source_agent(&mut cluster, &guest);
             let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
             assert_eq!(image_of(&report).parent(), Some(pool(&cluster, "b").as_path()));

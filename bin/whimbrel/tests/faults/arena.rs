@@ -1,4 +1,4 @@
-//! Where the cells of the matrix are run: two hosts, a guest that goes to and fro, and what must hold after each
+//! Environment of the matrix's cells: two hosts, a guest that migrates to and fro, and the assertions after each
 //! injury.
 
 use std::fs;
@@ -17,36 +17,36 @@ use crate::common::faults::{Harness, Held};
 use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};
 use crate::way::{Injury, Way};
 
-/// A cluster with one guest, wherever it is at the moment.
+/// A cluster with one guest, on its present host.
 pub struct Arena {
     pub cluster: Cluster,
     guest: Option<Guest>,
-    /// The host where the guest is.
+    /// The host of the guest.
     pub at: &'static str,
-    /// What became of the source's QEMU in the present cell.
+    /// Effect of the present cell on the source's QEMU.
     source_qemu: SourceQemu,
-    /// What has been done in this cell.
+    /// Injuries of this cell so far.
     dealt: Vec<Injury>,
-    /// Neither agents nor links are injured.
+    /// True if neither agents nor links are injured.
     undisturbed: bool,
-    /// The guest's disk: on storage that both hosts share, or copied with each move.
+    /// The guest's disk: on storage that both hosts share, or copied with each migration.
     disk: GuestDisk,
-    /// Where it is now.
+    /// Its present image.
     image: PathBuf,
 }
 
-/// What becomes of the guest's disk.
+/// Kind of the guest's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum GuestDisk {
     Shared,
     Copied,
 }
 
-/// What an injury has done to the source's QEMU.
+/// Effect of an injury on the source's QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SourceQemu {
     NotKilled,
-    /// Killed with the only copy, or with one that the source was just about to run on.
+    /// Killed with the only copy, or with one that the source was just about to run.
     OnlyCopyLost,
     /// Killed when the destination had all of the guest.
     CopyIsThere,
@@ -57,7 +57,7 @@ impl Arena {
         Self::with(witness, GuestDisk::Shared)
     }
 
-    /// One whose guest takes its disk along.
+    /// Returns an arena whose guest migrates with its disk.
     pub fn with_copied_disk() -> Self {
         Self::with(false, GuestDisk::Copied)
     }
@@ -90,7 +90,7 @@ impl Arena {
         let image = self.image.clone();
         disk::known_content(&qemu, &image, "qcow2", 4).unwrap();
         let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, disk_writers: 1, ..Load::default() };
-        // The log of an earlier guest would tell of ticks that this one has not made yet.
+        // The log of an earlier guest would contain ticks that this one has not made yet.
         let _ = fs::remove_dir_all(self.cluster.lab.a.directory().join("vm1"));
         let mut spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) };
         spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
@@ -99,7 +99,7 @@ impl Arena {
         self.enter_in_register();
     }
 
-    /// A guest that was started anew is the first host's, wherever the one before it was lost.
+    /// Enters the first host as owner of a restarted guest, after the loss of the one before on any host.
     fn enter_in_register(&self) {
         let Some(witness) = &self.cluster.witness else { return };
         let register = SqliteRegister::open(&witness.directory.join("state")).unwrap();
@@ -115,7 +115,7 @@ impl Arena {
         }
     }
 
-    /// All images that were made for the guest's disk.
+    /// Returns all images that were made for the guest's disk.
     fn copies(&self) -> Vec<PathBuf> {
         let pool = |host: &lab::Host| host.directory().join("images");
         let files = |pool: PathBuf| common::entries(&pool).into_iter().map(move |name| pool.join(name));
@@ -129,8 +129,8 @@ impl Arena {
         }
     }
 
-    /// Finds the guest's disk, which it writes to all the while. Of copies there are the one that it has and the one
-    /// that it has left; one that may have run elsewhere and crashed there is kept, too.
+    /// Finds the guest's disk, which it writes to all the time. Of copies there are its present one and the one that it
+    /// has left; one that may have run elsewhere and crashed there is kept, too.
     fn find_disk(&mut self, what: &str) {
         if self.disk == GuestDisk::Shared {
             return;
@@ -153,7 +153,7 @@ impl Arena {
         if name == "a" { &self.cluster.lab.a } else { &self.cluster.lab.b }
     }
 
-    /// QEMUs of the VM on a host.
+    /// Returns the QEMUs of the VM on a host.
     pub fn qemus(&self, name: &str) -> Vec<u32> {
         let is_qemu = |pid: &u32| {
             let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -178,18 +178,18 @@ impl Arena {
         }
     }
 
-    /// What a host's agent says of its last migration.
+    /// Returns the status of the last migration from a host's agent.
     fn last(&self, host: &str) -> Value {
         self.cluster.agent(host).cli(&["migrations"]).ok().json()[0].clone()
     }
 
-    /// What it is to kill the source's QEMU where an agent stands at this point.
+    /// Returns the effect of killing the source's QEMU while an agent is at this point.
     fn worth_of_source_qemu(&self, point: &str) -> SourceQemu {
         let (source, destination) = (self.last(self.at), self.last(self.other()));
         let same = source["epoch"] == destination["epoch"];
         let has_all =
             ["ready", "taking", "starting", "active"].iter().any(|word| destination["state"] == *word);
-        // All has come, and is just being entered.
+        // Everything has arrived, and the state is just being journaled.
         let is_loaded = point.starts_with("destination/prepared/loaded");
         let waits = ["stopped", "bereft", "committed", "done"].iter().any(|word| source["state"] == *word);
         if waits && same && (has_all || is_loaded) {
@@ -221,7 +221,7 @@ impl Arena {
         }
     }
 
-    /// Agents run again, links are whole, and what was begun comes to its end.
+    /// Restarts agents, heals links, and lets open migrations end.
     fn mend(&mut self) {
         self.heal_and_restart();
         self.decide_after_a_crash();
@@ -232,13 +232,13 @@ impl Arena {
         self.cluster.a.wait_settled();
     }
 
-    /// A destination looks at what was proposed, and may start a QEMU for it, before it hears that nothing comes of it:
-    /// it has no migration yet, or none any more, and is not done.
+    /// Waits for a proposal's end. A destination examines a proposal, and may start a QEMU for it, before it learns
+    /// that the migration has failed: it has no migration yet, or none any longer, and is not done.
     fn let_the_proposal_end(&self) {
         let source = self.last(self.at);
         let id = format!("migration=vm1#{}", source["epoch"]);
         let report = self.cluster.agent(self.at).cli(&["report", "vm1"]);
-        // What was sent arrives, if nothing else than the source's QEMU was in its way.
+        // The proposal arrives, if only the source's QEMU was injured.
         let arrives = self.source_qemu == SourceQemu::OnlyCopyLost
             && self.undisturbed
             && report.code == 0
@@ -247,7 +247,7 @@ impl Arena {
         common::until("the destination is done with what was proposed", || {
             let log = destination.log();
             let Some(at) = log.find(&format!(" proposed {id} ")) else { return !arrives };
-            // An agent that has died since has told nobody.
+            // An agent that has died since has reported nothing.
             let after = &log[at..];
             let ends =
                 ["report", "answered", "the source did not hear", "nobody receives it", "the VM cannot come"];
@@ -256,9 +256,9 @@ impl Arena {
         });
     }
 
-    /// A destination's QEMU that died after `cont` may have been sent may have run: that only an operator can settle.
-    /// It may have written to its disk, so that the source's copy does not know any more what is there: nobody shall
-    /// run it (what comes of the other decision: recover.rs beside this).
+    /// Decides about a QEMU of the destination that died after `cont` may have been sent. It may have run: only an
+    /// operator can settle that. It may have written to its disk, so that the source's copy is outdated: no host shall
+    /// run it (for the other decision see recover.rs beside this).
     fn decide_after_a_crash(&self) {
         let (source, destination) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
         let undecided =
@@ -282,9 +282,9 @@ impl Arena {
         }
     }
 
-    /// Leaves a link cut, or an agent frozen, until that is felt: until the migration waits for something, or is over,
-    /// or (`next`) an agent stands at the point that is wanted next. Where nothing more has to be said a cut is never
-    /// felt, so the patience has an end; nothing is asserted of it.
+    /// Leaves a link cut, or an agent frozen, until it has an effect: until the migration waits, or has ended, or
+    /// (`next`) an agent is held at the next wanted point. Where nothing more has to be sent a cut never has an effect,
+    /// so the patience has an end; nothing is asserted about it.
     fn let_it_be_felt(&self, next: bool) {
         let until = Instant::now() + Duration::from_secs(8);
         while Instant::now() < until && (!next || self.faults().is_wanted()) {
@@ -299,7 +299,7 @@ impl Arena {
         }
     }
 
-    /// No guest is left. That is right where the only copy was killed, and has to be said.
+    /// Checks a lost guest. That is right where the only copy was killed, and has to be reported.
     fn check_lost(&mut self, what: &str, logs: &str) {
         let (source, destination) = (self.last(self.at), self.last(self.other()));
         let states = format!("{source:#} / {destination:#}\n{logs}");
@@ -329,7 +329,7 @@ impl Arena {
         self.start_guest();
     }
 
-    /// The guest runs on exactly one side, whole; nothing is left behind.
+    /// Asserts that the guest runs on exactly one side, whole, and that nothing is left behind.
     pub fn check(&mut self, what: &str) {
         let (a, b) = (self.qemus("a"), self.qemus("b"));
         let logs =
@@ -394,7 +394,7 @@ impl Arena {
         self.cluster.faults.as_ref().unwrap()
     }
 
-    /// Who stands at the point that is wanted; none where the migration comes to its end without anybody there.
+    /// Returns the agent held at the wanted point; `None` if the migration ends without one.
     fn held_unless_ended(&self, migration: &mut Child) -> Option<Held> {
         let has_ended = |migration: &mut Child| matches!(migration.try_wait(), Ok(Some(_)));
         let deadline = Instant::now() + common::DEADLINE;
@@ -403,12 +403,12 @@ impl Arena {
                 return Some(held);
             }
         }
-        // Agents may still be at it.
+        // Agents may still be working.
         self.faults().held(Duration::from_secs(20))
     }
 
-    /// One cell of the matrix: a migration, injured at each step of the way and mended after it, comes to its end. Says
-    /// whether all points of the way were reached.
+    /// Runs one cell of the matrix: a migration, injured at each step and healed after it, comes to its end. Returns
+    /// true if all points were reached.
     pub fn run(&mut self, way: &Way) -> bool {
         let what = format!("{way}, from {}", self.at);
         self.source_qemu = SourceQemu::NotKilled;
@@ -423,7 +423,7 @@ impl Arena {
                 break;
             };
             self.dealt.push(step.injury);
-            // Once it is dead there is nothing left to kill.
+            // A dead QEMU cannot be killed again.
             if step.injury == Injury::SourceQemu && self.source_qemu == SourceQemu::NotKilled {
                 self.source_qemu = self.worth_of_source_qemu(&step.point);
             }
@@ -447,7 +447,7 @@ impl Arena {
         reached
     }
 
-    /// Moves the guest once with all of memory compared: what was injured before has left nothing in the way.
+    /// Migrates the guest once with all of memory compared: earlier injuries have left nothing in the way.
     pub fn retry(&mut self) {
         let to = self.other();
         self.cluster.migrate("vm1", self.at, to, self.disks());
@@ -457,7 +457,7 @@ impl Arena {
     }
 }
 
-/// Processes that have a file open.
+/// Returns the processes that have a file open.
 fn holders(path: &Path) -> Vec<u32> {
     let processes = fs::read_dir("/proc").unwrap();
     let has_it = |pid: &u32| {
@@ -467,11 +467,11 @@ fn holders(path: &Path) -> Vec<u32> {
     processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).filter(has_it).collect()
 }
 
-/// Whether anybody has locks on a file.
+/// Returns true if a file is locked.
 fn is_locked(path: &Path) -> bool {
     let file = fs::metadata(path).unwrap();
     let device = file.dev();
-    // As the kernel packs them.
+    // In the kernel's packing.
     let (major, minor) = (device >> 8 & 0xfff, device & 0xff | device >> 12 & 0xf_ff00);
     let name = format!(" {major:02x}:{minor:02x}:{} ", file.ino());
     fs::read_to_string("/proc/locks").unwrap().contains(&name)

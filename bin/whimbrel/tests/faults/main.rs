@@ -1,10 +1,10 @@
 //! The kill matrix: at the fault points of the handover, agents and QEMUs are killed and links cut. Afterwards, with
 //! agents restarted and the link healed, the guest runs on exactly one side, whole; nothing is left behind; and it can
-//! be moved again. Needs root.
+//! be migrated again. Needs root.
 //!
-//! Fault points are generated from the engine's transition table. `fault_points.txt` says of each transition which
-//! scenario reaches it, or that only the model does; a transition without a line there fails the test. A seeded sample
-//! is run here, all of it with `WHIMBREL_SOAK=1` (`make soak`).
+//! Fault points are generated from the engine's transition table. `fault_points.txt` names for each transition the
+//! scenario that reaches it, or states that only the model does; a transition without a line there fails the test. A
+//! seeded sample is run here, all of it with `WHIMBREL_SOAK=1` (`make soak`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 #![allow(unreachable_pub, missing_docs, reason = "what the modules of a test share is seen by them alone")]
@@ -35,7 +35,7 @@ fn soak() -> bool {
     std::env::var_os("WHIMBREL_SOAK").is_some()
 }
 
-/// The points of an undisturbed migration, in the order of the table.
+/// Returns the points of an undisturbed migration, in the order of the table.
 fn points_of(arena: &mut Arena) -> Vec<String> {
     arena.retry();
     arena.cluster.a.wait_settled();
@@ -48,8 +48,8 @@ fn points_of(arena: &mut Arena) -> Vec<String> {
     all.into_iter().filter(|point| seen.contains_key(point)).collect()
 }
 
-/// A sample of the cells that lie on the way of every migration; each must be reached. What a migration on a busy host
-/// came by besides (a register that was asked twice, because the first answer took long) the next one may not.
+/// Runs a sample of the cells that every migration passes; each must be reached. Additional points of a migration on a
+/// busy host (a register that was asked twice, because the first answer was late) may not occur in the next one.
 fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
     let seed = seed(usual_seed);
     let mut arena = arena();
@@ -68,12 +68,12 @@ fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
     let mut draw = Draw(seed);
     let mut ways: Vec<_> = (0..cells).map(|_| all.swap_remove(draw.below(all.len()))).collect();
     tell(&format!("{cells} cells drawn with WHIMBREL_SEED={seed}"));
-    // One cell again and again, to look into it: WHIMBREL_CELL="CutBoth at destination/starting/contd:before-effects".
+    // One cell again and again, for debugging: WHIMBREL_CELL="CutBoth at destination/starting/contd:before-effects".
     if let Ok(cell) = std::env::var("WHIMBREL_CELL") {
         ways = vec![Way::parse(&cell); 10];
     }
     for (turn, way) in ways.iter().enumerate() {
-        // On a busy host a migration may take another way than most do.
+        // On a busy host a migration may take another path than usual.
         assert!((0..5).any(|_| arena.run(way)), "{way} was not reached");
         if turn % 4 == 3 || turn + 1 == ways.len() {
             arena.retry();
@@ -81,9 +81,9 @@ fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
     }
 }
 
-/// The whole matrix: each injury at each point of an undisturbed migration; then at each point that only an injury led
-/// to; and so on, until no new point is found or a way has grown to three injuries. A cell that fails is told at the
-/// end, with the others.
+/// Runs the whole matrix: each injury at each point of an undisturbed migration; then at each point that only an injury
+/// led to; and so on, until no new point is found or a cell has three injuries. Failed cells are reported together at
+/// the end.
 fn whole(new_arena: fn() -> Arena) {
     const LONGEST_WAY: usize = 3;
     let mut arena = new_arena();
@@ -142,7 +142,7 @@ fn whole(new_arena: fn() -> Arena) {
     assert!(wrong.is_empty(), "injured, and {FAULT_POINTS} says otherwise: {wrong:#?}");
 }
 
-/// Past the harness, which keeps what passing tests print.
+/// Prints past the harness, which keeps the output of passing tests.
 fn tell(what: &str) {
     drop(writeln!(std::io::stderr(), "{what}"));
 }
@@ -166,7 +166,7 @@ fn a_sample_of_the_matrix_with_a_disk_that_is_copied() {
     matrix(Arena::with_copied_disk, 0x5eef, 5);
 }
 
-/// A host that is gone for good after COMMITTED: the other side takes over, by the register.
+/// A host that is gone for good after COMMITTED: the peer takes over, by the register.
 #[test]
 fn with_a_register_the_other_side_takes_over() {
     // The destination is lost with its host: the source takes the VM back.
@@ -199,7 +199,7 @@ fn with_a_register_the_other_side_takes_over() {
     arena.check_guest("taken over");
 }
 
-/// What an HA manager does that sees a paused guest: it goes to a monitor and continues it.
+/// Continues a paused guest over a monitor, as an HA manager does.
 fn foreign_cont(arena: &Arena, host: &str) -> UnixStream {
     let vms = arena.cluster.agent(host).directory.join("run/vms");
     let [vm] = &common::entries(&vms)[..] else { panic!("not one VM in {}", vms.display()) };
@@ -208,8 +208,8 @@ fn foreign_cont(arena: &Arena, host: &str) -> UnixStream {
     monitor
 }
 
-/// A copy that is ready can be run by its agent alone, whoever else would like to; nor does an agent that is started
-/// anew let it hear what it was told meanwhile.
+/// Only its agent can run a copy that is ready, against all other programs; and a restarted agent does not pass on
+/// commands that were sent to it in the meantime.
 #[test]
 fn nobody_else_starts_a_copy_in_doubt() {
     let mut arena = Arena::new(false);
@@ -230,7 +230,7 @@ fn nobody_else_starts_a_copy_in_doubt() {
     arena.retry();
 }
 
-/// An agent that hangs on a host that is well keeps its connections; the guest does not stand still for it.
+/// An agent that hangs on a working host keeps its connections; the guest is not stopped for it.
 #[test]
 fn a_guest_does_not_stand_still_for_an_agent_that_hangs() {
     let mut arena = Arena::new(false);
@@ -255,7 +255,8 @@ fn hold(arena: &mut Arena, point: &str, then: impl FnOnce(&mut Arena)) {
     let _ = migration.wait();
 }
 
-/// The offer goes to the witness without being waited for; the destination may have taken it before anybody looks.
+/// Waits for the offer, which is sent to the witness asynchronously; the destination may have answered it before the
+/// check.
 fn wait_for_offer(arena: &Arena) {
     let path = arena.cluster.witness.as_ref().unwrap().directory.join("state");
     let register = SqliteRegister::open(&path).unwrap();
@@ -269,14 +270,14 @@ fn wait_for_offer(arena: &Arena) {
 
 const FAULT_POINTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults/fault_points.txt");
 
-/// The lines of a file that are no comments.
+/// Returns the lines of a file that are no comments.
 fn lines_of(path: &str) -> Vec<String> {
     let text = fs::read_to_string(path).unwrap();
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     lines.map(str::to_owned).collect()
 }
 
-/// What reaches each transition, by `fault_points.txt`.
+/// The scenario that reaches each transition, by `fault_points.txt`.
 struct List(BTreeMap<String, String>);
 
 impl List {
@@ -298,8 +299,8 @@ impl List {
     }
 }
 
-/// A transition that nobody has thought of testing fails this, and one that is said to be the model's and is not. That
-/// what the kill matrix injures is said to be so is asserted by the whole of it.
+/// A transition without a test fails this, and one that is wrongly marked as the model's. The whole kill matrix asserts
+/// that its own transitions are marked so.
 #[test]
 fn every_transition_has_its_line() {
     const TAKEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/engine/tests/model/taken.txt");

@@ -1,8 +1,8 @@
-//! Cells of the matrix: what is done where.
+//! Cells of the matrix: injuries and their points.
 
 use std::fmt;
 
-/// What is done at a fault point.
+/// An injury at a fault point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Injury {
     SourceAgent,
@@ -12,7 +12,7 @@ pub enum Injury {
     CutToDestination,
     CutToSource,
     CutBoth,
-    /// The destination's agent hangs; its host is well.
+    /// The destination's agent hangs; its host works.
     FrozenDestination,
 }
 
@@ -28,13 +28,13 @@ pub const INJURIES: [Injury; 8] = [
 ];
 
 impl Injury {
-    /// Whether it is felt only after a while.
+    /// Returns true if it has an effect only after a while.
     pub fn is_silence(self) -> bool {
         matches!(self, Self::CutToDestination | Self::CutToSource | Self::CutBoth | Self::FrozenDestination)
     }
 }
 
-/// What is done to one migration: at each of these points in turn, an injury. Each point is reached only because of the
+/// Injuries of one migration: at each of these points in turn, an injury. Each point is reached only because of the
 /// injuries before it.
 #[derive(Clone, Debug)]
 pub struct Way(pub Vec<Step>);
@@ -46,7 +46,7 @@ pub struct Step {
 }
 
 impl Way {
-    /// The words of its `Display`.
+    /// Parses the words of its `Display`.
     pub fn parse(words: &str) -> Self {
         let step = |words: &str| {
             let (injury, point) = words.split_once(" at ").unwrap();
@@ -56,7 +56,7 @@ impl Way {
         Self(words.split(", then ").map(step).collect())
     }
 
-    /// This way, and one injury more.
+    /// Returns this cell with one more injury.
     pub fn and(&self, point: &str, injury: Injury) -> Self {
         let step = Step { point: point.to_owned(), injury };
         Self(self.0.iter().cloned().chain([step]).collect())

@@ -1,4 +1,4 @@
-//! Images are known by the files that they are, and written by one host alone.
+//! Images are identified by their files, and written by one host alone.
 
 use std::os::unix::fs::FileExt as _;
 
@@ -7,7 +7,7 @@ use lab::disk;
 use crate::common::{Cluster, DEADLINE, QemuVersion, Setup, entries, until};
 use crate::{guest_with, pool, with_image};
 
-/// Another file lies at the path of a running VM's image: neither is it moved with it, nor removed in its stead.
+/// Another file lies at the path of a running VM's image: it is neither migrated with it, nor removed in its stead.
 #[test]
 fn a_file_that_took_the_place_of_an_image_is_not_taken_for_it() {
     let (cluster, image) = with_image("raw", 16);
@@ -26,13 +26,13 @@ fn a_file_that_took_the_place_of_an_image_is_not_taken_for_it() {
     assert_ne!(cluster.a.cli(&["images", "remove", "vm1"]).code, 0);
     assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 0xbb));
     assert_eq!(entries(&pool(&cluster.lab.b)), [""; 0]);
-    // As the remedy says.
+    // The remedy in the message.
     std::fs::rename(&away, &image).unwrap();
     cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// QEMU opens images by their paths when its guest is to run: one that is swapped during the migration is found before.
+/// QEMU opens images by their paths before its guest runs: a file swapped during the migration is found before that.
 #[test]
 fn a_file_that_takes_the_place_of_an_image_on_the_way_is_found() {
     let (cluster, image) = with_image("raw", 16);
@@ -50,7 +50,7 @@ fn a_file_that_takes_the_place_of_an_image_on_the_way_is_found() {
     assert!(report["reason"].as_str().unwrap().contains("another file is there"), "{report:#}");
     std::fs::rename(&away, &image).unwrap();
 
-    // The same with the image that is made for a copy.
+    // The same with the image made for a copy.
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--on-limit", "stop", "--bandwidth", "1M"];
     let migration = cluster.a.begin(&words);
     cluster.wait_for_sent(1 << 20);
@@ -72,7 +72,7 @@ fn a_file_that_takes_the_place_of_an_image_on_the_way_is_found() {
     cluster.guest_is_whole("b", "vm1");
 }
 
-/// QEMU clears bits of a header that it does not know when it begins to write: one of them shows whether it did.
+/// QEMU clears unknown bits of a header when it begins to write: one of them shows whether it did.
 #[test]
 fn no_shared_image_is_written_before_the_guest_has_left() {
     let mut cluster = Cluster::with(&Setup { fault_harness: true, ..Setup::default() });
@@ -91,7 +91,7 @@ fn no_shared_image_is_written_before_the_guest_has_left() {
     cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).ok();
     assert!(std::fs::read(&image).unwrap() == before, "--check wrote to it");
 
-    // The destination is ready, and neither side has the guest. It will go on here, whose QEMU writes then.
+    // The destination is ready, and neither side has the guest. It will continue here, whose QEMU writes then.
     let faults = cluster.faults.as_ref().unwrap();
     faults.want("source/stopped/ready[no-register]:before-effects");
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b"]);

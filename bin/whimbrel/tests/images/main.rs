@@ -1,5 +1,5 @@
-//! Images of disks that are copied: what a copy cannot have, how much room it needs, and what becomes of the one that
-//! was left.
+//! Images of disks that are copied: properties that a copy cannot have, space that it needs, and the images that are
+//! left behind.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -20,7 +20,7 @@ use common::{
 use lab::{Direction, disk};
 use serde_json::{Value, json};
 
-/// Runs one of QEMU's tools on an image, and returns what it says.
+/// Runs one of QEMU's tools on an image, and returns its output.
 #[track_caller]
 fn qemu_img(words: &[&str], image: &Path) -> String {
     Said::by(Command::new("qemu-img").args(words).arg(image)).ok().stdout
@@ -30,7 +30,7 @@ fn two_hosts() -> Cluster {
     Cluster::with(&Setup { pool: true, ..Setup::default() })
 }
 
-/// Two hosts, and an image of known content that is to be a guest's.
+/// Returns two hosts, and an image of known content for a guest.
 fn with_image(format: &str, size_mib: u64) -> (Cluster, PathBuf) {
     let cluster = two_hosts();
     let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
@@ -39,7 +39,7 @@ fn with_image(format: &str, size_mib: u64) -> (Cluster, PathBuf) {
     (cluster, image)
 }
 
-/// A guest with that disk, of which it does nothing itself.
+/// Starts a guest with that disk, which it does not use itself.
 fn guest_with(cluster: &Cluster, image: &Path, format: &str) -> Guest {
     let load = Load { fill_mib: 8, wss_mib: 4, ..Load::default() };
     let mut spec = GuestSpec { memory_mib: 128, second_monitor: true, ..GuestSpec::tiny("vm1", load) };
@@ -56,12 +56,12 @@ fn image_of(report: &Value) -> PathBuf {
     report["disks"][0]["path"].as_str().unwrap().into()
 }
 
-/// By a program that had no part in copying.
+/// Returns true if two images are identical, by a program that had no part in copying.
 fn are_identical(one: &Path, other: &Path) -> bool {
     qemu_img(&["compare", "-U", one.to_str().unwrap()], other).contains("identical")
 }
 
-/// Whether the copy would be possible, and what is found with this code.
+/// Returns true if the copy would be possible, and the findings with this code.
 fn checked(cluster: &Cluster, code: &str, more: &[&str]) -> (bool, Vec<Value>) {
     let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b", "--check"], more].concat());
     let report = said.json();
@@ -70,7 +70,7 @@ fn checked(cluster: &Cluster, code: &str, more: &[&str]) -> (bool, Vec<Value>) {
     (report["possible"].as_bool().unwrap(), found)
 }
 
-/// What the user of an image may count on is not lost without a word.
+/// Properties of an image that its user may rely on are not lost without a finding.
 #[test]
 fn snapshots_and_bitmaps_in_an_image_are_not_lost_in_silence() {
     let (cluster, image) = with_image("qcow2", 32);
@@ -88,7 +88,7 @@ fn snapshots_and_bitmaps_in_an_image_are_not_lost_in_silence() {
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert_eq!(entries(&pool(&cluster.lab.b)), [""; 0]);
-    // Both see the same image, with all that is in it.
+    // Both hosts see the same image, with all its content.
     assert_eq!(checked(&cluster, "disk-snapshots-copy", &["--disks", "shared"]), (true, vec![]));
 
     let accepted = ["--disks", "copy", "--leave-snapshots"];
@@ -108,11 +108,11 @@ fn snapshots_and_bitmaps_in_an_image_are_not_lost_in_silence() {
     assert_eq!(found("disk-bitmaps-copy"), ["warning"], "{report:#}");
     assert!(qemu_img(&["snapshot", "-l", "-U"], &image).contains("before-the-upgrade"));
     assert_eq!(qemu_img(&["snapshot", "-l", "-U"], &image_of(&report)), "");
-    // What was made for the copying is nobody's bitmap.
+    // The bitmap made for copying belongs to no user.
     assert_eq!(checked_back(&cluster), [""; 0]);
 }
 
-/// Codes of what is found of snapshots and bitmaps on the way back.
+/// Returns the codes of findings about snapshots and bitmaps on the way back.
 fn checked_back(cluster: &Cluster) -> Vec<String> {
     let report = cluster.b.cli(&["migrate", "vm1", "--to", "a", "--check", "--disks", "copy"]).ok().json();
     let codes = report["destination_findings"].as_array().unwrap().iter();
@@ -120,7 +120,7 @@ fn checked_back(cluster: &Cluster) -> Vec<String> {
     codes.filter(|code| code.contains("snapshots") || code.contains("bitmaps")).collect()
 }
 
-/// What is compressed at the source is not in the copy.
+/// Content that is compressed at the source is not compressed in the copy.
 #[test]
 fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
     let cluster = two_hosts();
@@ -147,7 +147,7 @@ fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
     );
 }
 
-/// It is listed with why it is kept, and not removed.
+/// Asserts that it is listed with the reason why it is kept, and not removed.
 #[track_caller]
 fn kept(cluster: &Cluster, why: &str) {
     let listed = cluster.a.cli(&["images", "list"]).ok().json();
@@ -177,21 +177,21 @@ fn no_second_copy(cluster: &Cluster, image: &Path) {
     assert_eq!((before.ctime(), before.ctime_nsec()), (after.ctime(), after.ctime_nsec()));
 }
 
-/// How much of a file is in the host's page cache.
+/// Returns the bytes of a file in the host's page cache.
 fn cached_bytes(file: &Path) -> u64 {
     let said =
         Said::by(Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(file));
     said.ok().stdout.trim().parse().unwrap()
 }
 
-/// It is a user's to remove, and nobody's else; and only as long as it is what was left.
+/// Only a user's request removes it, and only as long as it is the file that was left.
 #[test]
 fn an_image_that_was_left_is_removed_on_demand() {
     let (cluster, image) = with_image("raw", 16);
     let guest = guest_with(&cluster, &image, "raw");
     let list = |agent: &common::Agent| agent.cli(&["images", "list"]).ok().json().as_array().unwrap().clone();
     assert!(cached_bytes(&image) > 0);
-    // A migration that came to nothing leaves an image that is in use.
+    // A failed migration leaves an image that is in use.
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "1M"]);
     cluster.wait_for_sent(1 << 20);
     cluster.a.cli(&["cancel", "vm1"]).ok();
@@ -203,7 +203,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
 
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     cluster.a.wait_settled();
-    // Nobody needs it in memory any more, where it went through the page cache.
+    // It is not needed in memory any longer, where it was in the page cache.
     until("the cache has let go of it", || cached_bytes(&image) == 0);
     let epoch = report["epoch"].as_u64().unwrap();
     let left = list(&cluster.a);
@@ -219,11 +219,11 @@ fn an_image_that_was_left_is_removed_on_demand() {
     let reader = fs::File::open(&image).unwrap();
     kept(&cluster, &format!("process {}", std::process::id()));
     drop(reader);
-    // In no process, but the kernel has it open.
+    // No process has it open, but the kernel has.
     let over_it = LoopDevice::over(&image);
     kept(&cluster, "/dev/loop");
     drop(over_it);
-    // The loop device goes when whoever looks at new devices has let go of it.
+    // The loop device is removed when the host's device manager has closed it.
     until("the kernel has let go of it", || list(&cluster.a)[0].get("kept_because").is_none());
     let earlier = (epoch - 1).to_string();
     let refused = cluster.a.cli(&["images", "remove", "vm1", &earlier]);
@@ -236,7 +236,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     cluster.guest_is_whole("b", "vm1");
     drop(guest);
 
-    // There is another file under the name of the one that it leaves there.
+    // There is another file under the name of the image that it leaves there.
     let there = image_of(&report);
     cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
     cluster.b.wait_settled();
@@ -245,7 +245,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     fs::copy(there.with_extension("away"), &there).unwrap();
     let refused = cluster.b.cli(&["images", "remove", "vm1"]);
     assert!(refused.code == 1 && refused.stdout.contains("another file"), "{refused:?}");
-    // The very one, and somebody has written to it.
+    // The same file, but with changed content.
     fs::rename(there.with_extension("away"), &there).unwrap();
     let refused = cluster.b.cli(&["images", "remove", "vm1"]);
     assert!(refused.code == 1 && refused.stdout.contains("was changed"), "{refused:?}");
@@ -254,7 +254,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     // The VM ends at a, with its disk there and nowhere else.
     let pid = cluster.a.vm("vm1").unwrap()["pid"].as_u64().unwrap() as u32;
     assert_eq!(list(&cluster.a), [Value::Null; 0]);
-    // An attempt that came to nothing changes nothing of that.
+    // A failed attempt changes nothing about that.
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "1M", "--detach"];
     cluster.a.cli(&words).ok();
     cluster.wait_for_sent(1 << 20);
@@ -275,7 +275,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     assert_eq!(entries(&pool(&cluster.lab.a)), [""; 0]);
 }
 
-/// Its image there is open for writing in QEMU before anything is in it, and its end is within a block.
+/// Its image there is open for writing in QEMU while it is empty, and its end is within a block.
 #[test]
 fn a_disk_whose_length_is_no_multiple_of_a_block_moves() {
     let cluster = two_hosts();
@@ -289,8 +289,8 @@ fn a_disk_whose_length_is_no_multiple_of_a_block_moves() {
     assert!(fs::read(image_of(&report)).unwrap() == content);
 }
 
-/// An agent that is started anew when the guest may be at the other host already knows of both images: whoever has to decide
-/// is told where they are, and the one that was left is listed.
+/// An agent that is restarted while the guest may be at the other host already knows both images: the operator gets
+/// their paths, and the one that was left is listed.
 #[test]
 fn an_agent_that_was_started_anew_knows_the_images() {
     let mut cluster = Cluster::with(&Setup { pool: true, fault_harness: true, ..Setup::default() });
@@ -302,7 +302,7 @@ fn an_agent_that_was_started_anew_knows_the_images() {
     faults.want("source/stopped/ready[no-register]:after-1-journal");
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
     let held = faults.held(DEADLINE).unwrap();
-    // GO does not get through.
+    // GO does not arrive.
     cluster.lab.cut(Direction::AToB).unwrap();
     cluster.a.kill();
     held.release();
@@ -324,7 +324,7 @@ fn an_agent_that_was_started_anew_knows_the_images() {
     assert_eq!(image_of(&report), there);
 }
 
-/// How many bytes of a range an image holds, by a program that had no part in copying.
+/// Returns the bytes of data of an image in a range, by a program that had no part in copying.
 fn data_bytes(image: &Path, range: &Range<u64>) -> u64 {
     let extents: Value = serde_json::from_str(&qemu_img(&["map", "-U", "--output=json"], image)).unwrap();
     let within = |extent: &Value| {
@@ -335,7 +335,7 @@ fn data_bytes(image: &Path, range: &Range<u64>) -> u64 {
     extents.as_array().unwrap().iter().filter(|extent| extent["data"] == true).map(within).sum()
 }
 
-/// As `fstrim` does it: what has been sent by then is taken back, what has not been is not sent.
+/// Discards as those of `fstrim`: ranges that have been sent are discarded there, others are not sent.
 #[test]
 fn what_is_discarded_while_it_is_copied_is_a_hole_there() {
     for format in ["raw", "qcow2"] {
@@ -365,7 +365,7 @@ fn what_is_discarded_while_it_is_copied_is_a_hole_there() {
         });
         let discarded = [2 << 20..6 << 20, 52 << 20..60 << 20];
         let there = pool(&cluster.lab.b).join(&entries(&pool(&cluster.lab.b))[0]);
-        // Whoever writes a qcow2 image keeps its tables to himself for a while.
+        // The writer of a qcow2 image keeps its tables in memory for a while.
         assert!(format == "qcow2" || data_bytes(&there, &discarded[0]) > 0, "some of it has been sent");
         let mut monitor = guest.monitor().unwrap();
         for Range { start, end } in &discarded {
@@ -388,7 +388,7 @@ fn what_is_discarded_while_it_is_copied_is_a_hole_there() {
     }
 }
 
-/// It opens its image anew when it may run, and has no more rights than its user by then.
+/// QEMU reopens its image before the guest runs, and has only its user's rights by then.
 #[test]
 fn a_qemu_that_gives_its_rights_up_has_its_image() {
     const NOBODY: u32 = 65534;
@@ -408,7 +408,7 @@ fn a_qemu_that_gives_its_rights_up_has_its_image() {
             .map(str::to_owned)
             .to_vec();
         let _guest = cluster.guest(&spec);
-        // A directory that it may not pass.
+        // A directory without permission to pass.
         fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o700)).unwrap();
         let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
         assert!(refused.code == 1 && refused.stdout.contains("disk-user"), "{refused:?}");

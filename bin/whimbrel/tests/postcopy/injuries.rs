@@ -1,4 +1,4 @@
-//! Links that are cut, and agents that are killed, while pages are to come.
+//! Links that are cut, and agents that are killed, while pages are missing.
 
 use std::thread;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use super::common::draw::{Draw, seed};
 use super::common::{Cluster, DEADLINE, Setup, has_event, until};
 use super::{HOT_MIB, HYBRID, came_after_the_guest, is_whole_and_goes_on, stage, stage_of, stage_with};
 
-/// Somebody is killed, or the link cut, while pages are to come.
+/// An agent is killed, or the link cut, while pages are missing.
 #[derive(Clone, Copy, Debug)]
 enum Injury {
     Cut,
@@ -22,12 +22,12 @@ enum Injury {
 const INJURIES: [Injury; 4] = [Injury::Cut, Injury::KillSource, Injury::KillDestination, Injury::KillBoth];
 
 impl Injury {
-    /// For so long.
+    /// Inflicts the injury for `length`.
     fn inflict(self, cluster: &mut Cluster, length: Duration) {
         self.inflict_while(cluster, length, || {});
     }
 
-    /// For so long, which begins with something that somebody does.
+    /// Inflicts the injury for `length`, and runs `something` at its beginning.
     fn inflict_while(self, cluster: &mut Cluster, length: Duration, something: impl FnOnce()) {
         let (source, destination) = match self {
             Self::Cut => (false, false),
@@ -44,7 +44,7 @@ impl Injury {
             cluster.lab.cut_both().unwrap();
         }
         something();
-        // How long a fault lasts; nothing waits for an event here.
+        // Duration of a fault; there is no event to wait for.
         thread::sleep(length);
         if matches!(self, Self::Cut) {
             cluster.lab.heal().unwrap();
@@ -57,7 +57,7 @@ impl Injury {
     }
 }
 
-/// Moves the guest, into memory of either kind, with an injury when so many bytes of the rest have come.
+/// Migrates the guest, into memory of either kind, with an injury after this many bytes of the rest.
 fn moves_through(cluster: &mut Cluster, ram: &str, injury: Injury, rest_bytes: u64, length: Duration) {
     let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", ram]].concat());
     cluster
@@ -89,13 +89,13 @@ fn a_cut_while_pages_come_is_mended() {
     is_whole_and_goes_on(&cluster);
 }
 
-/// A cut that outlasts all patience: nobody is offered to run the guest at the source, who asks for it does not get it, and
-/// the matter is in doubt for nobody when the link is there again.
+/// A cut longer than all patience: no user is offered to run the guest at the source, a request to do so fails, and the
+/// migration is not in doubt on either side when the link is healed.
 #[test]
 fn a_cut_that_outlasts_all_patience_is_no_reason_to_run_it_at_the_source() {
     let (cluster, _guest) = stage_with(Setup::impatient());
     let migration = cluster.a.begin(&HYBRID);
-    // The source has heard that it runs there.
+    // The source has the report that it runs there.
     cluster
         .wait_for_progress(|progress| progress["phase"] == "post-copy" && progress["downtime_us"].is_u64());
     cluster.lab.cut_both().unwrap();
@@ -134,7 +134,7 @@ fn agents_that_die_while_pages_come_are_no_harm() {
     }
 }
 
-/// Transitions of the handover that there are only where pages come after the guest, on the way of an undisturbed move.
+/// Transitions of the handover that exist only with post-copy, in an undisturbed migration.
 const TRANSITIONS: [&str; 4] = [
     "destination/starting/contd[missing]",
     "source/committed/incomplete",
@@ -142,7 +142,7 @@ const TRANSITIONS: [&str; 4] = [
     "destination/completing/completed",
 ];
 
-/// An agent is killed where it stands: at three of these points, which are drawn, and at all of them in the long run.
+/// An agent is killed at a point: at three of these points, drawn at random, and at all of them in a soak.
 #[test]
 fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
     let is_one = |point: &String| TRANSITIONS.iter().any(|name| point.starts_with(&format!("{name}:")));
@@ -157,7 +157,7 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
         let (mut cluster, _guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
         cluster.faults.as_ref().unwrap().want(&point);
         let migration = cluster.a.begin(&HYBRID);
-        // A destination that has not to be told twice does not come by each of them.
+        // A destination that needs no repeated message does not reach each of them.
         let Some(held) = cluster.faults.as_ref().unwrap().held(DEADLINE) else {
             panic!("{point} was not reached\n{}\n---\n{}", cluster.a.log(), cluster.b.log())
         };
@@ -172,15 +172,15 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
     }
 }
 
-/// Between the moment at which pages are named for the first time, of a guest that still runs here, and the one at which it
-/// is to run there.
+/// Transitions between the first discard of pages, while the guest still runs here, and the moment at which it is to
+/// run there.
 const BEFORE_IT_RUNS: [&str; 3] = [
     "destination/prepared/loaded",
     "source/stopped/ready[no-register]",
     "destination/ready/go[no-register,run]",
 ];
 
-/// An agent is killed there, or the link cut: the VM is at one side and whole, whichever it is.
+/// An agent is killed there, or the link cut: the VM is whole, on either side.
 #[test]
 fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
     let is_one = |point: &String| BEFORE_IT_RUNS.iter().any(|name| point.starts_with(&format!("{name}:")));
@@ -207,7 +207,7 @@ fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
         let Some(held) = cluster.faults.as_ref().unwrap().held(DEADLINE) else {
             panic!("{point} was not reached\n{}\n---\n{}", cluster.a.log(), cluster.b.log())
         };
-        // Who is at the point goes on when the other one is hurt, or the link is cut.
+        // The agent held at the point continues when the other one is killed, or the link is cut.
         let (is_held_killed, length) = match injury {
             Injury::KillSource => (held.agent == "a", Duration::ZERO),
             Injury::KillDestination => (held.agent == "b", Duration::ZERO),
@@ -233,7 +233,7 @@ fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
     }
 }
 
-/// Any of that at any time: three moves, one of them with a cut, and many more in the long run.
+/// Any of these at any time: three migrations, one of them with a cut, and many more in a soak.
 #[test]
 fn whatever_happens_while_pages_come_the_guest_is_whole() {
     let seed = seed(41);
@@ -244,7 +244,7 @@ fn whatever_happens_while_pages_come_the_guest_is_whole() {
         let (ram, vcpus) = (["anonymous", "memfd"][draw.below(2)], 1 + draw.below(2) as u32);
         let (mut cluster, _guest) = stage_of(Setup::default(), vcpus);
         let injury = if number == 0 { Injury::Cut } else { INJURIES[draw.below(INJURIES.len())] };
-        // What comes after that is over too soon to be hurt.
+        // Later bytes arrive too quickly for an injury.
         let rest_bytes = draw.below((HOT_MIB << 20) as usize * 3 / 4) as u64;
         let length = Duration::from_millis(1000 + draw.below(2500) as u64);
         moves_through(&mut cluster, ram, injury, rest_bytes, length);

@@ -1,5 +1,5 @@
-//! Post-copy: the guest runs at the destination, and some of its memory is still at the source. The guest checks every page
-//! that it has filled or rewritten; what it was moved with is compared when it goes on to another host.
+//! Post-copy: the guest runs at the destination, and some of its memory is still at the source. The guest checks every
+//! page that it has filled or rewritten; all of its memory is compared when it is migrated to another host later.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -17,10 +17,10 @@ use tracee::{Process, RamFile};
 
 const RATE: u64 = 20 << 20;
 
-/// It rewrites so much, faster than the link carries it.
+/// Size of its working set, MiB, which it rewrites faster than the link carries it.
 const HOT_MIB: u64 = 64;
 
-/// A guest on a link of 20 MiB/s.
+/// Starts a guest on a link of 20 MiB/s.
 fn stage() -> (Cluster, lab::Guest) {
     stage_with(Setup::default())
 }
@@ -39,7 +39,7 @@ fn stage_of(setup: Setup, vcpus: u32) -> (Cluster, lab::Guest) {
 
 const HYBRID: [&str; 8] = ["migrate", "vm1", "--to", "b", "--policy", "hybrid", "--compress", "none"];
 
-/// The VM has moved, and pages came after it.
+/// Asserts that the VM was migrated, and that pages followed by post-copy.
 #[track_caller]
 fn came_after_the_guest(report: &Value) {
     assert_eq!(report["outcome"], "moved", "{report:#}");
@@ -52,7 +52,7 @@ fn came_after_the_guest(report: &Value) {
     assert_eq!(naming.decisions().next(), Some(&Next::Name), "{report:#}");
 }
 
-/// The guest is whole, and nothing of what was done to its QEMU is left: it can be moved as any other, and compared.
+/// Asserts that the guest is whole, and that its QEMU has no remains: it can be migrated like any other, and compared.
 #[track_caller]
 fn is_whole_and_goes_on(cluster: &Cluster) {
     cluster.guest_is_whole("b", "vm1");
@@ -93,7 +93,7 @@ fn memory_of_either_kind_comes_after_the_guest() {
     }
 }
 
-/// What the guest writes to goes once and a half at most: parts of the first pass keep away from there.
+/// Pages of the working set are sent at most one and a half times: parts of the first pass leave them out.
 #[test]
 fn hot_pages_come_last() {
     let (cluster, _guest) = stage();
@@ -113,7 +113,7 @@ fn hot_pages_come_last() {
     );
 }
 
-/// All that is dirty goes so many times before.
+/// All dirty pages are sent this many times before post-copy.
 #[test]
 fn as_many_passes_are_made_as_are_asked_for() {
     let (cluster, _guest) = stage();
@@ -121,13 +121,13 @@ fn as_many_passes_are_made_as_are_asked_for() {
     came_after_the_guest(&report);
     let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
     assert_eq!(passes.max(), Some(3), "{report:#}");
-    // The end of what is there is no loss.
+    // The end of the stream is no loss.
     assert!(!has_event(&report, "link-lost"), "{report:#}");
     is_whole_and_goes_on(&cluster);
 }
 
-/// Rounds lead no further, and what is left comes after the guest: pages that were sent before as well, which the
-/// destination has to take away.
+/// Rounds make no progress, and the remaining pages follow by post-copy: also pages that were sent before, which the
+/// destination has to discard.
 #[test]
 fn what_rounds_do_not_bring_comes_after_the_guest() {
     let (cluster, _guest) = stage();
@@ -143,7 +143,7 @@ fn what_rounds_do_not_bring_comes_after_the_guest() {
     is_whole_and_goes_on(&cluster);
 }
 
-/// A guest that its user has paused does not write: it has no need of both hosts.
+/// A guest that its user has paused does not write: it does not need both hosts.
 #[test]
 fn a_paused_guest_has_all_before() {
     let (cluster, guest) = stage();
@@ -171,7 +171,7 @@ fn what_cannot_be_done_is_said_before_anything_is() {
     assert!(guest.serial().check().unwrap().ok);
 }
 
-/// What `vm show` says at a side: that both hosts are needed, and for how many pages.
+/// Returns the missing pages that `vm show` reports at a side, with the need of both hosts.
 fn missing_pages(agent: &Agent) -> u64 {
     let shown = agent.cli(&["vm", "show", "vm1"]).ok().json();
     assert_eq!(shown["needs_hosts"], serde_json::json!(["a", "b"]), "{shown:#}");
@@ -200,8 +200,8 @@ fn until_the_last_page_has_come_both_sides_say_that_both_are_needed() {
     is_whole_and_goes_on(&cluster);
 }
 
-/// Fills all of the arriving guest's memory that is not there, past the waits of its QEMU, as another process could that
-/// has mapped it.
+/// Fills all missing memory of the arriving guest, past the waits of its QEMU, as another process could that has mapped
+/// it.
 fn somebody_else_writes(cluster: &Cluster) {
     let socket = format!("{}/", cluster.b.directory.display());
     let is_its_qemu = |pid: &u32| {
@@ -221,7 +221,7 @@ fn somebody_else_writes(cluster: &Cluster) {
     let ram = of_files.max_by_key(|mapping| mapping.range.len()).unwrap();
     let (file, len) = (RamFile::open(&process, ram).unwrap(), ram.range.len());
     let mut there = Vec::new();
-    // What the firmware has at the beginning is another matter.
+    // The firmware's pages at the beginning are not counted.
     file.data_runs(16 << 20..len, &mut there).unwrap();
     let mut at = 16 << 20;
     for run in there.into_iter().chain(std::iter::once(len..len)) {
@@ -230,7 +230,8 @@ fn somebody_else_writes(cluster: &Cluster) {
     }
 }
 
-/// A page that was to come is written by somebody else while the guest runs there: it is stopped, and everybody is told.
+/// Another program writes a missing page while the guest runs there: the guest is stopped, and this is reported
+/// everywhere.
 #[test]
 fn a_guest_does_not_run_on_with_a_page_that_somebody_else_wrote() {
     let (mut cluster, mut guest) = stage();
@@ -262,7 +263,7 @@ fn a_guest_does_not_run_on_with_a_page_that_somebody_else_wrote() {
     assert!(said[0]["message"].as_str().unwrap().contains("cannot be trusted"), "{said:#}");
 }
 
-/// The same before the guest has run there: it goes on where all of its memory is right.
+/// Another program writes a missing page before the guest has run there: it continues where all of its memory is right.
 #[test]
 fn a_guest_with_a_page_that_somebody_else_wrote_is_not_run_there() {
     let (cluster, mut guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });

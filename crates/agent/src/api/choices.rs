@@ -1,4 +1,4 @@
-//! What can be chosen for a migration.
+//! Choices for a migration.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,41 +6,42 @@ use std::str::FromStr;
 use proto::packed::{BadCompression, Compression};
 use serde::{Deserialize, Serialize};
 
-/// What to do when no more rounds are to be made and the expected downtime is still too long.
+/// Action when no more rounds are to be made and the expected downtime is still too long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnLimit {
-    /// Stop the guest and send the rest, however long that takes.
+    /// Stop the guest and send the remaining pages, however long that takes.
     Stop,
-    /// Have the rest come when the guest runs at the destination (post-copy). Until all is there the VM needs both hosts.
+    /// Start the guest at the destination and send the remaining pages after that (post-copy). Until all pages are
+    /// present the VM needs both hosts.
     PostCopy,
-    /// Give up; the VM stays where it is.
+    /// Abort the migration; the VM stays where it is.
     #[default]
     Abort,
 }
 
-/// When the guest is stopped.
+/// Policy for the stop of the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StopPolicy {
-    /// When rounds do not make the downtime shorter any more, or when it shows in how the guest writes that they will
-    /// not (Ibrahim et al., *Optimized pre-copy live migration*, section VII).
+    /// Stop when rounds do not make the downtime shorter any more, or when the guest's write pattern shows that they
+    /// will not (Ibrahim et al., *Optimized pre-copy live migration*, section VII).
     #[default]
     Pattern,
-    /// As soon as the downtime would be short enough: KVM's rule.
+    /// Stop as soon as the downtime would be short enough: KVM's rule.
     Target,
-    /// After a number of rounds: Xen's rule.
+    /// Stop after a number of rounds: Xen's rule.
     Rounds,
-    /// After all of memory went once: what is left then comes when the guest runs at the destination (post-copy). Until all
-    /// is there the VM needs both hosts.
+    /// Stop after the first pass over all memory: the remaining pages are sent when the guest runs at the destination
+    /// (post-copy). Until all pages are present the VM needs both hosts.
     Hybrid,
-    /// By whichever way is expected to keep two limits, that of the downtime and that of the time in all: by rounds, by rounds
-    /// with slower processors, or by post-copy.
+    /// Stop by the method that is expected to keep two limits, on the downtime and on the total time: rounds, rounds
+    /// with CPU throttling, or post-copy.
     Sla,
 }
 
 impl StopPolicy {
-    /// Its name, as everywhere.
+    /// Returns the policy's name, as used everywhere.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pattern => "pattern",
@@ -52,62 +53,62 @@ impl StopPolicy {
     }
 }
 
-/// How fast a guest may write to disks that are copied.
+/// Limit on the guest's write rate to copied disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ThrottleWrites {
-    /// As fast as it likes.
+    /// No limit.
     #[default]
     Off,
-    /// Held to two fifths of what is sent, where it writes faster than that.
+    /// Two fifths of the sending rate, if the guest writes faster than that.
     Drain,
-    /// The more it has written the longer each write takes: from 16,384 writes on 2 ms, from twice as many on twice as
-    /// long (Bradford et al. 2007, section 3.2).
+    /// A delay of each write that grows with the number of writes: 2 ms from 16,384 writes on, twice as long from twice
+    /// as many on (Bradford et al. 2007, section 3.2).
     Threshold,
 }
 
-/// How fast a guest's processors may be while it is moved.
+/// Limit on the guest's CPU time during the migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ThrottleCpu {
-    /// As fast as ever.
+    /// No limit.
     #[default]
     Off,
-    /// So fast that it dirties half of what is sent, where it would dirty more than that and could not be stopped in time;
-    /// each keeps what it uses up to a sixth.
+    /// A dirty rate of half the sending rate, if the guest would dirty more than that and could not be stopped in time;
+    /// each vCPU keeps the time that it uses, up to a sixth of a processor.
     Drain,
 }
 
-/// Whether only what changed is sent of pages that are sent again.
+/// Use of deltas for pages that are sent again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Deltas {
-    /// Where the link is slower than finding out what changed.
+    /// Deltas if the link is slower than computing them.
     #[default]
     Auto,
-    /// From the first page on.
+    /// Deltas from the first page on.
     Always,
     /// Pages are sent in full.
     Never,
 }
 
-/// Which of a guest's memory is not sent because it can do without, as far as a program in the guest says which that
-/// is.
+/// The kinds of the guest's memory that are not sent because the guest can do without them, as hinted by a program in
+/// the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SoftPages {
     /// Everything is sent.
     None,
-    /// Not what is used for nothing.
+    /// Free memory is not sent.
     #[default]
     Free,
-    /// And not what of the page cache was not used of late: the guest gives it back before the stop.
+    /// In addition, pages of the page cache without recent use are not sent: the guest frees them before the stop.
     Cold,
-    /// And nothing of the page cache that can be given back.
+    /// In addition, no page of the page cache that can be freed is sent.
     All,
 }
 
-/// Which kind of RAM the destination gives the VM.
+/// Kind of RAM that the destination gives the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RamChoice {
@@ -120,14 +121,14 @@ pub enum RamChoice {
     Anonymous,
 }
 
-/// How pages are compressed.
+/// Compression of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Compress {
-    /// As the link and the processors want it, at each moment.
+    /// A level that fits the link and the processors at each moment.
     #[default]
     Auto,
-    /// In this way, or not at all.
+    /// A fixed level, or no compression.
     Fixed(Compression),
 }
 

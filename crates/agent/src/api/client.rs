@@ -1,4 +1,4 @@
-//! The other end of the API: a blocking client, one connection for each request.
+//! Client of the API: blocking, with one connection for each request.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,68 +23,68 @@ use super::types::{
 use crate::progress::ProgressLine;
 use crate::report::Report;
 
-/// Longest answer that is read, in bytes. Reports of many rounds are the largest.
+/// Size of the longest answer that is read, in bytes. Reports of many rounds are the largest.
 const ANSWER_BYTES: usize = 64 << 20;
 
-/// An agent never takes longer than this to answer that it is there.
+/// Longest time in which a running agent answers a connection.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// A client of one agent. Its methods stand for the paths of [`crate::api`].
+/// A client of one agent. Its methods correspond to the paths of [`crate::api`].
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
     runtime: Runtime,
 }
 
-/// Why a request has no answer, or a bad one.
+/// Reason for which a request has no valid answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens.
+    /// No agent listens on the socket.
     #[error(
         "no agent answers at {socket}; start it with `whimbrel agent --config /etc/whimbrel/agent.toml` (or its \
          systemd unit), or name its socket with --socket", socket = socket.display())]
     NoAgent {
-        /// The socket.
+        /// Path of the socket.
         socket: PathBuf,
-        /// Why.
+        /// Error of the connection.
         source: io::Error,
     },
-    /// The socket may not be opened.
+    /// The user may not open the socket.
     #[error("the agent's socket {socket} may not be opened; use the account that the agent runs under (root)", socket = socket.display())]
     Forbidden {
-        /// The socket.
+        /// Path of the socket.
         socket: PathBuf,
-        /// Why.
+        /// Error of the connection.
         source: io::Error,
     },
-    /// The agent went away while it was asked.
+    /// The connection ended before the answer.
     #[error("the agent went away before it had answered; what was asked for may have been done")]
     Lost(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The agent says no.
+    /// The agent refused the request.
     #[error(transparent)]
     Problem(#[from] Problem),
-    /// The answer is not what it should be.
+    /// The answer cannot be decoded.
     #[error("the agent's answer is not understood; is it of another version?")]
     Answer(#[source] serde_json::Error),
-    /// The request cannot be made.
+    /// The request cannot be encoded.
     #[error("the request cannot be put together")]
     Request(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// No threads or descriptors left for the client itself.
+    /// The client has no threads or descriptors left.
     #[error("cannot start the client")]
     Runtime(#[source] io::Error),
 }
 
-/// Which migration of a VM.
+/// Selection of a VM's migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
     /// The one with the largest epoch that the agent knows.
     Latest,
-    /// That of an epoch.
+    /// The one with this epoch.
     Epoch(u64),
 }
 
 impl Client {
-    /// A client of the agent behind a socket. Nothing is sent yet.
+    /// Creates a client of the agent behind a socket. Sends nothing yet.
     pub fn new(socket: &Path) -> Result<Self, ClientError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -194,7 +194,7 @@ impl Client {
         serde_json::from_slice(&body).map_err(ClientError::Answer)
     }
 
-    /// `GET …/progress`: what is seen, line by line, until the migration is over or nobody is at work on it.
+    /// `GET …/progress`: progress line by line, until the migration is over or has no driver.
     pub fn progress(&self, vm: &VmName, which: Which) -> Result<Lines<'_>, ClientError> {
         let body = self.runtime.block_on(async {
             let response = self.send(&Method::GET, &path(vm, which, "/progress"), Bytes::new()).await?;
@@ -256,7 +256,7 @@ impl Client {
     }
 }
 
-/// What watchers see, as [`Client::progress`] gives it.
+/// Lines of progress, as [`Client::progress`] returns them.
 #[derive(Debug)]
 pub struct Lines<'a> {
     runtime: &'a Runtime,

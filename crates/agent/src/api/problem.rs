@@ -1,47 +1,48 @@
-//! What is said when something cannot be done.
+//! The API's error type.
 
 use std::fmt;
 
 use proto::message::Finding;
 use serde::{Deserialize, Serialize};
 
-/// Why something cannot be done, and what to do about it. The body of every answer that is not a success, and what
-/// [`Control`](super::Control) returns as its error.
+/// Reason for the failure of a request, and advice. The body of every unsuccessful answer, and the error type of
+/// [`Control`](super::Control).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// What sort of problem, for programs; decides the HTTP status.
+    /// Kind of problem, for programs; determines the HTTP status.
     pub kind: Kind,
-    /// What is wrong, for people.
+    /// Description, for people.
     pub error: String,
-    /// What to do about it, for people; may be empty.
+    /// Advice, for people; may be empty.
     pub advice: String,
-    /// What pre-flight found, where it is pre-flight that says no.
+    /// Findings, if the pre-flight checks refuse the request.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub findings: Vec<Finding>,
 }
 
-/// What sort of problem.
+/// Kind of problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// The request makes no sense: 400.
+    /// The request is invalid: 400.
     BadRequest,
     /// No such VM, host or migration: 404.
     NotFound,
-    /// It is at odds with how things stand (already in migration, already adopted, past the point of no return): 409.
+    /// The request conflicts with the present state (already in migration, already adopted, past the commit point):
+    /// 409.
     Conflict,
     /// The VM has ended: 410.
     Gone,
-    /// Pre-flight or a rule says no: 422.
+    /// The pre-flight checks or a rule refuse the request: 422.
     Refused,
-    /// The peer or the register does not answer: 503.
+    /// The peer or the ownership registry does not answer: 503.
     Unavailable,
-    /// The agent failed at its own work: 500.
+    /// The agent failed internally: 500.
     Internal,
 }
 
 impl Kind {
-    /// The HTTP status that goes with it.
+    /// Returns the matching HTTP status.
     pub const fn status(self) -> u16 {
         match self {
             Self::BadRequest => 400,
@@ -56,17 +57,17 @@ impl Kind {
 }
 
 impl Problem {
-    /// A problem of the given kind.
+    /// Creates a problem of the given kind.
     pub fn new(kind: Kind, error: impl Into<String>, advice: impl Into<String>) -> Self {
         Self { kind, error: error.into(), advice: advice.into(), findings: Vec::new() }
     }
 
-    /// A problem that another error caused; names all its causes, outermost first.
+    /// Creates a problem that another error caused; names all its causes, outermost first.
     pub fn caused_by(kind: Kind, error: &dyn std::error::Error, advice: impl Into<String>) -> Self {
         Self::new(kind, with_causes(error), advice)
     }
 
-    /// The same problem with what pre-flight found.
+    /// Returns the problem with findings of the pre-flight checks.
     #[must_use]
     pub fn with_findings(mut self, findings: Vec<Finding>) -> Self {
         self.findings = findings;
@@ -82,7 +83,7 @@ impl fmt::Display for Problem {
 
 impl std::error::Error for Problem {}
 
-/// An error and its causes in one line, as `what: why: why`.
+/// Formats an error and its causes in one line, as `what: why: why`.
 pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

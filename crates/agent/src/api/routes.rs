@@ -1,4 +1,4 @@
-//! From paths to calls of [`Control`], and from its answers to HTTP.
+//! Mapping of paths to calls of [`Control`], and of their results to HTTP.
 
 use std::sync::Arc;
 
@@ -19,17 +19,17 @@ use super::problem::{Kind, Problem};
 use super::types::MigrateRequest;
 use crate::progress::{ProgressLine, Watcher};
 
-/// What handlers share.
+/// Shared state of the handlers.
 #[derive(Clone)]
 struct Shared {
     control: Arc<dyn Control>,
-    /// Becomes true when the server ends; streams end with it.
+    /// True once the server ends; streams end with it.
     end: watch::Receiver<bool>,
 }
 
 type Answer = Result<Response, Problem>;
 
-/// All routes.
+/// Returns all routes.
 pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> Router {
     let migration = "/v1/migrations/{vm}/{epoch}";
     Router::new()
@@ -177,8 +177,8 @@ async fn progress(State(shared): State<Shared>, Path(which): Path<(String, Strin
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], Body::new(body)).into_response())
 }
 
-/// Sends what a watcher sees, line by line, until the migration is over, nobody publishes or listens any more, or the
-/// server ends. A slow listener misses lines, not the last one.
+/// Streams a migration's progress, line by line, until the migration is over, the driver or the client is gone, or the
+/// server ends. A slow client misses lines, but not the last one.
 async fn stream(
     migration: MigrationId,
     mut watcher: Watcher,
@@ -249,7 +249,7 @@ impl IntoResponse for Problem {
     }
 }
 
-/// A request's body, as JSON whatever its content type says. What is wrong with it is a [`Problem`].
+/// A request's body, parsed as JSON whatever its content type is. Errors are returned as a [`Problem`].
 struct Given<T>(T);
 
 impl<T: DeserializeOwned> FromRequest<Shared> for Given<T> {
@@ -281,7 +281,7 @@ fn epoch_number(epoch: &str) -> Result<u64, Problem> {
     epoch.parse().map_err(unknown)
 }
 
-/// Which migration a path means: an epoch, or `latest`.
+/// Resolves the migration of a path: an epoch, or `latest`.
 fn resolve(control: &dyn Control, (vm, epoch): (String, String)) -> Result<MigrationId, Problem> {
     let vm = vm_name(vm)?;
     if epoch != "latest" {

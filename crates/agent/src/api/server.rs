@@ -1,4 +1,4 @@
-//! The HTTP side: routes, the socket, and the threads that tokio lives on.
+//! The HTTP server: routes, the socket, and the threads of tokio.
 
 use std::fs;
 use std::io;
@@ -15,36 +15,36 @@ use tokio::task::JoinHandle;
 use super::control::Control;
 use super::routes;
 
-/// How long requests under way may still take when the server ends.
+/// Time for requests under way to finish when the server ends.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Longest path of a Unix socket, in bytes: the kernel's `sun_path` with its closing zero.
 const SOCKET_PATH_BYTES: usize = 107;
 
-/// Why the API cannot be served.
+/// Reason for which the API cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// Somebody answers there already.
+    /// Another agent answers on the socket.
     #[error("another agent serves {socket}; stop it, or give this one an `api_socket` of its own", socket = socket.display())]
     InUse {
-        /// The socket.
+        /// Path of the socket.
         socket: PathBuf,
     },
-    /// Longer than Unix sockets' names can be.
+    /// The path is longer than Unix sockets allow.
     #[error("the path {socket} is too long for a socket; choose an `api_socket` of at most 90 bytes", socket = socket.display())]
     TooLong {
-        /// The socket.
+        /// Path of the socket.
         socket: PathBuf,
     },
     /// The socket cannot be made.
     #[error("cannot make the API's socket {socket}; check `api_socket` or `run_dir` in the configuration and its permissions", socket = socket.display())]
     Socket {
-        /// The socket.
+        /// Path of the socket.
         socket: PathBuf,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// No threads for it.
+    /// The threads cannot be started.
     #[error("cannot start the API's threads")]
     Threads(#[source] io::Error),
 }
@@ -88,19 +88,19 @@ pub fn serve(socket: &Path, control: Arc<dyn Control>) -> Result<Server, ServerE
 }
 
 impl Server {
-    /// Where it listens.
+    /// Returns the path of the socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Ends it: no new requests, a moment for those under way, and the socket is removed.
+    /// Stops the server: accepts no new requests, waits a moment for those under way, and removes the socket.
     pub fn stop(mut self) {
         self.end_now();
     }
 
     fn end_now(&mut self) {
         let Some((runtime, serving)) = self.serving.take() else { return };
-        // First the name, so that whoever comes now learns that nobody is there.
+        // The name is removed first, so that new clients learn that no server is there.
         let _ = fs::remove_file(&self.socket);
         self.end.send_replace(true);
         let _ = runtime.block_on(async { tokio::time::timeout(PATIENCE, serving).await });
@@ -114,10 +114,10 @@ impl Drop for Server {
     }
 }
 
-/// Binds a socket that only its owner may open, in place of one that a dead agent left behind.
+/// Binds a socket that only its owner may open, and replaces one that a dead agent left behind.
 ///
-/// The socket is made in a directory that nobody else may enter and moved to its place once its mode is right: at no
-/// moment can others connect to it.
+/// The socket is made in a directory that no other user may enter, and is moved to its place once its mode is right: at
+/// no moment can others connect to it.
 fn bind(socket: &Path) -> Result<UnixListener, ServerError> {
     let failed = |source| ServerError::Socket { socket: socket.to_owned(), source };
     if UnixStream::connect(socket).is_ok() {

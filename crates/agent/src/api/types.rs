@@ -13,7 +13,7 @@ use super::choices::{
 };
 use crate::progress::{Progress, Standing};
 
-/// Who the agent is and what its host can do.
+/// Identity of the agent and capabilities of its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentInfo {
     /// Version of the program.
@@ -22,19 +22,19 @@ pub struct AgentInfo {
     pub host: HostId,
     /// `host` or `witness`.
     pub role: String,
-    /// Where peers reach it.
+    /// Address for peers.
     pub listen: String,
-    /// Its peers' names.
+    /// Names of its peers.
     pub peers: Vec<HostId>,
-    /// The witness, where there is one.
+    /// The witness, if there is one.
     pub register: Option<HostId>,
     /// Release of the running kernel.
     pub kernel: String,
-    /// What migrations need of the kernel, and whether it is there.
+    /// Kernel features that migrations need, and their presence.
     pub kernel_features: Vec<KernelFeature>,
     /// Process id of the agent.
     pub pid: u32,
-    /// Images that arriving disks may have something in common with.
+    /// Images that arriving disks may have content in common with.
     #[serde(default)]
     pub templates: Vec<TemplateInfo>,
 }
@@ -42,45 +42,45 @@ pub struct AgentInfo {
 /// A template of the agent's host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemplateInfo {
-    /// Its file.
+    /// Path of its file.
     pub path: PathBuf,
-    /// Whether anything is taken from it.
+    /// State of the template.
     pub state: TemplateState,
-    /// How much of it is not zeros, in bytes, once it was read.
+    /// Bytes that are not zeros; absent until the template was read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_bytes: Option<u64>,
-    /// Why nothing is taken from it.
+    /// Reason for which it cannot be used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// Whether anything is taken from a template.
+/// State of a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TemplateState {
-    /// Not yet: what is in it is being found out.
+    /// It is being read, and cannot be used yet.
     BeingRead,
-    /// What arriving disks have in common with it.
+    /// It is used for content that arriving disks have in common with it.
     Ready,
     /// It cannot be read.
     Failed,
 }
 
-/// Something that migrations need of the kernel.
+/// A kernel feature that migrations need.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelFeature {
-    /// Its name, e.g. `PAGEMAP_SCAN`.
+    /// Name of the feature, e.g. `PAGEMAP_SCAN`.
     pub name: String,
-    /// Whether it is there.
+    /// True if the kernel has it.
     pub present: bool,
-    /// What to do if it is not.
+    /// Advice if it is missing.
     pub advice: String,
 }
 
 /// A VM in a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmSummary {
-    /// Its name.
+    /// Name of the VM.
     pub vm: VmName,
     /// Process id of its QEMU, if it runs here.
     pub pid: Option<u32>,
@@ -94,15 +94,15 @@ pub struct VmSummary {
     pub migration: Option<MigrationId>,
 }
 
-/// All that is known of a VM.
+/// All details of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmDetail {
-    /// What a list says of it.
+    /// The VM's entry in the list.
     #[serde(flatten)]
     pub summary: VmSummary,
     /// Its QMP socket.
     pub qmp: Option<PathBuf>,
-    /// When the agent took charge of it (RFC 3339, UTC).
+    /// Time at which the agent adopted it (RFC 3339, UTC).
     pub adopted: String,
     /// Kind of its RAM (`anonymous`, `memfd`, …).
     pub ram_kind: String,
@@ -110,40 +110,40 @@ pub struct VmDetail {
     pub description: serde_json::Value,
     /// The hosts that it needs at present; two while it is between them.
     pub needs_hosts: Vec<HostId>,
-    /// Pages that it lacks while it runs at its destination already, as far as this side knows: until the last one has come
-    /// it needs both hosts.
+    /// Missing pages while it runs at its destination already, as far as this side knows: until the last one has
+    /// arrived it needs both hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_pages: Option<u64>,
-    /// What is worth knowing about it.
+    /// Findings about it.
     pub findings: Vec<Finding>,
 }
 
-/// Which running QEMU to take charge of. Exactly one of `pid`, `qmp` and `qemu_name` names it.
+/// A running QEMU to be adopted, named by exactly one of `pid`, `qmp` and `qemu_name`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AdoptRequest {
-    /// What to call the VM; by default the name that QEMU was given.
+    /// Name for the VM; by default the name that QEMU was given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<VmName>,
-    /// By process id.
+    /// Process id of QEMU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// By its QMP socket.
+    /// Path of its QMP socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qmp: Option<PathBuf>,
-    /// By the name that QEMU was given (`-name`).
+    /// The name that QEMU was given (`-name`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_name: Option<String>,
-    /// Options of QEMU's command line that are not known and are carried over as they stand.
+    /// Unknown options of QEMU's command line that are copied unchanged.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow_options: Vec<String>,
 }
 
-/// A VM file to start a QEMU from.
+/// A VM file from which a QEMU is started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunRequest {
-    /// Where the file lies, absolute: for error messages, and relative paths in it are relative to its directory.
+    /// Absolute path of the file: for error messages, and relative paths in it are relative to its directory.
     pub path: PathBuf,
     /// The file's contents (TOML).
     pub text: String,
@@ -155,76 +155,78 @@ pub struct RunRequest {
     pub i_know_the_risk: bool,
 }
 
-/// A VM that the agent has taken charge of.
+/// A VM that the agent has adopted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Adopted {
     /// The VM.
     #[serde(flatten)]
     pub vm: VmSummary,
-    /// What is worth knowing about it; none of it stands in the way of adopting.
+    /// Findings about it; none of them prevents adopting.
     pub findings: Vec<Finding>,
 }
 
-/// A VM that the agent takes care of no longer.
+/// A VM that the agent does not manage any more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Forgotten {
     /// The VM.
     pub vm: VmName,
     /// Its QEMU, which goes on; absent if it had ended.
     pub pid: Option<u32>,
-    /// Whether the register has released it; absent where its QEMU goes on, or the register has another owner or none.
+    /// True if the ownership registry has released it; absent if its QEMU goes on, or the registry has another owner or
+    /// none.
     pub released: Option<bool>,
 }
 
-/// A correction of the register of owners.
+/// A correction of the ownership registry.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClaimRequest {
-    /// Carry it out; without this the answer only says what it risks.
+    /// Carry it out; without this the answer only reports the risk.
     #[serde(default)]
     pub i_know_the_risk: bool,
 }
 
-/// What the register says of a VM, and what correcting it risks.
+/// The ownership registry's entry of a VM, and the risk of correcting it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClaimReport {
     /// The VM.
     pub vm: VmName,
-    /// Who was its owner; absent if none was.
+    /// Previous owner; absent if there was none.
     pub owner: Option<HostId>,
-    /// What making this host the owner would risk, or risked, line by line; empty if nothing.
+    /// Risks of making this host the owner, line by line; empty if there are none.
     pub risked: Vec<String>,
-    /// Whether this host is the owner now.
+    /// True if this host is the owner now.
     pub done: bool,
 }
 
-/// A migration to be started or checked. What is absent is taken from the agent's configuration.
+/// A migration to be started or checked. Absent values are taken from the agent's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrateRequest {
     /// The VM.
     pub vm: VmName,
-    /// Where to: a name under `[hosts]` of the configuration.
+    /// Destination: a name under `[hosts]` of the configuration.
     pub to: HostId,
-    /// Only pre-flight.
+    /// Run the pre-flight checks only.
     #[serde(default)]
     pub check_only: bool,
-    /// When the guest is stopped.
+    /// Policy for the stop of the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<StopPolicy>,
     /// Longest downtime, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_downtime_ms: Option<u64>,
-    /// Most rounds of pre-copy.
+    /// Maximum number of rounds of pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_rounds: Option<u32>,
-    /// How often all that is dirty goes before the rest comes after the guest, with the policy [`StopPolicy::Hybrid`].
+    /// Number of passes over all dirty memory before post-copy of the remaining pages, with the policy
+    /// [`StopPolicy::Hybrid`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hybrid_passes: Option<u32>,
-    /// How long all of it may take, in milliseconds, with the policy [`StopPolicy::Sla`]; 0 for as long as it takes.
+    /// Limit on the total time, in milliseconds, with the policy [`StopPolicy::Sla`]; 0 for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_total_ms: Option<u64>,
-    /// What to do when no more rounds are to be made.
+    /// Action when no more rounds are to be made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_limit: Option<OnLimit>,
     /// Cap on the sending rate, in bytes per second; 0 for none.
@@ -236,34 +238,34 @@ pub struct MigrateRequest {
     /// Compare all of memory and of copied disks after the stop; makes the downtime much longer.
     #[serde(default)]
     pub verify: bool,
-    /// How fast the guest may write to disks that are copied.
+    /// Limit on the guest's write rate to copied disks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub throttle_writes: Option<ThrottleWrites>,
-    /// How fast the guest's processors may be.
+    /// Limit on the guest's CPU time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub throttle_cpu: Option<ThrottleCpu>,
-    /// Whether pages of disks that the destination has already are referred to, and not sent.
+    /// Send references instead of pages of disks that the destination has already.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub references: Option<bool>,
-    /// How pages are compressed.
+    /// Compression of pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<Compress>,
-    /// Whether only what changed is sent of pages that are sent again.
+    /// Use of deltas for pages that are sent again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deltas: Option<Deltas>,
-    /// Which of the guest's memory is not sent because it can do without.
+    /// The kinds of the guest's memory that are not sent because the guest can do without them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub soft_pages: Option<SoftPages>,
     /// Kind of RAM at the destination.
     #[serde(default)]
     pub ram: RamChoice,
-    /// Options of QEMU's command line that are not known and are carried over as they stand.
+    /// Unknown options of QEMU's command line that are copied unchanged.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow_options: Vec<String>,
-    /// Whether disks are shared or copied.
+    /// Choice between sharing and copying disks.
     #[serde(default)]
     pub disks: DiskWish,
-    /// The same for single disks, by their names in the description.
+    /// The choice for single disks, by their names in the description.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub disk: BTreeMap<String, DiskWish>,
     /// Copy disks without the internal snapshots of their images.
@@ -272,7 +274,7 @@ pub struct MigrateRequest {
 }
 
 impl MigrateRequest {
-    /// A request that leaves everything to the configuration.
+    /// Creates a request that leaves everything to the configuration.
     pub fn new(vm: VmName, to: HostId) -> Self {
         Self {
             vm,
@@ -302,57 +304,57 @@ impl MigrateRequest {
     }
 }
 
-/// What pre-flight found.
+/// Result of the pre-flight checks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckReport {
     /// The VM.
     pub vm: VmName,
-    /// Where from.
+    /// Source host.
     pub from: HostId,
-    /// Where to.
+    /// Destination host.
     pub to: HostId,
-    /// Nothing stands in the way.
+    /// True if there is no blocker.
     pub possible: bool,
-    /// Kind of RAM that the VM would get; absent if that was not reached.
+    /// Kind of RAM that the VM would get; absent if the check did not reach that point.
     pub ram_kind: Option<String>,
-    /// What this side found.
+    /// Findings of the source.
     pub source_findings: Vec<Finding>,
-    /// What the other side found.
+    /// Findings of the destination.
     pub destination_findings: Vec<Finding>,
 }
 
 impl CheckReport {
-    /// Whether findings hold a blocker.
+    /// True if the findings include a blocker.
     pub fn blocked(findings: &[Finding]) -> bool {
         findings.iter().any(|finding| finding.severity == Severity::Blocker)
     }
 }
 
-/// How a migration stands.
+/// Status of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationStatus {
-    /// Which migration.
+    /// Id of the migration.
     #[serde(flatten)]
     pub id: MigrationId,
-    /// Which side this agent is on.
+    /// Role of this agent.
     pub role: Role,
-    /// Where from.
+    /// Source host.
     pub from: HostId,
-    /// Where to.
+    /// Destination host.
     pub to: HostId,
     /// The handover's state in the journal, by its name in docs/handover-table.md.
     pub state: String,
-    /// The same in one of four words.
+    /// Standing of the migration, in one of a few words.
     pub standing: Standing,
-    /// What there is to say: why it failed, what it waits for.
+    /// Message for people: the reason of a failure, or the event that it waits for.
     pub message: Option<String>,
-    /// What can be done about it.
+    /// Advice for people.
     pub advice: Option<String>,
-    /// When it began (RFC 3339, UTC).
+    /// Time at which it began (RFC 3339, UTC).
     pub created: String,
-    /// When the journal last changed it (RFC 3339, UTC).
+    /// Time of its last change in the journal (RFC 3339, UTC).
     pub updated: String,
-    /// How far it is, if this agent drives it right now.
+    /// Progress, if this agent drives it at present.
     pub progress: Option<Progress>,
 }
 
@@ -362,77 +364,76 @@ pub struct LeftImage {
     /// The migration in which it was left.
     #[serde(flatten)]
     pub migration: MigrationId,
-    /// The destination of that migration; this host where the VM ended here.
+    /// The destination of that migration; this host if the VM ended here.
     pub to: HostId,
-    /// True where the VM ended here; its disk may be nowhere else.
+    /// True if the VM ended here; its disk may be nowhere else.
     #[serde(default)]
     pub ended: bool,
     /// The disk, by its name in the description.
     pub disk: String,
-    /// The image's file.
+    /// Path of the image's file.
     pub path: PathBuf,
-    /// What it takes on this host, in bytes.
+    /// Space that it uses on this host, in bytes.
     pub taken_bytes: u64,
-    /// Why it is not removed; absent where nothing speaks against it.
+    /// Reason for which it cannot be removed; absent if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept_because: Option<String>,
 }
 
-/// What became of a request to cancel.
+/// Outcome of a request to cancel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
 pub enum CancelOutcome {
     /// ABORTED is journalled; the VM is at its source and runs as before.
     Cancelled,
-    /// The point of no return had been passed; it goes on, or is in doubt.
+    /// The commit point had been passed; the migration goes on, or is in doubt.
     TooLate {
-        /// How it stands.
+        /// Standing of the migration.
         standing: Standing,
         /// The handover's state in the journal.
         state: String,
     },
     /// It was over already.
     AlreadyOver {
-        /// How it ended.
+        /// Standing of the migration.
         standing: Standing,
     },
 }
 
-/// What an operator wants done about a migration in doubt.
+/// An operator's request for a migration in doubt.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RecoverRequest {
-    /// What to do.
+    /// The action.
     pub action: RecoverAction,
-    /// What the register of owners has to say in it.
+    /// Use of the ownership registry in it.
     #[serde(default, skip_serializing_if = "RegisterSay::is_default")]
     pub register: RegisterSay,
-    /// The operator has read what is risked and takes it upon himself. Without it, an action that guesses is only
-    /// described.
+    /// The operator has read the risk and accepts it. Without it, an action that guesses is only described.
     #[serde(default)]
     pub i_know_the_risk: bool,
 }
 
-/// What an operator wants done.
+/// An operator's action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RecoverAction {
-    /// Ask the peer and the register once more, and do what they say. Risks nothing.
+    /// Ask the peer and the ownership registry once more, and follow their answer. Risks nothing.
     Ask,
-    /// Run the VM here: the operator knows that the other side does not run it and never will.
+    /// Run the VM here: the operator knows that the peer does not run it and never will.
     RunHere,
-    /// Give this side's copy up: the operator knows that the other side has the VM.
+    /// Discard this host's copy: the operator knows that the peer has the VM.
     GiveUpHere,
 }
 
-/// What the register of owners has to say in an operator's decision. Means nothing where none is configured.
+/// Use of the ownership registry in an operator's decision. Has no meaning if none is configured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RegisterSay {
-    /// It is asked, and what it says is done.
+    /// It is asked, and its answer is followed.
     #[default]
     Asked,
-    /// It is changed, even if the other side has won there. To run the VM on the source only.
+    /// It is changed, even if the peer is the owner there. To run the VM on the source only.
     Overruled,
     /// It is not asked: it is lost for good.
     None,
@@ -445,22 +446,22 @@ impl RegisterSay {
     }
 }
 
-/// What is known, what is risked, and what was done.
+/// Known facts, risks, and the result of a recovery request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecoverReport {
-    /// How the migration stands now.
+    /// Status of the migration now.
     pub status: MigrationStatus,
-    /// What is known, line by line.
+    /// Known facts, line by line.
     pub known: Vec<String>,
-    /// What the action would risk, line by line; empty if nothing.
+    /// Risks of the action, line by line; empty if there are none.
     pub risked: Vec<String>,
-    /// Whether the action was carried out, or nothing was left to do.
+    /// True if the action was carried out, or there was nothing to do.
     pub done: bool,
-    /// What was done, or what to do next.
+    /// The result, or the next step.
     pub message: String,
 }
 
-/// Limits that can be changed while a migration runs. In a request, what is absent stays as it is.
+/// Limits that can be changed while a migration runs. Values that are absent from a request do not change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Limits {
@@ -470,11 +471,11 @@ pub struct Limits {
     /// Longest downtime, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_downtime_ms: Option<u64>,
-    /// Most rounds of pre-copy.
+    /// Maximum number of rounds of pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_rounds: Option<u32>,
-    /// How long all of it may take, in milliseconds from its request on, with the policy [`StopPolicy::Sla`]; 0 for as long
-    /// as it takes.
+    /// Limit on the total time, in milliseconds since the request for the migration, with the policy
+    /// [`StopPolicy::Sla`]; 0 for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_total_ms: Option<u64>,
 }

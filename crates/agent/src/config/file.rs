@@ -1,4 +1,4 @@
-//! The file as it is written, and the checks that make a [`Config`] of it.
+//! The format of the file, and the checks that turn it into a [`Config`].
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -117,7 +117,7 @@ fn is_same_directory(one: &Path, other: &Path) -> bool {
     resolved(one) == resolved(other)
 }
 
-/// What the checks need in order to say where something stands.
+/// Data that the checks need in order to report the location of a value.
 struct Checks<'a> {
     path: &'a Path,
     locator: Locator,
@@ -130,7 +130,7 @@ impl Checks<'_> {
         if let Some(name) = self.locator.host_with_dots() {
             let _ = write!(what, "; a name with a dot stands in quotes: [hosts.\"{name}\"]");
         }
-        // What is missing at the top level is not missing in the first key.
+        // A key that is missing at the top level is not missing in the first key.
         let nowhere = offset == 0 && what.starts_with("missing");
         ConfigError::Invalid {
             path: self.path.to_owned(),
@@ -228,7 +228,7 @@ impl Checks<'_> {
         Ok(())
     }
 
-    /// Relative paths are relative to the directory of the file.
+    /// Makes a path absolute: relative paths are relative to the directory of the file.
     fn absolute(&self, path: PathBuf) -> PathBuf {
         let directory = self.path.parent().unwrap_or(Path::new("/"));
         let joined = directory.join(path);
@@ -314,7 +314,7 @@ impl Checks<'_> {
 
     fn pool(&self, pool: PoolTable) -> Result<Pool, ConfigError> {
         let wrong = |key: &str, what: &str| Err(self.wrong(&["disks", "pool", key], what));
-        // Of these LVM makes its names; and none is an option of its programs.
+        // LVM allows these characters in names; and a name with a leading hyphen would be an option of its programs.
         let is_name = |name: &String| {
             let known = |letter: char| letter.is_ascii_alphanumeric() || "+_.-".contains(letter);
             !name.is_empty() && !name.starts_with(['-', '.']) && name.chars().all(known)

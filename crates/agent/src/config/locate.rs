@@ -1,8 +1,8 @@
-//! From a place in the text to the key that stands there, and back.
+//! Mapping between positions in the text and keys.
 
 use toml::de::{DeTable, DeValue};
 
-/// Knows the lines and keys of one configuration's text.
+/// Lines and keys of one configuration's text.
 #[derive(Debug, Default)]
 pub(super) struct Locator {
     text: String,
@@ -13,13 +13,13 @@ impl Locator {
         Self { text: text.into() }
     }
 
-    /// The line, from 1 on, in which a byte stands.
+    /// Returns the line of a byte, from 1 on.
     pub(super) fn line_at(&self, offset: usize) -> usize {
-        // Offsets of the parser lie between characters; one that does not is none of its own.
+        // Offsets of the parser are between characters; any other offset does not come from the parser.
         1 + self.text.get(..offset).unwrap_or(&self.text).matches('\n').count()
     }
 
-    /// The line in which a key stands, or the nearest table around it; line 1 if there is none.
+    /// Returns the line of a key, or of the nearest table around it; line 1 if there is none.
     pub(super) fn line_of(&self, key: &[&str]) -> usize {
         let Ok(root) = DeTable::parse(&self.text) else { return 1 };
         let mut table = root.into_inner();
@@ -37,14 +37,14 @@ impl Locator {
         self.line_at(offset)
     }
 
-    /// A host whose name has dots and stands without quotes, so that it is read as tables within tables.
+    /// Returns a host whose name has dots and no quotes, so that it is read as tables within tables.
     pub(super) fn host_with_dots(&self) -> Option<&str> {
         let headings =
             self.text.lines().filter_map(|line| line.trim().strip_prefix("[hosts.")?.strip_suffix(']'));
         headings.map(str::trim).find(|name| name.contains('.') && !name.contains(['"', '\'']))
     }
 
-    /// The key, as `table.key`, in whose name or value a byte stands; empty if there is none.
+    /// Returns the key, as `table.key`, that has a byte in its name or value; empty if there is none.
     pub(super) fn key_at(&self, offset: usize) -> String {
         let Ok(root) = DeTable::parse(&self.text) else { return String::new() };
         let mut path = Vec::new();
@@ -66,7 +66,7 @@ impl Locator {
     }
 }
 
-/// Whether a byte stands in something inside a value; a table's own span is its heading alone.
+/// True if a byte is in something inside a value; a table's own span is its heading alone.
 fn holds(value: &DeValue<'_>, offset: usize) -> bool {
     let DeValue::Table(table) = value else { return false };
     table.iter().any(|(name, value)| {

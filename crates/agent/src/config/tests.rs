@@ -14,7 +14,7 @@ fn example() -> String {
     std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/agent.example.toml")).unwrap()
 }
 
-/// The example with every key that it shows commented out, set.
+/// Returns the example with every key set that it has commented out.
 fn example_with_all_keys() -> String {
     let mut in_comment = String::new();
     for line in example().lines() {
@@ -47,7 +47,7 @@ fn the_example_is_right_and_shows_the_defaults() {
     let Security::Tls { ca, .. } = &plain.security else { panic!("the example has certificates") };
     assert_eq!(ca, Path::new("/etc/whimbrel/ca.pem"), "relative to the file");
 
-    // What is commented out are the defaults, but for the maps and the fault socket, which have none.
+    // Commented keys have their defaults, but for the maps and the fault socket, which have none.
     let mut all = parse(&example_with_all_keys()).unwrap();
     assert_eq!(all.register.take().as_ref().map(HostId::as_str), Some("gamma"));
     assert_eq!(all.taps.len(), 1);
@@ -78,7 +78,7 @@ fn the_example_names_every_key() {
     }
 }
 
-/// Text, the line and key that the error has to name, and a word of what it has to say.
+/// Text, the line and key that the error has to name, and a word of the error's text.
 const MISTAKES: &[(&str, usize, &str, &str)] = &[
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[hosts.beta.dc1]\naddress = \"b:1\"",

@@ -1,4 +1,4 @@
-//! Connections that peers open, and what they are for.
+//! Connections that peers open, and their purposes.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -17,11 +17,11 @@ use crate::destination::untrusted;
 use crate::journal::State;
 use crate::source as from;
 
-/// How long a proposal may take to come after the connection.
+/// Longest wait for a proposal on a new connection.
 const PROPOSAL_PATIENCE: Duration = Duration::from_secs(10);
 
 impl Daemon {
-    /// Somebody has connected, or failed to. Runs on a thread of the connection's own.
+    /// Handles a connection attempt of a peer. Runs on a thread of the connection's own.
     pub(super) fn arrival(self: &Arc<Self>, arrival: Result<Arrival, Rejected>) {
         let arrival = match arrival {
             Ok(arrival) => arrival,
@@ -52,7 +52,8 @@ impl Daemon {
         }
     }
 
-    /// Only the two hosts of a migration have a say in it: anybody else with a certificate could tell lies about it.
+    /// Checks that the peer is one of the migration's two hosts: any other host with a certificate could make false
+    /// statements about it.
     fn may_come(&self, arrival: &Arrival) -> Result<(), String> {
         let host = arrival.host();
         let (id, questions) = match arrival.purpose() {
@@ -99,8 +100,8 @@ impl Daemon {
         }
     }
 
-    /// A source comes back to a migration that is over here. That this side has given up it may not have heard, and
-    /// would try again and again.
+    /// Refuses a source that reconnects to a migration that is over here. The source may not know that this host has
+    /// discarded its copy, and would otherwise try again and again.
     fn too_late(&self, arrival: Arrival, id: &MigrationId) {
         let said = self.as_journalled(id, &DestinationEvent::Asked { epoch: id.epoch });
         match said.into_iter().find(|said| matches!(said, Message::Refused { .. })) {
@@ -109,7 +110,7 @@ impl Daemon {
                 if let Err(error) = connection.send(&refused) {
                     warn!(migration = %id, error = crate::chain(&error), "the source was not told that this is over");
                 }
-                // Were it closed with something unread in it, the word could be lost.
+                // If the connection were closed with unread data, the message could be lost.
                 let until =
                     Instant::now() + Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
                 while connection.recv(Some(until)).is_ok() {}
@@ -118,7 +119,7 @@ impl Daemon {
         }
     }
 
-    /// The other side of a handover has a question, or repeats what it said.
+    /// Handles a connection on which the peer of a handover asks questions, or repeats its messages.
     fn questions(&self, arrival: Arrival, id: &MigrationId) {
         match self.mailbox(id) {
             Some(Mail::Destination(mailbox)) => {
@@ -136,7 +137,7 @@ impl Daemon {
         }
     }
 
-    /// Answers until the other side hangs up.
+    /// Answers questions until the peer closes the connection.
     fn answer(&self, mut connection: Connection, id: &MigrationId) {
         loop {
             let message = match connection.recv(None) {
@@ -159,7 +160,7 @@ impl Daemon {
         }
     }
 
-    /// None to a message that does not belong among questions.
+    /// Returns the answers to a message; none if the message is not a question.
     fn answers(&self, id: &MigrationId, message: Message) -> Option<Vec<Message>> {
         Some(match message {
             Message::Ping => vec![Message::Pong],
@@ -186,7 +187,7 @@ impl Daemon {
         }
     }
 
-    /// What this side, as the source, has decided: its driver knows, or the journal.
+    /// Returns the decision of this host as the source, from its driver or the journal.
     fn verdict(&self, id: &MigrationId, epoch: Epoch) -> Message {
         if let Some(Mail::Source(mailbox)) = self.mailbox(id) {
             let (reply, answer) = mpsc::sync_channel(1);
@@ -201,8 +202,9 @@ impl Daemon {
                 State::Source(state) => return decided(&record.terms, state, epoch),
                 State::Destination(_) => Verdict::Undecided,
             },
-            // PREPARED is journalled before the destination hears of a migration: whoever asks about one that is not
-            // there knows more than this journal, which must have been emptied or made anew. It says nothing.
+            // PREPARED is journalled before the destination learns of a migration. If the journal does not have it, the
+            // peer knows more than this journal, which must have been emptied or made anew. The answer is that nothing
+            // is decided.
             Ok(None) => {
                 warn!(migration = %id, "asked about a migration that the journal does not know; is it the right one?");
                 Verdict::Undecided
@@ -215,7 +217,7 @@ impl Daemon {
         Message::Verdict { epoch, verdict }
     }
 
-    /// What this side, as the destination, answers about a migration that no driver is at work on.
+    /// Returns this host's answers, as the destination, about a migration without a driver.
     fn as_journalled(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
         let (terms, state, why, untrusted) = match self.context.journal.migration(id) {
             Ok(Some(record)) => match &record.state {
@@ -225,8 +227,9 @@ impl Daemon {
                 }
                 State::Source(_) => return vec![],
             },
-            // PREPARED is synced before the source hears of it, and the source asks only what has accepted: this
-            // journal has been emptied or made anew. The VM may run here, so REFUSED could make two of it.
+            // PREPARED is synced before the source learns of it, and the source asks only a destination that has
+            // accepted: this journal has been emptied or made anew. The VM may run here, so REFUSED could make two of
+            // it.
             Ok(None) => {
                 warn!(migration = %id, "asked about a migration that the journal does not know; is it the right one?");
                 return vec![];
@@ -240,7 +243,7 @@ impl Daemon {
     }
 }
 
-/// What the engine lets a source that is over answer.
+/// Returns the engine's answer for a source whose migration is over.
 fn decided(terms: &Terms, state: &SourceState, epoch: Epoch) -> Message {
     let answer = |effect| match effect {
         SourceEffect::Answer(verdict) => Some(Message::Verdict { epoch, verdict }),
@@ -259,7 +262,7 @@ fn moved<S, E>(step: Result<Step<S, E>, Illegal>) -> Option<Move<S, E>> {
     }
 }
 
-/// What the engine lets a destination that is over answer.
+/// Returns the engine's answers for a destination whose migration is over.
 fn said(
     terms: &Terms,
     state: &DestinationState,
@@ -267,7 +270,7 @@ fn said(
     (why, untrusted): (Option<&str>, Option<WantedPage>),
 ) -> Vec<Message> {
     let epoch = terms.epoch();
-    // What changes the state is its driver's to say, after the journal has it.
+    // An event that changes the state is answered by its driver, after the journal has it.
     let Some(step) = moved(destination(terms, state, event)).filter(|step| step.to == *state) else {
         return vec![];
     };

@@ -1,4 +1,4 @@
-//! What users can ask of the daemon.
+//! Requests of users to the daemon.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -24,10 +24,10 @@ use crate::progress::{Publisher, Standing, Watcher};
 use crate::report::Report;
 use crate::{destination, left_images, preflight, source, vms};
 
-/// How long a user waits for what becomes of a word.
+/// Longest wait of a user for the outcome of a request.
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// The daemon as the API sees it.
+/// Implementation of the API's [`Control`] by the daemon.
 pub(super) struct Users(pub(super) Arc<Daemon>);
 
 impl Deref for Users {
@@ -63,7 +63,7 @@ impl Control for Users {
         }
         let records = self.context.journal.vms().map_err(|error| internal(&error))?;
         let mut known: Vec<_> = records.iter().map(|record| self.summary(record)).collect();
-        // VMs on their way here have no record yet.
+        // Arriving VMs have no record yet.
         for record in open()? {
             let vm = &record.terms.migration.vm;
             if matches!(record.state, State::Destination(_)) && known.iter().all(|summary| summary.vm != *vm)
@@ -247,7 +247,7 @@ impl Daemon {
         Ok(vec![record.terms.source, record.terms.destination])
     }
 
-    /// Makes a driver repeat what it waits for.
+    /// Makes a driver repeat its current request.
     pub(super) fn nudge(&self, id: &MigrationId) {
         match self.mailbox(id) {
             Some(Mail::Source(mailbox)) => drop(mailbox.put(source::Notice::Event(SourceEvent::Repeat))),
@@ -258,7 +258,7 @@ impl Daemon {
         }
     }
 
-    /// Waits until a migration stands in a certain way, or patience ends.
+    /// Waits until `enough` holds for a migration's status, or a timeout.
     pub(super) fn settled(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {
@@ -271,7 +271,7 @@ impl Daemon {
     }
 }
 
-/// Whether a cancellation changes nothing any more, and never will.
+/// True if a cancellation has no effect any more, and never will.
 pub(super) fn too_late_to_cancel(record: &MigrationRecord) -> bool {
     match &record.state {
         State::Source(state) => matches!(

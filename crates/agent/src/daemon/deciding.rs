@@ -1,4 +1,4 @@
-//! What an operator is told of a migration in doubt, and what becomes of a decision.
+//! Advice to an operator about a migration in doubt, and the execution of decisions.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ use crate::progress::Standing;
 use crate::{destination, source};
 
 impl Daemon {
-    /// Asks again, describes a decision, or has it carried out.
+    /// Asks the peer again, describes a decision, or carries it out.
     pub(super) fn decide(
         &self,
         id: &MigrationId,
@@ -57,8 +57,9 @@ impl Daemon {
         Ok(RecoverReport { status: self.status(id)?, known, risked, done, message })
     }
 
-    /// Where the disks are that were copied. There are two images of each, and which one to start the guest from depends on
-    /// where it ran last. None where nothing came of it: the images at the destination are gone then.
+    /// Describes the locations of copied disks. There are two images of each, and the one to start the guest from
+    /// depends on where it ran last. Returns none if the migration failed early: the images at the destination are
+    /// removed then.
     fn copied_disks(&self, record: &MigrationRecord) -> Option<String> {
         let Terms { source, destination, .. } = &record.terms;
         let images = match &record.state {
@@ -87,7 +88,7 @@ impl Daemon {
         (!images.is_empty()).then(|| copied_to(&images, source, destination))
     }
 
-    /// Tells a driver what was decided, and waits until that is done, or known to be impossible.
+    /// Sends a decision to a driver, and waits until it is carried out, or known to be impossible.
     fn carry_out(&self, before: &MigrationRecord, decision: Decision) {
         let id = before.id();
         let heard = match self.mailbox(id) {
@@ -104,15 +105,15 @@ impl Daemon {
         }
         let before = self.status_of(before);
         self.settled(id, |status| {
-            // Asked, and told that the other side has it: that is all that can be had. State and time are of one
-            // reading: of two, one may be from before the decision and the other from the midst of it.
+            // The peer was asked, and has answered that the VM is there: more is not possible. State and time come from
+            // one read: with two, one could be from before the decision and the other from the middle of it.
             let refused = status.state == "committed" && status.updated != before.updated;
             status.standing.is_over() || refused
         });
     }
 }
 
-/// What is known of disks that have another image at the destination.
+/// Describes disks that have another image at the destination.
 fn copied_to(images: &[String], source: &HostId, destination: &HostId) -> String {
     format!(
         "its disks were copied to {destination}: {}. If the guest has run there, these are its disks, and the images at {source} \
@@ -121,7 +122,7 @@ fn copied_to(images: &[String], source: &HostId, destination: &HostId) -> String
     )
 }
 
-/// The decision that is asked for; none to ask the others once more.
+/// Returns the requested decision; none for a request to ask the peers again.
 fn wanted(request: &RecoverRequest) -> Option<Decision> {
     match (request.action, request.register) {
         (RecoverAction::Ask, _) => None,
@@ -145,12 +146,12 @@ fn not_to_be_had(advice: &Advice) -> String {
     format!("nothing was done; what can be decided as it stands: {}", words.join(", or "))
 }
 
-/// A choice as it is shown: how to make it, what it leads to, and its price.
+/// Formats a choice: its options, its effect, and its risk.
 fn described(choice: &Choice) -> String {
     format!("{}: {}; risk: {}", options(choice.decision), choice.then, choice.risk)
 }
 
-/// How a decision is made at the command line.
+/// Returns the command line options for a decision.
 fn options(decision: Decision) -> &'static str {
     match decision {
         Decision::RunHere { force: false } => "--run-here",

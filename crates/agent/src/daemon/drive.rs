@@ -1,4 +1,4 @@
-//! Setting a driver to work on a migration that a user asks for, and what such a request has to pass.
+//! Start of a driver for a migration that a user requests, and the checks of such a request.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -20,10 +20,10 @@ use crate::report::{Report, unix_ms_now};
 use crate::source::{self, Aims, Controls};
 use crate::{owners, vms};
 
-/// How long a migration that is decided may take to be over.
+/// Longest wait for the end of a migration that is decided.
 const LAST_ENTRIES: Duration = Duration::from_secs(2);
 
-/// A VM that could be moved as far as this side knows.
+/// A VM that can be moved as far as this host knows.
 struct Offer {
     vm: source::SourceVm,
     proposal: Proposal,
@@ -33,13 +33,13 @@ struct Offer {
 }
 
 impl Daemon {
-    /// Pre-flight of both sides; neither remembers anything of it.
+    /// Runs the pre-flight checks of both hosts; neither stores anything.
     pub(super) fn check_both(&self, request: &MigrateRequest) -> Result<CheckReport, Problem> {
         let (vm, to) = (request.vm.clone(), request.to.clone());
         let record = self.known(&vm)?;
         self.has_not_ended(&record)?;
         self.reachable(request)?;
-        // Its monitor is the migration's.
+        // During a migration the VM's monitor belongs to that migration.
         self.not_in_migration(&vm)?;
         let mut offer = self.offer(&record, request, true)?;
         offer.findings.extend(owners::refused(&self.context, &vm));
@@ -56,7 +56,7 @@ impl Daemon {
         let id = MigrationId { vm, epoch: largest.next() };
         match preflight::ask(&self.context, &report.to, id, offer.proposal) {
             Ok((findings, ram_kind)) => {
-                // What keeps the VM here the destination finds in what it was sent, too.
+                // The destination also reports the source's blockers, from the facts that it received.
                 let is_new = |found: &Finding| !report.source_findings.contains(found);
                 report.destination_findings = findings.into_iter().filter(is_new).collect();
                 report.ram_kind = ram_kind;
@@ -71,7 +71,7 @@ impl Daemon {
         Ok(report)
     }
 
-    /// Begins a migration; its driver goes on by itself.
+    /// Begins a migration; its driver continues by itself.
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
         let (requested, requested_unix_ms) = (Instant::now(), unix_ms_now());
         self.reachable(request)?;
@@ -130,7 +130,7 @@ impl Daemon {
         self.status(&id)
     }
 
-    /// Journals PREPARED and sets a driver to work. Whatever it needs for that it has before.
+    /// Journals PREPARED and starts a driver. Everything that the driver needs is reserved before that.
     pub(super) fn set_out(
         self: &Arc<Self>,
         terms: Terms,
@@ -153,7 +153,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// A driver for a source, and how it is reached.
+    /// Creates a driver for a source, and the handle to reach it.
     pub(super) fn source_driver(
         &self,
         terms: Terms,
@@ -173,9 +173,8 @@ impl Daemon {
         (source::Driver::new(context, terms, state, vm, inbox, controls, publisher), driven)
     }
 
-    // ---- what a request has to pass
+    // ---- checks of a request
 
-    /// A VM of this host's. One that has just arrived is entered in a moment.
     /// Refuses to move a VM whose QEMU is gone.
     fn has_not_ended(&self, record: &VmRecord) -> Result<(), Problem> {
         let vm = &record.vm;
@@ -185,6 +184,7 @@ impl Daemon {
         })
     }
 
+    /// Returns the record of a VM on this host. A VM that has just arrived is recorded a moment later.
     pub(super) fn known(&self, vm: &VmName) -> Result<VmRecord, Problem> {
         self.let_the_last_one_end(vm)?;
         let found = self.context.journal.vm(vm).map_err(|error| internal(&error))?;
@@ -260,7 +260,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Whoever was told that a VM has moved may move it on at once: the other side's last entries are a moment away.
+    /// Waits for the end of a migration that is decided. A user who knows that a VM has moved may move it on at once, a
+    /// moment before the last journal entries of the destination.
     pub(super) fn let_the_last_one_end(&self, vm: &VmName) -> Result<(), Problem> {
         let deadline = Instant::now() + LAST_ENTRIES;
         loop {
@@ -324,7 +325,7 @@ pub(super) fn internal(error: &JournalError) -> Problem {
     Problem::caused_by(Kind::Internal, error, "see the agent's log")
 }
 
-/// A limit of time is for the policy that keeps it.
+/// Refuses a limit on the total time for policies that do not keep it.
 pub(super) fn keeps_time(aims: &Aims) -> Result<(), Problem> {
     if aims.policy == StopPolicy::Sla {
         return Ok(());

@@ -1,4 +1,4 @@
-//! A driver's place: its entry in the list of drivers, and a thread for it.
+//! Slot of a driver: its entry in the list of drivers, and a thread for it.
 
 use std::collections::btree_map::Entry;
 use std::sync::{Arc, mpsc};
@@ -11,8 +11,9 @@ use super::{Daemon, Driven};
 use crate::api::{Kind, Problem};
 
 impl Daemon {
-    /// A place in the list of drivers, and a thread that waits for its work. To be had before anything is journalled
-    /// that only a driver can end. Refused where another is at work: it must not be put out of reach.
+    /// Reserves an entry in the list of drivers, and a thread that waits for its work. It is reserved before the
+    /// journal has anything that only a driver can end. Refused if the migration has a driver already, which must stay
+    /// reachable.
     pub(super) fn place(self: &Arc<Self>, id: &MigrationId, driven: Driven) -> Result<Place, Problem> {
         match self.drivers().entry(id.clone()) {
             Entry::Vacant(free) => drop(free.insert(driven)),
@@ -29,7 +30,7 @@ impl Daemon {
                 let at_work = AtWork;
                 work();
                 drop((at_work, held));
-                // Not while another VM is on its way: it would wait for the allocator meanwhile.
+                // Not while another VM is being moved: its driver would wait for the allocator.
                 if daemon.drivers().is_empty() {
                     tracee::heap::give_back_what_is_free();
                 }
@@ -44,22 +45,22 @@ impl Daemon {
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// A driver's place in the list, and a thread for it. Dropping it without work gives both back.
+/// A driver's entry in the list, and a thread for it. Dropping it without work frees both.
 pub(super) struct Place {
     held: Held,
     thread: mpsc::Sender<(Held, Work)>,
 }
 
 impl Place {
-    /// Sets the thread to work; the place is given back when that is done.
+    /// Runs `work` on the thread; the slot is freed when that is done.
     pub(super) fn work(self, work: impl FnOnce() + Send + 'static) {
         // The thread waits for nothing else.
         drop(self.thread.send((self.held, Box::new(work))));
     }
 }
 
-/// A driver at work. One that panics leaves a migration that nobody goes on with: the agent ends, as if it had been
-/// killed there, and whoever starts it again has it taken up.
+/// Guard of a running driver. A driver that panics leaves a migration without a driver: the agent aborts, as if it had
+/// been killed there, and resumes the migration when it is started again.
 struct AtWork;
 
 impl Drop for AtWork {

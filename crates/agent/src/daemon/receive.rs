@@ -1,4 +1,4 @@
-//! Setting a driver to work on a VM that a peer proposes.
+//! Start of a driver for a VM that a peer proposes.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use crate::progress::Publisher;
 const SEE_DISK: &str = "see that the destination's disk is not full";
 
 impl Daemon {
-    /// A peer proposes a VM.
+    /// Handles a peer's proposal of a VM.
     pub(super) fn proposed(
         self: &Arc<Self>,
         mut connection: Connection,
@@ -79,7 +79,7 @@ impl Daemon {
             templates: self.template_count(),
             codecs: codecs(),
             deltas: true,
-            // Whether it is possible the QEMU of the real run will say.
+            // The QEMU of the real migration determines whether it is possible.
             post_copy,
             takes_away: true,
         })
@@ -98,7 +98,7 @@ impl Daemon {
         preflight::destination(&self.context, from, id, proposal)
     }
 
-    /// The name is free for a VM that comes.
+    /// Checks that the VM's name is free here.
     fn nobody_has(&self, id: &MigrationId, check_only: bool) -> Result<(), Vec<Finding>> {
         match self.context.journal.vm(&id.vm) {
             Ok(Some(_)) => {
@@ -140,7 +140,7 @@ impl Daemon {
         let streams = proposal.streams;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
-        // Pre-flight takes its time; the name may be another's by now.
+        // Pre-flight takes time; the name may be in use by now.
         let alone = self.context.names.alone(&id.vm);
         let free = self.nobody_has(id, false);
         let place = free.and_then(|()| {
@@ -178,7 +178,7 @@ impl Daemon {
             let began = Instant::now();
             let left = traces.clone();
             let told = copied.iter().map(preflight::Planned::told).collect();
-            // Held until the VM is there or will not come.
+            // Held until the VM has arrived or failed to arrive.
             let promised = promised;
             let started = traces.make_directory().and_then(|()| {
                 traces.keep(&context, &migration, Durability::Synced)?;
@@ -193,7 +193,7 @@ impl Daemon {
                 let files = compared.shared_files().into_iter().chain(copied_files).collect();
                 let look =
                     |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);
-                // A trial may have the port that this VM needs.
+                // A trial may use the port that this VM needs.
                 let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
                 let (mut vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
                 drop(no_trial);
@@ -209,7 +209,7 @@ impl Daemon {
                 driver.started(vm, images).map(|no_post_copy| (version, findings, no_post_copy))
             });
             if started.is_err() {
-                // What stays is tried again when this migration ends, a moment from now.
+                // Images that stay are tried again when this migration ends, a moment from now.
                 drop(left.remove_images());
             }
             match preflight::started_or_why_not(started) {
@@ -237,7 +237,7 @@ impl Daemon {
         place.work(work);
     }
 
-    /// A driver for a destination, and how it is reached.
+    /// Creates a driver for a destination, and the handle to reach it.
     pub(super) fn destination_driver(
         &self,
         terms: Terms,
@@ -254,12 +254,12 @@ impl Daemon {
     }
 }
 
-/// The one thing that stands in the way.
+/// Returns findings with one blocker.
 fn blocker(code: &str, what: String, advice: &str) -> Vec<Finding> {
     vec![Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }]
 }
 
-/// Names of all that can be unpacked here.
+/// Returns the names of all codecs that can be decompressed here.
 fn codecs() -> Vec<String> {
     Codec::ALL.map(|codec| codec.name().to_owned()).into()
 }

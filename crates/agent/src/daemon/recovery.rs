@@ -1,5 +1,5 @@
-//! Taking up what an agent before this one left: every migration that the journal has open gets a driver, which learns
-//! first of all what is there.
+//! Resuming the migrations of a previous agent: every migration that is open in the journal gets a driver, which first
+//! determines the state of its QEMU.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,8 +22,8 @@ use crate::report::{Objective, Report};
 use crate::source::{Aims, Controls, Details, SourceVm, VmError};
 
 impl Daemon {
-    /// Sets drivers to work on all open migrations. An agent that cannot read which they are must not begin: it would
-    /// take VMs for its own that are between two hosts.
+    /// Starts drivers for all open migrations. An agent that cannot read the list must not start: it would treat VMs
+    /// that are between two hosts as its own.
     pub(super) fn take_up(self: &Arc<Self>) -> Result<(), JournalError> {
         for record in self.context.journal.open_migrations()? {
             let id = record.id().clone();
@@ -52,7 +52,7 @@ impl Daemon {
         driver.proposed(self.context.journal.proposal(record.id()).ok().flatten());
         let (context, id) = (Arc::clone(&self.context), record.id().clone());
         self.place(record.id(), driven)?.work(move || {
-            // What cannot be looked at is not gone; to take it for gone could run the guest twice.
+            // A QEMU that cannot be queried is not gone; to treat it as gone could run the guest twice.
             let vm = until_known(&context, &id, || look_at_source(&context, &id, details.as_ref()));
             let found = if let Some(vm) = vm {
                 driver.found_with(vm, details.as_ref())
@@ -94,7 +94,7 @@ impl Daemon {
         let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
         let (context, id) = (Arc::clone(&self.context), record.id().clone());
         self.place(record.id(), driven)?.work(move || {
-            // A QEMU that lives and does not answer is not gone; to take it for gone could run the guest twice.
+            // A QEMU that lives and does not answer is not gone; to treat it as gone could run the guest twice.
             let vm = until_known(&context, &id, || match Arriving::find(traces.clone(), patience) {
                 _ if rebooted => Ok(None),
                 Ok(vm) => Ok(Some(vm)),
@@ -114,7 +114,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// What a migration aimed at is of no use any more, but for its bandwidth; its report goes on.
+    /// Restores the controls of a migration. Its goals do not matter any more, except the bandwidth; its report is
+    /// continued.
     fn controls_of(&self, record: &MigrationRecord) -> Controls {
         let limits = &self.context.config.limits;
         let report = self.context.journal.report(record.id()).ok().flatten();
@@ -148,7 +149,7 @@ impl Daemon {
             let objective: Objective = aims.objective();
             Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)
         });
-        // Its times count from the request, whichever agent took it.
+        // Times in the report count from the request, whichever agent received it.
         let since =
             Duration::from_millis(crate::report::unix_ms_now().saturating_sub(report.started_unix_ms));
         let now = Instant::now();
@@ -156,7 +157,8 @@ impl Daemon {
     }
 }
 
-/// Looks until it is known whether a QEMU is there. On the driver's own thread: nobody else waits for it.
+/// Repeats `look` until it is known whether a QEMU exists. Runs on the driver's own thread, so that it delays no other
+/// migration.
 fn until_known<T, E: std::error::Error>(
     context: &Context,
     id: &MigrationId,
@@ -178,7 +180,7 @@ fn until_known<T, E: std::error::Error>(
     }
 }
 
-/// The source's QEMU, or none if it is known to be gone.
+/// Returns the source's QEMU, or none if it is known to be gone.
 fn look_at_source(
     context: &Context,
     id: &MigrationId,
@@ -204,19 +206,19 @@ fn look_at_source(
     Ok(Some(vm))
 }
 
-/// Why it is not known whether a source's QEMU is there.
+/// Reason for which it is not known whether a source's QEMU exists.
 #[derive(Debug, thiserror::Error)]
 enum LookError {
-    /// The journal was not read.
+    /// The journal could not be read.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The process was not looked at.
+    /// The process could not be queried.
     #[error(transparent)]
     Vm(#[from] VmError),
 }
 
-/// What a source finds whose QEMU is gone. Entries that may be missing after a reboot matter only if the destination
-/// had accepted, which is synced before anything is sent.
+/// Returns the state of a source whose QEMU is gone. Entries that may be missing after a reboot matter only if the
+/// destination had accepted, which is synced before anything is sent.
 fn left_of_source(details: Option<&Details>, boot_id: &str) -> Found {
     if details.is_some_and(|details| details.accepted && details.boot_id != boot_id) {
         Found::Rebooted

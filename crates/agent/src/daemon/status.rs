@@ -1,4 +1,4 @@
-//! How migrations stand, for people.
+//! Status of migrations, for users.
 
 use proto::MigrationId;
 
@@ -11,7 +11,7 @@ use crate::progress::Standing;
 use crate::report::rfc3339;
 
 impl Daemon {
-    /// A migration as the journal has it, with its driver's progress if there is one.
+    /// Returns the journal's record of a migration.
     pub(super) fn record(&self, id: &MigrationId) -> Result<MigrationRecord, Problem> {
         self.context.journal.migration(id).map_err(|error| internal(&error))?.ok_or_else(|| {
             Problem::new(
@@ -22,11 +22,11 @@ impl Daemon {
         })
     }
 
-    /// The standing of a migration: its driver's, or what follows from the journal.
+    /// Returns the standing of a migration: that of its driver, or that which follows from the journal.
     pub(super) fn standing_of(&self, record: &MigrationRecord) -> Standing {
         let driven = self.drivers().get(record.id()).map(|driven| driven.publisher.now().standing);
         match (driven, record.state.standing()) {
-            // A driver that is at work on a state that would be doubtful without it gets it settled, or says so.
+            // A running driver settles a state that would be in doubt without it, or reports the doubt.
             (Some(standing), _) if record.open => standing,
             (_, Standing::Failed) if record.details["vm_ended"] == true => Standing::Ended,
             (_, standing) => standing,

@@ -1,4 +1,4 @@
-//! The daemon without listeners of its own: who may come, what is answered, what is taken up.
+//! Tests of the daemon without listeners of its own: admission of peers, answers, recovery.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -22,7 +22,7 @@ fn daemon(world: &World) -> Arc<Daemon> {
     Arc::new(Daemon { context: Arc::clone(&world.context), drivers: Mutex::default(), witness: None })
 }
 
-/// Lets peers come.
+/// Serves peers.
 fn serve(daemon: &Arc<Daemon>) -> (Serving, SocketAddr) {
     let listener = Listener::bind(endpoint("a"), "127.0.0.1:0").unwrap();
     let address = listener.address();
@@ -121,7 +121,7 @@ fn a_driver_is_not_put_out_of_reach_by_another() {
     eventually("a place is given back when the work is done", || daemon.mailbox(&id(1)).is_none());
 }
 
-/// RUNNING is on its way to the user before the destination has made its last entries.
+/// The user learns of RUNNING before the destination has made its last journal entries.
 #[test]
 fn a_vm_that_has_just_come_can_be_moved_on() {
     let world = World::new();
@@ -155,13 +155,13 @@ fn nothing_is_journalled_that_no_driver_could_end() {
     set_out().unwrap_err();
     assert_eq!(world.context.journal.migration(&id(1)).unwrap(), None);
     drop(place);
-    // And with a driver it begins: the destination hears of it.
+    // With a driver it begins: the destination receives the proposal.
     set_out().unwrap();
     assert!(matches!(world.accept().hear(), Message::Propose(_)));
     world.reaches("aborted");
 }
 
-/// A destination that an agent before this one left in READY, with its QEMU.
+/// Leaves a destination in READY with its QEMU, as a previous agent would.
 fn left_ready(world: &World) -> (Qemu, DestinationState) {
     let mut traces = Traces::plan(&world.context.config, &id(1));
     let qemu = Qemu::start(&traces.directory);
@@ -173,7 +173,7 @@ fn left_ready(world: &World) -> (Qemu, DestinationState) {
     (qemu, ready)
 }
 
-/// A QEMU that lives and does not answer is not taken for gone, and holds up nobody else.
+/// A QEMU that lives and does not answer is not treated as gone, and delays no other migration.
 #[test]
 fn one_silent_qemu_keeps_no_agent_from_its_work() {
     let world = World::new();
@@ -189,7 +189,7 @@ fn one_silent_qemu_keeps_no_agent_from_its_work() {
     eventually("it is tried again", || qemu.monitor().connections >= 2);
     assert!(daemon.mailbox(&id(1)).is_some());
     assert_eq!(world.state(), State::Destination(ready.clone()));
-    // The other one gets on, and peers are answered.
+    // The other migration proceeds, and peers are answered.
     let ended = || world.context.journal.migration(&other).unwrap().is_some_and(|record| !record.open);
     eventually("the other migration ends", ended);
     let (_serving, address) = serve(&daemon);
@@ -197,7 +197,7 @@ fn one_silent_qemu_keeps_no_agent_from_its_work() {
     peer.say(&Message::Ask { epoch: Epoch(4) });
     let verdict = Message::Verdict { epoch: Epoch(4), verdict: Verdict::Aborted };
     assert_eq!(peer.hear_until(|message| matches!(message, Message::Verdict { .. })), verdict);
-    // And this one, when its QEMU answers again.
+    // This one proceeds, too, when its QEMU answers again.
     qemu.monitor().mute = false;
     let mut peer = Other::connect("b", address, questions()).unwrap();
     peer.say(&Message::Inquire { epoch: Epoch(1) });
@@ -227,7 +227,8 @@ fn a_vm_that_begins_to_move_is_not_forgotten() {
     assert!(world.context.journal.vm(&crate::testing::vm()).unwrap().is_some());
 }
 
-/// While one VM's beginning hangs (at its QEMU, or at the register), others begin; a second one of the same VM waits.
+/// While the start of one VM's migration hangs (at its QEMU, or at the registry), others start; a second one of the
+/// same VM waits.
 #[test]
 fn a_vm_that_hangs_as_it_begins_to_move_holds_up_no_other() {
     let world = World::new();
@@ -247,7 +248,7 @@ fn a_vm_that_hangs_as_it_begins_to_move_holds_up_no_other() {
     let hangs = world.context.names.alone(&crate::testing::vm());
     let again = begin(crate::testing::vm());
     let at_once = begin(other);
-    // A process that sleeps is no QEMU that could move, and says so after it was asked.
+    // A sleeping process is not a QEMU that can be moved, which the check reports.
     eventually("the other one begins", || at_once.is_finished());
     at_once.join().unwrap().unwrap_err();
     assert!(db.monitor().connections > 0);
@@ -257,7 +258,7 @@ fn a_vm_that_hangs_as_it_begins_to_move_holds_up_no_other() {
     assert!(web.monitor().connections > 0);
 }
 
-/// What the agent keeps of the VM itself may be forgotten, or be another's by now.
+/// The agent's record of the VM may be gone, or belong to another VM by now.
 #[test]
 fn a_migration_finds_its_own_qemu() {
     let world = World::new();
@@ -299,7 +300,7 @@ fn another_register_than_a_migration_s_is_not_asked() {
     let answer = crate::owners::ask(&world.context, &terms, &request);
     assert_eq!(answer, engine::handover::register::RegisterAnswer::Unreachable);
     assert!(questions.try_recv().is_err(), "its word does not count");
-    // And people are told which one is missing.
+    // Users see which one is missing.
     let daemon = daemon(&world);
     world.journalled(&terms, State::Destination(DestinationState::Refusing));
     daemon.take_up().unwrap();
@@ -307,8 +308,8 @@ fn another_register_than_a_migration_s_is_not_asked() {
     assert!(message.contains("at elsewhere") && message.contains("recover web"), "{message}");
 }
 
-/// A panic is a mistake in this program: nobody would go on with the migration. The process ends, and the one after it
-/// takes the migration up.
+/// A panic is a defect of this program: the migration would have no driver any more. The process aborts, and the next
+/// one resumes the migration.
 #[test]
 fn a_driver_that_panics_takes_the_agent_with_it() {
     const INSIDE: &str = "WHIMBREL_TEST_PANICS";

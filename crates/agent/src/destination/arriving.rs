@@ -1,4 +1,4 @@
-//! A VM on its way in: the QEMU that waits for it, and what was made for that QEMU.
+//! An arriving VM: the QEMU that waits for it, and the files that were made for that QEMU.
 
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
@@ -29,45 +29,45 @@ use crate::logs;
 use crate::pool::{self, MadeImage};
 use crate::watch::Watch;
 
-/// How long a killed process may take to be gone.
+/// Longest wait for a killed process to exit.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the journal keeps of an arriving VM, so that an agent that was started anew finds it.
+/// Journalled facts about an arriving VM, by which an agent that was started anew finds it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Traces {
-    /// Where its sockets are, and QEMU's messages; nothing else is there.
+    /// Directory of its sockets and of QEMU's messages; it contains nothing else.
     pub(crate) directory: PathBuf,
-    /// Where the files are that QEMU writes for people, which stay.
+    /// Directory of the files that QEMU writes for users; these files stay.
     #[serde(default)]
     pub(crate) log_directory: PathBuf,
-    /// The names of those files, also in `directory`, from where links lead to them.
+    /// Names of those files; `directory` has links of the same names to them.
     #[serde(default)]
     pub(crate) logs: Vec<String>,
-    /// Its QEMU, once it runs: process id and start time.
+    /// Process id and start time of its QEMU, once it runs.
     pub(crate) process: Option<(u32, u64)>,
     /// Images that are made for it.
     #[serde(default)]
     pub(crate) images: Vec<PathBuf>,
-    /// Those that are files, as they were made.
+    /// Identity of those images that are files, as they were made.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) made: Vec<MadeImage>,
-    /// Pages that come while the guest runs.
+    /// Pages that arrive while the guest runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) awaited: Option<AwaitedTrace>,
 }
 
-/// What the journal keeps of a migration for its driver's successor, on the destination.
+/// Journalled details of a migration on the destination, for the driver's successor.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct DestinationDetails {
-    /// The boot of the host on which it began.
+    /// Id of the host's boot in which the migration began.
     pub(crate) boot_id: String,
-    /// Where to find what was started.
+    /// Processes and files of the migration.
     #[serde(flatten)]
     pub(crate) traces: Traces,
 }
 
 impl Traces {
-    /// Where an arriving VM's things will be. No VM that was started here can have a name with `@` in it, so the
+    /// Plans the directories of an arriving VM. No VM that was started here can have a name with `@` in it, so the
     /// directory is not another VM's.
     pub(crate) fn plan(config: &Config, migration: &MigrationId) -> Self {
         let name = format!("{}@{}", migration.vm, migration.epoch);
@@ -78,7 +78,7 @@ impl Traces {
         }
     }
 
-    /// Enters them in the journal.
+    /// Records the traces in the journal.
     pub(crate) fn keep(
         &self,
         context: &Context,
@@ -89,12 +89,13 @@ impl Traces {
         context.journal.set_details(migration, &details, durability)
     }
 
-    /// Removes what was made of its images, and returns those that are left with the reason. Nobody must have run it
-    /// with them.
+    /// Removes the images that were made for this VM, and returns those that remain, each with the reason. No VM may
+    /// have run with them.
     pub(crate) fn remove_images(&self) -> Vec<(PathBuf, String)> {
         let mut left = Vec::new();
         for image in &self.images {
-            // Known from when all of them were there; what is made before that has a name that no other file has.
+            // The identities are known once all images exist; an image that is made before that has a name that no
+            // other file has.
             if self.made.iter().any(|made| made.path == *image && made.is_replaced()) {
                 left.push((image.clone(), "another file has taken its place".to_owned()));
                 continue;
@@ -114,7 +115,7 @@ impl Traces {
         left
     }
 
-    /// What the journal has of a migration, or what was planned for it.
+    /// Reads a migration's traces from the journal, or plans them.
     pub(crate) fn of(context: &Context, migration: &MigrationId) -> Self {
         let kept = context.journal.migration(migration).ok().flatten().map(|record| record.details);
         let this_boot = kept.as_ref().is_some_and(|details| details["boot_id"] == context.boot_id);
@@ -122,18 +123,18 @@ impl Traces {
             .and_then(|details| serde_json::from_value(details).ok())
             .unwrap_or_else(|| Self::plan(&context.config, migration));
         if !this_boot {
-            // By now a stranger's.
+            // After another boot the process id belongs to another process.
             traces.process = None;
         }
         traces
     }
 
-    /// The monitor that QEMU opens for the agent.
+    /// Returns the path of the monitor that QEMU opens for the agent.
     pub(crate) fn qmp(&self) -> PathBuf {
         self.directory.join(qemu::command::QMP_FILE)
     }
 
-    /// What QEMU writes into when something is wrong.
+    /// Returns the path of the file to which QEMU writes its error messages.
     pub(crate) fn log(&self) -> PathBuf {
         self.directory.join(qemu::command::LOG_FILE)
     }
@@ -149,8 +150,8 @@ impl Traces {
             .map_err(|source| ArriveError::Directory { path: self.log_directory.clone(), source })
     }
 
-    /// Kills what an agent before this one started here, and removes its things. A QEMU of which only the start was
-    /// journalled is known by the monitor on its command line.
+    /// Kills the QEMU that a previous agent started here, and removes its files. If the journal has only the start of
+    /// that QEMU, it is identified by the monitor on its command line.
     pub(crate) fn remove(&self) {
         let process = match self.process {
             Some((pid, start)) => Process::open_exact(pid, start).ok(),
@@ -164,20 +165,20 @@ impl Traces {
     }
 }
 
-/// How the names of the sockets begin at which images and templates are served.
+/// Prefixes of the names of sockets at which images and templates are served.
 const SERVED: [&str; 3] = ["disk-", "compare.", "template-"];
 
-/// How long the monitor of a QEMU is waited for at a time whose guest lacks pages.
+/// Timeout of the monitor while the guest lacks pages.
 const WHILE_AWAITED: Duration = Duration::from_millis(500);
 
-/// What became of `cont`.
+/// Outcome of `cont`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OfCont {
     /// QEMU has not answered.
     NotYet,
     /// The guest runs.
     Runs {
-        /// How long it took from QEMU's event RESUME on.
+        /// Duration since QEMU's event RESUME.
         resumed: Option<Duration>,
     },
 }
@@ -185,23 +186,24 @@ pub(crate) enum OfCont {
 /// A QEMU that waits for its guest.
 pub(crate) struct Arriving {
     pub(crate) process: Process,
-    /// Absent while QEMU is held by an agent before this one: it would not answer, and letting it go for a look would
-    /// let it hear what others told it meanwhile.
+    /// Absent while QEMU is held by a previous agent: QEMU would not answer, and if it were released for a query, it
+    /// would execute commands that other clients have sent to it.
     qmp: Option<Qmp>,
     pub(crate) traces: Traces,
-    /// Its RAM blocks in the order of the proposal.
+    /// RAM blocks in the order of the proposal.
     pub(crate) blocks: Vec<RamBlock>,
-    /// Images that it will open anew when its guest is to run.
+    /// Images that QEMU will open anew before its guest runs.
     pub(crate) files: Vec<KnownFile>,
     /// Absent once the device state was loaded.
     incoming: Option<Incoming>,
     watch: Option<Watch>,
-    /// A `cont` that is not answered yet, and until when it is waited for.
+    /// A `cont` that QEMU has not answered yet, and the end of the wait for the answer.
     asked_to_cont: Option<(Asked, Instant)>,
 }
 
 impl Arriving {
-    /// Starts the QEMU, has it looked at (with its process id), and makes it wait. Nothing is left of it after an error.
+    /// Starts QEMU, checks it with `look` (which receives its process id), and prepares it for an incoming device
+    /// state. After an error nothing remains.
     pub(crate) fn start<T>(
         mut traces: Traces,
         launch: &Launch,
@@ -245,11 +247,11 @@ impl Arriving {
         }
     }
 
-    /// Takes hold again of a QEMU that an agent before this one had made ready.
+    /// Takes over a QEMU that a previous agent had prepared.
     pub(crate) fn find(traces: Traces, patience: Duration) -> Result<Self, ArriveError> {
         let (pid, start) = traces.process.ok_or(ArriveError::Gone)?;
         let process = Process::open_exact(pid, start)?;
-        // One that lacks pages may be waiting for them, and does not answer.
+        // A QEMU that lacks pages may wait for them, and does not answer.
         let is_silent = hold::is_held(&process) || traces.awaited.is_some();
         let qmp = if is_silent { None } else { Some(Qmp::connect(&traces.qmp(), patience)?) };
         let blocks = Vec::new();
@@ -265,21 +267,21 @@ impl Arriving {
         })
     }
 
-    /// QEMU's end becomes an event, for as long as this is held.
+    /// Sends an event to `mailbox` when QEMU exits, for as long as this VM is kept.
     pub(crate) fn watch(&mut self, mailbox: Mailbox) {
         self.watch = Watch::start(&self.process, move || {
             mailbox.put(Notice::Event(DestinationEvent::QemuDied));
         });
     }
 
-    /// Loads the device state, and does `meanwhile` while QEMU is at it. The guest stays paused.
+    /// Loads the device state, and runs `meanwhile` while QEMU loads it. The guest stays paused.
     pub(crate) fn load(
         &mut self,
         state: &[u8],
         patience: Duration,
         meanwhile: impl FnOnce(),
     ) -> Result<(), ArriveError> {
-        // While it is loaded pages come by other threads than the one that waits here.
+        // While QEMU loads, other threads than this waiting one place pages.
         self.qmp()?;
         let (Some(incoming), Some(qmp)) = (self.incoming.take(), &mut self.qmp) else {
             return Err(ArriveError::Gone);
@@ -287,14 +289,14 @@ impl Arriving {
         Ok(incoming.load_beside(qmp, state, Instant::now() + patience, meanwhile)?)
     }
 
-    /// How long its monitor may take. One whose guest lacks pages may wait for one of them with all that it has to do,
-    /// and that may be on the other side of a link that has to be mended here first.
+    /// Returns the timeout of the monitor. A QEMU whose guest lacks pages may block on one of them in any command, and
+    /// that page may be behind a connection that this driver has to replace first.
     fn patience(&self) -> Duration {
         let is_loaded = self.incoming.is_none();
         if is_loaded && self.traces.awaited.is_some() { WHILE_AWAITED } else { DEFAULT_TIMEOUT }
     }
 
-    /// Its monitor, for a QEMU that is not held. Commands take no longer than [`patience`](Self::patience) has it.
+    /// Returns the monitor of a QEMU that is not held. Commands time out after [`patience`](Self::patience).
     pub(crate) fn qmp(&mut self) -> Result<&mut Qmp, QmpError> {
         let patience = self.patience();
         let mut qmp = match self.qmp.take() {
@@ -305,8 +307,9 @@ impl Arriving {
         Ok(self.qmp.insert(qmp))
     }
 
-    /// Has the guest run, or hears what became of that. Where there is no answer yet it is to be heard by and by: whoever
-    /// waits here for long answers nobody on whom QEMU may wait.
+    /// Sends `cont`, or checks for the answer to an earlier one. Returns [`OfCont::NotYet`] if there is no answer yet;
+    /// the caller calls again later, because while this thread waits, it answers no connection on which QEMU may
+    /// depend.
     pub(crate) fn cont(&mut self) -> Result<OfCont, QmpError> {
         let (asked, until) = match self.asked_to_cont.take() {
             Some(asked) => asked,
@@ -323,26 +326,26 @@ impl Arriving {
         }
     }
 
-    /// Whether a `cont` is still to be heard of.
+    /// True if QEMU has not answered `cont` yet.
     pub(crate) fn hears_of_cont(&self) -> bool {
         self.asked_to_cont.is_some()
     }
 
-    /// Holds a QEMU that has loaded all: from here on nobody can run this copy but by [`release`](Self::release). An
-    /// error says that it cannot be held, or that somebody was faster.
+    /// Holds a QEMU that has loaded everything: from here on only [`release`](Self::release) lets this copy run.
+    /// Returns an error if QEMU cannot be held, or if another client continued the guest first.
     pub(crate) fn hold(&mut self) -> Result<(), ArriveError> {
         hold::hold(&self.process)?;
-        // QEMU says so before it lets a guest run; what it has said is there without it.
+        // QEMU emits the event before a guest runs; the events that it has sent can be read without its help.
         let events = self.qmp()?.take_events()?;
         if events.iter().any(|event| event.name == "RESUME") { Err(ArriveError::Ran) } else { Ok(()) }
     }
 
-    /// Lets QEMU go, for the guest is to be run, or was.
+    /// Releases QEMU, because the guest is to run, or has run.
     pub(crate) fn release(&self) -> Result<(), HoldError> {
         hold::release(&self.process)
     }
 
-    /// What GO has to name.
+    /// Returns the incarnation that GO must name.
     pub(crate) fn incarnation(&self, boot_id: &str, generation: Generation) -> Incarnation {
         Incarnation {
             boot_id: boot_id.to_owned(),
@@ -352,12 +355,12 @@ impl Arriving {
         }
     }
 
-    /// Whether its monitor says that the guest does not run.
+    /// True if the monitor reports that the guest does not run.
     pub(crate) fn says_that_it_is_paused(&mut self) -> bool {
         self.qmp().and_then(qemu::control::status).is_ok_and(|status| !status.running)
     }
 
-    /// What an agent that was started anew finds.
+    /// Returns the state of this QEMU, for an agent that was started anew.
     pub(crate) fn found(&mut self) -> Found {
         if hold::is_held(&self.process) {
             return Found::Paused;
@@ -373,14 +376,14 @@ impl Arriving {
         }
     }
 
-    /// All of it is there: what remembered that some was not.
+    /// Removes the record of missing pages, because all of them are present.
     pub(crate) fn forget_awaited(&self) {
         if let Some(awaited) = &self.traces.awaited {
             awaited.remove();
         }
     }
 
-    /// Kills the QEMU and removes what was made for it, but for images: what those are is for the caller.
+    /// Kills QEMU and removes the files that were made for it, except images: the caller decides about those.
     pub(crate) fn discard(self) -> Traces {
         kill(&self.process);
         remove_directory(&self.traces.directory);
@@ -389,7 +392,7 @@ impl Arriving {
     }
 }
 
-/// Whether a QEMU with such devices can save their state: that of the source must.
+/// Checks that a QEMU with these devices can save their state, as the source's QEMU must.
 fn saves(qmp: &mut Qmp, traces: &Traces) -> Result<(), ArriveError> {
     let Err(error) = qemu::device_state::try_saving(qmp) else { return Ok(()) };
     let said = qemu::process::log_tail(&traces.log());
@@ -404,7 +407,7 @@ fn saves(qmp: &mut Qmp, traces: &Traces) -> Result<(), ArriveError> {
     }]))
 }
 
-/// The blocks as the proposal lists them; both sides must have the same ones.
+/// Returns the blocks in the order of the proposal; both hosts must have the same blocks.
 fn in_order(mut blocks: Vec<RamBlock>, proposed: &[ProposedBlock]) -> Result<Vec<RamBlock>, ArriveError> {
     let differs = |name: &str, what: String| ArriveError::Differs { name: name.to_owned(), what };
     let mut ordered = Vec::with_capacity(proposed.len());
@@ -449,7 +452,7 @@ fn remove_directory(directory: &Path) {
     }
 }
 
-/// The QEMU that an agent started with a monitor at that path.
+/// Finds the QEMU that an agent started with a monitor at `path`.
 pub(crate) fn find_by_monitor(path: &Path) -> Option<Process> {
     qemu::find::with_own_monitor(path).and_then(|pid| Process::open(pid).ok())
 }

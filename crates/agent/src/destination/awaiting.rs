@@ -1,15 +1,15 @@
-//! Post-copy: pages of the guest that come while it runs here.
+//! Post-copy: pages of the guest that arrive while it runs here.
 //!
 //! ```text
-//! awaited pages named ─► waits registered ─► what is there of them taken away ─► blocks switched ─► device state loaded
+//! missing pages named ─► userfaultfd registered ─► present ones discarded ─► blocks switched ─► device state loaded
 //! ```
 //!
-//! From then on whoever touches such a page waits, QEMU as it loads the devices included, and a thread here asks for it on
-//! the page stream. Another one places what comes there; the rest comes over the data streams. Neither needs the driver,
-//! which may itself be waiting for QEMU.
+//! From then on every thread that touches such a page waits, including QEMU while it loads the device state, and a
+//! thread of the agent requests the page on the page stream. Another thread places the pages that arrive on that
+//! stream; the remaining pages arrive over the data streams. Neither needs the driver, which may itself wait for QEMU.
 //!
-//! A second descriptor is in QEMU, and what is still to come in a file ([`Ledger`]): when this agent dies everybody waits
-//! on, and the next agent takes over ([`Awaiting::take_over`]).
+//! QEMU holds a second descriptor, and a file ([`Ledger`]) lists the missing pages: if this agent dies, the threads
+//! keep waiting, and the next agent takes over ([`Awaiting::take_over`]).
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -34,77 +34,77 @@ use super::untrusted::Untrusted;
 use crate::context::Context;
 use crate::ram::{self, KeptRegion};
 
-/// What the kernel does with the memory of memfds.
+/// The kernel's setting for huge pages in the memory of memfds.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
-/// After that it is tried again to give a page of zeros.
+/// Delay before the placement of a zero page is tried again.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// Why pages cannot come while the guest runs.
+/// Reason for which pages cannot arrive while the guest runs.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AwaitError {
-    /// QEMU cannot be made to wait.
+    /// No userfaultfd can be created in QEMU.
     #[error(
         "QEMU cannot be made to wait for pages; it needs CAP_SYS_PTRACE, or vm.unprivileged_userfaultfd = 1"
     )]
     Inject(#[from] tracee::InjectError),
-    /// The kernel does not let it wait.
+    /// The kernel refuses the registration of QEMU's memory.
     #[error("the kernel does not let QEMU wait for pages")]
     Missing(#[from] MissingError),
-    /// Memory of which no page can be taken away.
+    /// No page of this RAM block can be discarded.
     #[error("of RAM block {0} no page can be taken away: it is of huge pages, or a private file")]
     Block(String),
-    /// More than a list can name.
+    /// The memory has more pages than one list can name.
     #[error("there is more memory than one list of pages can name")]
     TooMuch,
-    /// Its memory is locked.
+    /// The memory is locked.
     #[error("QEMU's memory is locked (`mem-lock`), so that no page can be taken away")]
     Locked,
     /// The kernel fills huge pages with zeros where one page was written.
     #[error("the kernel gives shared memory huge pages ({SHARED_HUGE_PAGES} says {0})")]
     HugePages(String),
-    /// A page that was to be taken away is there.
+    /// A page that was to be discarded is present.
     #[error("RAM block {block} still has the page at {offset:#x}, which is to come")]
     StillThere {
-        /// Its name.
+        /// Name of the RAM block.
         block: String,
-        /// Where in it.
+        /// Offset in the block, in bytes.
         offset: u64,
     },
-    /// A page that was taken away is not among those that are to come: it would be one of zeros.
+    /// A discarded page is not in the list of missing pages: it would stay a zero page.
     #[error(
         "the page at {offset:#x} of RAM block {block} was taken away for the source, which does not send it; please report this"
     )]
     NotNamed {
-        /// Its name.
+        /// Name of the RAM block.
         block: String,
-        /// Where in it.
+        /// Offset in the block, in bytes.
         offset: u64,
     },
-    /// The guest's memory.
+    /// An access to the guest's memory failed.
     #[error(transparent)]
     Ram(#[from] RamError),
-    /// The list of pages.
+    /// The list of pages is malformed.
     #[error("the source's list of pages to come cannot be used")]
     Set(#[from] ::memory::BadSet),
-    /// The file that remembers them, or a thread.
+    /// The ledger, or a thread, cannot be created.
     #[error("cannot keep track of the pages that are to come")]
     Keep(#[from] std::io::Error),
-    /// QEMU's process.
+    /// An operation on QEMU's process failed.
     #[error(transparent)]
     Process(#[from] tracee::ProcessError),
 }
 
-/// What the journal keeps of pages that are to come.
+/// Journalled facts about missing pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct AwaitedTrace {
     /// Number of the descriptor inside QEMU.
     descriptor: i32,
-    /// The file that remembers them.
+    /// The file that lists the missing pages.
     ledger: PathBuf,
     /// The guest's memory.
     regions: Vec<KeptRegion>,
-    /// A page that was there although it was to come.
+    /// A page that was present although it was still to arrive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) untrusted: Option<Untrusted>,
 }
@@ -114,7 +114,7 @@ impl AwaitedTrace {
         self.regions.iter().map(KeptRegion::region).collect()
     }
 
-    /// Ends what an agent that found all pages there may have left: nobody waits any more.
+    /// Ends the waits that a previous agent, which found all pages present, may have left registered.
     pub(super) fn end_left(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
         if self.is_open(process) {
             MissingPages::take_over(process, self.descriptor, &ranges(&self.regions()))?.end()?;
@@ -122,7 +122,7 @@ impl AwaitedTrace {
         self.close(injector, process)
     }
 
-    /// Closes the descriptor inside QEMU, if that was not done yet.
+    /// Closes the descriptor inside QEMU, if it is still open.
     fn close(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
         if self.is_open(process) {
             injector.close_left(process, self.descriptor)?;
@@ -135,23 +135,23 @@ impl AwaitedTrace {
         std::fs::read_link(descriptor).is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"))
     }
 
-    /// Removes the file.
+    /// Removes the ledger.
     pub(super) fn remove(&self) {
         drop(std::fs::remove_file(&self.ledger));
     }
 }
 
-/// Pages that are to come.
+/// Pages that are still to arrive.
 pub(super) struct Awaiting {
     pages: Arc<Awaited<MissingPages>>,
     trace: AwaitedTrace,
     stream: Arc<PageStream>,
-    /// The thread that hears who waits; it sees this end close.
+    /// The thread that reads page faults; it ends when this socket closes.
     hearing: Option<(UnixStream, JoinHandle<()>)>,
     mailbox: Mailbox,
 }
 
-/// Whether this QEMU's memory could come while the guest runs; an error says why not. Leaves nothing behind.
+/// Checks that this QEMU's memory can arrive while the guest runs; the error has the reason. Leaves nothing behind.
 pub(super) fn try_out(
     injector: &Injector,
     vm: &Arriving,
@@ -183,12 +183,12 @@ pub(super) fn try_out(
     Ok(tried?)
 }
 
-/// How long a list of pages of blocks of such sizes may become, in bytes.
+/// Returns the largest possible size of a list of pages of blocks of these sizes, in bytes.
 fn longest_list(blocks: impl Iterator<Item = u64>) -> u64 {
     blocks.map(|bytes| bytes.div_ceil(CHUNK_BYTES) * ENTRY_BYTES as u64).sum()
 }
 
-/// Why not, for people.
+/// Turns the error into a finding for users.
 pub(super) fn finding(error: &AwaitError) -> Finding {
     Finding {
         severity: Severity::Warning,
@@ -199,7 +199,7 @@ pub(super) fn finding(error: &AwaitError) -> Finding {
 }
 
 impl Awaiting {
-    /// From here on whoever touches one of these pages waits for it, and what comes is placed.
+    /// Makes every thread that touches one of these pages wait for it, and places pages that arrive.
     pub(super) fn begin(
         context: &Context,
         vm: &Arriving,
@@ -231,8 +231,8 @@ impl Awaiting {
         Ok(this)
     }
 
-    /// Goes on where another agent died: everybody who waits is heard again. None where all is there: that agent may have
-    /// ended the waiting already.
+    /// Takes over the missing pages of an agent that died; all waiting threads are reported again. Returns none if all
+    /// pages are present: that agent may have ended the waits already.
     pub(super) fn take_over(
         process: &Process,
         trace: &AwaitedTrace,
@@ -257,7 +257,8 @@ impl Awaiting {
         is_taken_over: bool,
     ) -> Result<Self, AwaitError> {
         let notices = mailbox.clone();
-        // Whoever is told may be waiting for the thread that tells; he looks by himself, too.
+        // The driver may wait for this thread, so the notice is dropped if the inbox is full; the driver also checks by
+        // itself.
         let tell = move || notices.try_put(Notice::Awaited);
         let places_zeros: Vec<_> = trace.regions.iter().map(|region| region.places_zeros).collect();
         let pages = Awaited::new(placer, regions, awaited, tell).kept_in(ledger).placing_zeros(places_zeros);
@@ -274,23 +275,23 @@ impl Awaiting {
         Ok(Self { pages, trace, stream, hearing: Some((end, thread)), mailbox: mailbox.clone() })
     }
 
-    /// How many pages are to come.
+    /// Returns the number of missing pages.
     pub(super) fn left_pages(&self) -> u64 {
         self.pages.pages()
     }
 
-    /// A page that was to come and was there already.
+    /// Returns a page that was present although it was still to arrive.
     pub(super) fn untrusted(&self) -> Option<WantedPage> {
         self.pages.untrusted()
     }
 
-    /// Blocks into which pages are received.
+    /// Returns the blocks into which pages are received.
     pub(super) fn writers(&self) -> Vec<Box<dyn BlockWriter>> {
         self.pages.writers()
     }
 
-    /// The source's page stream is there: it is told what is still to come, and sends nothing before. `round` is the last
-    /// that was seen.
+    /// Attaches the source's page stream. Sends the set of missing pages, before which the source sends nothing.
+    /// `round` is the last round that was received.
     pub(super) fn attach(&self, connection: Connection, round: u32) -> Result<(), LinkError> {
         let handle = connection.handle();
         let (reader, mut writer) = connection.split();
@@ -314,15 +315,17 @@ impl Awaiting {
         Ok(())
     }
 
-    /// Every page is there: nobody waits any more, and nothing of it is left in QEMU. To be called again after an error.
+    /// Ends the waits, because every page is present, and closes the descriptor in QEMU. After an error it must be
+    /// called again.
     pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
         self.hang_up();
         self.pages.placer().end()?;
         self.trace.close(injector, process)
-        // The ledger stays: an agent that is started before ACTIVE is in the journal reads there that all has come.
+        // The ledger stays: an agent that starts before ACTIVE is in the journal learns from it that all pages have
+        // arrived.
     }
 
-    /// Ends threads and the page stream. Who waits waits on.
+    /// Ends the threads and the page stream. Waiting threads keep waiting.
     pub(super) fn hang_up(&mut self) {
         self.stream.replace(None);
         if let Some((end, thread)) = self.hearing.take() {
@@ -332,12 +335,12 @@ impl Awaiting {
     }
 }
 
-/// All blocks: an agent that takes over need not know in which of them pages were to come.
+/// Returns the ranges of all blocks: an agent that takes over need not know which of them have missing pages.
 fn ranges(regions: &[RamRegion]) -> Vec<AddressRange> {
     regions.iter().map(RamRegion::range).collect()
 }
 
-/// Asks for what somebody waits for, until the other end is closed.
+/// Requests pages that threads wait for, until the other end of `ended` is closed.
 fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) -> Result<(), MissingError> {
     let mut found = Vec::new();
     while pages.placer().wait(ended, &mut found)? {
@@ -347,7 +350,7 @@ fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) 
                 Ok(page) => wanted.extend(page),
                 Err(MissingError::Ended) => return Ok(()),
                 Err(error) => {
-                    // It waits on, and is told of again: there may be memory then.
+                    // The thread waits on, and its fault is reported again: there may be memory then.
                     warn!(error = crate::chain(&error), "who waits gets no page");
                     again.push(address);
                 }
@@ -364,7 +367,7 @@ fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) 
     Ok(())
 }
 
-/// Why a page stream ended.
+/// Reason for the end of a page stream.
 #[derive(Debug, thiserror::Error)]
 enum PageError {
     #[error("the page stream failed")]
@@ -379,7 +382,7 @@ enum PageError {
     Ram(#[from] RamError),
 }
 
-/// Places what comes until the stream ends.
+/// Places the pages that arrive until the stream ends.
 fn place_all(mut reader: Reader, writers: &[Box<dyn BlockWriter>]) -> Result<(), PageError> {
     loop {
         let Incoming::Blob(blob) = reader.recv(None)? else { return Err(PageError::Message) };
@@ -398,19 +401,19 @@ fn place_all(mut reader: Reader, writers: &[Box<dyn BlockWriter>]) -> Result<(),
     }
 }
 
-/// On which single pages are asked for, where there is a connection.
+/// The connection for page requests, if there is one.
 #[derive(Default)]
 struct PageStream(Mutex<Option<Connected>>);
 
 struct Connected {
     writer: Writer,
     handle: Handle,
-    /// Places what comes.
+    /// The thread that places the pages that arrive.
     placing: JoinHandle<()>,
 }
 
 impl PageStream {
-    /// Asks; what is not heard is asked for again on the next connection.
+    /// Sends page requests; requests that are lost are sent again on the next connection.
     fn ask(&self, wanted: &[WantedPage]) {
         let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for pages in wanted.chunks(WANTED_PAGES) {
@@ -422,7 +425,7 @@ impl PageStream {
         }
     }
 
-    /// Ends the one that there is, and waits until nothing more is placed from it.
+    /// Replaces the current connection, and waits until no more of its pages are placed.
     fn replace(&self, new: Option<Connected>) {
         let old = std::mem::replace(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), new);
         if let Some(Connected { handle, placing, .. }) = old {
@@ -436,7 +439,7 @@ impl PageStream {
 mod tests {
     use super::*;
 
-    /// The other side would refuse the list when the guest stands still already.
+    /// Otherwise the source would find the list too long when the guest is stopped already.
     #[test]
     fn more_memory_than_a_list_can_name_is_said_before_the_stop() {
         assert!(longest_list([4 << 40, 1 << 40].into_iter()) < AWAITED_BYTES);

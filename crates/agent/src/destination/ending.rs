@@ -1,4 +1,4 @@
-//! What people get to know of an arriving VM, and the last entries.
+//! Messages to users about an arriving VM, and the last journal entries.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -90,14 +90,16 @@ impl Driver {
         }
     }
 
-    /// Where the disks that were copied here are; none if none was. A volume may not be to be seen yet after a boot.
+    /// Returns the paths of the images of disks that were copied here; none if none was. A volume may not be visible
+    /// yet after a boot.
     fn images_here(&self) -> Option<String> {
         let images = Traces::of(&self.context, &self.terms.migration).images;
         let images: Vec<_> = images.iter().map(|path| path.display().to_string()).collect();
         (!images.is_empty()).then(|| images.join(", "))
     }
 
-    /// Says which images stayed, and sees to it that they are tried again: storage that is slow today holds up nobody.
+    /// Reports the images that stayed, and starts a thread that tries again to remove them: slow storage delays no
+    /// migration.
     fn remove_left(&mut self) {
         let Some(left) = self.left_behind.take() else { return };
         let said = left.said();
@@ -115,7 +117,7 @@ impl Driver {
         }
     }
 
-    /// The matter is settled: the VM is one of this host's, or nothing of it is left.
+    /// Ends the migration: the VM is one of this host's, or is gone from here.
     pub(super) fn end(&mut self) {
         if matches!(self.state, DestinationState::Crashed { .. }) {
             let log = self.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.traces.log()));
@@ -126,7 +128,7 @@ impl Driver {
         let journal = &self.context.journal;
         let active = matches!(self.state, DestinationState::Active { .. });
         if active {
-            // An agent before this one may have ended before it did so: one that was paused by its user gets no `cont`.
+            // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
             self.let_go();
         }
         if let Some(vm) = self.vm.as_ref().filter(|_| active) {
@@ -144,12 +146,12 @@ impl Driver {
             journal.close(id)
         };
         let mut entered = enter();
-        // Until it is in the journal, this agent must not forget it: it would not know its VM, or take the name for
-        // taken.
+        // Until the end is in the journal, this agent must not forget the migration: it would not know its VM, or would
+        // treat the VM's name as in use.
         while let Err(error) = entered {
             error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
             thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
-            // The state that ended it may be missing, too.
+            // The final state may be missing in the journal, too.
             entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());
         }
         self.remove_left();
@@ -176,7 +178,7 @@ impl Left {
         )
     }
 
-    /// As long as storage may take; whether nothing is left.
+    /// Retries for as long as storage may take. Returns true if all images are gone.
     fn try_again(&self, context: &Context) -> bool {
         let timeouts = &context.config.timeouts;
         let until = Instant::now() + Duration::from_millis(timeouts.stall_ms);
@@ -190,7 +192,7 @@ impl Left {
     }
 }
 
-/// What people find of a migration afterwards.
+/// Records the message that users see for an ended migration.
 fn tell(context: &Context, migration: &MigrationId, text: &str) {
     if let Err(error) = context.journal.set_message(migration, text) {
         warn!(%migration, error = crate::chain(&error), "the message is not in the journal");

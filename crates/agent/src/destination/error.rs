@@ -1,4 +1,4 @@
-//! The reasons for which a VM does not arrive.
+//! Reasons for which a VM does not arrive.
 
 use std::path::PathBuf;
 
@@ -12,65 +12,65 @@ use tracee::ProcessError;
 use crate::hold::HoldError;
 use crate::journal::JournalError;
 
-/// Why a VM does not arrive.
+/// Reason for which a VM does not arrive.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArriveError {
-    /// No place for its sockets and logs.
+    /// A directory for its sockets and logs cannot be made.
     #[error("cannot make {path}; check `run_dir` and `log_dir` in the configuration", path = path.display())]
     Directory {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
-        /// Why.
+        /// Error of the file system.
         source: std::io::Error,
     },
-    /// Its QEMU does not start.
+    /// QEMU does not start.
     #[error("QEMU does not start")]
     Start(#[from] StartError),
-    /// Its QEMU's process cannot be used.
+    /// QEMU's process cannot be used.
     #[error("QEMU's process cannot be used")]
     Process(#[from] ProcessError),
-    /// Its memory was not found.
+    /// The guest's memory was not found.
     #[error("the guest's memory was not found")]
     Ram(#[from] RamError),
-    /// What was started is not what the guest needs; blockers are among what was found.
+    /// The started QEMU does not fit the guest; the findings include blockers.
     #[error("the QEMU that was started is not what the guest needs")]
     Refused(Vec<Finding>),
-    /// Its memory is not as the source has it.
+    /// A RAM block differs from the source's.
     #[error("RAM block {name} {what}; both sides need the same QEMU version and machine")]
     Differs {
-        /// The block.
+        /// Name of the block.
         name: String,
-        /// How.
+        /// Description of the difference.
         what: String,
     },
     /// The device state cannot be loaded.
     #[error("the device state cannot be loaded")]
     Load(#[from] LoadError),
-    /// QEMU does not do what it is told.
+    /// A command to QEMU's monitor failed.
     #[error("QEMU's monitor failed")]
     Qmp(#[from] QmpError),
-    /// Its memory cannot be reached.
+    /// The guest's memory cannot be accessed.
     #[error("the guest's memory cannot be reached")]
     Access(#[from] ::memory::ram::RamError),
-    /// The journal does not take where its things are.
+    /// The traces of the VM cannot be journalled.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// It cannot be held.
+    /// QEMU cannot be held.
     #[error(transparent)]
     Hold(#[from] HoldError),
     /// An image for a disk cannot be made or written.
     #[error("a disk cannot be received")]
     Image(#[from] block::image::ImageError),
-    /// No thread is to be had that watches the pool of its images.
+    /// The thread that watches the pool of its images cannot be started.
     #[error("the pool for images cannot be watched")]
     Watch(#[source] std::io::Error),
-    /// Somebody else continued the guest here.
+    /// Another client continued the guest here.
     #[error("somebody else continued the guest here before it was this host's")]
     Ran,
-    /// One of its disks is not what it was.
+    /// The file of one of its disks was replaced.
     #[error("{0}")]
     Replaced(String),
-    /// It is not there, or was loaded before.
+    /// QEMU is gone, or has loaded a device state before.
     #[error("QEMU is gone")]
     Gone,
 }

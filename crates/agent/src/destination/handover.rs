@@ -1,6 +1,6 @@
-//! The destination's half of the handover: the loop that takes what happens until the matter is settled.
+//! The destination's half of the handover: the loop that processes notices until the migration is settled.
 //!
-//! What the engine wants done then is in [`effects`], what is said to the source and by it in [`peer`].
+//! [`effects`] performs the engine's effects; [`peer`] handles messages from and to the source.
 
 mod effects;
 mod peer;
@@ -23,19 +23,19 @@ use crate::owners;
 use crate::progress::Phase;
 
 impl Driver {
-    /// Receives a VM whose migration is PREPARED, from the moment on at which the source was told so.
+    /// Receives a VM whose migration is PREPARED, once the source has been informed of that.
     pub(crate) fn run(self) -> DestinationState {
         self.publisher.update(|progress| progress.phase = Phase::PreCopy);
         self.settle()
     }
 
-    /// A migration that an agent before this one left behind.
+    /// Resumes a migration that a previous agent left behind.
     pub(crate) fn run_on(mut self, found: Found) -> DestinationState {
         self.take(&DestinationEvent::Restarted(found));
         self.settle()
     }
 
-    /// The QEMU that an agent before this one had started: how it stands.
+    /// Takes over the QEMU that a previous agent had started, and returns its state.
     pub(crate) fn found(&mut self, mut vm: Arriving) -> Found {
         let found = vm.found();
         self.vm = Some(vm);
@@ -44,12 +44,13 @@ impl Driver {
         found
     }
 
-    /// PREPARED: journalled, before anything is started.
+    /// Enters PREPARED in the journal, before anything is started.
     pub(crate) fn prepare(&mut self) -> Result<(), EffectError> {
         self.feed(&DestinationEvent::Prepare)
     }
 
-    /// The waiting QEMU is there. Returns why pages cannot come after the guest, where that was proposed.
+    /// Begins to receive into the waiting QEMU. Returns the reason against post-copy, if that was proposed and is
+    /// impossible.
     pub(crate) fn started(&mut self, vm: Arriving, images: Images) -> Result<Option<Finding>, ArriveError> {
         let migration = self.terms.migration.clone();
         let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
@@ -69,7 +70,7 @@ impl Driver {
         Ok(no_post_copy)
     }
 
-    /// The source's first control stream.
+    /// Registers the source's first control stream.
     pub(crate) fn meet(&mut self, connection: link::Connection) -> std::io::Result<()> {
         self.inbox.mailbox().connected(connection, Some(self.generation))?;
         if let Some(notice) = self.inbox.wait(Instant::now()) {
@@ -78,10 +79,10 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes notices until the matter is settled.
+    /// Processes notices until the migration is settled.
     fn settle(mut self) -> DestinationState {
         let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
-        // Whatever comes meanwhile: a source that says GO again and again must not put it off.
+        // The deadline does not depend on notices: a source that repeats GO must not put it off.
         let mut repeat_at = Instant::now() + retry;
         loop {
             if let Some(event) = self.follow_ups.pop_front() {
@@ -100,7 +101,7 @@ impl Driver {
                 self.notice(notice);
             } else {
                 self.quiet();
-                // However long that took, what has come meanwhile is looked at first.
+                // However long that took, notices that arrived in between are processed first.
                 repeat_at = Instant::now() + retry;
             }
         }
@@ -108,8 +109,9 @@ impl Driver {
         self.state
     }
 
-    /// Until this side is ready the VM comes over the control stream or not at all: a source that only asks will not
-    /// send the rest. After that every sign of it counts.
+    /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
+    /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
+    /// counts.
     fn hears_of_source(&mut self, on_control: bool) {
         if on_control || self.state != DestinationState::Prepared {
             self.heard = Instant::now();
@@ -141,7 +143,7 @@ impl Driver {
                         }
                         self.generation = generation;
                     }
-                    // Whoever made it hears of that, and does better.
+                    // The source notices the closed connection, and makes a newer one.
                     Some(_) => self.hang_up(link),
                     None => {}
                 }
@@ -154,7 +156,7 @@ impl Driver {
             Notice::PageStream { generation, connection } if generation == self.generation => {
                 self.attach(*connection);
             }
-            // The source hears of it as well, and makes new connections.
+            // The source notices the loss as well, and makes new connections.
             Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "a cut"),
             Notice::Blob { link, bytes }
                 if self.control == Some(link) && self.state == DestinationState::Prepared =>
@@ -174,7 +176,7 @@ impl Driver {
                 }
             }
             Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
-            // What was replaced; and what is looked at in any case before the next notice.
+            // These belong to a replaced generation, or are checked in any case before the next notice.
             Notice::Broken { .. } | Notice::PageStream { .. } | Notice::Awaited => {}
             Notice::StorageFailed { error } => self.fail(&error),
         }
@@ -186,7 +188,7 @@ impl Driver {
         }
     }
 
-    /// Some time has passed.
+    /// Does periodic work after a time without notices.
     fn quiet(&mut self) {
         self.await_on();
         if let Some(event) = self.not_taken.take() {
@@ -202,7 +204,7 @@ impl Driver {
         let timeouts = &self.context.config.timeouts;
         let silence = self.heard.elapsed();
         if self.state == DestinationState::Prepared {
-            // While a control stream is there, the link notices by itself whether the source is.
+            // While a control stream exists, the link itself detects the loss of the source.
             if self.control.is_none() && silence >= Duration::from_millis(timeouts.give_up_after_ms) {
                 self.reason = Some("the source was lost".to_owned());
                 self.take(&DestinationEvent::PeerLost);
@@ -240,15 +242,15 @@ impl Driver {
         }
         self.reason.get_or_insert(reason);
         if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
-            // What cannot be journalled is not begun.
+            // A migration that cannot be journalled is not begun.
             self.take(&DestinationEvent::Failed);
         } else if !is_said(event) {
-            // What happened has happened: it is taken again until the journal takes it, too.
+            // An event that happened cannot be dropped: it is repeated until the journal accepts it, too.
             self.not_taken = Some(event.clone());
         }
     }
 
-    /// A QEMU that was found again is watched as one that was started.
+    /// Watches a QEMU that was found again like one that was started.
     pub(crate) fn watch_found(&mut self) {
         let mailbox = self.inbox.mailbox();
         if let Some(vm) = &mut self.vm {
@@ -257,8 +259,9 @@ impl Driver {
     }
 }
 
-/// What somebody else has said holds when it is said. Who knows what was decided elsewhere until the journal takes it:
-/// the state's repetition asks again, and an operator can see that nothing came of it.
+/// True if the event is a statement of another party, which holds only at the time at which it is made. It is not
+/// repeated later, because the decision elsewhere may have changed before the journal accepts it: the state's
+/// repetition asks again, and an operator sees that the decision was not carried out.
 fn is_said(event: &DestinationEvent) -> bool {
     matches!(
         event,

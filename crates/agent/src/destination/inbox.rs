@@ -1,4 +1,4 @@
-//! Everything that happens to an arriving VM from outside, in one row.
+//! The inbox of an arriving VM: all external events, in one queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,77 +10,77 @@ use engine::handover::destination::DestinationEvent;
 use link::{Connection, Handle, Incoming, Writer};
 use proto::{Generation, Message};
 
-/// Most notices that wait to be read. Whoever has more to say waits too.
+/// Capacity of the queue. A sender waits while the queue is full.
 const WAITING: usize = 256;
 
-/// Something that happened.
+/// An external event.
 #[derive(Debug)]
 pub(crate) enum Notice {
-    /// An event that needs no explanation.
+    /// An event for the engine.
     Event(DestinationEvent),
     /// The source has connected.
     Connected {
-        /// Which connection, by the inbox's own count.
+        /// Number of the connection, by the inbox's own count.
         link: u64,
-        /// For answers.
+        /// Writer for answers.
         writer: Writer,
-        /// To end it.
+        /// Handle that closes the connection.
         handle: Handle,
-        /// The set of connections, for a control stream; none for questions.
+        /// Generation of a control stream; none for a connection for questions.
         generation: Option<Generation>,
     },
-    /// A message came.
+    /// A message arrived.
     Message {
-        /// On which connection.
+        /// Number of the connection.
         link: u64,
-        /// What it says.
+        /// The message.
         message: Message,
     },
-    /// An answer to the source is there.
+    /// An answer to the source is ready to be sent.
     Say(Box<Message>),
-    /// A piece of device state came.
+    /// A piece of device state, or of a list of pages, arrived.
     Blob {
-        /// On which connection.
+        /// Number of the connection.
         link: u64,
         /// The piece.
         bytes: Vec<u8>,
     },
     /// A connection ended.
     Lost {
-        /// Which one.
+        /// Number of the connection.
         link: u64,
-        /// Why.
+        /// Error of the connection.
         error: String,
     },
-    /// What was written to an image is not on stable storage.
+    /// Data that was written to an image is not on stable storage.
     StorageFailed {
-        /// Why.
+        /// Error of the storage.
         error: String,
     },
-    /// The source's page stream has come.
+    /// The source's page stream has connected.
     PageStream {
-        /// Of which set of connections.
+        /// Generation of the stream.
         generation: Generation,
         /// The stream.
         connection: Box<Connection>,
     },
     /// The page stream has ended.
     PageStreamLost {
-        /// Why.
+        /// Error of the stream.
         error: String,
     },
-    /// The last page that was to come is there, or one was there before it came.
+    /// The last missing page was placed, or a page was present before it arrived.
     Awaited,
-    /// A data stream of a generation ended in a way that new connections do not mend.
+    /// A data stream of a generation failed in a way that new connections do not mend.
     Broken {
-        /// Which generation.
+        /// The generation.
         generation: Generation,
-        /// Why.
+        /// Error of the stream.
         error: String,
     },
 }
 
-/// The end at which notices are put in.
+/// Sending end of the inbox.
 #[derive(Clone, Debug)]
 pub(crate) struct Mailbox {
     notices: SyncSender<Notice>,
@@ -88,12 +88,12 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Puts a notice in. Says whether somebody is there to read it.
+    /// Sends a notice. Returns false if the inbox is gone.
     pub(crate) fn put(&self, notice: Notice) -> bool {
         self.notices.send(notice).is_ok()
     }
 
-    /// Puts a notice in unless too many wait. For threads that the driver may be waiting for.
+    /// Sends a notice unless the queue is full. For threads that the driver may wait for.
     pub(crate) fn try_put(&self, notice: Notice) {
         drop(self.notices.try_send(notice));
     }
@@ -126,7 +126,7 @@ impl Mailbox {
     }
 }
 
-/// The end at which notices are taken out.
+/// Receiving end of the inbox.
 #[derive(Debug)]
 pub(crate) struct Inbox {
     notices: Receiver<Notice>,

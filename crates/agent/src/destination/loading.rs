@@ -1,4 +1,4 @@
-//! What comes on the control stream while a VM arrives: new connections, hashes to compare, the device state.
+//! Messages of the control stream while a VM arrives: new connections, hashes to compare, the device state.
 
 use std::sync::Arc;
 use std::thread;
@@ -19,18 +19,18 @@ use crate::journal::Durability;
 use crate::progress::Phase;
 use crate::verification;
 
-/// What comes in pieces.
+/// Payload that is sent in pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Coming {
-    /// Pages that are to be taken away, for they will be awaited.
+    /// Pages that are to be discarded, because they will be missing when the guest runs.
     TakenAway,
-    /// Pages that are to come while the guest runs.
+    /// Pages that are missing when the guest runs.
     Awaited,
-    /// The state of its devices.
+    /// The state of the guest's devices.
     Devices,
 }
 
-/// Something that comes in pieces.
+/// A payload that is being received in pieces.
 pub(crate) struct StateComing {
     what: Coming,
     bytes: u64,
@@ -52,7 +52,7 @@ impl Driver {
         }
     }
 
-    /// The source seeks pages among this host's templates.
+    /// Answers the source's query for pages among this host's templates.
     pub(super) fn seek(&mut self, names: Vec<String>) {
         let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
         let told = Arc::clone(receiving.told());
@@ -67,7 +67,7 @@ impl Driver {
                 }
             }
         };
-        // Where there is no thread for it, the source waits a while and goes on without.
+        // Without a thread the source waits a while and goes on without templates.
         if let Err(error) = thread::Builder::new().name("choose".to_owned()).spawn(choose) {
             warn!(migration = %self.terms.migration, %error, "no thread to look for templates");
         }
@@ -83,7 +83,7 @@ impl Driver {
                 Err(error) => return self.fail(&format!("QEMU does not answer: {}", crate::chain(&error))),
             }
         } else {
-            // Disks are behind the RAM blocks.
+            // The numbers of disks follow those of RAM blocks.
             let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
             let (disk, directory) = (index - ram.len(), &vm.traces.directory);
             self.images.differences(disk, first_chunk, hashes, directory, patience)
@@ -94,7 +94,7 @@ impl Driver {
         }
     }
 
-    /// The pieces of something follow.
+    /// Begins to receive a payload in pieces.
     pub(super) fn announced(&mut self, what: Coming, bytes: u64, digest: String) {
         if bytes > proto::limits::DEVICE_STATE_BYTES {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
@@ -124,7 +124,7 @@ impl Driver {
         }
     }
 
-    /// These pages are to come after the guest, which still runs at the source.
+    /// Discards these pages, which arrive after the guest; the guest still runs at the source.
     fn take_away(&mut self, set: &[u8]) {
         let began = Instant::now();
         let (Some(receiving), Some(vm)) = (&self.receiving, &self.vm) else {
@@ -140,7 +140,7 @@ impl Driver {
         }
     }
 
-    /// From here on these pages come as somebody touches them, and by and by.
+    /// Begins post-copy of these pages: they arrive on page requests, and in the background.
     fn await_pages(&mut self, set: &[u8]) {
         let began = Instant::now();
         let (Some(receiving), Some(vm)) = (&self.receiving, &mut self.vm) else {
@@ -168,7 +168,7 @@ impl Driver {
         }
     }
 
-    /// The source's connection for pages that somebody waits for.
+    /// Attaches the source's connection for page requests.
     pub(super) fn attach(&mut self, stream: Connection) {
         let Some(awaiting) = &self.awaiting else {
             self.page_stream = Some(stream);
@@ -180,7 +180,7 @@ impl Driver {
         }
     }
 
-    /// Goes on with pages for which an agent before this one had waited.
+    /// Resumes the post-copy of a previous agent.
     pub(super) fn await_on(&mut self) {
         let Some((vm, trace)) = self.vm.as_ref().and_then(|vm| Some((vm, vm.traces.awaited.as_ref()?)))
         else {
@@ -212,7 +212,7 @@ impl Driver {
         }
     }
 
-    /// How many pages the guest lacks, for people.
+    /// Publishes the number of missing pages for users.
     pub(super) fn show_missing(&self) {
         let Some(left) = self.awaiting.as_ref().map(Awaiting::left_pages) else { return };
         let is_new = self.publisher.now().missing_pages != Some(left);
@@ -225,7 +225,7 @@ impl Driver {
         }
     }
 
-    /// Whether all pages are there; then nobody waits any more.
+    /// Ends post-copy once all pages are present.
     pub(super) fn look_whether_complete(&mut self) {
         let is_complete = match &self.awaiting {
             Some(awaiting) => awaiting.left_pages() == 0,
@@ -243,7 +243,7 @@ impl Driver {
         if let (Some(awaiting), Some(vm)) = (&mut self.awaiting, &self.vm)
             && let Err(error) = awaiting.end(&self.context.injector, &vm.process)
         {
-            // As long as this is so whoever touches memory that was never there waits for ever: it is tried again.
+            // Until this succeeds, threads that touch never allocated memory wait for ever: it is tried again.
             let error = crate::chain(&error);
             return error!(migration = %self.terms.migration, error, "QEMU still waits for pages");
         }
@@ -252,7 +252,7 @@ impl Driver {
         self.take(&DestinationEvent::Completed);
     }
 
-    /// The source cannot go on by itself any more: with what is loaded, this side is ready.
+    /// Makes this host READY with the loaded state: the source is held, and can no longer go on by itself.
     pub(super) fn held(&mut self, run: bool) {
         let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
             return self.fail("the source is held before all has come");
@@ -271,7 +271,7 @@ impl Driver {
 
     pub(super) fn load(&mut self, state: &[u8], digest: String) {
         let began = Instant::now();
-        // Pages that are to come go on coming.
+        // The arrival of missing pages goes on.
         let receiving = self.receiving.take_if(|_| self.awaiting.is_none());
         if let Some(receiving) = &self.receiving {
             receiving.end_disks();
@@ -279,8 +279,8 @@ impl Driver {
         if let Some(receiving) = &receiving {
             receiving.shut();
         }
-        // To join its threads and to put the disks on stable storage takes time, which QEMU needs for loading anyway.
-        // It takes the disks when it is to run the guest, and not before.
+        // Joining the threads and flushing the disks needs time, which QEMU needs for loading anyway. QEMU acquires the
+        // disks when it is to run the guest, and not before.
         let images = std::mem::take(&mut self.images);
         let mut disks = Ok(());
         let tidy_up = || {

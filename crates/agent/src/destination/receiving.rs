@@ -24,28 +24,28 @@ use crate::disks::Images;
 use crate::pool::PoolWatch;
 use crate::templates::{SharedImage, Told, shared_images};
 
-/// Memory on its way in.
+/// Memory that is being received.
 pub(crate) struct Receiving {
     receiver: Arc<Mutex<Receiver>>,
     context: Arc<Context>,
     migration: MigrationId,
     streams: u16,
-    /// Whether there is a page stream, too.
+    /// True if there is a page stream, too.
     has_page_stream: bool,
     mailbox: Mailbox,
-    /// What is written to.
+    /// The blocks that are written.
     ram: DestinationRam,
-    /// Has pages placed instead, from when the guest may run on.
+    /// Switches the writers to placement of pages, once the guest may run.
     switch: Switch,
     /// Templates to which the source may refer.
     told: Arc<Told>,
-    /// Watches the pool of the disks until all of them has arrived.
+    /// Watch of the pool of the disks, until all of their content has arrived.
     watch: Mutex<Option<PoolWatch>>,
 }
 
 impl Receiving {
-    /// Prepares for the first generation, which has so many streams; where what changed of pages comes, with hashes of
-    /// this seed.
+    /// Prepares for the first generation, with the number of streams of the proposal; deltas are received with hashes
+    /// of the proposal's seed.
     pub(crate) fn new(
         context: &Arc<Context>,
         migration: MigrationId,
@@ -69,15 +69,16 @@ impl Receiving {
         let referred = Arc::clone(&told);
         let corrupt = CorruptFrames::default();
         let observer = move |event, handle: &ReceiverHandle| match event {
-            // All of the disks has come, and nothing is given back while the guest runs.
+            // All content of disks has arrived, and no memory is freed while the guest runs.
             ReceiverEvent::RoundEnded { .. } if switched.is_switched() => {}
             ReceiverEvent::RoundEnded { ram_round, took, referred: is_referred_to, .. } => {
-                // A disk that fails is not found out about when the guest stands still already.
+                // A disk that fails is detected here, not only when the guest is stopped.
                 let told = notices.clone();
                 flushing.flush(move |error| {
                     told.put(Notice::StorageFailed { error });
                 });
-                // Nothing is referred to once all of memory has come: what ends their servers is not left for the stop.
+                // There are no references after all of memory has arrived: the servers of the templates end now, not
+                // during the stop.
                 if ram_round > 0 && !is_referred_to {
                     referred.close();
                 }
@@ -94,7 +95,7 @@ impl Receiving {
         Ok(Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told, watch })
     }
 
-    /// Prepares to have pages placed in a guest that may run already.
+    /// Prepares for the placement of pages in a guest that may run already.
     pub(super) fn placing(
         context: &Arc<Context>,
         migration: MigrationId,
@@ -116,23 +117,23 @@ impl Receiving {
         Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told, watch }
     }
 
-    /// Blocks that are written to, the disks last; and what has pages placed in the others instead.
+    /// Returns the blocks that are written, disks last, and the switch to placement.
     pub(super) fn blocks(&self) -> (&[Box<dyn BlockWriter>], &Switch) {
         (&self.ram, &self.switch)
     }
 
-    /// All of the disks has come: lets go of them, whatever else is to come.
+    /// Lets go of the disks, because all of their content has arrived.
     pub(super) fn end_disks(&self) {
         self.ram.iter().filter(|block| !block.is_ram()).for_each(|block| block.end());
         *self.watch.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// The last round of which anything has come to its end.
+    /// Returns the newest round of which anything has arrived; 0 before the first.
     pub(super) fn newest_round(&self) -> u32 {
         self.lock().newest_round()
     }
 
-    /// Ends and joins everything of older generations and lets the streams of this one come.
+    /// Ends and joins everything of older generations, and expects the streams of `generation`.
     pub(crate) fn begin(&self, generation: Generation) -> std::io::Result<()> {
         self.lock().begin(generation);
         let all_streams = self.streams + u16::from(self.has_page_stream);
@@ -163,17 +164,17 @@ impl Receiving {
         thread::Builder::new().name("gather".to_owned()).spawn(gather).map(drop)
     }
 
-    /// The templates of which the source was told.
+    /// Returns the templates that were advertised to the source.
     pub(crate) fn told(&self) -> &Arc<Told> {
         &self.told
     }
 
-    /// Memory is complete: from here on nothing but QEMU writes to it.
+    /// Refuses further writes: memory is complete, and from here on only QEMU writes to it.
     pub(crate) fn shut(&self) {
         self.lock().shut();
     }
 
-    /// Ends all streams; afterwards nothing writes to the guest's memory any more.
+    /// Ends all streams; afterwards they do not write to the guest's memory any more.
     pub(crate) fn end(self) {
         self.lock().end_and_join();
     }
@@ -183,7 +184,7 @@ impl Receiving {
     }
 }
 
-/// Ends the migration when disks that come would take more of the pool than may be taken.
+/// Ends the migration when arriving disks would use more of the pool than allowed.
 fn watch_pool(
     context: &Context,
     images: &Images,
@@ -197,21 +198,22 @@ fn watch_pool(
     PoolWatch::start(pool, is_short).map_err(ArriveError::Watch)
 }
 
-/// The images that both hosts have, as this one knows them by now: those that are copied have no layers here.
+/// Returns the images that both hosts have, as far as this host knows them by now: copied disks have no layers here.
 fn shared_with_source(proposal: &Proposal) -> Vec<SharedImage> {
     let described = serde_json::from_value::<VmDescription>(proposal.description.clone());
     described.map_or_else(|_| Vec::new(), |vm| shared_images(&vm.disks, |_| false))
 }
 
-/// How many corrupt frames there were in a migration.
+/// Number of corrupt frames in a migration.
 #[derive(Debug, Default)]
 struct CorruptFrames(AtomicU32);
 
-/// So many are taken for the network's, and are sent again over new connections; any more for the source's.
+/// Number of corrupt frames that are attributed to the network, and sent again over new connections; any more are
+/// attributed to the source.
 const MOST_CORRUPT: u32 = 3;
 
 impl CorruptFrames {
-    /// Whether one more is sent again.
+    /// True if the pages of one more corrupt frame are requested again.
     fn allows(&self, cause: &ReceiveError) -> bool {
         cause.is_corrupt() && self.0.fetch_add(1, Ordering::Relaxed) < MOST_CORRUPT
     }
@@ -237,16 +239,16 @@ fn tell_of_end(
     }
 }
 
-/// Gives memory back that was zeroed: anonymous memory only QEMU itself can give back, by an injected call. Long rounds
-/// only: the guest would wait for it in a last one.
+/// Frees memory that was zeroed. Only QEMU itself can free anonymous memory, by an injected system call. It does so
+/// after long rounds only: in a last round the guest would wait for it.
 struct Giver {
     process: Process,
     injector: Arc<Injector>,
     addresses: Vec<u64>,
 }
 
-/// To give memory back takes some milliseconds: next to nothing beside a round that took so long, even if the guest
-/// stands still for it.
+/// Shortest round after which memory is freed. To free memory needs some milliseconds, which is negligible beside such
+/// a round, even if the guest is stopped during it.
 const LONG_ROUND: Duration = Duration::from_millis(250);
 
 impl Giver {
@@ -259,7 +261,7 @@ impl Giver {
     }
 
     fn give_back(&self, round: u32, took: Duration, handle: &ReceiverHandle) {
-        // Whether it is the last is not known here; the first two are not. Before them there is no memory.
+        // It is not known here whether a round is the last; the first two are not. Before them there is no memory.
         if round == 0 || (round > 2 && took < LONG_ROUND) {
             return;
         }
@@ -274,7 +276,7 @@ impl Giver {
                     ranges = ranges.len(),
                     "memory that the guest gave back was given back here too"
                 ),
-                // It reads as zeros in any case.
+                // The memory reads as zeros in any case.
                 Err(error) => warn!(round, error = crate::chain(&error), "zeroed memory stays allocated"),
             }
         });
@@ -296,7 +298,7 @@ mod tests {
         let frame = ReceiveError::WrongSeq { expected: 3, found: 4 };
         assert!((0..MOST_CORRUPT).all(|_| corrupt.allows(&frame)));
         assert!(!corrupt.allows(&frame));
-        // Nothing is mended by sending it again.
+        // Sending again does not mend this.
         assert!(!CorruptFrames::default().allows(&ReceiveError::Shut));
     }
 }

@@ -1,6 +1,7 @@
-//! Post-copy: pages that are here as they were, and have to be away before anybody can wait for them.
+//! Post-copy: pages that are present with old content, and must be discarded before threads can wait for them.
 //!
-//! Most of them the source names while its guest still runs ([`TakenAway::take`]), so that the stop is no longer for them.
+//! The source names most of them while its guest still runs ([`TakenAway::take`]), so that they do not prolong the
+//! stop.
 
 use std::ops::Range;
 
@@ -13,19 +14,19 @@ use super::arriving::Arriving;
 use super::awaiting::AwaitError;
 use crate::ram;
 
-/// What was taken away before the source has named all that is to come.
+/// Pages that were discarded before the source has named all missing pages.
 #[derive(Debug, Default)]
 pub(super) struct TakenAway(Vec<DirtyBitmap>);
 
-/// The blocks of the guest's memory, and how each is written.
+/// The blocks of the guest's memory, and their writers.
 pub(super) type Blocks<'a> = (&'a [RamRegion], &'a [Box<dyn BlockWriter>]);
 
 /// A run of pages, or of bytes, with its block.
 type Run = (usize, Range<u64>);
 
 impl TakenAway {
-    /// Takes away what is there of these pages. Nobody waits for them yet, so one of them may come back (the kernel makes
-    /// huge pages of what surrounds them): it is looked at again when all are named.
+    /// Discards those of these pages that are present. Threads do not wait for them yet, so one of them may come back
+    /// (the kernel makes huge pages of the surrounding pages): they are checked again when all missing pages are named.
     pub(super) fn take(
         &mut self,
         injector: &Injector,
@@ -46,12 +47,12 @@ impl TakenAway {
         take_away(injector, &vm.process, (&regions, writers), runs)
     }
 
-    /// The source sends all of it again, in rounds or after the guest.
+    /// Forgets the discarded pages: the source sends all of memory again, in rounds or after the guest.
     pub(super) fn forget(&mut self) {
         self.0.clear();
     }
 
-    /// Makes sure that what was taken away comes again. Nothing else would tell it from a page of zeros.
+    /// Checks that every discarded page will arrive again. Otherwise it could not be distinguished from a zero page.
     pub(super) fn check(&self, regions: &[RamRegion], awaited: &[DirtyBitmap]) -> Result<(), AwaitError> {
         for ((taken, awaited), region) in self.0.iter().zip(awaited).zip(regions) {
             let mut lost = taken.clone();
@@ -65,12 +66,12 @@ impl TakenAway {
     }
 }
 
-/// All of these pages, with the block of each run.
+/// Returns all of these pages as runs with their block.
 pub(super) fn runs_of(pages: &[DirtyBitmap]) -> impl Iterator<Item = Run> + '_ {
     pages.iter().enumerate().flat_map(|(block, pages)| pages.runs().map(move |run| (block, run)))
 }
 
-/// Takes away what is there of these pages, which ascend.
+/// Discards those of these pages, in ascending order, that are present.
 pub(super) fn take_away(
     injector: &Injector,
     process: &Process,
@@ -92,7 +93,7 @@ pub(super) fn take_away(
     Ok(())
 }
 
-/// Makes sure that none of these pages is there.
+/// Checks that none of these pages is present.
 pub(super) fn are_away(
     (regions, writers): Blocks<'_>,
     runs: impl IntoIterator<Item = Run>,
@@ -110,12 +111,12 @@ pub(super) fn are_away(
     })
 }
 
-/// Those that QEMU itself has to take away, and the others.
+/// Splits the runs into those that QEMU itself has to discard, and the others.
 fn by_way(writers: &[Box<dyn BlockWriter>], runs: impl IntoIterator<Item = Run>) -> (Vec<Run>, Vec<Run>) {
     runs.into_iter().partition(|(block, _)| writers[*block].takes_away() == TakesAway::ByProcess)
 }
 
-/// What is there of these pages, in bytes of their blocks.
+/// Returns the present parts of these pages, in bytes of their blocks.
 fn there(writers: &[Box<dyn BlockWriter>], runs: &[Run]) -> Result<Vec<Run>, RamError> {
     let mut found = Vec::new();
     for (block, close) in close_together(runs) {
@@ -127,10 +128,10 @@ fn there(writers: &[Box<dyn BlockWriter>], runs: &[Run]) -> Result<Vec<Run>, Ram
     Ok(found)
 }
 
-/// To look whether so many pages are there takes no longer than to ask twice.
+/// Number of pages between two runs up to which one query over the gap is no slower than two queries.
 const APART_PAGES: u64 = 256;
 
-/// Runs of pages of one block that are close enough to each other to be asked after at once.
+/// Groups runs of pages of one block that are close enough for one query.
 fn close_together(runs: &[Run]) -> impl Iterator<Item = (usize, &[Run])> {
     let is_close = |(block, run): &Run, (next_block, next): &Run| {
         block == next_block && next.start - run.end <= APART_PAGES
@@ -138,7 +139,7 @@ fn close_together(runs: &[Run]) -> impl Iterator<Item = (usize, &[Run])> {
     runs.chunk_by(is_close).map(|close| (close[0].0, close))
 }
 
-/// What of a run of pages is in these ranges of bytes, which ascend.
+/// Returns the parts of a run of pages that are in these ascending ranges of bytes.
 fn common<'a>(run: &Range<u64>, there: &'a [Range<u64>]) -> impl Iterator<Item = Range<u64>> + use<'a> {
     let bytes = run.start * PAGE_BYTES..run.end * PAGE_BYTES;
     let from = there.partition_point(|part| part.end <= bytes.start);

@@ -1,17 +1,19 @@
-//! A page that was to come while the guest runs, and was there already.
+//! A page that was still to arrive while the guest runs, and was present already.
 //!
-//! None is there when the waits begin: that is looked at, and the migration ends where one is. One that is there later was
-//! written past the waits, by a process that has mapped the guest's memory as well, or by a mistake here or in the kernel.
-//! What is in it is a stranger's, or old; the guest may have read it, and may have written to it since. So it is not
-//! replaced, which would undo the guest's own writes or tear them; and the guest does not run on with it, as it would not
-//! on hardware whose memory has lost what was in it: what it makes of the page it would write to its disks.
+//! No such page is present when the waits begin: that is checked, and the migration ends if one is. A page that appears
+//! later was written around the waits, by a process that has also mapped the guest's memory, or by a defect here or in
+//! the kernel. Its content is foreign or old; the guest may have read it, and may have written to it since.
 //!
-//! - As long as no virtual CPU has run, this copy is given up, and the source goes on with memory that is right.
-//! - After that the guest is stopped. The rest of its pages comes all the same, so that it does not wait for the other host
-//!   as well; whoever it belongs to is told on both sides, and decides whether it is started again or goes on.
+//! So the page is not replaced, which would undo the guest's own writes or tear them. The guest does not run on with it
+//! either, as it would not on hardware with corrupted memory: it would write results that depend on the page to its
+//! disks.
 //!
-//! Of pages of zeros in a file's memory only those are looked at for which somebody waits: to place the others would take memory.
-//! An agent that takes over cannot tell such a page from one that its predecessor had placed and not yet noted.
+//! - As long as no virtual CPU has run, this copy is discarded, and the source goes on with memory that is right.
+//! - After that the guest is stopped. The remaining pages arrive nevertheless, so that it does not depend on the other
+//!   host as well; both hosts report the page to their users, who decide whether the guest is started again or goes on.
+//!
+//! Zero pages in a file's memory are only checked if a thread waits for them: to place the others would use memory. An
+//! agent that takes over cannot distinguish such a page from one that its predecessor had placed and not yet recorded.
 
 use std::time::{Duration, Instant};
 
@@ -26,27 +28,27 @@ use super::{DestinationDetails, Driver, Traces};
 use crate::context::Context;
 use crate::journal::{Durability, MigrationRecord};
 
-/// What the journal keeps of it.
+/// Journalled record of such a page.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Untrusted {
-    /// The first that was found, or one of those that came with it and lie behind it.
+    /// The first page that was found, or one of those that arrived with it and lie behind it.
     pub(crate) page: WantedPage,
-    /// The guest was stopped for it: not again where somebody lets it go on.
+    /// True if the guest was stopped because of the page: it is not stopped again if a user lets it go on.
     pub(super) is_stopped: bool,
 }
 
 impl Driver {
-    /// What is known of one.
+    /// Returns the recorded page, if there is one.
     pub(super) fn untrusted(&self) -> Option<Untrusted> {
         self.vm.as_ref()?.traces.awaited.as_ref()?.untrusted
     }
 
-    /// What there is to say of it.
+    /// Returns the message about the page, if there is one.
     pub(super) fn untrusted_said(&self) -> Option<String> {
         self.untrusted().map(|untrusted| said(untrusted.page, &self.proposal.ram))
     }
 
-    /// Whether one was found, and what follows.
+    /// Records a page that was found, and discards the copy or stops the guest.
     pub(super) fn look_whether_trusted(&mut self) {
         let found = self.awaiting.as_ref().and_then(super::awaiting::Awaiting::untrusted);
         if let Some(page) = found.filter(|_| self.untrusted().is_none()) {
@@ -56,25 +58,25 @@ impl Driver {
         match (self.untrusted_said(), &self.state) {
             (Some(said), DestinationState::Prepared) => self.fail(&said),
             (Some(_), DestinationState::Completing { .. }) => self.stop_untrusted(),
-            // Nothing can be decided here yet; it is looked at before the guest is continued.
+            // Nothing can be decided here yet; the page is checked before the guest is continued.
             _ => {}
         }
     }
 
-    /// Whether the guest is still to be stopped.
+    /// True if the guest is still to be stopped.
     pub(super) fn is_to_be_stopped(&self) -> bool {
         self.untrusted().is_some_and(|untrusted| !untrusted.is_stopped)
     }
 
     fn stop_untrusted(&mut self) {
         let Some(untrusted) = self.untrusted().filter(|untrusted| !untrusted.is_stopped) else { return };
-        // In between whatever else comes is taken.
+        // Until the next attempt other notices are processed.
         if self.stop_again_at.is_some_and(|again| Instant::now() < again) {
             return;
         }
         let Some(vm) = &mut self.vm else { return };
-        // It answers when the virtual CPUs have the pages that they wait for. These may be on the other side of a link that
-        // is to be mended here: so it is not waited for for long, and asked again.
+        // QEMU answers when the virtual CPUs have the pages that they wait for. These may be behind a connection that
+        // this driver has to replace: so the wait is short, and the command is repeated.
         if let Err(error) = vm.qmp().and_then(|qmp| qmp.run("stop", Value::Null)) {
             let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
             self.stop_again_at = Some(Instant::now() + retry);
@@ -97,7 +99,7 @@ impl Driver {
     }
 }
 
-/// In words.
+/// Returns a message about the page.
 pub(crate) fn said(WantedPage { block, page }: WantedPage, ram: &[ProposedBlock]) -> String {
     let name = ram.get(usize::from(block)).map_or("?", |block| &*block.name);
     let offset = page * PAGE_BYTES;
@@ -107,7 +109,7 @@ pub(crate) fn said(WantedPage { block, page }: WantedPage, ram: &[ProposedBlock]
     )
 }
 
-/// The page with which a VM has come, as the journal has it, or is coming.
+/// Returns the page that the journal has for an arrived or arriving VM.
 pub(crate) fn of_record(record: &MigrationRecord) -> Option<WantedPage> {
     traces(record)?.awaited?.untrusted.map(|untrusted| untrusted.page)
 }
@@ -116,8 +118,8 @@ fn traces(record: &MigrationRecord) -> Option<Traces> {
     serde_json::from_value::<DestinationDetails>(record.details.clone()).ok().map(|details| details.traces)
 }
 
-/// What is to be known of a VM that has come with one, or is coming: as long as it is that QEMU, and not one that was
-/// started since.
+/// Returns a finding for a VM that arrived, or is arriving, with such a page, as long as it runs in the same QEMU, and
+/// not in one that was started since.
 pub(crate) fn finding(context: &Context, record: &MigrationRecord, pid: Option<u32>) -> Option<Finding> {
     let page = of_record(record)?;
     if pid.is_some() && pid != traces(record)?.process.map(|(pid, _)| pid) {

@@ -1,7 +1,8 @@
-//! What is in the host's page cache of images whose guest has left.
+//! Page cache of images whose guest has left.
 //!
-//! A disk that the guest uses through the page cache is read so, too, and all of it passes through. While the guest runs,
-//! nobody can tell what of it the guest would miss. Once it has left, nobody misses any of it.
+//! The agent reads a disk that the guest uses through the page cache the same way, so that all of the disk passes
+//! through the cache. While the guest runs, it is not known which cached pages the guest still needs. Once the guest
+//! has left, it needs none.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -10,18 +11,18 @@ use std::thread;
 use rustix::fs::{Advice, fadvise};
 use tracing::info;
 
-/// Gives back what the cache holds of images, in a thread of its own: of a large one that takes a while. Who uses them
-/// nevertheless reads them again; nothing that is not on the disk yet is lost.
+/// Frees the cached pages of images, in a thread of its own, because a large image takes a while. A program that still
+/// uses an image reads it again; data that is not on the disk yet is not lost.
 pub(crate) fn forget_cached(images: Vec<PathBuf>) {
     let forget = move || {
         for image in images {
             let forgotten = File::open(&image).and_then(|file| Ok(fadvise(file, 0, None, Advice::DontNeed)?));
-            // It may have been known to QEMU alone.
+            // Only QEMU may know the image by this path.
             if let Err(error) = forgotten {
                 info!(image = %image.display(), %error, "it stays in the page cache");
             }
         }
     };
-    // Without a thread the cache is used for something else later.
+    // Without a thread the kernel reuses the cache later.
     let _ = thread::Builder::new().name("forget-cached".to_owned()).spawn(forget);
 }

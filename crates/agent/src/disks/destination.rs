@@ -1,4 +1,4 @@
-//! Disks of a VM on its way in: their images, and what writes them.
+//! Disks of an arriving VM: their images, and the writers of these.
 
 use std::ops::Range;
 use std::path::Path;
@@ -20,7 +20,7 @@ use crate::pool::MadeImage;
 use crate::preflight::Planned;
 use crate::verification::{self, CompareError};
 
-/// The images of all disks that are copied, made and open for writing.
+/// The images of all copied disks, made and open for writing.
 #[derive(Debug, Default)]
 pub(crate) struct Images {
     images: Vec<Image>,
@@ -32,26 +32,26 @@ pub(crate) struct Images {
 struct Image {
     disk: Planned,
     server: Arc<Server>,
-    /// The state of a thin volume; none for any other image.
+    /// State of a thin volume; none for any other image.
     thin: Option<Arc<NewVolume>>,
 }
 
-/// A thread that flushes, and what comes of it.
+/// A thread that flushes, and its result.
 type Flushed = JoinHandle<Result<(), ImageError>>;
 
-/// Puts images on stable storage now and then, so that little is left of that when the guest waits for it.
+/// Background flushes of images to stable storage, so that the last flush, for which the guest waits, is short.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Flushing {
     images: Vec<image::Flusher>,
-    /// The thread that is at it.
+    /// The thread that flushes now.
     thread: Arc<Mutex<Option<Flushed>>>,
-    /// The first that failed. A system tells of a lost write only once, so that the next one may seem to go well.
+    /// The first error. The kernel reports a lost write only once, so that the next flush may seem to succeed.
     failed: Arc<Mutex<Option<ImageError>>>,
 }
 
 impl Flushing {
-    /// Flushes all of them, in a thread of its own; if one is still at it, that has to do. `fails` is told of an
-    /// error at once, with all its causes; it is left for [`Flushing::end`], too.
+    /// Flushes all images, in a thread of its own; does nothing if one is still flushing. Calls `fails` with an error
+    /// at once, with all its causes; [`Flushing::end`] returns the error, too.
     pub(crate) fn flush(&self, fails: impl FnOnce(String) + Send + 'static) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if self.images.is_empty() || thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
@@ -66,11 +66,11 @@ impl Flushing {
             }
             flushed
         };
-        // Without a thread all is left for the end.
+        // Without a thread everything is flushed at the end.
         *thread = thread::Builder::new().name("flush".to_owned()).spawn(flush).ok();
     }
 
-    /// Waits for the thread that is at it.
+    /// Waits for the thread that flushes.
     ///
     /// # Errors
     /// When any flush has failed.
@@ -87,8 +87,8 @@ impl Flushing {
 }
 
 impl Images {
-    /// Makes them, and opens each for so many streams; `directory` is for their sockets. What was made before an error
-    /// is for the caller to remove.
+    /// Makes the images, and opens each for `streams` streams; `directory` is for their sockets. After an error the
+    /// caller has to remove the images that were made.
     pub(crate) fn make(
         planned: Vec<Planned>,
         directory: &Path,
@@ -111,7 +111,7 @@ impl Images {
         Ok(Self { images, flushing: Flushing { images: flushers, ..Flushing::default() } })
     }
 
-    /// Those that are files, as they were made.
+    /// Returns the identity of those images that are files, as they were made.
     pub(crate) fn made(&self) -> Vec<MadeImage> {
         let made = |image: &Image| MadeImage::at(&image.disk.place.path, &image.disk.name);
         self.images.iter().filter_map(made).collect()
@@ -122,13 +122,13 @@ impl Images {
         self.images.is_empty()
     }
 
-    /// To be told of every round that has come.
+    /// Returns the handle that flushes the images after each received round.
     pub(crate) fn flushing(&self) -> Flushing {
         self.flushing.clone()
     }
 
-    /// The chunks of the disk with this number that differ from the source's hashes; `directory` is for a socket.
-    /// Nothing is being written.
+    /// Returns the chunks of disk `number` that differ from the source's hashes; `directory` is for a socket. No writer
+    /// may be active.
     pub(crate) fn differences(
         &self,
         number: usize,
@@ -149,14 +149,14 @@ impl Images {
         verification::different(&called(&disk.name), first_chunk, &ours, theirs)
     }
 
-    /// Writers of the disks, in their order.
+    /// Returns the writers of the disks, in their order.
     pub(crate) fn writers(&self) -> impl Iterator<Item = Box<dyn BlockWriter>> + '_ {
         self.images.iter().map(|Image { disk, server, thin }| -> Box<dyn BlockWriter> {
             Box::new(CopiedDisk { thin: thin.clone(), ..CopiedDisk::new(&disk.name, disk.bytes, server) })
         })
     }
 
-    /// Puts everything on stable storage and lets go of the images; all writers are gone.
+    /// Puts everything on stable storage and closes the images; all writers must be gone.
     pub(crate) fn finish(self) -> Result<(), ImageError> {
         self.flushing.end()?;
         for Image { disk, server, .. } in self.images {
@@ -166,7 +166,7 @@ impl Images {
             };
             server.finish()?;
             if disk.place.format == Format::Raw && !disk.place.is_device() {
-                // The guest may have discarded it.
+                // The guest may have discarded that block.
                 image::allocate_first_block(&disk.place.path)?;
             }
         }
@@ -174,7 +174,7 @@ impl Images {
     }
 }
 
-/// A disk whose image is written.
+/// A copied disk, whose image is written.
 #[derive(Debug)]
 pub(super) struct CopiedDisk {
     served: ServedDisk,
@@ -182,7 +182,7 @@ pub(super) struct CopiedDisk {
 }
 
 impl CopiedDisk {
-    /// A disk of that length, whose image the server has.
+    /// Creates a disk of `bytes` bytes, whose image `server` serves.
     pub(super) fn new(name: &str, bytes: u64, server: &Arc<Server>) -> Self {
         let server = Arc::downgrade(server);
         let gone = || NbdError::Lost(std::io::Error::from(std::io::ErrorKind::NotConnected));

@@ -1,24 +1,24 @@
 //! Files of disks as they were when the migration began.
 //!
-//! QEMU opens the images once more when its guest is to run, by their paths: what another program put there in between
-//! would be the guest's disk.
+//! QEMU opens the images once more by their paths before its guest runs: a file that another program put there in
+//! between would become the guest's disk.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-/// A file or a block device, and what it was.
+/// Identity of a file or a block device at a path.
 #[derive(Clone, Debug)]
 pub(crate) struct KnownFile {
     path: PathBuf,
-    /// Its file system, its inode, and which device it is: as long as the host is up nothing else has the same.
+    /// Its file system, its inode, and its device number: no other file has the same while the host is up.
     numbers: (u64, u64, u64),
     /// Length below which it must not fall, in bytes; 0 of files that others may shorten.
     least_bytes: u64,
 }
 
 impl KnownFile {
-    /// The file or device that is at the path now; none if there is nothing.
+    /// Returns the identity of the file or device that is at `path` now; none if there is nothing.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = fs::metadata(path).ok()?;
         let numbers = (found.dev(), found.ino(), found.rdev());
@@ -31,7 +31,7 @@ impl KnownFile {
         Self { least_bytes, ..self }
     }
 
-    /// The reason for which the guest must not run with it: something else is at its path, or nothing.
+    /// Returns the reason for which the guest must not run with this path: it has another file now, or none.
     pub(crate) fn changed(&self) -> Option<String> {
         let path = self.path.display();
         match Self::at(&self.path) {

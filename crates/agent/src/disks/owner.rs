@@ -1,8 +1,8 @@
-//! Whose the images of arriving disks are.
+//! Ownership of the images of arriving disks.
 //!
-//! They are made by the agent. A QEMU that gives its rights up when it has started (`-runas`, `-run-with user=`) opens
-//! them before that, for reading, and once more, for writing, when the guest is to run: then it is too late to find out
-//! that it may not.
+//! The agent makes them. A QEMU that drops its privileges when it has started (`-runas`, `-run-with user=`) opens them
+//! for reading before that, and for writing when the guest is to run: then it is too late to detect that it has no
+//! permission.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -16,8 +16,8 @@ use qemu::preflight::facts::{self, Account};
 use rustix::process::{DumpableBehavior, Gid, Uid, dumpable_behavior, set_dumpable_behavior};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
-/// Has images belong to the user that a QEMU has become; a blocker says where that does not help it. The QEMU has
-/// answered already, so that it is the user that it will be.
+/// Changes the owner of images to the user that a QEMU has become; returns a blocker if that user still cannot open
+/// them. QEMU must have answered already, so that it has its final user.
 pub(crate) fn give(images: &[PathBuf], pid: u32) -> Result<(), Finding> {
     let Some(account) = facts::account(pid).filter(|it| it.user != rustix::process::geteuid().as_raw())
     else {
@@ -35,7 +35,7 @@ pub(crate) fn give(images: &[PathBuf], pid: u32) -> Result<(), Finding> {
     })
 }
 
-/// Whether the user that a QEMU has become can open a file for writing.
+/// Checks that the user that a QEMU has become can open a file for writing.
 pub(crate) fn opens_as(pid: u32, path: &Path) -> io::Result<()> {
     match facts::account(pid).filter(|it| it.user != rustix::process::geteuid().as_raw()) {
         Some(account) => opens(path, &account),
@@ -43,11 +43,11 @@ pub(crate) fn opens_as(pid: u32, path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether somebody can open a file for writing, as the kernel says it: in a thread that becomes him.
+/// Checks that a user can open a file for writing. The kernel decides: a thread becomes that user and opens the file.
 fn opens(path: &Path, account: &Account) -> io::Result<()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    // Where one thread becomes another user, others may not look into the process any more, and it leaves no core: as if
-    // all of it had become him.
+    // While one thread has another user, other processes may not inspect this process, and it leaves no core dump, as
+    // if the whole process had become that user.
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let before = dumpable_behavior()?;
     let opened = as_another(path, account);
@@ -80,7 +80,7 @@ mod tests {
 
     use super::*;
 
-    /// And this thread is still who it was.
+    /// The calling thread also keeps its user.
     #[test]
     fn who_may_open_a_file_is_found_out() {
         let folder = tempfile::tempdir().unwrap();

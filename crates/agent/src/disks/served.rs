@@ -1,5 +1,5 @@
-//! A disk behind a server, as the data plane sees it: a row of pages. Several threads use it, each over a connection of
-//! its own.
+//! A disk behind a server, as the data plane sees it: an array of pages. Several threads use it, each over a connection
+//! of its own.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use block::nbd::{Client, NbdError};
 #[derive(Debug)]
 pub(super) struct ServedDisk {
     pub(super) name: String,
-    /// Its length; bytes beyond, up to a whole page, read as zeros, and are not written.
+    /// Length of the disk; bytes beyond, up to a whole page, read as zeros, and are not written.
     pub(super) bytes: u64,
     connections: Connections,
 }
@@ -22,12 +22,12 @@ impl ServedDisk {
         Self { name: name.to_owned(), bytes, connections }
     }
 
-    /// The part of a range that is on the disk.
+    /// Returns the part of a range that is on the disk.
     pub(super) fn on_disk(&self, range: Range<u64>) -> Range<u64> {
         range.start.min(self.bytes)..range.end.min(self.bytes)
     }
 
-    /// Asks over a connection.
+    /// Runs a request over a connection.
     pub(super) fn with<T>(
         &self,
         ask: impl FnOnce(&mut Client) -> Result<T, NbdError>,
@@ -35,7 +35,7 @@ impl ServedDisk {
         self.connections.with(ask)
     }
 
-    /// Nobody asks any more.
+    /// Ends all connections; later requests fail.
     pub(super) fn end(&self) {
         self.connections.end();
     }
@@ -48,17 +48,17 @@ impl ServedDisk {
     }
 }
 
-/// An error of a disk where RAM blocks are meant too.
+/// Converts an error of a disk into one of a RAM block.
 pub(super) fn failed(error: NbdError) -> RamError {
     RamError::Disk(Box::new(error))
 }
 
 type Connect = dyn Fn() -> Result<Client, NbdError> + Send + Sync;
 
-/// As many connections as there were threads at the same time.
+/// A set of connections, as many as there were concurrent threads.
 pub(super) struct Connections {
     connect: Box<Connect>,
-    /// None once they are ended.
+    /// None after the end.
     idle: Mutex<Option<Vec<Client>>>,
 }
 
@@ -77,8 +77,8 @@ impl Connections {
         };
         let mut client = waiting.map_or_else(|| (self.connect)(), Ok)?;
         let answer = ask(&mut client);
-        // After a refusal a connection is as good as before. Where one broke in the middle of an answer, nobody knows
-        // what comes next on it.
+        // After a refusal a connection can be used as before. If it broke in the middle of an answer, the next bytes on
+        // it are undefined.
         if matches!(answer, Ok(_) | Err(NbdError::Failed { .. }))
             && let Some(idle) = self.idle().as_mut()
         {
@@ -87,7 +87,7 @@ impl Connections {
         answer
     }
 
-    /// Ends those that nobody has; there are no more after them.
+    /// Closes idle connections, and opens no more.
     pub(super) fn end(&self) {
         *self.idle() = None;
     }

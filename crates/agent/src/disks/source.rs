@@ -1,4 +1,4 @@
-//! Disks of a VM on its way out: readers, and the log of its writes.
+//! Disks of a leaving VM: readers, and the log of writes.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::guard::Guard;
 pub(crate) struct LeavingDisk(ServedDisk);
 
 impl LeavingDisk {
-    /// The disk with this number of a [`Recording`], whose server listens on `socket`.
+    /// Opens disk `disk` of a [`Recording`], whose server listens on `socket`.
     pub(crate) fn open(
         name: &str,
         number: usize,
@@ -35,7 +35,7 @@ impl LeavingDisk {
         Ok(Self(ServedDisk::new(name, bytes, connections)))
     }
 
-    /// Its length, in bytes.
+    /// Returns the disk's length in bytes.
     pub(super) fn disk_bytes(&self) -> u64 {
         self.0.bytes
     }
@@ -45,7 +45,8 @@ impl LeavingDisk {
     }
 }
 
-/// What has to be sent first of a disk: what does not read as zeros, as the new image does, or all of it.
+/// Returns the pages of a disk that have to be sent first: those that do not read as zeros, since the new image does,
+/// or all of them.
 pub(crate) fn first_pages(disk: &LeavingDisk, zeros_too: bool) -> Result<DirtyBitmap, NbdError> {
     if zeros_too {
         return Ok(DirtyBitmap::full(disk.bytes()));
@@ -83,7 +84,8 @@ impl BlockReader for LeavingDisk {
         }
         let extents = match self.status(there) {
             Ok(extents) => extents,
-            // It is only a saving. A QEMU that has given its disks up at the stop need not tell what is allocated.
+            // Skipping holes is only an optimisation. A QEMU that has released its disks at the stop may refuse to
+            // report what is allocated.
             Err(NbdError::Failed { .. }) => return Ok(range.start),
             Err(error) => return Err(failed(error)),
         };
@@ -93,7 +95,7 @@ impl BlockReader for LeavingDisk {
     }
 }
 
-/// The log of writes to all disks that are copied.
+/// The log of writes to all copied disks.
 #[derive(Debug)]
 pub(crate) struct DiskLog {
     recording: Recording,
@@ -102,11 +104,11 @@ pub(crate) struct DiskLog {
     patience: Duration,
     /// Lifts caps on writes after this process's end.
     guard: Option<Guard>,
-    /// How much more there was to send after each look of those that can be capped, all together, in bytes.
+    /// Sum of the newly dirtied bytes of all scans, over those disks that can be capped.
     dirtied_bytes: u64,
 }
 
-/// Why it is not known what was written.
+/// Reason for which the written parts are not known.
 #[derive(Debug, thiserror::Error)]
 enum DiskLogError {
     #[error("QEMU does not change its bitmaps")]
@@ -116,8 +118,8 @@ enum DiskLogError {
 }
 
 impl DiskLog {
-    /// The log of a recording whose server listens on `socket`; `names` are those of its disks, and `guard` lifts caps on
-    /// writes if this process does not.
+    /// Creates the log of a recording whose server listens on `socket`; `names` are those of its disks, and `guard`
+    /// lifts caps on writes if this process does not.
     pub(crate) fn new(
         recording: Recording,
         socket: SocketPath,
@@ -128,13 +130,13 @@ impl DiskLog {
         Self { recording, socket, names, patience, guard, dirtied_bytes: 0 }
     }
 
-    /// Its disks, in their order.
+    /// Returns the names of its disks, in their order.
     pub(crate) fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// Adds to `into`, which has a set for each disk, all that was written since the last call, and forgets it. What it
-    /// could not add is lost: the migration cannot go on.
+    /// Adds to `into`, which has a set for each disk, everything that was written since the last call, and clears the
+    /// log. After an error part of the log is lost: the migration cannot go on.
     pub(crate) fn take(&mut self, qmp: &mut Qmp, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
         let began = Instant::now();
         let before: u64 = into.iter().map(DirtyBitmap::count).sum();
@@ -148,7 +150,7 @@ impl DiskLog {
             let had = into.count();
             written(&self.socket.0, frozen, self.patience, into)
                 .map_err(|error| failed(&self.names[disk], error.into()))?;
-            // What others hold down, their caps are for.
+            // Disks that are throttled by others have those others' caps.
             if self.recording.holds(disk) {
                 self.dirtied_bytes += (into.count() - had) * PAGE_BYTES;
             }
@@ -157,33 +159,34 @@ impl DiskLog {
         Ok(ScanStats { pages, duration_us: began.elapsed().as_micros() as u64 })
     }
 
-    /// Those of its disks that somebody else has throttled: they keep his caps.
+    /// Returns those disks that another program has throttled: they keep its caps.
     pub(crate) fn throttled_by_others(&self) -> impl Iterator<Item = &str> {
         let names = self.names.iter().enumerate();
         names.filter(|(disk, _)| !self.recording.holds(*disk)).map(|(_, name)| name.as_str())
     }
 
-    /// How much has come to be sent by the guest's writes to the others since the recording began, in bytes.
+    /// Returns the bytes dirtied by the guest's writes to the other disks since the recording began.
     pub(crate) fn dirtied_bytes(&self) -> u64 {
         self.dirtied_bytes
     }
 
-    /// What the guest has written to them since its start.
+    /// Returns the guest's writes to the disks since its start.
     pub(crate) fn written(&self, qmp: &mut Qmp) -> Result<Written, QmpError> {
         self.recording.written(qmp)
     }
 
-    /// From now on the guest writes to them no faster than this.
+    /// Limits the rate of the guest's writes to the disks from now on.
     pub(crate) fn cap_writes(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
         self.recording.cap_writes(qmp, cap)
     }
 
-    /// To be called when there is time after a [`take`](Self::take): the next one is quicker then.
+    /// Releases the frozen bitmaps, to be called when there is time after a [`take`](Self::take): the next one is
+    /// faster then.
     pub(crate) fn tidy(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.recording.thaw(qmp)
     }
 
-    /// Ends the recording; nothing of it is left in QEMU.
+    /// Ends the recording, and removes everything that it has made in QEMU.
     pub(crate) fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let Self { recording, socket, guard, .. } = self;
         drop(socket);
@@ -195,7 +198,7 @@ impl DiskLog {
     }
 }
 
-/// The path of a socket, which is removed with this.
+/// Path of a socket, which is removed when this is dropped.
 #[derive(Debug)]
 pub(crate) struct SocketPath(pub(crate) PathBuf);
 
@@ -206,7 +209,7 @@ impl Drop for SocketPath {
     }
 }
 
-/// Adds what a frozen bitmap has.
+/// Adds the contents of a frozen bitmap.
 fn written(
     socket: &Path,
     frozen: &Frozen,

@@ -17,10 +17,10 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_mins(1);
 const MIB: u64 = 1 << 20;
-/// Neither whole pages nor whole chunks.
+/// A multiple of neither the page size nor the chunk size.
 const BYTES: u64 = 9 * MIB + 1536;
 
-/// A QEMU with one disk, which is written as a guest would.
+/// A QEMU with one disk, to which it writes like a guest.
 struct Writing {
     qmp: Qmp,
     started: Started,
@@ -79,7 +79,7 @@ impl Drop for Writing {
     }
 }
 
-/// What the data plane does with pages.
+/// Copies pages as the data plane does.
 fn copy(pages: &DirtyBitmap, from: &dyn BlockReader, to: &dyn BlockWriter) {
     const PAGE: u64 = PAGE_BYTES;
     for run in pages.runs() {
@@ -108,7 +108,7 @@ fn what_is_written_meanwhile_arrives() {
 
         let mut source = Writing::new(directory.path(), from);
         source.does("write -P 1 1M 3M");
-        // The very end.
+        // The last bytes of the disk.
         source.does(&format!("write -P 2 {} 1536", 9 * MIB));
         let (disk, mut log) = source.leaves(directory.path());
         assert_eq!((disk.disk_bytes(), disk.bytes(), copied.bytes()), (BYTES, 9 * MIB + 4096, disk.bytes()));
@@ -132,11 +132,11 @@ fn what_is_written_meanwhile_arrives() {
         log.end(&mut source.qmp).unwrap();
         drop((disk, copied));
         Arc::into_inner(server).unwrap().finish().unwrap();
-        // What a QEMU has of an image in memory is in it when it ends.
+        // QEMU writes its in-memory metadata of an image when it ends.
         let left = source.disk.clone();
         drop(source);
         assert!(same(&left, &there), "{from} to {to}");
-        // And it can tell.
+        // The recording detects writes of other programs.
         let write = ["-f", from.as_str(), "-c", "write -q -P 9 8M 512"];
         assert!(Command::new("qemu-io").args(write).arg(&left).status().unwrap().success());
         assert!(!same(&left, &there), "{from} to {to}");

@@ -1,4 +1,4 @@
-//! Migrations, their epochs, and how far their handover got.
+//! Migrations, their epochs, and the states of their handovers.
 
 use engine::handover::Role;
 use engine::handover::destination::DestinationState;
@@ -16,7 +16,7 @@ use super::{Durability, Inner, Journal, JournalError, Room};
 use crate::report::unix_ms_now;
 
 impl Journal {
-    /// An epoch for a new migration of a VM: larger than all that were ever seen, and never given again.
+    /// Returns an epoch for a new migration of a VM: larger than all that were ever seen, and never returned again.
     pub fn next_epoch(&self, vm: &VmName) -> Result<Epoch, JournalError> {
         self.write("find a new epoch", Durability::Synced, Room::Free(0), |transaction| {
             let next = largest_epoch(transaction, vm)?.next();
@@ -25,7 +25,7 @@ impl Journal {
         })
     }
 
-    /// Notes an epoch that a peer or the register has used.
+    /// Records an epoch that a peer or the ownership registry has used.
     pub fn learn_epoch(&self, vm: &VmName, epoch: Epoch) -> Result<(), JournalError> {
         if self.largest_epoch(vm)? >= epoch {
             return Ok(());
@@ -35,7 +35,7 @@ impl Journal {
         })
     }
 
-    /// The largest epoch of a VM that was ever seen; 0 for none.
+    /// Returns the largest epoch of a VM that was ever seen; 0 for none.
     pub fn largest_epoch(&self, vm: &VmName) -> Result<Epoch, JournalError> {
         self.read("read an epoch", |connection| largest_epoch(connection, vm))
     }
@@ -87,7 +87,7 @@ impl Journal {
         state: &SourceState,
         durability: Durability,
     ) -> Result<(), JournalError> {
-        // What cannot be entered before COMMITTED ends the migration, and the guest runs on.
+        // If an entry before COMMITTED fails, the migration ends, and the guest goes on.
         let safe_to_fail = matches!(
             state,
             SourceState::Idle
@@ -106,7 +106,7 @@ impl Journal {
         state: &DestinationState,
         durability: Durability,
     ) -> Result<(), JournalError> {
-        // After READY the guest may stand still for this entry.
+        // After READY the guest may be stopped until this entry is written.
         let safe_to_fail = matches!(
             state,
             DestinationState::Idle | DestinationState::Prepared | DestinationState::Ready { .. }
@@ -134,7 +134,7 @@ impl Journal {
         )
     }
 
-    /// Notes what this side needs in order to go on or to clean up after a restart.
+    /// Records the data that this side needs in order to go on or to clean up after a restart.
     pub fn set_details(
         &self,
         id: &MigrationId,
@@ -145,14 +145,14 @@ impl Journal {
         self.set(id, "note details of a migration", "details = ?4", text, durability)
     }
 
-    /// Notes why it is as it is, for people.
+    /// Records a message for people about the migration's state.
     pub fn set_message(&self, id: &MigrationId, message: &str) -> Result<(), JournalError> {
         let message = shortened(message);
         self.set(id, "note a message", "message = ?4", message, Durability::Process)
     }
 
-    /// Nothing is left to be done: the state is final and all has been cleaned up. Synced. When no other migration is
-    /// open, and so no guest stands still, the log is folded into the database.
+    /// Closes a migration: its state is final and everything has been cleaned up. Synced. If no other migration is
+    /// open, and so no guest is stopped, the log is folded into the database.
     pub fn close(&self, id: &MigrationId) -> Result<(), JournalError> {
         let values = params![id.vm.as_str(), id.epoch.0 as i64, unix_ms_now() as i64];
         let clause = "open = 0 WHERE vm = ?1 AND epoch = ?2";
@@ -164,7 +164,7 @@ impl Journal {
         if open == 0
             && let Err(error) = self.tidy()
         {
-            // It stands in the log, and is folded in another time.
+            // The entry is in the log, which is folded in at another time.
             warn!(error = crate::chain(&error), "the journal's log is not tidied");
         }
         Ok(())
@@ -208,24 +208,24 @@ impl Journal {
         })
     }
 
-    /// One migration.
+    /// Returns one migration.
     pub fn migration(&self, id: &MigrationId) -> Result<Option<MigrationRecord>, JournalError> {
         let values = params![id.vm.as_str(), id.epoch.0 as i64];
         Ok(self.migrations_where("WHERE vm = ?1 AND epoch = ?2", values)?.pop())
     }
 
-    /// The migration with the largest epoch of a VM.
+    /// Returns the migration with the largest epoch of a VM.
     pub fn latest(&self, vm: &VmName) -> Result<Option<MigrationRecord>, JournalError> {
         let clause = "WHERE vm = ?1 ORDER BY epoch DESC LIMIT 1";
         Ok(self.migrations_where(clause, params![vm.as_str()])?.pop())
     }
 
-    /// All migrations, newest first.
+    /// Returns all migrations, newest first.
     pub fn migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
         self.migrations_where("ORDER BY created_unix_ms DESC, epoch DESC, vm", &[])
     }
 
-    /// Migrations of which something is left to be done, oldest first: what a restarted agent begins with.
+    /// Returns the migrations that are not closed, oldest first: a restarted agent begins with these.
     pub fn open_migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
         self.migrations_where("WHERE open = 1 ORDER BY created_unix_ms, vm", &[])
     }
@@ -245,17 +245,17 @@ impl Journal {
         })
     }
 
-    /// What the source offered.
+    /// Returns the source's proposal.
     pub fn proposal(&self, id: &MigrationId) -> Result<Option<Proposal>, JournalError> {
         self.document(id, "read a proposal", "SELECT proposal FROM proposals WHERE vm = ?1 AND epoch = ?2")
     }
 
-    /// The report of a migration.
+    /// Returns the report of a migration.
     pub fn report(&self, id: &MigrationId) -> Result<Option<crate::report::Report>, JournalError> {
         self.document(id, "read a report", "SELECT report FROM reports WHERE vm = ?1 AND epoch = ?2")
     }
 
-    /// Keeps the report of a migration, in place of an earlier one.
+    /// Stores the report of a migration, in place of an earlier one.
     pub fn put_report(&self, report: &crate::report::Report) -> Result<(), JournalError> {
         let id = &report.migration;
         let text = json(serde_json::to_string(report), || format!("report of {id}"))?;
@@ -285,7 +285,7 @@ impl Journal {
     }
 }
 
-/// As much of a text as is kept: a peer, or a QEMU's log, may have had much to say.
+/// Returns the part of a text that is stored: a message of a peer, or a QEMU's log, may be long.
 fn shortened(text: &str) -> &str {
     const MESSAGE_BYTES: usize = 4 << 10;
     &text[..text.floor_char_boundary(MESSAGE_BYTES)]

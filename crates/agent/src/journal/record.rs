@@ -1,4 +1,4 @@
-//! A migration as the journal holds it, and as it stands in a row.
+//! A migration as the journal holds it, and as a row of the database.
 
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
@@ -11,28 +11,28 @@ use serde::de::DeserializeOwned;
 use super::{Inner, JournalError};
 use crate::progress::Standing;
 
-/// A migration to be begun. The journal entry of its first state is written together with it.
+/// A migration to be begun. It is journalled together with its first state.
 #[derive(Clone, Debug)]
 pub struct NewMigration<'a> {
-    /// What both sides agreed on.
+    /// The terms of both sides.
     pub terms: &'a Terms,
     /// This side's first state.
     pub state: State,
-    /// What the source offers.
+    /// The source's proposal.
     pub proposal: &'a Proposal,
 }
 
-/// How far the handover got on this side.
+/// State of the handover on this side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// The VM leaves from here.
+    /// The VM leaves this host.
     Source(SourceState),
-    /// The VM comes here.
+    /// The VM arrives at this host.
     Destination(DestinationState),
 }
 
 impl State {
-    /// Which side this is.
+    /// Returns the role of this side.
     pub fn role(&self) -> Role {
         match self {
             Self::Source(_) => Role::Source,
@@ -40,7 +40,7 @@ impl State {
         }
     }
 
-    /// The state's name, as in docs/handover-table.md.
+    /// Returns the state's name, as in docs/handover-table.md.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Source(state) => state.name(),
@@ -48,7 +48,7 @@ impl State {
         }
     }
 
-    /// Whether it is decided, and nothing more will happen but for answers and cleaning up.
+    /// True if the migration is decided, and only answers and clean-up follow.
     pub fn is_final(&self) -> bool {
         match self {
             Self::Source(state) => state.is_final(),
@@ -56,7 +56,7 @@ impl State {
         }
     }
 
-    /// How the migration stands if nobody is at work on it.
+    /// Returns the standing of a migration without a driver.
     pub fn standing(&self) -> Standing {
         match self {
             Self::Source(state) => source_standing(state),
@@ -75,34 +75,34 @@ impl State {
 /// A migration as the journal holds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MigrationRecord {
-    /// What both sides agreed on.
+    /// The terms of both sides.
     pub terms: Terms,
-    /// How far the handover got on this side.
+    /// State of the handover on this side.
     pub state: State,
-    /// Something is left to be done, by the agent or by an operator: until [`Journal::close`].
+    /// True until [`Journal::close`]: the agent or an operator still has something to do.
     pub open: bool,
-    /// What else this side needs in order to go on or to clean up after a restart; its driver's own.
+    /// Further data that this side needs in order to go on or to clean up after a restart; its driver defines it.
     pub details: serde_json::Value,
-    /// Why it is as it is, for people.
+    /// Message for people about the state.
     pub message: Option<String>,
-    /// When it began, in milliseconds since 1970.
+    /// Time at which it began, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// When it last changed, in milliseconds since 1970.
+    /// Time of its last change, in milliseconds since 1970.
     pub updated_unix_ms: u64,
 }
 
 impl MigrationRecord {
-    /// Which migration.
+    /// Returns the migration's id.
     pub fn id(&self) -> &MigrationId {
         &self.terms.migration
     }
 
-    /// Which side this agent is on.
+    /// Returns the role of this agent.
     pub fn role(&self) -> Role {
         self.state.role()
     }
 
-    /// The other side.
+    /// Returns the other host of the migration.
     pub fn peer(&self) -> &HostId {
         match self.role() {
             Role::Source => &self.terms.destination,
@@ -140,7 +140,7 @@ fn destination_standing(state: &DestinationState) -> Standing {
     }
 }
 
-/// A row as SQLite gives it.
+/// A row as SQLite returns it.
 pub(super) struct Columns {
     vm: String,
     epoch: i64,
@@ -189,12 +189,12 @@ impl Columns {
     }
 }
 
-/// A document of the database.
+/// Parses a document of the database.
 pub(super) fn parsed<T: DeserializeOwned>(text: &str, what: impl FnOnce() -> String) -> Result<T, Inner> {
     serde_json::from_str(text).map_err(|source| JournalError::Json { what: what(), source }.into())
 }
 
-/// The text of a document, or which one could not be written.
+/// Returns the text of a document, or an error with its name.
 pub(super) fn json(
     text: serde_json::Result<String>,
     what: impl FnOnce() -> String,

@@ -1,8 +1,8 @@
-//! Room for the entries that end something, kept on the disk before it begins.
+//! Space for the entries that end something, allocated on the disk before it begins.
 //!
 //! SQLite writes to the end of its write-ahead log, and after a checkpoint to its beginning again. Blocks that the file
-//! system has already given to the log, beyond its end, are there for the next writes whatever else fills the disk. The
-//! same holds for the log's index, which grows by steps.
+//! system has already allocated to the log, beyond its end, are available to the next writes whatever else fills the
+//! disk. The same holds for the log's index, which grows by steps.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -11,15 +11,15 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use tracing::warn;
 
-/// Enough for the entries by which one migration ends: three updates of a row, each of some pages of 4 KiB.
+/// Space for the entries by which one migration ends: three updates of a row, each of some pages of 4 KiB.
 const END_BYTES: u64 = 256 << 10;
 
-/// By so much SQLite lengthens the index of its log.
+/// Step by which SQLite lengthens the index of its log.
 const INDEX_BYTES: u64 = 32 << 10;
 
-/// The log and its index, and how far they have blocks.
+/// The log and its index, and the extents of their blocks.
 ///
-/// Closing a file gives up all locks that this process has on it, also SQLite's: this must be dropped after the
+/// Closing a file releases all locks that this process has on it, also SQLite's: this must be dropped after the
 /// connection.
 #[derive(Debug)]
 pub(super) struct Reserve {
@@ -46,9 +46,9 @@ impl Reserve {
         Ok(Self { log: beside("-wal")?, index: beside("-shm")? })
     }
 
-    /// Keeps room for the ends of so many migrations, beside a document of so many bytes.
+    /// Keeps space for the ends of `ends` migrations, beside a document of `document_bytes` bytes.
     pub(super) fn keep(&mut self, ends: u64, document_bytes: usize) -> rusqlite::Result<()> {
-        // A document takes its pages, a header for each, and some pages that lead to them.
+        // A document needs its pages, a header for each, and some pages that lead to them.
         self.log.keep((ends + 1) * END_BYTES + 2 * document_bytes as u64)?;
         self.index.keep(INDEX_BYTES)
     }

@@ -1,4 +1,4 @@
-//! The database's format, and the way from older ones to the present.
+//! The database's format, and the conversion of older formats.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use rusqlite::{Connection, ErrorCode};
 
 use super::{JournalError, is_full};
 
-/// Formats in order: each entry brings the one before up to itself. `user_version` counts them. Entries are never
+/// Formats in order: each entry converts the previous format to its own. `user_version` counts them. Entries are never
 /// changed once they have been released; new ones are added at the end.
 pub(super) const STEPS: [&str; 2] = [
     "
@@ -71,14 +71,14 @@ pub(super) const STEPS: [&str; 2] = [
 ",
 ];
 
-/// Opens the database, checks it, and brings it up to the present format.
+/// Opens the database, checks it, and converts it to the present format.
 pub(super) fn open(path: &Path) -> Result<Connection, JournalError> {
     let doing = "be opened";
     let failed = |source| explain(path, doing, source);
     crate::private::create(path)
         .map_err(|source| JournalError::Directory { path: path.to_owned(), source })?;
     let mut connection = Connection::open(path).map_err(failed)?;
-    // Only this agent uses it, so whoever holds it longer than this is at fault.
+    // Only this agent uses the database, so a lock that is held longer than this is an error.
     connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(failed)?;
     connection.pragma_update(None, "journal_mode", "WAL").map_err(failed)?;
     connection.pragma_update(None, "synchronous", "FULL").map_err(failed)?;
@@ -105,7 +105,7 @@ pub(super) fn open(path: &Path) -> Result<Connection, JournalError> {
     Ok(connection)
 }
 
-/// What SQLite says, in the journal's words.
+/// Converts an error of SQLite to one of the journal.
 pub(super) fn explain(path: &Path, doing: &'static str, source: rusqlite::Error) -> JournalError {
     let path = path.to_owned();
     match source.sqlite_error_code() {

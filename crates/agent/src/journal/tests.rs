@@ -14,7 +14,7 @@ use crate::progress::Standing;
 use crate::report::{Objective, Outcome, Report};
 
 impl Journal {
-    /// Lets every write fail, or none any more.
+    /// Makes every write fail, or none any more.
     pub(crate) fn refuse_writes(&self, refuse: bool) {
         self.guard().connection.pragma_update(None, "query_only", refuse).unwrap();
     }
@@ -197,7 +197,7 @@ fn a_second_agent_is_told_who_the_first_is() {
     Journal::open(folder.path()).unwrap();
 }
 
-/// SQLite would go on in files that nobody finds again.
+/// Otherwise SQLite would go on in files that cannot be found again.
 #[test]
 fn nothing_is_begun_in_a_journal_that_was_deleted() {
     let folder = tempfile::tempdir().unwrap();
@@ -205,7 +205,7 @@ fn nothing_is_begun_in_a_journal_that_was_deleted() {
     let journal = Journal::open(&state_dir).unwrap();
     let (first, second) = (id("web", 1), id("db", 1));
     begin(&journal, &first, prepared()).unwrap();
-    // Moved away, another in its place, and deleted.
+    // The directory is moved away, replaced, and deleted.
     std::fs::rename(&state_dir, &aside).unwrap();
     let gone = |journal: &Journal| begin(journal, &second, prepared()).unwrap_err();
     assert!(matches!(gone(&journal), JournalError::Gone { .. }));
@@ -216,7 +216,7 @@ fn nothing_is_begun_in_a_journal_that_was_deleted() {
     assert!(told.contains("deleted or replaced") && told.contains("put the directory back"), "{told}");
     let vm = |which| VmRecord::new(name(which), json!({}), (77, 1), "boot", PathBuf::from("/run/q.sock"));
     assert!(matches!(journal.put_vm(&vm("mail")).unwrap_err(), JournalError::Gone { .. }));
-    // What is under way is known, and ends; what has come is known, too.
+    // A migration under way can end; an arrived VM is recorded, too.
     journal.put_arrived_vm(&vm("web")).unwrap();
     assert!(journal.vm(&name("web")).unwrap().is_some());
     journal.record_source(&first, &SourceState::Aborted, Durability::Synced).unwrap();
@@ -277,7 +277,7 @@ fn a_full_disk_is_said_and_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let journal = Journal::open(folder.path()).unwrap();
     begin(&journal, &id("web", 1), prepared()).unwrap();
-    // SQLite itself says that there is no room when a database may not grow.
+    // SQLite itself reports that there is no space when a database may not grow.
     let pages: i64 =
         journal.read("count", |c| Ok(c.query_row("PRAGMA page_count", [], |row| row.get(0))?)).unwrap();
     journal.guard().connection.pragma_update(None, "max_page_count", pages).unwrap();
@@ -298,7 +298,7 @@ fn an_unusable_directory_is_named() {
     assert!(error.to_string().contains("state_dir"), "{error}");
 }
 
-/// Not a test of its own: what [`writes_survive_a_killed_agent`] runs as another process and kills.
+/// Not a test of its own: [`writes_survive_a_killed_agent`] runs it as another process and kills that.
 #[test]
 fn victim_that_writes_until_it_is_killed() {
     let Ok(directory) = std::env::var("WHIMBREL_TEST_JOURNAL") else { return };
@@ -342,12 +342,12 @@ fn writes_survive_a_killed_agent() {
         else {
             panic!("the state is lost")
         };
-        // It may have recorded one more than it could say.
+        // It may have recorded one more than it could print.
         assert!(incarnation.pid == last || incarnation.pid == last + 1, "{} after {last}", incarnation.pid);
     }
 }
 
-/// Prints what writes cost; asserts nothing about time. `cargo test -p whimbrel-agent --release cost -- --ignored
+/// Prints the cost of writes; asserts nothing about time. `cargo test -p whimbrel-agent --release cost -- --ignored
 /// --nocapture`
 #[test]
 #[ignore = "measures"]
@@ -376,7 +376,7 @@ fn cost_of_writes() {
     }
 }
 
-/// A journal of the first format is brought up to this one, and what it holds is still there.
+/// A journal of the first format is converted to this one, and keeps its records.
 #[test]
 fn a_journal_of_the_first_format_is_taken_over() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! VMs that the agent has taken charge of.
+//! VMs that the agent has adopted.
 
 use std::path::PathBuf;
 
@@ -11,27 +11,27 @@ use super::record::parsed;
 use super::{Durability, Inner, Journal, JournalError, Room};
 use crate::report::unix_ms_now;
 
-/// A VM that the agent has taken charge of.
+/// A VM that the agent has adopted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmRecord {
-    /// Its name.
+    /// Name of the VM.
     pub vm: VmName,
     /// Its description, as `qemu::VmDescription`.
     pub description: serde_json::Value,
     /// Process id of its QEMU.
     pub pid: u32,
-    /// When that process started, in clock ticks since boot: field 22 of `/proc/PID/stat`.
+    /// Start time of that process, in clock ticks since boot: field 22 of `/proc/PID/stat`.
     pub start_time_ticks: u64,
-    /// The boot of the host since which those two name a process; empty in entries of older agents.
+    /// The host's boot in which those two name a process; empty in entries of older agents.
     pub boot_id: String,
     /// Its QMP socket.
     pub qmp: PathBuf,
-    /// When the agent took charge of it, in milliseconds since 1970.
+    /// Time at which the agent adopted it, in milliseconds since 1970.
     pub adopted_unix_ms: u64,
 }
 
 impl VmRecord {
-    /// A VM that is taken charge of now.
+    /// Creates the record of a VM that is adopted now.
     pub fn new(
         vm: VmName,
         description: serde_json::Value,
@@ -43,7 +43,8 @@ impl VmRecord {
         Self { vm, description, pid, start_time_ticks, boot_id, qmp, adopted_unix_ms: unix_ms_now() }
     }
 
-    /// Its QEMU's process, on a host of this boot. After another boot the number and the start may be a stranger's.
+    /// Opens its QEMU's process, on a host of this boot. After another boot the process id and the start time may
+    /// belong to another process.
     pub fn process(&self, boot_id: &str) -> Result<Process, ProcessError> {
         if !self.boot_id.is_empty() && self.boot_id != boot_id {
             return Err(ProcessError::Gone { pid: self.pid });
@@ -53,12 +54,13 @@ impl VmRecord {
 }
 
 impl Journal {
-    /// Keeps a VM, in place of what was kept under its name.
+    /// Stores a VM, in place of an earlier record under its name.
     pub fn put_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
         self.keep_vm(record, Room::Free)
     }
 
-    /// As [`put_vm`](Self::put_vm), for a VM that has come and runs, whatever became of the journal's file meanwhile.
+    /// Stores a VM as [`put_vm`](Self::put_vm), for a VM that has arrived and runs, even if the journal's file was
+    /// moved or deleted.
     pub fn put_arrived_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
         self.keep_vm(record, Room::Happened)
     }
@@ -86,7 +88,7 @@ impl Journal {
         })
     }
 
-    /// One VM.
+    /// Returns one VM.
     pub fn vm(&self, vm: &VmName) -> Result<Option<VmRecord>, JournalError> {
         self.read("read a VM", |connection| {
             let mut statement = connection.prepare_cached(&format!("{SELECT} WHERE vm = ?1"))?;
@@ -95,7 +97,7 @@ impl Journal {
         })
     }
 
-    /// All VMs, by name.
+    /// Returns all VMs, by name.
     pub fn vms(&self) -> Result<Vec<VmRecord>, JournalError> {
         self.read("read the VMs", |connection| {
             let mut statement = connection.prepare_cached(&format!("{SELECT} ORDER BY vm"))?;
@@ -104,7 +106,7 @@ impl Journal {
         })
     }
 
-    /// Forgets a VM; says whether it was known. Its migrations and epochs are not forgotten.
+    /// Forgets a VM; returns true if it was known. Its migrations and epochs are not forgotten.
     pub fn remove_vm(&self, vm: &VmName) -> Result<bool, JournalError> {
         self.write("forget a VM", Durability::Synced, Room::Reserved, |transaction| {
             Ok(transaction.prepare_cached("DELETE FROM vms WHERE vm = ?1")?.execute([vm.as_str()])? > 0)

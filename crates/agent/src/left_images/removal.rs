@@ -22,7 +22,7 @@ pub(super) struct Removable {
 }
 
 impl Removable {
-    /// Opens a file that may be removed; the error says why it may not.
+    /// Opens a file that may be removed; the error has the reason for which it may not.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
         let not_opened = |error: io::Error| format!("it cannot be opened: {error}");
         let parent = path.parent().ok_or("it has no directory")?;
@@ -41,15 +41,15 @@ impl Removable {
         Ok(Self { directory, name, file, _lease: lease })
     }
 
-    /// The open file, whatever its path leads to.
+    /// Returns the metadata of the open file, whatever is at its path.
     pub(super) fn metadata(&self) -> io::Result<Metadata> {
         self.file.metadata()
     }
 
     /// Removes the open file from its directory. Another file that has its name by now is not touched.
     ///
-    /// The name could lead to another file at any moment, so that the file gets a name of its own first, and goes only
-    /// if it is the open one.
+    /// Another file could get the name at any moment, so that the file gets a name of its own first, and is removed
+    /// only if it is the open one.
     pub(super) fn remove(self) -> Result<(), String> {
         let own_name = own_name(self.name.as_os_str());
         self.rename(&self.name, &own_name).map_err(|error| error.to_string())?;
@@ -77,7 +77,7 @@ impl Removable {
     }
 }
 
-/// A name that no other file has.
+/// Returns a name that no other file has.
 fn own_name(name: &OsStr) -> PathBuf {
     let mut own = OsStr::new(".").to_owned();
     own.push(name);
@@ -85,7 +85,7 @@ fn own_name(name: &OsStr) -> PathBuf {
     PathBuf::from(own)
 }
 
-/// Whether two paths lead to one file, or are spelled alike.
+/// True if two paths lead to one file, or are spelled alike.
 pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
     let id = |path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     one == other || id(one).zip(id(other)).is_some_and(|(one, other)| one == other)
@@ -101,7 +101,7 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         fs::write(path("disk"), "copied").unwrap();
         let removable = Removable::open(&path("disk")).unwrap();
-        // Another file takes its place after all checks.
+        // Another file gets its path after all checks.
         fs::rename(path("disk"), path("away")).unwrap();
         fs::write(path("disk"), "another").unwrap();
         let why = removable.remove().unwrap_err();

@@ -1,4 +1,4 @@
-//! Random histories of a file that was left: it goes only if it is the one that was copied whole, and unchanged.
+//! Random histories of a file that was left: it is removed only if it is the one that was copied whole, and unchanged.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
@@ -19,7 +19,7 @@ enum Event {
     Replace,
     /// The file is moved away.
     MoveAway,
-    /// What was moved away comes back, unless there is something.
+    /// A file that was moved away is moved back, unless another one is at the path.
     MoveBack,
     HardLink,
     /// The path becomes a symbolic link to the file.
@@ -37,16 +37,16 @@ enum Event {
     BoundOver,
 }
 
-/// What the image was when it was copied.
+/// The image as it was when it was copied.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Whole,
-    /// A part of the file, by what QEMU says of it.
+    /// A part of the file, by QEMU's description.
     Part,
     /// The disk is shorter than the file.
     Longer,
     Snapshots,
-    /// It was not copied: the VM came with it, and ended.
+    /// It was not copied: the VM arrived with it, and ended.
     Ended,
 }
 
@@ -114,7 +114,7 @@ fn left(path: &Path, kind: Kind) -> Left {
     }
 }
 
-/// Waits until what is changed from now on bears a later time than the one at which the VM had left.
+/// Waits until changes get a later time than the one at which the VM had left.
 fn until_after(left: &Left) {
     let probe = tempfile::NamedTempFile::new().unwrap();
     loop {
@@ -127,11 +127,11 @@ fn until_after(left: &Left) {
     }
 }
 
-/// Makes an event happen, and returns whether it could.
+/// Makes an event happen, and returns true if it could.
 fn happen(event: &Event, directory: &Path) -> bool {
     let path = |name: &str| directory.join(name);
     let (disk, away) = (path("disk"), path("away"));
-    // What has something mounted over it the kernel lets no one move.
+    // The kernel does not move a file with something mounted over it.
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
     if mounts.lines().any(|line| line.split(' ').nth(4).is_some_and(|place| Path::new(place) == disk)) {
         return false;
@@ -181,7 +181,7 @@ fn bind(file: &Path, over: &Path) {
     let _ = rustix::mount::mount_bind(file, over);
 }
 
-/// Whether this process may mount.
+/// True if this process may mount.
 fn can_bind() -> bool {
     let folder = tempfile::tempdir().unwrap();
     let mounted = folder.path().join("disk");
@@ -190,7 +190,7 @@ fn can_bind() -> bool {
     rustix::mount::mount_bind(&mounted, &mounted).is_ok()
 }
 
-/// Ends what was mounted in a directory when it is dropped.
+/// Unmounts everything in a directory when it is dropped.
 struct Mounts<'a>(&'a Path);
 
 impl Drop for Mounts<'_> {
@@ -201,7 +201,7 @@ impl Drop for Mounts<'_> {
     }
 }
 
-/// All names in a directory, with what a name itself is and what can be read under it.
+/// Returns all names in a directory, each with its inode and its readable content.
 fn names(directory: &Path) -> BTreeMap<PathBuf, (u64, Option<Vec<u8>>)> {
     let entry =
         |entry: fs::DirEntry| (entry.path(), (entry.metadata().unwrap().ino(), fs::read(entry.path()).ok()));
@@ -216,7 +216,7 @@ proptest! {
         let disk = folder.path().join("disk");
         fs::write(&disk, COPIED).unwrap();
         let left = left(&disk, kind);
-        // Its inode is not used again as long as it is open: histories in which it is are in the test below.
+        // Its inode number is not used again as long as it is open: histories in which it is are in the test below.
         let inode = fs::metadata(&disk).unwrap().ino();
         until_after(&left);
         let _mounts = Mounts(folder.path());
@@ -230,11 +230,11 @@ proptest! {
             let (removed, content) = &before[&disk];
             prop_assert_eq!(*removed, inode);
             prop_assert!(is_ended || content.as_deref() == Some(&COPIED[..]));
-            // Whatever touched the file left its mark, only a copy did not.
+            // Every event that changes the file is detected; a copy is not.
             let cannot_bind = !can_bind();
             let is_harmless = |event: &&Event| match event {
                 Event::Reflink | Event::MoveBack => true,
-                // Its guest wrote to it, and what is moved comes back as what it was.
+                // Its guest wrote to it, and a file that is moved back is the same.
                 Event::Write | Event::Grow | Event::Touch | Event::MoveAway => is_ended,
                 Event::BoundElsewhere | Event::BoundOver => cannot_bind,
                 _ => false,
@@ -262,7 +262,7 @@ fn a_later_file_with_the_same_inode_number_stays() {
 
 fn a_later_file_stays(disk: &Path, kind: Kind) {
     let known = left(disk, kind);
-    // As if the number were used again by a file that was made before the record of the VM's leaving was written.
+    // As if the number were used again by a file that was made before the VM's departure was recorded.
     let later = Left {
         created_unix_ns: known.created_unix_ns.map(|created| created - 1),
         how: match known.how {

@@ -1,20 +1,20 @@
-//! Whether a pool has room for the images of disks.
+//! Check for free space in a pool for the images of disks.
 
 use block::thin::{ThinPool, Usage};
 use proto::message::{Finding, Severity};
 
 use super::{Pool, Storage};
 
-/// What a pool has.
+/// Free and used space of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Room {
     usage: Usage,
-    /// Where it is a thin pool.
+    /// State of the thin pool, if it is one.
     thin: Option<ThinPool>,
 }
 
 impl Pool {
-    /// What it has at present.
+    /// Returns the present usage.
     ///
     /// # Errors
     /// When it cannot be used, with all its causes.
@@ -22,7 +22,7 @@ impl Pool {
         match &self.storage {
             Storage::Directory { path, .. } => {
                 let system = rustix::fs::statvfs(path).map_err(|error| error.to_string())?;
-                // Without what is kept for root.
+                // Without the part that is kept for root.
                 let used = system.f_blocks.saturating_sub(system.f_bfree);
                 let total_bytes = used.saturating_add(system.f_bavail).saturating_mul(system.f_frsize);
                 let usage = Usage { used_bytes: used.saturating_mul(system.f_frsize), total_bytes };
@@ -38,8 +38,7 @@ impl Pool {
         }
     }
 
-    /// What stands in the way of images that take so much, beside what VMs on their way here still take; and what is
-    /// good to know.
+    /// Returns findings for images that need this much space, given the space that arriving VMs will still use.
     pub(crate) fn look(&self, needed_bytes: u64, owed_bytes: u64) -> Vec<Finding> {
         match self.room() {
             Err(error) => vec![finding(
@@ -95,7 +94,8 @@ impl Pool {
         Some(finding(Severity::Blocker, "disk-space", what, advice))
     }
 
-    /// A pool without metadata fails all of its volumes, and is hard to repair.
+    /// Returns a finding if a thin pool would run out of metadata: such a pool fails all of its volumes, and is hard to
+    /// repair.
     fn no_metadata(&self, thin: &ThinPool, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
         let metadata_bytes = thin.metadata_needed_bytes(needed_bytes.saturating_add(owed_bytes));
         let free_bytes = thin.metadata.free_bytes(self.keep_free_percent);
@@ -126,7 +126,7 @@ impl Pool {
         Some(finding(Severity::Warning, "disk-pool-old-data", what, advice))
     }
 
-    /// The part that stays free, for a sentence about what is free.
+    /// Describes the part that stays free, for a sentence about free space.
     fn kept(&self) -> String {
         match self.keep_free_percent {
             0 => String::new(),
@@ -134,7 +134,7 @@ impl Pool {
         }
     }
 
-    /// Why nothing more may be written to it, if nothing may.
+    /// Returns the reason for which nothing more may be written to the pool, if there is one.
     pub(super) fn shortage(&self, room: &Room) -> Option<String> {
         let is_short = |usage: &Usage| usage.is_beyond(self.keep_free_percent);
         let percent = self.keep_free_percent;

@@ -1,7 +1,7 @@
-//! Whether a pool still has room while images in it are written.
+//! Check for free space in a pool while images in it are written.
 //!
-//! What a thin pool gives to one volume it has not for the others, and one that is full stops all VMs in it. Others take
-//! of it, too: the guests that run in it, snapshots, other programs.
+//! Space that a thin pool provisions to one volume is not available to others, and a full pool stops all VMs in it.
+//! Others use it, too: the guests that run in it, snapshots, other programs.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
@@ -11,27 +11,27 @@ use tracing::warn;
 
 use super::{Pool, Storage};
 
-/// How often it is looked at.
+/// Interval between two checks.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// A thread that looks at a pool again and again, until this is dropped.
+/// A thread that checks a pool periodically, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct PoolWatch {
-    /// Its end stops the thread.
+    /// Dropping it stops the thread.
     _stop: Sender<()>,
 }
 
 impl PoolWatch {
-    /// Watches a pool of which something stays free; none if nothing does. `is_short` is called once, with the reason,
-    /// as soon as no more may be written.
+    /// Watches a pool of which a part must stay free; returns none if no part must. Calls `is_short` once, with the
+    /// reason, as soon as no more may be written.
     ///
     /// # Errors
-    /// When there is no thread to be had.
+    /// When the thread cannot be started.
     pub(crate) fn start(
         pool: &Pool,
         is_short: impl FnOnce(String) + Send + 'static,
     ) -> std::io::Result<Option<Self>> {
-        // Of a group's own room all was taken when the volumes were made.
+        // In a volume group without a thin pool all space was allocated when the volumes were made.
         let may_run_short = match &pool.storage {
             Storage::Volumes(group) => group.thin_pool.is_some(),
             Storage::Directory { .. } => pool.keep_free_percent > 0,
@@ -50,7 +50,7 @@ impl PoolWatch {
                             return is_short(reason);
                         }
                     }
-                    // The writing itself fails where it has to.
+                    // If the check fails, the write itself fails when space runs out.
                     Err(error) if !is_warned => {
                         warn!(error, "the pool for images cannot be watched");
                         is_warned = true;

@@ -1,4 +1,4 @@
-//! The QEMUs of this host: which one an arriving VM gets, and what it can do.
+//! The QEMU binaries of this host: the choice for an arriving VM, and their capabilities.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,12 +17,12 @@ use tracee::{Process, Signal};
 use crate::context::Context;
 use crate::destination::find_by_monitor;
 
-/// What the QEMUs of this host have said of themselves. To start one only to ask it takes as long as to start it for a
-/// VM, so it is asked once, and again when its file is another.
+/// Cached capabilities of this host's QEMU binaries. To start one for a query takes as long as to start it for a VM, so
+/// it is queried once, and again when its file has changed.
 #[derive(Debug, Default)]
 pub(crate) struct Emulators(Mutex<HashMap<File, Known>>);
 
-/// A program as it lies on the disk.
+/// Identity of a program's file.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct File {
     path: PathBuf,
@@ -32,7 +32,7 @@ struct File {
     changed_ns: i128,
 }
 
-/// What is known of a program; nothing at first.
+/// Known facts about a program; none at first.
 #[derive(Clone, Debug, Default)]
 struct Known {
     /// Major and minor number.
@@ -54,8 +54,8 @@ impl Emulators {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The QEMU for a VM that ran under a version: the first of the same one (`major.minor`), else the first newer one,
-    /// else the first, about which pre-flight will have something to say.
+    /// Chooses the QEMU for a VM that ran under version `wanted`: the first of the same version (`major.minor`), else
+    /// the first newer one, else the first, for which the pre-flight checks will report findings.
     pub(super) fn choose(&self, binaries: &[PathBuf], wanted: &str) -> PathBuf {
         let wanted = parse(wanted);
         let versions: Vec<_> = binaries.iter().map(|binary| (binary, self.version(binary))).collect();
@@ -74,7 +74,7 @@ impl Emulators {
         version
     }
 
-    /// What the QEMU that these rules name is.
+    /// Returns the capabilities of the QEMU that these rules name.
     pub(super) fn ask(&self, context: &Context, rules: &HostRules) -> Result<Arc<Emulator>, AskError> {
         let file = File::of(&rules.qemu_binary).map_err(|source| AskError::File { source })?;
         if let Some(emulator) = self.known().get(&file).and_then(|known| known.emulator.clone()) {
@@ -87,13 +87,13 @@ impl Emulators {
     }
 }
 
-/// Why a QEMU did not say what it is.
+/// Reason for which a QEMU could not be queried.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AskError {
-    /// It cannot be looked at.
+    /// Its file cannot be found.
     #[error("it cannot be found")]
     File {
-        /// What the system said.
+        /// Error of the file system.
         source: io::Error,
     },
     /// It does not start.
@@ -104,13 +104,13 @@ pub(super) enum AskError {
     Monitor(#[from] QmpError),
 }
 
-/// Major and minor number.
+/// Parses the major and minor number.
 fn parse(version: &str) -> Option<(u64, u64)> {
     let mut parts = version.split('.').map(|part| part.parse().ok());
     Some((parts.next()??, parts.next()??))
 }
 
-/// What a QEMU says of itself: `QEMU emulator version 7.2.22 (…)`.
+/// Reads the version from a QEMU's own output: `QEMU emulator version 7.2.22 (…)`.
 fn version(binary: &Path) -> Option<(u64, u64)> {
     let output =
         Command::new(binary).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
@@ -118,10 +118,10 @@ fn version(binary: &Path) -> Option<(u64, u64)> {
     parse(text.split_once("version ")?.1.split_whitespace().next()?)
 }
 
-/// What the directories of probes begin with.
+/// Prefix of the directories of probes.
 pub(super) const PREFIX: &str = "probe-";
 
-/// Ends the probes that an agent before this one left behind when it was killed: they would wait for ever.
+/// Ends the probes that a previous agent left behind when it was killed: they would wait for ever.
 pub(crate) fn end_probes(context: &Context) {
     let Ok(entries) = std::fs::read_dir(&context.config.run_dir) else { return };
     for directory in entries.flatten().map(|entry| entry.path()) {
@@ -137,7 +137,7 @@ pub(crate) fn end_probes(context: &Context) {
     }
 }
 
-/// A QEMU without a guest that can be asked questions. Ends when dropped.
+/// A QEMU without a guest that can be queried. Ends when dropped.
 struct Probe {
     qmp: Qmp,
     process: Option<Process>,
@@ -201,12 +201,12 @@ mod tests {
     use super::*;
     use crate::testing::World;
 
-    /// A process that stays until its input ends and has this argument.
+    /// Starts a process with this argument that stays until its input ends.
     fn with_argument(argument: &str) -> Child {
         let mut command = Command::new("sh");
         command.args(["-c", "read line", "sh", argument]).stdin(Stdio::piped());
         let child = command.spawn().unwrap();
-        // The kernel says that it runs a moment before it shows its arguments.
+        // The kernel reports the process as running a moment before it shows its arguments.
         let shown = || std::fs::read_to_string(format!("/proc/{}/cmdline", child.id())).unwrap();
         while !shown().contains(argument) {
             std::thread::yield_now();
@@ -214,7 +214,7 @@ mod tests {
         child
     }
 
-    /// A program is asked once, and again when it was replaced.
+    /// A program is queried once, and again when it was replaced.
     #[test]
     fn a_replaced_program_is_asked_again() {
         use std::os::unix::fs::PermissionsExt as _;
@@ -240,7 +240,8 @@ mod tests {
         assert_eq!(emulators.choose(std::slice::from_ref(&program), "10.0"), program);
     }
 
-    /// A QEMU that waits for an agent that has been killed is ended by the next; whoever else names its monitor is not.
+    /// A QEMU that waits for an agent that has been killed is ended by the next; another process that names its monitor
+    /// is not.
     #[test]
     fn a_probe_that_was_left_behind_is_ended() {
         let world = World::new();

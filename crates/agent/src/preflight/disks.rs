@@ -1,4 +1,4 @@
-//! Which of a guest's disks are copied, and where to.
+//! The choice of the disks that are copied, and of their destinations.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -21,14 +21,14 @@ use crate::pool::{Place, Pool};
 pub(crate) struct Planned {
     pub(crate) name: String,
     pub(crate) bytes: u64,
-    /// What its image will take in the pool, about.
+    /// Estimated size of its image in the pool, in bytes.
     needed_bytes: u64,
-    /// Its image.
+    /// Location of its image.
     pub(crate) place: Place,
 }
 
 impl Planned {
-    /// What the source is told.
+    /// Returns the disk for the source's acceptance message.
     pub(crate) fn told(&self) -> CopiedDisk {
         CopiedDisk {
             name: self.name.clone(),
@@ -38,7 +38,7 @@ impl Planned {
         }
     }
 
-    /// The image as QEMU is told of it.
+    /// Returns the image for QEMU's command line.
     pub(super) fn new_image(&self) -> NewImage {
         NewImage {
             path: self.place.path.clone(),
@@ -49,10 +49,10 @@ impl Planned {
     }
 }
 
-/// The disks that a guest writes to, and what the user wants of each.
+/// Returns the disks that a guest writes to, and the user's choice for each.
 ///
 /// # Errors
-/// When he wants something of a disk that is not there.
+/// When the user names a disk that does not exist.
 pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result<Vec<ProposedDisk>, Problem> {
     let written: Vec<_> =
         disks.iter().filter(|disk| !disk.read_only && disk.nodes.is_some() && disk.bytes > Some(0)).collect();
@@ -84,17 +84,17 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
         wanted: request.disk.get(&disk.name).copied().unwrap_or(request.disks),
         leaves_snapshots: request.leave_snapshots,
     };
-    // Two devices on one node are one disk, that both call by the node's name.
+    // Two devices on one node are one disk, which both name by the node.
     let mut seen = BTreeSet::new();
     Ok(written.into_iter().filter(|disk| seen.insert(&disk.name)).map(proposed).collect())
 }
 
-/// The disk with the image that it will have here, as the journal has it until the VM's QEMU is asked itself.
+/// Returns the disk with the image that it will have here, as it is journalled until the VM's QEMU itself is queried.
 pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
     if let Some(image) = here.images.get(&disk.name) {
         disk.file = Some(image.path.display().to_string());
         disk.format = Some(image.format.clone());
-        // Only what the guest sees was copied.
+        // Only the content that the guest sees was copied.
         (disk.backing_files, disk.layers, disk.snapshots, disk.bitmaps) = <_>::default();
         (disk.data_files, disk.part) = <_>::default();
     } else {
@@ -106,11 +106,11 @@ pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
     disk
 }
 
-/// What becomes of a guest's disks.
+/// Decisions about a guest's disks.
 #[derive(Debug, Default)]
 pub(super) struct DiskPlan {
     pub(super) copied: Vec<Planned>,
-    /// What stands in the way of it, and what is good to know.
+    /// Blockers, warnings and information about it.
     pub(super) findings: Vec<Finding>,
 }
 
@@ -180,8 +180,8 @@ pub(super) fn plan(
     plan
 }
 
-/// Two drives over one file see each other's writes; each with an image of its own would not. Nor do two devices on one
-/// node, which is one disk with one name.
+/// Returns a finding if another drive uses the disk's file. Two drives over one file see each other's writes; with an
+/// image each they would not. The same holds for two devices on one node, which is one disk with one name.
 fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
     let file = disk.file.as_ref()?;
     let is_other = |other: &&Disk| !std::ptr::eq(*other, disk) && other.file.as_ref() == Some(file);
@@ -194,8 +194,8 @@ fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
     Some(finding(Severity::Blocker, "disk-twice-copy", what, advice))
 }
 
-/// With copy-on-read QEMU writes into an overlay whatever is read of what it lies on: to copy the disk would fill it, and
-/// the source's storage with it.
+/// Returns a finding for copy-on-read, with which QEMU writes everything that is read from a backing image into the
+/// overlay: to copy the disk would fill it, and the source's storage with it.
 fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
     const COPY_ON_READ: &str = "copy-on-read";
     if disk.backing_files.is_empty() {
@@ -229,9 +229,9 @@ fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
     Some(finding(Severity::Blocker, "disk-copy-on-read-copy", what, advice))
 }
 
-/// Up to QEMU 8 the server from which a disk is read ends QEMU (`nbd_blockdev_client_closed: Assertion
-/// qemu_in_main_thread() failed`) when a connection to a disk that an iothread works on is closed: seen with 7.2, and
-/// not with 10.0.
+/// Returns a finding for QEMU versions that are unsafe to read from. Up to QEMU 8 the server from which a disk is read
+/// ends QEMU (`nbd_blockdev_client_closed: Assertion qemu_in_main_thread() failed`) when a connection to a disk of an
+/// iothread is closed: seen with 7.2, and not with 10.0.
 fn is_read_at_its_peril(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
     const SAFE_SINCE: u32 = 9;
     let major = vm.program.version.split('.').next().and_then(|major| major.parse::<u32>().ok());
@@ -250,7 +250,7 @@ fn is_read_at_its_peril(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
     Some(finding(Severity::Blocker, "disk-iothread-copy", what, advice))
 }
 
-/// What travels is what the guest sees: the present content alone.
+/// Returns a finding for internal snapshots, because only the present content that the guest sees is copied.
 fn snapshots_left(disk: &Disk, accepted: bool) -> Option<Finding> {
     let severity = if accepted { Severity::Warning } else { Severity::Blocker };
     let what = format!(
@@ -266,7 +266,7 @@ fn snapshots_left(disk: &Disk, accepted: bool) -> Option<Finding> {
     (!disk.snapshots.is_empty()).then(|| finding(severity, "disk-snapshots-copy", what, advice))
 }
 
-/// They are of the image at the source, and what is written there is nobody's any more.
+/// Returns a finding for dirty bitmaps: they belong to the image at the source, which does not record later writes.
 fn bitmaps_left(disk: &Disk) -> Option<Finding> {
     let what = format!(
         "disk {} has dirty bitmaps of a backup program ({}), which its copy will not have",
@@ -278,7 +278,7 @@ fn bitmaps_left(disk: &Disk) -> Option<Finding> {
 }
 
 impl DiskPlan {
-    /// What the images will take, for a promise.
+    /// Returns the needs of the images, for a reservation.
     pub(super) fn images(&self) -> Vec<ImageNeed> {
         let need = |disk: &Planned| ImageNeed {
             path: disk.place.path.clone(),
@@ -288,7 +288,7 @@ impl DiskPlan {
         self.copied.iter().map(need).collect()
     }
 
-    /// What the pool says to them beside what others there will still take.
+    /// Returns the pool's findings about the images, given the space that other arrivals will still use.
     pub(super) fn room(&self, pool: Option<&Pool>, owed_bytes: u64) -> Vec<Finding> {
         let needed_bytes = self.copied.iter().map(|disk| disk.needed_bytes).fold(0, u64::saturating_add);
         let pool = pool.filter(|_| !self.copied.is_empty());
@@ -296,7 +296,7 @@ impl DiskPlan {
     }
 }
 
-/// What is left to be seen at the destination: files that only copied disks have need not be there.
+/// Returns the files that must exist at the destination: files that only copied disks have are omitted.
 pub(super) fn still_needed(
     files: Vec<NeededFile>,
     vm: &VmDescription,
@@ -317,8 +317,8 @@ pub(super) fn still_needed(
     files.into_iter().filter(|file| !only_copied(file)).collect()
 }
 
-/// A started QEMU that has not opened an image that was made for it, or has it twice, would run its guest with another
-/// disk than the one that is copied.
+/// Returns a finding for a started QEMU that has not opened an image that was made for it, or has it open twice: it
+/// would run its guest with another disk than the copied one.
 pub(super) fn not_opened(images: &[PathBuf], open: &[String]) -> Option<Finding> {
     let times = |image: &Path| open.iter().filter(|file| Path::new(file) == image).count();
     let image = images.iter().find(|image| times(image) != 1)?;
@@ -329,8 +329,7 @@ pub(super) fn not_opened(images: &[PathBuf], open: &[String]) -> Option<Finding>
     Some(finding(Severity::Blocker, "disk-unclear", what, "this is an error of Whimbrel; please report it"))
 }
 
-/// Whether it can be seen that the disk is not on storage that both hosts see. Where nothing can be seen, the user has
-/// to say what he wants.
+/// True if the disk is known not to be on shared storage. If nothing is known, the user has to choose.
 fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
     let Some(file) = &disk.file else { return false };
     let sight = sights.iter().find(|sight| sight.option.is_none() && sight.path == *file);
@@ -345,11 +344,11 @@ fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
     })
 }
 
-/// A word that no other migration has, whatever became of the journals: what is removed by its name is removed by
-/// nobody else's.
+/// Returns a word that no other migration has, even if journals were lost: removing files with this name never removes
+/// another migration's files.
 pub(super) fn unique() -> String {
     let mut word = [0_u8; 8];
-    // Without the kernel's numbers the clock has to do.
+    // Without random numbers from the kernel the clock is used.
     if rustix::rand::getrandom(&mut word, rustix::rand::GetRandomFlags::empty()) != Ok(word.len()) {
         word = crate::report::unix_ms_now().to_be_bytes();
     }

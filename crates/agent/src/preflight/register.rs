@@ -1,9 +1,10 @@
-//! The register of owners that the two sides of a migration ask.
+//! The ownership registry of the two sides of a migration.
 
 use proto::HostId;
 use proto::message::{Finding, Proposal, Severity};
 
-/// Both sides must ask the same register, or none, and it lives on neither.
+/// Returns a finding if the hosts do not use the same ownership registry, or none, or if the registry is on one of the
+/// two hosts.
 pub(super) fn finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal) -> Option<Finding> {
     let what = match (here, &proposal.witness) {
         (Some(_), None) => "this host has a register of owners, the source has none".to_owned(),
@@ -12,7 +13,7 @@ pub(super) fn finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal)
             format!("the source asks the register of owners at {theirs}, this host the one at {ours}")
         }
         (Some(witness), _) if witness == from => "the register of owners is on the source".to_owned(),
-        // The epoch is read when it begins.
+        // The epoch is read when the migration begins.
         (Some(_), Some(_)) if proposal.register_epoch.is_none() && !proposal.check_only => {
             "the source names a register of owners and not what it read there".to_owned()
         }

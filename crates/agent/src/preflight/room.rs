@@ -1,9 +1,9 @@
-//! How much room what is in a guest's disks takes where it is copied to.
+//! Space that the content of a guest's disks needs at the destination.
 //!
-//! What an image takes on its host may be far less: qcow2 has compressed clusters, some file systems compress what is
-//! written to them, and a copy is not compressed. So the map of what the image holds is asked for, too, from outside,
-//! because a guest whose move is only thought about is not to notice. QEMU may keep some of its map to itself for a while:
-//! the larger of the two counts.
+//! An image may use far less space on its host: qcow2 has compressed clusters, some file systems compress their files,
+//! and a copy is not compressed. So the image's allocation map is read, too, from outside QEMU, because a guest whose
+//! migration is only considered must not be disturbed. QEMU may keep a part of its map in memory for a while: the
+//! larger of the two values counts.
 
 use std::ops::Range;
 use std::path::Path;
@@ -16,19 +16,19 @@ use qemu::describe::Disk;
 use super::disks::unique;
 use crate::verification::DiskImage;
 
-/// In such pieces images take their room: clusters of qcow2, chunks of thin pools, in bytes.
+/// Unit in which images allocate space, in bytes: clusters of qcow2, chunks of thin pools.
 const PIECE_BYTES: u64 = 64 << 10;
-/// How long all disks together are looked at. Where that does not do, what the image takes on its host has to.
+/// Time limit for the maps of all disks together. After it the space that the image uses on its host counts.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Of a disk at a time, in bytes.
+/// Part of a disk that is read at a time, in bytes.
 const STEP_BYTES: u64 = 16 << 30;
 
-/// What the sockets of such looks end with.
+/// Extension of the sockets of such servers.
 const SOCKET: &str = "room";
 
-/// Looks at the images of disks that may be copied; `run_dir` is for sockets of servers.
+/// Measures the images of disks that may be copied; `run_dir` is for sockets of servers.
 pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &Path) {
-    // A VM that begins to move may be looked at by somebody else as well.
+    // Another check of the same VM may run at the same time.
     let socket = &run_dir.join(unique()).with_extension(SOCKET);
     let deadline = Instant::now() + PATIENCE;
     for wanted in proposed.iter_mut().filter(|disk| disk.wanted != DiskWish::Shared) {
@@ -37,7 +37,7 @@ pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &P
         match content_bytes(&image, socket, deadline) {
             Ok(Some(bytes)) => wanted.allocated_bytes = wanted.allocated_bytes.max(bytes).min(wanted.bytes),
             Ok(None) => tracing::info!(disk = wanted.name, "its map takes too long to look at"),
-            // It may not be there by its name: a descriptor, a server with a password.
+            // The image may not be reachable by its name: a descriptor, a server with a password.
             Err(error) => tracing::info!(
                 disk = wanted.name,
                 error = crate::chain(&error),
@@ -47,8 +47,8 @@ pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &P
     }
 }
 
-/// Ends the servers that an agent before this one started for such a look when it was killed: they would wait for ever, and
-/// keep their images.
+/// Ends the servers for such measurements that a previous agent left when it was killed: they would wait for ever, and
+/// keep their images open.
 pub(crate) fn end_looks(run_dir: &Path) {
     let Ok(entries) = std::fs::read_dir(run_dir) else { return };
     let sockets = entries.flatten().map(|entry| entry.path());
@@ -60,7 +60,7 @@ pub(crate) fn end_looks(run_dir: &Path) {
     }
 }
 
-/// What the pieces take that are not all zeros; none if that is not known in time.
+/// Returns the size of all units that are not all zeros; none if it is not known in time.
 fn content_bytes(image: &DiskImage, socket: &Path, deadline: Instant) -> Result<Option<u64>, ImageError> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
@@ -78,7 +78,7 @@ fn content_bytes(image: &DiskImage, socket: &Path, deadline: Instant) -> Result<
     Ok(Some(in_pieces(&content)))
 }
 
-/// Bytes of all pieces that these ranges, which ascend, have a part of.
+/// Returns the size of all units that these ascending ranges touch, in bytes.
 fn in_pieces(content: &[Range<u64>]) -> u64 {
     let mut counted = 0;
     let pieces = content.iter().map(|range| {
@@ -105,7 +105,7 @@ mod tests {
             .spawn()
             .unwrap();
         let server = std::sync::Mutex::new(server);
-        // It listens when the kernel says so; whoever connects would end it.
+        // The kernel shows when it listens; a connection would end it.
         crate::testing::eventually("nobody listens", || {
             let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
             let listens = |line: &str| line.split_whitespace().nth(3) == Some("00010000");
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(in_pieces(&[]), 0);
         let one = |range: Range<u64>| in_pieces(std::slice::from_ref(&range));
         assert_eq!(one(0..1), PIECE_BYTES);
-        // Two in one piece, one over a border, one that follows it.
+        // Two in one unit, one across a border, one that follows it.
         let scattered = [4 * KIB..8 * KIB, 60 * KIB..64 * KIB, 127 * KIB..129 * KIB, 129 * KIB..192 * KIB];
         assert_eq!(in_pieces(&scattered), 3 * PIECE_BYTES);
         assert_eq!(one(PIECE_BYTES..3 * PIECE_BYTES), 2 * PIECE_BYTES);

@@ -1,7 +1,7 @@
 //! Images on storage that both hosts see, which the arrived guest will write to.
 //!
-//! QEMU opens them for writing only when the guest is to run, which is too late to be refused. Nothing is written to them
-//! here and no format is looked into: the source's QEMU is using them.
+//! QEMU opens them for writing only when the guest is to run, which is too late to be refused. These checks do not
+//! write to them and do not parse their format: the source's QEMU is using them.
 
 use std::fs::File;
 use std::io;
@@ -14,25 +14,25 @@ use rustix::fs::{SeekFrom, seek};
 
 use crate::disks::{KnownFile, opens_as};
 
-/// The alignment that QEMU assumes for direct I/O where it cannot find out.
+/// Alignment that QEMU assumes for direct I/O if it cannot determine one, in bytes.
 const LARGEST_BLOCK_BYTES: u64 = 4096;
 
 /// A file that the guest will write to.
 #[derive(Debug)]
 pub(super) struct SharedImage {
     path: PathBuf,
-    /// Whether it is a raw image that is used without the page cache.
+    /// True for a raw image that is used without the page cache.
     is_raw_and_direct: bool,
 }
 
 impl SharedImage {
-    /// What it is now.
+    /// Returns the current identity of the file.
     pub(super) fn known(&self) -> Option<KnownFile> {
         KnownFile::at(&self.path)
     }
 }
 
-/// The images of a guest's disks that are not copied, where they are files or devices of this host.
+/// Returns the images of a guest's shared disks that are files or devices of this host.
 pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<SharedImage> {
     let stays = |disk: &&qemu::describe::Disk| !disk.read_only && !here.images.contains_key(&disk.name);
     let files = vm.disks.iter().filter(stays).flat_map(|disk| {
@@ -47,7 +47,7 @@ pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<SharedImage> {
 }
 
 impl SharedImage {
-    /// Why the QEMU with this process id will not be able to write to it.
+    /// Returns a finding if the QEMU with this process id will not be able to write to the image.
     pub(super) fn refused(&self, pid: u32) -> Option<Finding> {
         if let Err(error) = opens_as(pid, &self.path) {
             return Some(blocker(
@@ -71,7 +71,7 @@ impl SharedImage {
         None
     }
 
-    /// Whether QEMU would assume an alignment to which the file's length does not fit.
+    /// True if QEMU would assume an alignment that the file's length is not a multiple of.
     fn has_no_alignment(&self) -> io::Result<bool> {
         let file = File::open(&self.path)?;
         let metadata = file.metadata()?;

@@ -1,8 +1,8 @@
-//! The trial of `--check`: the QEMU that the VM would get is started, looked at, and ended.
+//! The trial of `--check`: starts the QEMU that the VM would get, checks it, and ends it.
 //!
-//! Only a start shows that a port is free, that a tap is unused, and that the guest would have the same devices. Nothing
-//! of it stays, whenever the agent ends: the images of disks that would be copied have no names any more when QEMU opens
-//! them, and the directory is swept like that of a probe.
+//! Only a start shows that a port is free, that a tap is unused, and that the guest would have the same devices. The
+//! trial leaves nothing behind, whenever the agent ends: the images of disks that would be copied have no names any
+//! more when QEMU opens them, and the directory is removed like that of a probe.
 
 use std::fs::{File, OpenOptions, remove_file};
 use std::os::fd::AsRawFd as _;
@@ -22,7 +22,7 @@ use super::{Compared, Considered, Planned};
 use crate::context::Context;
 use crate::destination::{ArriveError, Arriving, Traces};
 
-/// What a trial needs.
+/// A prepared trial.
 pub(crate) struct Trial {
     compared: Compared,
     launch: Launch,
@@ -33,7 +33,7 @@ pub(crate) struct Trial {
 }
 
 impl Trial {
-    /// Makes what a proposal that can be taken would need, under other names.
+    /// Makes the files that an acceptable proposal needs, under other names.
     ///
     /// # Errors
     /// When an image or the directory cannot be made.
@@ -62,10 +62,10 @@ impl Trial {
         Ok(Self { compared, launch, traces, blocks: proposal.ram, _images: images })
     }
 
-    /// Starts the QEMU, and ends it; the findings are those of a real start.
+    /// Starts QEMU, and ends it; the findings are those of a real start.
     ///
     /// # Errors
-    /// When it does not start, or is not what the guest needs.
+    /// When it does not start, or does not fit the guest.
     pub(crate) fn run(self, patience: Duration) -> Result<Vec<Finding>, ArriveError> {
         let Self { compared, launch, traces, blocks, _images: images } = self;
         traces.make_directory()?;
@@ -81,9 +81,9 @@ impl Trial {
     }
 }
 
-/// An image like the one that would be made for a disk, open and without a name.
+/// Makes an image like the one that would be made for a disk, open and without a name.
 fn stand_in(disk: &Planned, run_dir: &Path) -> Result<(NewImage, File), ImageError> {
-    // A volume would take its room at once; a file has the same bytes.
+    // A volume would allocate its space at once; a file has the same bytes.
     let directory = match disk.place.path.parent() {
         Some(parent) if !disk.place.is_device() => parent,
         _ => run_dir,
@@ -98,7 +98,7 @@ fn stand_in(disk: &Planned, run_dir: &Path) -> Result<(NewImage, File), ImageErr
     Ok((NewImage { path: held, is_device: false, ..disk.new_image() }, file))
 }
 
-/// What a QEMU that was started said, or the findings that say why there is none.
+/// Returns the result of a QEMU that was started, or findings with the reason for its failure.
 pub(crate) fn started_or_why_not<T>(started: Result<T, ArriveError>) -> Result<T, Vec<Finding>> {
     started.map_err(|error| {
         const SEE_DISK: &str = "see that the destination's disk is not full";

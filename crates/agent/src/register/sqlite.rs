@@ -1,4 +1,4 @@
-//! The register in a database.
+//! The ownership registry in a database.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -16,68 +16,68 @@ const FILE_NAME: &str = "register.sqlite";
 /// The newest format that this version knows.
 const FORMAT: i64 = 1;
 
-/// A register in an SQLite database. Every change is on stable storage before it is answered.
+/// An ownership registry in an SQLite database. Every change is on stable storage before it is answered.
 #[derive(Debug)]
 pub struct SqliteRegister {
     connection: Mutex<Connection>,
     path: PathBuf,
 }
 
-/// Why the register cannot be used.
+/// Reason for which the registry cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     /// The database cannot be opened.
     #[error("cannot open the register {path}; check `state_dir` in the configuration, its permissions and the room on its disk", path = path.display())]
     Open {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// What SQLite says.
+        /// Error of SQLite.
         source: rusqlite::Error,
     },
-    /// Written by a newer version of this program.
+    /// The database was written by a newer version of this program.
     #[error("the register {path} has format {found}, this version knows up to {FORMAT}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
     Newer {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// Its format.
+        /// Format of the database.
         found: i64,
     },
     /// A request was not carried out and never will be.
     #[error("the register {path} could not do it; nothing changed", path = path.display())]
     NotDone {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// What SQLite says.
+        /// Error of SQLite.
         source: rusqlite::Error,
     },
     /// A record that cannot be read or written as JSON. Nothing changed.
     #[error("a record in the register {path} is damaged; nothing changed", path = path.display())]
     Record {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Error of the conversion.
         source: serde_json::Error,
     },
-    /// Its files cannot be kept from other users.
+    /// Other users' permissions cannot be removed from its files.
     #[error("cannot keep {path} from other users; check `state_dir` in the configuration and its permissions", path = path.display())]
     Private {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// Why.
+        /// Error of the file system.
         source: std::io::Error,
     },
-    /// The transaction's end failed: it may have reached the disk, or not.
+    /// The commit failed: the transaction may have reached the disk, or not.
     #[error("the register {path} may have done it or not", path = path.display())]
     Unknown {
-        /// The database.
+        /// Path of the database.
         path: PathBuf,
-        /// What SQLite says.
+        /// Error of SQLite.
         source: rusqlite::Error,
     },
 }
 
 impl SqliteRegister {
-    /// Opens the register in a state directory, makes it if there is none.
+    /// Opens the registry in a state directory, makes it if there is none.
     pub fn open(state_dir: &Path) -> Result<Self, RegisterError> {
         let path = state_dir.join(FILE_NAME);
         let failed = |source| RegisterError::Open { path: path.clone(), source };
@@ -109,7 +109,7 @@ impl SqliteRegister {
         let (RegisterRequest::Read { vm } | RegisterRequest::CompareAndSet { vm, .. }) = request;
 
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        // Immediate: nobody else writes between comparing and setting, in this process or another one.
+        // Immediate: no other writer changes a record between comparing and setting, in this process or another one.
         let transaction =
             connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(not_done)?;
         let text: Option<String> = transaction
@@ -132,7 +132,7 @@ impl SqliteRegister {
         Ok(reply)
     }
 
-    /// All records, by VM.
+    /// Returns all records, by VM.
     pub fn all(&self) -> Result<Vec<(VmName, Ownership)>, RegisterError> {
         let not_done = |source| RegisterError::NotDone { path: self.path.clone(), source };
         let damaged = |source| RegisterError::Record { path: self.path.clone(), source };

@@ -14,7 +14,7 @@ use proto::message::{Message, RegisterReply};
 
 use super::*;
 
-/// Far longer than anything here takes.
+/// Far longer than any step of these tests.
 const LONG: Duration = Duration::from_mins(1);
 
 fn host(name: &str) -> HostId {
@@ -37,7 +37,7 @@ fn endpoint(name: &str) -> Endpoint {
     Endpoint::new(host(name), Security::Plain)
 }
 
-/// A witness on a port of its own; what it does with an arrival is the test's.
+/// Starts a witness on a port of its own; the test defines how it handles an arrival.
 fn witness(handler: impl Fn(Arrival) + Send + Sync + 'static) -> (Serving, Peer) {
     let listener = Listener::bind(endpoint("witness"), "127.0.0.1:0").unwrap();
     let peer = Peer { host: host("witness"), address: listener.address().to_string() };
@@ -68,7 +68,7 @@ fn a_record_is_compared_before_it_is_set() {
 #[test]
 fn of_many_who_want_it_one_gets_it() {
     let folder = tempfile::tempdir().unwrap();
-    // Two doors to one database, as two processes would have.
+    // Two connections to one database, as two processes would have.
     let doors = [0, 1].map(|_| SqliteRegister::open(folder.path()).unwrap());
     doors[0].ask(&enrol(web(), Epoch(0), host("h0")));
     let winners = Mutex::new(Vec::new());
@@ -101,7 +101,7 @@ fn of_many_who_want_it_one_gets_it() {
     }
 }
 
-/// Not a test of its own: what [`a_killed_register_keeps_what_it_has_answered`] runs as another process and kills.
+/// Not a test of its own: [`a_killed_register_keeps_what_it_has_answered`] runs it as another process and kills that.
 #[test]
 fn victim_that_sets_until_it_is_killed() {
     let Ok(directory) = std::env::var("WHIMBREL_TEST_REGISTER") else { return };
@@ -175,7 +175,7 @@ fn a_witness_answers_over_the_network_and_hosts_have_a_say_in_their_own_only() {
 
 #[test]
 fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
-    // Nobody there: certainly not carried out.
+    // No server: certainly not carried out.
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let nobody = Peer { host: host("witness"), address: closed.to_string() };
     assert_eq!(client("alpha", &nobody).read(&web()), RegisterAnswer::Unreachable);
@@ -193,7 +193,7 @@ fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
     assert_eq!(client("alpha", &peer).ask(&enrol(web(), Epoch(1), host("alpha"))), RegisterAnswer::Unknown);
     assert_eq!(register.read(&web()), stands(1, "alpha"), "it had been carried out");
 
-    // Received, not carried out, no answer: to the client it looks the same.
+    // Received, not carried out, no answer: the client cannot distinguish this from the case before.
     let (_serving, peer) = witness(|arrival| drop(arrival.accept().unwrap().recv(None)));
     assert_eq!(client("beta", &peer).read(&web()), RegisterAnswer::Unknown);
 }
@@ -231,7 +231,7 @@ fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
 fn a_witness_that_came_back_is_reached_again() {
     let folder = tempfile::tempdir().unwrap();
     let register = Arc::new(SqliteRegister::open(folder.path()).unwrap());
-    // Each connection serves one request and ends, as a witness does that is restarted all the time.
+    // Each connection serves one request and ends, like a witness that is restarted all the time.
     let asked = Arc::new(Mutex::new(BTreeSet::new()));
     let (behind, seen) = (Arc::clone(&register), Arc::clone(&asked));
     let (_serving, peer) = witness(move |arrival| {
@@ -243,7 +243,7 @@ fn a_witness_that_came_back_is_reached_again() {
     });
     let alpha = client("alpha", &peer);
     assert_eq!(alpha.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
-    // Whatever the dead connection makes of the next ones, soon an answer comes.
+    // Requests on the dead connection may fail, but soon an answer arrives.
     let deadline = Instant::now() + LONG;
     while alpha.read(&web()) != stands(1, "alpha") {
         assert!(Instant::now() < deadline, "the register is never reached again");

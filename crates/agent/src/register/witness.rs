@@ -1,4 +1,4 @@
-//! A register at another agent: the side that asks and the side that answers.
+//! An ownership registry at another agent: the client and the server.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use super::Register;
 use super::sqlite::{RegisterError, SqliteRegister};
 use crate::api::with_causes;
 
-/// A connection that was idle for longer is tried with a ping before a request is risked on it: a request that goes
-/// into a dead connection has an unknown outcome, a ping has none.
+/// Idle time after which a connection is tested with a ping before a request is sent on it: a request on a dead
+/// connection has an unknown outcome, a ping has none.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// Asks a witness. Keeps its connection: asking must not cost a handshake while a guest stands still.
+/// Client of a witness. Keeps its connection, so that a request needs no handshake while a guest is stopped.
 #[derive(Debug)]
 pub struct WitnessClient {
     endpoint: Endpoint,
@@ -33,17 +33,18 @@ struct Kept {
 }
 
 impl WitnessClient {
-    /// A client of a witness, with the longest times to wait for a connection and for a reply. Nothing is sent yet.
+    /// Creates a client of a witness, with the longest times to wait for a connection and for a reply. Sends nothing
+    /// yet.
     pub fn new(endpoint: Endpoint, witness: Peer, connect: Duration, reply: Duration) -> Self {
         Self { endpoint, witness, connect, reply, kept: Mutex::new(None) }
     }
 
-    /// The witness's name.
+    /// Returns the witness's name.
     pub fn witness(&self) -> &HostId {
         &self.witness.host
     }
 
-    /// The kept connection if it is alive, or a new one.
+    /// Returns the kept connection if it is alive, or a new one.
     fn connection(&self, kept: Option<Kept>) -> Option<Connection> {
         if let Some(Kept { mut connection, used }) = kept
             && (used.elapsed() < FRESH || self.ping(&mut connection))
@@ -67,14 +68,14 @@ impl WitnessClient {
             )
     }
 
-    /// The reply, and whether the connection can be used again.
+    /// Sends a request and returns the reply; after an error the connection must not be used again.
     fn exchange(
         &self,
         connection: &mut Connection,
         request: &RegisterRequest,
     ) -> Result<RegisterReply, Answer> {
         if let Err(error) = connection.send(&Message::Register(request.clone())) {
-            // The socket has not taken all of the frame, so the witness cannot have the request.
+            // The socket has not accepted all of the frame, so the witness cannot have the request.
             tracing::warn!(error = with_causes(&error), "the register cannot be asked");
             return Err(Answer::Unreachable);
         }
@@ -101,25 +102,25 @@ impl Register for WitnessClient {
                 *kept = Some(Kept { connection, used: Instant::now() });
                 Answer::from_reply(request, reply)
             }
-            // The connection is dropped: a reply that comes late must not be taken for the next one's.
+            // The connection is dropped: a late reply must not be mistaken for the reply to the next request.
             Err(answer) => answer,
         }
     }
 }
 
-/// Serves a register to other agents.
+/// Serves an ownership registry to other agents.
 #[derive(Clone, Debug)]
 pub struct WitnessServer {
     register: Arc<SqliteRegister>,
 }
 
 impl WitnessServer {
-    /// Serves this register.
+    /// Creates a server of this registry.
     pub fn new(register: Arc<SqliteRegister>) -> Self {
         Self { register }
     }
 
-    /// Accepts an arrival whose purpose is the register and serves it until it ends. To be called from a thread of its
+    /// Accepts an arrival whose purpose is the registry and serves it until it ends. To be called from a thread of its
     /// own, such as the one that the listener calls its handler from.
     pub fn serve(&self, arrival: Arrival) {
         let host = arrival.host().clone();
@@ -159,7 +160,7 @@ impl WitnessServer {
         }
     }
 
-    /// The reply, or none when the outcome is not known here either.
+    /// Returns the reply, or none if the outcome is not known here either.
     fn answer(&self, host: &HostId, request: &RegisterRequest) -> Option<RegisterReply> {
         if let Some(reason) = not_theirs(host, request) {
             tracing::warn!(%host, ?request, "refused");
@@ -184,7 +185,8 @@ impl WitnessServer {
     }
 }
 
-/// A host may take what is its own to take or to give: a third one has no say between two others.
+/// Returns the reason for which a host may not make a request: a host may change only records that it owns, or make
+/// itself the owner, but not act between two other hosts.
 fn not_theirs(host: &HostId, request: &RegisterRequest) -> Option<String> {
     let RegisterRequest::CompareAndSet { vm, expected, new } = request else { return None };
     let gives = expected.as_ref().is_some_and(|(_, owner)| owner == host);

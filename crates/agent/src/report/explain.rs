@@ -1,4 +1,4 @@
-//! Why a migration sent as much as it did, from its report.
+//! Explanation of the amount of data that a migration sent, from its report.
 
 use std::fmt::Write as _;
 
@@ -7,14 +7,14 @@ use proto::limits::PAGE_BYTES;
 use super::text::{bytes, empty_pages, seconds, table};
 use super::{Report, Round};
 
-/// Why pages were sent.
+/// Reason for which pages were sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
-    /// Disks go before memory.
+    /// Disks are sent before memory.
     DisksAhead,
-    /// The round in which all of memory goes.
+    /// The first pass over all memory.
     FirstTime,
-    /// The guest wrote to them while it ran, or the destination had not what was believed.
+    /// The guest wrote to them while it ran, or the destination could not apply a page reference or delta.
     Written,
     /// The guest was stopped.
     Stopped,
@@ -27,7 +27,8 @@ const CAUSES: [(Cause, &str); 4] = [
     (Cause::Stopped, "at the stop"),
 ];
 
-/// Text: pages by why they were sent and what went for them, and what else was sent. Ends with a newline.
+/// Returns a text: pages by the reason for sending them and the form in which they were sent, and other sent data. Ends
+/// with a newline.
 pub fn explain(report: &Report) -> String {
     let heading =
         ["why", "pages", "empty", "soft", "there", "delta", "full", "of", "sent"].map(str::to_owned);
@@ -85,7 +86,7 @@ pub fn explain(report: &Report) -> String {
     text
 }
 
-/// Of each round why it was.
+/// Returns the cause of each round.
 fn causes(report: &Report) -> Vec<Cause> {
     let cause = |round: &Round| match round.pass {
         _ if round.stopped => Cause::Stopped,

@@ -1,73 +1,75 @@
-//! How less was sent, in the report.
+//! Reductions of the sent data, in the report.
 
 use serde::{Deserialize, Serialize};
 
 use crate::api::SoftPages;
 
-/// What compression did. Data is what is left of pages when zeros, holes and references are taken away.
+/// Statistics of compression. Data is the content of pages without zero pages, holes and page references.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Compression {
-    /// What was wanted (`auto`, `lz4`, `zstd:3`).
+    /// The requested compression (`auto`, `lz4`, `zstd:3`).
     pub wanted: String,
     /// All data, in bytes.
     pub data_bytes: u64,
-    /// The part of it that was sent compressed, in bytes before that; the rest was not worth it.
+    /// The part of the data that was sent compressed, in bytes before compression; compressing the rest was not
+    /// worthwhile.
     pub packed_bytes: u64,
-    /// What was sent for all of it, in bytes.
+    /// Bytes that were sent for all of the data.
     pub wire_bytes: u64,
-    /// Processor time of compressing, and of trying ways out, in microseconds.
+    /// CPU time of compression, and of trying levels, in microseconds.
     pub pack_cpu_us: u64,
-    /// Of the data, what went before `auto` could pick anything: compressed as the link took it, in bytes.
+    /// The part of the data that was sent before `auto` could choose a level, in bytes; it was compressed as the link
+    /// required.
     pub opening_bytes: u64,
-    /// What `auto` picked, and when: the first hundred times.
+    /// The first hundred choices of `auto`, with their times.
     pub ways: Vec<PickedWay>,
 }
 
-/// Pages of which only what changed was sent.
+/// Statistics of deltas: pages of which only the changes were sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Deltas {
-    /// When pages began to be marked, since the migration was asked for, in microseconds.
+    /// Time at which pages began to be marked, since the request for the migration, in microseconds.
     pub since_us: u64,
-    /// How many pages, without those that the destination refused.
+    /// Number of pages, without those that the destination refused.
     pub pages: u64,
-    /// How long they are, in bytes.
+    /// Full size of these pages, in bytes.
     pub page_bytes: u64,
-    /// What was sent for all of them, before it was compressed, in bytes.
+    /// Bytes sent for all of them, before compression.
     pub changed_bytes: u64,
-    /// Processor time of marking all pages and of comparing the marks, in microseconds.
+    /// CPU time of marking all pages and of comparing the marks, in microseconds.
     pub mark_cpu_us: u64,
 }
 
-/// What a guest said of its memory, and what became of that.
+/// Statistics of free page hints from the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Soft {
-    /// What was not to be sent.
+    /// The kinds of pages that were to be omitted.
     pub wanted: SoftPages,
-    /// How often it answered completely.
+    /// Number of complete answers.
     pub answers: u64,
-    /// The longest that an answer took, in microseconds.
+    /// Longest time for an answer, in microseconds.
     pub longest_answer_us: u64,
-    /// Its kernel looks at what is in free pages: they were sent.
+    /// True if the guest's kernel checks the content of free pages: they were sent.
     pub poisoned: bool,
-    /// Pages of the page cache that were put off.
+    /// Pages of the page cache that were deferred.
     pub put_off_pages: u64,
-    /// Those of them that were free before the stop; the others were sent.
+    /// The part of these that was free before the stop; the others were sent.
     pub given_back_pages: u64,
-    /// What did not work.
+    /// Failures, as text.
     pub notes: Vec<String>,
 }
 
-/// A way to compress that was picked.
+/// A compression level that `auto` chose.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PickedWay {
-    /// Since the migration was asked for, in microseconds.
+    /// Time since the request for the migration, in microseconds.
     pub at_us: u64,
-    /// Which way (`none`, `lz4`, `zstd:3`).
+    /// Name of the level (`none`, `lz4`, `zstd:3`).
     pub way: String,
-    /// What the link seemed to carry, in bytes per second.
+    /// Estimated rate of the link, in bytes per second.
     pub link_bytes_per_s: u64,
 }

@@ -8,7 +8,7 @@ use proto::limits::PAGE_BYTES;
 use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, PostCopy, Report, Round, Waiting};
 
 impl Outcome {
-    /// The outcome in words.
+    /// Returns the outcome as text.
     pub fn words(self) -> &'static str {
         match self {
             Self::Underway => "under way",
@@ -22,7 +22,7 @@ impl Outcome {
     }
 }
 
-/// Text of a report: heading, rounds, downtime, what was found. Ends with a newline.
+/// Formats a report: heading, rounds, downtime, findings. Ends with a newline.
 pub fn render(report: &Report) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
@@ -47,7 +47,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
             report.objective.max_downtime_ms
         )?;
     }
-    // The images of one that ended before are removed again.
+    // After an earlier end the images are removed again.
     let copied = match report.outcome {
         Outcome::Underway | Outcome::Moved | Outcome::InDoubt => "copied to",
         Outcome::Aborted | Outcome::Cancelled | Outcome::Ended | Outcome::Returned => "was to be copied to",
@@ -111,7 +111,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
             percent(most_permille.unwrap_or(meanwhile))
         )?;
         write!(out, "              copying nice {nicest}")?;
-        // Niceness comes first: without more than that there is nothing else to tell.
+        // Niceness is the first restraint: without further ones there is nothing else to report.
         if let (Some(threads), Some(factor @ 2..)) = (fewest_threads, longest_interval_factor) {
             let threads = if threads == 1 { "1 thread".to_owned() } else { format!("{threads} threads") };
             write!(out, ", {threads} at a time, looks {factor} times as far apart")?;
@@ -169,7 +169,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     Ok(())
 }
 
-/// What compression did, in a line.
+/// Formats the statistics of compression in a line.
 fn compressed(compression: &Compression) -> String {
     let Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, opening_bytes, ways } =
         compression;
@@ -190,11 +190,11 @@ fn compressed(compression: &Compression) -> String {
     )
 }
 
-/// Of very many rounds so many are shown at the beginning, and at the end.
+/// Numbers of rounds that are shown from the beginning, and from the end, of a long list.
 const FIRST_ROUNDS: usize = 8;
 const LAST_ROUNDS: usize = 24;
 
-/// Two tables, each of which fits on a terminal of 80 columns: how it went, and what was in the rounds.
+/// Formats two tables, each of which fits on a terminal of 80 columns: the course of the rounds, and their pages.
 fn rounds(all: &[Round]) -> String {
     let last = all.len().saturating_sub(LAST_ROUNDS).max(FIRST_ROUNDS.min(all.len()));
     let (first, rest) = all.split_at(FIRST_ROUNDS.min(all.len()));
@@ -278,12 +278,12 @@ fn parts(downtime: &Downtime) -> String {
     table(&rows)
 }
 
-/// Pages of which next to nothing was sent, because there is next to nothing in them.
+/// Returns the number of pages that are sent with next to no bytes, because they are zeros, holes or filled.
 pub(super) fn empty_pages(round: &Round) -> u64 {
     [round.zero_pages, round.hole_pages, round.filled_pages].into_iter().fold(0, u64::saturating_add)
 }
 
-/// Columns as wide as they have to be, numbers to the right, what is decided and names to the left.
+/// Formats columns of minimal width, numbers to the right, decisions and names to the left.
 pub(super) fn table<const N: usize>(rows: &[[String; N]]) -> String {
     let mut widths = [0; N];
     for row in rows {
@@ -308,7 +308,7 @@ fn known(text: Option<&str>) -> &str {
     text.unwrap_or("unknown")
 }
 
-/// A number of bytes with a binary unit, as `1.5 MiB`.
+/// Formats a number of bytes with a binary unit, as `1.5 MiB`.
 pub fn bytes(bytes: u64) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB"];
     if bytes < 1024 {
@@ -324,22 +324,22 @@ pub fn bytes(bytes: u64) -> String {
     format!("{value:.1} {}", units[unit])
 }
 
-/// A rate, as `1.5 MiB/s`.
+/// Formats a rate, as `1.5 MiB/s`.
 pub fn rate(bytes_per_s: u64) -> String {
     format!("{}/s", bytes(bytes_per_s))
 }
 
-/// A moment (RFC 3339, UTC) without its fraction of a second, as `2026-01-31T23:59:59Z`.
+/// Removes the fraction of a second from a time (RFC 3339, UTC), as `2026-01-31T23:59:59Z`.
 pub fn to_the_second(moment: &str) -> String {
     moment.split_once('.').map_or_else(|| moment.to_owned(), |(second, _)| format!("{second}Z"))
 }
 
-/// A duration in milliseconds, as `12.3 ms`.
+/// Formats a duration in milliseconds, as `12.3 ms`.
 pub fn milliseconds(us: u64) -> String {
     format!("{:.1} ms", us as f64 / 1e3)
 }
 
-/// A duration in seconds, as `1.234 s`.
+/// Formats a duration in seconds, as `1.234 s`.
 pub fn seconds(us: u64) -> String {
     format!("{:.3} s", us as f64 / 1e6)
 }

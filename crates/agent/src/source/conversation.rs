@@ -1,4 +1,4 @@
-//! Connections to the destination during the phases, and what is said and heard on them.
+//! Connections to the destination during the phases, and the messages on them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,8 @@ use super::phases::{Control, Failure, unexpected};
 use crate::peers;
 use crate::progress::Phase;
 
-/// How long a destination may take from hanging up to saying why, at least: it ends its QEMU in between.
+/// Minimum time that a destination has between closing its data streams and sending its reason: it ends its QEMU in
+/// between.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
 impl Driver {
@@ -27,7 +28,7 @@ impl Driver {
     }
 
     pub(super) fn connect_streams(&mut self) -> Result<Vec<DataStream>, peers::PeerError> {
-        // As the destination was told: it is another one's configuration that an agent finds that was started anew.
+        // The number in the proposal: an agent that restarts may have another configuration.
         let streams =
             self.proposal.as_ref().map_or(self.controls.aims().streams, |proposal| proposal.streams);
         let data = (0..streams).map(|stream| {
@@ -54,11 +55,12 @@ impl Driver {
         Ok(connection)
     }
 
-    /// Makes a new set of connections after a cut, for as long as the configuration has patience. The guest runs on.
+    /// Makes a new set of connections after a cut, and retries until the configured time is over. The guest keeps
+    /// running.
     pub(super) fn reconnect(&mut self, cargo: &Cargo, cause: String) -> Result<Sender, Failure> {
         self.phase(Phase::Reconnecting);
         self.note("link-lost", cause);
-        // Nothing is sent meanwhile, however slow the guest is.
+        // Nothing is sent in the meantime, no matter how slow the guest is.
         self.lift_slowing();
         let timeouts = &self.context.config.timeouts;
         let give_up = Instant::now() + Duration::from_millis(timeouts.give_up_after_ms);
@@ -90,8 +92,8 @@ impl Driver {
         }
     }
 
-    /// A destination that gives up says why on the control stream, and its data streams may end a moment before. One
-    /// that is not to be reached says nothing.
+    /// Waits for the reason of a destination that gives up: it sends the reason on the control stream, and its data
+    /// streams may end a moment before. An unreachable destination sends nothing.
     fn last_words(&mut self, patience: Duration) -> Result<(), Failure> {
         let until = Instant::now() + patience;
         while let Some(notice) = self.inbox.wait(until) {
@@ -125,7 +127,7 @@ impl Driver {
         self.send("cannot send to the destination", |writer| writer.send(message))
     }
 
-    /// Sends something on the control stream.
+    /// Runs `send` on the control stream's writer; `doing` begins the error message.
     pub(super) fn send(
         &mut self,
         doing: &str,
@@ -136,8 +138,9 @@ impl Driver {
         send(&mut control.writer).map_err(|error| self.why_unsent(link, doing, &error))
     }
 
-    /// A connection that takes nothing any more has ended for its reading thread too, whose last word is on its way. It
-    /// comes before the write's error, which may be only its echo: of a peer's nonsense, or of its last message.
+    /// Returns the failure behind a failed write. A connection that no longer accepts data has ended for its reading
+    /// thread too, whose last notice is about to arrive. That notice is reported instead of the write's error, which
+    /// may be only its consequence: of a peer's violation of the protocol, or of its last message.
     fn why_unsent(&mut self, link: u64, doing: &str, error: &LinkError) -> Failure {
         let deadline = Instant::now() + Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         while let Some(notice) = self.inbox.wait(deadline) {
@@ -162,14 +165,14 @@ impl Driver {
             {
                 return Ok(message);
             }
-            // However much else it says.
+            // This holds no matter how many other messages arrive.
             if Instant::now() >= deadline {
                 return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
             }
         }
     }
 
-    /// Lets some time pass, but not what happens in it.
+    /// Waits for some time, and handles the notices that arrive in it.
     pub(super) fn pause(&mut self, pause: Duration) -> Result<(), Failure> {
         let until = Instant::now() + pause;
         while let Some(notice) = self.inbox.wait(until) {
@@ -183,8 +186,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes what has come in while the guest runs. That the control stream has ended is then no more than any other
-    /// cut: it is mended before the next round is sent ([`Driver::send_looked`]).
+    /// Handles the notices that arrived while the guest runs. The end of the control stream is then like any other cut:
+    /// it is mended before the next round is sent ([`Driver::send_looked`]).
     pub(super) fn take_notices(&mut self) -> Result<(), Failure> {
         while let Some(notice) = self.inbox.waiting() {
             match notice {
@@ -202,19 +205,20 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes what has come in. An error where there is no control stream: the guest stands still, or is about to.
+    /// Handles the notices that arrived. Fails without a control stream: the guest is stopped, or about to be.
     pub(super) fn take_last_notices(&mut self) -> Result<(), Failure> {
         self.take_notices()?;
         if self.control.is_none() { Err(self.control_is_lost()) } else { Ok(()) }
     }
 
-    /// What has ended the control stream.
+    /// Returns the failure for a lost control stream.
     pub(super) fn control_is_lost(&self) -> Failure {
         let why = self.control_lost.as_deref().unwrap_or("it was ended on this side");
         Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {why}"))
     }
 
-    /// After a broken round: notices that end the migration come before the cut, which may be only their echo.
+    /// Handles notices after a broken round: those that end the migration are reported instead of the cut, which may be
+    /// only their consequence.
     pub(super) fn take_notices_or(&mut self, cause: &::memory::SendError) -> Result<(), Failure> {
         let connection = cause.is_connection() || matches!(cause, ::memory::SendError::Cancelled);
         while let Some(notice) = self.inbox.waiting() {
@@ -228,24 +232,24 @@ impl Driver {
         if connection { Ok(()) } else { Err(Failure::local("cannot send the guest's memory", cause)) }
     }
 
-    /// Whether a connection is the present one for messages.
+    /// Returns true if `link` is the present control connection.
     pub(super) fn is_control(&self, link: u64) -> bool {
         self.control.as_ref().is_some_and(|control| control.link == link)
     }
 
-    /// Deals with a notice during the phases: a message is given back, the rest ends the migration or is answered.
+    /// Handles a notice during the phases: a message is returned, everything else ends the migration or is answered.
     pub(super) fn noticed(&mut self, notice: Notice) -> Result<Option<Message>, Failure> {
         match notice {
-            // What was said on a connection that has been replaced answers no question of the present one.
+            // A message on a connection that has been replaced answers no question of the present one.
             Notice::Message { link: Some(link), .. } if !self.is_control(link) => Ok(None),
             Notice::Message { message: Message::Ping, .. } => {
                 self.say(&Message::Pong)?;
                 Ok(None)
             }
             Notice::Message { message: Message::Pong, .. } | Notice::Event(SourceEvent::Repeat) => Ok(None),
-            // What is told of templates when nobody waits for it any more.
+            // An answer about templates that arrives after the source stopped waiting.
             Notice::Message { message: Message::Known { .. }, .. } if !self.seeking => Ok(None),
-            // Of another attempt.
+            // This concerns another attempt.
             Notice::Message { message: Message::Refused { epoch, .. }, .. } | Notice::Asked { epoch, .. }
                 if epoch != self.terms.epoch() =>
             {
@@ -256,7 +260,7 @@ impl Driver {
                 format!("the destination gave up: {reason}"),
             )),
             Notice::Message { link: Some(_), message } => Ok(Some(message)),
-            // Answers come on the connection on which the question went.
+            // Answers arrive on the connection that the question was sent on.
             Notice::Message { link: None, message } => Err(unexpected(&message)),
             Notice::Lost { link, error } if self.is_control(link) => {
                 self.control_lost = error;
@@ -264,7 +268,7 @@ impl Driver {
             }
             Notice::Lost { .. } => Ok(None),
             Notice::ServingEnded { generation, .. } if generation != self.generation => Ok(None),
-            // The guest still stands still here.
+            // The guest is still stopped at the source.
             Notice::ServingEnded { error, .. } => Err(Failure::new(SourceEvent::PeerLost, error)),
             Notice::Asked { epoch, reply } => {
                 if matches!(self.state, SourceState::Stopped { .. }) {

@@ -1,4 +1,4 @@
-//! What people get to know of a migration, and its last entries.
+//! Reports of a migration to users, and its last journal entries.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +15,8 @@ use crate::report::Outcome;
 use crate::source::vm::SourceVm;
 
 impl Driver {
-    /// The first reason is the one that people need to know; what follows from it is noise.
+    /// Records the reason of a migration's end. The first reason is the one that users need; later ones are only its
+    /// consequences.
     pub(super) fn because(&mut self, reason: &str) {
         self.telemetry.update(|progress| {
             progress.message.get_or_insert_with(|| reason.to_owned());
@@ -125,10 +126,10 @@ impl Driver {
             } else if report == SourceReport::Incomplete
                 && (was_unreachable || progress.standing == Standing::InDoubt)
             {
-                // Its state is known again: pages go on.
+                // The VM's state is known again: pages are sent again.
                 (progress.standing, progress.message) = (Standing::Underway, Some(reason.unwrap_or(text)));
             } else if outcome.is_some() && (was_unreachable || progress.standing == Standing::InDoubt) {
-                // What was to be done meanwhile is no longer to be done.
+                // Advice that was shown in the meantime is no longer valid.
                 progress.message = Some(reason.unwrap_or(text));
             } else {
                 progress.message.get_or_insert(text.clone());
@@ -136,7 +137,7 @@ impl Driver {
         });
     }
 
-    /// The matter is settled: last entries, report, and what waits to be told.
+    /// Ends a settled migration: last journal entries, report, final progress.
     pub(super) fn end(&mut self) {
         let known = self.cargo.take().and_then(|cargo| Some((cargo.ram_blocks(), cargo.known()?)));
         self.telemetry.follow(None);
@@ -179,7 +180,7 @@ impl Driver {
         if let Err(error) = journal.put_report(&report) {
             warn!(migration = %id, error = crate::chain(&error), "the report is not in the journal");
         }
-        // Until it is in the journal, this agent must not forget it: the next one would take the VM for its own.
+        // The agent retries until the end is in the journal: otherwise the next agent would treat the VM as its own.
         while let Err(error) = self.leave(standing) {
             error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
             thread::sleep(self.contact.retry);
@@ -194,7 +195,7 @@ impl Driver {
         });
     }
 
-    /// Why this side's QEMU is gone, as it said itself.
+    /// Returns why the source's QEMU ended, by its own report.
     pub(super) fn how_it_ended(&mut self) -> &'static str {
         let reason = self.vm.as_mut().and_then(SourceVm::shutdown_reason);
         match reason.as_deref() {
@@ -206,7 +207,7 @@ impl Driver {
         }
     }
 
-    /// The last entries.
+    /// Makes the last journal entries.
     fn leave(&self, standing: Standing) -> Result<(), JournalError> {
         let (journal, id) = (&self.context.journal, &self.terms.migration);
         if standing == Standing::Done {
@@ -220,8 +221,8 @@ impl Driver {
         if self.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
     }
 
-    /// Asks a QEMU that was too slow for it once more to record no writes, as long as one may take to answer. After that a
-    /// user has to know.
+    /// Asks a QEMU that was too slow to answer again to end the recording of writes, for as long as an answer may need.
+    /// After that a user has to know.
     fn end_recording(&mut self) {
         let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
         while self.still_records && Instant::now() < until {
@@ -241,7 +242,7 @@ impl Driver {
         });
     }
 
-    /// Waits until the destination has read ABORT, or a moment.
+    /// Waits until the destination has read ABORT, but only for a moment.
     pub(super) fn part(&mut self) {
         let Some(parting) = self.parting.take() else { return };
         let until = Instant::now() + self.contact.retry;
@@ -252,7 +253,7 @@ impl Driver {
         }
     }
 
-    /// Until it is in the journal, this agent must not forget it.
+    /// Records the final state, and retries until it is in the journal.
     pub(super) fn journal_at_last(&self, state: &SourceState) {
         while let Err(error) =
             self.context.journal.record_source(&self.terms.migration, state, Durability::Synced)

@@ -1,5 +1,5 @@
-//! Asking the program in the guest which of its memory need not be sent. A thread of its own asks: an answer may take
-//! long, or never come, and nobody waits for it who does not want to.
+//! Requests for free page hints to the program in the guest. A separate thread asks, because an answer may need long,
+//! or never arrive: only callers that choose to wait do so.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::Shutdown;
@@ -15,13 +15,13 @@ use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Question, V
 use proto::limits::PAGE_BYTES;
 use qemu::ram::Seen;
 
-/// Longest answer, in lines: more ranges than a guest of some TiB has.
+/// Maximum length of an answer, in lines: more ranges than a guest of some TiB has.
 const MOST_LINES: u64 = 1 << 22;
-/// Notes of the guest that are kept.
+/// Maximum number of the guest's notes that are kept.
 const MOST_NOTES: usize = 4;
 const NOTE_CHARS: usize = 300;
 
-/// Somebody in the guest who can be asked. Dropping it ends the connection, and with it the thread.
+/// Connection to the program in the guest. Dropping it ends the connection, and with it the thread.
 #[derive(Debug)]
 pub(super) struct Guest {
     desk: Arc<Desk>,
@@ -30,16 +30,16 @@ pub(super) struct Guest {
     cache: Cache,
 }
 
-/// What was heard of the guest, for the report.
+/// Statistics of the guest's answers, for the report.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Heard {
-    /// Complete answers.
+    /// Number of complete answers.
     pub(super) answers: u64,
-    /// How long the longest of them took.
+    /// Duration of the longest answer.
     pub(super) longest: Duration,
-    /// The guest's kernel looks at free pages.
+    /// True if the guest's kernel checks the content of free pages.
     pub(super) poisoned: bool,
-    /// What the guest or the connection had to say.
+    /// Notes of the guest, and errors of the connection.
     pub(super) notes: Vec<String>,
 }
 
@@ -52,7 +52,7 @@ impl Heard {
     }
 }
 
-/// Where a question waits for the thread that asks.
+/// Queue of one question for the thread that asks.
 #[derive(Debug, Default)]
 struct Desk {
     papers: Mutex<Papers>,
@@ -62,14 +62,14 @@ struct Desk {
 #[derive(Debug, Default)]
 struct Papers {
     waiting: Option<(Question, mpsc::Sender<()>)>,
-    /// A question was asked, and its answer is not complete.
+    /// True while the answer to a question is not complete.
     is_answering: bool,
-    /// Nobody will ask any more.
+    /// True if no further questions follow.
     is_closed: bool,
-    /// Nobody will answer any more.
+    /// True if the guest answers no further questions.
     is_silent: bool,
     heard: Heard,
-    /// How long the last answer to a question took by which nothing was to be given back.
+    /// Duration of the last answer to a question that did not ask the guest to give back pages.
     last_report: Duration,
 }
 
@@ -78,7 +78,7 @@ impl Desk {
         self.papers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next question; none when nobody will ask any more.
+    /// Waits for the next question; returns none if no further questions follow.
     fn next(&self) -> Option<(Question, mpsc::Sender<()>)> {
         let mut papers = self.papers();
         loop {
@@ -97,8 +97,8 @@ impl Desk {
 }
 
 impl Guest {
-    /// Takes a connection to the guest, and where it sees its memory. Of an answer nothing has to be waited for longer than
-    /// `patience`.
+    /// Starts the thread that asks over `connection`; `seen` are the guest addresses of the memory blocks. No part of
+    /// an answer is waited for longer than `patience`.
     pub(super) fn new(
         connection: UnixStream,
         seen: Vec<Seen>,
@@ -114,9 +114,9 @@ impl Guest {
         Ok(Self { desk, connection: mine, soft, cache })
     }
 
-    /// Asks, as soon as an earlier answer has come, unless the guest does not answer at all. Marks have been cleared right
-    /// before. What is still to come of the earlier answer does not count, and a question that waits for it is not asked any
-    /// more. Returns who is told when the answer is complete, or never will be.
+    /// Sends a question as soon as the earlier answer is complete, unless the guest does not answer at all. The caller
+    /// has cleared the dirty marks right before. The rest of the earlier answer does not count, and a question that
+    /// waits for it is dropped. Returns a channel that is closed when the answer is complete, or never will be.
     pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
         let (done, told) = mpsc::channel();
         let question = Question { id: self.soft.begin(), give_back, cache: self.cache };
@@ -129,18 +129,18 @@ impl Guest {
         Some(told)
     }
 
-    /// A question that still waits is not asked any more.
+    /// Withdraws a question that still waits.
     pub(super) fn withdraw(&self) {
         self.desk.papers().waiting = None;
     }
 
-    /// Whether an answer is waited for that may still come.
+    /// Returns true if an answer is pending that may still arrive.
     pub(super) fn is_asked(&self) -> bool {
         let papers = self.desk.papers();
         papers.waiting.is_some() || papers.is_answering
     }
 
-    /// How many answers have counted, and how long it takes the guest to say what of its memory is free.
+    /// Returns the number of valid answers, and how long the guest needs to report its free memory.
     pub(super) fn answers(&self) -> (u64, Duration) {
         let papers = self.desk.papers();
         (papers.heard.answers, papers.last_report)
@@ -152,16 +152,16 @@ impl Guest {
 }
 
 impl Drop for Guest {
-    /// Whoever comes next finds the port free, also while an answer is waited for.
+    /// Frees the port for the next program, even while an answer is pending.
     fn drop(&mut self) {
         self.desk.papers().is_closed = true;
         self.desk.changed.notify_one();
-        // It is gone already where this fails.
+        // If this fails, the connection is already gone.
         let _ = self.connection.shutdown(Shutdown::Both);
     }
 }
 
-/// Why the guest is not asked any more.
+/// Error after which the guest is asked no further questions.
 #[derive(Debug, thiserror::Error)]
 enum AnswerError {
     #[error("it does not answer in time")]
@@ -178,7 +178,7 @@ enum AnswerError {
     Port(#[from] io::Error),
 }
 
-/// The thread that asks.
+/// State of the thread that asks.
 struct Asking {
     connection: UnixStream,
     lines: BufReader<UnixStream>,
@@ -189,7 +189,7 @@ struct Asking {
 }
 
 impl Asking {
-    /// Until nobody asks any more, or the guest does not answer as it should: what comes after that belongs to no
+    /// Asks until no further questions follow, or the guest violates the protocol: data after that belongs to no
     /// question.
     fn run(mut self) {
         while let Some((question, done)) = self.desk.next() {
@@ -227,14 +227,15 @@ impl Asking {
         self.connection.set_write_timeout(Some(self.patience))?;
         self.connection.write_all(format!("{question}\n").as_bytes()).map_err(late)?;
         let (mut bytes, mut has_begun, mut is_poisoned) = (Vec::new(), false, false);
-        // Where the next range of each kind may begin.
+        // Minimum start of the next range of each kind.
         let mut next = [0; Kind::COUNT];
         for _ in 0..MOST_LINES {
             self.read_line(&mut bytes, Instant::now() + self.patience)?;
             let text = String::from_utf8_lossy(&bytes);
             let line = text.trim_end().parse::<Line>();
             if !has_begun {
-                // What comes before it is left of an answer that somebody asked for who went away, from anywhere in it on.
+                // Lines before it belong to an answer for an earlier client that closed the port, and may begin
+                // anywhere in it.
                 if let Ok(Line::Begin { id, version }) = line
                     && id == question.id
                 {
@@ -256,7 +257,7 @@ impl Asking {
                 }
                 Line::Pages(kind, ranges) => {
                     for range in &ranges {
-                        // That also bounds the work that it can cause.
+                        // This also limits the work that the guest can cause.
                         if range.start < next[kind as usize] {
                             return Err(AnswerError::Disorder("pages that do not ascend"));
                         }
@@ -271,7 +272,7 @@ impl Asking {
         Err(AnswerError::Disorder("it never ends"))
     }
 
-    /// Puts pages as the guest counts them where they are in the blocks.
+    /// Records the guest's page numbers as pages of the blocks.
     fn tell(&self, answer: u64, kind: Kind, pages: &Pages) {
         for (block, pages) in places(&self.seen, pages) {
             match kind {
@@ -320,13 +321,13 @@ fn late(error: io::Error) -> AnswerError {
     }
 }
 
-/// Blocks and pages in them that the guest sees at these pages.
+/// Returns the blocks, and the pages in them, that the guest sees at these pages.
 fn places<'a>(seen: &'a [Seen], pages: &'a Pages) -> impl Iterator<Item = (usize, Range<u64>)> + 'a {
     seen.iter().filter_map(|seen| {
         let first = seen.guest_address.div_ceil(PAGE_BYTES);
         let end = (seen.guest_address.checked_add(seen.bytes)?) / PAGE_BYTES;
         let (start, end) = (pages.start.max(first), pages.end.min(end));
-        // A piece that is not made of whole pages of the block has none that could be named.
+        // A piece that does not consist of whole pages of the block has no page that could be recorded.
         let is_whole = seen.guest_address % PAGE_BYTES == seen.offset_bytes % PAGE_BYTES;
         (is_whole && start < end).then(|| {
             let at = |page: u64| (page * PAGE_BYTES - seen.guest_address + seen.offset_bytes) / PAGE_BYTES;

@@ -1,6 +1,6 @@
-//! The source's half of the handover: the loop that takes events until the matter is settled.
+//! The source's half of the handover: the loop that handles events until the handover is settled.
 //!
-//! What the engine wants done then is in [`effects`], what is said to the destination and by it in [`peer`].
+//! The effects that the engine demands are in [`effects`], the messages to and from the destination in [`peer`].
 
 mod effects;
 mod peer;
@@ -23,7 +23,7 @@ use crate::machine::Machine;
 use crate::owners;
 use crate::progress::Phase;
 
-/// When the destination was last heard of.
+/// Time of the last message from the destination, and the patience with it.
 #[derive(Debug)]
 pub(crate) struct Contact {
     heard: Instant,
@@ -40,7 +40,7 @@ impl Contact {
         }
     }
 
-    /// Says once in every span of patience that it has passed.
+    /// Returns true once whenever the patience has passed without a message.
     fn lost_for_good(&mut self) -> bool {
         let lost = self.heard.elapsed() >= self.patience;
         if lost {
@@ -51,14 +51,14 @@ impl Contact {
 }
 
 impl Driver {
-    /// PREPARED: journalled, before anybody else hears of it.
+    /// Enters PREPARED in the journal, before any peer learns of the migration.
     pub(crate) fn begin(&mut self, proposal: Proposal) -> Result<(), EffectError> {
         self.proposal = Some(proposal);
         let run = self.vm.as_mut().map_or(Err(VmError::Gone), SourceVm::is_running)?;
         self.feed(&SourceEvent::Begin { run })
     }
 
-    /// A migration that has begun, to its end.
+    /// Runs a migration that has begun to its end.
     pub(crate) fn run(mut self) -> SourceState {
         let event = match self.reach_ready() {
             Ok(ready) => SourceEvent::Ready { epoch: self.terms.epoch(), incarnation: ready.incarnation },
@@ -73,7 +73,8 @@ impl Driver {
         self.settle()
     }
 
-    /// What fails on this side often fails because the VM has ended, a moment before that is seen.
+    /// Returns the VM's end as the failure if the VM has ended: it often causes a local failure a moment before it is
+    /// noticed.
     fn or_the_vm_ended(&mut self, failure: Failure) -> Failure {
         if failure.event != SourceEvent::Failed || self.vm.as_mut().is_none_or(SourceVm::is_there) {
             return failure;
@@ -81,14 +82,14 @@ impl Driver {
         Failure::new(SourceEvent::QemuDied, self.how_it_ended())
     }
 
-    /// Whatever it was that ended the phases: nobody sends any more.
+    /// Handles the event that ended the phases: nothing more is sent.
     fn phases_ended(&mut self, event: &SourceEvent) {
         self.take(event);
         let waits_for_nothing = match self.state {
-            // A stopped guest must not.
+            // A stopped guest must not wait for nothing.
             SourceState::Prepared { .. } | SourceState::Stopped { .. } => true,
-            // Nor must a destination that has not all of a guest that is gone here: it has no reason to give up while
-            // this side asks it again and again.
+            // Nor must a destination that lacks parts of a guest that is gone at the source: it has no reason to give
+            // up while the source asks it again and again.
             _ => self.is_nobodys(),
         };
         if waits_for_nothing {
@@ -96,19 +97,19 @@ impl Driver {
         }
     }
 
-    /// Whether the guest is gone here, and the destination cannot have all of it either.
+    /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_nobodys(&self) -> bool {
         matches!(self.state, SourceState::Bereft { incarnation: None, .. }) && !self.may_have_all
     }
 
-    /// The migration has begun, and this side cannot go on with it: its last word.
+    /// Ends a migration that has begun and that the source cannot continue.
     pub(crate) fn give_up(mut self, reason: &str) {
         self.because(reason);
         self.take(&SourceEvent::Failed);
         self.settle();
     }
 
-    /// The QEMU that an agent before this one was moving: how it stands.
+    /// Attaches the QEMU that an agent before this one was moving; returns its state.
     pub(crate) fn found(&mut self, mut vm: SourceVm) -> Found {
         vm.watch(self.inbox.mailbox());
         let found = vm.found();
@@ -116,14 +117,14 @@ impl Driver {
         found
     }
 
-    /// The QEMU that an agent before this one was moving is gone: whether the destination may have all of its guest. Where
-    /// this host was not booted anew, the journal has COMMITTED if it was ever written.
+    /// Records that the QEMU that an agent before this one was moving is gone, and if the destination may have all of
+    /// its guest. Unless this host was rebooted, the journal has COMMITTED if it was ever written.
     pub(crate) fn found_gone(&mut self, found: Found, details: Option<&Details>) -> Found {
         self.may_have_all = found != Found::Gone || details.is_none_or(|details| details.later.is_none());
         found
     }
 
-    /// A migration that an agent before this one left behind.
+    /// Continues a migration that an agent before this one left behind.
     pub(crate) fn run_on(mut self, found: Found) -> SourceState {
         if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
             self.because("the source's agent was restarted during the migration");
@@ -135,10 +136,10 @@ impl Driver {
         self.settle()
     }
 
-    /// Takes events until the handover is over.
+    /// Handles events until the handover is over.
     fn settle(mut self) -> SourceState {
         self.contact.heard = Instant::now();
-        // Whatever comes meanwhile: a peer that says something again and again must not put it off.
+        // Notices do not move this time: a peer that repeats a message again and again must not delay it.
         let mut repeat_at = Instant::now() + self.contact.retry;
         loop {
             if let Some(event) = self.follow_ups.pop_front() {
@@ -156,7 +157,7 @@ impl Driver {
                 None => self.quiet(),
             }
             if quiet {
-                // However long that took, what has come meanwhile is looked at first.
+                // No matter how long that lasted, notices that arrived in the meantime are handled first.
                 repeat_at = Instant::now() + self.contact.retry;
             }
         }
@@ -164,13 +165,13 @@ impl Driver {
         self.state
     }
 
-    /// Some time has passed.
+    /// Handles the passing of some time without a notice.
     fn quiet(&mut self) {
         self.serve_again();
         if self.contact.lost_for_good() {
             self.take(&SourceEvent::ContactLostForGood);
         } else if std::mem::take(&mut self.effects_failed) {
-            // As after a restart: that QEMU is held comes before GO goes out.
+            // As after a restart: QEMU is frozen before GO is sent.
             let found = self.vm.as_mut().map_or(Found::Gone, SourceVm::found);
             self.take(&SourceEvent::Restarted(found));
         } else {
@@ -178,7 +179,7 @@ impl Driver {
         }
     }
 
-    /// What happens once the phases are over.
+    /// Handles a notice once the phases are over.
     pub(super) fn notice(&mut self, notice: Notice) {
         match notice {
             Notice::Message { link, message } => self.message(link, message),
@@ -212,8 +213,8 @@ impl Driver {
         }
     }
 
-    /// Pages went over the same link: that they do not go any more need not be found out once more, which takes as long as
-    /// the kernel waits for an answer.
+    /// Handles the loss of the control stream. Pages use the same link: the sender of pages need not detect the loss
+    /// separately, which needs as long as the kernel waits for an answer.
     pub(super) fn control_lost(&mut self, error: String) {
         self.control = None;
         self.serving_ended(error);
@@ -228,7 +229,7 @@ impl Driver {
         }
     }
 
-    /// Takes an event; if an effect fails, what the state waits for is tried again later.
+    /// Handles an event; if an effect fails, the state's action is tried again later.
     fn take(&mut self, event: &SourceEvent) {
         let done = self.feed(event);
         self.done(event, done);
@@ -244,7 +245,8 @@ impl Driver {
         error!(migration = %self.terms.migration, reason, "an effect failed");
         self.because(&reason);
         self.effects_failed = true;
-        // Not COMMITTED, because that could not be journalled, or never tried: the guest goes on here.
+        // The state is not COMMITTED, because that could not be journalled, or was never tried: the guest continues at
+        // the source.
         if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
             && *event != SourceEvent::Failed
         {

@@ -1,4 +1,4 @@
-//! Everything that happens to a migration from outside, in one row.
+//! All outside events of a migration, in one queue.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
@@ -9,48 +9,48 @@ use ::memory::SenderHandle;
 use engine::handover::source::SourceEvent;
 use proto::{Epoch, Generation, Message};
 
-/// Most notices that wait to be read. Whoever has more to say waits too.
+/// Maximum number of notices in the queue. Further senders wait.
 const WAITING: usize = 1024;
 
-/// Where the answer to a question goes.
+/// Channel for the answer to a question.
 pub(crate) type Reply = SyncSender<Message>;
 
-/// Something that happened.
+/// An outside event of a migration.
 #[derive(Debug)]
 pub(crate) enum Notice {
-    /// An event that needs no explanation: a user's word, QEMU's end, the register's answer.
+    /// An event without further data: a user's command, QEMU's end, the registry's answer.
     Event(SourceEvent),
-    /// The destination asks on a connection of its own.
+    /// A question that the destination asks on a connection of its own.
     Asked {
-        /// About which epoch.
+        /// Epoch that the question concerns.
         epoch: Epoch,
-        /// Where the answer goes.
+        /// Channel for the answer.
         reply: Reply,
     },
-    /// A message of the destination.
+    /// A message from the destination.
     Message {
-        /// On which connection, by the inbox's own count; none for one that the destination opened.
+        /// Number of the connection, counted by the inbox; none for a connection that the destination opened.
         link: Option<u64>,
-        /// What it says.
+        /// The message.
         message: Message,
     },
-    /// Pages that are left can no longer be sent over these connections.
+    /// The end of post-copy over a set of connections.
     ServingEnded {
-        /// Which set of connections.
+        /// Generation of the connections.
         generation: Generation,
-        /// Why.
+        /// Cause.
         error: String,
     },
-    /// A connection to the destination ended.
+    /// The end of a connection to the destination.
     Lost {
-        /// Which one.
+        /// Number of the connection.
         link: u64,
-        /// Why; none if this side ended it.
+        /// Cause; none if the source ended the connection.
         error: Option<String>,
     },
 }
 
-/// The end at which notices are put in. Putting one in interrupts a round that is being sent.
+/// Sending half of the inbox. A notice interrupts a round that is being sent.
 #[derive(Clone, Debug)]
 pub(crate) struct Mailbox {
     notices: SyncSender<Notice>,
@@ -59,7 +59,7 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Puts a notice in. Says whether somebody is there to read it.
+    /// Puts a notice into the queue. Returns true if the inbox still exists.
     pub(crate) fn put(&self, notice: Notice) -> bool {
         let interrupts = self.interrupts(&notice);
         let there = self.notices.send(notice).is_ok();
@@ -70,7 +70,7 @@ impl Mailbox {
         there
     }
 
-    /// Puts a notice in unless too many wait. For threads that the driver may be waiting for.
+    /// Puts a notice into the queue unless the queue is full. For threads that the driver may be waiting for.
     pub(crate) fn try_put(&self, notice: Notice) {
         let interrupts = self.interrupts(&notice);
         if self.notices.try_send(notice).is_ok()
@@ -81,17 +81,17 @@ impl Mailbox {
         }
     }
 
-    /// Whether a round has to end for it.
+    /// Returns true if a round has to end for this notice.
     fn interrupts(&self, notice: &Notice) -> bool {
         match notice {
-            // What is told of templates comes before the first round, or late, and then it is of no use.
-            // For what is taken away the driver waits between two rounds.
+            // Answers about templates arrive before the first round, or late, and then they are useless. The driver
+            // waits for the answers to discards between two rounds.
             Notice::Message {
                 message: Message::Ping | Message::Pong | Message::Known { .. } | Message::TakenAway { .. },
                 ..
             }
             | Notice::Event(SourceEvent::Repeat) => false,
-            // A connection that has been replaced has no say any more.
+            // A connection that has been replaced does not count.
             Notice::Message { link: Some(link), .. } | Notice::Lost { link, .. } => {
                 *link == self.links.load(Ordering::Acquire)
             }
@@ -100,7 +100,7 @@ impl Mailbox {
     }
 }
 
-/// The end at which notices are taken out.
+/// Receiving half of the inbox.
 #[derive(Debug)]
 pub(crate) struct Inbox {
     notices: Receiver<Notice>,
@@ -117,18 +117,18 @@ impl Inbox {
         self.mailbox.clone()
     }
 
-    /// A number for a connection that takes the place of all earlier ones.
+    /// Returns a number for a connection that replaces all earlier ones.
     pub(crate) fn next_link(&self) -> u64 {
         self.mailbox.links.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// From now on a notice interrupts this sender's rounds. What came in before is found by [`Inbox::waiting`], which
-    /// therefore has to be asked after this.
+    /// Lets notices interrupt this sender's rounds from now on. Notices that arrived before are found by
+    /// [`Inbox::waiting`], which the caller must therefore call after this.
     pub(crate) fn interrupts(&self, round: Option<SenderHandle>) {
         *self.mailbox.round.lock().unwrap_or_else(PoisonError::into_inner) = round;
     }
 
-    /// A notice that is there already.
+    /// Returns a notice that is already in the queue.
     pub(crate) fn waiting(&self) -> Option<Notice> {
         self.notices.try_recv().ok()
     }
@@ -136,7 +136,7 @@ impl Inbox {
     /// Waits for a notice until the deadline.
     pub(crate) fn wait(&self, deadline: Instant) -> Option<Notice> {
         let left = deadline.saturating_duration_since(Instant::now());
-        // The inbox holds a mailbox itself, so that the row is never abandoned.
+        // The inbox owns a mailbox itself, so that the channel never disconnects.
         self.notices.recv_timeout(left.max(Duration::from_micros(1))).ok()
     }
 }

@@ -1,9 +1,9 @@
-//! What a QEMU made for itself and leaves behind when it is killed: sockets, its process file, its directory.
+//! Runtime files that a QEMU made for itself and leaves behind when it is killed: sockets, its process file, its
+//! directory.
 //!
-//! Paths are QEMU's: its mount namespace, root and working directory may be others than the agent's, where the same
-//! path may be another VM's monitor. And while the VM moves, another QEMU may take a path over. So each file is looked
-//! up once, as QEMU sees it, and held from then on together with its directory; what is removed is that file or
-//! nothing.
+//! Paths are QEMU's: its mount namespace, root and working directory may differ from the agent's, where the same path
+//! may be another VM's monitor. And while the VM moves, another QEMU may reuse a path. So each file is resolved once,
+//! as QEMU sees it, and held open from then on together with its directory; only exactly that file is ever removed.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -18,25 +18,25 @@ use tracing::{info, warn};
 
 use crate::logs;
 
-/// Longest number of a process, with the end of its line.
+/// Maximum length of a process id, with the end of its line.
 const PID_BYTES: usize = 16;
 
-/// All that is to be removed after a QEMU.
+/// Runtime files to be removed after a QEMU's end.
 #[derive(Debug, Default)]
 pub(super) struct Leavings {
-    /// Sockets that it listens on.
+    /// Sockets that QEMU listens on.
     sockets: Vec<Leaving>,
-    /// What `-pidfile` names, and the number that QEMU wrote there.
+    /// File of `-pidfile`, and the number that QEMU wrote there.
     pid_file: Option<(Leaving, String)>,
-    /// The directory that the agent made for it, when it arrived or was started from a file.
+    /// Directory that the agent made for QEMU, when it arrived or was started from a file.
     directory: Option<PathBuf>,
-    /// Where the files are that it wrote for people; those with something in them stay.
+    /// Directory of QEMU's log files; those with content stay.
     logs: Option<PathBuf>,
 }
 
 impl Leavings {
-    /// Notes what a process will leave behind; `made` are the directories that the agent made for it and for its logs. What
-    /// cannot be looked at is not noted.
+    /// Collects the runtime files of a process; `made` are the directories that the agent made for it and for its logs.
+    /// Files that cannot be examined are left out.
     pub(super) fn of(process: &Process, made: Option<(PathBuf, PathBuf)>) -> Self {
         let (directory, logs) = made.unzip();
         let sockets = sockets(process).unwrap_or_default();
@@ -44,12 +44,12 @@ impl Leavings {
         if process.is_alive() {
             Self { sockets, pid_file, directory, logs }
         } else {
-            // Its number may have been another's meanwhile.
+            // Its process id may have been reused in the meantime.
             Self { directory, logs, ..Self::default() }
         }
     }
 
-    /// Removes what is still there; for after its end.
+    /// Removes the files that still exist. The caller calls this after QEMU's end.
     pub(super) fn remove(&self) {
         self.sockets.iter().for_each(Leaving::remove);
         if let Some((file, pid)) = &self.pid_file
@@ -69,7 +69,7 @@ impl Leavings {
     }
 }
 
-/// The sockets that a process listens on.
+/// Returns the sockets that a process listens on.
 fn sockets(process: &Process) -> Result<Vec<Leaving>, ProcessError> {
     let descriptors = process.descriptors()?;
     let own: Vec<_> = descriptors
@@ -77,7 +77,7 @@ fn sockets(process: &Process) -> Result<Vec<Leaving>, ProcessError> {
         .filter_map(|(_, target)| target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']'))
         .collect();
     let table = process.read("net/unix")?;
-    // Num RefCount Protocol Flags Type St Inode Path; a flag of 0x10000 says that it listens.
+    // Num RefCount Protocol Flags Type St Inode Path; the flag 0x10000 means that the socket listens.
     let listening = table.lines().skip(1).filter_map(|line| {
         let fields: Vec<_> = line.split_whitespace().collect();
         let [_, _, _, flags, _, _, inode, path] = fields[..] else { return None };
@@ -97,8 +97,8 @@ fn sockets(process: &Process) -> Result<Vec<Leaving>, ProcessError> {
     Ok(found.collect())
 }
 
-/// Whether a file may be that of another socket, whose path reads the same. Of two that were made at one place, nobody
-/// can tell from outside whose it is.
+/// Returns true if a file may belong to another socket with the same path as text. If two sockets were made at one
+/// place, their owners cannot be distinguished from outside.
 fn may_be_anothers(file: &Leaving, inode: &str) -> bool {
     let socket = PathBuf::from(format!("socket:[{inode}]"));
     let holds = |process: &Process| {
@@ -127,7 +127,7 @@ fn pid_file(process: &Process) -> Option<(Leaving, String)> {
 /// A file, held so that no other can be taken for it: as long as it is open, no other file gets its inode number.
 #[derive(Debug)]
 struct Leaving {
-    /// As QEMU was told it, for people.
+    /// Path as it was passed to QEMU, for messages.
     path: PathBuf,
     directory: OwnedFd,
     name: OsString,
@@ -158,14 +158,14 @@ impl Leaving {
         }
     }
 
-    /// Whether what has its name now is the file of `held`.
+    /// Returns true if the file with this name now is the file of `held`.
     fn is(&self, held: &Self) -> io::Result<bool> {
         let held = fstat(&held.file)?;
         let found = statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)?;
         Ok((held.st_dev, held.st_ino) == (found.st_dev, found.st_ino))
     }
 
-    /// Whether it was still this file.
+    /// Removes the name if it still refers to this file; returns true if it did.
     fn unlink(&self) -> io::Result<bool> {
         let same = self.is(self)?;
         if same {
@@ -175,8 +175,8 @@ impl Leaving {
     }
 }
 
-/// A directory as a process sees it. It is held itself, not the process's root: mounts of a namespace come apart when
-/// its last process ends.
+/// Opens a directory as a process sees it. The directory itself is held open, not the process's root: mounts of a
+/// namespace are removed when its last process ends.
 fn directory_of(process: &Process, path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let start = |link: &str| rustix::fs::open(process.path(link), flags, Mode::empty());
@@ -184,7 +184,7 @@ fn directory_of(process: &Process, path: &Path) -> io::Result<OwnedFd> {
     if path.is_absolute() {
         return Ok(open(start("root")?, path, ResolveFlags::IN_ROOT)?);
     }
-    // An absolute link on the way would lead into the agent's root.
+    // An absolute symbolic link in the path would lead into the agent's root.
     let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     Ok(open(start("cwd")?, path, ResolveFlags::NO_SYMLINKS)?)
 }
@@ -197,14 +197,14 @@ mod tests {
 
     use super::*;
 
-    /// Says what the process below is to make.
+    /// Environment variable with the directory for the files of the process below.
     const DIRECTORY: &str = "LEAVINGS_DIRECTORY";
 
-    /// A process of its own, which [`listens`] in the tests' program.
+    /// A separate process, which [`listens`] in the tests' program.
     struct Listener(Child, Process);
 
     impl Listener {
-        /// It works beside `directory`, and first runs a piece of shell.
+        /// Starts it with the parent of `directory` as its working directory, after the shell command `first`.
         fn start(directory: &Path, first: &str) -> Self {
             let mut child = Command::new("unshare")
                 .args([
@@ -300,7 +300,7 @@ mod tests {
         let _other = UnixListener::bind(at("absolute")).unwrap();
         // QEMU writes into the file that is there.
         fs::write(at("pid"), "1\n").unwrap();
-        // Whose the file is cannot be told any more.
+        // The file's owner can no longer be determined.
         let unclear = Leavings::of(&listener.1, None);
         listener.end();
         unclear.remove();

@@ -1,5 +1,5 @@
-//! The guest's memory and disks at the source, in the hands of a migration: readers, the logs of writes, and what the
-//! policy is shown of the rounds.
+//! The guest's memory and disks at the source during a migration: readers, dirty logs, and the observations of rounds
+//! for the policy.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,18 +29,18 @@ use crate::disks::{DiskLog, LeavingDisk, first_pages};
 use crate::ram;
 use crate::report::Round;
 
-/// Why the guest's writes cannot be tracked.
+/// Error of tracking the guest's writes.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TrackError {
-    /// QEMU could not be made to open a userfaultfd.
+    /// QEMU could not open a userfaultfd for the agent.
     #[error("QEMU could not be made to open a userfaultfd")]
     Inject(#[from] InjectError),
-    /// The kernel does not track it.
+    /// The kernel does not track writes to the memory.
     #[error("the kernel does not track writes to it")]
     Track(#[from] ::memory::LogError),
 }
 
-/// Tracking that begins. Dropping it undoes what was done.
+/// Write tracking that is being set up. Dropping it undoes the steps that were done.
 pub(crate) struct Tracking(TrackerStart);
 
 impl Tracking {
@@ -49,37 +49,37 @@ impl Tracking {
         Ok(Self(ram::begin_tracking(&vm.process, userfaultfd, &vm.blocks)?))
     }
 
-    /// Does the next step, which does not take long; returns whether more are left.
+    /// Performs the next step, which is short; returns true if more steps remain.
     pub(crate) fn step(&mut self) -> Result<bool, TrackError> {
         Ok(self.0.step().map_err(::memory::LogError::from)?)
     }
 
-    /// From here on every write is seen. All of memory has to be sent once.
+    /// Completes the setup. From here on every write is recorded. All of memory has to be sent once.
     pub(crate) fn finish(self, vm: &SourceVm) -> Result<TrackedRam, TrackError> {
         Ok(ram::tracked(self.0, &vm.process, &vm.blocks)?)
     }
 }
 
-/// All that goes over the streams: the guest's memory, and after it the disks that are copied.
+/// Migration state that the data streams send: the guest's memory, and after it the copied disks.
 pub(crate) struct Cargo {
     readers: SourceRam,
-    /// Lengths of the RAM blocks, in bytes. The disks are behind them.
+    /// Lengths of the RAM blocks, in bytes. The disks follow them in the order of blocks.
     ram_bytes: Vec<u64>,
-    /// What has to be sent first of each disk.
+    /// Pages of each disk that the first pass has to send.
     first_of_disks: Vec<DirtyBitmap>,
-    /// The log of memory, from when its writes are seen on, until this is dropped.
+    /// Dirty log of memory, from the start of write tracking until this is dropped.
     ram: Option<TrackedRam>,
-    /// The log of the disks, if there are any.
+    /// Dirty log of the disks, if any are copied.
     disks: Option<DiskLog>,
-    /// Where writes to them are to be capped.
+    /// Throttle of writes to the disks, if they are to be capped.
     throttling: Option<Throttling>,
-    /// How less of it is sent.
+    /// Reductions of the data that is sent.
     saving: Saving,
 }
 
 impl Cargo {
-    /// Nothing is done to the guest yet; where there are disks, their writes are recorded already. Of each is said
-    /// whether its zeros have to be sent, too.
+    /// Prepares the readers without changing the guest; if disks are copied, their writes are recorded already. The
+    /// flag of each disk is true if its zeros have to be sent, too.
     pub(crate) fn new(
         vm: &SourceVm,
         disks: Option<(DiskLog, Vec<(LeavingDisk, bool)>)>,
@@ -108,80 +108,82 @@ impl Cargo {
         SourceRam::clone(&self.readers)
     }
 
-    /// What the destination has already is not sent from here on.
+    /// Sends page references from here on for content that the destination already has.
     pub(crate) fn refer_to(&mut self, known: Known) {
         self.saving.known = Some(Arc::new(known));
     }
 
-    /// What it has, as far as it is known.
+    /// Returns the index of content that the destination is known to have.
     pub(crate) fn known(&self) -> Option<Arc<Known>> {
         self.saving.known.clone()
     }
 
-    /// From here on nothing is referred to. To be called when all of memory was sent once: what is written after that
-    /// is on no disk, and how fast references go says nothing of how fast pages will.
+    /// Ends page references. The caller calls this after all of memory was sent once: pages written later are on no
+    /// disk, and the speed of references does not predict the speed of pages.
     pub(crate) fn end_references(&self) {
         if let Some(known) = &self.saving.known {
             known.end();
         }
     }
 
-    /// What is sent from here on may be compressed.
+    /// Lets data that is sent from here on be compressed.
     pub(crate) fn pack(&mut self, packing: Arc<Packing>) {
         self.saving.packing = Some(packing);
     }
 
-    /// Of pages that are sent again what changed is sent, where that is known.
+    /// Sends pages again as deltas, if the version that was sent is known.
     pub(crate) fn send_deltas(&mut self, deltas: Arc<Deltas>) {
         self.saving.deltas = Some(deltas);
     }
 
-    /// From here on all pages are sent in full: what the other side does not take of the last round would be missing.
+    /// Ends deltas: from here on all pages are sent in full, because a delta that the destination rejects in the last
+    /// round would be a missing page.
     pub(crate) fn end_deltas(&self) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.end();
         }
     }
 
-    /// Nothing is known any more of what the destination has of these pages of memory.
+    /// Forgets the known versions of these pages of memory at the destination.
     pub(crate) fn withdraw_marks(&self, pages: &[::memory::DirtyBitmap]) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.withdraw(pages);
         }
     }
 
-    /// What is marked of these pages stays so: they wait for a later round.
+    /// Keeps the known versions of these pages: they wait for a later round.
     pub(crate) fn keep_marks(&self, later: &Owed) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.keep(later.blocks(), later.round() + 1);
         }
     }
 
-    /// How many of these pages would have to be sent in full, as far as is known.
+    /// Returns how many of these pages are known to have no version that a delta could use.
     pub(crate) fn unknown_pages(&self, owed: &Owed) -> u64 {
         self.saving.deltas.as_ref().map_or_else(|| owed.pages(), |deltas| deltas.unknown(owed.blocks()))
     }
 
-    /// What the guest does not use is left out from here on, as far as somebody says what that is. To be called before
-    /// memory is added, whose log has to tell what of it is used again.
+    /// Leaves out pages from here on that the guest reports as unused. The caller calls this before memory is added,
+    /// because the log of memory has to report which of these pages are used again.
     pub(crate) fn leave_out(&mut self, soft: Arc<Soft>) {
         debug_assert!(self.ram.is_none(), "its log tells nobody");
         self.saving.soft = Some(soft);
     }
 
-    /// What the guest does not use, where it may be left out.
+    /// Returns the guest's free page hints, if pages may be left out.
     pub(crate) fn soft(&self) -> Option<Arc<Soft>> {
         self.saving.soft.clone()
     }
 
-    /// From here on everything is sent.
+    /// Ends free page hints: from here on everything is sent.
     pub(crate) fn end_leaving_out(&self) {
         if let Some(soft) = &self.saving.soft {
             soft.end();
         }
     }
 
-    /// What the destination has as zeros because the guest did not use it, in each block of memory.
+    /// Returns, for each block of memory, the pages that are zeros at the destination because the guest did not use
+    /// them.
     pub(crate) fn left_out(&self) -> Vec<DirtyBitmap> {
         self.saving.soft.as_ref().map_or_else(Vec::new, |soft| soft.left_out())
     }
@@ -190,7 +192,7 @@ impl Cargo {
         self.saving.clone()
     }
 
-    /// What has to be sent first of each disk.
+    /// Pages of each disk that the first pass has to send.
     pub(crate) fn first_of_disks(&self) -> &[DirtyBitmap] {
         &self.first_of_disks
     }
@@ -199,7 +201,7 @@ impl Cargo {
         self.disks.is_some()
     }
 
-    /// Lengths of the RAM blocks, in bytes.
+    /// Returns the lengths of the RAM blocks, in bytes.
     pub(crate) fn ram_bytes(&self) -> &[u64] {
         &self.ram_bytes
     }
@@ -208,7 +210,7 @@ impl Cargo {
         self.ram_bytes.iter().sum()
     }
 
-    /// Disks whose writes are to be throttled and that keep somebody else's caps.
+    /// Returns the disks whose writes are to be throttled but keep caps that another program has set.
     pub(crate) fn not_throttled(&self) -> Vec<String> {
         let disks = self.disks.as_ref().filter(|_| self.throttling.is_some());
         disks.into_iter().flat_map(DiskLog::throttled_by_others).map(str::to_owned).collect()
@@ -218,14 +220,14 @@ impl Cargo {
         self.throttling.as_ref()
     }
 
-    /// A round was sent, or a part of one; none if it was cut off.
+    /// Records a round, or a part of one, that was sent; none if it was cut off.
     pub(crate) fn drained(&mut self, stats: Option<&RoundStats>) {
         if let Some((throttling, stats)) = self.throttling.as_mut().zip(stats) {
             throttling.drained(stats);
         }
     }
 
-    /// Caps the guest's writes to its disks as the policy says, where one was chosen; returns a new cap.
+    /// Caps the guest's writes to its disks as the policy decides, if one was chosen; returns a new cap.
     pub(crate) fn throttle(&mut self, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
         match (&mut self.throttling, &mut self.disks) {
             (Some(throttling), Some(disks)) => throttling.look(disks, qmp),
@@ -237,24 +239,24 @@ impl Cargo {
         self.ram_bytes.len()
     }
 
-    /// The disks, in their order.
+    /// Returns the names of the disks, in their order.
     pub(crate) fn disk_names(&self) -> &[String] {
         self.disks.as_ref().map_or(&[], DiskLog::names)
     }
 
-    /// The disks' names and lengths, in bytes.
+    /// Returns the disks' names and lengths, in bytes.
     pub(crate) fn disks(&self) -> impl Iterator<Item = (String, u64)> {
         let lengths = self.readers.iter().skip(self.ram_bytes.len()).map(|disk| disk.bytes());
         self.disk_names().iter().cloned().zip(lengths)
     }
 
-    /// What has to be sent of the disks, and nothing of memory.
+    /// Returns the first pass's pages of the disks, without any of memory.
     pub(crate) fn disks_alone(&self) -> Owed {
         let ram = self.ram_bytes.iter().map(|bytes| DirtyBitmap::new(*bytes));
         Owed::of(ram.chain(self.first_of_disks.iter().cloned()).collect())
     }
 
-    /// From here on memory is part of every round; all of it is owed.
+    /// Makes memory part of every round from here on; all of memory is owed.
     pub(crate) fn add_memory(&mut self, mut tracked: TrackedRam, owed: &mut Owed) {
         if let Some(soft) = &self.saving.soft {
             tracked.tell(Arc::clone(soft));
@@ -263,25 +265,26 @@ impl Cargo {
         owed.add_all(0..self.ram_bytes.len());
     }
 
-    /// The guest has stopped and will be compared: the next scan looks for pages that were given back and read again.
+    /// Announces that the stopped guest will be compared: the next scan also finds pages that were given back and read
+    /// again.
     pub(crate) fn will_be_compared(&mut self) {
         if let Some(ram) = &mut self.ram {
             ram.will_be_compared();
         }
     }
 
-    /// How many pages of disks are owed.
+    /// Returns how many pages of disks are owed.
     pub(crate) fn disk_pages(&self, owed: &Owed) -> u64 {
         owed.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count).sum()
     }
 
-    /// What waits for a later round, for people.
+    /// Returns the counts of pages that wait for a later round, for the progress display.
     pub(crate) fn waiting(&self, later: &Owed) -> Later {
         let of_disks = later.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count);
         Later { pages: later.pages(), of_disks: of_disks.collect() }
     }
 
-    /// The log of all of it; disks are asked of QEMU.
+    /// Returns the dirty log of memory and disks; the disks' part is requested from QEMU.
     pub(crate) fn log<'a>(&'a mut self, qmp: &'a mut Qmp) -> impl DirtyLog + 'a {
         Log {
             ram: self.ram.as_mut(),
@@ -290,29 +293,29 @@ impl Cargo {
         }
     }
 
-    /// The log of memory alone, for which QEMU is not asked.
+    /// Returns the dirty log of memory alone, which needs no request to QEMU.
     pub(crate) fn ram_log(&mut self) -> impl DirtyLog + '_ {
         Log { ram: self.ram.as_mut(), ram_blocks: self.ram_bytes.len(), disks: None }
     }
 
-    /// Adds what was written to the disks.
+    /// Adds the pages of disks that were written.
     pub(crate) fn look_at_disks(&mut self, qmp: &mut Qmp, owed: &mut Owed) -> Result<(), ScanError> {
         let Some(disks) = &mut self.disks else { return Ok(()) };
         owed.add_from(self.ram_bytes.len(), |into| disks.take(qmp, into)).map(drop)
     }
 
-    /// To be called when there is time after a look at the disks.
+    /// Releases QEMU's frozen bitmaps. The caller calls this after a scan of the disks, when there is time.
     pub(crate) fn tidy(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.disks.as_mut().map_or(Ok(()), |disks| disks.tidy(qmp))
     }
 
-    /// Memory is not tracked any more; what is left is to be ended by QEMU.
+    /// Ends the tracking of memory, and returns the log of the disks, which QEMU has to end.
     pub(crate) fn into_disks(self) -> Option<DiskLog> {
         self.disks
     }
 }
 
-/// Why something cannot be sent.
+/// Error of preparing the data for sending.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CargoError {
     /// The guest's memory cannot be reached.
@@ -324,15 +327,15 @@ pub(crate) enum CargoError {
     /// Writes to the disks are not recorded.
     #[error("writes to the disks cannot be recorded")]
     Record(#[from] RecordError),
-    /// QEMU could not be given the socket.
+    /// The socket for QEMU could not be made.
     #[error("no socket to read the disks over, {path}", path = path.display())]
     Socket {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
-    /// Writes to the disks could not be made as fast as ever should this agent die.
+    /// No guard could be started that would lift the throttle of writes if this agent died.
     #[error(
         "writes cannot be throttled: nothing could be started that lifts the throttle should this agent die"
     )]
@@ -340,12 +343,12 @@ pub(crate) enum CargoError {
     /// The monitor failed.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// The other side wants a disk that was not proposed for copying, or one twice.
+    /// The destination requests a disk that was not proposed for copying, or one twice.
     #[error("the destination wants a copy of disk {0:?}, which was not proposed to it, or twice")]
     Unknown(String),
 }
 
-/// One log of what has several.
+/// Combined dirty log of memory and disks.
 struct Log<'a> {
     ram: Option<&'a mut TrackedRam>,
     ram_blocks: usize,
@@ -356,7 +359,7 @@ impl DirtyLog for Log<'_> {
     fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
         let (ram, disks) = into.split_at_mut(self.ram_blocks.min(into.len()));
         let mut stats = ScanStats::default();
-        // Disks first: QEMU is asked, and takes its time.
+        // Disks first: QEMU has to answer a request, which needs time.
         if let Some((log, qmp)) = &mut self.disks {
             stats = log.take(qmp, disks)?;
         }
@@ -371,7 +374,8 @@ impl DirtyLog for Log<'_> {
     }
 }
 
-/// The policy that decides when to stop, for a guest to which so much can be done.
+/// Returns the policy that decides when to stop the guest, for the actions (slowing down, post-copy) that are possible
+/// with it.
 pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
     let goal = aim(aims);
     let on_limit = match aims.on_limit {
@@ -382,7 +386,7 @@ pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
     match aims.policy {
         StopPolicy::Pattern => {
             let policy = ByPattern::new(goal, on_limit, fixed).sampling(aims.sampling);
-            // The longer it takes the less a guest may write whose writes are throttled.
+            // With throttled writes, a guest may write less the longer the migration lasts.
             let is_throttled = aims.throttle_writes != ThrottleWrites::Off;
             Traced::new(if is_throttled { policy.throttling_writes() } else { policy })
         }
@@ -393,7 +397,7 @@ pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
     }
 }
 
-/// What is aimed at now.
+/// Returns the policy's present goals.
 pub(crate) fn aim(aims: &Aims) -> Aim {
     let ns = |ms: u64| ms.saturating_mul(1_000_000);
     Aim {
@@ -403,17 +407,17 @@ pub(crate) fn aim(aims: &Aims) -> Aim {
     }
 }
 
-/// A round that was sent, and when the scan before it was made.
+/// A round that was sent, with the time of the scan before it.
 pub(crate) struct SentRound {
     pub(crate) stats: RoundStats,
     pub(crate) scanned_at: Instant,
-    /// How often all that was dirty has been sent, this round included.
+    /// Number of passes over the dirty pages, including this round's.
     pub(crate) pass: u32,
-    /// Dirty pages that it left to the next.
+    /// Dirty pages that the round left to the next.
     pub(crate) left_pages: u64,
-    /// Those of them that are of disks.
+    /// Dirty pages of disks among `left_pages`.
     pub(crate) left_of_disks: u64,
-    /// Pages of it that were sent shortly before, too.
+    /// Pages of the round that were sent shortly before, too.
     pub(crate) resent_pages: u64,
 }
 
@@ -421,13 +425,13 @@ pub(crate) struct SentRound {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Dirty {
     pub(crate) pages: u64,
-    /// Those of which nothing is known that would spare the link a part of them.
+    /// Dirty pages without any knowledge that would save the link a part of them.
     pub(crate) unknown: u64,
     pub(crate) of_disks: u64,
 }
 
-/// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, so long after
-/// the migration was asked for.
+/// Returns the policy's observation of a round and of the scan that followed it; `elapsed` is the time since the
+/// migration was requested.
 pub(crate) fn observe(
     sent: &SentRound,
     scan: ScanStats,
@@ -455,7 +459,7 @@ pub(crate) fn observe(
     }
 }
 
-/// A round as the report has it; what the sender does not know is left empty.
+/// Converts a round's statistics for the report; fields that the sender does not know stay empty.
 pub(crate) fn round_report(stats: &RoundStats) -> Round {
     let rate = stats.wire_bytes.saturating_mul(1_000_000).checked_div(stats.duration_us).unwrap_or(0);
     Round {

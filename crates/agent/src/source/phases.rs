@@ -3,15 +3,15 @@
 //! ```text
 //! prepare     PREPARED journalled; the destination has accepted; streams are open; writes are tracked
 //! pre-copy    rounds: clear, drain, read; over new connections after a cut
-//! stop        the guest stands still
-//! last pages  what is left, the device state saved meanwhile, one scan more; or, with post-copy, what is left is named
-//!             and sent later
-//! verify      where asked for
+//! stop        the guest is stopped
+//! last pages  the remaining pages, the device state saved at the same time, one more scan; or, with post-copy, the
+//!             remaining pages are announced and sent later
+//! verify      if requested
 //! load        the destination loads the device state: READY
 //! ```
 //!
-//! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people. The rounds are
-//! in [`rounds`]; what is done while the guest stands still is in [`standstill`].
+//! A phase that cannot continue returns a [`Failure`]: the event for the engine, and the reason for users. The rounds
+//! are in [`rounds`]; the work while the guest is stopped is in [`standstill`].
 
 mod course;
 mod disks;
@@ -44,12 +44,12 @@ use crate::journal::Durability;
 use crate::progress::Phase;
 use crate::report::{Disk, Measured};
 
-/// Why a phase ended the migration.
+/// Failure of a phase, which ends the migration.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// What the engine is told.
+    /// Event for the engine.
     pub(crate) event: SourceEvent,
-    /// What people are told.
+    /// Reason for users.
     pub(crate) reason: String,
 }
 
@@ -58,7 +58,7 @@ impl Failure {
         Self { event, reason: reason.into() }
     }
 
-    /// Something on this side made going on impossible. Takes an error with all its causes.
+    /// Creates a failure that has its cause at the source, from an error with all its causes.
     pub(crate) fn local(doing: &str, error: &dyn std::error::Error) -> Self {
         Self::new(SourceEvent::Failed, format!("{doing}: {}", crate::chain(error)))
     }
@@ -73,7 +73,7 @@ impl Failure {
 pub(crate) struct Control {
     pub(crate) writer: Writer,
     pub(crate) handle: link::Handle,
-    /// Which connection, by the driver's own count.
+    /// Number of the connection, counted by the driver.
     pub(crate) link: u64,
 }
 
@@ -83,47 +83,47 @@ impl Drop for Control {
     }
 }
 
-/// What the source's clock measures around the stop.
+/// Times around the stop, by the source's clock.
 #[derive(Debug, Default)]
 pub(crate) struct StopClock {
     pub(crate) stopped_at: Option<Instant>,
-    /// What the policy expected when it said stop.
+    /// Downtime that the policy expected when it decided to stop.
     pub(crate) expected_downtime: Duration,
     pub(crate) measured: Measured,
 }
 
-/// What a destination has accepted.
+/// Capabilities that a destination has accepted.
 #[derive(Debug)]
 pub(super) struct Accepted {
     /// Disks that are to be sent.
     pub(super) copied: Vec<CopiedDisk>,
-    /// Whether it takes references.
+    /// True if the destination accepts page references.
     pub(super) references: bool,
-    /// How many templates it has.
+    /// Number of templates at the destination.
     pub(super) templates: u16,
-    /// What it unpacks, of what is known here.
+    /// Codecs that both hosts know.
     pub(super) codecs: Vec<Codec>,
-    /// Whether it makes pages of what changed of them.
+    /// True if the destination accepts deltas.
     pub(super) deltas: bool,
 }
 
-/// What the rounds end with.
+/// Kind of the stop that ends the rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
-    /// The guest stands still for what is left.
+    /// The guest is stopped while the remaining pages are sent.
     LastRound,
-    /// What is left goes when it runs at the destination.
+    /// The remaining pages are sent while the guest runs at the destination.
     PostCopy,
 }
 
-/// READY, as it came.
+/// Content of READY.
 #[derive(Debug)]
 pub(crate) struct Ready {
     pub(crate) incarnation: Incarnation,
 }
 
 impl Driver {
-    /// All phases, one after the other.
+    /// Runs all phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         self.may_slow()?;
         self.watch_pressure();
@@ -131,7 +131,8 @@ impl Driver {
         let mut cargo = self.cargo(&accepted.copied)?;
         let ready = self.move_to_ready(&accepted, &mut cargo);
         self.say_by(None);
-        // A guest that goes on here does so first; what was done to the kernel and to QEMU is undone after that.
+        // A guest that continues at the source does so first; changes of the kernel's and of QEMU's state are undone
+        // after that.
         self.cargo = Some(cargo);
         ready
     }
@@ -152,7 +153,7 @@ impl Driver {
         cargo.add_memory(tracked, &mut owed);
         let (sender, owed, ending) = self.pre_copy(sender, owed, cargo)?;
         self.stop()?;
-        // One that was paused by its user does not write: for it there is no reason to need both hosts.
+        // A guest that was paused by its user does not write: it has no reason to need both hosts.
         if ending == Ending::PostCopy && !matches!(self.state, SourceState::Stopped { run: false }) {
             let state = self.name_pages(sender, owed, cargo)?;
             return self.load(&state, None);
@@ -164,7 +165,7 @@ impl Driver {
         self.load(&state, Some(sender))
     }
 
-    /// Less is sent from here on, as wished for, until what is returned is dropped.
+    /// Starts the requested reductions, which last until the returned value is dropped.
     fn spare(&self, accepted: &Accepted, shared: Option<SharedImages>, cargo: &mut Cargo) -> Sparing {
         let delta_seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
         let delta_seed = delta_seed.filter(|_| accepted.deltas);
@@ -181,7 +182,7 @@ impl Driver {
         sparing
     }
 
-    /// Which disks are copied is for the destination to say.
+    /// Proposes the migration; the destination decides which disks are copied.
     fn prepare(&mut self) -> Result<Accepted, Failure> {
         self.phase(Phase::Preparing);
         let control =
@@ -258,8 +259,8 @@ impl Driver {
         }
     }
 
-    /// A journal that was begun anew gives epochs that others have seen already: the next one is larger. Not larger by
-    /// any number that a peer may name: there must be epochs left.
+    /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
+    /// already seen. A peer cannot set any number: there must be epochs left.
     fn learn_epoch(&mut self, largest: Epoch) {
         const LEAP: u64 = 1 << 32;
         let own = self.terms.epoch();
@@ -270,9 +271,9 @@ impl Driver {
         }
     }
 
-    /// Noted before anything is sent: only a destination that has accepted is ever asked what it has. With the report as
-    /// it is, which names the images that it has made: an agent that is started anew, or an operator who has to decide,
-    /// is to know where they are.
+    /// Records, before anything is sent, that the destination has accepted: only such a destination is ever asked for
+    /// its state. The present report is recorded, too, because it names the images that the destination has made: an
+    /// agent that restarts, or an operator who has to decide, needs to know where they are.
     fn accepted(&self) -> Result<(), Failure> {
         let report = self.controls.report(|report| report.clone());
         let details = Details::of(&self.context, self.vm.as_ref(), true);
@@ -283,8 +284,8 @@ impl Driver {
             .map_err(|error| Failure::local("cannot note that the destination has accepted", &error))
     }
 
-    /// From here on writes of the guest are seen. Takes seconds for a large guest that came by a migration, and listens
-    /// meanwhile.
+    /// Tracks the guest's writes from here on. Needs seconds for a large guest that arrived by a migration, and handles
+    /// notices in the meantime.
     fn track(&mut self) -> Result<TrackedRam, Failure> {
         let failed = |error: memory::TrackError| Failure::local("cannot track the guest's writes", &error);
         let context = Arc::clone(&self.context);
@@ -295,7 +296,7 @@ impl Driver {
         tracking.finish(self.vm()?).map_err(failed)
     }
 
-    /// From here on the guest's processors can be slowed down, where that was asked for or may be a way.
+    /// Prepares the throttle of the guest's processors, if it was requested or if the policy may use it.
     fn may_slow(&mut self) -> Result<(), Failure> {
         let aims = self.controls.aims();
         let (is_wished, may_be) = (aims.throttle_cpu != ThrottleCpu::Off, aims.policy == StopPolicy::Sla);
@@ -313,13 +314,13 @@ impl Driver {
         Ok(())
     }
 
-    /// From here on it is seen how long the guest waits for processors: before anything is copied, to compare with.
+    /// Starts the measurement of how long the guest waits for processors: before anything is copied, for comparison.
     fn watch_pressure(&mut self) {
         let allowed_permille = u64::from(self.context.config.limits.guest_wait_percent) * 10;
         let watch = self.vm.as_mut().map(|vm| pressure::Watch::begin(vm, allowed_permille));
         match watch.transpose() {
             Ok(watch) => self.pressure = watch,
-            // A kernel that does not count it: nothing else is missing.
+            // The kernel does not count this; nothing else is affected.
             Err(error) => debug!(error = crate::chain(&error), "not seen how long the guest waits"),
         }
     }
@@ -339,7 +340,7 @@ pub(super) fn unexpected(message: &Message) -> Failure {
     Failure::new(SourceEvent::Failed, format!("the destination sent `{kind}` where it does not belong"))
 }
 
-/// The blockers among findings, as one line.
+/// Returns the blockers among findings, as one line.
 pub(crate) fn refusal(findings: &[Finding]) -> String {
     let blockers: Vec<_> = findings
         .iter()

@@ -1,4 +1,4 @@
-//! What copying costs the guest on a busy host, and how far it gives way for that.
+//! Cost of copying for the guest on a busy host, and the restraint that limits it.
 
 use ::memory::SenderHandle;
 use engine::pressure::{Pressure, Restraint, Waited};
@@ -8,24 +8,24 @@ use tracee::{Process, ProcessError};
 use super::vm::{SourceVm, VmError};
 use crate::report::Waiting;
 
-/// Looks at how long the guest's processors wait for processors of the host.
+/// Measurement of how long the guest's processors wait for processors of the host.
 #[derive(Debug)]
 pub(crate) struct Watch {
     process: Process,
-    /// The guest's processors.
+    /// Threads of the guest's processors.
     threads: Vec<u32>,
-    /// All that they did until the last look.
+    /// Their running and waiting times until the last sample.
     last: Waited,
     allowed_permille: u64,
-    /// None before anything was copied.
+    /// The policy; none before anything was copied.
     policy: Option<Traced<Pressure>>,
     waiting: Waiting,
-    /// What it did while it was copied and not held to a limit.
+    /// Running and waiting times while the guest was copied and not held to a limit.
     since: Waited,
     was_held: bool,
 }
 
-/// Why nobody can look.
+/// Error of the measurement.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WatchError {
     #[error(transparent)]
@@ -35,7 +35,8 @@ pub(crate) enum WatchError {
 }
 
 impl Watch {
-    /// From here on; copying may make the guest wait for so much more of the time than it does now, in thousandths.
+    /// Starts the measurement. Copying may make the guest wait for `allowed_permille` thousandths of the time more than
+    /// now.
     pub(crate) fn begin(vm: &mut SourceVm, allowed_permille: u64) -> Result<Self, WatchError> {
         let threads = vm.processor_threads()?;
         let process = vm.process.try_clone()?;
@@ -53,13 +54,13 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Who says how far copying gives way; none before anything was copied.
+    /// Returns the policy that restrains copying; none before anything was copied.
     pub(crate) fn policy(&self) -> Option<&Traced<Pressure>> {
         self.policy.as_ref()
     }
 
-    /// Something is copied now, by this sender, which may have new connections: it is held back as far as follows from what
-    /// was seen. What the guest waited for before the first time it waited for others.
+    /// Restrains a sender that copies now, and may have new connections, as far as the observations require. Waiting
+    /// times before the first call had other causes.
     pub(crate) fn copying(&mut self, sender: &SenderHandle) {
         let now = self.now();
         let policy = self.policy.get_or_insert_with(|| {
@@ -73,13 +74,14 @@ impl Watch {
         sender.copies_in(threads);
     }
 
-    /// How many times as long as usual it is now between two looks at what was written.
+    /// Returns the factor by which the interval between two dirty scans is longer than usual.
     pub(crate) fn interval_factor(&self) -> u32 {
         self.policy.as_ref().map_or(1, |policy| policy.policy().restraint().interval_factor)
     }
 
-    /// Something was copied: what follows from that holds from the next time on. What it cost the guest so far is returned.
-    /// While the guest is held to a limit it waits for that: the kernel does not tell one from the other.
+    /// Samples the waiting times after something was copied; the new restraint holds from the next time on. Returns the
+    /// cost for the guest until now. While the guest is held to a limit it waits for that, too: the kernel does not
+    /// distinguish the two.
     pub(crate) fn look(&mut self, is_held: bool) -> Option<Waiting> {
         let now = self.now();
         let last = between(self.last, now);
@@ -101,7 +103,7 @@ impl Watch {
         Some(self.waiting)
     }
 
-    /// All that the guest's processors did so far. One that was unplugged does nothing.
+    /// Returns the sum of the processors' running and waiting times. A processor that was unplugged counts as zero.
     fn now(&self) -> Waited {
         let mut all = Waited::default();
         for times in self.threads.iter().filter_map(|thread| self.process.thread_times(*thread).ok()) {
@@ -112,7 +114,7 @@ impl Watch {
     }
 }
 
-/// What is seen of less time is chance: a turn of the scheduler takes some milliseconds.
+/// Minimum duration of a sample: a shorter one is chance, because a turn of the scheduler lasts some milliseconds.
 const LEAST_NS: u64 = 100_000_000;
 
 fn between(before: Waited, now: Waited) -> Waited {

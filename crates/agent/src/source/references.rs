@@ -1,5 +1,5 @@
-//! What the destination has already of the disks that are copied: it is asked after some of their pages, and tells what
-//! is in the templates that have such.
+//! Content of the copied disks that the destination already has: the source agent asks about some of their pages, and
+//! the destination reports the content of the templates that have such pages.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -22,20 +22,20 @@ use crate::templates::{
     Learnt, LeftImage, SharedImage, TOLD_PAGES, Templates, from_hex, shared_images, to_hex,
 };
 
-/// Most pages that are remembered of what was sent, to be referred to: 4 GiB, for 18 MiB.
+/// Maximum number of sent pages that are remembered as targets of references: 4 GiB, for 18 MiB.
 const SENT_PAGES: u64 = TOLD_PAGES;
-/// By how much the reading of images gives way, to guests and to the data plane (`nice(2)`).
+/// Niceness of the thread that reads images, in favour of guests and the data plane (`nice(2)`).
 const NICE: i32 = 10;
-/// Formats in which the images of copied disks are, and whose header tells what is below them.
+/// Formats of images whose header names the images below them.
 const FORMATS: [&str; 2] = ["raw", "qcow2"];
 
 impl Driver {
-    /// Whether pages are referred to.
+    /// Returns true if page references are sent.
     pub(super) fn refers(&self, accepted: &Accepted) -> bool {
         self.controls.aims().references && accepted.references
     }
 
-    /// The images that the destination has as well, where pages of them may be referred to.
+    /// Returns the images that both hosts have, if pages of them may be referred to.
     pub(super) fn shared_images(&self, accepted: &Accepted, cargo: &Cargo) -> Option<SharedImages> {
         let described = self.proposal.as_ref().filter(|_| self.refers(accepted))?.description.clone();
         let vm = serde_json::from_value::<VmDescription>(described).ok()?;
@@ -46,7 +46,7 @@ impl Driver {
         (!images.is_empty()).then_some(SharedImages { images, memory_bytes, templates })
     }
 
-    /// What the destination has already, as far as it says.
+    /// Returns the index of the content that the destination reports to have.
     pub(super) fn find_out(&mut self, accepted: &Accepted, cargo: &Cargo) -> Result<Known, Failure> {
         let seeks = accepted.templates > 0 && !accepted.copied.is_empty();
         let runs = if seeks { self.seek(cargo)? } else { Vec::new() };
@@ -73,8 +73,8 @@ impl Driver {
         Ok(known)
     }
 
-    /// The VM has left with its disks: what went is known, and stays here in their images until somebody removes these. A VM
-    /// that comes back need not bring it.
+    /// Remembers the images that the VM has left behind with its disks: the content that was sent is known, and stays
+    /// in these images until they are removed. If the VM comes back, that content need not be sent.
     pub(super) fn remember_images(&self, first_disk: usize, known: &Known) {
         let described = self.proposal.as_ref().map(|proposal| proposal.description.clone());
         let Some(vm) = described.and_then(|it| serde_json::from_value::<VmDescription>(it).ok()) else {
@@ -95,8 +95,8 @@ impl Driver {
         self.context.templates.left(images);
     }
 
-    /// Asks after pages from all over the disks, and takes down what the destination tells. It is only a saving:
-    /// whatever is not told in time, or too much, or lost with the link, is done without.
+    /// Asks about pages from all over the disks, and records the destination's answers. This only saves bytes: answers
+    /// that are late, too many, or lost with the link are not needed.
     fn seek(&mut self, cargo: &Cargo) -> Result<Vec<TemplateRun>, Failure> {
         let names =
             some_names(cargo).map_err(|error| Failure::local("cannot read what is to be sent", &error))?;
@@ -112,7 +112,7 @@ impl Driver {
             Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
                 "the destination has not told in time what is in all of its own".to_owned()
             }
-            // Mended before the first round is sent, as any other cut: see `open_streams`.
+            // Mended before the first round is sent, like any other cut: see `open_streams`.
             Err(Failure { event: SourceEvent::PeerLost, reason }) => {
                 self.control = None;
                 self.control_lost = Some(reason.clone());
@@ -131,7 +131,7 @@ impl Driver {
                 Message::Known { template, runs, last } => (template, runs, last),
                 other => return Err(unexpected(&other)),
             };
-            // More than that is not remembered, but heard to its end.
+            // Answers beyond the limits are not remembered, but received to their end.
             let is_too_much = template >= TOLD_TEMPLATES || pages >= TOLD_PAGES;
             for run in runs.into_iter().filter(|_| !is_too_much) {
                 let digits = run.names.as_bytes().chunks_exact(2 * NAME_BYTES);
@@ -147,7 +147,7 @@ impl Driver {
     }
 }
 
-/// Images that both hosts have, to be read when it pays.
+/// Images that both hosts have, to be read when that is worthwhile.
 #[derive(Clone, Debug)]
 pub(super) struct SharedImages {
     images: Vec<SharedImage>,
@@ -156,12 +156,13 @@ pub(super) struct SharedImages {
 }
 
 impl SharedImages {
-    /// Learns what is in them, in a thread of its own, until all is known or what is known is not asked for any more; the
-    /// report is told.
+    /// Indexes the images' content in a separate thread, until all is known or the index is no longer needed; the
+    /// result is noted in the report.
     pub(super) fn learn(self, known: &Arc<Known>, controls: &Arc<Controls>) {
         let (known, controls) = (Arc::downgrade(known), Arc::clone(controls));
         let work = move || {
-            // The servers that it starts give way as it does. Without leave to do so it works on as it is.
+            // The servers that it starts inherit the niceness. Without permission for that, it works at normal
+            // priority.
             let _ = setpriority_process(None, NICE);
             let Learnt { images, pages, read_pages } =
                 self.templates.learn_shared(&self.images, self.memory_bytes, &known);
@@ -181,14 +182,14 @@ impl SharedImages {
     }
 }
 
-/// Neighbouring pages of a template.
+/// Adjacent pages of a template.
 struct TemplateRun {
     template: u16,
     first_page: u64,
     names: Vec<PageName>,
 }
 
-/// The names of pages from all over the disks, none of them of zeros.
+/// Returns the names of pages from all over the disks, without pages of zeros.
 fn some_names(cargo: &Cargo) -> Result<Vec<String>, ::memory::RamError> {
     let (disks, readers) = (cargo.first_of_disks(), cargo.readers());
     let all: u64 = disks.iter().map(::memory::DirtyBitmap::count).sum();
@@ -198,7 +199,7 @@ fn some_names(cargo: &Cargo) -> Result<Vec<String>, ::memory::RamError> {
     let mut seen = 0;
     for (disk, reader) in disks.iter().zip(&readers[cargo.ram_blocks()..]) {
         for run in disk.runs() {
-            // The next one that is a multiple of the step, counted over all disks.
+            // The next page whose number is a multiple of the step, counted over all disks.
             let mut at = run.start + (step - seen % step) % step;
             while at < run.end {
                 reader.read(at * PAGE_BYTES, &mut page)?;

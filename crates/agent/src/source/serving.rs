@@ -1,10 +1,12 @@
-//! Post-copy: pages that a guest needs which runs at the destination already.
+//! Post-copy server: pages for a guest that already runs at the destination.
 //!
-//! Two threads for each set of connections. One answers what is asked for on the page stream; since the guest stands still
-//! here for good, any page can be read at any time, and sent as often as it is asked for. The other pushes what is left
-//! over the data streams, what will be wanted next first, in parts that hold up no answer for long. What is left the
-//! destination says itself whenever connections are made anew, so that this side has nothing to remember but where the
-//! guest's memory is; and nothing is pushed before it has said so.
+//! Two threads serve each set of connections. One answers page requests on the page stream; since the guest is stopped
+//! at the source for good, any page can be read at any time, and sent as often as it is requested. The other pushes the
+//! remaining pages over the data streams, those that will be requested next first, in parts that delay no answer for
+//! long.
+//!
+//! The destination itself reports the remaining pages whenever connections are made anew, so that the source agent has
+//! to remember only where the guest's memory is. Nothing is pushed before this report.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,36 +31,36 @@ use super::inbox::{Mailbox, Notice};
 use super::telemetry::Left;
 use crate::report::PostCopy;
 
-/// What a guest that runs elsewhere needs of what is here.
+/// State of post-copy for a guest that runs at the destination.
 pub(super) struct Later {
     pub(super) readers: SourceRam,
     pub(super) counted: Arc<Counted>,
-    /// What the guest wrote last, as far as this agent has seen it.
+    /// The guest's recent writes, as far as this agent has recorded them.
     recency: Recency,
-    /// What all data streams keep to.
+    /// Rate limit of all data streams.
     rate: Arc<RateLimit>,
-    /// How the last round was compressed, and what is pushed is.
+    /// Compression of the last round, also used for pushed pages.
     pub(super) packing: Option<Arc<Packing>>,
-    /// What an agent before this one had sent.
+    /// Counts of an agent before this one.
     pub(super) before: PostCopy,
-    /// When the guest ran on there for all that is known here.
+    /// Time at which post-copy began, as far as the source knows.
     pub(super) began: Instant,
-    /// None while there are no connections.
+    /// Sending threads; none while there are no connections.
     pub(super) serving: Option<Serving>,
-    /// Why those before ended, until something is done about it.
+    /// Error that ended the last connections, until it is handled.
     pub(super) lost: Option<String>,
 }
 
-/// Pages, and how they were pushed, for the report.
+/// Counts of pages and the push policy's trace, for the report.
 #[derive(Debug)]
 pub(super) struct Counted {
-    /// Those that somebody waited for.
+    /// Pages that were requested.
     pub(super) wanted: AtomicU64,
-    /// Those that were pushed.
+    /// Pages that were pushed.
     pub(super) pushed: AtomicU64,
-    /// Those that are left to be pushed.
+    /// Pages that remain to be pushed.
     left: Left,
-    /// How they are pushed; anew over each set of connections.
+    /// Push policy; it begins anew with each set of connections.
     push: Mutex<Traced<Push>>,
 }
 
@@ -80,8 +82,9 @@ impl Later {
         Self { readers, counted, recency, rate, packing: None, before, began, serving: None, lost: None }
     }
 
-    /// Sends over these connections, until they end. The destination says first what is left, and so that it is there for
-    /// it: what came before it waits for pages would be in the place of those, and taken away.
+    /// Sends pages over these connections until they end. The destination first reports the remaining pages, and only
+    /// when it is ready for them: a page that arrived before it waits for pages would occupy the place of a missing
+    /// page, and be discarded.
     pub(super) fn serve(
         &mut self,
         generation: Generation,
@@ -98,7 +101,7 @@ impl Later {
             hang_up.shutdown();
             let error = crate::chain(&ended);
             info!(%generation, error, "nothing more is sent over these connections");
-            // The driver may be waiting for this thread; that it has ended he sees in any case.
+            // The driver may be waiting for this thread; in that case it notices the thread's end anyway.
             mailbox.try_put(Notice::ServingEnded { generation, error });
         };
         let thread = thread::Builder::new().name("serve".to_owned()).spawn(work)?;
@@ -106,7 +109,7 @@ impl Later {
         Ok(())
     }
 
-    /// What was sent so far, of so many pages.
+    /// Returns the counts until now, of `left_pages` pages in total.
     pub(super) fn so_far(&self, left_pages: u64) -> PostCopy {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         PostCopy {
@@ -117,7 +120,7 @@ impl Later {
         }
     }
 
-    /// Whether nothing is sent.
+    /// Returns true if no thread sends.
     pub(super) fn is_cut(&self) -> bool {
         self.serving
             .as_ref()
@@ -125,7 +128,8 @@ impl Later {
     }
 }
 
-/// Ends the page stream, and so whoever reads from it, when the thread that has this ends before all is pushed.
+/// Ends the page stream, and so the thread that reads from it, if the thread that owns this ends before all pages are
+/// pushed.
 struct EndsStream {
     handle: Handle,
     all_pushed: bool,
@@ -139,7 +143,7 @@ impl Drop for EndsStream {
     }
 }
 
-/// Ends the pace to which what is pushed keeps.
+/// Removes the pace limit of pushed pages when it is dropped.
 struct LetsGo<'a>(&'a RateLimit);
 
 impl Drop for LetsGo<'_> {
@@ -148,7 +152,7 @@ impl Drop for LetsGo<'_> {
     }
 }
 
-/// The threads that send. Dropping it ends them.
+/// Threads that send. Dropping it ends them.
 pub(super) struct Serving {
     handle: Handle,
     sender: SenderHandle,
@@ -165,7 +169,7 @@ impl Drop for Serving {
     }
 }
 
-/// Why nothing more is sent.
+/// Cause of the end of a set of connections.
 #[derive(Debug, thiserror::Error)]
 enum Ended {
     #[error("the page stream ended")]
@@ -218,14 +222,14 @@ fn serve(
         };
         cancel.cancel();
         match pushing.join() {
-            // Why the page stream was ended here.
+            // This error is why the source ended the page stream.
             Ok(Err(error)) if !matches!(error, SendError::Cancelled) => error.into(),
             _ => ended,
         }
     })
 }
 
-/// What the destination awaits, as it says first.
+/// Receives the set of missing pages, which the destination sends first.
 fn hear_what_is_left(
     reader: &mut Reader,
     readers: &SourceRam,
@@ -246,7 +250,7 @@ fn hear_what_is_left(
     Ok(Remaining::of(blocks, round, recency))
 }
 
-/// Pushes what is left, part by part.
+/// Pushes the remaining pages, part by part.
 fn push(
     mut sender: Sender,
     remaining: &Remaining,
@@ -277,7 +281,7 @@ fn push(
     Ok(())
 }
 
-/// Answers what is asked for, until the connection ends.
+/// Answers page requests until the connection ends.
 fn answer(
     reader: &mut Reader,
     writer: &mut Writer,
@@ -290,7 +294,7 @@ fn answer(
         let Incoming::Message(Message::Want { pages }) = reader.recv(None)? else {
             return Err(Ended::Message);
         };
-        // On its way already or not, each is sent: it is not known how long the way is.
+        // Each requested page is sent, even if it was already sent: it is not known how long the transfer lasts.
         for &wanted in &pages {
             let page = readers
                 .get(usize::from(wanted.block))

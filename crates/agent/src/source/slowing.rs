@@ -1,5 +1,5 @@
-//! Slowing the guest's processors down, where it writes to its memory faster than the link carries: what the policy is
-//! shown, and who keeps the limit that it finds.
+//! CPU throttle for a guest that writes to its memory faster than the link carries: the policy's observations, and the
+//! application of the limit that it decides.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -14,23 +14,23 @@ use super::vm::{SourceVm, VmError};
 use crate::daemon::HelperProgram;
 use crate::guard::{Dismissed, Guard};
 
-/// The guest's processors, in groups of their own.
+/// Throttle of the guest's processors, which are in groups of their own.
 #[derive(Debug)]
 pub(crate) struct Slowing {
     process: Process,
     threads: Vec<u32>,
     limit: CpuLimit,
-    /// Lifts it after this process's end. Behind it: it is dismissed when the limit is lifted.
+    /// Guard that lifts the limit if this process ends. It follows `limit`: it is dismissed after the limit is lifted.
     _guard: Dismissed,
     policy: Traced<CpuDrain>,
-    /// How long each of the processors had run at the last look, and when that was.
+    /// CPU time of each processor at the last sample, and the sample's time.
     last: Option<(Vec<Duration>, Instant)>,
     drained: Drained,
-    /// What each may use.
+    /// Limit of each processor, in microseconds per second; none if unlimited.
     us_per_s: Option<u64>,
 }
 
-/// Why processors cannot be slowed down.
+/// Error of slowing processors down.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SlowingError {
     #[error(transparent)]
@@ -46,10 +46,10 @@ pub(crate) enum SlowingError {
 }
 
 impl Slowing {
-    /// Puts the guest's processors into groups of their own. They are as fast as ever; `helper` sees that they are again
-    /// should this agent die.
+    /// Puts the guest's processors into groups of their own, still without a limit. `helper` starts the guard that
+    /// lifts a limit if this agent dies.
     pub(crate) fn begin(vm: &mut SourceVm, helper: &HelperProgram) -> Result<Self, SlowingError> {
-        // What an agent before this one has left would be the home of this one's.
+        // Groups that an agent before this one has left would contain this one's.
         CpuLimit::end_left(&vm.process)?;
         let threads = vm.processor_threads()?;
         let process = vm.process.try_clone()?;
@@ -57,7 +57,7 @@ impl Slowing {
             return Err(SlowingError::NoThreads);
         }
         let limit = CpuLimit::begin(&process, &threads)?;
-        // Nobody is slowed down without somebody who ends that, should this agent die.
+        // No guest is slowed down without a guard that ends this if the agent dies.
         let guard = Guard::of_processors(helper, &process).map_err(SlowingError::Guard)?;
         Ok(Self {
             process,
@@ -71,18 +71,18 @@ impl Slowing {
         })
     }
 
-    /// Whether the guest is held to a limit.
+    /// Returns true if the guest is held to a limit.
     pub(crate) fn is_holding(&self) -> bool {
         self.us_per_s.is_some()
     }
 
-    /// Who says how fast it may be.
+    /// Returns the policy that decides the limit.
     pub(crate) fn policy(&self) -> &Traced<CpuDrain> {
         &self.policy
     }
 
-    /// Looks at what the guest used since the last time, and where it is to be slow has the kernel keep what follows from
-    /// that and from the round. Returns what has changed.
+    /// Samples the CPU time since the last call, and has the kernel apply the limit that follows from it and from the
+    /// round, if the guest is to be slowed down. Returns the change.
     pub(crate) fn look(
         &mut self,
         round: &RoundObservation,
@@ -99,7 +99,7 @@ impl Slowing {
         Ok(Some(Change { percent: self.policy.policy().percent(), is_slower }))
     }
 
-    /// What the guest used since the last time, and what the round says of it; none as long as that is not known.
+    /// Returns the CPU time since the last call, with the rates of the round; none as long as they are not known.
     fn see(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, SlowingError> {
         let pages = round.pages_sent.saturating_sub(round.empty_pages);
         self.drained.learn(pages, round.spared_pages, round.duration_ns / 1000);
@@ -121,8 +121,8 @@ impl Slowing {
         }))
     }
 
-    /// Lets the processors be as fast as ever, until the next look but one: while nothing is sent, or because one that
-    /// waits for its time does not hear that it is to stop.
+    /// Lifts the limit until the next sample but one: because nothing is sent, or because a processor that waits for
+    /// its share does not notice that it is to stop.
     pub(crate) fn lift(&mut self) -> Result<(), SlowingError> {
         self.limit.set(None)?;
         (self.us_per_s, self.last) = (None, None);
@@ -131,11 +131,11 @@ impl Slowing {
     }
 }
 
-/// Another speed than before.
+/// A change of the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Change {
-    /// What the guest may use from now on, in hundredths of what it usually does.
+    /// CPU time that the guest may use from now on, in percent of its usual use.
     pub(crate) percent: u64,
-    /// Whether that is less than before.
+    /// True if that is less than before.
     pub(crate) is_slower: bool,
 }

@@ -1,4 +1,4 @@
-//! Soft pages of a migration: the guest is asked, page cache is put off, and taken back before the stop.
+//! Free page hints of a migration: the guest is asked, page cache is deferred, and requested back before the stop.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -14,36 +14,37 @@ use super::{Controls, Driver, VmError};
 use crate::api::SoftPages;
 use crate::report;
 
-/// How long the next line of an answer may be waited for, and all of one before the stop. Giving a large page cache back takes
-/// seconds.
+/// Time limit for the next line of an answer, and for all of an answer before the stop. To give back a large page cache
+/// needs seconds.
 const ANSWER: Duration = Duration::from_secs(30);
-/// How long the first round waits for an answer that says what of the page cache to put off.
+/// Time that the first round waits for an answer that lists the page cache to defer.
 const FIRST_ANSWER: Duration = Duration::from_secs(3);
-/// How often it is looked meanwhile whether something else has happened.
+/// Interval of the checks for notices in the meantime.
 const LOOK: Duration = Duration::from_millis(50);
-/// Where fewer pages are to be sent (64 MiB), asking costs the guest more than sending costs us.
+/// Minimum number of pages to be sent (64 MiB) for a question: below it, the answer costs the guest more than the
+/// sending costs the agent.
 const WORTH_ASKING: u64 = 1 << 14;
-/// From one question to the next: to answer takes the guest some processor time.
+/// Minimum interval of questions: an answer needs some of the guest's processor time.
 const PAUSE: Duration = Duration::from_secs(1);
-/// The guest answers for no more than one part in so many of the time.
+/// Divisor of the time: the guest spends at most one part in `ANSWERING` on answers.
 const ANSWERING: u32 = 5;
 
-/// What is known of a guest that says which of its memory need not be sent.
+/// State of the questions to a guest that reports which of its memory need not be sent.
 #[derive(Debug)]
 pub(super) struct Softening {
     guest: Guest,
     soft: Arc<Soft>,
     cache: Cache,
-    /// When it was asked last.
+    /// Time of the last question.
     asked: Option<Instant>,
-    /// Page cache that was not sent in the first round. It is owed.
+    /// Page cache that was deferred in the first round. It is owed.
     put_off: Option<Owed>,
     told: report::Soft,
     controls: Arc<Controls>,
 }
 
 impl Driver {
-    /// From here on pages may be left out, if that is wished for and the guest has a port over which it can say which.
+    /// Enables free page hints from here on, if they are requested and the guest has the port for them.
     pub(super) fn may_leave_out(&mut self, cargo: &mut Cargo) {
         if self.controls.aims().soft_pages == SoftPages::None {
             return;
@@ -60,8 +61,9 @@ impl Driver {
         }
     }
 
-    /// Finds somebody in the guest who can be asked; none where there is nobody. That is only a saving: what goes wrong with
-    /// it is told in the report. To be called right before memory is sent, so that the port is taken for no longer.
+    /// Connects to the program in the guest; returns none if there is no such program. This only saves bytes: its
+    /// errors are noted in the report. The caller calls this right before memory is sent, so that the port is occupied
+    /// no longer than needed.
     pub(super) fn meet_guest(&mut self, cargo: &Cargo) -> Option<Softening> {
         let soft = cargo.soft()?;
         let wanted = self.controls.aims().soft_pages;
@@ -88,8 +90,8 @@ impl Driver {
         }
     }
 
-    /// Asks before a round whose marks have been cleared, if it is worth it. In the first one, in which all of
-    /// memory goes, what could be given back later is put off.
+    /// Asks the guest before a round whose marks have been cleared, if that is worthwhile. In the first round, which
+    /// sends all of memory, page cache that could be given back later is deferred.
     pub(super) fn ask_guest(
         &mut self,
         softening: &mut Softening,
@@ -105,14 +107,14 @@ impl Driver {
             return Ok(readable);
         }
         if softening.is_due() && (is_first || readable.pages() >= WORTH_ASKING) {
-            // Those pages are left out that have not been sent when the guest says so.
+            // Pages that have not been sent when the answer arrives are left out.
             drop(softening.ask(false));
         }
         Ok(readable)
     }
 
-    /// Before the stop: has the guest give back what was put off, and owes it in this round, whose marks have been cleared.
-    /// What it has not given back is sent as it is.
+    /// Lets the guest give back the deferred page cache before the stop, and adds it to this round, whose marks have
+    /// been cleared. Pages that the guest has not given back are sent as they are.
     pub(super) fn take_back(
         &mut self,
         softening: &mut Softening,
@@ -126,7 +128,7 @@ impl Driver {
         Ok(readable.and(&put_off))
     }
 
-    /// Waits for an answer, but no longer than that, and listens to everybody else meanwhile.
+    /// Waits for an answer, at most for `patience`, and handles notices in the meantime.
     fn hear_guest(
         &mut self,
         softening: &Softening,
@@ -157,24 +159,24 @@ impl Softening {
         self.asked.is_none_or(|asked| !self.guest.is_asked() && asked.elapsed() >= pause_after(took))
     }
 
-    /// Whether the first answer is still waited for.
+    /// Returns true if the first answer is still pending.
     pub(super) fn waits_for_first(&self) -> bool {
         self.guest.answers().0 == 0 && self.guest.is_asked()
     }
 
-    /// Whether anything is put off, that has to be taken back before the stop.
+    /// Returns true if page cache is deferred that has to be requested back before the stop.
     pub(super) fn has_put_off(&self) -> bool {
         self.put_off.is_some()
     }
 }
 
-/// How long after a question that was answered in so long the next one is asked.
+/// Returns the interval from a question to the next, if its answer lasted `took`.
 fn pause_after(took: Duration) -> Duration {
     PAUSE.max(took.saturating_mul(ANSWERING))
 }
 
 impl Drop for Softening {
-    /// Tells the report what became of it.
+    /// Adds the statistics to the report.
     fn drop(&mut self) {
         let heard = self.guest.heard();
         let told = report::Soft {

@@ -1,5 +1,5 @@
-//! How less is sent: compression, changes and references, as they were wished for, or as the policy picks them while pages
-//! are sent.
+//! Reductions of the data that is sent: compression, deltas and page references, as requested, or as the policy picks
+//! them while pages are sent.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -19,19 +19,19 @@ use crate::api::{Compress, Deltas as WantedDeltas};
 use crate::cpu;
 use crate::report::{self, Compression, PickedWay};
 
-/// How often the policy looks, and how often at first, when it knows nothing.
+/// Interval of the policy's samples, and the shorter one at first, when the policy knows nothing.
 const LOOK: Duration = Duration::from_millis(50);
 const EARLY_LOOK: Duration = Duration::from_millis(20);
 const EARLY_LOOKS: u32 = 10;
-/// Less data tells nothing of a link: what goes into a buffer goes at once, and a worker that waits says so only when it
-/// does not any more. Then the policy waits for more, but not for ever.
+/// Less data allows no conclusion about a link: data that fits into a buffer is sent at once, and a worker that waits
+/// reports its wait only afterwards. Then the policy waits for more data, but not for ever.
 const LEAST_DATA_BYTES: u64 = 2 << 20;
 const LONGEST: Duration = Duration::from_millis(500);
 
-/// Most ways of which the report tells.
+/// Maximum number of compression choices in the report.
 const MOST_TOLD: usize = 100;
 
-/// What makes less be sent in a migration. Dropping it ends the looks, and tells the report.
+/// Reductions of a migration. Dropping it ends the samples and completes the report.
 #[derive(Debug)]
 pub(super) struct Sparing {
     means: Means,
@@ -39,23 +39,23 @@ pub(super) struct Sparing {
     _stop: Option<Sender<()>>,
 }
 
-/// What there is to be steered.
+/// Reductions that the policy controls.
 #[derive(Clone, Debug)]
 struct Means {
     wanted: Compress,
-    /// None where nothing is compressed and nothing is to be found out of the link either.
+    /// Compression; none if nothing is compressed and the link need not be measured either.
     packing: Option<Arc<Packing>>,
     wanted_deltas: WantedDeltas,
-    /// None where pages are sent in full.
+    /// Deltas; none if pages are sent in full.
     deltas: Option<Arc<Deltas>>,
-    /// None where nothing is referred to. For memory it is looked up, and images that both hosts have are read, only where
-    /// the link is slow.
+    /// Page references; none if they are not used. Pages of memory are looked up, and images that both hosts have are
+    /// read, only if the link is slow.
     known: Option<(Arc<Known>, Option<SharedImages>)>,
 }
 
 impl Sparing {
-    /// Nothing is done that the destination does not undo; of what was wished for and is left out for that the report is
-    /// told. Deltas need a seed.
+    /// Starts the reductions that were requested and that the destination can undo; the report notes each request that
+    /// is left out for that reason. Deltas need a seed.
     pub(super) fn begin(
         codecs: &[Codec],
         delta_seed: Option<u64>,
@@ -102,7 +102,7 @@ impl Sparing {
     }
 }
 
-/// What was wished for, or nothing if the destination does not unpack it.
+/// Returns the requested compression, or none if the destination cannot unpack it.
 fn possible(wanted: Compress, codecs: &[Codec], controls: &Controls, telemetry: &Telemetry) -> Compress {
     let needed: Vec<_> = match wanted {
         Compress::Auto => WAYS.iter().filter_map(|way| way.codec()).collect(),
@@ -153,7 +153,8 @@ impl Drop for Sparing {
 }
 
 impl Means {
-    /// The link is waited for: from here on it pays to look at pages before they are sent.
+    /// Starts the reductions that need time for each page: the senders wait for the link, so that these are worthwhile
+    /// from here on.
     fn use_what_is_known(&self, controls: &Arc<Controls>) {
         if self.wanted_deltas == WantedDeltas::Auto {
             self.mark(controls);
@@ -164,7 +165,7 @@ impl Means {
         }
     }
 
-    /// What became of references to memory.
+    /// Returns the statistics of references to memory.
     fn referred(&self) -> Referred {
         self.known.as_ref().map_or_else(Referred::default, |(known, _)| known.referred())
     }
@@ -175,7 +176,7 @@ impl Means {
         }
     }
 
-    /// The destination is slower to read what is referred to than the link would be: it does not read any more.
+    /// Ends references to memory, because the destination reads the content more slowly than the link would carry it.
     fn send_memory(&self, controls: &Controls) {
         let Some((known, _)) = self.known.as_ref().filter(|(known, _)| known.looks_at_memory()) else {
             return;
@@ -186,7 +187,7 @@ impl Means {
         controls.report(|report| report.event(at_us, "references", detail));
     }
 
-    /// From here on pages are marked, and what changed of them is sent.
+    /// Turns deltas on: from here on the versions of sent pages are recorded, and deltas are sent.
     fn mark(&self, controls: &Controls) {
         let Some(deltas) = &self.deltas else { return };
         deltas.set(true);
@@ -195,7 +196,7 @@ impl Means {
     }
 }
 
-/// Which way was picked, for the report.
+/// Notes the picked compression in the report.
 fn tell(decision: &Decision, controls: &Controls) {
     let picked = PickedWay {
         at_us: controls.requested.elapsed().as_micros() as u64,
@@ -210,7 +211,7 @@ fn tell(decision: &Decision, controls: &Controls) {
     });
 }
 
-/// The policy, in a thread of its own; none if there is no thread to be had, and then nothing is picked.
+/// Runs the policy in a separate thread; returns none if no thread can be started, and then nothing is picked.
 fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Controls>) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     let looks = move || {
@@ -223,7 +224,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
             let now = now();
             if now.referred.interruptions != before.referred.interruptions {
-                // It was the link that said nothing.
+                // A connection was lost: the missing answers do not measure the destination's speed.
                 referring.begin_anew();
                 before = now;
                 if is_slow {
@@ -264,7 +265,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
             if !decision.try_out.is_empty() {
                 packing.try_out(&decision.try_out);
             }
-            // Before that the opening's is better, as long as it takes.
+            // Before that the opening's choice is better, no matter how long the policy needs.
             if !decision.is_informed {
                 continue;
             }
@@ -278,7 +279,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
     thread::Builder::new().name("sparing".to_owned()).spawn(looks).ok().map(|_| stop)
 }
 
-/// What was counted up to a moment.
+/// Counters at one moment.
 struct Look {
     at: Instant,
     counted: Counted,
@@ -291,7 +292,7 @@ impl Look {
         Self { at: Instant::now(), counted: packing.count(), referred, idle_ns: cpu::idle_ns() }
     }
 
-    /// Data, and pages that were referred to.
+    /// Returns the bytes of data and of pages that were referred to.
     fn passed_bytes(&self) -> u64 {
         self.counted.data_bytes + self.referred.taken_bytes + self.referred.refused_bytes
     }
@@ -311,7 +312,7 @@ impl Look {
     fn since(&self, before: &Self, workers: u32, trials: Vec<Trial>) -> Observation {
         let (now, then) = (&self.counted, &before.counted);
         let (interval, data_bytes) = (self.at.duration_since(before.at), now.data_bytes - then.data_bytes);
-        // Between references there may be too little of it to tell of the link.
+        // Between references there may be too little data for a conclusion about the link.
         let tells = data_bytes >= LEAST_DATA_BYTES || interval >= LONGEST;
         Observation {
             interval_ns: interval.as_nanos() as u64,

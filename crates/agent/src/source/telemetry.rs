@@ -1,5 +1,5 @@
-//! What people see of a migration while it runs: progress, sampled from the sender a few times a second, and bytes
-//! counted over all connections.
+//! Progress of a running migration, sampled from the sender a few times a second, and bytes counted over all
+//! connections.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,17 +12,17 @@ use proto::limits::PAGE_BYTES;
 
 use crate::progress::{DiskProgress, Phase, Progress, Publisher};
 
-/// How often progress is looked at.
+/// Interval of the progress samples.
 const SAMPLE: Duration = Duration::from_millis(200);
 
-/// What people see of a migration.
+/// Progress and byte counts of a migration.
 #[derive(Debug)]
 pub(crate) struct Telemetry {
     publisher: Publisher,
-    /// When the migration was asked for.
+    /// Time at which the migration was requested.
     begun: Instant,
     connections: Arc<Mutex<Vec<Handle>>>,
-    /// What waits for a later round.
+    /// Pages that wait for a later round.
     later: Arc<Mutex<Later>>,
     /// Dropping it ends the sampling thread.
     sampler: Mutex<Option<Sender<()>>>,
@@ -33,16 +33,16 @@ pub(crate) struct Telemetry {
 pub(crate) struct Later {
     /// All of them.
     pub(crate) pages: u64,
-    /// Those of each disk.
+    /// Pages of each disk.
     pub(crate) of_disks: Vec<u64>,
 }
 
-/// Pages that are left, counted by somebody else than the driver.
+/// Counter of remaining pages, for a thread other than the driver's.
 #[derive(Clone, Debug)]
 pub(crate) struct Left(Arc<Mutex<Later>>);
 
 impl Left {
-    /// So many now, all of memory.
+    /// Sets the number of remaining pages, all of memory.
     pub(crate) fn set(&self, pages: u64) {
         *lock(&self.0) = Later { pages, of_disks: Vec::new() };
     }
@@ -59,7 +59,7 @@ impl Telemetry {
         }
     }
 
-    /// Since the migration was asked for, in microseconds.
+    /// Returns the time since the migration was requested, in microseconds.
     pub(crate) fn elapsed_us(&self) -> u64 {
         self.begun.elapsed().as_micros() as u64
     }
@@ -76,19 +76,19 @@ impl Telemetry {
         self.publisher.now()
     }
 
-    /// Disks that are copied, with their lengths in bytes.
+    /// Publishes the copied disks, with their lengths in bytes.
     pub(crate) fn shows_disks(&self, disks: impl Iterator<Item = (String, u64)>) {
         let disk = |(name, bytes)| DiskProgress { name, bytes, ..DiskProgress::default() };
         self.update(|progress| progress.disks = disks.map(disk).collect());
     }
 
-    /// A round begins: of which pass, and what waits for a later one.
+    /// Records the begin of a round: its pass, and the pages that wait for a later one.
     pub(crate) fn begins(&self, pass: u32, later: Later) {
         *lock(&self.later) = later;
         self.update(|progress| progress.pass = pass);
     }
 
-    /// For whoever counts elsewhere how many pages are left.
+    /// Returns a counter of the remaining pages, for another thread.
     pub(crate) fn left(&self) -> Left {
         Left(Arc::clone(&self.later))
     }
@@ -98,7 +98,7 @@ impl Telemetry {
         lock(&self.connections).push(connection);
     }
 
-    /// Bytes sent and received over all connections.
+    /// Returns the bytes sent and received over all connections.
     pub(crate) fn counted(&self) -> (u64, u64) {
         sum(&lock(&self.connections))
     }
@@ -124,7 +124,7 @@ impl Telemetry {
                     progress.round_bytes = (round.pages + later.pages) * PAGE_BYTES;
                     progress.remaining_bytes = left * PAGE_BYTES;
                     progress.missing_pages = (progress.phase == Phase::PostCopy).then_some(left);
-                    // They come last.
+                    // Disks are the last blocks.
                     let first = blocks.len().saturating_sub(progress.disks.len());
                     for (number, (disk, block)) in progress.disks.iter_mut().zip(&blocks[first..]).enumerate()
                     {
@@ -139,7 +139,7 @@ impl Telemetry {
                 });
             }
         };
-        // Without the thread nobody sees the progress; the migration goes on all the same.
+        // Without the thread no progress is shown; the migration continues all the same.
         if thread::Builder::new().name("progress".to_owned()).spawn(sample).is_ok() {
             *lock(&self.sampler) = Some(stop);
         }

@@ -1,4 +1,4 @@
-//! Write throttling: what the policy is shown of a guest's writes, and who keeps the cap that it finds.
+//! Write throttling: the policy's observations of a guest's writes, and the application of the cap that it decides.
 
 use std::time::Instant;
 
@@ -12,32 +12,32 @@ use qemu::recording::{WriteCap, Written};
 use crate::api::ThrottleWrites;
 use crate::disks::DiskLog;
 
-/// A part before the drain is known, and the least that tells of it: of a small one its beginning and end take the
-/// time, unless it takes long.
+/// Pages of a part before the sending rate is known, and the minimum for a measurement of this rate: the duration of a
+/// smaller part depends on its beginning and end, unless it is long.
 const LEAST_PAGES: u64 = 4096;
 const LONG_US: u64 = 500_000;
 
-/// How fast the guest may write, from look to look.
+/// Throttle of the guest's writes, adapted at every sample.
 #[derive(Debug)]
 pub(crate) struct Throttling {
     policy: Traced<WriteThrottle>,
-    /// What had been written when copying began.
+    /// Writes before copying began.
     first: Option<Written>,
     last: Option<Look>,
     cap: Cap,
     drained: Drained,
 }
 
-/// How fast was sent lately, in bytes of the guest's per second, once that is known.
+/// Recent sending rate, in bytes of the guest's memory and disks per second, once it is known.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Drained(Option<u64>);
 
 impl Drained {
-    /// So many pages were sent, and so many of them that the destination had, or had in an earlier version: what the
-    /// guest writes now will have to be sent.
+    /// Learns from `pages` sent pages. The destination had `there` of them already, or an earlier version of them:
+    /// pages that the guest writes now will have to be sent in full.
     pub(crate) fn learn(&mut self, pages: u64, there: u64, duration_us: u64) {
         let pages = pages.saturating_sub(there);
-        // Where most of it was there, the time tells nothing of the rest.
+        // If the destination had most of the pages, the duration allows no conclusion about the rest.
         let tells = pages >= LEAST_PAGES || (pages > 0 && duration_us >= LONG_US);
         if tells && pages >= there {
             let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / duration_us.max(1);
@@ -50,7 +50,7 @@ impl Drained {
     }
 }
 
-/// What was found at one look.
+/// Counters of one sample.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at: Instant,
@@ -59,7 +59,7 @@ struct Look {
 }
 
 impl Throttling {
-    /// None where nothing is to be capped.
+    /// Creates the throttle; returns none if nothing is to be capped.
     pub(crate) fn new(choice: ThrottleWrites) -> Option<Self> {
         let policy = match choice {
             ThrottleWrites::Off => return None,
@@ -70,28 +70,28 @@ impl Throttling {
         Some(Self { policy, first: None, last: None, cap: Cap::default(), drained: Drained::default() })
     }
 
-    /// Who says how fast it may write.
+    /// Returns the policy that decides the cap.
     pub(crate) fn policy(&self) -> &Traced<WriteThrottle> {
         &self.policy
     }
 
-    /// A round, or a part of one, was sent.
+    /// Records a round, or a part of one, that was sent.
     pub(crate) fn drained(&mut self, stats: &RoundStats) {
         let there = stats.contents.reference + stats.contents.delta;
         let pages = stats.contents.pages() - stats.contents.empty();
         self.drained.learn(pages, there, stats.duration_us);
     }
 
-    /// How many of so many pages go between two looks: what takes two seconds, but not more parts than a report can
-    /// have.
+    /// Returns how many of `all` pages are sent between two samples: as many as are sent in two seconds, but not more
+    /// parts than a report can have.
     pub(crate) fn part_pages(&self, all: u64) -> u64 {
         const MOST_PARTS: u64 = 100;
         let two_seconds = self.drained.bytes_per_s().map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
         two_seconds.max(all / MOST_PARTS).max(LEAST_PAGES)
     }
 
-    /// Looks at what was written since the last time, and has QEMU keep what follows from it. Returns the cap where it
-    /// is another one than before.
+    /// Samples the writes since the last call, and has QEMU apply the policy's decision. Returns the cap if it has
+    /// changed.
     pub(crate) fn look(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
         if disks.throttled_by_others().count() == disks.names().len() {
             return Ok(None);
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    /// Pages that the destination has in one way or the other go quicker than what the guest writes now will.
+    /// Pages that the destination has in some form are sent faster than new writes of the guest will be.
     #[test]
     fn what_was_there_is_not_drained() {
         let mut throttling = Throttling::new(ThrottleWrites::Drain).unwrap();
@@ -137,10 +137,10 @@ mod tests {
         };
         assert_eq!(rate(30_000, 0, 0), Some(30_000 * PAGE_BYTES));
         assert_eq!(rate(20_000, 5_000, 5_000), Some(20_000 * PAGE_BYTES));
-        // On a slow link there are few in any time.
+        // On a slow link there are few pages in any interval.
         assert_eq!(rate(1_000, 0, 0), Some(1_000 * PAGE_BYTES));
         assert_eq!(rate(20_000, 0, 0), Some(20_000 * PAGE_BYTES));
-        // Mostly there: the rate before is still the best that is known.
+        // The destination had most pages: the earlier rate is still the best known.
         assert_eq!(rate(10_000, 0, 90_000), Some(20_000 * PAGE_BYTES));
         assert_eq!(rate(10_000, 90_000, 0), Some(20_000 * PAGE_BYTES));
     }

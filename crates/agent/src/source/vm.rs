@@ -1,4 +1,4 @@
-//! A VM on its way out: its process, its monitor, its memory.
+//! A VM that leaves this host: its process, its monitor, its memory.
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -28,53 +28,53 @@ use crate::verification::{self, CompareError, Hashes};
 use crate::vms;
 use crate::watch::Watch;
 
-/// How long a killed process may take to be gone.
+/// Time limit for a killed process to disappear.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Why a VM does not do what it is told.
+/// Error of an operation on a VM.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum VmError {
-    /// Its QEMU has ended.
+    /// The VM's QEMU has ended.
     #[error("QEMU is gone")]
     Gone,
-    /// Its process cannot be looked at.
+    /// QEMU's process cannot be examined.
     #[error("QEMU's process cannot be used")]
     Process(#[from] ProcessError),
-    /// Its monitor does not do what it is told.
+    /// QEMU's monitor failed, or refused a command.
     #[error("QEMU's monitor at {path} failed", path = path.display())]
     Qmp {
-        /// The monitor's socket.
+        /// Path of the monitor's socket.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: QmpError,
     },
-    /// Its memory was not found.
+    /// The guest's memory was not found.
     #[error("the guest's memory was not found")]
     Ram(#[from] RamError),
-    /// Its device state was not saved.
+    /// The device state was not saved.
     #[error("the state of the devices was not saved")]
     State(#[from] StateError),
-    /// It was changed while it was moved (design, trap 12).
+    /// The VM was changed while it was moved (design, trap 12).
     #[error("{0} changed during the migration; it was plugged or unplugged, try again")]
     Changed(String),
-    /// Its disks are others than those with which the destination's QEMU was started.
+    /// The VM's disks differ from those with which the destination's QEMU was started.
     #[error(
         "what is in the guest's drives changed during the migration: somebody made a snapshot, changed a medium, or a \
          length; try again"
     )]
     OtherMedia,
-    /// It cannot be held, or let go.
+    /// QEMU cannot be frozen, or let go.
     #[error(transparent)]
     Hold(#[from] HoldError),
-    /// Nobody in the guest can be asked.
+    /// No program in the guest can be asked.
     #[error(transparent)]
     Port(#[from] PortError),
-    /// It does neither run nor stand still for its user.
+    /// The VM neither runs nor is paused by its user.
     #[error("{}", qemu::preflight::run_state_refusal(.0))]
     RunState(String),
 }
 
-/// A VM on its way out.
+/// A VM that leaves this host.
 pub(crate) struct SourceVm {
     pub(crate) process: Process,
     pub(crate) qmp: Option<Qmp>,
@@ -82,32 +82,33 @@ pub(crate) struct SourceVm {
     pub(crate) machine_type: String,
     /// RAM blocks at the start of the migration; none if an agent before this one began it.
     pub(crate) blocks: Vec<RamBlock>,
-    /// What QEMU said of them at the start, to be compared at the stop.
+    /// QEMU's table of RAM blocks at the start, to be compared at the stop.
     ram_table: String,
     /// Devices at the start of the migration, to be compared at the stop.
     devices: DeviceTree,
-    /// What was in its drives then.
+    /// Media in the drives at the start of the migration.
     media: Media,
-    /// What QEMU made for itself, to be removed after it.
+    /// Files that QEMU made for itself, to be removed after its end.
     leavings: Leavings,
     qmp_patience: Duration,
-    /// Whether it ran when it was last asked.
+    /// True if the guest ran at the last query.
     ran: bool,
-    /// Whose the disks were at the stop.
+    /// State of the disk images' ownership at the stop.
     disks: Disks,
-    /// Where QEMU is to save its device state.
+    /// File into which QEMU is to save its device state.
     state_file: Option<StateFile>,
     watch: Option<Watch>,
 }
 
-/// QEMU's table of RAM blocks: names, sizes, places. To find their addresses again would take much longer.
+/// Returns QEMU's table of RAM blocks: names, sizes, addresses. To determine the agent's own addresses of the blocks
+/// again would need much longer.
 fn ram_table(qmp: &mut Qmp) -> Result<String, QmpError> {
     let table: serde_json::Value = qmp.execute("x-query-ramblock", serde_json::Value::Null)?;
     Ok(table["human-readable-text"].as_str().unwrap_or_default().to_owned())
 }
 
 impl SourceVm {
-    /// Takes hold of a VM that is to be moved.
+    /// Attaches to a VM that is to be moved.
     pub(crate) fn attach(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let mut vm = Self::find(context, record)?;
         let pid = vm.process.pid();
@@ -119,7 +120,7 @@ impl SourceVm {
         Ok(vm)
     }
 
-    /// Takes hold of a VM that an earlier agent was moving, without asking it anything: it may be held by SIGSTOP.
+    /// Attaches to a VM that an earlier agent was moving, without any query: it may be frozen by SIGSTOP.
     pub(crate) fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let process = record.process(&context.boot_id)?;
         let leavings = Leavings::of(&process, vms::own_directories(context, &record.qmp));
@@ -141,7 +142,7 @@ impl SourceVm {
         })
     }
 
-    /// The monitor, connected when it is first needed.
+    /// Returns the monitor, which is connected at its first use.
     pub(crate) fn monitor(&mut self) -> Result<&mut Qmp, VmError> {
         if self.qmp.is_none() {
             let mut qmp = find::connect_at(self.process.pid(), &self.qmp_path, self.qmp_patience)
@@ -165,21 +166,21 @@ impl SourceVm {
         self.process.is_alive()
     }
 
-    /// QEMU's run state; none if it does not tell.
+    /// Returns QEMU's run state; none if QEMU does not report it.
     pub(crate) fn run_state(&mut self) -> Option<String> {
         self.ask(qemu::control::status).ok().map(|status| status.status)
     }
 
-    /// Whether it answers, or lives nevertheless. One that ends closes its monitor a moment earlier.
+    /// Returns true if QEMU answers, or is alive nevertheless. A QEMU that ends closes its monitor a moment earlier.
     pub(crate) fn is_there(&mut self) -> bool {
         const END_PATIENCE: Duration = Duration::from_secs(1);
         self.run_state().is_some() || !matches!(self.process.wait_exit(Some(END_PATIENCE)), Ok(true))
     }
 
-    /// Why a QEMU that has ended did so, as the last thing that it said on its monitor.
+    /// Returns the reason why QEMU ended, from the last SHUTDOWN event on its monitor.
     pub(crate) fn shutdown_reason(&mut self) -> Option<String> {
         let qmp = self.qmp.as_mut()?;
-        // The monitor is closed; what came before that is read.
+        // The monitor is closed; everything that arrived before is read.
         let events = qmp.last_events();
         let last = events.iter().rev().find(|event| event.name == "SHUTDOWN")?;
         Some(last.data["reason"].as_str()?.to_owned())
@@ -189,15 +190,15 @@ impl SourceVm {
         Ok(self.ask(qemu::control::status)?.running)
     }
 
-    /// Whether the guest runs, or stands still because its user wants that. In any other state it is not moved: the
-    /// destination would make a paused guest of one whose disk has failed or that has crashed (design, trap 17).
+    /// Returns true if the guest runs, false if its user has paused it. In any other state it is not moved: the
+    /// destination would turn a guest whose disk has failed, or that has crashed, into a paused one (design, trap 17).
     pub(crate) fn runs_or_is_paused(&mut self) -> Result<bool, VmError> {
         let status = self.ask(qemu::control::status)?;
         self.ran = status.status == "running";
         if self.ran || status.is_paused() { Ok(self.ran) } else { Err(VmError::RunState(status.status)) }
     }
 
-    /// What a restarted agent finds. A process held by SIGSTOP is not asked.
+    /// Returns the state in which a restarted agent finds the VM. A process that is frozen by SIGSTOP is not queried.
     pub(crate) fn found(&mut self) -> Found {
         if !self.is_alive() {
             Found::Gone
@@ -210,13 +211,13 @@ impl SourceVm {
         }
     }
 
-    /// Whether the guest has a port with this name.
+    /// Returns true if the guest has a port with this name.
     pub(crate) fn has_guest_port(&self, name: &str) -> bool {
         guest_port::is_there(&self.devices, name)
     }
 
-    /// A connection to somebody in the guest over the port with this name, and where the guest sees its memory; none
-    /// if it has no such port, or does not run.
+    /// Connects to a program in the guest over the port with this name, and returns the guest addresses of the memory
+    /// blocks, too; none if the guest has no such port, or does not run.
     pub(crate) fn running_guest(&mut self, name: &str) -> Result<Option<(UnixStream, Vec<Seen>)>, VmError> {
         let pid = self.process.pid();
         if !self.is_running()? {
@@ -228,18 +229,18 @@ impl SourceVm {
         Ok(Some((connection, seen)))
     }
 
-    /// The threads in which its processors run.
+    /// Returns the threads that run the guest's processors.
     pub(crate) fn processor_threads(&mut self) -> Result<Vec<u32>, VmError> {
-        // By the numbers that they have for QEMU, which may be in a container.
+        // Compared by their numbers in QEMU's PID namespace, because QEMU may be in a container.
         let own = self.ask(qemu::control::cpu_threads)?;
         let threads = self.process.threads()?;
-        // One that ends meanwhile is no processor.
+        // A thread that ends in the meantime is no processor.
         let is_one =
             |thread: &u32| self.process.own_number(*thread).is_ok_and(|number| own.contains(&number));
         Ok(threads.into_iter().filter(is_one).collect())
     }
 
-    /// Ends the limit on its processors that an agent before this one may have left.
+    /// Ends the limit on the guest's processors that an agent before this one may have left.
     pub(crate) fn end_left_limit(&self) {
         match CpuLimit::end_left(&self.process) {
             Ok(false) => {}
@@ -250,14 +251,14 @@ impl SourceVm {
         }
     }
 
-    /// Lets block I/O in flight complete.
+    /// Waits until block I/O in flight has completed.
     pub(crate) fn drain(&mut self) -> Result<(), VmError> {
         self.ask(qemu::control::drain)
     }
 
-    /// Stops the guest, if it ran when it was last asked. One that was paused by its user stays as it is, and its disks
-    /// may be given up already: it came here paused, or was to leave before. Returns how long it took until QEMU said
-    /// that the guest stands still, if it did.
+    /// Stops the guest, if it ran at the last query. A guest that was paused by its user stays as it is, and its disks
+    /// may already be released: it arrived paused, or an earlier migration was attempted. Returns the time until QEMU
+    /// reported that the guest had stopped, if it did.
     pub(crate) fn stop(&mut self) -> Result<Option<Duration>, VmError> {
         let ran = self.ran;
         let (disks, stopping) = self.ask(|qmp| {
@@ -272,20 +273,20 @@ impl SourceVm {
         Ok(stopping)
     }
 
-    /// Lets the guest go on. QEMU may still be held: for the handover that did not come about.
+    /// Continues the guest. QEMU may still be frozen, for a handover that failed.
     pub(crate) fn cont(&mut self) -> Result<(), VmError> {
         self.release()?;
         self.ask(qemu::control::cont).map(drop)
     }
 
-    /// Makes the file into which QEMU will save its device state.
+    /// Creates the file into which QEMU will save its device state.
     pub(crate) fn prepare_to_save(&mut self) -> Result<(), VmError> {
         self.state_file = Some(StateFile::prepare(self.monitor()?)?);
         Ok(())
     }
 
-    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads. A guest that has
-    /// come into a state in which it is not moved, since it was stopped or right before, is refused.
+    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads. Refuses a guest
+    /// that has entered a state in which it is not moved, since it was stopped or right before.
     pub(crate) fn save_devices(&mut self) -> Result<Vec<u8>, VmError> {
         let disks = self.disks;
         let mut file = match self.state_file.take() {
@@ -301,7 +302,7 @@ impl SourceVm {
         }
     }
 
-    /// Has a QEMU that keeps its guest forget the file for its device state.
+    /// Removes the file for the device state from a QEMU that keeps its guest.
     pub(crate) fn forget_state_file(&mut self) {
         let Some(file) = self.state_file.take() else { return };
         if let Err(error) = self.ask(|qmp| file.remove(qmp)) {
@@ -309,7 +310,8 @@ impl SourceVm {
         }
     }
 
-    /// Ends what an agent before this one may have left: nobody but this one records this guest's writes.
+    /// Ends the recording of writes that an agent before this one may have left: only this agent may record this
+    /// guest's writes.
     pub(crate) fn end_left_recording(&mut self) -> Result<(), VmError> {
         if self.ask(qemu::recording::end_left)? {
             info!(pid = self.process.pid(), "a recording of writes that was left behind was ended");
@@ -317,8 +319,8 @@ impl SourceVm {
         Ok(())
     }
 
-    /// Has a QEMU that keeps its guest record no more writes: neither for this agent nor for one before it. False if it
-    /// may go on: it is to be asked again.
+    /// Ends the recording of writes, of this agent or of one before it, in a QEMU that keeps its guest. Returns false
+    /// if the recording may continue: the caller has to try again.
     pub(crate) fn forget_recording(&mut self, disks: Option<DiskLog>) -> bool {
         let ended = match disks {
             Some(disks) => self.ask(|qmp| disks.end(qmp)),
@@ -334,9 +336,9 @@ impl SourceVm {
         true
     }
 
-    /// Whether anything was plugged or unplugged since the start (design, trap 12), or a drive has another disk: the
-    /// one at the destination was started with those of then. Takes some milliseconds: to be asked while something
-    /// else is waited for.
+    /// Fails if a device was plugged or unplugged since the start (design, trap 12), or if a drive has another disk:
+    /// the destination's QEMU was started with those of the start. Needs some milliseconds, so the caller does this
+    /// while it waits for something else.
     pub(crate) fn check_unchanged(&mut self) -> Result<(), VmError> {
         if self.ask(ram_table)? != self.ram_table {
             return Err(VmError::Changed("the guest's memory".to_owned()));
@@ -350,15 +352,15 @@ impl SourceVm {
         Ok(())
     }
 
-    /// Whether somebody has continued the guest since it was stopped: another monitor's `cont`, an HA manager. What was
-    /// sent is then out of date. QEMU says so before it lets the guest run, so that once it is held nothing is missed;
-    /// it is not asked, and need not be able to answer.
+    /// Returns true if the guest was continued since it was stopped: by another monitor's `cont`, or by an HA manager.
+    /// The data that was sent is then out of date. QEMU emits its event before it lets the guest run, so that none is
+    /// missed once QEMU is frozen; QEMU is not queried, and need not be able to answer.
     pub(crate) fn was_resumed(&mut self) -> Result<bool, VmError> {
         let events = self.ask(Qmp::take_events)?;
         Ok(events.iter().any(|event| event.name == "RESUME"))
     }
 
-    /// Hashes all of the stopped guest's memory; what was left out counts as zeros.
+    /// Hashes all of the stopped guest's memory; pages that were left out count as zeros.
     pub(crate) fn hashes(&mut self, left_out: &[DirtyBitmap]) -> Result<Hashes, CompareError> {
         let names: Vec<_> = self.blocks.iter().map(|block| block.name.clone()).collect();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
@@ -367,23 +369,25 @@ impl SourceVm {
         verification::hashes(qmp, pid, &names, left_out)
     }
 
-    /// Holds QEMU by SIGSTOP: from COMMITTED on nobody else's `cont` shall reach the guest (design, trap 18).
+    /// Freezes QEMU by SIGSTOP: from COMMITTED on no other `cont` may reach the guest (design, trap 18).
     pub(crate) fn hold(&mut self) -> Result<(), VmError> {
         Ok(hold::hold(&self.process)?)
     }
 
-    /// Lets QEMU itself, not yet the guest, go on.
+    /// Lets QEMU itself go on, not yet the guest.
     pub(crate) fn release(&mut self) -> Result<(), VmError> {
         Ok(hold::release(&self.process)?)
     }
 
-    /// Ends QEMU and removes what it made for itself. Its guest is elsewhere, and its block devices are inactive or, of a
-    /// paused guest of which nobody could tell ([`device_state::disks`]), were flushed when it was paused: there is
-    /// nothing that it could still have to do. It is not asked to end (`quit`): for that it would have to be
-    /// let go, and somebody else's `cont` may wait at another of its monitors.
+    /// Kills QEMU and removes the files that it made for itself.
+    ///
+    /// Nothing remains for QEMU to do: its guest runs elsewhere, and its block devices are inactive or, for a paused
+    /// guest whose disks' ownership could not be determined ([`device_state::disks`]), were flushed when it was paused.
+    /// The command `quit` is not used: for that QEMU would have to be let go, and another program's `cont` may wait at
+    /// another of its monitors.
     pub(crate) fn quit(self) {
         let pid = self.process.pid();
-        // What this agent has limited ends with the process.
+        // A limit that this agent has set ends with the process.
         if self.blocks.is_empty() {
             self.end_left_limit();
         }
@@ -395,7 +399,7 @@ impl SourceVm {
         self.leavings.remove();
     }
 
-    /// The RAM blocks as a proposal lists them.
+    /// Returns the RAM blocks in the form of a proposal.
     pub(crate) fn proposed_blocks(&self) -> Vec<ProposedBlock> {
         let proposed = |block: &RamBlock| ProposedBlock {
             name: block.name.clone(),
@@ -405,13 +409,13 @@ impl SourceVm {
         self.blocks.iter().map(proposed).collect()
     }
 
-    /// What the largest block is made of, for people.
+    /// Returns the kind of memory of the largest block, as text for users.
     pub(crate) fn ram_kind(&self) -> String {
         let largest = self.blocks.iter().max_by_key(|block| block.used_bytes);
         largest.map(crate::ram::kind).unwrap_or_default()
     }
 
-    /// QEMU's end becomes an event, for as long as this is held.
+    /// Turns QEMU's end into an event, for as long as this is alive.
     pub(crate) fn watch(&mut self, mailbox: Mailbox) {
         self.watch = Watch::start(&self.process, move || {
             mailbox.put(Notice::Event(SourceEvent::QemuDied));

@@ -1,4 +1,4 @@
-//! What is in a template, page by page, by name: made once, kept beside the journal, and read from there when a VM
+//! Catalogue of a template: the names of its pages, made once, kept beside the journal, and read from there when a VM
 //! arrives.
 //!
 //! ```text
@@ -6,7 +6,7 @@
 //! run: first page u64 | pages u32 | name 6 bytes ...
 //! ```
 //!
-//! A catalogue that is wrong costs bytes and no page: whatever it says is looked up in the template before it is used.
+//! A wrong catalogue costs bytes but never corrupts a page: each page is compared with the template before it is used.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read, Seek as _, SeekFrom, Write};
@@ -19,15 +19,15 @@ use block::image::ImageError;
 use block::reading::Reading;
 use proto::limits::{KNOWN_PAGES, PAGE_BYTES};
 
-/// Ending of the name of one that is being made.
+/// Extension of an unfinished catalogue.
 pub(super) const UNFINISHED: &str = "unfinished";
 
 const MAGIC: &[u8; 8] = b"WHCATAL1";
 const HEAD_BYTES: usize = 8 + Identity::BYTES + 8;
-/// Read at a time.
+/// Size of one read.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// Which state of which file a catalogue is of.
+/// Identity of a file in one state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Identity([u64; 5]);
 
@@ -36,7 +36,7 @@ impl Identity {
 
     pub(super) fn of(path: &Path) -> io::Result<Self> {
         let file = fs::metadata(path)?;
-        // To be told apart, not to be compared with a clock.
+        // The value distinguishes states; it is not compared with a clock.
         let nanoseconds = |s: i64, ns: i64| (s as u64).wrapping_mul(1_000_000_000).wrapping_add(ns as u64);
         Ok(Self([
             file.dev(),
@@ -47,7 +47,8 @@ impl Identity {
         ]))
     }
 
-    /// Which file, in whatever state: for what is not believed to stay as it is, and whose file system is known otherwise.
+    /// Returns the identity of a file in any state: for images that may change, and whose file system is identified
+    /// otherwise.
     pub(super) fn of_inode(inode: u64) -> Self {
         Self([0, inode, 0, 0, 0])
     }
@@ -69,7 +70,7 @@ pub(super) struct Run {
     pub(super) names: Vec<PageName>,
 }
 
-/// Why a template has no catalogue.
+/// Reason for which a template has no catalogue.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CatalogueError {
     #[error("the template cannot be read")]
@@ -78,7 +79,7 @@ pub(super) enum CatalogueError {
     Keep { path: PathBuf, source: io::Error },
 }
 
-/// A catalogue that is kept.
+/// A stored catalogue.
 #[derive(Clone, Debug)]
 pub(super) struct Catalogue {
     file: PathBuf,
@@ -86,12 +87,12 @@ pub(super) struct Catalogue {
 }
 
 impl Catalogue {
-    /// How many pages have names: those that are not all zeros.
+    /// Returns the number of pages with names: those that are not all zeros.
     pub(super) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// The one that is kept in a file, if it is of this state of its template.
+    /// Opens the catalogue in `file`, if it belongs to this state of its template.
     pub(super) fn kept(file: &Path, identity: Identity) -> Option<Self> {
         let mut head = [0; HEAD_BYTES];
         File::open(file).ok()?.read_exact(&mut head).ok()?;
@@ -101,7 +102,7 @@ impl Catalogue {
         (magic == MAGIC && *found == identity.bytes()).then(|| Self { file: file.to_owned(), pages })
     }
 
-    /// Reads a whole template, and keeps its catalogue in a file. After an error something may be left beside that
+    /// Reads a whole template, and stores its catalogue in a file. After an error something may be left beside that
     /// file.
     pub(super) fn make(
         template: &mut Reading,
@@ -112,7 +113,8 @@ impl Catalogue {
         Self::make_telling(template, extents, identity, file, |_| Ok(()))
     }
 
-    /// The same of these extents, which are all that is in it; `each` is told what is found as it is, and may end it.
+    /// Reads these extents, which are all data of the template, and stores their catalogue; `each` receives the names
+    /// as they are found, and may end the reading.
     pub(super) fn make_telling<E: From<CatalogueError>>(
         template: &mut Reading,
         extents: Vec<Range<u64>>,
@@ -129,7 +131,8 @@ impl Catalogue {
         Ok(writing.finish(identity, file).map_err(keep)?)
     }
 
-    /// Keeps what is known of an image without reading it, in the order of the pages.
+    /// Stores the known pages of an image as its catalogue, without reading the image; the pages are in ascending
+    /// order.
     pub(super) fn of_pages(
         pages: impl IntoIterator<Item = (u64, PageName)>,
         identity: Identity,
@@ -140,7 +143,7 @@ impl Catalogue {
         writing.finish(identity, file)
     }
 
-    /// All of it, run by run; each has at least one name and at most as many as one message holds.
+    /// Returns all runs; each has at least one name and at most as many as one message holds.
     pub(super) fn runs(&self) -> io::Result<impl Iterator<Item = io::Result<Run>> + use<>> {
         let mut file = BufReader::new(File::open(&self.file)?);
         file.seek(SeekFrom::Start(HEAD_BYTES as u64))?;
@@ -150,21 +153,21 @@ impl Catalogue {
                 return None;
             }
             let run = Run::read(&mut file);
-            // After an error there is no more.
+            // An error ends the iteration.
             ended = !matches!(&run, Ok(Some(_)));
             run.transpose()
         }))
     }
 }
 
-/// Reads these extents of a template, and tells the names of their pages, some at a time and ascending, but those of
-/// zeros.
+/// Reads these extents of a template, and passes the names of their pages, in ascending order and some at a time, to
+/// `each`; zero pages are omitted.
 pub(super) fn name_pages<E: From<CatalogueError>>(
     template: &mut Reading,
     extents: Vec<Range<u64>>,
     mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
 ) -> Result<(), E> {
-    // Only whole pages: a disk's last one may be shorter, and is not worth a thought.
+    // Only whole pages: a disk's last one may be shorter, and can be ignored.
     let whole_bytes = template.size_bytes() / PAGE_BYTES * PAGE_BYTES;
     let (mut bytes, mut names) = (Vec::new(), Vec::new());
     // Two extents may share a page.
@@ -186,7 +189,7 @@ pub(super) fn name_pages<E: From<CatalogueError>>(
     Ok(())
 }
 
-/// A catalogue that is being made.
+/// A catalogue that is being written.
 struct Writing {
     unfinished: PathBuf,
     out: BufWriter<File>,
@@ -202,7 +205,7 @@ impl Writing {
         Ok(Self { unfinished, out, run: Run { first_page: 0, names: Vec::new() }, pages: 0 })
     }
 
-    /// The next page; pages come in their order.
+    /// Adds the next page; pages must be added in ascending order.
     fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
         let run = &mut self.run;
         if page != run.first_page + run.names.len() as u64 || run.names.len() == KNOWN_PAGES {
@@ -220,7 +223,7 @@ impl Writing {
         self.out.seek(SeekFrom::Start(0))?;
         self.out.write_all(&[&MAGIC[..], &identity.bytes(), &u64::to_le_bytes(self.pages)].concat())?;
         self.out.flush()?;
-        // Or a power cut may leave a name and nothing behind it.
+        // Otherwise a power failure may leave a name without content.
         self.out.get_ref().sync_all()?;
         fs::rename(&self.unfinished, file)?;
         Ok(Catalogue { file: file.to_owned(), pages: self.pages })
@@ -238,7 +241,7 @@ impl Run {
         self.names.iter().try_for_each(|name| out.write_all(&name.0))
     }
 
-    /// The next one; none at the end.
+    /// Reads the next run; returns none at the end.
     fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let (mut first_page, mut pages) = ([0; 8], [0; 4]);
         from.read_exact(&mut first_page)?;
@@ -272,7 +275,7 @@ mod tests {
         [&number.to_le_bytes()[..], &[1; PAGE_BYTES as usize - 8]].concat()
     }
 
-    /// A raw image of 40 MiB: pages 3 and 4, all from 4096 on to 8196, and half a page at the end.
+    /// Makes a raw image of 40 MiB: pages 3 and 4, all from 4096 on to 8196, and half a page at the end.
     fn template(directory: &Path) -> PathBuf {
         use std::os::unix::fs::FileExt as _;
 
@@ -312,7 +315,7 @@ mod tests {
                 assert_eq!(*name, PageName::of(&page(number)));
             }
         }
-        // Nothing is left of the making.
+        // No unfinished file remains.
         assert!(!file.with_extension(UNFINISHED).exists());
     }
 

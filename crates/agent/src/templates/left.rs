@@ -1,12 +1,13 @@
 //! Images that VMs left behind here when they moved away with their disks: a VM that comes back, or one that was made
 //! from the same template, has much in common with them.
 //!
-//! Nothing is read for it. What went away is known by name, page by page, because references were looked for; that is
-//! kept as the image's catalogue. It need not be right: what was written last has another content than its name says,
-//! and the image may have been changed since. Each page is compared before it is used, as with any template.
+//! They are not read. The names of their pages are known from the outgoing migration, which computed them for
+//! references; they are stored as the image's catalogue. The catalogue need not be right: pages that were written last
+//! differ from their names, and the image may have been changed since. Each page is compared before it is used, as with
+//! any template.
 //!
-//! One thread does all that there is to do with them, because it asks file systems, which may hang: then nothing new
-//! becomes known, and nobody waits for it longer than [`PATIENCE`].
+//! One thread does all work on them, because it calls file systems, which may hang: then no new image becomes known,
+//! and callers wait for the thread no longer than [`PATIENCE`].
 
 use std::fs;
 use std::io;
@@ -25,30 +26,31 @@ use super::catalogue::{Catalogue, Identity, UNFINISHED};
 use super::librarian::{CATALOGUE, catalogue_of};
 use super::{Shelf, State, Template, lock};
 
-/// Ending of the name of a file that says of which image a catalogue is.
+/// Extension of the file that identifies the image of a catalogue.
 const LEFT: &str = "left";
-/// So many of them are known, those that were left last: a catalogue takes up to 9 MiB.
+/// Maximum number of known images, those that were left last: a catalogue takes up to 9 MiB.
 const MOST: usize = 64;
-/// So many tasks are remembered while the thread is busy, of up to 16 MiB each; more have to wait for a place.
+/// Maximum number of tasks that are queued while the thread is busy, of up to 16 MiB each; callers with more have to
+/// wait.
 const MOST_WAITING: usize = 4;
-/// How long at most somebody waits until it is done.
+/// Longest wait of a caller for its task.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How often it is looked whether there is a place.
+/// Interval at which a caller checks for room in the queue.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// An image that a VM has left behind here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct LeftImage {
-    /// Its file.
+    /// Path of its file.
     pub(crate) path: PathBuf,
-    /// Its format, as QEMU calls it.
+    /// Format, by its name in QEMU.
     pub(crate) format: String,
 }
 
-/// Pages of an image, by number and name, in the order of the numbers.
+/// Pages of an image, by number and name, in ascending order.
 pub(crate) type NamedPages = Vec<(u64, PageName)>;
 
-/// What an image is, and which file it was: to be known again after the host was booted.
+/// An image and the identity of its file, by which it is recognised after the host was rebooted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Note {
     image: LeftImage,
@@ -56,8 +58,8 @@ struct Note {
 }
 
 impl Note {
-    /// Of an image that is there. The host is the one it was: this one, and of what it alone has the device's name is not
-    /// looked at, because another boot may change it.
+    /// Returns the note of an image, if it is there. Identities are only compared on this host, so the host is omitted;
+    /// if the file system is local to this host, the device's name is omitted too, because another boot may change it.
     fn of(image: LeftImage) -> Option<Self> {
         let mut file = FileIdentity::of(&image.path)?;
         if file.host.take().is_some() {
@@ -66,26 +68,26 @@ impl Note {
         Some(Self { image, file })
     }
 
-    /// For the catalogue: which file, in whatever state.
+    /// Returns the identity for the catalogue: the file in any state.
     fn identity(&self) -> Identity {
         Identity::of_inode(self.file.inode)
     }
 }
 
-/// What the thread is to do.
+/// A task of the thread.
 enum Task {
     Keep(Vec<(LeftImage, NamedPages)>),
     Look,
 }
 
-/// What is known of them.
+/// Handle of the thread that manages images that were left behind.
 #[derive(Debug)]
 pub(super) struct Left {
     tasks: SyncSender<(Task, SyncSender<()>)>,
 }
 
 impl Left {
-    /// Begins with those of which an earlier agent knew. The thread ends with this.
+    /// Starts the thread, with the images that an earlier agent knew. The thread ends when this is dropped.
     pub(super) fn start(directory: PathBuf, shelf: Arc<Shelf>) -> io::Result<Self> {
         let (tasks, todo) = mpsc::sync_channel(MOST_WAITING);
         let keeper = Keeper { directory, shelf };
@@ -93,7 +95,7 @@ impl Left {
         Ok(Self { tasks })
     }
 
-    /// Keeps what is in images.
+    /// Stores the catalogues of images.
     pub(super) fn keep(&self, images: Vec<(LeftImage, NamedPages)>) {
         if !images.is_empty() && !self.done(Task::Keep(images)) {
             warn!(
@@ -102,12 +104,12 @@ impl Left {
         }
     }
 
-    /// Looks which of them are there, and forgets those that are not.
+    /// Checks which of the images exist, and forgets those that do not.
     pub(super) fn look(&self) {
         self.done(Task::Look);
     }
 
-    /// Whether it was done in time; what was not may still be, later.
+    /// Runs a task. Returns true if it was done in time; otherwise it may still be done later.
     fn done(&self, task: Task) -> bool {
         let deadline = Instant::now() + PATIENCE;
         let (done, is_done) = mpsc::sync_channel(1);
@@ -123,7 +125,7 @@ impl Left {
     }
 }
 
-/// The only one who is at the files.
+/// State of the thread, which alone accesses the files.
 struct Keeper {
     directory: PathBuf,
     shelf: Arc<Shelf>,
@@ -150,7 +152,7 @@ impl Keeper {
         }
     }
 
-    /// What an agent that was killed had begun.
+    /// Removes unfinished files of an agent that was killed.
     fn clean(&self) {
         for path in self.files(UNFINISHED) {
             remove(&path);
@@ -163,14 +165,15 @@ impl Keeper {
     }
 
     fn keep(&self, image: LeftImage, pages: NamedPages) -> io::Result<()> {
-        // Not of block devices: those are given to others.
+        // Block devices are omitted, because they are reused for other VMs.
         let Some(note) = Note::of(image).filter(|note| note.image.path.is_file()) else { return Ok(()) };
         if is_named(&lock(&self.shelf), &note.image.path) {
             return Ok(());
         }
         fs::create_dir_all(&self.directory)?;
         let file = catalogue_of(&self.directory, &note.image.path);
-        // The note first: one without a catalogue is found and removed, a catalogue without a note would stay.
+        // The note is written first: a note without a catalogue is found and removed, a catalogue without a note would
+        // stay.
         let kept = fs::write(file.with_extension(LEFT), serde_json::to_vec(&note)?)
             .and_then(|()| Catalogue::of_pages(pages, note.identity(), &file));
         match kept {
@@ -184,9 +187,9 @@ impl Keeper {
         Ok(())
     }
 
-    /// Puts those on the shelf that are there, and forgets those that are other files, or were there and are gone. One that
-    /// was not there from the beginning may be on a file system that is mounted later; and where a file system does not
-    /// answer all stays as it is.
+    /// Puts existing images on the shelf, and forgets those that are other files now, or existed and are gone. An image
+    /// that has never been there may be on a file system that is mounted later; and if a file system does not answer,
+    /// everything stays as it is.
     fn look(&self) {
         for file in self.files(LEFT) {
             let Ok(bytes) = fs::read(&file) else { continue };
@@ -242,7 +245,7 @@ impl Keeper {
     }
 }
 
-/// One that is named as a template is read anyway, and stays what it is.
+/// True if the configuration names the image as a template, which is read anyway, and stays one.
 fn is_named(shelf: &[Template], image: &Path) -> bool {
     shelf.iter().any(|template| !template.is_left && template.path == image)
 }
@@ -251,7 +254,7 @@ fn is_gone(image: &Path) -> bool {
     fs::metadata(image).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
-/// A note and its catalogue, which goes first: nobody would find it without.
+/// Removes a note and its catalogue. The catalogue goes first: without a note it would never be found.
 fn remove_both(note: &Path) {
     remove(&note.with_extension(CATALOGUE));
     remove(note);

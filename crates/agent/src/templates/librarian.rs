@@ -1,4 +1,4 @@
-//! Who looks for templates, and reads them.
+//! The thread that finds and reads templates.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::{self, File};
@@ -14,16 +14,16 @@ use tracing::{info, warn};
 use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED};
 use super::{Shelf, State, Template, lock};
 
-/// Ending of a catalogue's name, and digits before it.
+/// Extension of a catalogue's name, and the number of digits before it.
 pub(super) const CATALOGUE: &str = "catalogue";
 const NAME_DIGITS: usize = 32;
-/// The socket at which a template is served while it is read.
+/// Socket at which a template is served while it is read.
 const READING: &str = "reading.sock";
-/// Of an image of that name QEMU is told that it is qcow2, of all others that they are raw. What their first bytes say
-/// is not believed: a guest may have written them.
+/// Extension of qcow2 images; QEMU opens all others as raw. The first bytes of an image do not decide: a guest may have
+/// written them.
 const QCOW2: &str = "qcow2";
 
-/// Looks for templates, and reads them.
+/// State of the thread that finds and reads templates.
 pub(super) struct Librarian {
     places: Vec<PathBuf>,
     directory: PathBuf,
@@ -31,13 +31,13 @@ pub(super) struct Librarian {
     shelf: Arc<Shelf>,
 }
 
-/// Why nothing is taken from a template.
+/// Reason for which a template cannot be used.
 #[derive(Debug, thiserror::Error)]
 enum TemplateError {
-    /// It cannot be read, or what is in it not be kept.
+    /// The template cannot be read, or its catalogue cannot be stored.
     #[error(transparent)]
     Catalogue(#[from] CatalogueError),
-    /// What is in it is not all its own.
+    /// Part of its content is in other files.
     #[error(
         "it is qcow2 with a backing file or a data file of its own; make a whole image of it by `qemu-img convert`"
     )]
@@ -54,19 +54,19 @@ impl Librarian {
         for place in places.iter().filter(|place| !place.exists()) {
             warn!(place = %place.display(), "there are no templates: see [disks] templates in the configuration");
         }
-        // Of an agent that was killed as it began to read.
+        // Left by an agent that was killed as it began to read.
         block::image::end_unused(&directory.join(READING));
         Self { places, directory, patience, shelf }
     }
 
-    /// Notes which templates there are, and reads those that have no catalogue yet.
+    /// Scans for templates, and reads those that have no catalogue yet.
     pub(super) fn look(&self) {
         self.shelve();
         self.sweep();
         self.read();
     }
 
-    /// Those that are as they were keep what was found out.
+    /// Updates the shelf; unchanged templates keep their state.
     fn shelve(&self) {
         let before: BTreeMap<PathBuf, Template> =
             lock(&self.shelf).iter().map(|template| (template.path.clone(), template.clone())).collect();
@@ -83,21 +83,21 @@ impl Librarian {
             now.push(Template { path, format, identity, state, is_left: false });
         }
         let mut shelf = lock(&self.shelf);
-        // A VM may have left one behind meanwhile.
+        // A VM may have left an image behind in between.
         let named: BTreeSet<PathBuf> = now.iter().map(|template| template.path.clone()).collect();
         shelf.retain(|template| template.is_left && !named.contains(&template.path));
         shelf.extend(now);
     }
 
-    /// Removes catalogues of templates that are gone, and what was left of making one: by the names that are given here
-    /// and nowhere else.
+    /// Removes catalogues of templates that are gone, and unfinished catalogues; only files with names of this
+    /// directory's format are removed.
     fn sweep(&self) {
         let wanted: HashSet<PathBuf> =
             lock(&self.shelf).iter().map(|template| catalogue_of(&self.directory, &template.path)).collect();
         for entry in fs::read_dir(&self.directory).into_iter().flatten().flatten() {
             let path = entry.path();
             if is_ours(&path) && !wanted.contains(&path) {
-                // It is only a waste of room.
+                // The file only wastes space.
                 let _ = fs::remove_file(path);
             }
         }
@@ -146,7 +146,7 @@ impl Librarian {
         Ok(Catalogue::make(&mut reading, identity, &file)?)
     }
 
-    /// All files that are meant: those that are named, and those in directories that are.
+    /// Returns all configured files: those that are named, and those in directories that are named.
     fn files(&self) -> BTreeSet<PathBuf> {
         let mut files = BTreeSet::new();
         for place in &self.places {
@@ -157,13 +157,13 @@ impl Librarian {
     }
 }
 
-/// The file in which the catalogue of an image is kept.
+/// Returns the path of the catalogue of an image.
 pub(super) fn catalogue_of(directory: &Path, image: &Path) -> PathBuf {
     let name = blake3::hash(image.as_os_str().as_encoded_bytes()).to_hex();
     directory.join(format!("{}.{CATALOGUE}", &name[..NAME_DIGITS]))
 }
 
-/// Whether a file has a name as catalogues have, finished or not.
+/// True if a file has the name of a catalogue, finished or not.
 fn is_ours(path: &Path) -> bool {
     let ending = path.extension().is_some_and(|ending| ending == CATALOGUE || ending == UNFINISHED);
     let name = path.file_stem().map(std::ffi::OsStr::as_encoded_bytes).unwrap_or_default();
@@ -180,7 +180,7 @@ pub(super) fn open(
     Reading::open(&template.to_string_lossy(), format, None, socket, patience)
 }
 
-/// The format of a template, by its name.
+/// Returns the format of a template, by its name.
 fn format_of(template: &Path) -> &'static str {
     if is_qcow2(template) { QCOW2 } else { "raw" }
 }
@@ -189,7 +189,7 @@ fn is_qcow2(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == QCOW2)
 }
 
-/// Whether all that is in an image is in its own file: of a qcow2 image this stands in its header (QEMU's
+/// True if all of an image's content is in its own file: for a qcow2 image its header decides (QEMU's
 /// docs/interop/qcow2, bytes 8 to 15 and bit 2 of the incompatible features).
 pub(super) fn is_whole(path: &Path) -> bool {
     const EXTERNAL_DATA: u8 = 1 << 2;
@@ -199,7 +199,7 @@ pub(super) fn is_whole(path: &Path) -> bool {
     let mut header = [0; 80];
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut header));
     let version = header[7];
-    // What cannot be read QEMU says better.
+    // If the header cannot be read, QEMU reports a better error.
     read.is_err() || (header[8..16] == [0; 8] && (version < 3 || header[79] & EXTERNAL_DATA == 0))
 }
 
@@ -223,7 +223,7 @@ mod tests {
         create(&["-f", "qcow2", "-F", "qcow2", "-b", "base.qcow2", "over.qcow2"]);
         create(&["-f", "qcow2", "-o", "data_file=data.raw", "apart.qcow2"]);
         assert!(is_whole(&at("base.qcow2")) && !is_whole(&at("over.qcow2")) && !is_whole(&at("apart.qcow2")));
-        // By another name it is raw, whatever it says of itself.
+        // By another name it is raw, whatever its header has.
         fs::copy(at("over.qcow2"), at("over.img")).unwrap();
         assert!(is_whole(&at("over.img")));
     }

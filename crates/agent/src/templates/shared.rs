@@ -1,12 +1,13 @@
-//! Images on storage that both hosts have: what a guest has read of them into its memory is there already, and need not
-//! be sent.
+//! Images on storage that both hosts have: content that a guest has read from them into its memory is present at the
+//! destination already, and need not be sent.
 //!
-//! The source reads them beside the rounds, giving way to all else, and notes the names of their pages as it goes; the
-//! destination reads what is referred to, from the same images. Both number them in the order of the VM's description.
-//! An image may change while it is read: each page is compared before it is used, as with any template.
+//! The source reads them beside the rounds, at lower priority than all else, and records the names of their pages as it
+//! goes; the destination reads the referenced pages from the same images. Both number the images in the order of the
+//! VM's description. An image may change while it is read: each page is compared before it is used, as with any
+//! template.
 //!
-//! Of images to which nobody writes (those below a VM's own, and those that it only reads) a catalogue is kept, so that
-//! they are read once, however many VMs lie over them.
+//! A catalogue is kept of images that are not written (those below a VM's own, and those that it only reads), so that
+//! they are read once, however many VMs use them.
 
 use std::fs;
 use std::io;
@@ -27,17 +28,17 @@ use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, name_pag
 use super::librarian::{CATALOGUE, catalogue_of};
 use super::told::TOLD_PAGES;
 
-/// An image is not read if it has so many times as much as the guest has memory: too little of it would be there.
+/// An image with more data than this many times the guest's memory is not read: too little of it would be in memory.
 const MOST_OF_MEMORY: u64 = 4;
-/// For so long an image that stays as it is is read on when nobody wants to know any more.
+/// Time for which an unchanging image is read on after its last user has ended.
 const FINISH: Duration = Duration::from_secs(10);
-/// How often whoever waits to read looks whether he still has to.
+/// Interval at which a thread that waits to read checks that it is still needed.
 const LOOK: Duration = Duration::from_millis(50);
-/// What `st_blocks` counts.
+/// Unit of `st_blocks`, in bytes.
 const SECTOR_BYTES: u64 = 512;
-/// So many catalogues are kept, those that were made last.
+/// Maximum number of stored catalogues, those that were made last.
 const MOST_KEPT: usize = 64;
-/// The socket at which an image is served while it is read.
+/// Socket at which an image is served while it is read.
 const SOCKET: &str = "shared.sock";
 
 /// An image that both hosts have.
@@ -45,11 +46,11 @@ const SOCKET: &str = "shared.sock";
 pub(crate) struct SharedImage {
     pub(super) path: PathBuf,
     pub(super) format: String,
-    /// Nobody writes to it.
+    /// True if the image is not written.
     stays: bool,
 }
 
-/// The images of a VM's disks that are not copied, in the order in which both sides number them.
+/// Returns the images of a VM's disks that are not copied, in the order in which both hosts number them.
 pub(crate) fn shared_images(disks: &[Disk], is_copied: impl Fn(&str) -> bool) -> Vec<SharedImage> {
     let shared = disks.iter().filter(|disk| !is_copied(&disk.name));
     let layers = shared.flat_map(|disk| {
@@ -62,7 +63,7 @@ pub(crate) fn shared_images(disks: &[Disk], is_copied: impl Fn(&str) -> bool) ->
     layers.take(SHARED_IMAGES.into()).collect()
 }
 
-/// What is kept of them, and who reads them: one at a time.
+/// The stored catalogues of shared images, and the lock for reading: one reader at a time.
 #[derive(Debug)]
 pub(super) struct Shared {
     directory: PathBuf,
@@ -71,18 +72,18 @@ pub(super) struct Shared {
     alone: Mutex<()>,
 }
 
-/// What became known of the images of one VM.
+/// Statistics of the images of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Learnt {
-    /// Images of which pages are known.
+    /// Number of images with known pages.
     pub(crate) images: usize,
-    /// Their pages, but those of zeros.
+    /// Number of their pages, without zero pages.
     pub(crate) pages: u64,
-    /// How many of these were read for it. The others were known from before.
+    /// Number of these pages that were read for this VM. The others were known before.
     pub(crate) read_pages: u64,
 }
 
-/// Why an image was not read to its end.
+/// Reason for which an image was not read to its end.
 #[derive(Debug, thiserror::Error)]
 enum ReadError {
     #[error(transparent)]
@@ -100,17 +101,17 @@ impl From<ImageError> for ReadError {
 }
 
 impl Shared {
-    /// Catalogues are kept in `directory`; images are served in `sockets`.
+    /// Keeps catalogues in `directory`; serves images in `sockets`.
     pub(super) fn new(directory: PathBuf, sockets: &Path, patience: Duration) -> Self {
         let socket = sockets.join(SOCKET);
-        // Of an agent that was killed as it began to read.
+        // Left by an agent that was killed as it began to read.
         block::image::end_unused(&socket);
         Self { directory, socket, patience, alone: Mutex::default() }
     }
 
-    /// Tells what is in these images, those first that are known from before. Returns when all were read that are worth
-    /// it for a guest with so much memory, or nobody wants to know any more. What has been begun of an image that stays as
-    /// it is is read on for a moment, for the VMs to come.
+    /// Adds the pages of these images to `known`, those of images with a catalogue first. Returns when all images were
+    /// read that are worth it for a guest with `memory_bytes` of memory, or when `known` is not in use any more. An
+    /// unchanging image that has been begun is read on for a moment, for later VMs.
     pub(super) fn learn(&self, images: &[SharedImage], memory_bytes: u64, known: &Weak<Known>) -> Learnt {
         let mut learning = Learning { known, learnt: Learnt::default() };
         let mut unread: Vec<(u16, &SharedImage)> = Vec::new();
@@ -129,7 +130,7 @@ impl Shared {
             if learning.is_over() {
                 break;
             }
-            // Somebody else may have read it meanwhile.
+            // Another thread may have read it in between.
             if let Some(catalogue) = self.kept(image) {
                 learning.all_of(number, &catalogue);
             } else if let Err(error) = self.read(number, image, memory_bytes, &mut learning) {
@@ -139,7 +140,7 @@ impl Shared {
         learning.learnt
     }
 
-    /// The right to read; none if nobody wants to know any more.
+    /// Acquires the right to read; returns none if the pages are not needed any more.
     fn alone(&self, learning: &Learning<'_>) -> Option<MutexGuard<'_, ()>> {
         loop {
             match self.alone.try_lock() {
@@ -151,7 +152,7 @@ impl Shared {
         }
     }
 
-    /// The catalogue of an image that is as it was.
+    /// Returns the catalogue of an unchanged image.
     fn kept(&self, image: &SharedImage) -> Option<Catalogue> {
         let identity = identity_of(image)?;
         Catalogue::kept(&catalogue_of(&self.directory, &image.path), identity)
@@ -165,7 +166,8 @@ impl Shared {
         learning: &mut Learning<'_>,
     ) -> Result<(), ReadError> {
         let most_bytes = memory_bytes.saturating_mul(MOST_OF_MEMORY).min(TOLD_PAGES * PAGE_BYTES);
-        // To find out where its data is takes a while, too. Of a block device nothing else tells how much it has.
+        // To find out where its data is needs a while, too. For a block device there is no other way to learn its
+        // amount of data.
         let taken =
             fs::metadata(&image.path).map_or(0, |file| if file.is_file() { file.blocks() } else { 0 });
         if taken * SECTOR_BYTES > most_bytes {
@@ -202,7 +204,7 @@ impl Shared {
         .map(drop)
     }
 
-    /// Makes room for one more catalogue, and removes what was left of making others.
+    /// Makes room for one more catalogue, and removes unfinished catalogues.
     fn tidy(&self) -> io::Result<()> {
         let files = fs::read_dir(&self.directory)?.flatten().map(|entry| entry.path());
         let (mut kept, begun): (Vec<_>, Vec<_>) = files
@@ -213,20 +215,20 @@ impl Shared {
         };
         kept.sort_by_cached_key(made);
         let too_many = (kept.len() + 1).saturating_sub(MOST_KEPT);
-        // What cannot be removed is only a waste of room.
+        // A file that cannot be removed only wastes space.
         kept.drain(..too_many).chain(begun).for_each(|path| drop(fs::remove_file(path)));
         Ok(())
     }
 }
 
-/// By what an image's catalogue is known again; none if none is kept of it: others may write to it, or it is a block
-/// device, which does not tell of that.
+/// Returns the identity of an image for its catalogue; none if no catalogue is kept: others may write to it, or it is a
+/// block device, which has no record of writes.
 fn identity_of(image: &SharedImage) -> Option<Identity> {
     let is_kept = image.stays && image.path.is_file();
     is_kept.then(|| Identity::of(&image.path).ok()).flatten()
 }
 
-/// Takes down what becomes known, as long as somebody wants to know.
+/// Collects the pages that become known, as long as they are needed.
 struct Learning<'a> {
     known: &'a Weak<Known>,
     learnt: Learnt,
@@ -237,7 +239,7 @@ impl Learning<'_> {
         self.known.upgrade().is_none_or(|known| !known.looks_at_memory())
     }
 
-    /// An image with so many pages comes.
+    /// Begins an image with this many pages.
     fn begin(&mut self, pages: u64) -> Result<(), ReadError> {
         if self.learnt.pages + pages > TOLD_PAGES {
             return Err(ReadError::TooLarge);
@@ -298,7 +300,7 @@ mod tests {
         known
     }
 
-    /// A raw image with these pages from its beginning on.
+    /// Makes a raw image with these pages from its beginning on.
     fn image(directory: &Path, name: &str, pages: std::ops::Range<u64>, stays: bool) -> SharedImage {
         let path = directory.join(name);
         fs::write(&path, pages.flat_map(page).collect::<Vec<_>>()).unwrap();
@@ -346,13 +348,13 @@ mod tests {
         };
         assert_eq!(learn(8 << 20), (2, 1050, 1050));
         assert_eq!(learn(8 << 20), (2, 1050, 100));
-        // More than is worth reading, which is no reason not to use what is known.
+        // This is more than is worth reading, but a catalogue is used nevertheless.
         assert_eq!(learn(50 << 12), (2, 1050, 100));
         assert_eq!(learn(20 << 12), (1, 950, 0));
-        // Another file has its place.
+        // Another file is at its path.
         image(directory.path(), "base", 0..10, true);
         assert_eq!(learn(8 << 20), (2, 110, 110));
-        // Nobody wants to know: nothing is begun.
+        // The pages are not needed: nothing is begun.
         let known = known();
         known.end();
         assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)), Learnt::default());
@@ -378,7 +380,7 @@ mod tests {
         assert_eq!(fs::read_dir(&kept).unwrap().count(), MOST_KEPT);
     }
 
-    /// The destination reads what is referred to, each image by itself, and again after it has let go of them.
+    /// The destination reads referenced pages from each image by itself, and also after it has closed them.
     #[test]
     fn what_both_have_is_read_by_its_number() {
         let directory = tempfile::tempdir().unwrap();
@@ -396,7 +398,7 @@ mod tests {
         for _ in 0..2 {
             told.read(TOLD_TEMPLATES + 1, 3, &mut bytes).unwrap();
             assert_eq!(bytes, page(3));
-            // The image above it has nothing.
+            // The image above it has no data.
             told.read(TOLD_TEMPLATES, 3, &mut bytes).unwrap();
             assert_eq!(bytes, vec![0; PAGE]);
             told.close();
@@ -406,7 +408,7 @@ mod tests {
         {
             assert!(told.read(image, first_page, &mut bytes).is_err(), "{image} {first_page}");
         }
-        // As it is now, whatever it was.
+        // It is read as it is now, whatever it was.
         fs::File::options().write(true).open(&base.path).unwrap().write_all_at(&page(99), 0).unwrap();
         told.read(TOLD_TEMPLATES + 1, 0, &mut bytes).unwrap();
         assert_eq!(bytes, page(99));

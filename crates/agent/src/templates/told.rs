@@ -1,4 +1,4 @@
-//! What the source of one VM is told of this host's templates, and what it refers to.
+//! The templates that were advertised to the source of one VM, and the references to them.
 
 use std::collections::HashSet;
 use std::io;
@@ -22,35 +22,35 @@ use super::librarian::{is_whole, open};
 use super::shared::SharedImage;
 use super::{Template, Templates, from_hex, lock, to_hex};
 
-/// Most pages of templates of which a source is told: 4 GiB, for which it needs 18 MiB.
+/// Maximum number of pages of templates that are advertised to a source: 4 GiB, for which it needs 18 MiB.
 pub(crate) const TOLD_PAGES: u64 = 1 << 20;
 
-/// The templates of which the source of one VM was told.
+/// The templates that were advertised to the source of one VM.
 #[derive(Debug)]
 pub(crate) struct Told {
-    /// For sockets.
+    /// Directory for sockets.
     directory: PathBuf,
     patience: Duration,
     asked: AtomicBool,
-    /// How many were opened.
+    /// Number of templates that were opened.
     opened: AtomicU64,
     templates: Mutex<Vec<Arc<Mutex<Open>>>>,
-    /// Images that both hosts have. Of those it needs not be told.
+    /// Images that both hosts have. They need not be advertised.
     shared: Vec<(SharedImage, Arc<Mutex<Open>>)>,
 }
 
-/// A template, from when the source was told of it on.
+/// An advertised template.
 #[derive(Debug)]
 enum Open {
     /// Nothing was read yet.
     Not(Source),
     Reading(Reading),
-    /// It cannot be opened, or answered late: what would come next on the connection is not known. It is not tried
-    /// again, for each try takes its time.
+    /// It cannot be opened, or answered late, so that the next bytes on the connection are undefined. It is not tried
+    /// again, because each try takes time.
     Dead,
 }
 
-/// What is to be opened.
+/// A template or image that is to be opened.
 #[derive(Debug)]
 enum Source {
     Template(Template),
@@ -58,7 +58,7 @@ enum Source {
 }
 
 impl Told {
-    /// The source may refer to these images, too, without asking.
+    /// Creates the set; the source may refer to the images in `shared`, too, without asking.
     pub(crate) fn new(directory: PathBuf, patience: Duration, shared: Vec<SharedImage>) -> Self {
         let unopened = |image: SharedImage| {
             let open = Open::Not(Source::Shared(image.clone()));
@@ -75,12 +75,12 @@ impl Told {
         }
     }
 
-    /// Whether the source asks for the first time, as it may only once.
+    /// True if the source asks for the first time; it may ask only once. Records the request.
     pub(crate) fn is_first(&self) -> bool {
         !self.asked.swap(true, Ordering::AcqRel)
     }
 
-    /// Chooses the templates that have pages such as those that are sought, and tells what is in them. Takes a while:
+    /// Chooses the templates that have queried pages, and returns messages with their contents. Takes a while, because
     /// all catalogues are read.
     pub(crate) fn choose(&self, templates: &Templates, sought: &[String]) -> Vec<Message> {
         let sought: HashSet<PageName> = sought.iter().filter_map(|name| from_hex(name)).collect();
@@ -104,8 +104,8 @@ impl Told {
         messages
     }
 
-    /// Lets go of all of them: for now nothing refers to them. The source may not have read yet what both have; that is
-    /// opened again where it is referred to.
+    /// Closes all templates, because nothing refers to them at present. The source may not have read the shared images
+    /// yet; they are opened again when it refers to them.
     pub(crate) fn close(&self) {
         let mut closed = std::mem::take(&mut *lock(&self.templates));
         for (image, open) in &self.shared {
@@ -115,7 +115,7 @@ impl Told {
                 closed.push(Arc::new(Mutex::new(reading)));
             }
         }
-        // The guest may stand still: nobody waits until their servers have ended.
+        // The guest may be stopped: their servers end in a thread of their own.
         if !closed.is_empty() {
             let _ = thread::Builder::new().name("close".to_owned()).spawn(move || drop(closed));
         }
@@ -128,13 +128,13 @@ impl Told {
         }
     }
 
-    /// None if it is not to be opened.
+    /// Opens a template; returns none if it must not be opened.
     fn open(&self, source: &Source, template: u16) -> Option<Result<Reading, ImageError>> {
-        // One that was let go of may not have ended yet.
+        // The server of a closed one may not have ended yet.
         let number = self.opened.fetch_add(1, Ordering::Relaxed);
         let socket = self.directory.join(format!("template-{template}-{number}.sock"));
         match source {
-            // What a VM left behind may lie over other images.
+            // An image that a VM left behind may have backing images.
             Source::Template(Template { path, format, is_left, .. }) => {
                 (*is_left || is_whole(path)).then(|| open(path, format, &socket, self.patience))
             }
@@ -145,8 +145,8 @@ impl Told {
     }
 }
 
-/// What is in a template and not in those before it, as messages that are as full as they may be, as far as there is
-/// room for all of it.
+/// Returns the pages that are in a template and not in those before it, as full messages, up to the limit of pages in
+/// total.
 fn known(template: u16, catalogue: &Catalogue, told: &mut HashSet<PageName>) -> io::Result<Vec<Message>> {
     let mut messages = Vec::new();
     let (mut runs, mut pages) = (Vec::new(), 0);

@@ -1,7 +1,8 @@
-//! A control that has no VMs: the API and the command line are tested against it.
+//! A control that has no VMs, for tests of the API and the command line.
 //!
-//! What a migration does depends on where it goes: to `beta` it succeeds, to `tiny` pre-flight says no, to `broken` it
-//! fails on the way, to `limbo` it ends in doubt, and to `far` it goes on until it is cancelled or [`Fake::finish`]ed.
+//! The outcome of a migration depends on its destination: to `beta` it succeeds, to `tiny` the pre-flight check refuses
+//! it, to `broken` it fails on the way, to `limbo` it ends in doubt, and to `far` it goes on until it is cancelled or
+//! [`Fake::finish`]ed.
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "only tests use it")]
@@ -18,7 +19,7 @@ use crate::agent::api::{
 use crate::agent::progress::{Phase, Progress, Publisher, Standing, Watcher};
 use crate::agent::report::{Downtime, Measured, Objective, Outcome, Report, Round};
 
-/// See the module.
+/// The fake control; see the module.
 #[derive(Default)]
 pub(crate) struct Fake {
     state: Mutex<State>,
@@ -60,7 +61,7 @@ fn finding(severity: Severity, code: &str, what: &str, advice: &str) -> Finding 
     Finding { severity, code: code.into(), what: what.into(), advice: advice.into() }
 }
 
-/// The only one that was left.
+/// Returns the only image that was left.
 pub(crate) fn left_image() -> LeftImage {
     LeftImage {
         ended: false,
@@ -82,7 +83,7 @@ fn unknown_vm(name: &VmName) -> Problem {
 }
 
 impl Fake {
-    /// Knows the VMs `web` and `db`.
+    /// Creates a control that knows the VMs `web` and `db`.
     pub(crate) fn new() -> Arc<Self> {
         let fake = Self::default();
         for name in ["web", "db"] {
@@ -91,12 +92,12 @@ impl Fake {
         Arc::new(fake)
     }
 
-    /// What was asked, in order.
+    /// Returns the requests, in order.
     pub(crate) fn asked(&self) -> Vec<String> {
         self.state.lock().unwrap().asked.clone()
     }
 
-    /// Lets a migration to `far` end.
+    /// Ends a migration to `far`.
     pub(crate) fn finish(&self, name: &str) {
         for (id, migration) in &self.state.lock().unwrap().migrations {
             if id.vm.as_str() == name {

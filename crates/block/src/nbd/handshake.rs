@@ -1,4 +1,4 @@
-//! From a connected socket to an open export.
+//! The handshake: from a connected socket to an open export.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -60,14 +60,14 @@ pub(super) fn open(
     Ok((size_bytes.ok_or(NbdError::Protocol("it does not say how long the export is"))?, number))
 }
 
-/// A text with its length before it.
+/// Encodes a text with its length before it.
 fn sized(text: &str) -> Vec<u8> {
     let mut bytes = (text.len() as u32).to_be_bytes().to_vec();
     bytes.extend_from_slice(text.as_bytes());
     bytes
 }
 
-/// Asks for an option and takes all answers; the inner error is the server's refusal, in its words.
+/// Sends an option and processes all replies; the inner error is the server's refusal, in its words.
 fn option(
     mut socket: &UnixStream,
     option: u32,

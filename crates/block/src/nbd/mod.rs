@@ -1,11 +1,11 @@
-//! The client's side of NBD, over a unix socket, one request at a time.
+//! An NBD client over a unix socket, with one request at a time.
 //!
-//! A running QEMU serves its disks over NBD as its guest sees them, with what changed in a dirty bitmap; `qemu-nbd`
-//! serves an image of any format for writing. That is all that is needed of a disk on either side, so that no image
-//! format is known here. Structured replies are required: every server of interest has them, and they alone tell holes.
+//! A running QEMU serves its disks over NBD as its guest sees them, with the changes in a dirty bitmap; `qemu-nbd`
+//! serves an image of any format for writing. Neither host needs more of a disk, so that no image format is known
+//! here. Structured replies are required: every server of interest has them, and only they report holes.
 //!
-//! Nothing is pipelined. Who wants several requests in flight opens several connections, which QEMU serves at the same
-//! time.
+//! Nothing is pipelined. A caller that needs several requests in flight opens several connections, which QEMU serves
+//! at the same time.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::ops::Range;
@@ -21,101 +21,101 @@ use wire::{
     SIMPLE_REPLY, STRUCTURED_REPLY,
 };
 
-/// Where allocated, which of it zero: status bits [`HOLE`] and [`ZERO`].
+/// Context for allocated and zero ranges: status bits [`HOLE`] and [`ZERO`].
 pub const ALLOCATION: &str = "base:allocation";
-/// In [`ALLOCATION`]: nothing is allocated.
+/// Status bit of [`ALLOCATION`]: nothing is allocated.
 pub const HOLE: u32 = 1;
-/// In [`ALLOCATION`]: reads as zeros.
+/// Status bit of [`ALLOCATION`]: reads as zeros.
 pub const ZERO: u32 = 2;
-/// How deep in the chain of backing files: 0 nowhere, 1 the image itself, 2 the one below it. Served where the export
-/// was added with `allocation-depth`.
+/// Context for the depth in the chain of backing files: 0 nowhere, 1 the image itself, 2 the one below it. Served if
+/// the export was added with `allocation-depth`.
 pub const DEPTH: &str = "qemu:allocation-depth";
-/// In a [`dirty_bitmap`]: written.
+/// Status bit of a [`dirty_bitmap`]: written.
 pub const DIRTY: u32 = 1;
 
-/// The context that tells what is in a dirty bitmap: status bit [`DIRTY`].
+/// Returns the context of a dirty bitmap, with status bit [`DIRTY`].
 pub fn dirty_bitmap(name: &str) -> String {
     format!("qemu:dirty-bitmap:{name}")
 }
 
-/// Most bytes of one question about status: QEMU wants less than 4 GiB, aligned to whatever it likes.
+/// Most bytes of one status request: QEMU wants less than 4 GiB, with any alignment.
 const STATUS_BYTES: u64 = 1 << 31;
-/// Of a request for writing zeros: nothing is given back.
+/// Flag of a request for writing zeros: no block is released.
 const NO_HOLE: u16 = 1 << 1;
 /// Most bytes of a request for writing zeros.
 const ZEROES_BYTES: u64 = 1 << 30;
 /// Longest text or list that is accepted from a server, in bytes: what QEMU sends at most is 1 MiB.
 const REPLY_BYTES: usize = 8 << 20;
 
-/// Why a server does not do what it is asked.
+/// Error of a connection to a server or of a request.
 #[derive(Debug, thiserror::Error)]
 pub enum NbdError {
-    /// Nobody listens there.
+    /// No server listens at the socket.
     #[error("cannot reach the NBD server at {path}", path = path.display())]
     Connect {
-        /// Its socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
     /// The connection failed, or the server did not answer in time.
     #[error("the NBD connection failed")]
     Lost(#[from] io::Error),
-    /// The server lacks something that is needed.
+    /// The server lacks a required feature, export or context.
     #[error("the NBD server does not have {what}{message}")]
     Lacks {
-        /// What is needed.
+        /// Description of the requirement.
         what: String,
-        /// What it said, with a colon before it; or nothing.
+        /// Message of the server, with a colon before it; or nothing.
         message: String,
     },
-    /// A request failed.
+    /// The server reported an error for a request.
     #[error("the NBD server cannot {command}{message}")]
     Failed {
-        /// What was asked.
+        /// The request.
         command: &'static str,
-        /// What it said, with a colon before it; or nothing.
+        /// Message of the server, with a colon before it; or nothing.
         message: String,
-        /// As the system calls it.
+        /// The error as an error of the operating system.
         source: io::Error,
     },
-    /// The server does not keep to the protocol.
+    /// The server violates the protocol.
     #[error("the NBD server breaks the protocol: {0}")]
     Protocol(&'static str),
 }
 
 impl NbdError {
-    /// Whether the disk behind the server is full.
+    /// Returns true if the disk behind the server is full.
     pub fn is_full(&self) -> bool {
         matches!(self, Self::Failed { source, .. } if source.kind() == io::ErrorKind::StorageFull)
     }
 }
 
-/// A part of an export, and what the context says of it.
+/// A part of an export, and its status in the context.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Where, in bytes.
+    /// Range, in bytes.
     pub bytes: Range<u64>,
     /// Bits or a number, as the context defines.
     pub status: u32,
 }
 
-/// A connection to one export of a server.
+/// Connection to one export of a server.
 #[derive(Debug)]
 pub struct Client {
     socket: UnixStream,
     size_bytes: u64,
-    /// The number that the server gave to the context.
+    /// Id of the context, chosen by the server.
     context: Option<u32>,
     cookie: u64,
 }
 
 impl Client {
-    /// Opens an export; with a context, [`status`](Self::status) can be asked. No request, and not the connecting
-    /// either, takes longer than `patience`.
+    /// Opens an export; with a context, [`status`](Self::status) can be requested. Neither the connect nor a request
+    /// takes longer than `patience`.
     ///
     /// # Errors
-    /// When there is no such server, export or context.
+    /// Fails if there is no such server, export or context.
     pub fn connect(
         path: &Path,
         export: &str,
@@ -130,7 +130,7 @@ impl Client {
         Ok(Self { socket, size_bytes, context, cookie: 0 })
     }
 
-    /// Length of the export, in bytes.
+    /// Returns the length of the export, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
@@ -169,7 +169,7 @@ impl Client {
         self.done(Command::Write)
     }
 
-    /// Makes a range read as zeros; what was allocated there may be given back.
+    /// Makes a range read as zeros; blocks that were allocated there may be released.
     pub fn write_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError> {
         let mut at = range.start;
         while at < range.end {
@@ -181,7 +181,7 @@ impl Client {
         Ok(())
     }
 
-    /// Writes zeros to a range, and gives nothing of it back.
+    /// Writes zeros to a range, and releases no block.
     pub fn allocate_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError> {
         let mut at = range.start;
         while at < range.end {
@@ -193,13 +193,13 @@ impl Client {
         Ok(())
     }
 
-    /// Puts everything that was written, on whatever connection, on stable storage.
+    /// Flushes all writes, of any connection, to stable storage.
     pub fn flush(&mut self) -> Result<(), NbdError> {
         self.request(Command::Flush, 0, 0, &[])?;
         self.done(Command::Flush)
     }
 
-    /// What the context says of a range: extents without gaps, in order.
+    /// Returns the status of a range in the context: extents without gaps, in order.
     pub fn status(&mut self, range: Range<u64>) -> Result<Vec<Extent>, NbdError> {
         let context = self.context.ok_or(NbdError::Protocol("no context was agreed on"))?;
         let mut found: Vec<Extent> = Vec::new();
@@ -217,7 +217,7 @@ impl Client {
                     return Err(NbdError::Protocol("status of another context"));
                 }
                 while let (Some(len), Some(status)) = (fields.u32(), fields.u32()) {
-                    // The last one may go on beyond what was asked about.
+                    // The last one may end beyond the requested range.
                     let end = (at + u64::from(len)).min(range.end);
                     match found.last_mut() {
                         Some(last) if last.status == status => last.bytes.end = end,
@@ -273,7 +273,7 @@ impl Client {
         self.replies(command, |_, _| Err(NbdError::Protocol("an answer with data to a request for none")))
     }
 
-    /// Takes all chunks of the answer to the last request.
+    /// Processes all chunks of the reply to the last request.
     fn replies(
         &mut self,
         command: Command,
@@ -296,13 +296,13 @@ impl Client {
 }
 
 impl Drop for Client {
-    /// Says good-bye, so that the server need not wonder.
+    /// Sends a disconnect request, so that the server does not wait for further ones.
     fn drop(&mut self) {
         let _ = self.request(Command::Disconnect, 0, 0, &[]);
     }
 }
 
-/// One piece of an answer, its payload not read yet.
+/// Header of one chunk of a reply; its payload is not read yet.
 #[derive(Debug)]
 struct Chunk {
     kind: u16,
@@ -339,7 +339,7 @@ impl Chunk {
         Ok(Self { bytes: u32::from_be_bytes(bytes), ..chunk })
     }
 
-    /// The error that it tells, if it tells one: number and message.
+    /// Reads the error of the chunk, if it is one: errno and message.
     fn error(&self, socket: &mut UnixStream) -> Result<Option<(i32, String)>, NbdError> {
         if self.errno != 0 {
             return Ok(Some((self.errno as i32, String::new())));
@@ -356,7 +356,7 @@ impl Chunk {
     }
 }
 
-/// A server's words as the end of a sentence.
+/// Formats a server's message as the end of a sentence.
 fn said(text: &[u8]) -> String {
     if text.is_empty() { String::new() } else { format!(": {}", String::from_utf8_lossy(text)) }
 }

@@ -1,6 +1,7 @@
-//! NBD's numbers and layouts (the protocol's `doc/proto.md`), as far as they are used here. All of them are big-endian.
+//! NBD's numbers and layouts (the protocol's `doc/proto.md`), as far as they are used here. All of them are
+//! big-endian.
 
-/// First of the two words with which a server greets: `NBDMAGIC`.
+/// First of the two words of a server's greeting: `NBDMAGIC`.
 pub(super) const GREETING: u64 = 0x4e42_444d_4147_4943;
 /// The second word, and the beginning of each option: `IHAVEOPT`.
 pub(super) const OPTION: u64 = 0x4948_4156_454f_5054;
@@ -29,7 +30,7 @@ pub(super) const REPLY_ERROR: u32 = 1 << 31;
 
 pub(super) const INFO_EXPORT: u16 = 0;
 
-/// What is asked of an export.
+/// Commands to an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub(super) enum Command {
@@ -64,7 +65,7 @@ pub(super) const CHUNK_STATUS: u16 = 5;
 /// Chunks from here on are errors: errno, length of the message, message.
 pub(super) const CHUNK_ERROR: u16 = 1 << 15;
 
-/// Takes numbers off the front of bytes.
+/// Reads numbers from the front of bytes.
 pub(super) struct Cursor<'a>(pub(super) &'a [u8]);
 
 impl<'a> Cursor<'a> {

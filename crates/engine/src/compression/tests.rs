@@ -3,21 +3,21 @@ use super::*;
 const MB: u64 = 1_000_000;
 const LOOK_NS: u64 = 50_000_000;
 const WORKERS: u64 = 4;
-/// Nanoseconds of handling a byte.
+/// Processor time of handling a byte, in nanoseconds.
 const HANDLING: f64 = 0.5;
 
-/// A host, a link and content.
+/// A simulated host, link and content.
 #[derive(Clone, Copy, Debug)]
 struct World {
     link_bytes_per_s: f64,
     processors: f64,
-    /// Data bytes per second that the destination takes.
+    /// Rate at which the destination applies data, in bytes per second.
     peer_bytes_per_s: f64,
-    /// What becomes of a byte, by way.
+    /// Output per input byte, by way.
     ratios: [f64; WAYS.len()],
 }
 
-/// Nanoseconds of packing a byte, by way.
+/// Processor time of packing a byte, in nanoseconds, by way.
 const PACKING: [f64; WAYS.len()] = [0.0, 1.0, 2.5, 4.0, 16.0];
 const TEXT: [f64; WAYS.len()] = [1.0, 0.45, 0.35, 0.32, 0.30];
 const NOISE: [f64; WAYS.len()] = [1.0, 1.0, 1.0, 1.0, 1.0];
@@ -34,7 +34,7 @@ impl World {
             .min(self.peer_bytes_per_s)
     }
 
-    /// What is counted in an interval with this way.
+    /// Returns the counters of an interval with this way.
     fn interval(&self, decision: &Decision) -> Observation {
         let way = WAYS.iter().position(|way| *way == decision.way).unwrap();
         let seconds = LOOK_NS as f64 / 1e9;
@@ -66,7 +66,7 @@ impl World {
     }
 }
 
-/// The ways that are taken, look by look.
+/// Returns the ways that are chosen, sample by sample.
 fn run(chooser: &mut Chooser, world: &World, looks: u32) -> Vec<Compression> {
     let mut decision = Decision { way: WAYS[chooser.present], ..Decision::default() };
     (0..looks)
@@ -77,8 +77,8 @@ fn run(chooser: &mut Chooser, world: &World, looks: u32) -> Vec<Compression> {
         .collect()
 }
 
-/// The way that is taken in the end. Where processors are what is waited for, it is looked now and then whether the
-/// link carries more than it did.
+/// Returns the way that is chosen in the end. Where processors are the bottleneck, the policy checks now and then
+/// whether the link carries more than before.
 fn settles(world: &World) -> Compression {
     let mut chooser = Chooser::default();
     let ways = run(&mut chooser, world, 200);
@@ -95,7 +95,7 @@ fn a_link_that_nobody_waits_for_is_left_alone() {
     let mut chooser = Chooser::default();
     for look in 1..=100 {
         let decision = chooser.decide(&world.interval(&Decision::default()));
-        // It has not told of a pause; at first it may only not have told yet.
+        // It has not reported idle time; at first it may only not have reported it yet.
         let is_informed = look >= BUSY_LOOKS;
         let nothing = Decision { peer_is_busy: true, is_informed, ..Decision::default() };
         assert_eq!(decision, nothing, "nothing is even tried out");
@@ -107,7 +107,7 @@ fn pages_are_looked_at_where_the_link_is_slow_and_from_then_on() {
     for (world, slow) in [
         (World::new(118, 2.0), true),
         (World { ratios: NOISE, ..World::new(1_200, 3.5) }, true),
-        // Processors are what is waited for, or the destination.
+        // Processors are the bottleneck, or the destination.
         (World::new(100_000, 2.0), false),
         (World { peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) }, false),
         (World { peer_bytes_per_s: 0.9e9, ..World::new(1_200, 3.5) }, false),
@@ -127,7 +127,7 @@ fn pages_are_looked_at_where_the_link_is_slow_and_from_then_on() {
 fn the_slower_the_link_the_harder_it_is_tried() {
     // 10 Gb/s and one processor: even the cheapest way would take longer than the link does.
     assert_eq!(settles(&World { processors: 0.8, ..World::new(1_200, 0.8) }), Compression::None);
-    // 10 Gb/s and processors enough.
+    // 10 Gb/s and enough processors.
     assert_eq!(settles(&World::new(1_200, 3.5)), Compression::Lz4);
     // 1 Gb/s.
     assert_eq!(settles(&World::new(118, 2.0)), Compression::Zstd(3));
@@ -135,7 +135,7 @@ fn the_slower_the_link_the_harder_it_is_tried() {
     assert_eq!(settles(&World::new(12, 2.0)), Compression::Zstd(7));
 }
 
-/// What is packed beside sending in a long round is waited for in a last one.
+/// Packing runs beside sending in a long round, but the last round waits for it.
 #[test]
 fn a_guest_that_stands_still_is_not_kept_waiting_by_hard_ways() {
     let standing = |world: &World| {
@@ -166,13 +166,13 @@ fn a_destination_without_a_pause_is_not_burdened() {
     let world = World { peer_bytes_per_s: 0.9e9, ..World::new(1_200, 3.5) };
     let ways = run(&mut Chooser::default(), &world, 100);
     assert!(ways.iter().all(|way| *way == Compression::None), "{ways:?}");
-    // One that cannot follow what comes compressed.
+    // A destination that cannot follow compressed data.
     let world = World { peer_bytes_per_s: 2e9, ..World::new(1_200, 3.5) };
     let ways = run(&mut Chooser::default(), &world, 30);
     assert!(ways.contains(&Compression::Lz4) && ways[29] == Compression::None, "{ways:?}");
 }
 
-/// A destination acknowledges some frames at once, and tells with that how long it has waited.
+/// A destination acknowledges several frames at once, and reports its idle time with them.
 #[test]
 fn what_is_told_in_lumps_is_no_lack_of_pauses() {
     let world = World::new(118, 2.0);
@@ -192,7 +192,7 @@ fn it_follows_a_link_that_changes() {
     let mut chooser = Chooser::default();
     run(&mut chooser, &World::new(12, 2.0), 60);
     assert_eq!(WAYS[chooser.present], Compression::Zstd(7));
-    // A link that became faster is not waited for any more; how fast it is is found out step by step.
+    // No worker waits for a link that became faster; its rate is found out step by step.
     run(&mut chooser, &World::new(118, 2.0), 60);
     assert_eq!(WAYS[chooser.present], Compression::Zstd(3));
     run(&mut chooser, &World::new(12, 2.0), 60);
@@ -202,7 +202,8 @@ fn it_follows_a_link_that_changes() {
     assert_eq!(WAYS[chooser.present], Compression::None);
 }
 
-/// A worker that waits for a processor looks as if it waited for the link. Trials would take from what is short.
+/// A wait for a processor counts like a wait for the link. Trials would use the resource that is
+/// short.
 #[test]
 fn a_host_without_idle_processors_tries_nothing() {
     let world = World { processors: 1.0, peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) };
@@ -215,8 +216,8 @@ fn a_host_without_idle_processors_tries_nothing() {
     }
 }
 
-/// Memory of which the parts are unlike: a trial may have been of the one that does not compress, and noise behind text
-/// is no reason to send the text behind it as it is.
+/// Memory whose parts differ: a trial may have seen the part that does not compress, and noise behind text is no
+/// reason to send the text behind it uncompressed.
 #[test]
 fn noise_here_and_there_does_not_keep_text_from_being_compressed() {
     let (text, noise) = (World::new(12, 2.0), World { ratios: NOISE, ..World::new(12, 2.0) });
@@ -231,7 +232,7 @@ fn noise_here_and_there_does_not_keep_text_from_being_compressed() {
     }
 }
 
-/// However long it was otherwise.
+/// This holds however long the data was different.
 #[test]
 fn text_behind_much_noise_is_compressed_at_once() {
     let (text, noise) = (World::new(12, 2.0), World { ratios: NOISE, ..World::new(12, 2.0) });
@@ -244,7 +245,7 @@ fn text_behind_much_noise_is_compressed_at_once() {
     }
 }
 
-/// Text that the destination has no time for: that it compresses is known, and is no reason to try all ways again before
+/// Text for which the destination has no time: it is known to compress, and is no reason to try all ways again before
 /// their time.
 #[test]
 fn what_compresses_and_is_not_worth_it_is_tried_as_seldom_as_anything() {
@@ -263,7 +264,7 @@ fn what_compresses_and_is_not_worth_it_is_tried_as_seldom_as_anything() {
     assert!((1..=5).contains(&tried), "{tried}");
 }
 
-/// Text, and then noise: of what a way did to the noise the next look knows as well.
+/// Text, and then noise: the result of a way on the noise is known at the next sample, too.
 #[test]
 fn content_that_changes_is_followed_without_going_back_and_forth() {
     let mut chooser = Chooser::default();
@@ -279,7 +280,7 @@ fn content_that_changes_is_followed_without_going_back_and_forth() {
 fn what_a_link_may_carry_has_its_bounds() {
     let mut chooser = Chooser::default();
     run(&mut chooser, &World::new(118, 2.0), 20);
-    // An hour of looks in which nobody waits.
+    // An hour of samples in which no worker waits.
     let calm = Observation {
         blocked_ns: 0,
         ..World::new(118, 2.0).interval(&Decision { way: Compression::Zstd(3), ..Decision::default() })

@@ -1,4 +1,4 @@
-//! The destination's side of the handover.
+//! The destination's part of the handover.
 //!
 //! ```text
 //! idle ─► prepared ─► ready ─► taking ─► starting ─► (completing) ─► active
@@ -8,18 +8,20 @@
 //!                         ▼
 //!                      refused
 //!
-//! bereft: the host has booted since PREPARED, and the register is asked what happened after, or the source
+//! bereft: the host has booted since PREPARED, and the registry is asked whether the copy can have run, or the source
 //! ```
 //!
-//! *Completing* is there in post-copy alone: the guest runs here, and is this host's, but some of its memory is at the
-//! source still. It needs both hosts until the last page has come, and so is not told to be RUNNING before.
+//! *Completing* exists in post-copy alone: the guest runs at the destination, which owns it, but some of its memory is
+//! still at the source. It needs both hosts until the last page has arrived, and so RUNNING is not sent before.
 //!
-//! From READY on it is in doubt: it may neither run nor discard what it has, until the source, the register or an
-//! operator has spoken. REFUSED is no decision about the guest: it says that this copy cannot run, and never has.
+//! From READY on the destination is in doubt: it may neither run nor discard its copy until the source, the registry
+//! or an operator has decided. REFUSED is no decision about the guest: it reports that this copy cannot run, and never
+//! has.
 //!
-//! With a register `cont` is not sent before the record names this host; *taking* is the state in which that is asked.
-//! A destination that wanted to take and cannot run gives the VM back in the register before it says REFUSED, also
-//! when it does not know whether its request was carried out: the record (e, source) shuts the door for it.
+//! With a registry `cont` is not sent before the record names this host; *taking* is the state in which the registry
+//! is asked. A destination that tried to acquire ownership and cannot run returns the VM in the registry before it
+//! sends REFUSED, also if it does not know whether its request was carried out: the record (e, source) rules out any
+//! later acquisition.
 
 mod step;
 
@@ -31,70 +33,71 @@ use super::recover::Decision;
 use super::register::{RegisterAnswer, Use};
 use super::{Found, Ignored, Illegal, Role, Step, Terms};
 
-/// Where the destination stands. What the journal keeps.
+/// State of the destination, as the journal keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum DestinationState {
-    /// No migration of this epoch yet, or none that was heard of. Also the state in which a message meets an agent
-    /// whose journal has nothing of its migration.
+    /// No migration of this epoch has begun, or none that is known. Also the state that a message meets at an agent
+    /// whose journal has no entry of its migration.
     Idle,
     /// PREPARED. Memory is being written.
     Prepared,
     /// READY: loaded, paused, durable. In doubt.
     Ready {
-        /// What GO has to name.
+        /// The incarnation that GO has to name.
         incarnation: Incarnation,
-        /// Whether the guest is to run on, or was paused by its user and stays so. Absent in entries of older agents.
+        /// True if the guest is to run; false if its user had paused it, and it stays paused. Absent in entries of
+        /// older agents.
         #[serde(default = "runs")]
         run: bool,
     },
-    /// GO was obeyed; the register is being asked for ownership.
+    /// GO was accepted; the registry is being asked for ownership.
     Taking {
-        /// The incarnation that GO named.
+        /// The incarnation that GO has named.
         incarnation: Incarnation,
-        /// Whether the guest is to run on, or was paused by its user and stays so.
+        /// True if the guest is to run; false if its user had paused it, and it stays paused.
         run: bool,
     },
     /// `cont` is being sent. From here on a vCPU may have run.
     Starting {
-        /// The incarnation that GO named.
+        /// The incarnation that GO has named.
         incarnation: Incarnation,
-        /// Whether an earlier life of the agent may have sent `cont` already, so that a failure of the next one does
+        /// True if a former process of the agent may have sent `cont` already, so that a failure of the next one does
         /// not prove that no vCPU has run.
         again: bool,
     },
-    /// The guest is this host's and runs, and pages of it are still to come (post-copy).
+    /// This host owns the guest, which runs, and pages are missing (post-copy).
     Completing {
-        /// The incarnation that is running.
+        /// The incarnation that runs.
         incarnation: Incarnation,
     },
-    /// The guest is this host's.
+    /// This host owns the guest.
     Active {
-        /// The incarnation that is running.
+        /// The incarnation that runs.
         incarnation: Incarnation,
     },
-    /// Will never run it; the register is being asked to say that the source owns it.
+    /// This host will never run the guest; the registry is being asked to record the source as the owner.
     Refusing,
-    /// REFUSED: has not run it and never will.
+    /// REFUSED: this host has not run the guest and never will.
     Refused,
-    /// The source runs on; what was here is removed.
+    /// The guest continues at the source; the copy is removed.
     Discarded,
-    /// The host has booted since PREPARED: the copy is gone, and the register, or the source where there is none, is
-    /// being asked whether it can have run.
+    /// The host has booted since PREPARED: the copy is lost, and the registry, or the source if there is none, is
+    /// being asked whether the copy can have run.
     Bereft,
-    /// The copy is gone, and may have run: `cont` had been sent, or nobody knows.
+    /// The copy is lost, and may have run: `cont` had been sent, or its fate is unknown.
     Crashed {
-        /// Whether the guest is known to have run, so that the source's copy is out of date.
+        /// True if the guest is known to have run, so that the source's copy is out of date.
         ran: bool,
     },
 }
 
-/// An agent that did not know continued any guest.
+/// Default for entries of older agents, which kept no such field: the guest runs.
 fn runs() -> bool {
     true
 }
 
-/// What happens to the destination.
+/// Event at the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum DestinationEvent {
@@ -102,97 +105,98 @@ pub enum DestinationEvent {
     Prepare,
     /// Memory and device state are loaded, the guest is paused, its disks are durable.
     Loaded {
-        /// What was loaded into.
+        /// The incarnation that has loaded them.
         incarnation: Incarnation,
-        /// Whether the guest ran before it was stopped, as its source says.
+        /// True if, as the source reports, the guest ran before it was stopped.
         run: bool,
     },
-    /// GO came.
+    /// GO has arrived.
     Go {
-        /// Of which epoch.
+        /// Epoch of the message.
         epoch: Epoch,
-        /// For whom.
+        /// The incarnation that GO names.
         incarnation: Incarnation,
-        /// Whether the guest is to run on.
+        /// True if the guest is to run.
         run: bool,
     },
-    /// The source answered a question.
+    /// The source has answered a question.
     SourceSays {
-        /// Of which epoch.
+        /// Epoch of the answer.
         epoch: Epoch,
-        /// What its journal says.
+        /// Decision in the source's journal.
         verdict: Verdict,
     },
-    /// The source aborted.
+    /// The source has aborted.
     AbortReceived {
-        /// Of which epoch.
+        /// Epoch of the message.
         epoch: Epoch,
     },
-    /// The source, whose copy is gone, asks what is here.
+    /// The source, whose copy is lost, asks for the destination's state.
     Asked {
-        /// About which epoch.
+        /// Epoch of the question.
         epoch: Epoch,
     },
-    /// Something on this side, or an illegal message, made going on impossible.
+    /// A failure at the destination, or an illegal message, prevents the migration.
     Failed,
-    /// A user of this host wants the migration to end.
+    /// A user of this host cancels the migration.
     Cancel,
-    /// The source has not said anything for too long.
+    /// The source has not sent anything for too long.
     PeerSilent,
-    /// The connections are gone and did not come back in time, or the source did not answer.
+    /// The connections are lost and were not restored in time, or the source did not answer.
     PeerLost,
-    /// The configuration's limit of patience with an unreachable source has passed.
+    /// The source has been unreachable for longer than the configured limit.
     ContactLostForGood,
-    /// This side's QEMU ended.
+    /// The destination's QEMU has ended.
     QemuDied,
     /// `cont` has returned, the guest runs.
     Contd {
-        /// Whether pages of it are still to come (post-copy).
+        /// True if pages are missing (post-copy).
         missing: bool,
     },
-    /// The last page that was to come is there.
+    /// The last missing page is placed.
     Completed,
-    /// QEMU refused `cont`, or it could not be sent at all: no vCPU has run.
+    /// QEMU has refused `cont`, or it could not be sent at all: no vCPU has run.
     ContFailed,
-    /// The agent has started and loaded the state from the journal.
+    /// The agent has started and has loaded the state from the journal.
     Restarted(Found),
-    /// The register answered, or did not.
+    /// The registry has answered, or has failed to answer.
     RegisterSays(RegisterAnswer),
     /// An operator has decided.
     OperatorDecides(Decision),
-    /// Time to repeat what the state is waiting for.
+    /// Timer: the state's request is to be repeated.
     Repeat,
 }
 
-/// What the destination's agent is to do.
+/// Action of the destination's agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DestinationEffect {
     /// Write the state into the journal.
     Journal {
-        /// What to write.
+        /// The state to write.
         state: DestinationState,
-        /// Whether it has to be synced before the next effect.
+        /// True if the entry has to be synced before the next effect.
         durable: bool,
     },
     /// Send READY.
     SendReady {
-        /// Who is ready.
+        /// The incarnation that is ready.
         incarnation: Incarnation,
     },
     /// Ask the source; ends in `SourceSays` or `PeerLost`.
     AskSource,
-    /// Ask the register; ends in `RegisterSays`. The agent need not wait for the answer before the next effect.
+    /// Send a request to the registry; ends in `RegisterSays`. The agent need not wait for the answer before the next
+    /// effect.
     Register {
-        /// What for.
+        /// Purpose of the request.
         why: Use,
         /// The request.
         request: RegisterRequest,
     },
     /// QMP `cont`; ends in `Contd`, `ContFailed` or `QemuDied`.
     Cont,
-    /// QMP `announce-self`: switches learn where the guest is now.
+    /// QMP `announce-self`: switches learn the new location of the guest.
     Announce,
-    /// Send INCOMPLETE: the guest runs here, and needs what the source has of it.
+    /// Send INCOMPLETE: the guest runs here, and needs the source's pages.
     SendIncomplete,
     /// Send RUNNING.
     SendRunning,
@@ -200,27 +204,27 @@ pub enum DestinationEffect {
     SendRefused,
     /// Send CRASHED.
     SendCrashed,
-    /// Kill this side's QEMU and remove what was made for it.
+    /// Kill the destination's QEMU and remove its resources.
     Discard,
-    /// Tell the user.
+    /// Report to the user.
     Report(DestinationReport),
 }
 
-/// What a user gets to know.
+/// Report to the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DestinationReport {
-    /// The migration ended before READY; nothing is left here.
+    /// The migration ended before READY; its remains are removed.
     Discarded,
-    /// The source runs on; nothing is left here.
+    /// The guest continues at the source; the copy is removed.
     SourceKept,
-    /// In doubt and the source cannot be asked: `whimbrel recover` tells what can be done.
+    /// In doubt and the source cannot be asked: `whimbrel recover` lists the possible decisions.
     OperatorNeeded,
     /// In doubt, or past it: a user cannot cancel here.
     TooLate,
-    /// The guest runs here, and some of its memory is still to come.
+    /// The guest runs here, and some of its memory is missing.
     Incomplete,
-    /// Some of the memory of the guest, which runs here, is at the source, and that cannot be reached.
+    /// Some of the memory of the guest, which runs here, is at the source, which cannot be reached.
     SourceNeeded,
     /// The guest runs here.
     Active,
@@ -228,18 +232,18 @@ pub enum DestinationReport {
     Refused,
     /// The guest crashed here, as it may on any host; its disks are here.
     Crashed,
-    /// The copy is gone, and nobody knows whether it has run here.
+    /// The copy is lost, and it is unknown whether it has run here.
     Lost,
-    /// The host was booted anew with a migration under way: the copy is gone, and whether it had run is not known.
+    /// The host was rebooted during a migration: the copy is lost, and it is unknown whether it has run.
     Bereft,
-    /// QEMU did not continue the guest; it will be tried again.
+    /// QEMU did not continue the guest; the agent tries again.
     ContFailed,
-    /// The register has a record that does not fit this migration.
+    /// The registry has a record that does not fit this migration.
     RegisterForeign,
 }
 
 impl DestinationState {
-    /// Stable name.
+    /// Returns the stable name.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -257,26 +261,26 @@ impl DestinationState {
         }
     }
 
-    /// Whether nothing more will happen, but for answers and cleaning up.
+    /// Returns true if nothing follows but answers and cleaning up.
     pub fn is_final(&self) -> bool {
         matches!(self, Self::Active { .. } | Self::Refused | Self::Discarded | Self::Crashed { .. })
     }
 
-    /// Whether this copy of the guest may neither be run nor thrown away without being told.
+    /// Returns true if this copy of the guest may neither be run nor discarded before a decision arrives.
     pub fn in_doubt(&self) -> bool {
         matches!(self, Self::Ready { .. } | Self::Taking { .. })
     }
 
-    /// Whether its journal entry is synced before the next effect. A host that loses entries between these two has
-    /// lost its RAM too, and wakes up `Bereft`. COMPLETING lasts, and is the proof that the copy has run. CRASHED, once said,
-    /// must not be forgotten: a source that was bereft has aborted since, and its word would count.
+    /// Returns true if the journal entry is synced before the next effect. A host that loses entries between these two
+    /// has lost its RAM too, and restarts as `Bereft`. COMPLETING lasts, and proves that the copy has run. CRASHED,
+    /// once sent, must not be forgotten: a source that was bereft has aborted since, and its answer would count.
     fn durable(&self) -> bool {
         matches!(self, Self::Prepared | Self::Completing { .. } | Self::Crashed { .. })
     }
 }
 
 impl DestinationEvent {
-    /// Stable name.
+    /// Returns the stable name.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Prepare => "prepare",
@@ -301,7 +305,7 @@ impl DestinationEvent {
         }
     }
 
-    /// The epoch that a peer's message speaks of.
+    /// Returns the epoch of a peer's message.
     fn epoch(&self) -> Option<Epoch> {
         match self {
             Self::Go { epoch, .. }
@@ -320,7 +324,7 @@ impl From<(Use, RegisterRequest)> for DestinationEffect {
 }
 
 impl DestinationEffect {
-    /// Stable name.
+    /// Returns the stable name.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Journal { durable: false, .. } => "journal",
@@ -340,7 +344,7 @@ impl DestinationEffect {
     }
 }
 
-/// The destination's legal transitions: all of them, and nothing else.
+/// Computes the transition of the destination for an event. These are all legal transitions.
 ///
 /// # Errors
 ///

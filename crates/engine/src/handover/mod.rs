@@ -1,4 +1,4 @@
-//! Handover: one owner at any time, decided by a record, never by a guess.
+//! Handover: one owner at any time, decided by a journalled record, never by a guess.
 //!
 //! ```text
 //! source                                         destination
@@ -9,49 +9,50 @@
 //!                                          ◄────── READY(epoch, incarnation)      from here: in doubt
 //!   COMMITTED(epoch)   journalled; SIGSTOP again, if need be
 //!   ===== point of no return =====
-//!   GO(epoch, incarnation)                 ──────► register: take ownership (where configured)
+//!   GO(epoch, incarnation)                 ──────► registry: acquire ownership (where configured)
 //!                                                  STARTING journalled; cont; ACTIVE(epoch)
 //!                                          ◄────── RUNNING(epoch)
 //!   quits its QEMU; DONE
 //! ```
 //!
 //! Each role is one checked function, [`source::source`] and [`destination::destination`]: state and event in, next
-//! state and effects out. What is not in them is not legal. The table in `docs/handover-table.md` and the fault points
-//! at which the tests kill agents are computed by running them ([`table`]).
+//! state and effects out. A transition that they do not have is illegal. The table in `docs/handover-table.md` and the
+//! fault points at which the tests kill agents are computed by running them ([`table`]).
 //!
 //! # Contract with the agent
 //!
-//! 1. **Effects are done in their order**, each one finished before the next begins; finished means for a message
-//!    that it was handed to the link (or that there was no link to hand it to), for `StopVm`, `PauseQemu` and
-//!    `ResumeQemu` that they were seen to hold, for `ContinueVm` and `Cont` that the command was sent. A QEMU may be held
-//!    before `PauseQemu`, so that nobody's `cont` comes between the last look and COMMITTED; `ContinueVm` and `UndoAll`
-//!    let it go. The order is
-//!    the argument for safety: a decision stands in the journal before anybody can see it.
-//! 2. **The new state holds once its `Journal` effect is done.** A transition without one changes nothing that
-//!    matters after a restart. An agent whose journal fails does none of the effects that follow and stays in the old
-//!    state. Before COMMITTED the source then feeds `Failed`; otherwise the event is taken again later, or what the state
-//!    waits for is repeated. ABORTED alone may be entered late: without it a restart aborts as well, so the guest goes on
-//!    at once, and the entry is tried until it stands. A driver that panics ends the agent, as if it had been killed.
+//! 1. **Effects are done in their order**, each one finished before the next begins. A message is finished when it was
+//!    handed to the link (or when there was no link), `StopVm`, `PauseQemu` and `ResumeQemu` when their effect was
+//!    observed, `ContinueVm` and `Cont` when the command was sent. A QEMU may be held before `PauseQemu`, so that no
+//!    foreign `cont` arrives between the last check and COMMITTED; `ContinueVm` and `UndoAll` release it. The order is
+//!    the argument for safety: a decision is in the journal before any other program can see it.
+//! 2. **The new state holds once its `Journal` effect is done.** A transition without one changes nothing that matters
+//!    after a restart. An agent whose journal fails does none of the effects that follow and stays in the old state.
+//!    Before COMMITTED the source then feeds `Failed`; otherwise the event is processed again later, or the state's
+//!    request is repeated. ABORTED alone may be entered late: without it a restart aborts as well, so the guest
+//!    continues at once, and the entry is retried until it is written. A driver that panics ends the agent, as if it
+//!    had been killed.
 //! 3. **`durable`** entries are synced before the next effect. Others must survive the agent's death but may be lost
-//!    with the host. The rule behind it: what lets a vCPU of the *source* run again is durable, for its RAM outlives
-//!    no crash of the host but its disks do; `PREPARED` is durable because it makes a rebooted host ask first.
-//! 4. **After a restart** the agent loads the last entry and its [`Terms`], looks for the QEMU and feeds `Restarted`
-//!    before anything else. Unfinished effects are not remembered; every state knows what to do again, so all effects
-//!    must be harmless when done twice.
-//! 5. **Messages** of a peer go to the machine of their epoch, out of the journal if need be: a source that has begun
-//!    another attempt still answers for the older one. One that the journal does not know meets a fresh machine
-//!    (`Idle`), which answers REFUSED; that is right only for a journal that is known to be whole. An agent that cannot
-//!    know that says nothing, and a source then has to note durably that the destination has accepted before it sends
-//!    anything: until then a reboot has lost it no entry that matters, and it need not ask. The epoch is compared here
-//!    again. The register's answers go to the machine that asked and to no other.
-//! 6. **`Repeat`** comes from a timer whenever the last event is some time ago, and when a link has come back.
-//! 7. An [`Illegal`] event changes nothing. Coming from a peer it is a protocol error: close the connection and, before
+//!    with the host. The rule behind it: entries that let a vCPU of the *source* run again are durable, because its
+//!    RAM does not outlive a crash of the host but its disks do; `PREPARED` is durable because it makes a rebooted
+//!    host ask first.
+//! 4. **After a restart** the agent loads the last entry and its [`Terms`], searches the QEMU and feeds `Restarted`
+//!    before anything else. Unfinished effects are not remembered; every state repeats what is necessary, so all
+//!    effects must be harmless when done twice.
+//! 5. **Messages** of a peer go to the state machine of their epoch, out of the journal if need be: a source that has
+//!    begun another attempt still answers for the older one. A message of an unknown epoch goes to a fresh machine
+//!    (`Idle`), which answers REFUSED; that is right only for a journal that is known to be complete. An agent that
+//!    cannot know that does not answer, and a source then has to record durably that the destination has accepted
+//!    before it sends anything: until then a reboot has lost it no entry that matters, and it need not ask. The
+//!    machine compares the epoch again. Answers of the registry go to the machine that asked and to no other.
+//! 6. **`Repeat`** is fed by a timer whenever the last event is some time ago, and when a link has been restored.
+//! 7. An [`Illegal`] event changes nothing. From a peer it is a protocol error: close the connection and, before
 //!    COMMITTED, feed `Failed`.
 //!
 //! # Durations of doubt
 //!
-//! The destination is in doubt from READY until it hears GO, the source from COMMITTED until it hears RUNNING or
-//! REFUSED. Neither ends its doubt by a time-out; see [`recover`] for what an operator can do.
+//! The destination is in doubt from READY until it receives GO, the source from COMMITTED until it receives RUNNING or
+//! REFUSED. Neither ends its doubt by a time-out; see [`recover`] for the decisions of an operator.
 
 pub mod destination;
 pub mod recover;
@@ -65,37 +66,37 @@ use proto::message::RegisterRequest;
 use proto::{Epoch, HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
-/// What both sides agreed on when they prepared; journalled with PREPARED and the same for all of a migration.
+/// Data on which both hosts agreed when they prepared; journalled with PREPARED and the same throughout a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Terms {
     /// The VM and the epoch of this attempt.
     pub migration: MigrationId,
-    /// Where the VM runs.
+    /// The host at which the VM runs.
     pub source: HostId,
-    /// Where it is to run.
+    /// The host at which the VM is to run.
     pub destination: HostId,
-    /// With a register of owners: the epoch in which the source holds the VM there, as pre-flight read it (it may have
+    /// With an ownership registry: the epoch in which the source owns the VM there, as pre-flight read it (it may have
     /// grown since, see [`register`]). Without one: none.
     pub register: Option<Epoch>,
-    /// The host that keeps that register. Nobody else's word is the register's. Absent in entries of older agents.
+    /// The host that keeps that registry. Answers of no other host count. Absent in entries of older agents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub witness: Option<HostId>,
 }
 
 impl Terms {
-    /// The epoch of this attempt.
+    /// Returns the epoch of this attempt.
     pub fn epoch(&self) -> Epoch {
         self.migration.epoch
     }
 }
 
-/// One of the two sides.
+/// Role of a host in a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// Where the VM runs.
+    /// The host at which the VM runs.
     Source,
-    /// Where it is to run.
+    /// The host at which the VM is to run.
     Destination,
 }
 
@@ -108,7 +109,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// What an agent finds of its QEMU when it starts.
+/// State of its QEMU that an agent finds when it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Found {
@@ -122,7 +123,7 @@ pub enum Found {
     Rebooted,
 }
 
-/// What an event leads to.
+/// Result of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step<S, E> {
     /// A legal transition, possibly back to the same state.
@@ -136,9 +137,9 @@ pub enum Step<S, E> {
 pub struct Move<S, E> {
     /// The next state.
     pub to: S,
-    /// What else the transition depended on, beside the names of state and event.
+    /// Other conditions of the transition, beside the names of state and event.
     pub guards: Vec<&'static str>,
-    /// What to do, in this order.
+    /// Effects, in this order.
     pub effects: Vec<E>,
 }
 
@@ -157,7 +158,7 @@ impl<S, E> Move<S, E> {
         self
     }
 
-    /// An effect that is there only with a register.
+    /// Adds a request to the registry, where there is one.
     fn asking(self, why: register::Use, request: Option<RegisterRequest>) -> Self
     where
         E: From<(register::Use, RegisterRequest)>,
@@ -168,13 +169,13 @@ impl<S, E> Move<S, E> {
         }
     }
 
-    /// Guards are written in the order in which they were met from the outside in, outer first.
+    /// Adds an outer guard: guards are listed from the outside in.
     fn within(mut self, guard: &'static str) -> Self {
         self.guards.insert(0, guard);
         self
     }
 
-    /// The transition's stable name, such as `source/committed/refused[register]`.
+    /// Returns the transition's stable name, such as `source/committed/refused[register]`.
     pub fn name(&self, role: Role, state: &str, event: &str) -> String {
         let guards =
             if self.guards.is_empty() { String::new() } else { format!("[{}]", self.guards.join(",")) };
@@ -182,28 +183,28 @@ impl<S, E> Move<S, E> {
     }
 }
 
-/// Why an event was passed over.
+/// Reason for which an event was ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ignored {
-    /// It speaks of another epoch of the VM.
+    /// The event is about another epoch of the VM.
     OtherEpoch,
-    /// It speaks of another incarnation than the one committed to.
+    /// The event is about another incarnation than the one committed to.
     OtherIncarnation,
-    /// It says what is known already, or comes after the decision it would have influenced.
+    /// The event reports what is known already, or arrives after the decision that it would have influenced.
     TooLate,
-    /// It asks for what is not yet known; the answer will be sent unasked.
+    /// The event asks for information that is not yet known; the answer will be sent without a further question.
     NotYet,
 }
 
-/// An event that cannot happen in this state.
+/// Error of an event that cannot happen in this state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the {role} of a handover cannot take the event `{event}` in the state `{state}`")]
 pub struct Illegal {
-    /// Which side.
+    /// Role of the host.
     pub role: Role,
-    /// The state's name.
+    /// Name of the state.
     pub state: &'static str,
-    /// The event's name.
+    /// Name of the event.
     pub event: &'static str,
 }
 

@@ -1,8 +1,8 @@
-//! What an operator is told, and can decide, when a handover cannot end by itself.
+//! Advice for an operator, and the possible decisions, where a handover cannot end by itself.
 //!
-//! Contact lost for good after COMMITTED, without a register, or with a register that the other side has won: the two
-//! agents cannot know more than their journals. [`advise_source`] and [`advise_destination`] say what is known here,
-//! which decisions there are, and what each of them risks.
+//! Contact is lost for good after COMMITTED, without a registry, or with a registry that the peer has won: the two
+//! agents cannot know more than their journals. [`advise_source`] and [`advise_destination`] describe what is known at
+//! a host, which decisions there are, and what each of them risks.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,43 +10,43 @@ use super::Terms;
 use super::destination::DestinationState;
 use super::source::SourceState;
 
-/// What an operator can decide, on either side.
+/// Decision of an operator, at either host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "decision", rename_all = "kebab-case")]
 pub enum Decision {
-    /// The guest is to run on this side.
+    /// The guest is to run at this host.
     RunHere {
-        /// On the source, also when the destination owns the VM in the register.
+        /// At the source: also if the destination owns the VM in the registry.
         force: bool,
     },
-    /// The guest is to run on the other side, or nowhere: this side's copy is given up.
+    /// The guest is to run at the other host, or nowhere: this host's copy is given up.
     RunElsewhere,
-    /// One of the two by the operator's word alone: the register is gone for good, and is not asked.
+    /// One of the two by the operator's decision alone: the registry is lost, and is not asked.
     WithoutRegister {
-        /// Whether the guest is to run on this side.
+        /// True if the guest is to run at this host.
         run_here: bool,
     },
 }
 
-/// A decision that can be made, and its price.
+/// A possible decision, and its risk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
-    /// What to decide.
+    /// The decision.
     pub decision: Decision,
-    /// What it leads to.
+    /// Its consequence.
     pub then: String,
-    /// What has to be true for it to be right, and what happens if it is not.
+    /// Condition under which it is right, and the damage if the condition does not hold.
     pub risk: String,
 }
 
-/// The page that `whimbrel recover` prints.
+/// Output of `whimbrel recover`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Advice {
-    /// What this side's journal proves.
+    /// Facts that this host's journal proves.
     pub known: Vec<String>,
-    /// What it cannot know.
+    /// Facts that this host cannot know.
     pub unknown: Vec<String>,
-    /// What can be decided; empty where nothing needs to be.
+    /// Possible decisions; empty where none is needed.
     pub choices: Vec<Choice>,
 }
 
@@ -57,7 +57,7 @@ const TWO: &str = "If it does run there, two copies write to the same disks and 
 const GONE: &str = "only if the register is lost for good, or has been made anew: one that comes back does not know of \
                     this decision, and may give the VM to the other host";
 
-/// What the source's operator is told.
+/// Returns the advice for the source's operator.
 pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
     let there = &terms.destination;
     let epoch = terms.epoch();
@@ -121,7 +121,7 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
     }
 }
 
-/// What the destination's operator is told.
+/// Returns the advice for the destination's operator.
 pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
     let there = &terms.source;
     let epoch = terms.epoch();
@@ -315,7 +315,7 @@ fn bereft_choices(terms: &Terms) -> Vec<Choice> {
     choices
 }
 
-/// The source's two decisions without the register's word.
+/// Returns the source's two decisions without the registry.
 fn unregistered(terms: &Terms) -> [Choice; 2] {
     let there = &terms.destination;
     [

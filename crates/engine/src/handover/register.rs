@@ -1,26 +1,27 @@
-//! The register of owners: ownership by compare-and-set on (VM, epoch).
+//! The ownership registry: ownership by compare-and-set on (VM, epoch).
 //!
-//! The register keeps one record for each VM. [`apply`] is all of its behaviour; the witness calls it inside a
-//! transaction of its store. The other functions make the requests of the two roles and read the answers.
+//! The registry keeps one record for each VM. [`apply`] is all of its behaviour; the witness calls it inside a
+//! transaction of its store. The other functions make the requests of the two roles and interpret the answers.
 //!
-//! With `e` the epoch of an attempt, a record takes these values and no others, so that a request that arrives late or
-//! twice finds its comparison failed:
+//! With `e` the epoch of an attempt, a record has these values and no others, so that the comparison of a request that
+//! arrives late or twice fails:
 //!
 //! ```text
-//!                      destination takes
+//!                      destination acquires
 //!   (b < e, source) ─────────────────────────► (e, destination)
 //!        │                                        │
-//!        │ source reclaims, or                    │ destination gives back,
-//!        │ destination shuts the door             │ or the operator's force
+//!        │ source reclaims, or                    │ destination returns it,
+//!        │ destination rules out acquisition      │ or the operator's force
 //!        └──────────────► (e, source) ◄───────────┘
 //! ```
 //!
-//! `b` is the epoch in which the source holds the VM. Pre-flight reads it, so that nobody has to read while the guest
-//! stands still; but it can grow until `e` is decided, when the destination of an older attempt, back from a reboot,
-//! shuts the door for that attempt. Who finds another `b` in the answer compares with that one next.
+//! `b` is the epoch in which the source owns the VM. Pre-flight reads it, so that no agent has to read while the guest
+//! stands still; but it can grow until `e` is decided, when the destination of an older attempt, after a reboot, rules
+//! out any later acquisition for that attempt. An agent that finds another `b` in the answer compares with that one
+//! next.
 //!
-//! An *offer* beside (b, source) says that the source has journalled COMMITTED. It is a GO that a destination can read
-//! when the source's host is gone.
+//! An *offer* beside (b, source) records that the source has journalled COMMITTED. It is a GO that a destination can
+//! read when the source's host is lost.
 
 use proto::message::{Offer, Ownership, RegisterReply, RegisterRequest};
 use proto::{Epoch, HostId, Incarnation, VmName};
@@ -28,7 +29,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Terms;
 
-/// What the register does with a request: the reply, and the record to store where it changes.
+/// Processes a request. Returns the reply, and the record to store if it changes.
 pub fn apply(request: &RegisterRequest, record: Option<&Ownership>) -> (RegisterReply, Option<Ownership>) {
     let stands = |record: Option<&Ownership>| RegisterReply::Stands { record: record.cloned() };
     match request {
@@ -47,20 +48,20 @@ pub fn apply(request: &RegisterRequest, record: Option<&Ownership>) -> (Register
     }
 }
 
-/// What an agent knows after it has asked the register.
+/// Knowledge of an agent after a request to the registry.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RegisterAnswer {
-    /// This record stands.
+    /// The present record.
     Stands(Option<Ownership>),
-    /// The request was not carried out: no connection, or the register said so.
+    /// The request was not carried out: there was no connection, or the registry has reported that.
     Unreachable,
-    /// The request was sent and no answer came: it may have been carried out.
+    /// The request was sent and no answer arrived: it may have been carried out.
     Unknown,
 }
 
 impl RegisterAnswer {
-    /// What a reply to a request tells.
+    /// Returns the answer that follows from a reply.
     pub fn from_reply(request: &RegisterRequest, reply: RegisterReply) -> Self {
         match (reply, request) {
             (RegisterReply::Set, RegisterRequest::CompareAndSet { new, .. }) => {
@@ -68,38 +69,38 @@ impl RegisterAnswer {
             }
             (RegisterReply::Stands { record }, _) => Self::Stands(record),
             (RegisterReply::Failed { .. }, _) => Self::Unreachable,
-            // A peer that answers a read with `Set` has told nothing.
+            // A peer that answers a read with `Set` has returned no information.
             (RegisterReply::Set, RegisterRequest::Read { .. }) => Self::Unknown,
         }
     }
 }
 
-/// What a record means for one migration.
+/// Meaning of a record for one migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// Nobody has taken this epoch.
+    /// Neither host has acquired this epoch.
     Open {
-        /// The epoch in which the source holds the VM.
+        /// The epoch in which the source owns the VM.
         since: Epoch,
-        /// What the source has offered.
+        /// Offer of the source.
         offer: Option<Offer>,
     },
-    /// The destination took this epoch.
+    /// The destination has acquired this epoch.
     Destination,
-    /// The source has this epoch: the destination can take it no more.
+    /// The source has this epoch: the destination cannot acquire it any more.
     Source,
-    /// A later epoch stands with one of the two: this one was decided long ago, for the destination or not.
+    /// One of the two hosts has a later epoch: this one was decided long ago, for the destination or not.
     MovedOn,
-    /// No record, or one that none of this migration's requests leads to. Wait, and tell the operator.
+    /// No record, or one that no request of this migration leads to. The agent waits, and reports it to the operator.
     Foreign,
 }
 
-/// Reads a record.
+/// Interprets a record.
 pub fn standing(terms: &Terms, record: Option<&Ownership>) -> Standing {
     let Some(record) = record else { return Standing::Foreign };
     if record.epoch > terms.epoch() {
-        // A third host has it by a migration of this one's source, or by a lie: the register does not tell. The source
-        // does, when it is asked.
+        // A third host has it by a migration of this one's source, or by a false claim: the registry does not show
+        // which. The source does, when it is asked.
         let ours = record.owner == terms.source || record.owner == terms.destination;
         if ours { Standing::MovedOn } else { Standing::Foreign }
     } else if record.epoch == terms.epoch() {
@@ -115,21 +116,21 @@ pub fn standing(terms: &Terms, record: Option<&Ownership>) -> Standing {
     }
 }
 
-/// Why the register is asked.
+/// Purpose of a request to the registry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Use {
-    /// To know what stands there.
+    /// Read the record.
     Read,
-    /// To record COMMITTED for a destination that cannot ask. Best effort.
+    /// Record COMMITTED for a destination that cannot ask. Best effort.
     Offer,
-    /// To own the VM in this epoch.
+    /// Acquire ownership of the VM in this epoch.
     Take,
-    /// To make sure that the source owns the VM in this epoch, so that the destination never can.
+    /// Make sure that the source owns the VM in this epoch, so that the destination never can.
     GiveBack,
 }
 
 impl Use {
-    /// The effect's name in the table.
+    /// Returns the effect's name in the table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Read => "read-register",
@@ -140,7 +141,8 @@ impl Use {
     }
 }
 
-/// Enters a VM that the register does not know yet, as owned by a host. For adoption, not for a migration.
+/// Returns the request that enters a VM, which the registry does not know yet, with its owner. For adoption, not for a
+/// migration.
 pub fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegisterRequest {
     RegisterRequest::CompareAndSet {
         vm,
@@ -149,28 +151,29 @@ pub fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegisterRequest {
     }
 }
 
-/// Asks what stands.
+/// Returns the request for the record.
 pub fn read(terms: &Terms) -> RegisterRequest {
     RegisterRequest::Read { vm: terms.migration.vm.clone() }
 }
 
-/// (since, source) → (since, source) with an offer.
+/// Returns the request (since, source) → (since, source) with an offer.
 pub fn offer(terms: &Terms, since: Epoch, incarnation: &Incarnation, run: bool) -> RegisterRequest {
     let offer = Offer { epoch: terms.epoch(), incarnation: incarnation.clone(), run };
     change(terms, (since, &terms.source), (since, &terms.source), Some(offer))
 }
 
-/// (since, source) → (e, destination).
+/// Returns the request (since, source) → (e, destination).
 pub fn take_by_destination(terms: &Terms, since: Epoch) -> RegisterRequest {
     change(terms, (since, &terms.source), (terms.epoch(), &terms.destination), None)
 }
 
-/// (since, source) → (e, source).
+/// Returns the request (since, source) → (e, source).
 pub fn take_by_source(terms: &Terms, since: Epoch) -> RegisterRequest {
     change(terms, (since, &terms.source), (terms.epoch(), &terms.source), None)
 }
 
-/// (e, destination) → (e, source). The destination's to give back, and the operator's to force.
+/// Returns the request (e, destination) → (e, source), which the destination makes to return the VM, and an operator
+/// to force that.
 pub fn give_back(terms: &Terms) -> RegisterRequest {
     change(terms, (terms.epoch(), &terms.destination), (terms.epoch(), &terms.source), None)
 }

@@ -1,4 +1,4 @@
-//! The source's side of the handover.
+//! The source's part of the handover.
 //!
 //! ```text
 //! idle ─► prepared ─► stopped ──► committed ────► done
@@ -12,13 +12,15 @@
 //! bereft: from prepared, stopped and committed when the QEMU here is gone; leads to done or aborted
 //! ```
 //!
-//! Before COMMITTED whatever goes wrong ends in ABORTED, and the guest runs on here. From COMMITTED on the source does
-//! not run the guest by itself: only REFUSED, the register, or an operator give it back.
+//! Before COMMITTED every failure leads to ABORTED, and the guest continues at the source. From COMMITTED on the
+//! source does not run the guest by itself: only REFUSED, the registry, or an operator return it.
 //!
-//! *Bereft* is the one state on both sides of that point: the source's QEMU is gone, the journal does not say ABORTED,
-//! and so the destination may hold the last copy of the guest, or even run it. Such a host asks before it starts the
-//! VM, and if the destination turns out to be ready, gives it GO: the guest cannot have run here since it was stopped,
-//! for that would be in the journal, durably. It does not reclaim: there is nothing here to run.
+//! *Bereft* is the one state both before and after that point: the source's QEMU is lost, the journal has no ABORTED,
+//! and so the destination may hold the last copy of the guest, or even run it.
+//!
+//! Such a host asks before it starts the VM, and if the destination turns out to be ready, sends GO: the guest cannot
+//! have run at the source since it was stopped, because that would be in the journal, durably. It does not reclaim:
+//! there is nothing at the source to run.
 
 mod step;
 
@@ -30,230 +32,233 @@ use super::recover::Decision;
 use super::register::{RegisterAnswer, Use};
 use super::{Found, Ignored, Illegal, Role, Step, Terms};
 
-/// Where the source stands. What the journal keeps.
+/// State of the source, as the journal keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum SourceState {
-    /// No migration of this epoch yet.
+    /// No migration of this epoch has begun.
     Idle,
     /// PREPARED. Pre-copy runs.
     Prepared {
-        /// Whether the guest ran when the migration began.
+        /// True if the guest ran when the migration began.
         run: bool,
     },
-    /// The guest is stopped, or will be in a moment; last pages and device state are under way or sent.
+    /// The guest is stopped, or will be in a moment; last pages and device state are being sent or have been sent.
     Stopped {
-        /// Whether the guest ran before, and so is to run afterwards, here or there.
+        /// True if the guest ran before, and so is to run afterwards, at either host.
         run: bool,
     },
-    /// This side's QEMU is gone and the destination may hold the only copy: it is given GO as soon as it is known to
+    /// The source's QEMU is lost and the destination may hold the only copy: it receives GO as soon as it is known to
     /// be ready.
     Bereft {
         /// The incarnation that is committed to; none as long as it is not known.
         incarnation: Option<Incarnation>,
-        /// As in `Stopped`.
+        /// Run flag of `Stopped`.
         run: bool,
     },
-    /// COMMITTED to this incarnation. The point of no return is behind.
+    /// COMMITTED to this incarnation. The point of no return is passed.
     Committed {
-        /// Which process is to run.
+        /// The process that is to run.
         incarnation: Incarnation,
-        /// As in `Stopped`.
+        /// Run flag of `Stopped`.
         run: bool,
-        /// INCOMPLETE came: it has run there, and nobody may run it here any more.
+        /// True after INCOMPLETE: the guest has run at the destination, and must not run at the source any more.
         #[serde(default)]
         ran: bool,
     },
-    /// The register is being asked to give the VM back.
+    /// The registry is being asked to return the VM.
     Reclaiming {
-        /// The incarnation that was committed to; none when it is not known (from `Bereft`).
+        /// The incarnation that was committed to; none if it is not known (from `Bereft`).
         incarnation: Option<Incarnation>,
-        /// As in `Stopped`.
+        /// Run flag of `Stopped`.
         run: bool,
-        /// An operator wants it even if the destination owns it.
+        /// True if an operator wants the VM even if the destination owns it.
         force: bool,
     },
     /// ABORTED. The guest is being continued.
     Aborting,
     /// RETURNED. The guest is being continued.
     Returning,
-    /// ABORTED, and the guest is as it was.
+    /// ABORTED, and the guest is in its former state.
     Aborted,
-    /// RETURNED after COMMITTED, and the guest is as it was.
+    /// RETURNED after COMMITTED, and the guest is in its former state.
     Returned,
-    /// The destination has it. What is left here is to be removed.
+    /// The destination owns the guest. The source's remains are to be removed.
     Done {
-        /// Which process has it; none when it is not known (from `Bereft`).
+        /// The process that owns it; none if it is not known (from `Bereft`).
         incarnation: Option<Incarnation>,
-        /// As in `Stopped`.
+        /// Run flag of `Stopped`.
         run: bool,
     },
 }
 
-/// What happens to the source.
+/// Event at the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum SourceEvent {
-    /// A migration of this epoch begins. The destination has not been told yet.
+    /// A migration of this epoch begins. The destination does not know of it yet.
     Begin {
-        /// Whether the guest runs (or was paused by its user).
+        /// True if the guest runs; false if its user had paused it.
         run: bool,
     },
-    /// Pre-copy is over: stop the guest.
+    /// Pre-copy has ended: the guest is to be stopped.
     Stop {
-        /// Whether the guest runs at this moment.
+        /// True if the guest runs at this moment.
         run: bool,
     },
-    /// READY came.
+    /// READY has arrived.
     Ready {
-        /// Of which epoch.
+        /// Epoch of the message.
         epoch: Epoch,
-        /// Who is ready.
+        /// The incarnation that is ready.
         incarnation: Incarnation,
     },
-    /// RUNNING came.
+    /// RUNNING has arrived.
     Running {
-        /// Of which epoch.
+        /// Epoch of the message.
         epoch: Epoch,
     },
-    /// INCOMPLETE came: the destination runs the guest, and needs what is here of it (post-copy).
+    /// INCOMPLETE has arrived: the destination runs the guest, and needs the source's pages (post-copy).
     Incomplete {
-        /// Of which epoch.
+        /// Epoch of the message.
         epoch: Epoch,
     },
-    /// REFUSED came: the destination has not run the guest and never will.
+    /// REFUSED has arrived: the destination has not run the guest and never will.
     Refused {
-        /// Of which epoch.
+        /// Epoch of the message.
         epoch: Epoch,
     },
-    /// CRASHED came: the destination's copy is gone, and one of its vCPUs may have run.
+    /// CRASHED has arrived: the destination's copy is lost, and one of its vCPUs may have run.
     Crashed {
-        /// Of which epoch.
+        /// Epoch of the message.
         epoch: Epoch,
     },
-    /// The destination, in doubt, asks.
+    /// The destination, in doubt, asks for the source's decision.
     Asked {
-        /// About which epoch.
+        /// Epoch of the question.
         epoch: Epoch,
     },
-    /// A user wants the migration to end.
+    /// A user cancels the migration.
     Cancel,
-    /// Something on this side, or an illegal message, made going on impossible.
+    /// A failure at the source, or an illegal message, prevents the migration.
     Failed,
-    /// The destination has not said anything for too long.
+    /// The destination has not sent anything for too long.
     PeerSilent,
-    /// The connections are gone and did not come back in time.
+    /// The connections are lost and were not restored in time.
     PeerLost,
-    /// This side's QEMU ended.
+    /// The source's QEMU has ended.
     QemuDied,
-    /// The guest runs again (or, where it was to stay paused, is as before).
+    /// The guest runs again; or, if it was to stay paused, is in its former state.
     Continued,
-    /// `cont` failed.
+    /// `cont` has failed.
     ContinueFailed,
-    /// The agent has started and loaded the state from the journal.
+    /// The agent has started and has loaded the state from the journal.
     Restarted(Found),
-    /// The configuration's limit of patience with an unreachable destination has passed.
+    /// The destination has been unreachable for longer than the configured limit.
     ContactLostForGood,
-    /// The register answered, or did not.
+    /// The registry has answered, or has failed to answer.
     RegisterSays(RegisterAnswer),
     /// An operator has decided.
     OperatorDecides(Decision),
-    /// Time to repeat what the state is waiting for.
+    /// Timer: the state's request is to be repeated.
     Repeat,
 }
 
-/// What the source's agent is to do.
+/// Action of the source's agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SourceEffect {
     /// Write the state into the journal.
     Journal {
-        /// What to write.
+        /// The state to write.
         state: SourceState,
-        /// Whether it has to be synced before the next effect.
+        /// True if the entry has to be synced before the next effect.
         durable: bool,
     },
     /// QMP `stop`.
     StopVm,
-    /// SIGSTOP this side's QEMU.
+    /// Send SIGSTOP to the source's QEMU.
     PauseQemu,
-    /// SIGCONT this side's QEMU.
+    /// Send SIGCONT to the source's QEMU.
     ResumeQemu,
     /// QMP `cont`; ends in `Continued`, `ContinueFailed` or `QemuDied`.
     ContinueVm,
-    /// End this side's QEMU and remove what belonged to it.
+    /// End the source's QEMU and remove its resources.
     QuitQemu,
-    /// Take back all that was done for the migration: trackers, bitmaps, throttles, connections.
+    /// Undo all changes for the migration: trackers, bitmaps, throttles, connections.
     UndoAll,
     /// Send GO.
     SendGo {
-        /// Which process is to run.
+        /// The process that is to run.
         incarnation: Incarnation,
-        /// Whether the guest is to run on.
+        /// True if the guest is to run.
         run: bool,
     },
-    /// Tell the destination that this epoch is aborted. Best effort: it will ask.
+    /// Notify the destination that this epoch is aborted. Best effort: the destination will ask.
     SendAbort,
     /// Answer the destination's question.
     Answer(Verdict),
-    /// Ask the destination what it has; it answers READY, RUNNING, REFUSED or CRASHED.
+    /// Ask for the destination's state; it answers READY, RUNNING, REFUSED or CRASHED.
     AskDestination,
-    /// Ask the register; ends in `RegisterSays`. The agent need not wait for the answer before the next effect.
+    /// Send a request to the registry; ends in `RegisterSays`. The agent need not wait for the answer before the next
+    /// effect.
     Register {
-        /// What for.
+        /// Purpose of the request.
         why: Use,
         /// The request.
         request: RegisterRequest,
     },
-    /// Tell the user.
+    /// Report to the user.
     Report(SourceReport),
 }
 
-/// What a user gets to know.
+/// Report to the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SourceReport {
-    /// The migration was cancelled; the guest is here.
+    /// The migration was cancelled; the guest is at the source.
     Cancelled,
-    /// The migration failed on this side; the guest is here.
+    /// The migration failed at the source; the guest is at the source.
     Failed,
-    /// The destination fell silent, was lost or gave up before COMMITTED; the guest is here.
+    /// The destination fell silent, was lost or gave up before COMMITTED; the guest is at the source.
     PeerGaveUp,
-    /// The agent was restarted before COMMITTED; the guest is here.
+    /// The agent was restarted before COMMITTED; the guest is at the source.
     Interrupted,
-    /// This side's QEMU ended before anything was handed over: the guest crashed, as it may without a migration.
+    /// The source's QEMU ended before anything was handed over: the guest crashed, as it may without a migration.
     VmCrashed,
-    /// This side's QEMU is gone, the destination may have the only copy: asking it. Do not start the VM here.
+    /// The source's QEMU is lost, and the destination may have the only copy: the source asks it. The VM must not be
+    /// started at the source.
     Bereft,
-    /// The destination refused after COMMITTED; the guest is here.
+    /// The destination refused after COMMITTED; the guest is at the source.
     Returned,
-    /// The guest runs at the destination, and some of its memory is only here.
+    /// The guest runs at the destination, and some of its memory is only at the source.
     Incomplete,
-    /// The same, and the destination cannot be reached.
+    /// The guest runs at the destination, which needs the source's memory and cannot be reached.
     NeededThere,
-    /// The guest runs at the destination, and some of its memory was only here and is lost.
+    /// The guest runs at the destination, and some of its memory was only at the source and is lost.
     MemoryLost,
     /// The guest is at the destination.
     Done,
-    /// Too late to cancel: COMMITTED stands. `whimbrel recover` tells what can be done.
+    /// Too late to cancel: COMMITTED is journalled. `whimbrel recover` lists the possible decisions.
     TooLate,
-    /// Contact is lost after COMMITTED and there is no register: `whimbrel recover`.
+    /// Contact is lost after COMMITTED and there is no registry: `whimbrel recover`.
     OperatorNeeded,
-    /// The destination owns the VM in the register; waiting for it.
+    /// The destination owns the VM in the registry; the source waits for it.
     DestinationOwns,
-    /// The register has a record that does not fit this migration.
+    /// The registry has a record that does not fit this migration.
     RegisterForeign,
-    /// The destination's copy is gone and may have run; this side's stopped copy is kept: `whimbrel recover`.
+    /// The destination's copy is lost and may have run; the source's stopped copy is kept: `whimbrel recover`.
     DestinationCrashed,
-    /// QEMU did not continue the guest; it will be tried again.
+    /// QEMU did not continue the guest; the agent tries again.
     ContinueFailed,
-    /// This side's stopped QEMU ended while the register was being asked: only the destination's copy is left.
+    /// The source's stopped QEMU ended while the registry was being asked: only the destination's copy remains.
     CopyLost,
-    /// The destination says that it runs the guest, which is this host's. Two may be running: look at once.
+    /// The destination reports that it runs the guest, which is the source's. Two copies may be running: check at
+    /// once.
     Contradiction,
 }
 
 impl SourceState {
-    /// Stable name.
+    /// Returns the stable name.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -270,13 +275,13 @@ impl SourceState {
         }
     }
 
-    /// Whether nothing more will happen, but for answers and cleaning up.
+    /// Returns true if nothing follows but answers and cleaning up.
     pub fn is_final(&self) -> bool {
         matches!(self, Self::Aborted | Self::Returned | Self::Done { .. })
     }
 
-    /// Whether its journal entry is synced before the next effect: everything after which the guest may run here
-    /// although the last synced entry would let a rebooted host believe that it has not.
+    /// Returns true if the journal entry is synced before the next effect. This holds for all states after which the
+    /// guest may run at the source although the last synced entry would let a rebooted host believe that it has not.
     fn durable(&self) -> bool {
         matches!(
             self,
@@ -286,7 +291,7 @@ impl SourceState {
 }
 
 impl SourceEvent {
-    /// Stable name.
+    /// Returns the stable name.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Begin { .. } => "begin",
@@ -312,7 +317,7 @@ impl SourceEvent {
         }
     }
 
-    /// The epoch that a peer's message speaks of.
+    /// Returns the epoch of a peer's message.
     fn epoch(&self) -> Option<Epoch> {
         match self {
             Self::Ready { epoch, .. }
@@ -333,7 +338,7 @@ impl From<(Use, RegisterRequest)> for SourceEffect {
 }
 
 impl SourceEffect {
-    /// Stable name.
+    /// Returns the stable name.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Journal { durable: false, .. } => "journal",
@@ -357,7 +362,7 @@ impl SourceEffect {
     }
 }
 
-/// The source's legal transitions: all of them, and nothing else.
+/// Computes the transition of the source for an event. These are all legal transitions.
 ///
 /// # Errors
 ///

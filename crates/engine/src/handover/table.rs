@@ -1,7 +1,7 @@
-//! The table of legal transitions, got by asking the two functions about every state and every kind of event.
+//! The table of legal transitions, computed by running the two functions on every state and every kind of event.
 //!
-//! There is no second list to keep in step: what this module holds are samples of states, events and terms that tell
-//! all the cases apart, and a test shows that transitions of one name agree in everything.
+//! There is no second list to keep in step: this module holds samples of states, events and terms that distinguish all
+//! cases, and a test shows that transitions of one name agree in everything.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -18,13 +18,13 @@ use super::{Found, Illegal, Move, Role, Step, Terms};
 /// One legal transition.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Transition {
-    /// Which side.
+    /// Role of the host.
     pub role: Role,
     /// Name of the state before.
     pub from: &'static str,
     /// Name of the event.
     pub event: &'static str,
-    /// What else it depends on.
+    /// Other conditions of the transition.
     pub guards: Vec<&'static str>,
     /// Name of the state after.
     pub to: &'static str,
@@ -33,7 +33,7 @@ pub struct Transition {
 }
 
 impl Transition {
-    /// Stable name, such as `source/committed/refused[register]`.
+    /// Returns the stable name, such as `source/committed/refused[register]`.
     pub fn name(&self) -> String {
         let guards =
             if self.guards.is_empty() { String::new() } else { format!("[{}]", self.guards.join(",")) };
@@ -46,11 +46,11 @@ impl Transition {
 pub struct FaultPoint {
     /// Name of the transition.
     pub transition: String,
-    /// How many of its effects have been done.
+    /// Number of its effects that have been done.
     pub done: usize,
     /// The effect that was done last; none before the first.
     pub after: Option<&'static str>,
-    /// Whether all have been done.
+    /// True if all have been done.
     pub last: bool,
 }
 
@@ -64,14 +64,15 @@ impl fmt::Display for FaultPoint {
     }
 }
 
-/// All legal transitions of both roles, in the order of states and events.
+/// Returns all legal transitions of both roles, in the order of states and events.
 pub fn transitions() -> Vec<Transition> {
     let mut all = outcomes();
     all.dedup_by_key(|transition| transition.name());
     all
 }
 
-/// All moments at which the tests kill agents: before, between and after the effects of every transition that has any.
+/// Returns all moments at which the tests kill agents: before, between and after the effects of every transition that
+/// has any.
 pub fn fault_points() -> Vec<FaultPoint> {
     transitions().iter().flat_map(points_of).collect()
 }
@@ -87,7 +88,7 @@ fn points_of(transition: &Transition) -> Vec<FaultPoint> {
     if count == 0 { vec![] } else { (0..=count).map(point).collect() }
 }
 
-/// The table as it stands in `docs/handover-table.md`. Events that do the same in a state share a line.
+/// Returns the table for `docs/handover-table.md`. Events with the same result in a state share a line.
 pub fn table_markdown() -> String {
     let mut lines: Vec<(Transition, Vec<&'static str>)> = Vec::new();
     for transition in transitions() {
@@ -113,7 +114,7 @@ pub fn table_markdown() -> String {
     text
 }
 
-/// Every sample of every transition, those of one name together and in the order of the table.
+/// Returns every sample of every transition, those of one name together and in the order of the table.
 fn outcomes() -> Vec<Transition> {
     let mut found = Vec::new();
     for terms in sample_terms() {
@@ -132,7 +133,7 @@ fn outcomes() -> Vec<Transition> {
             found.push(((Role::Destination, s, e), names, step.guards, effects));
         }
     }
-    // Several samples share a name: the first one's place stands for all.
+    // Several samples share a name: the position of the first one counts for all.
     let mut places = BTreeMap::new();
     for ((role, s, e), (from, event, _), _, _) in &found {
         let place: &mut (usize, usize) = places.entry((*role, *from, *event)).or_insert((*s, *e));
@@ -149,7 +150,7 @@ fn outcomes() -> Vec<Transition> {
     all.into_iter().map(|(_, _, transition)| transition).collect()
 }
 
-/// Asks a function about every pair, and keeps what moves.
+/// Runs a function on every pair, and returns the transitions.
 fn ask_all<'a, S, E, F>(
     states: &[S],
     events: &'a [E],
@@ -171,7 +172,7 @@ fn ask_all<'a, S, E, F>(
 const EPOCH: Epoch = Epoch(7);
 const BASE: Epoch = Epoch(4);
 
-/// With a register and without. (No name here is one that the check refuses; a test shows that the table is there.)
+/// Returns terms with a registry and without. (All names pass the check; a test shows that the table is not empty.)
 fn sample_terms() -> Vec<Terms> {
     let names = (VmName::new("vm"), HostId::new("source"), HostId::new("destination"));
     let (Ok(vm), Ok(source), Ok(destination)) = names else { return vec![] };
@@ -239,7 +240,7 @@ const DECISIONS: [Decision; 5] = [
     Decision::WithoutRegister { run_here: false },
 ];
 
-/// Every answer of a register that a role may tell from another; none where there is no register.
+/// Returns every answer of a registry that a role may distinguish; none if there is no registry.
 fn answers(terms: &Terms) -> Vec<RegisterAnswer> {
     let Some(base) = terms.register else { return vec![] };
     let owned = |epoch, owner: &HostId, offer| {

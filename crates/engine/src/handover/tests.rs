@@ -36,7 +36,7 @@ fn moved<S: fmt::Debug, E: fmt::Debug>(step: Result<Step<S, E>, Illegal>) -> Mov
     }
 }
 
-/// Walks a source through events, and returns the names of all effects.
+/// Feeds a sequence of events to the source, and returns the names of all effects.
 fn walk_source(terms: &Terms, events: Vec<SourceEvent>) -> (SourceState, Vec<&'static str>) {
     let start = (SourceState::Idle, vec![]);
     events.into_iter().fold(start, |(state, mut names), event| {
@@ -55,7 +55,7 @@ fn walk_destination(terms: &Terms, events: Vec<DestinationEvent>) -> (Destinatio
     })
 }
 
-/// The way of design, without a fault. Nothing between stop and GO is synced.
+/// The designed sequence, without a fault. No entry between stop and GO is synced.
 #[test]
 fn a_guest_moves() {
     let terms = terms(None);
@@ -86,7 +86,7 @@ fn a_guest_moves() {
     assert_eq!(effects[..8], expected);
 }
 
-/// Trap 17: a guest that its user had paused is continued nowhere, whatever becomes of the migration.
+/// Trap 17: a guest that its user had paused is never continued, whatever happens to the migration.
 #[test]
 fn a_paused_guest_stays_paused() {
     use SourceEvent as On;
@@ -146,13 +146,13 @@ fn what_is_stale_is_ignored_and_what_is_impossible_is_illegal() {
         "the source of a handover cannot take the event `running` in the state `prepared`"
     );
 
-    // GO of another generation of connections starts nothing, and says who is here.
+    // GO of another generation of connections starts nothing, and is answered with the present incarnation.
     let ready = DestinationState::Ready { incarnation: incarnation(2), run: true };
     let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
     let step = moved(destination(&terms, &ready, &go));
     assert_eq!(step.to, ready);
     assert_eq!(step.effects, [DestinationEffect::SendReady { incarnation: incarnation(2) }]);
-    // A GO of an attempt that was never heard of is refused for ever.
+    // GO of an unknown attempt is refused for ever.
     let step = moved(destination(&terms, &DestinationState::Idle, &go));
     assert_eq!(step.to, DestinationState::Refused);
 }
@@ -168,7 +168,7 @@ fn a_repeated_go_is_answered() {
     }
 }
 
-/// States and terms are what the journal keeps: they have to come back as they were.
+/// The journal keeps states and terms: they survive serialization unchanged.
 #[test]
 fn states_survive_the_journal() {
     let there_and_back = |state: &SourceState| {
@@ -200,8 +200,8 @@ fn operators_are_told_of_the_risk() {
     assert!(advise_destination(&terms(None), &active).choices.is_empty());
 }
 
-/// INCOMPLETE says that it has run there: from then on nobody is offered to run it here, and whoever asks for it does not
-/// get it, with a register or without.
+/// After INCOMPLETE the guest has run at the destination: from then on no operator is offered to run it at the source,
+/// and a request for that is refused, with a registry or without.
 #[test]
 fn a_guest_that_has_run_there_is_never_run_here() {
     for register in [None, Some(Epoch(3))] {
@@ -244,7 +244,7 @@ fn a_guest_that_has_run_there_is_never_run_here() {
     }
 }
 
-/// What is advised is what the functions take.
+/// The functions accept every decision that the advice offers.
 #[test]
 fn every_advised_decision_is_legal() {
     for register in [None, Some(Epoch(3))] {
@@ -280,8 +280,8 @@ fn every_advised_decision_is_legal() {
     }
 }
 
-/// Wherever the register's word is waited for, there is a way out without it; where there is none, nobody is asked to
-/// do without it.
+/// Wherever a state waits for the registry, the operator can decide without it; where there is no registry, no such
+/// decision is offered.
 #[test]
 fn a_register_that_is_lost_leaves_a_way_out() {
     let without = |choices: Vec<Choice>| {
@@ -313,7 +313,7 @@ fn a_register_that_is_lost_leaves_a_way_out() {
     }
 }
 
-/// What a half-made image waits for, where a host was booted anew and there is no register: the source's word.
+/// A rebooted host without a registry waits for the source's answer before it removes a half-made image.
 #[test]
 fn a_rebooted_destination_asks_the_source_and_clears_up_if_that_has_aborted() {
     let terms = terms(None);
@@ -328,7 +328,7 @@ fn a_rebooted_destination_asks_the_source_and_clears_up_if_that_has_aborted() {
     let kept = moved(destination(&terms, &bereft, &says(Verdict::Aborted)));
     assert_eq!(kept.to, DestinationState::Discarded);
     assert!(kept.effects.contains(&DestinationEffect::Discard));
-    // It may have run, and its disks may be the only ones that are right: nothing is removed.
+    // The copy may have run, and its disks may be the only valid ones: nothing is removed.
     let committed = Verdict::Committed { incarnation: incarnation(1), run: true };
     for (verdict, to) in [
         (Verdict::Undecided, DestinationState::Bereft),
@@ -349,7 +349,7 @@ fn the_register_does_not_go_back() {
     let enrol = register::enrol(terms.migration.vm.clone(), Epoch(3), terms.source.clone());
     let (reply, first) = apply(&enrol, None);
     assert_eq!((reply, first.clone()), (RegisterReply::Set, Some(owned(Epoch(3), &terms.source))));
-    // A VM that is there is not entered again.
+    // A VM that has a record is not entered again.
     let (reply, none) = apply(&enrol, first.as_ref());
     assert_eq!((reply, none), (RegisterReply::Stands { record: first.clone() }, None));
     let take = register::take_by_destination(&terms, Epoch(3));
@@ -365,7 +365,7 @@ fn the_register_does_not_go_back() {
     assert_eq!(none, None);
 }
 
-/// Any host with a certificate can claim a VM in the register: nobody throws a copy away for that.
+/// Any host with a certificate can claim a VM in the registry: no agent discards a copy for that reason.
 #[test]
 fn a_third_host_in_the_register_decides_nothing() {
     let terms = terms(Some(Epoch(3)));
@@ -385,7 +385,7 @@ fn a_third_host_in_the_register_decides_nothing() {
     }
 }
 
-/// An older attempt's destination, back from a reboot, shuts the door for its own epoch only.
+/// The destination of an older attempt, after a reboot, rules out acquisition for its own epoch only.
 #[test]
 fn an_older_attempt_s_end_does_not_stop_this_one() {
     let terms = terms(Some(Epoch(3)));
@@ -400,8 +400,8 @@ fn an_older_attempt_s_end_does_not_stop_this_one() {
 }
 
 proptest! {
-    /// Requests of both sides in any order, any number of times: once the source has the epoch, the destination never
-    /// has it again; and whoever does not have it does not get it by a late request.
+    /// Requests of both hosts in any order, any number of times: once the source has the epoch, the destination never
+    /// has it again; and a host that does not own the VM does not acquire it by a late request.
     #[test]
     fn exactly_one_side_wins(picks in prop::collection::vec(0..4_usize, 0..24)) {
         let terms = terms(Some(Epoch(3)));
@@ -426,7 +426,7 @@ proptest! {
         }
     }
 
-    /// What a peer sends is answered or refused, never a panic: any verdict in any state.
+    /// Messages of a peer are answered or refused, never a panic: any verdict in any state.
     #[test]
     fn no_verdict_panics(generation in 0..3_u64, run in any::<bool>(), which in 0..4_usize, state in 0..11_usize) {
         let terms = terms(Some(Epoch(3)));
@@ -458,7 +458,7 @@ proptest! {
     }
 }
 
-/// Trap 17, where nobody but an operator can say anything: the source is gone.
+/// Trap 17, where only an operator can decide: the source is gone.
 #[test]
 fn an_operator_leaves_a_paused_guest_paused() {
     let decide = |register, run, decision| {

@@ -1,4 +1,4 @@
-//! The rules of others, to compare with.
+//! The rules of KVM and Xen, for comparison.
 
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
@@ -7,8 +7,8 @@ use super::forecast::FixedCost;
 use super::leaving::Leaving;
 use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
-/// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as what is left takes less than the allowed downtime at the
-/// rate of the last round, and sends rounds for as long as it does not. Here there is a limit of rounds, as everywhere.
+/// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as the remaining pages take less than the downtime limit at
+/// the rate of the last round, and sends rounds until then. Here it has a limit of rounds, like every policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByTarget {
     aim: Aim,
@@ -17,11 +17,11 @@ pub struct ByTarget {
     leaving: Leaving,
 }
 
-/// KVM's rule knows of nothing that a stop takes in any case.
+/// KVM's rule has no fixed cost of a stop.
 const NOTHING: FixedCost = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 };
 
 impl ByTarget {
-    /// A new policy.
+    /// Creates the policy.
     pub fn new(aim: Aim, on_limit: OnLimit) -> Self {
         Self { aim, on_limit, leaving: Leaving::default() }
     }
@@ -32,7 +32,7 @@ impl Policy for ByTarget {
         self.aim = aim;
     }
 
-    /// It looks at the last round alone.
+    /// Does nothing: the rule depends on the last round alone.
     fn held(&mut self, _: Held) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
@@ -65,8 +65,8 @@ impl Policy for ByTarget {
     }
 }
 
-/// Xen's rule (section IX of the same; the figures are those of Xen's tools): stops when almost nothing is left, and
-/// else when there were many rounds, or when several times the memory was sent, whatever the downtime is then.
+/// Xen's rule (section IX of the same; the figures are those of Xen's tools): stops when almost no pages remain, or
+/// after many rounds, or when several times the memory was sent, whatever the downtime is then.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByRounds {
     #[serde(skip)]
@@ -76,19 +76,19 @@ pub struct ByRounds {
 }
 
 impl ByRounds {
-    /// So many rounds at most.
+    /// Limit on the number of rounds.
     pub const MOST_ROUNDS: u32 = 29;
-    /// So many times the memory at most.
+    /// Limit on the pages sent, as a multiple of the memory.
     pub const MOST_TIMES: u64 = 3;
-    /// So many pages are almost nothing.
+    /// Number of remaining pages below which the guest is stopped.
     pub const FEW_PAGES: u64 = 50;
 }
 
 impl Policy for ByRounds {
-    /// It has none.
+    /// Does nothing: the rule has no goals.
     fn aim(&mut self, _: Aim) {}
 
-    /// It counts rounds and pages, however fast the guest is.
+    /// Does nothing: the rule counts rounds and pages, however fast the guest is.
     fn held(&mut self, _: Held) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
@@ -108,7 +108,7 @@ impl Policy for ByRounds {
     }
 }
 
-/// Algorithm 1, lines 21 and 28: what is left, at what the link carried in the last round.
+/// Returns the expected downtime (Algorithm 1, lines 21 and 28): the remaining pages, at the rate of the last round.
 fn at_the_last_rate(observed: &RoundObservation) -> u64 {
     let left_bytes = u128::from(observed.dirty_pages) * u128::from(PAGE_BYTES);
     let ns = (left_bytes * 1_000_000_000).checked_div(observed.link_rate_bytes_per_s().into());

@@ -1,4 +1,4 @@
-//! What the downtime would be if the guest were stopped now.
+//! Forecast of the downtime if the guest were stopped now.
 
 use std::collections::VecDeque;
 
@@ -7,29 +7,29 @@ use serde::{Deserialize, Serialize};
 
 use super::RoundObservation;
 
-/// Parts of the downtime that do not depend on how many pages are left, as measured on this pair of hosts or, before
-/// the first migration, guessed from those of small guests.
+/// Parts of the downtime that do not depend on the number of remaining pages, as measured on this pair of hosts or,
+/// before the first migration, estimated from those of small guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FixedCost {
-    /// QMP `stop`.
+    /// QMP `stop`, in nanoseconds.
     pub stop_ns: u64,
-    /// Saving the device state, which runs beside the last pages.
+    /// Saving the device state, which runs in parallel with the last pages, in nanoseconds.
     pub save_ns: u64,
-    /// Sending and loading the device state.
+    /// Sending and loading the device state, in nanoseconds.
     pub load_ns: u64,
-    /// From READY to `cont`'s return: journals, GO, the register where there is one.
+    /// Time from READY to `cont`'s return, in nanoseconds: journals, GO, the ownership registry if there is one.
     pub continue_ns: u64,
 }
 
 impl Default for FixedCost {
-    /// The upper half of what a small guest showed: stop 1 ms, save 2 ms, load 8 ms, continue 4 ms.
+    /// The upper half of a small guest's measurements: stop 1 ms, save 2 ms, load 8 ms, continue 4 ms.
     fn default() -> Self {
         Self { stop_ns: 1_000_000, save_ns: 2_000_000, load_ns: 8_000_000, continue_ns: 4_000_000 }
     }
 }
 
 impl FixedCost {
-    /// The downtime if sending the last pages takes so long.
+    /// Returns the downtime if sending the last pages takes `pages_ns`.
     pub(super) fn downtime_ns(&self, pages_ns: u64) -> u64 {
         [self.stop_ns, pages_ns.max(self.save_ns), self.load_ns, self.continue_ns]
             .into_iter()
@@ -37,29 +37,30 @@ impl FixedCost {
     }
 }
 
-/// The fixed parts that the last migrations measured.
+/// Measured fixed costs of the last migrations.
 ///
-/// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest of each
-/// part, and the guess is one of them until two have been measured. And a migration that gave up measures nothing: were
-/// its estimate kept, one bad moment could keep the objective out of reach for ever. So giving up forgets it.
+/// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest value of
+/// each part, and the default is one of the values until two have been measured. A migration that gave up measures
+/// nothing: if its estimate were kept, one bad moment could keep the objective out of reach for ever. So giving up
+/// clears the history.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CostHistory(VecDeque<FixedCost>);
 
 impl CostHistory {
     const LENGTH: usize = 4;
 
-    /// Remembers what a migration measured.
+    /// Records the measurements of a migration.
     pub fn learn(&mut self, measured: FixedCost) {
         self.0.truncate(Self::LENGTH - 1);
         self.0.push_front(measured);
     }
 
-    /// Begins anew, with the guess.
+    /// Clears the history; the estimate is the default again.
     pub fn forget(&mut self) {
         self.0.clear();
     }
 
-    /// What the next migration has to reckon with.
+    /// Returns the fixed cost that the next migration has to expect.
     pub fn estimate(&self) -> FixedCost {
         let smaller = |one: FixedCost, other: FixedCost| FixedCost {
             stop_ns: one.stop_ns.min(other.stop_ns),
@@ -72,26 +73,30 @@ impl CostHistory {
     }
 }
 
-/// What the rounds so far say of the time that pages take.
+/// Forecast of the time that pages take, from the rounds so far.
 ///
-/// *Rate* is guest memory moved per second, pages of zeros left out, which go in next to no time: it already contains what
-/// compression, checksums and the other side's writing make of the link. It is the lower one of two: the last round's, which follows a link
-/// that has become slower at once; and a mean in which each round weighs half of the next, which a single round that
-/// went into buffers does not deceive. The mean divides sums by sums, so
-/// that a round of ten pages, which is all latency, does not count as much as one of a gigabyte.
+/// *Rate* is guest memory moved per second, without zero pages, which take next to no time: it already contains the
+/// effects of compression, checksums and the destination's writing on the link.
+///
+/// It is the lower one of two: the last round's, which follows at once a link that has become slower; and a mean in
+/// which each round weighs half of the next, which a single round that disappeared in buffers does not deceive. The
+/// mean divides sums by sums, so that a round of ten pages, which is all latency, does not count as much as one of a
+/// gigabyte.
 ///
 /// Choosing the lower one errs towards another round, and that round measures again.
 ///
-/// Rounds in which most pages were spared, because only what changed of them was sent or the destination had them already,
-/// are many times as fast, and tell nothing of pages that have to be sent in full. So these are expected to go as they did
-/// in the other rounds, and what is expected of all of them is no less than that. Before there was any other round they
-/// are expected to go as if those that were sent in full had taken all of the time.
+/// Rounds in which most pages were sent as deltas or references are many times as fast, and do not show how long full
+/// pages take.
+///
+/// So the pages that have to be sent in full are expected to take as long as in the other rounds, and the estimate for
+/// all pages is no less than that. Before there was any other round, they are expected to take as long as if the full
+/// pages had used all of the time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Forecast {
     /// Sums of guest bytes and of nanoseconds, halved each round. u128 for sums of u64.
     sum_bytes: u128,
     sum_ns: u128,
-    /// The same of what went in full, in rounds in which most did.
+    /// Sums for full pages, in rounds with mostly full pages.
     full_bytes: u128,
     full_ns: u128,
 }
@@ -112,8 +117,8 @@ impl Forecast {
         }
     }
 
-    /// How long the pages that are dirty after the round that was learnt last would take. `u64::MAX` where nothing was
-    /// measured yet.
+    /// Returns the time that the pages take which are dirty after the last learned round, in nanoseconds. `u64::MAX`
+    /// before anything was measured.
     pub(super) fn pages_ns(&self, observed: &RoundObservation) -> u64 {
         let left = guest_bytes(observed.dirty_pages);
         let at = |bytes, ns| time_for(left, bytes, ns);
@@ -129,20 +134,20 @@ impl Forecast {
     }
 }
 
-/// Pages of a round that tell how fast pages go; none where nearly all were empty, so that it was finding that out that took
-/// the time.
+/// Returns the pages of a round that show how fast pages are sent; none where nearly all were empty, because finding
+/// that out took the time.
 fn telling_pages(observed: &RoundObservation) -> Option<u64> {
     const TELLING_SHARE: u64 = 32;
     let pages = observed.pages_sent.saturating_sub(observed.empty_pages);
     (observed.empty_pages == 0 || pages >= observed.pages_sent / TELLING_SHARE).then_some(pages)
 }
 
-/// What the next round would take off the time for the last pages, which is now `pages_ns`.
+/// Returns the time by which the next round would shorten the sending of the last pages, which is now `pages_ns`.
 pub(super) fn gain_ns(observed: &RoundObservation, pages_ns: u64) -> u64 {
     // A round takes some time beside sending: the drain before it, the scan after it.
     let beside_ns = observed.interval_ns.saturating_sub(observed.duration_ns);
     let next_ns = u128::from(pages_ns.saturating_add(beside_ns));
-    // What was left to a later one was not written in this one's time.
+    // Pages that were left to a later round were not written during this one.
     let written = u128::from(observed.dirty_pages.saturating_sub(observed.left_pages));
     let written_ns =
         (u128::from(pages_ns) * written).checked_div(observed.dirty_pages.into()).unwrap_or(pages_ns.into());
@@ -155,7 +160,7 @@ fn guest_bytes(pages: u64) -> u128 {
     u128::from(pages) * u128::from(PAGE_BYTES)
 }
 
-/// How long `left` takes if `bytes` took `ns`; none if that says nothing about a rate.
+/// Returns the time for `left` if `bytes` took `ns`; none if these are no rate.
 fn time_for(left: u128, bytes: u128, ns: u128) -> Option<u64> {
     if bytes == 0 || ns == 0 {
         return None;

@@ -6,17 +6,18 @@ use super::forecast::{FixedCost, Forecast};
 use super::leaving::Leaving;
 use super::{Aim, Decision, Held, Policy, RoundObservation};
 
-/// Sends all of memory once, or several times, while the guest runs here; what is left then is sent while it runs at the
-/// destination. In the first pass what the guest writes to is left for last, so that little goes twice.
+/// Sends all of memory once, or several times, while the guest runs at the source; the remaining pages are sent while
+/// it runs at the destination. In the first pass the pages that the guest writes are sent last, so that few are sent
+/// twice.
 ///
-/// Where what is left goes in no more time than the stop takes in any case, the guest is stopped for it: it then needs the
-/// two hosts no longer than it has to.
+/// If the remaining pages take no longer than the fixed part of the stop, the guest is stopped for them: it then
+/// needs both hosts no longer than necessary.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByHybrid {
     aim: Aim,
     passes: u32,
     fixed: FixedCost,
-    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     forecast: Forecast,
     #[serde(skip)]
@@ -24,19 +25,19 @@ pub struct ByHybrid {
 }
 
 impl ByHybrid {
-    /// Post-copy after so many times all that is dirty; after 0 nothing is sent before the stop.
+    /// Creates a policy that begins post-copy after `passes` passes; with 0 nothing is sent before the stop.
     pub fn new(aim: Aim, passes: u32, fixed: FixedCost) -> Self {
         Self { aim, passes, fixed, forecast: Forecast::default(), leaving: Leaving::default() }
     }
 }
 
 impl Policy for ByHybrid {
-    /// What the guest stands still for is what it has to, and what of its disks cannot go before it.
+    /// Sets the goals. The downtime is the fixed part, and the pages of disks that cannot be sent before the stop.
     fn aim(&mut self, aim: Aim) {
         self.aim = aim;
     }
 
-    /// How fast the guest writes does not matter.
+    /// Does nothing: the guest's write rate does not matter.
     fn held(&mut self, _: Held) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
@@ -63,7 +64,7 @@ impl Policy for ByHybrid {
 mod tests {
     use super::*;
 
-    /// A page takes a microsecond; the guess of what a stop takes is 15 ms.
+    /// A round in which a page takes a microsecond; the estimated fixed part of a stop is 15 ms.
     fn observed(round: u32, dirty_pages: u64) -> RoundObservation {
         let (pages_sent, duration_ns) = (1_000_000, 1_000_000_000);
         RoundObservation { round, dirty_pages, pages_sent, duration_ns, ..RoundObservation::default() }

@@ -1,30 +1,33 @@
-//! Post-copy of a guest whose disks are copied.
+//! Start of post-copy for a guest with copied disks.
 
 use super::forecast::FixedCost;
 use super::{Decision, GiveUp, Limit, RoundObservation};
 
-/// What is left of memory may come after the guest; what is left of its disks may not, for QEMU would read what is not there
-/// yet. So rounds of disks alone go before it, for as long as each leaves less than the one before.
+/// Decides when post-copy starts. The remaining pages of memory may follow the guest; those of its disks may not,
+/// because QEMU would read missing data. So rounds of disks alone are sent first, as long as each leaves fewer pages
+/// than the one before.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Leaving {
     last_disks_ns: Option<u64>,
-    /// Looks in a row that found no less.
+    /// Consecutive scans that found no fewer pages.
     no_less: u32,
 }
 
-/// So many looks in a row that find no less are no accident: after a short round one hiccup is enough for a single one.
+/// Number of consecutive scans without fewer pages that are no accident: after a short round one hiccup is enough for
+/// a single one.
 const CERTAIN_LOOKS: u32 = 3;
 
-/// A part of the downtime that is not felt, beside what it takes in any case.
+/// Divisor of the fixed downtime: a part that is no longer than this quotient is not noticed beside the fixed
+/// downtime.
 const LITTLE: u64 = 8;
 
 impl Leaving {
-    /// Whether it was decided that the guest leaves its memory behind: until it does nothing else is decided.
+    /// Returns true if the start of post-copy was decided: until then nothing else is decided.
     pub(super) fn has_begun(&self) -> bool {
         self.last_disks_ns.is_some()
     }
 
-    /// What is next, where all that is dirty would take `pages_ns`.
+    /// Decides on the next round, where all dirty pages would take `pages_ns`.
     pub(super) fn decide(
         &mut self,
         observed: &RoundObservation,
@@ -36,7 +39,7 @@ impl Leaving {
         let expected_downtime_ns = downtime_ns(observed, pages_ns, fixed);
         let is_little = disks_ns <= fixed.downtime_ns(0) / LITTLE;
         let is_less = self.last_disks_ns.is_none_or(|last| disks_ns < last - last / 8);
-        // The least: a look that found much more for a moment says nothing of the next one.
+        // The least: a scan that found many more pages for a moment does not predict the next one.
         self.last_disks_ns = Some(self.last_disks_ns.map_or(disks_ns, |last| last.min(disks_ns)));
         self.no_less = if is_less { 0 } else { self.no_less + 1 };
         let would_take_too_long = expected_downtime_ns > max_downtime_ns;
@@ -51,14 +54,14 @@ impl Leaving {
     }
 }
 
-/// How long the dirty pages of disks take, where all that is dirty takes `pages_ns`.
+/// Returns the time for the dirty pages of disks, where all dirty pages take `pages_ns`.
 fn disks_ns(observed: &RoundObservation, pages_ns: u64) -> u64 {
     let disk_pages = observed.disk_pages.min(observed.dirty_pages);
     let ns = (u128::from(pages_ns) * u128::from(disk_pages)).checked_div(observed.dirty_pages.into());
     u64::try_from(ns.unwrap_or(0)).unwrap_or(u64::MAX)
 }
 
-/// What the guest stands still for when its memory comes after it.
+/// Returns the downtime with post-copy of the memory.
 pub(super) fn downtime_ns(observed: &RoundObservation, pages_ns: u64, fixed: &FixedCost) -> u64 {
     fixed.downtime_ns(disks_ns(observed, pages_ns)).saturating_add(observed.scan_ns.saturating_mul(2))
 }
@@ -69,7 +72,7 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    /// What is decided when so many pages of disks are left, of a hundred a millisecond.
+    /// Decides with `disk_pages` dirty pages of disks, where a hundred pages take a millisecond.
     fn decided(leaving: &mut Leaving, disk_pages: u64) -> Decision {
         let observed = RoundObservation { disk_pages, dirty_pages: 100_000, ..RoundObservation::default() };
         leaving.decide(&observed, 1_000 * MS, &FixedCost::default(), 300 * MS)

@@ -1,4 +1,4 @@
-//! How many pages go in a sampling interval (Ibrahim et al., Algorithm 2, lines 25–37).
+//! Number of pages that a sampling interval can send (Ibrahim et al., Algorithm 2, lines 25–37).
 
 use std::collections::VecDeque;
 
@@ -6,10 +6,10 @@ use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
 
 use super::RoundObservation;
 
-/// Linear regression of the time that rounds took against the pages that they sent.
+/// Linear regression of the rounds' durations against their numbers of pages.
 ///
-/// The line's height at no page is what a round takes beside sending: the last page's way there and the
-/// acknowledgement's way back. A mean alone would take it for the price of pages.
+/// The line's height at zero pages is the time that a round takes beside sending: the round trip of its last page and
+/// the acknowledgement. A mean alone would attribute this time to the pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Pace {
     /// Pages and nanoseconds of the last rounds, the oldest first.
@@ -18,11 +18,11 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// Rounds that the line is laid through: a link's rate of some seconds ago says little.
+    /// Number of rounds for the regression: a link's rate of some seconds ago has little meaning.
     const SAMPLES: usize = 8;
 
-    /// Learns from a round, of which the first is the last one of all of memory, for which the link carried so much, and
-    /// says how many pages go in an interval; none if nothing is known of that.
+    /// Learns from a round, and returns the number of pages for an interval; none if nothing is known. The first round
+    /// is the last one of the first pass, during which the link had the rate `link_bytes_per_s`.
     pub(super) fn learn(
         &mut self,
         observed: &RoundObservation,
@@ -30,8 +30,8 @@ impl Pace {
         interval_ns: u64,
     ) -> Option<u64> {
         if self.pages.is_none() {
-            // Of all of memory much is zeros, and goes in no time. What is written to is not: as much of that goes as
-            // the link has carried.
+            // Many pages of all of memory are zero pages and take no time. Pages that are written are not: their
+            // number follows from the link's rate.
             let pages = u128::from(link_bytes_per_s) * u128::from(interval_ns)
                 / 1_000_000_000
                 / u128::from(PAGE_BYTES);
@@ -42,18 +42,18 @@ impl Pace {
             self.samples.drain(..(self.samples.len() + 1).saturating_sub(Self::SAMPLES));
             self.samples.push_back((observed.pages_sent, observed.duration_ns));
             let mean = self.by_mean(interval_ns);
-            // Rounds of nearly the same length make a line that may go anywhere.
+            // Rounds of nearly the same length make a line of arbitrary slope.
             let line = self.line().map(|line| line.at(interval_ns)).zip(mean);
             let now = line.map(|(line, mean)| line.clamp(mean / 2.0, mean * 2.0)).or(mean);
-            // Line 37.
+            // Line 37 of the algorithm.
             let smoothed = |before: u64, now: f64| whole((before as f64 + 3.0 * now) / 4.0);
             self.pages = self.pages.zip(now).map(|(before, now)| smoothed(before, now)).or(self.pages);
         }
         self.pages
     }
 
-    /// What a round takes beside sending, in nanoseconds; 0 as long as that is not known. Rounds of nearly the same length
-    /// do not tell.
+    /// Returns the time that a round takes beside sending, in nanoseconds; 0 as long as that is not known. Rounds of
+    /// nearly the same length do not reveal it.
     pub(super) fn beside_ns(&self) -> u64 {
         let pages = || self.samples.iter().map(|(pages, _)| *pages);
         let (least, most) = (pages().min().unwrap_or(0), pages().max().unwrap_or(0));
@@ -61,7 +61,7 @@ impl Pace {
         line.map_or(0, |line| line.beside_ns as u64)
     }
 
-    /// The line through the samples; none if they make no line that could be.
+    /// Returns the line through the samples; none if its slope or height is impossible.
     fn line(&self) -> Option<Line> {
         let count = self.samples.len() as f64;
         let (pages, times): (Vec<f64>, Vec<f64>) =
@@ -86,22 +86,22 @@ impl Pace {
     }
 }
 
-/// How long a round takes.
+/// Line of the duration of rounds.
 #[derive(Clone, Copy, Debug)]
 struct Line {
-    /// Whatever it sends.
+    /// Duration of a round without pages, in nanoseconds.
     beside_ns: f64,
     ns_per_page: f64,
 }
 
 impl Line {
-    /// How many pages a round sends that takes so long.
+    /// Returns the number of pages of a round that takes `ns`.
     fn at(self, ns: u64) -> f64 {
         (ns as f64 - self.beside_ns).max(0.0) / self.ns_per_page
     }
 }
 
-/// At least a chunk: an interval that sends nothing would be the last of none.
+/// Rounds down, but to a chunk at least: an interval that sends nothing would stop all progress.
 fn whole(pages: f64) -> u64 {
     (pages as u64).max(CHUNK_PAGES)
 }
@@ -119,14 +119,14 @@ mod tests {
     #[test]
     fn of_all_of_memory_the_bytes_tell_and_then_the_pages() {
         let mut pace = Pace::default();
-        // A million pages in ten seconds, most of them zeros: 10,000 a second went over the link.
+        // A million pages in ten seconds, most of them zeros: the link carried 10,000 a second.
         let first = pace.learn(&sent(1_000_000, 10 * SECOND), 10_000 * PAGE_BYTES, SECOND);
         assert_eq!(first, Some(10_000));
         // One round makes no line: 20,000 a second.
         assert_eq!(pace.learn(&sent(10_000, SECOND / 2), 0, SECOND), Some((10_000 + 3 * 20_000) / 4));
     }
 
-    /// A quarter of a second goes beside sending, and 10,000 pages take another one.
+    /// A quarter of a second is spent beside sending, and 10,000 pages take a second.
     #[test]
     fn what_a_round_takes_beside_sending_is_not_the_price_of_pages() {
         let mut pace = Pace::default();
@@ -141,7 +141,7 @@ mod tests {
         assert!((pace.beside_ns() as i64 - (SECOND / 4) as i64).abs() < 1_000_000, "{}", pace.beside_ns());
     }
 
-    /// Rounds that differ by chance would say that all of their time goes beside sending.
+    /// The regression of rounds that differ by chance would attribute all of their time to the part beside sending.
     #[test]
     fn rounds_of_nearly_the_same_length_do_not_tell_what_goes_beside() {
         let mut pace = Pace::default();

@@ -1,4 +1,4 @@
-//! The policy of patterns: when it shows in how a guest writes that rounds do not help any more.
+//! The policy of patterns: it detects from how a guest writes that rounds do not help any more.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,15 +10,16 @@ use super::leaving::Leaving;
 use super::pace::Pace;
 use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
-/// How a guest writes when rounds do not make the downtime shorter any more (Ibrahim et al., section VII, Fig. 10).
+/// Pattern of a guest's writes where rounds do not shorten the downtime any more (Ibrahim et al., section VII, Fig.
+/// 10).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pattern {
-    /// a: as much is written as is sent, so that the number of modified pages stays what it is.
+    /// a: as many pages are written as are sent, so that the number of modified pages stays the same.
     Stable,
-    /// b: all that was modified went out in less than a sampling interval.
+    /// b: all modified pages were sent in less than a sampling interval.
     Drained,
-    /// c: what is sent was sent shortly before, too.
+    /// c: the pages that are sent were sent shortly before, too.
     Resent,
 }
 
@@ -32,41 +33,42 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// How often the guest's writes are looked at, and what counts as a pattern.
+/// Sampling of the guest's writes, and thresholds of the patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sampling {
-    /// Longest time between two looks once all of memory went, in nanoseconds; 0 to have it follow from the link's rate
+    /// Longest time between two scans once all of memory was sent, in nanoseconds; 0 to derive it from the link's rate
     /// ([`Self::INTERVAL_BYTES`]).
     pub interval_ns: u64,
-    /// Pattern a: over how many looks the number of modified pages is averaged, at least 1.
+    /// Pattern a: number of scans over which the number of modified pages is averaged, at least 1.
     pub window: u32,
-    /// Pattern a: by how much that average may change from look to look, in hundredths of what was sent in between.
+    /// Pattern a: largest change of that average from scan to scan, in hundredths of the pages sent in between.
     pub stable_percent: u32,
-    /// Pattern c: how much of what was sent had been sent shortly before, in hundredths.
+    /// Pattern c: share of the pages sent that had been sent shortly before, in hundredths.
     pub resent_percent: u32,
-    /// Pattern c: in how many intervals before. Whoever counts such pages has to keep so many sets of them.
+    /// Pattern c: number of earlier intervals that count as shortly before. The counter has to keep as many sets of
+    /// pages.
     pub history: u32,
 }
 
 impl Sampling {
-    /// What an interval sends, in bytes, as far as that takes no longer than [`Self::LONGEST_NS`] and no less than
-    /// [`Self::SHORTEST_NS`].
+    /// Data that an interval sends, in bytes, as far as that takes no longer than [`Self::LONGEST_NS`] and no less
+    /// than [`Self::SHORTEST_NS`].
     ///
-    /// It is what the link of the paper carries in its interval of a second. On a faster link the same amount is there
-    /// sooner: enough to tell how a guest writes, whereas in a second it could be all of its memory. On a slower one a
-    /// second it stays: a guest's ways do not become slower with its link.
+    /// It is what the link of the paper carries in its interval of a second. On a faster link the same amount is sent
+    /// sooner: enough to detect how a guest writes, whereas in a second it could be all of its memory. On a slower
+    /// link the interval stays at a second, because a guest's pattern does not become slower with its link.
     pub const INTERVAL_BYTES: u64 = 125_000_000;
     /// The paper's interval: shorter ones make the number of modified pages vary more.
     pub const LONGEST_NS: u64 = 1_000_000_000;
-    /// A look costs some milliseconds: the scan, the drain, the last pages' way to the other side and back.
+    /// A scan costs some milliseconds: the scan itself, the drain, the last pages' round trip to the destination.
     pub const SHORTEST_NS: u64 = 100_000_000;
-    /// An interval is no shorter than so many scans: a guest of a TiB takes a second for one.
+    /// Shortest interval, in scans: a guest of a TiB takes a second for one.
     pub const SCANS: u64 = 16;
-    /// Nor than so many times what a round takes beside sending.
+    /// Shortest interval, as a multiple of the time that a round takes beside sending.
     pub const BESIDE: u64 = 8;
 
-    /// The interval on a link of so many bytes per second. It is longer for a guest so large that scans take long,
-    /// and on a link so long that a round waits a while for its last acknowledgement.
+    /// Returns the interval for a link's rate. It is longer for a guest so large that scans take long, and on a link
+    /// so long that a round waits a while for its last acknowledgement.
     fn interval_ns(&self, link_bytes_per_s: u64, scan_ns: u64, beside_ns: u64) -> u64 {
         let by_rate = || {
             let ns = (u128::from(Self::INTERVAL_BYTES) * 1_000_000_000).checked_div(link_bytes_per_s.into());
@@ -80,21 +82,21 @@ impl Sampling {
 }
 
 impl Default for Sampling {
-    /// As the paper has it: one interval of history, nine tenths; the average is of two looks.
+    /// The values of the paper: one interval of history, nine tenths; the average is of two scans.
     fn default() -> Self {
         Self { interval_ns: 0, window: 2, stable_percent: 10, resent_percent: 90, history: 1 }
     }
 }
 
-/// A round that takes less than this part of the downtime off it is not worth it.
+/// Divisor of the downtime: a round that shortens the downtime by less than this part is not worth it.
 const LEAST_GAIN: u64 = 8;
-/// Looks that show pattern b or c: one alone may be chance.
+/// Number of scans that show pattern b or c: a single one may be chance.
 const CERTAIN_ROUNDS: u32 = 2;
-/// The guest is not stopped for more than so many times as long as it was seen that rounds help no more.
+/// Longest downtime, as a multiple of the time for which a pattern was seen.
 const SEEN_BEFORE: u64 = 2;
 
 /// Stops when the expected downtime is within the limit and another round would not make it much shorter; beyond the
-/// limit, when the way in which the guest writes says that rounds will not bring it there.
+/// limit, when the pattern of the guest's writes shows that rounds will not reach it.
 ///
 /// ```text
 /// pages    = dirty pages · page size / rate
@@ -102,32 +104,37 @@ const SEEN_BEFORE: u64 = 2;
 /// gain     = pages · (1 − length of the next round / length of the last one)
 ///
 /// stop if expected ≤ limit and gain < expected / 8
-///      or a pattern has been seen long enough, and the user said to stop then
+///      or a pattern has been seen long enough, and the user chose to stop then
 /// ```
 ///
-/// (One scan after the stop, one after the device state was saved, which may write guest memory. What the rate is:
+/// (One scan after the stop, one after the device state was saved, which may write guest memory. The rate is that of
 /// `Forecast`.)
 ///
-/// *Gain*: KVM's rule stops as soon as the limit is kept, which makes the limit the downtime: whoever allows 300 ms has
-/// the guest stand still for nearly that long, although a round of 100 ms, in which the guest runs, would have left a
-/// tenth of the pages. In the next round, which lasts as long as its pages take, the guest writes to as many pages as it
-/// did in the last one, in proportion to the time. So a round costs `pages` of running on at the source, and saves the
-/// same share of that whatever the size of the guest. Where it saves less than an eighth of the downtime, it is not worth
-/// it: what is left is fixed, or the guest writes nearly as fast as the link carries.
+/// *Gain*: KVM's rule stops as soon as the limit is kept, which makes the limit the downtime: with a limit of 300 ms
+/// the guest stands still for nearly that long, although a round of 100 ms, in which the guest runs, would have left a
+/// tenth of the pages. In the next round, which lasts as long as its pages take, the guest writes as many pages as in
+/// the last one, in proportion to the time.
 ///
-/// *Patterns* are looked for once all of memory went, from look to look. For that no round takes much longer than a
-/// sampling interval: of more pages than go in one only so many are sent as linear regression of time against pages says
-/// (Algorithm 2, lines 25–37), and the others stay dirty. The next interval begins behind the last page of this one, so
-/// that no page waits for ever, and what is written to several times while it waits goes once.
+/// So a round costs `pages` of running on at the source, and saves the same share of that whatever the size of the
+/// guest. If it saves less than an eighth of the downtime, it is not worth it: the rest is fixed, or the guest writes
+/// nearly as fast as the link carries.
 ///
-/// Where this departs from the paper: it is modified pages *beside pages sent* that have to be stable, or to become
-/// more, so that a slow link's way through much memory, which leaves only a little less each second, is not taken for
-/// a standstill; after pattern b rounds go on as long as they pay or, beyond the limit, as long as they leave less:
-/// they are short; and a pattern has to be seen for a while, twice at least, and for half as long as the guest would
-/// have to stand still.
+/// *Patterns* are detected from scan to scan, once all of memory was sent. For that no round takes much longer than a
+/// sampling interval: of more dirty pages than an interval can send, only as many are sent as linear regression of
+/// time against pages yields (Algorithm 2, lines 25–37), and the others stay dirty.
 ///
-/// A migration is given up when rounds have helped no more for as long as six ways through all that is dirty take: to
-/// begin anew costs all of memory, so a guest gets some time to become calmer.
+/// The next interval begins behind the last page of this one, so that every page is sent eventually, and a page that
+/// is written several times while it waits is sent once.
+///
+/// Differences from the paper: the number of modified pages has to be stable *beside pages sent*, or to grow, so that
+/// a slow link's pass through much memory, which leaves only a little less each second, is not taken for a standstill.
+///
+/// After pattern b rounds continue as long as they pay or, beyond the limit, as long as they leave fewer pages: they
+/// are short. And a pattern has to be seen for a while, twice at least, and for half as long as the guest would have
+/// to stand still.
+///
+/// A migration is given up when rounds have not helped for as long as six passes over the dirty pages take: a new
+/// attempt costs all of memory, so a guest gets some time to become calmer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByPattern {
     aim: Aim,
@@ -137,23 +144,23 @@ pub struct ByPattern {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     throttles_writes: bool,
     sampling: Sampling,
-    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     forecast: Forecast,
     #[serde(skip)]
     pace: Pace,
-    /// The most that the link carried while all of memory went.
+    /// Highest rate of the link during the first pass, in bytes per second.
     #[serde(skip)]
     link_bytes_per_s: u64,
     #[serde(skip)]
     looks: Looks,
-    /// Dirty pages where a way through all of them ended: the fewest.
+    /// Fewest dirty pages at the end of a pass.
     #[serde(skip)]
     fewest_dirty: Option<u64>,
-    /// The last of those ways.
+    /// Number of passes at the last scan.
     #[serde(skip)]
     passes: u32,
-    /// Looks at rounds that helped no more, and how long those were, since there was progress last.
+    /// Scans after rounds that did not help, and the duration of these rounds, since the last progress.
     #[serde(skip)]
     stuck_rounds: u32,
     #[serde(skip)]
@@ -163,10 +170,11 @@ pub struct ByPattern {
 }
 
 impl ByPattern {
-    /// Rounds that get no further before a migration is given up, of the length of a way through all that is dirty.
+    /// Number of rounds without progress before a migration is given up, each of the length of a pass over the dirty
+    /// pages.
     pub const PATIENCE_ROUNDS: u32 = 6;
 
-    /// A new policy.
+    /// Creates the policy.
     pub fn new(aim: Aim, on_limit: OnLimit, fixed: FixedCost) -> Self {
         Self {
             aim,
@@ -187,31 +195,31 @@ impl ByPattern {
         }
     }
 
-    /// For a guest whose writes to disks become slower as long as they have to: rounds in which most of what is dirty is of
-    /// disks lead further in the end.
+    /// Expects a throttle on the guest's writes to disks, which becomes stricter as long as necessary: rounds in which
+    /// most dirty pages belong to disks make progress in the end.
     #[must_use]
     pub fn throttling_writes(self) -> Self {
         Self { throttles_writes: true, ..self }
     }
 
-    /// Takes another patience, in rounds.
+    /// Sets the patience, in rounds.
     #[must_use]
     pub fn with_patience(self, patience_rounds: u32) -> Self {
         Self { patience_rounds, ..self }
     }
 
-    /// Takes other samples.
+    /// Sets the sampling.
     #[must_use]
     pub fn sampling(self, sampling: Sampling) -> Self {
         Self { sampling, ..self }
     }
 
-    /// What is aimed at now.
+    /// Returns the present goals.
     pub fn aim_of(&self) -> Aim {
         self.aim
     }
 
-    /// Whether a way through all that was dirty has left less than the ones before; none where it has not ended.
+    /// Returns true if a pass has left fewer dirty pages than the ones before; none if the pass has not ended.
     fn has_progressed(&mut self, observed: &RoundObservation) -> Option<bool> {
         if observed.round == self.passes {
             return None;
@@ -225,7 +233,7 @@ impl ByPattern {
         Some(is_less)
     }
 
-    /// Counts how long rounds have helped no more.
+    /// Counts for how long rounds have not helped.
     fn count_stuck(&mut self, is_stuck: bool, progress: Option<bool>, interval_ns: u64) {
         if is_stuck {
             self.stuck_rounds = self.stuck_rounds.saturating_add(1);
@@ -316,7 +324,7 @@ impl Policy for ByPattern {
     }
 }
 
-/// The last looks at how many pages were modified, and what was sent before each, the oldest first.
+/// The last scans, the oldest first: the number of modified pages, and the pages sent before each scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Looks(VecDeque<(u64, u64)>);
 
@@ -327,7 +335,7 @@ impl Looks {
         interval_ns: u64,
         sampling: &Sampling,
     ) -> Option<Pattern> {
-        // Two averages, of which one begins a look later than the other.
+        // Two averages, of which one begins a scan later than the other.
         let window = sampling.window.max(1) as usize;
         self.0.push_back((observed.dirty_pages, observed.pages_sent));
         self.0.drain(..self.0.len().saturating_sub(window + 1));
@@ -344,8 +352,8 @@ impl Looks {
             .then_some(Pattern::Resent)
     }
 
-    /// The two averages have all looks in common but one each: they differ by the first and the last one. What was sent
-    /// before the first is not part of the way from it to the last. Where pages become more, rounds help even less.
+    /// Compares the two averages. They have all scans in common but one each, so they differ by the first and the last
+    /// one. The pages sent before the first scan do not count. Where dirty pages become more, rounds help even less.
     fn is_stable(&self, percent: u32) -> bool {
         let (Some((first, _)), Some((last, _))) = (self.0.front(), self.0.back()) else { return false };
         let sent: u128 = self.0.iter().skip(1).map(|(_, sent)| u128::from(*sent)).sum();

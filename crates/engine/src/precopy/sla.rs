@@ -1,4 +1,4 @@
-//! The policy of limits: whichever way is expected to keep what the user asked for.
+//! The policy of limits: it chooses the way that is expected to keep the user's limits.
 
 use std::fmt;
 
@@ -9,46 +9,47 @@ use super::leaving::{Leaving, downtime_ns};
 use super::{Aim, ByPattern, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 use crate::throttle::processors::CpuDrain;
 
-/// How a migration goes on, from what troubles the guest least to what it needs both hosts for.
+/// Ways to continue a migration, in ascending order of the cost for the guest; the last needs both hosts while the
+/// guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Way {
-    /// Rounds, until what is left is little enough.
+    /// Rounds until few enough pages remain.
     PreCopy,
-    /// The same, of a guest whose processors are slowed down.
+    /// Rounds with a CPU throttle.
     SlowedDown,
-    /// What is left goes when the guest runs at the destination.
+    /// The remaining pages are sent when the guest runs at the destination.
     PostCopy,
 }
 
-/// What can be done to a guest.
+/// Ways that are available for a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ways {
-    /// Its processors can be slowed down.
+    /// True if a CPU throttle is available.
     pub slow_down: bool,
-    /// Pages can come after it.
+    /// True if post-copy is available.
     pub post_copy: bool,
 }
 
-/// What a way is expected to come to.
+/// Expected outcome of a way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// How long the guest stands still, in nanoseconds.
+    /// Downtime, in nanoseconds.
     pub downtime_ns: u64,
-    /// From the request until all is at the destination, in nanoseconds.
+    /// Time from the request until everything is at the destination, in nanoseconds.
     pub total_ns: u64,
 }
 
-/// What each way is expected to come to, and which was chosen. None for a way that is not open, or leads nowhere.
+/// Expected outcomes of all ways, and the choice. None for a way that is not available, or does not converge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outlook {
-    /// The way that is taken.
+    /// The chosen way.
     pub chosen: Way,
-    /// Whether it keeps both limits; none of the others does if it does not.
+    /// True if the chosen way keeps both limits; if false, none of the others does.
     pub is_kept: bool,
-    /// Rounds as they are.
+    /// Rounds without a CPU throttle.
     pub pre_copy: Option<Outcome>,
-    /// Rounds with slower processors.
+    /// Rounds with a CPU throttle.
     pub slowed_down: Option<Outcome>,
     /// Post-copy now.
     pub post_copy: Option<Outcome>,
@@ -64,7 +65,7 @@ impl fmt::Display for Way {
     }
 }
 
-/// For a report: the way, and what each would come to.
+/// Text for a report: the chosen way, and the expected outcome of each.
 impl fmt::Display for Outlook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.chosen)?;
@@ -93,9 +94,9 @@ impl fmt::Display for Outlook {
     }
 }
 
-/// Keeps two limits that a user gives: how long the guest may stand still, and when all has to be over. After each look
-/// what each way would come to follows from the rates so far, and the first one that keeps both is taken: rounds, rounds of
-/// a slower guest, post-copy.
+/// Keeps two limits of the user: the downtime, and the total time. After each scan the expected outcome of each way
+/// follows from the rates so far, and the first one that keeps both limits is chosen: rounds, rounds with a CPU
+/// throttle, post-copy.
 ///
 /// ```text
 /// share     = dirty rate / rate of sending            what a round leaves of what it sends
@@ -104,15 +105,19 @@ impl fmt::Display for Outlook {
 /// post-copy : pages, once
 /// ```
 ///
-/// The share is that of what was written while the round went. Of pages that were left to a later round it is not seen
-/// whether they were written to; so where a round sent a part, what came back of what it sent is taken, twice, because a
-/// page of it was there to be written to for half of the time. Where what was sent is what nobody writes to, as in the first
-/// pass, the share is not known, and rounds are not expected to lead anywhere.
+/// The share is that of the pages written during the round. For pages that were left to a later round it is unknown
+/// whether they were written; so where a round sent a part, the share of its pages that became dirty again is used,
+/// doubled, because a page of it could be written for half of the time.
 ///
-/// Within the downtime it goes on as [`ByPattern`] does, while there is time. One look may be chance: another way is taken
-/// when two say so, or when there is no time for a second. Who is slowed down stays so. Where no way keeps both limits it
-/// goes on, slowed down if that is possible, as long as there is time and rounds are allowed, for a guest may become calmer;
-/// then what the user said to do at the limit is done, early enough for the time to be kept.
+/// Where the round sent pages that are never written, as in the first pass, the share is not known, and rounds are not
+/// expected to converge.
+///
+/// Within the downtime limit it continues as [`ByPattern`] does, while there is time. One scan may be chance: the way
+/// changes when two scans agree, or when there is no time for a second. A CPU throttle stays on.
+///
+/// If no way keeps both limits it continues, with a CPU throttle if possible, as long as there is time and rounds
+/// are allowed, because a guest may become calmer; then it applies the user's choice for the limit, early enough for
+/// the time to be kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BySla {
     rounds: ByPattern,
@@ -120,38 +125,38 @@ pub struct BySla {
     ways: Ways,
     on_limit: OnLimit,
     fixed: FixedCost,
-    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     forecast: Forecast,
-    /// The way that is taken.
+    /// The present way.
     #[serde(skip)]
     way: Option<Way>,
-    /// What the last look said to take in its place.
+    /// The way that the last scan proposed instead.
     #[serde(skip)]
     proposed: Option<Way>,
     #[serde(skip)]
     outlook: Option<Outlook>,
-    /// Whether the guest is slowed down already.
+    /// True if the CPU throttle is on.
     #[serde(skip)]
     is_held: bool,
-    /// What a round leaves of what it sends was seen once.
+    /// True once a scan has shown the share of a round that becomes dirty again.
     #[serde(skip)]
     has_seen: bool,
     #[serde(skip)]
     leaving: Leaving,
 }
 
-/// A round that leaves more than this share of what it sends, in thousandths, leads nowhere.
+/// Highest share of dirty pages after a round, in thousandths of the pages sent, at which rounds converge.
 const MOST_SHARE: u128 = 900;
-/// What a slowed guest dirties of what is sent, in thousandths ([`CpuDrain`]).
+/// Dirty rate of a throttled guest, in thousandths of the sending rate ([`CpuDrain`]).
 const SLOWED_SHARE: u128 = 500;
-/// More rounds than that are no way.
+/// Highest number of expected rounds of a way.
 const MOST_ROUNDS: u32 = 100;
 
 impl BySla {
-    /// A new policy. It keeps `aim.max_total_ns`, or has all the time there is where there is none.
+    /// Creates the policy. It keeps `aim.max_total_ns`, or has no time limit if that is absent.
     pub fn new(aim: Aim, ways: Ways, on_limit: OnLimit, fixed: FixedCost) -> Self {
-        // The other policy is asked how rounds go, never when to give up.
+        // The inner policy decides on rounds, never on giving up.
         let rounds = ByPattern::new(patient(aim), OnLimit::Abort, fixed).with_patience(u32::MAX);
         Self {
             rounds,
@@ -169,13 +174,14 @@ impl BySla {
         }
     }
 
-    /// Has the guest looked at in this way.
+    /// Sets the sampling.
     #[must_use]
     pub fn sampling(self, sampling: super::Sampling) -> Self {
         Self { rounds: self.rounds.sampling(sampling), ..self }
     }
 
-    /// What was expected at the last look; none before all of memory went once, and where the guest can be stopped.
+    /// Returns the outlook at the last scan; none before all of memory was sent once, and where the guest can be
+    /// stopped.
     pub fn outlook(&self) -> Option<Outlook> {
         self.outlook
     }
@@ -188,7 +194,8 @@ impl BySla {
         outcome.downtime_ns <= self.aim.max_downtime_ns && outcome.total_ns <= self.max_total_ns()
     }
 
-    /// What rounds come to that leave such a share of what they send, in thousandths; none if they lead nowhere.
+    /// Returns the outcome of rounds that leave `share` of the pages they send, in thousandths; none if they do not
+    /// converge.
     fn rounds_outcome(&self, observed: &RoundObservation, pages_ns: u64, share: u128) -> Option<Outcome> {
         if share > MOST_SHARE {
             return None;
@@ -208,7 +215,7 @@ impl BySla {
         None
     }
 
-    /// What a round leaves of what it sends, in thousandths; none where that was not seen.
+    /// Returns the share of the pages sent that is dirty after a round, in thousandths; none if it is not known.
     fn share(&self, observed: &RoundObservation, pages_ns: u64) -> Option<u128> {
         let written = u128::from(observed.dirty_pages.saturating_sub(observed.left_pages));
         let written_ns = (u128::from(pages_ns) * written).checked_div(observed.dirty_pages.into())?;
@@ -220,7 +227,7 @@ impl BySla {
         Some(share.max(came_back))
     }
 
-    /// What each way comes to, and which is to be taken.
+    /// Returns the expected outcomes of all ways, and the choice.
     fn look_ahead(&self, observed: &RoundObservation, pages_ns: u64) -> Outlook {
         let share = self.share(observed, pages_ns);
         let of_disks = |share: u128| {
@@ -235,7 +242,7 @@ impl BySla {
         };
         let outcome = |share| self.rounds_outcome(observed, pages_ns, share);
         let pre_copy = share.filter(|_| !self.is_held).and_then(outcome);
-        // What a slowed guest writes is seen already.
+        // The measured share already is that of a throttled guest.
         let slowed_share = if self.is_held { share } else { share.map(slowed) };
         let slowed_down = slowed_share.filter(|_| self.ways.slow_down).and_then(outcome);
         let downtime_ns = downtime_ns(observed, pages_ns, &self.fixed);
@@ -248,24 +255,24 @@ impl BySla {
         Outlook { chosen, is_kept, pre_copy, slowed_down, post_copy }
     }
 
-    /// The way that is taken where none keeps the limits.
+    /// Returns the way for the case that none keeps the limits.
     fn patient_way(&self) -> Way {
         if self.ways.slow_down { Way::SlowedDown } else { Way::PreCopy }
     }
 
-    /// The guest leaves what is left of its memory behind.
+    /// Starts post-copy, or sends the rounds of disks before it.
     fn leave(&mut self, observed: &RoundObservation, pages_ns: u64) -> Decision {
         self.leaving.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
     }
 
-    /// Whether there is no time for another look before all that is left has to go.
+    /// Returns true if there is no time for another scan before the remaining pages have to be sent.
     fn is_last_moment(&self, observed: &RoundObservation, rest_ns: u64) -> bool {
         [observed.interval_ns, rest_ns].into_iter().fold(observed.elapsed_ns, u64::saturating_add)
             > self.max_total_ns()
     }
 }
 
-/// As many rounds as it takes.
+/// Removes the limit of rounds.
 fn patient(aim: Aim) -> Aim {
     Aim { max_rounds: u32::MAX, ..aim }
 }
@@ -278,7 +285,7 @@ impl Policy for BySla {
 
     fn held(&mut self, held: Held) {
         self.rounds.held(held);
-        // Two looks in a row have to be of the same guest.
+        // Two consecutive scans have to be of the same guest.
         (self.is_held, self.proposed) = (held == Held::Slower, None);
         if held == Held::ForGood {
             self.ways.slow_down = false;
@@ -296,7 +303,7 @@ impl Policy for BySla {
             reason: GiveUp { limit, expected_downtime_ns, fixed_ns, max_downtime_ns },
         };
         if observed.round == 0 {
-            // Whatever comes after it is too late.
+            // Nothing after this pass would be in time.
             let is_over = self.on_limit == OnLimit::Abort && observed.elapsed_ns > self.max_total_ns();
             return if is_over { give_up(Limit::Total) } else { decision };
         }
@@ -310,13 +317,13 @@ impl Policy for BySla {
             disks_alone: false,
         };
         if expected_downtime_ns <= self.aim.max_downtime_ns {
-            // Another round would be worth it, where there is time for it.
+            // Another round would be worth it, if there is time for it.
             return if is_last_moment { stop } else { slow(self.way.unwrap_or(Way::PreCopy)) };
         }
         let mut outlook = self.look_ahead(observed, pages_ns);
         self.has_seen = true;
         if is_last_moment && outlook.post_copy.is_some_and(|outcome| self.keeps(outcome)) {
-            // The others need another look, and that may find more.
+            // The other ways need another scan, and that may find more pages.
             outlook.chosen = Way::PostCopy;
         }
         let is_certain = self.proposed == Some(outlook.chosen) || is_last_moment;
@@ -330,7 +337,7 @@ impl Policy for BySla {
         if outlook.chosen == Way::PostCopy || self.leaving.has_begun() {
             let left = self.leave(observed, pages_ns);
             if matches!(left, Decision::GiveUp { .. }) {
-                // Its disks keep it from leaving its memory behind: it goes on without that for as long as there is time.
+                // Its disks prevent post-copy: the migration continues without it as long as there is time.
                 self.leaving = Leaving::default();
                 (outlook.chosen, outlook.is_kept) = match wanted {
                     Way::PostCopy => (self.patient_way(), false),

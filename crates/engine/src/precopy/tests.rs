@@ -43,7 +43,7 @@ fn expected(decision: Decision) -> u64 {
     }
 }
 
-/// Rounds of changes are quick. Pages of which nothing is known are not.
+/// Rounds of deltas are quick. Unknown pages are not.
 #[test]
 fn pages_that_have_to_go_in_full_are_expected_to_take_as_long_as_such_pages_did() {
     const MS: u64 = 1_000_000;
@@ -56,27 +56,27 @@ fn pages_that_have_to_go_in_full_are_expected_to_take_as_long_as_such_pages_did(
         bytes_sent: 32_000 * 90,
         ..round(number, 32_000, 32_000, 50)
     };
-    // Of all something is known: as quick as the round that was.
+    // All pages are known: as quick as the last round.
     let now = expected(policy.decide(&RoundObservation { unknown_pages: 0, ..changes(2, 0) }));
     assert!(now > 300 * MS, "the mean has not forgotten the first round");
     for number in 3..12 {
         policy.decide(&changes(number, 0));
     }
     assert!(expected(policy.decide(&changes(12, 0))) < 100 * MS);
-    // Half of them were written to for the first time.
+    // Half of the pages were written for the first time.
     assert_eq!(expected(policy.decide(&changes(13, 16_000))), 500 * MS);
 }
 
-/// A first round of a guest whose memory is on its disks for the most part is no measure of the link.
+/// A first round of a guest whose memory is mostly on its disks is no measure of the link.
 #[test]
 fn references_of_the_first_round_do_not_make_the_link_quicker() {
     const MS: u64 = 1_000_000;
     let mut policy = policy(300, 30, OnLimit::Abort);
-    // A tenth went in full, and took a second, in which ten times as many pages were done with.
+    // A tenth of the pages was sent in full, in a second, in which ten times as many pages were finished.
     let first = round(1, 10_000, 100_000, 1_000);
     let first = RoundObservation { spared_pages: 90_000, unknown_pages: 10_000, ..first };
     assert_eq!(expected(policy.decide(&first)), 1_000 * MS);
-    // From the first round in which most went in full on that is what counts.
+    // The first round with mostly full pages counts from here on.
     let second = RoundObservation { unknown_pages: 1_000, ..round(2, 1_000, 20_000, 1_000) };
     assert_eq!(expected(policy.decide(&second)), 60 * MS);
 }
@@ -96,7 +96,7 @@ fn the_fixed_cost_is_what_the_best_of_the_last_migrations_showed() {
         history.learn(FixedCost { stop_ns, ..guess });
     }
     assert_eq!(history.estimate(), FixedCost { stop_ns: 60_000_000, ..guess });
-    // But a host that has become slow is believed after a while.
+    // A host that has become slow is believed after a while.
     let slow =
         FixedCost { stop_ns: 50_000_000, save_ns: 50_000_000, load_ns: 50_000_000, continue_ns: 50_000_000 };
     for _ in 0..4 {
@@ -107,7 +107,7 @@ fn the_fixed_cost_is_what_the_best_of_the_last_migrations_showed() {
     assert_eq!(history.estimate(), guess);
 }
 
-/// Algorithm 1 of the paper, where neither limits nor a fixed part matter, the rate does not change, and one more round
+/// Algorithm 1 of the paper, where neither limits nor a fixed part matter, the rate does not change, and another round
 /// would be no shorter.
 #[test]
 fn agrees_with_kvm_s_rule_at_a_steady_rate() {
@@ -122,7 +122,8 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
     assert!(matches!(decision, Decision::StopAndCopy { expected_downtime_ns: 30_000_000, .. }));
 }
 
-/// 10 pages a millisecond are sent, and `dirty_per_ms` are written: how many rounds it takes to stop, and what is left.
+/// Returns the number of rounds until the stop, and the expected downtime, where 10 pages are sent and `dirty_per_ms`
+/// are written in a millisecond.
 fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
     let aim = Aim { max_downtime_ns: 300_000_000, max_rounds, ..Aim::default() };
     let mut policy = ByPattern::new(aim, OnLimit::Abort, fixed);
@@ -144,17 +145,18 @@ fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> 
 #[test]
 fn within_the_limit_rounds_go_on_while_they_are_worth_it() {
     let fixed = FixedCost { load_ns: 20_000_000, ..free() };
-    // 1000 ms, then 200, 40, 8: what is left after the third round takes 8 ms, and the next would take 6 off 28.
+    // 1000 ms, then 200, 40, 8: the pages that remain after the third round take 8 ms, and the next would save 6 of
+    // 28.
     assert_eq!(rounds_and_expected(fixed, 30, 2), (4, 21));
-    // With nothing fixed it goes on until nothing is left.
+    // Without a fixed part rounds continue until no page remains.
     assert_eq!(rounds_and_expected(free(), 30, 2), (6, 0));
     // Rounds have a limit.
     assert_eq!(rounds_and_expected(fixed, 2, 2), (2, 60));
-    // Nine of ten pages are written again: the limit is all that can be kept.
+    // Nine of ten pages are written again: only the limit can be kept.
     assert_eq!(rounds_and_expected(free(), 30, 9), (12, 280));
 }
 
-/// A working set that is written to again and again is what every round leaves, however short it is.
+/// A working set that is written again and again remains after every round, however short it is.
 #[test]
 fn within_the_limit_a_round_that_left_no_less_is_the_last() {
     let mut policy = policy(300, 30, OnLimit::Abort);
@@ -162,7 +164,7 @@ fn within_the_limit_a_round_that_left_no_less_is_the_last() {
     assert!(matches!(policy.decide(&round(2, 499, 500, 5)), Decision::StopAndCopy { .. }));
 }
 
-/// What a round takes beside sending is no shorter when there is less to send.
+/// The time that a round takes beside sending does not fall with the number of pages.
 #[test]
 fn the_time_between_rounds_counts() {
     let decide = |interval_ms: u64| {
@@ -173,7 +175,7 @@ fn the_time_between_rounds_counts() {
     assert!(matches!(decide(60), Decision::StopAndCopy { .. }));
 }
 
-/// The device state is saved while the last pages go.
+/// The device state is saved while the last pages are sent.
 #[test]
 fn saving_counts_where_it_takes_longer_than_the_last_pages() {
     let fixed = FixedCost { save_ns: 5_000_000, ..free() };
@@ -260,7 +262,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     assert_eq!(read.replay(), *policy.trace());
 }
 
-/// All policies, whatever they are shown, decide the same when they are asked again.
+/// All policies make the same decisions in a replay, whatever they observe.
 #[test]
 fn every_policy_can_be_replayed() {
     let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 5, ..Aim::default() };
@@ -285,7 +287,7 @@ fn every_policy_can_be_replayed() {
     }
 }
 
-/// 2 GiB with data in 16 GiB, at 32,768 pages a second; looking at an empty one takes a hundredth of that.
+/// 2 GiB with data in 16 GiB, at 32,768 pages a second; checking an empty page takes a hundredth of that.
 #[test]
 fn pages_of_zeros_say_nothing_of_the_link() {
     let mut forecast = forecast::Forecast::default();
@@ -295,7 +297,7 @@ fn pages_of_zeros_say_nothing_of_the_link() {
     forecast.learn(&first);
     let expected_ns = forecast.pages_ns(&first);
     assert!((900_000_000..1_200_000_000).contains(&expected_ns), "{expected_ns}");
-    // A part of nothing else tells nothing, and changes nothing.
+    // A part with nothing else has no information, and changes nothing.
     let empty = RoundObservation { empty_pages: all, ..round(1, 32_768, all, 1_000) };
     forecast.learn(&empty);
     assert_eq!(forecast.pages_ns(&empty), expected_ns);
@@ -314,7 +316,7 @@ fn what_is_seen_of_memory_is_without_what_waits_of_disks() {
     assert_eq!(seen.of_memory().dirty_rate_bytes_per_s(), 400 * PAGE_BYTES);
 }
 
-/// Writes to disks become slower, those to memory do not.
+/// The throttle slows writes to disks down, not those to memory.
 #[test]
 fn rounds_lead_further_where_writes_become_slower_and_they_are_what_is_left() {
     let decided = |disk_pages| {
@@ -327,7 +329,7 @@ fn rounds_lead_further_where_writes_become_slower_and_they_are_what_is_left() {
     assert_eq!(reason.limit, Limit::NotShrinking);
 }
 
-/// Whoever tells of pattern c has to be shown what was sent again.
+/// A policy that recognizes pattern c has to observe the pages that were sent again.
 #[test]
 fn who_knows_the_pattern_is_shown_what_was_sent_again() {
     let (aim, ways) = (Aim::default(), Ways { slow_down: false, post_copy: false });

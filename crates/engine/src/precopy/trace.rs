@@ -1,4 +1,4 @@
-//! The policies as traces keep them ([`crate::trace`]), and what they are shown.
+//! Serialized form of the policies in traces ([`crate::trace`]), and their observations.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,16 +7,16 @@ use super::{
 };
 use crate::trace::{self, Decider};
 
-/// A policy of any kind, as a trace keeps it.
+/// Any of the policies, as a trace records it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "policy", rename_all = "kebab-case")]
 #[allow(clippy::large_enum_variant, reason = "a migration has one")]
 pub enum AnyPolicy {
-    /// Patterns.
+    /// Detection of patterns.
     Pattern(ByPattern),
     /// Pre-copy first, then post-copy.
     Hybrid(ByHybrid),
-    /// What keeps the limits.
+    /// Choice of the way that keeps the limits.
     Sla(BySla),
     /// KVM's rule.
     Target(ByTarget),
@@ -86,30 +86,31 @@ impl From<ByRounds> for AnyPolicy {
     }
 }
 
-/// One thing that happens to a policy.
+/// Event that a policy observes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "kebab-case")]
 pub enum Happened {
-    /// The aim changed.
+    /// The goals changed.
     Aim(Aim),
-    /// The guest's processors became slower, or were let go.
+    /// The CPU throttle changed.
     Held {
-        /// Which of it.
+        /// The change.
         held: Held,
     },
-    /// A round was over.
+    /// A round has ended.
     Round {
-        /// What was seen.
+        /// The observation.
         observed: RoundObservation,
     },
 }
 
 impl Decider for AnyPolicy {
     type Observed = Happened;
-    /// What to do after a round; nothing else is decided.
+    /// Decision after a round; other events lead to none.
     type Decision = Option<Decision>;
 
-    /// As good as all: the report has a line of each round anyway, and it is the last decision that is asked about.
+    /// Practically all entries: the report has a line for each round anyway, and questions are about the last
+    /// decision.
     const KEPT: usize = 10_000;
 
     fn decide(&mut self, happened: &Happened) -> Option<Decision> {
@@ -123,7 +124,7 @@ impl Decider for AnyPolicy {
 }
 
 impl AnyPolicy {
-    /// Its name, as a user gives it.
+    /// Returns the policy's name in the user interface.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Pattern(_) => "pattern",
@@ -135,14 +136,14 @@ impl AnyPolicy {
     }
 }
 
-/// All that a policy's decisions followed from.
+/// Trace of a stop policy.
 pub type Trace = trace::Trace<AnyPolicy>;
 
-/// A policy that keeps its trace.
+/// A stop policy that records its trace.
 pub type Traced = trace::Traced<AnyPolicy>;
 
 impl Traced {
-    /// Takes a changed aim; it holds from the next decision on.
+    /// Sets changed goals, which apply from the next decision on.
     pub fn aim(&mut self, aim: Aim) {
         let last = self.trace().entries.iter().rev().find_map(|entry| match entry.observed {
             Happened::Aim(aim) => Some(aim),
@@ -153,24 +154,24 @@ impl Traced {
         }
     }
 
-    /// The guest is as fast as it was no more.
+    /// Records a change of the CPU throttle.
     pub fn held(&mut self, held: Held) {
         self.decide_on(Happened::Held { held });
     }
 
-    /// What to do after this round.
+    /// Decides after a round.
     pub fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let decision = Policy::decide(&mut self.policy, observed);
         self.keep(Happened::Round { observed: *observed }, Some(decision));
         decision
     }
 
-    /// Whether it looks at pages that are sent again.
+    /// Returns true if the policy uses the count of pages that were sent again.
     pub fn has_history(&self) -> bool {
         matches!(self.policy(), AnyPolicy::Pattern(_) | AnyPolicy::Sla(_))
     }
 
-    /// What a policy that looks ahead expected at its last look.
+    /// Returns the outcomes that a policy which looks ahead expected at the last scan.
     pub fn outlook(&self) -> Option<Outlook> {
         match self.policy() {
             AnyPolicy::Sla(policy) => policy.outlook(),

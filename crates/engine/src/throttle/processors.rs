@@ -1,83 +1,85 @@
-//! Slowing a guest's processors down, so that it writes to its memory no faster than the link carries that away.
+//! CPU throttle: slows a guest's processors down, so that its dirty rate does not exceed the sending rate.
 //!
-//! A guest that is slower writes less: that is the idea of QEMU's auto-converge, too, which takes a fifth of all
-//! processors away and then a tenth more and a tenth more, by having them sleep. Here it is as little as the measured
-//! rates need, of the processor time that the guest really uses, up or down at each look; and whoever enforces it
-//! lets it run and wait in turns of some milliseconds.
+//! A slower guest writes less. QEMU's auto-converge uses the same idea: it takes away a fifth of all processor time,
+//! and then a tenth more each time, by making the processors sleep. This policy takes away as little as the measured
+//! rates need, of the processor time that the guest really uses, and adapts it up or down with each sample. The caller
+//! enforces the limit by letting the guest run and wait in turns of some milliseconds.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Held, Seen};
 use crate::trace::Decider;
 
-/// A look at a guest after a round.
+/// Sample of a guest after a round.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuLook {
-    /// Why it may have to be slower.
+    /// Reasons for which the guest may have to be slower.
     #[serde(flatten)]
     pub wish: Wish,
-    /// What was seen of it; absent as long as that is not known.
+    /// Measurements of the guest; absent as long as they are not known.
     pub seen: Option<CpuObservation>,
 }
 
-/// Why a guest's processors may have to be slower.
+/// Reasons for which a guest's processors may have to be slower.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wish {
-    /// Whoever decides on the stop has chosen that.
+    /// True if the stop policy has chosen this.
     pub is_chosen: bool,
-    /// A user asked for it, where the downtime would be too long.
+    /// True if a user has requested this for the case that the downtime would be too long.
     pub is_asked_for: bool,
-    /// How often all that was dirty has been sent.
+    /// Number of passes over all dirty pages.
     pub passes: u32,
-    /// What the downtime would be.
+    /// Expected downtime, in nanoseconds.
     pub expected_downtime_ns: u64,
-    /// What it may be.
+    /// Downtime limit, in nanoseconds.
     pub max_downtime_ns: u64,
 }
 
 impl Wish {
-    /// Whether the guest is to be slow. In the first pass it is not known yet how much will be left, so that no downtime is
-    /// known to be too long.
+    /// Returns true if the guest is to be slower. In the first pass the number of remaining pages is unknown, so that
+    /// no downtime is known to be too long.
     pub fn is_to_be_slow(&self) -> bool {
         let is_too_long = self.passes > 0 && self.expected_downtime_ns > self.max_downtime_ns;
         self.is_chosen || (self.is_asked_for && is_too_long)
     }
 }
 
-/// What was seen of a guest in the last round.
+/// Measurements of a guest in the last round.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuObservation {
-    /// Processor time that each of its virtual processors used, in microseconds per second: 1,000,000 is all the time.
+    /// Processor time that each virtual processor used, in microseconds per second: 1,000,000 is all the time.
     pub used_us_per_s: Vec<u64>,
-    /// How fast it dirtied memory, in bytes of whole pages per second.
+    /// Dirty rate of memory, in bytes of whole pages per second.
     pub dirtied_bytes_per_s: u64,
-    /// How fast memory was sent, in the same.
+    /// Sending rate of memory, in bytes of whole pages per second.
     pub drained_bytes_per_s: u64,
 }
 
-/// Holds a guest to so much processor time that it dirties half of what is sent: then all that is left is half after
-/// each way through it. When it dirties far less for a while, it gets more step by step, and is let go in the end.
+/// Limits a guest to a processor time at which its dirty rate is half the sending rate: each pass then halves the
+/// remaining pages. When the dirty rate is far lower for a while, the limit is raised step by step, and lifted in the
+/// end.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuDrain {
-    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     held: Held,
-    /// What each of its processors used when all together used the most, while they were not held; or more, if that was
-    /// seen since.
+    /// Use of each processor at the highest use of all processors together while they were not limited; higher values
+    /// seen since replace it.
     #[serde(skip)]
     usual_us_per_s: Vec<u64>,
 }
 
 impl CpuDrain {
-    /// A processor that works keeps at least one part in so many: who gets less does not answer any more. The kernel sees at
-    /// its next tick that a thread has used up its time, 4 ms late with 250 of them a second, and has it make up for that.
-    /// Of a period of 24 ms a sixth is as much as it can be late: one more period is always enough.
+    /// A busy processor keeps at least one part in this many: with less it does not answer any more. The kernel
+    /// notices at its next tick that a thread has used up its time, 4 ms late with 250 ticks a second, and has the
+    /// thread make up for that. Of a period of 24 ms a sixth is the most that it can be late: one more period is
+    /// always enough.
     pub const LEAST_SHARE: u64 = 6;
-    /// The same of one, in microseconds per second.
+    /// Least share of one processor, in microseconds per second.
     const LEAST_US_PER_S: u64 = 1_000_000_u64.div_ceil(Self::LEAST_SHARE);
 
-    /// With how much all of a guest's processors together do not stand still for long, where each usually uses so much, in
-    /// microseconds per second: that, of one that works more than a sixth of the time a sixth.
+    /// Returns the use of all processors together, in microseconds per second, with which none of them stands still
+    /// for long, from the usual use of each: a processor that works more than a sixth of the time counts as a sixth.
     fn least(usual_us_per_s: &[u64]) -> u64 {
         sum(usual_us_per_s.iter().map(|usual| (*usual).min(Self::LEAST_US_PER_S)))
     }
@@ -101,13 +103,14 @@ impl CpuDrain {
         });
     }
 
-    /// What all of them together usually use.
+    /// Returns the usual use of all processors together.
     fn usual(&self) -> u64 {
         sum(self.usual_us_per_s.iter().copied())
     }
 
-    /// How much each may use for all of them together to use no more than this: the same for each, for nobody knows which
-    /// one will work next; and those that usually use less than that leave it to the others.
+    /// Returns the limit for each processor with which all together use no more than `all_us_per_s`. The limit is the
+    /// same for each, because it is unknown which one will work next; processors that usually use less leave the rest
+    /// to the others.
     fn for_each(&self, all_us_per_s: u64) -> u64 {
         let mut usual = self.usual_us_per_s.clone();
         usual.sort_unstable();
@@ -121,7 +124,7 @@ impl CpuDrain {
         (left / others.max(1)).max(Self::LEAST_US_PER_S)
     }
 
-    /// What that is of what they usually use, in hundredths.
+    /// Returns the cap in hundredths of the usual use.
     pub fn percent(&self) -> u64 {
         let percent = |cap: u64| (u128::from(cap) * 100).checked_div(self.usual().into());
         self.held.cap.and_then(percent).map_or(100, |percent| percent.min(100) as u64)
@@ -134,8 +137,7 @@ fn sum(of: impl Iterator<Item = u64>) -> u64 {
 
 impl Decider for CpuDrain {
     type Observed = CpuLook;
-    /// How much processor time each of its processors may use from now on, in microseconds per second; none if they are
-    /// not held.
+    /// Processor time that each processor may use from now on, in microseconds per second; none if there is no limit.
     type Decision = Option<u64>;
 
     const KEPT: usize = 1000;
@@ -152,7 +154,7 @@ impl Decider for CpuDrain {
 mod tests {
     use super::*;
 
-    /// What is decided of a guest that is to be slow.
+    /// Decides about a guest that is to be slower.
     fn decide(policy: &mut CpuDrain, seen: CpuObservation) -> Option<u64> {
         policy.decide(&CpuLook { wish: Wish { is_chosen: true, ..Wish::default() }, seen: Some(seen) })
     }
@@ -167,8 +169,8 @@ mod tests {
         }
     }
 
-    /// A guest whose processors would use so much each and dirty so much together, on a link that drains 100 MiB a second;
-    /// what each may use at the end, after so many looks.
+    /// Simulates a guest whose processors would use `wants_us` each and dirty `dirties` together, on a link that
+    /// drains 100 MiB a second. Returns the policy and the limit after `looks` samples.
     fn held_after(looks: u32, wants_us: &[u64], dirties: u64) -> (CpuDrain, Option<u64>) {
         let (mut policy, mut cap) = (CpuDrain::default(), None::<u64>);
         for _ in 0..looks {
@@ -218,7 +220,7 @@ mod tests {
         let each = [20_000, 1_000_000, 20_000, 20_000];
         assert_eq!(CpuDrain::least(&each), CpuDrain::LEAST_US_PER_S + 3 * 20_000);
         assert_eq!(CpuDrain::least(&[]), 0);
-        // Half of what they use, and what they do not use is the other's.
+        // Half of their use, and the processors that use less leave the rest to the other.
         let (policy, cap) = held_after(1, &each, 100 * MIB);
         assert_eq!((cap, policy.percent()), (Some(530_000 - 3 * 20_000), 50));
     }
@@ -229,7 +231,7 @@ mod tests {
         assert_eq!(held_after(1, &[900_000, 100_000, 800_000], 100 * MIB).1, Some(400_000));
     }
 
-    /// Nobody stands still because it did nothing before; and what it uses is seen.
+    /// A processor does not stand still because it was idle before; and its use is seen.
     #[test]
     fn a_processor_that_begins_to_work_gets_as_much_as_the_others() {
         let (mut policy, cap) = held_after(1, &[1_000_000, 0], 200 * MIB);
@@ -237,7 +239,8 @@ mod tests {
         assert_eq!(decide(&mut policy, seen(&[250_000, 250_000], 100 * MIB)), Some(CpuDrain::LEAST_US_PER_S));
     }
 
-    /// What works moves from one to another: the least is what lets each have its sixth, not what both once used together.
+    /// The work moves from one processor to another: the lowest cap lets each have its sixth, and is not the use that
+    /// both had once together.
     #[test]
     fn a_program_that_moves_between_processors_is_held_to_a_sixth_all_the_same() {
         let mut policy = CpuDrain::default();
@@ -277,7 +280,7 @@ mod tests {
         }
     }
 
-    /// It stays as slow as it was: it is let go by how it writes, not by what is wished for.
+    /// The limit stays: only the guest's writes lift it, not a change of the request.
     #[test]
     fn nothing_changes_where_nothing_is_known_or_wished_for() {
         let fast = CpuLook { seen: Some(seen(&[1_000_000], 400 * MIB)), ..CpuLook::default() };

@@ -11,7 +11,7 @@ use crate::referring::{Passed, Referring};
 use crate::throttle::processors::{CpuDrain, CpuLook, CpuObservation, Wish};
 use crate::throttle::{Drain, Threshold, WriteObservation, WriteThrottle};
 
-/// Nobody keeps so much as fits in here.
+/// Numbers of a realistic size: no counter reaches more.
 fn number() -> impl Strategy<Value = u64> {
     prop_oneof![Just(0), 0..1000_u64, 0..1_u64 << 40]
 }
@@ -20,7 +20,7 @@ fn several<T: Debug>(of: impl Strategy<Value = T>) -> impl Strategy<Value = Vec<
     prop::collection::vec(of, 0..40)
 }
 
-/// Somebody is shown all of that, and forgets what was before these looks.
+/// Shows the observations to a policy, which is reset before those in `forgets`. Returns its trace.
 fn traced<P: Decider>(policy: P, seen: Vec<P::Observed>, forgets: &[usize]) -> Trace<P> {
     let mut traced = Traced::new(policy);
     let mut told = None;
@@ -36,7 +36,7 @@ fn traced<P: Decider>(policy: P, seen: Vec<P::Observed>, forgets: &[usize]) -> T
     traced.trace().clone()
 }
 
-/// A trace says the same when it is asked again, also by somebody who has it from a report.
+/// Asserts that a replay makes the same decisions, also after a round trip through a report.
 fn is_replayed<P: Decider>(trace: &Trace<P>) {
     let text = serde_json::to_string(trace).unwrap();
     let read: Trace<P> = serde_json::from_str(&text).unwrap();
@@ -146,8 +146,8 @@ proptest! {
     }
 }
 
-/// What is left out at the end does not change what was decided before it, and what comes after it is not taken for what
-/// followed from the looks that are there.
+/// Leaving out the last entries does not change the decisions before them, and the replay does not attribute later
+/// decisions to the entries that are there.
 #[test]
 fn a_long_trace_says_how_much_of_it_is_missing() {
     let more = 7;
@@ -163,7 +163,7 @@ fn a_long_trace_says_how_much_of_it_is_missing() {
     assert_eq!(replayed.differences, []);
 }
 
-/// What was forgotten before a look is forgotten there when it is decided again.
+/// A reset before an observation is repeated in the replay.
 #[test]
 fn who_begins_anew_does_so_again() {
     let fast = CpuLook {
@@ -200,7 +200,7 @@ fn a_decision_that_would_be_another_one_now_is_told() {
         let count = |one: &Replayed| (one.policy.clone(), one.decisions, one.differences.len());
         traces.compare().iter().map(count).collect::<Vec<_>>()
     };
-    // What changes an aim is no decision.
+    // An event that changes the goals has no decision.
     assert_eq!(counts(&traces), [("stop (rounds)".to_owned(), 2, 0), ("push".to_owned(), 3, 0)]);
 
     traces.stop[0].entries[3].decision = None;
@@ -212,7 +212,7 @@ fn a_decision_that_would_be_another_one_now_is_told() {
     assert!(stop.differences[0].to_string().starts_with("decision 2: was None, now Some(StopAndCopy"));
 }
 
-/// As reports had it before there were others, and before a trace had an end.
+/// A report from before other traces existed, and before a trace had a limited length.
 #[test]
 fn a_trace_of_a_report_is_read_as_ever() {
     let text = r#"{ "total_us": 1, "traces": [{

@@ -1,4 +1,4 @@
-//! The traces of all that decides in a migration.
+//! The traces of all policies of a migration.
 
 use std::fmt::{self, Debug};
 
@@ -15,45 +15,45 @@ use crate::referring::Referring;
 use crate::throttle::WriteThrottle;
 use crate::throttle::processors::CpuDrain;
 
-/// What all that decides was shown in a migration, and what it decided: enough to decide it all again. As the report has
-/// it, among other things.
+/// Observations and decisions of all policies of a migration, enough to replay all decisions. A report contains them,
+/// among other data.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Traces {
-    /// When to stop the guest. A new one begins where the guest gave its page cache back.
+    /// Decisions on the stop. A new trace begins where the guest has released its page cache.
     #[serde(rename = "traces", skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<precopy::Trace>,
-    /// The others, as far as they decided something.
+    /// Traces of the other policies that have decided something.
     #[serde(rename = "other_traces", skip_serializing_if = "Others::is_empty")]
     pub others: Others,
 }
 
-/// What is decided beside the stop.
+/// Traces of all policies but the one that decides on the stop.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Others {
-    /// When disks have gone ahead far enough.
+    /// The moment at which memory begins after rounds of disks alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disks: Option<Trace<Ahead>>,
-    /// How fast the guest may write to its disks.
+    /// Limit on the guest's write rate to its disks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub writes: Option<Trace<WriteThrottle>>,
-    /// How fast its processors may be.
+    /// Limit on the processor time of the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slowing: Option<Trace<CpuDrain>>,
-    /// How far copying gives way to it.
+    /// Restraint of copying.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pressure: Option<Trace<Pressure>>,
-    /// How what is sent is compressed.
+    /// Choice of the compression.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression: Option<Trace<Chooser>>,
-    /// Whether memory is referred to.
+    /// Use of page references.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub referring: Option<Trace<Referring>>,
-    /// Post-copy: whether pages are named once more before the stop.
+    /// Post-copy: discards before the stop.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub naming: Option<Trace<Naming>>,
-    /// Post-copy: how much is pushed at once, and how fast.
+    /// Post-copy: size and rate of the parts that are pushed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub push: Option<Trace<Push>>,
 }
@@ -65,7 +65,7 @@ impl Others {
 }
 
 impl Traces {
-    /// Decides everything again.
+    /// Replays all traces.
     #[must_use]
     pub fn replay(&self) -> Self {
         let Others { disks, writes, slowing, pressure, compression, referring, naming, push } = &self.others;
@@ -84,7 +84,7 @@ impl Traces {
         }
     }
 
-    /// Decides everything again, and tells what came of that; of whoever decided nothing, nothing.
+    /// Replays all traces and returns the results; policies without decisions are absent.
     pub fn compare(&self) -> Vec<Replayed> {
         let Others { disks, writes, slowing, pressure, compression, referring, naming, push } = &self.others;
         let others = [
@@ -101,27 +101,27 @@ impl Traces {
     }
 }
 
-/// What came of deciding a trace again.
+/// Result of replaying a trace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Replayed {
-    /// Whose trace.
+    /// Name of the policy.
     pub policy: String,
-    /// How many decisions it has.
+    /// Number of decisions in the trace.
     pub decisions: usize,
-    /// How many came after them, and were not kept.
+    /// Number of decisions after these, which were not kept.
     pub left_out: u64,
-    /// Decisions that are other ones now.
+    /// Decisions that have changed.
     pub differences: Vec<Difference>,
 }
 
-/// A decision that is another one now.
+/// A decision that has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// Which one, from 1 on.
+    /// Number of the decision, from 1 on.
     pub decision: usize,
-    /// What was decided.
+    /// Decision in the trace.
     pub then: String,
-    /// What is decided now.
+    /// Decision of the replay.
     pub now: String,
 }
 
@@ -133,7 +133,7 @@ impl fmt::Display for Difference {
 
 fn compare_stop(trace: &precopy::Trace) -> Replayed {
     let again = trace.replay();
-    // What only changes the rule for those that follow decides nothing.
+    // An entry that only changes the rule for later ones has no decision.
     let decisions =
         trace.decisions().zip(again.decisions()).filter(|(then, now)| (*then).or(**now).is_some());
     differences(&format!("stop ({})", trace.policy.name()), trace.left_out, decisions)

@@ -1,4 +1,4 @@
-//! The handover as a stateright model: what may happen in a world, and what must hold in each.
+//! The handover as a stateright model: possible events in a world, and properties that always hold.
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
 use engine::handover::recover::Decision;
@@ -17,7 +17,7 @@ pub(crate) struct Handover {
     pub(crate) register: bool,
 }
 
-/// Where in an agent's effects it is killed, if at all.
+/// Number of effects after which an agent is killed, if at all.
 pub(crate) type Die = Option<usize>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,7 +85,7 @@ impl Model for Handover {
     fn actions(&self, world: &World, acts: &mut Vec<Act>) {
         let left = &world.budget;
         let (source, destination) = (&world.source, &world.destination);
-        // Everything that an agent does may end with its death after some of its effects.
+        // Every action of an agent may end with its death after some of its effects.
         let mut killable = |act: &dyn Fn(Die) -> Act| {
             acts.push(act(None));
             if left.agent_crashes > 0 {
@@ -214,7 +214,7 @@ impl Model for Handover {
             Property::<Self>::always(THREW_AWAY, |_, world| !world.ghost.threw_away),
             Property::<Self>::always(LOST_PAGES, |_, world| !world.lost_pages()),
             Property::<Self>::always(STILL_WAITS, |_, world| !world.ghost.still_waits),
-            // After an operator's word the two sides may contradict one another: the connection is closed then.
+            // After an operator's decision the two hosts may contradict one another: the connection is closed then.
             Property::<Self>::always(LEGAL, |_, world| world.ghost.word || world.ghost.illegal.is_none()),
         ];
         if self.budget.decisions + self.budget.words == 0 {
@@ -252,7 +252,7 @@ pub(crate) const ONE_RUNS: &str = "when links heal and agents restart, one is ru
 pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
 
 impl Handover {
-    /// Does it, pays for it, and says whether an agent was to be killed.
+    /// Performs an action, and charges it to the budget. Returns the point at which an agent was to be killed.
     fn perform(&self, world: &mut World, act: Act) -> Die {
         let rules = &self.rules;
         match act {

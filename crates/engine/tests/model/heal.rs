@@ -1,4 +1,4 @@
-//! What becomes of a state when nothing more goes wrong.
+//! Recovery of a state when no further fault occurs.
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
 use engine::handover::source::{SourceEvent, SourceState};
@@ -6,10 +6,10 @@ use engine::handover::source::{SourceEvent, SourceState};
 use crate::mutation::Rules;
 use crate::world::{Life, Qemu, Side, World};
 
-/// Turns until a state has to be settled. Each delivers all that is on its way.
+/// Number of turns until a state has to be settled. Each delivers all packets in transit.
 const TURNS: usize = 40;
 
-/// All that is dead and not gone for good comes back, all that is sent arrives, timers run.
+/// Restarts all crashed parts that are not gone for good, delivers all packets, and runs timers.
 pub(crate) fn heal(rules: &Rules, world: &World) -> World {
     let mut world = world.clone();
     world.budget.in_flight = 16;
@@ -55,7 +55,7 @@ fn time_passes(rules: &Rules, world: &mut World) {
             world.session = false;
             world.feed_source(rules, &SourceEvent::PeerLost, None);
         }
-        // Only without its streams does it give up by itself.
+        // It gives up by itself only without its streams.
         (_, DestinationState::Prepared) if !world.session => {
             world.feed_destination(rules, &DestinationEvent::PeerLost, None);
         }
@@ -86,8 +86,8 @@ fn over(world: &World) -> bool {
     source_over(world) && destination_over(world)
 }
 
-/// Exactly one side runs the VM, or what stands in the way is no error of the protocol: the guest crashed, or only an
-/// operator can know.
+/// Returns true if exactly one host runs the VM, or if the reason is no error of the protocol: the guest crashed, or
+/// only an operator can know.
 pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
     let healed = heal(rules, world);
     let one = healed.source_runs() != healed.destination_runs();
@@ -97,7 +97,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
         (Life::Gone, Life::Gone) => true,
         (Life::Gone, _) => match &healed.destination.state {
             DestinationState::Active { .. } | DestinationState::Completing { .. } => one,
-            // Nothing is known of what the source decided.
+            // The decision of the source is unknown.
             DestinationState::Ready { .. } => {
                 healed.register.is_none_or(|record| record.offer != Some(healed.destination.epoch))
             }
@@ -120,7 +120,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
     }
 }
 
-/// The guest runs at the destination, and what it lacks was lost with the source.
+/// Returns true if the guest runs at the destination, and its missing pages were lost with the source.
 fn waits_for_ever(world: &World) -> bool {
     let lost = world.ghost.source.lost && world.source_qemu == Qemu::Gone;
     lost && matches!(world.destination.state, DestinationState::Completing { .. })
@@ -130,8 +130,8 @@ fn crashed_at_source(world: &World) -> bool {
     world.ghost.source.lost
 }
 
-/// A destination that holds a whole copy, of a guest that is lost at the source and has not run on there, runs it:
-/// unless the source was just asking the register for it, or has won there.
+/// Returns true unless a destination with a complete copy, of a guest that is lost at the source and has not continued
+/// there, fails to run it. Exempt: the source was just asking the registry for it, or has won there.
 pub(crate) fn last_copy(rules: &Rules, world: &World) -> bool {
     let whole = world.destination_qemu == Qemu::Paused
         && matches!(

@@ -1,13 +1,12 @@
-//! The handover under a model checker: the engine's own functions, with all that can go wrong around them.
+//! The handover under a model checker: the engine's own functions, with all possible faults around them.
 //!
-//! One VM, two agents with journals, the register, and a network. Between any two effects an agent may die; what it
-//! remembers is lost then, its journal is not (entries that were not synced are, when the host goes down). Packets are
-//! delayed, reordered, lost and doubled. The bounds of each run stand in its [`Budget`]; `WHIMBREL_SOAK=1` takes larger
-//! ones.
+//! One VM, two agents with journals, the registry, and a network. Between any two effects an agent may die; it then
+//! loses its memory but not its journal (entries that were not synced are lost when the host crashes). Packets are
+//! delayed, reordered, lost and doubled. The bounds of each run are in its [`Budget`]; `WHIMBREL_SOAK=1` selects
+//! larger ones.
 //!
-//! Progress is stated as something that always holds: from each state that was reached, when all that is dead comes
-//! back, all that is sent arrives, and nothing more goes wrong, the VM ends up running on exactly one side
-//! ([`heal`]).
+//! Progress is stated as an invariant: from each reached state, when all crashed parts restart, all packets arrive,
+//! and no further fault occurs, the VM ends up running on exactly one host ([`heal`]).
 //!
 //! The second half plants errors ([`mutation`]) and shows that each is found.
 
@@ -60,7 +59,7 @@ fn soak() -> bool {
     std::env::var_os("WHIMBREL_SOAK").is_some()
 }
 
-/// Runs to the end of the bounds, and every property holds.
+/// Runs to the end of the bounds, and asserts that every property holds.
 fn holds(name: &str, budget: Budget, register: bool) {
     let checker = Handover { rules: HONEST, budget, register }.checker().threads(2).spawn_bfs().join();
     println!(
@@ -71,7 +70,7 @@ fn holds(name: &str, budget: Budget, register: bool) {
     checker.assert_properties();
 }
 
-/// Some property is found violated.
+/// Asserts that a violation of one of the expected properties is found.
 fn found(rules: Rules, budget: Budget, register: bool, expected: &[&'static str]) {
     let checker = Handover { rules, budget, register }
         .checker()
@@ -85,7 +84,7 @@ fn found(rules: Rules, budget: Budget, register: bool, expected: &[&'static str]
     assert!(!violated.is_empty(), "the planted error was not found");
 }
 
-/// With a register and without; twice the deaths in the long run.
+/// Runs with a registry and without; in the long run also with one more death of an agent.
 fn both(name: &str, budget: Budget) {
     for register in [false, true] {
         holds(name, budget, register);
@@ -140,17 +139,16 @@ fn somebody_else_continues_the_source() {
     both("foreign cont, host lost", Budget { foreign_conts: 1, host_crashes: 1, ..NONE });
 }
 
-/// With a register what the source's operator decides, at any time, is safe. (Progress is the operator's, and so is
-/// the risk at a destination in doubt, which no register can take away: a source that has not committed does not ask
-/// it before it runs on.)
+/// With a registry any decision of the source's operator, at any time, is safe. (Progress is up to the operator, and
+/// so is the risk at a destination in doubt, which no registry can remove: a source that has not committed does not
+/// ask it before it continues the guest.)
 #[test]
 fn operators_decide() {
     holds("operators decide", Budget { agent_crashes: 1, troubles: 1, decisions: 2, ..NONE }, true);
 }
 
-/// Without a register nothing keeps an operator from being wrong: he may have the source run on although the guest runs
-/// at the destination. Whatever he says, and whatever that host forgets when it is booted anew: the images that were
-/// written to there stay.
+/// Without a registry an operator can be wrong: the source may continue the guest although it runs at the destination.
+/// Whatever the operator decides, and whatever that host forgets in a reboot: the images that were written there stay.
 #[test]
 fn no_operator_makes_images_of_a_guest_that_has_run_be_removed() {
     let budget = Budget { host_crashes: 1, decisions: 1, troubles: 1, in_flight: 2, ..NONE };
@@ -162,7 +160,8 @@ fn no_operator_makes_images_of_a_guest_that_has_run_be_removed() {
     }
 }
 
-/// Pages come when the guest runs at the destination already: whatever fails, the source keeps what is needed of it.
+/// Pages arrive when the guest runs at the destination already: whatever fails, the source keeps the pages that it
+/// needs.
 #[test]
 fn pages_come_after_the_guest() {
     let post_copy = Budget { post_copy: true, ..NONE };
@@ -181,7 +180,7 @@ fn all_at_once() {
     both("all at once", Budget { in_flight, ..faults });
 }
 
-/// The largest run: hosts crash in it too.
+/// The largest run, with crashes of hosts.
 #[test]
 fn all_at_once_with_hosts() {
     if soak() {
@@ -198,7 +197,7 @@ fn all_at_once_with_hosts() {
     }
 }
 
-// ---- what the model does not see
+// ---- coverage of the model
 
 static TAKEN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
@@ -226,8 +225,8 @@ const NOTED: Rules = Rules {
     },
 };
 
-/// A model that never gets somewhere proves nothing about it: every transition of the table is taken in some run, but
-/// for those that are left out for a reason.
+/// A model that never reaches a transition proves nothing about it: every transition of the table is taken in some
+/// run, except for those that are left out for a reason.
 #[test]
 fn the_model_takes_the_table() {
     let runs = [
@@ -238,7 +237,7 @@ fn the_model_takes_the_table() {
         Budget { agent_crashes: 1, qemu_deaths: 1, troubles: 1, in_flight: 2, post_copy: true, ..NONE },
         Budget { host_crashes: 1, troubles: 1, in_flight: 2, post_copy: true, ..NONE },
     ];
-    // What operators say goes by the register.
+    // Decisions of operators need the registry.
     let said = [
         Budget { agent_crashes: 1, troubles: 1, decisions: 2, in_flight: 2, ..NONE },
         Budget { troubles: 1, ..WORDS },
@@ -266,7 +265,7 @@ fn the_model_takes_the_table() {
     let idle: Vec<_> = LEFT_OUT.iter().filter(is_idle).collect();
     assert!(idle.is_empty(), "nothing is left out by {idle:?}");
 
-    // The kill matrix goes by this list: what is said there to be the model's has to stand here.
+    // The kill matrix uses this list: a transition that it leaves to the model has to be in it.
     let text: String = all
         .iter()
         .map(table::Transition::name)
@@ -286,10 +285,10 @@ const TAKEN_IS: &str = "\
 
 ";
 
-/// A reason that is looked after: transitions with effects are not left out by it.
+/// A reason that is checked: transitions with effects are not left out by it.
 const DOES_NOTHING: &str = "does nothing";
 
-/// Transitions that the model does not take, by a part of their names, and why not.
+/// Transitions that the model does not take, by a part of their names, with the reason.
 const LEFT_OUT: [(&str, &str); 20] = [
     ("operator-decides", "operators say only what is right, and only where there is or was a register"),
     ("paused]", "all guests run; what becomes of paused ones is in the engine's own tests"),

@@ -1,4 +1,4 @@
-//! Planted errors: functions that stand in for the engine's and differ from it in one thing.
+//! Planted errors: replacements of the engine's functions, each with one difference.
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::register::RegisterAnswer;
@@ -11,19 +11,19 @@ use crate::world::incarnation;
 pub(crate) type SourceStep = Result<Step<SourceState, SourceEffect>, Illegal>;
 pub(crate) type DestinationStep = Result<Step<DestinationState, DestinationEffect>, Illegal>;
 
-/// The two functions under test, and what the source's agent does by itself.
+/// The two functions under test, and the behaviour of the source's agent that the model needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules {
     pub(crate) source: fn(&Terms, &SourceState, &SourceEvent) -> SourceStep,
     pub(crate) destination: fn(&Terms, &DestinationState, &DestinationEvent) -> DestinationStep,
-    /// HELD: all that the destination needs for READY has left only when the guest has stood still since the stop, and
-    /// QEMU is held, so that nobody can continue it any more.
+    /// HELD: data that the destination needs for READY is only sent when the guest has not run since the stop, and its
+    /// QEMU is held, so that no program can continue it any more.
     pub(crate) holds: bool,
-    /// A source whose QEMU died before HELD takes that for the end, for it knows that it did not send all.
+    /// A source whose QEMU died before HELD gives up, because it knows that it did not send everything.
     pub(crate) tells: bool,
 }
 
-/// As they are.
+/// The engine's own rules.
 pub(crate) const HONEST: Rules = Rules { source, destination, holds: true, tells: true };
 
 #[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
@@ -45,7 +45,7 @@ fn change<S, E>(
     })
 }
 
-/// The source continues after COMMITTED by itself.
+/// The source continues by itself after COMMITTED.
 pub(crate) fn source_continues_after_committed(
     terms: &Terms,
     state: &SourceState,
@@ -64,7 +64,7 @@ pub(crate) fn source_continues_after_committed(
     }
 }
 
-/// The source takes INCOMPLETE for RUNNING.
+/// The source treats INCOMPLETE like RUNNING.
 pub(crate) fn source_ends_at_incomplete(
     terms: &Terms,
     state: &SourceState,
@@ -76,7 +76,7 @@ pub(crate) fn source_ends_at_incomplete(
     }
 }
 
-/// The destination says RUNNING when `cont` has returned, whatever is to come.
+/// The destination sends RUNNING when `cont` has returned, even if pages are missing.
 pub(crate) fn destination_says_running_too_early(
     terms: &Terms,
     state: &DestinationState,
@@ -90,7 +90,7 @@ pub(crate) fn destination_says_running_too_early(
     }
 }
 
-/// GO goes out before COMMITTED is in the journal.
+/// The source sends GO before COMMITTED is in the journal.
 pub(crate) fn source_sends_go_first(terms: &Terms, state: &SourceState, event: &SourceEvent) -> SourceStep {
     let step = source(terms, state, event);
     if !matches!((state, event), (SourceState::Stopped { .. }, SourceEvent::Ready { .. })) {
@@ -112,7 +112,7 @@ pub(crate) fn source_does_not_hold_qemu(
     change(source(terms, state, event), |effects| effects.retain(|effect| *effect != SourceEffect::PauseQemu))
 }
 
-/// The source takes the VM back although the register has not said so.
+/// The source reclaims the VM although the registry has not confirmed that.
 pub(crate) fn source_reclaims_without_winning(
     terms: &Terms,
     state: &SourceState,
@@ -131,7 +131,7 @@ pub(crate) fn source_reclaims_without_winning(
     }
 }
 
-/// ABORTED is not synced before the guest runs on.
+/// ABORTED is not synced before the guest continues.
 pub(crate) fn source_does_not_sync_aborted(
     terms: &Terms,
     state: &SourceState,
@@ -181,7 +181,7 @@ pub(crate) fn destination_discards_in_doubt(
     }
 }
 
-/// The destination runs in doubt.
+/// The destination runs the guest in doubt.
 pub(crate) fn destination_runs_in_doubt(
     terms: &Terms,
     state: &DestinationState,
@@ -197,7 +197,7 @@ pub(crate) fn destination_runs_in_doubt(
     }
 }
 
-/// GO for another incarnation and epoch is obeyed.
+/// The destination accepts GO for another incarnation and epoch.
 pub(crate) fn destination_obeys_any_go(
     terms: &Terms,
     state: &DestinationState,
@@ -213,7 +213,7 @@ pub(crate) fn destination_obeys_any_go(
     }
 }
 
-/// The destination sends `cont` without asking the register.
+/// The destination sends `cont` without asking the registry.
 pub(crate) fn destination_skips_register(
     terms: &Terms,
     state: &DestinationState,
@@ -230,7 +230,7 @@ pub(crate) fn destination_skips_register(
     }
 }
 
-/// READY goes out before it is in the journal.
+/// The destination sends READY before it is in the journal.
 pub(crate) fn destination_sends_ready_first(
     terms: &Terms,
     state: &DestinationState,
@@ -256,7 +256,7 @@ pub(crate) fn destination_does_not_journal_starting(
     })
 }
 
-/// A destination that was taking refuses without giving back.
+/// A destination in `Taking` refuses without returning the VM in the registry.
 pub(crate) fn destination_refuses_and_keeps(
     terms: &Terms,
     state: &DestinationState,
@@ -271,7 +271,7 @@ pub(crate) fn destination_refuses_and_keeps(
     }
 }
 
-/// A destination whose host was booted anew believes the journal to be complete.
+/// A destination on a rebooted host believes the journal to be complete.
 pub(crate) fn destination_trusts_a_rebooted_journal(
     terms: &Terms,
     state: &DestinationState,
@@ -285,7 +285,7 @@ pub(crate) fn destination_trusts_a_rebooted_journal(
     }
 }
 
-/// A destination whose host was booted anew says that it has crashed while it asks a source that may be bereft, too.
+/// A destination on a rebooted host sends CRASHED while it asks a source that may be bereft, too.
 pub(crate) fn destination_says_crashed_while_it_asks(
     terms: &Terms,
     state: &DestinationState,
@@ -300,7 +300,7 @@ pub(crate) fn destination_says_crashed_while_it_asks(
     }
 }
 
-/// A source that runs on after COMMITTED says the same as one that has never committed.
+/// A source that continues after COMMITTED answers the same as one that has never committed.
 pub(crate) fn source_says_aborted_after_it_returned(
     terms: &Terms,
     state: &SourceState,
@@ -315,7 +315,7 @@ pub(crate) fn source_says_aborted_after_it_returned(
     })
 }
 
-/// A destination that has crashed says REFUSED.
+/// A destination that has crashed sends REFUSED.
 pub(crate) fn destination_refuses_after_cont(
     terms: &Terms,
     state: &DestinationState,
@@ -335,7 +335,7 @@ pub(crate) fn destination_refuses_after_cont(
     }
 }
 
-/// A destination that has refused is talked into running.
+/// A destination that has refused accepts GO.
 pub(crate) fn destination_runs_a_refused_copy(
     terms: &Terms,
     state: &DestinationState,
@@ -353,7 +353,7 @@ pub(crate) fn destination_runs_a_refused_copy(
     }
 }
 
-/// A destination that does not expect the register to have changed since pre-flight.
+/// A destination that does not expect the registry's record to have changed since pre-flight.
 pub(crate) fn destination_knows_preflight_only(
     terms: &Terms,
     state: &DestinationState,

@@ -140,7 +140,7 @@ fn finds_a_refused_copy_that_is_run() {
     found(rules, Budget { cont_failures: 1, duplicates: 1, ..NONE }, false, &[DISCARDED]);
 }
 
-/// Found by this model in the engine itself, and kept.
+/// The model found this error in the engine itself.
 #[test]
 fn finds_a_destination_that_knows_the_register_only_from_preflight() {
     let rules = Rules { destination: mutation::destination_knows_preflight_only, ..HONEST };

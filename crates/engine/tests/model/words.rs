@@ -1,5 +1,5 @@
-//! Operators' words against the register, or without it: those that are offered in a state, and given only where what
-//! they are said to take for granted is so.
+//! Decisions of operators against the registry, or without it: those that are offered in a state, and made only where
+//! their stated condition holds.
 
 use engine::handover::destination::{DestinationEvent, DestinationState, destination};
 use engine::handover::recover::{Decision, advise_destination, advise_source};
@@ -9,7 +9,7 @@ use crate::mutation::{DestinationStep, HONEST, Rules, SourceStep};
 use crate::world::{Budget, Life, Qemu, Side, World, terms};
 use crate::{NONE, found, handover, holds};
 
-/// What an operator may say now, and be right.
+/// Returns the decisions that an operator may make now, and be right.
 pub(crate) fn words(world: &World) -> Vec<(Side, Decision)> {
     let register = world.register.is_some();
     let mut words = Vec::new();
@@ -42,14 +42,14 @@ fn is_right(world: &World, side: Side, decision: Decision) -> bool {
         Side::Destination if run_here => {
             world.source.life == Life::Gone && !world.ghost.source.ran_on && world.same_attempt()
         }
-        // REFUSED says that it has not run.
+        // REFUSED reports that the guest has not run.
         Side::Destination => {
             !matches!(world.destination.state, DestinationState::Starting { .. }) || !ran_there
         }
     }
 }
 
-/// Gives the word. One without the register has to end the waiting for it.
+/// Makes a decision. One without the registry has to end the wait for it.
 pub(crate) fn say(rules: &Rules, world: &mut World, side: Side, decision: Decision) {
     world.ghost.word = true;
     world.decide(rules, side, decision);
@@ -66,7 +66,7 @@ pub(crate) fn say(rules: &Rules, world: &mut World, side: Side, decision: Decisi
     world.ghost.still_waits |= waits && matches!(decision, Decision::WithoutRegister { .. });
 }
 
-/// One word, where the register may be lost and a host gone.
+/// One decision, where the registry may be lost and a host gone.
 pub(crate) const WORDS: Budget = Budget { words: 1, registers_lost: 1, hosts_gone: 1, in_flight: 2, ..NONE };
 
 #[test]

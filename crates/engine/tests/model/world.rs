@@ -1,5 +1,5 @@
-//! The world of the model: two hosts with agents, journals and QEMUs, a register, and a network that delays, reorders,
-//! loses and doubles.
+//! The world of the model: two hosts with agents, journals and QEMUs, a registry, and a network that delays, reorders,
+//! loses and doubles packets.
 
 mod acts;
 
@@ -9,7 +9,7 @@ use engine::handover::source::SourceState;
 use proto::message::{Offer, Ownership, RegisterRequest};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
-/// What may happen in a run, and how often. Everything else may happen at any time.
+/// Bounds on the faults and events of a run. Everything else may happen at any time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Budget {
     /// Agents killed, at any point between two effects; they may stay dead for any time.
@@ -24,22 +24,22 @@ pub(crate) struct Budget {
     pub(crate) qemu_deaths: u8,
     /// `cont`s that fail.
     pub(crate) cont_failures: u8,
-    /// Silence, cancellation, contact given up, answers of the register lost: events that come from no fault of the
-    /// model's own.
+    /// Silence, cancellation, contact given up, lost answers of the registry: events that are caused by no fault of
+    /// the model's own.
     pub(crate) troubles: u8,
-    /// Somebody else's `cont` on the source's QEMU.
+    /// A `cont` of another program on the source's QEMU.
     pub(crate) foreign_conts: u8,
     /// Decisions of operators.
     pub(crate) decisions: u8,
-    /// Words of operators against the register or without it.
+    /// Decisions of operators against the registry or without it.
     pub(crate) words: u8,
-    /// Registers that never answer again.
+    /// Registries that never answer again.
     pub(crate) registers_lost: u8,
-    /// Pages are to come when the guest runs at the destination already (post-copy).
+    /// True if pages are missing when the guest already runs at the destination (post-copy).
     pub(crate) post_copy: bool,
-    /// Migrations begun.
+    /// Migrations that begin.
     pub(crate) attempts: u8,
-    /// Packets on their way at once; one that is sent beyond that is lost.
+    /// Packets in transit at once; further ones are lost.
     pub(crate) in_flight: u8,
 }
 
@@ -63,12 +63,12 @@ pub(crate) enum Qemu {
     Gone,
 }
 
-/// An agent and its journal. `state` is what it remembers; a crash leaves only the journal.
+/// An agent and its journal. `state` is in the agent's memory; a crash leaves only the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Agent<S> {
     pub(crate) life: Life,
     pub(crate) epoch: u8,
-    /// The epoch in which the source holds the VM in the register, as read when the attempt began.
+    /// The epoch in which the source owns the VM in the registry, as read when the attempt began.
     pub(crate) base: u8,
     pub(crate) state: S,
     /// The last synced entry, then those that a crash of the host may lose.
@@ -81,7 +81,8 @@ impl<S: Clone> Agent<S> {
         Self { life: Life::Up, epoch: 0, base: 0, journal: vec![state.clone()], state, rebooted: false }
     }
 
-    /// Entries before a synced one can never come back; nor, while no host can crash, those before any.
+    /// Appends an entry. Entries before a synced one can never be restored; nor, while no host can crash, can entries
+    /// before the last.
     fn write(&mut self, state: &S, durable: bool) {
         if durable {
             self.journal.clear();
@@ -90,7 +91,7 @@ impl<S: Clone> Agent<S> {
     }
 }
 
-/// A record of the register, small.
+/// A record of the registry, abbreviated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Record {
     pub(crate) epoch: u8,
@@ -107,7 +108,7 @@ pub(crate) enum Op {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Packet {
     Propose(u8),
-    /// All of memory and device state, whole, and the source's word that its QEMU is held.
+    /// All of memory and device state, complete, and the source's HELD.
     Data(u8),
     Ready(u8),
     Go(u8),
@@ -126,20 +127,20 @@ pub(crate) enum Packet {
     Reply(Side, u8, Record),
 }
 
-/// What a property looks at, and no agent can see.
+/// State for the properties that no agent can see.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Ghost {
-    /// Of the source's present attempt.
+    /// State of the source's present attempt.
     pub(crate) source: SourceGhost,
-    /// Of the destination's present attempt, which may be an older one.
+    /// State of the destination's present attempt, which may be an older one.
     pub(crate) destination: DestinationGhost,
     /// Violations found while doing an effect.
     pub(crate) decided_alone: bool,
     pub(crate) ran_discarded: bool,
     pub(crate) threw_away: bool,
-    /// An operator has decided against the register or without it.
+    /// An operator has decided against the registry or without it.
     pub(crate) word: bool,
-    /// Waits for the register although an operator has decided without it.
+    /// Waits for the registry although an operator has decided without it.
     pub(crate) still_waits: bool,
     pub(crate) illegal: Option<&'static str>,
 }
@@ -151,9 +152,9 @@ pub(crate) struct SourceGhost {
     pub(crate) go_sent: bool,
     /// ABORTED or RETURNED was written.
     pub(crate) kept: bool,
-    /// The register was asked to give the guest back.
+    /// The registry was asked to return the guest.
     pub(crate) reclaimed: bool,
-    /// What was held here was thrown away.
+    /// The copy at the source was discarded.
     pub(crate) quit: bool,
     /// QEMU died, or the host crashed.
     pub(crate) lost: bool,
@@ -163,10 +164,10 @@ pub(crate) struct SourceGhost {
 pub(crate) struct DestinationGhost {
     pub(crate) ran: bool,
     pub(crate) ready_sent: bool,
-    /// STARTING is written: only an agent that goes on knows whether `cont` was sent.
+    /// STARTING is written: only an agent that has not restarted knows whether `cont` was sent.
     pub(crate) cont_decided: bool,
     pub(crate) cont_failed: bool,
-    /// Pages of it are to come.
+    /// Pages of the guest are missing.
     pub(crate) missing: bool,
     /// DISCARDED, REFUSING or REFUSED was written.
     pub(crate) gave_up: bool,
@@ -181,13 +182,13 @@ pub(crate) struct World {
     pub(crate) source_qemu: Qemu,
     /// Held by SIGSTOP.
     pub(crate) held: bool,
-    /// A `cont` on its way to the source's QEMU.
+    /// A `cont` in transit to the source's QEMU.
     pub(crate) source_cont: bool,
     pub(crate) destination_qemu: Qemu,
     pub(crate) destination_cont: bool,
-    /// The streams of the migration.
+    /// True while the streams of the migration are open.
     pub(crate) session: bool,
-    /// The source has sent all, and HELD. It remembers that, and no journal does.
+    /// The source has sent everything, and HELD. It keeps that in memory, not in a journal.
     pub(crate) all_sent: bool,
     pub(crate) register: Option<Record>,
     pub(crate) register_lost: bool,
@@ -228,30 +229,30 @@ impl World {
         self.source.epoch == self.destination.epoch
     }
 
-    /// Pages that the destination's guest needs can still come.
+    /// Returns true if the missing pages of the destination's guest can still arrive.
     pub(crate) fn can_complete(&self) -> bool {
         let there = self.source.life == Life::Up && self.source_qemu != Qemu::Gone && self.same_attempt();
         there && matches!(self.destination.state, DestinationState::Completing { .. })
     }
 
-    /// The source has thrown away what a guest that runs at the destination needs.
+    /// Returns true if the source has discarded pages that a guest at the destination needs.
     pub(crate) fn lost_pages(&self) -> bool {
         let lacks = self.ghost.destination.missing && self.destination_runs() && self.same_attempt();
         lacks && self.ghost.source.quit && !self.ghost.word
     }
 
-    /// Both sides' copies have run since they parted.
+    /// Returns true if both copies have run since the stop.
     pub(crate) fn two_histories(&self) -> bool {
         self.ghost.destination.ran && (self.ghost.source.ran_on || !self.same_attempt())
     }
 
-    /// Whether the register says that this attempt's VM is the source's for good.
+    /// Returns true if the registry assigns this attempt's VM to the source for good.
     fn register_says_source(&self) -> bool {
         self.register.is_some_and(|r| r.owner == Side::Source && r.epoch >= self.source.epoch)
     }
 }
 
-// ---- what the engine's types are in here
+// ---- samples of the engine's types
 
 fn host(side: Side) -> HostId {
     HostId::new(if side == Side::Source { "s" } else { "d" }).expect("a name")
@@ -271,7 +272,7 @@ pub(crate) fn terms(epoch: u8, base: u8, register: bool) -> Terms {
     }
 }
 
-/// One incarnation for each attempt.
+/// Returns the incarnation of an attempt; each attempt has one.
 pub(crate) fn incarnation(epoch: u8) -> Incarnation {
     Incarnation {
         boot_id: String::new(),

@@ -15,7 +15,7 @@ use whimbrel_link::{
     Arrival, Connection, Endpoint, Identity, Listener, Peer, Rejected, Security, Serving, TlsFiles,
 };
 
-/// How long a test waits for what has to come; no test waits for this to pass.
+/// Maximum time that a test waits for an expected event; no test waits for this to pass.
 pub const PATIENCE: Duration = Duration::from_mins(1);
 
 pub fn soon() -> Instant {
@@ -92,7 +92,7 @@ impl Authority {
     }
 }
 
-/// A client and a server with TLS, and ones without.
+/// A client and a server with TLS, and a pair without.
 pub fn both_endpoints() -> [(Endpoint, Endpoint); 2] {
     let authority = Authority::default();
     let tls = (authority.endpoint("host-a"), authority.endpoint("host-b"));
@@ -103,7 +103,7 @@ pub fn plain(name: &str) -> Endpoint {
     Endpoint::new(host(name), Security::Plain)
 }
 
-/// An agent that listens, and what has arrived there.
+/// A listening agent, and its arrivals.
 pub struct Server {
     pub serving: Serving,
     pub host: HostId,
@@ -130,7 +130,7 @@ impl Server {
         self.arrivals.lock().unwrap().recv_timeout(PATIENCE).expect("nobody arrived")
     }
 
-    /// Whether nobody has arrived yet.
+    /// Returns true if no connection has arrived yet.
     pub fn nobody_has_arrived(&self) -> bool {
         self.arrivals.lock().unwrap().try_recv().is_err()
     }
@@ -140,7 +140,7 @@ impl Server {
     }
 }
 
-/// Both ends of a connection: the side that has connected, and the side that has answered.
+/// Both ends of a connection: the connecting side, and the answering side.
 pub fn connected(client: &Endpoint, server: Endpoint) -> (Connection, Connection) {
     let server = Server::new(server);
     std::thread::scope(|scope| {

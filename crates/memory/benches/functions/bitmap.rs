@@ -1,4 +1,4 @@
-//! What is done to the sets of pages of 1 GiB in each round.
+//! Operations on the sets of pages of 1 GiB in each round.
 
 use std::hint::black_box;
 use std::ops::Range;
@@ -57,7 +57,7 @@ pub(crate) fn cases(benches: &mut Benches) {
             }
         });
     }
-    // These look at every word, whatever is in it.
+    // These visit every word, whatever its content.
     let gib = Amount::Of(1, "GiB");
     benches.counted("bitmap, insert", gib, || {
         let (other, mut bitmap) = (bitmap("few"), bitmap("few"));

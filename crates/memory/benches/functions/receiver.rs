@@ -22,11 +22,11 @@ mod common;
 
 const CHUNKS: u64 = 16;
 
-/// Gives the frames of a round again and again. Only their first bytes change, so that making them costs nothing.
+/// Returns the frames of a round again and again. Only their first bytes change, so that building them costs nothing.
 struct Source {
     /// Waits here between rounds.
     begin: mpsc::Receiver<()>,
-    /// Payloads of one chunk. The one that is lent has its place taken by what the receiver had before.
+    /// Payloads of one chunk. The lent one is replaced by the receiver's previous buffer.
     frames: Vec<Vec<u8>>,
     lent: Option<usize>,
     /// The next frame of the round.
@@ -82,14 +82,14 @@ impl FrameSink for Sink {
     }
 }
 
-/// There is nothing to hang up: the source ends when nobody is left who begins rounds.
+/// There is no connection to hang up: the source ends when its last `Rounds` is dropped.
 struct End;
 
 impl HangUp for End {
     fn hang_up(&self) {}
 }
 
-/// Memory that is nowhere.
+/// Memory that discards all data.
 struct Nowhere;
 
 impl BlockWriter for Nowhere {
@@ -174,7 +174,7 @@ impl Rounds {
         Self { begin, ended, _receiver: receiver }
     }
 
-    /// Begins one and waits until all of it is applied.
+    /// Begins a round and waits until all frames are applied.
     fn next(&self) {
         self.begin.send(()).unwrap();
         self.ended.recv().unwrap();

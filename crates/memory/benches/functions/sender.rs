@@ -1,5 +1,5 @@
-//! The sender's loop: read pages, find zeros and holes, build frames. The memory is made up and the connection takes
-//! everything at once, so that what is left is the loop.
+//! The sender's loop: read pages, find zeros and holes, build frames. The memory is artificial and the connection
+//! accepts everything at once, so that only the loop is measured.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -20,7 +20,7 @@ use crate::harness::{Amount, Benches};
 
 const PAGE: usize = PAGE_BYTES as usize;
 
-/// Takes every frame, and tells the other half when a round has ended.
+/// Accepts every frame, and signals the other half when a round has ended.
 struct Sink(mpsc::Sender<Vec<u8>>);
 
 impl FrameSink for Sink {
@@ -65,12 +65,12 @@ struct End(mpsc::Sender<Vec<u8>>);
 
 impl HangUp for End {
     fn hang_up(&self) {
-        // What cannot be read as an acknowledgement ends the thread that reads them.
+        // An invalid acknowledgement ends the thread that reads them.
         let _ = self.0.send(Vec::new());
     }
 }
 
-/// A block of so many chunks whose pages are all of one kind, or of all kinds in turn.
+/// A block of `chunks` chunks whose pages are all of one kind, or of all kinds in turn.
 struct Memory {
     kind: &'static str,
     chunks: u64,
@@ -95,7 +95,8 @@ impl BlockReader for Memory {
         self.chunks * CHUNK_BYTES
     }
 
-    /// Puts as little into the buffer as tells the kinds apart: what copying costs is not asked here.
+    /// Writes only as much into the buffer as distinguishes the kinds, because the cost of copying is not measured
+    /// here.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
         for (page, bytes) in (offset / PAGE_BYTES..).zip(into.chunks_exact_mut(PAGE)) {
             if self.kind == "numbers" {
@@ -120,7 +121,7 @@ impl BlockReader for Memory {
     }
 }
 
-/// Says of some pages that they were written.
+/// Reports the same pages as written in each round.
 struct Written(DirtyBitmap);
 
 impl DirtyLog for Written {
@@ -149,7 +150,7 @@ fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Saving)
         let Sent { sender, owed, .. } = sender.send_round(readable).unwrap();
         state = Some((sender, owed));
     };
-    // The first one is of everything.
+    // The first round covers everything.
     round();
     round
 }
@@ -176,7 +177,7 @@ pub(crate) fn cases(benches: &mut Benches) {
         let saving = Saving { deltas: Some(Arc::new(deltas)), ..Saving::default() };
         rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
     });
-    // Which stream sends what is decided anew in each round.
+    // The assignment of chunks to streams is computed anew in each round.
     benches.counted("round of few pages/64 in 1 GiB", Amount::Of(1, "round"), || {
         let mut written = DirtyBitmap::new(1 << 30);
         (0..64).for_each(|page| written.set(page * 8 * CHUNK_PAGES..page * 8 * CHUNK_PAGES + 1));

@@ -1,4 +1,5 @@
-//! Pages of which the other side has something already: elsewhere, or as they were. Less of them is sent.
+//! Pages of which the destination has the content, or an earlier version, already. They are sent as references or
+//! deltas.
 
 use std::ops::Range;
 
@@ -12,33 +13,33 @@ use crate::deltas::{ChunkMarks, Deltas};
 use crate::dirty::ChunkPages;
 use crate::references::{Known, PageHash, PageName, Place, RunHash, page_hash};
 
-/// Of one frame in so many it is measured how long looking for what changed takes: to ask for the time costs as much as
-/// to look at a page.
+/// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
+/// comparing a page.
 const TIMED: u64 = 16;
 
-/// What is known of a chunk's pages, so that less of them is sent.
+/// Knowledge about a chunk's pages that reduces the bytes sent.
 pub(crate) struct Knowledge<'a> {
-    /// The guest does not use these.
+    /// Pages that the guest does not use.
     pub(crate) soft: ChunkPages,
-    /// The destination may have them elsewhere.
+    /// Lookup of pages that the destination may have elsewhere.
     pub(crate) refer: Option<Refer<'a>>,
-    /// It may have an earlier version.
+    /// Marks of pages of which the destination may have an earlier version.
     pub(crate) marks: Option<(&'a Deltas, ChunkMarks)>,
 }
 
-/// Pages that the other side may not have, or not as is believed.
+/// Pages that are sent on the assumption that the destination has them, or an earlier version, which may prove wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Presumed {
-    /// Those that are referred to.
+    /// Pages sent as references.
     pub(crate) referred: ChunkPages,
-    /// Those of which only what changed is sent.
+    /// Pages sent as deltas.
     pub(crate) changed: ChunkPages,
 }
 
 impl Presumed {
     pub(crate) const NONE: Self = Self { referred: ChunkPages::EMPTY, changed: ChunkPages::EMPTY };
 
-    /// Takes pages out, if they are all in it; returns those of them of which only what changed was sent.
+    /// Removes pages, if all of them are in the set; returns those that were sent as deltas.
     pub(crate) fn take(&mut self, pages: &ChunkPages) -> Option<ChunkPages> {
         let mut all = self.referred;
         all.insert(&self.changed);
@@ -53,39 +54,39 @@ impl Presumed {
     }
 }
 
-/// Shortest run of pages that is referred to: each costs the destination a question to a server and an answer, and on a
-/// quick link a few pages are there sooner.
+/// Shortest run of pages that is sent as a reference: each reference costs the destination a query to a server and an
+/// answer, and over a fast link a few pages arrive sooner.
 const LEAST_REFERRED: u64 = 4;
 
-/// Where pages of a chunk may be at the destination already.
+/// Lookup of pages of a chunk that the destination may have already.
 pub(crate) struct Refer<'a> {
     pub(crate) known: &'a Known,
     /// The block that is sent, and the chunk's first page in it.
     pub(crate) block: u16,
     pub(crate) base_page: u64,
-    /// Pages of the chunk for which it is looked up.
+    /// Pages of the chunk that may be looked up.
     pub(crate) allowed: ChunkPages,
-    /// Whether a page of a block is at the destination as it was sent last, as far as this round knows.
+    /// Returns true if a page of a block is at the destination as it was sent last, as far as this round knows.
     pub(crate) is_there: &'a dyn Fn(u16, u64) -> bool,
 }
 
-/// A reference that may go on with the next page.
+/// A reference that may continue with the next page.
 #[derive(Debug)]
 pub(super) struct OpenReference {
-    /// Where its record goes in the frame's data.
+    /// Position of the reference's record in the frame's data.
     record: usize,
-    /// Where its pages are in the buffer, and their names: it may be too short.
+    /// Position of the pages in the buffer, and their names, because a reference that is too short becomes data again.
     from: usize,
     names: Vec<PageName>,
     library: Library,
     first_page: u64,
-    /// So many pages so far.
+    /// Number of pages so far.
     pages: u64,
     hash: RunHash,
 }
 
 impl FrameBuilder {
-    /// Takes of pages that begin at `from` in the buffer what changed since they were sent last.
+    /// Encodes pages that begin at `from` in the buffer as deltas, or keeps them as data.
     pub(super) fn changes_or_keep(
         &mut self,
         pages: Range<u64>,
@@ -104,7 +105,7 @@ impl FrameBuilder {
         }
     }
 
-    /// Takes of a page what changed, if that is known, and not all.
+    /// Encodes a page as a delta if its changed pieces are known and few enough; otherwise keeps it as data.
     fn change_or_keep(&mut self, page: u64, from: usize, (deltas, marks): (&Deltas, &mut ChunkMarks)) {
         let bytes = &self.data[from..from + PAGE];
         let changed = marks.renew(page, bytes).filter(|changed| changed.count_ones() <= MOST_PIECES);
@@ -119,7 +120,7 @@ impl FrameBuilder {
         self.push(page..page + 1, Content::Delta { pieces: changed.count_ones() as u16 });
     }
 
-    /// Refers to the page at `from` in the buffer if the destination has it. Where changes are looked for, too, it is
+    /// Sends the page at `from` in the buffer as a reference if the destination has it. If deltas are in use, it is
     /// marked either way.
     pub(super) fn refer_or_keep(
         &mut self,
@@ -148,11 +149,11 @@ impl FrameBuilder {
         }
     }
 
-    /// Where the destination has a page: behind the one before it, if it is there, too.
+    /// Returns the page's location at the destination, preferably the one that continues the open reference.
     fn look_up(&self, name: PageName, page: u64, refer: &Refer<'_>) -> Option<Place> {
         let is_there = |place: &Place| match place.library {
             Library::Template(_) => true,
-            // It was written anew, with what it had: where it was sent to, it is.
+            // The page was rewritten with its old content: the destination has it at the place to which it was sent.
             Library::Block(block) if block == refer.block && place.page == refer.base_page + page => true,
             Library::Block(block) => (refer.is_there)(block, place.page),
         };
@@ -165,7 +166,7 @@ impl FrameBuilder {
         }
     }
 
-    /// Whether the open reference goes on with this page at this place.
+    /// Returns true if the page at this location continues the open reference.
     fn goes_on(&self, page: u64, place: Place) -> bool {
         let next = self.runs.last().map(|run| u64::from(run.first_page + run.pages));
         next == Some(page)
@@ -178,7 +179,7 @@ impl FrameBuilder {
         if !self.goes_on(page, place) {
             self.close();
             let Place { library, page: first_page } = place;
-            // The record takes the place of a page that was looked at already.
+            // The record overwrites a page that was checked already.
             let record = self.filled;
             self.filled += REFERENCE_BYTES;
             self.runs.push(Run { first_page: page as u16, pages: 0, content: Content::Reference });
@@ -193,7 +194,7 @@ impl FrameBuilder {
         }
     }
 
-    /// Writes down what the last run refers to, if it does; one that is too short becomes data again.
+    /// Writes the record of the open reference, if there is one; a reference that is too short becomes data again.
     pub(super) fn close(&mut self) {
         let Some(open) = self.open.take() else { return };
         let OpenReference { record, from, names, library, first_page, pages, hash } = open;

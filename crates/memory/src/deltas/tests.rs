@@ -9,7 +9,7 @@ impl Deltas {
         lock(&self.table).free_pages
     }
 
-    /// Whether all room is accounted for, and nobody has any of it.
+    /// Returns true if all room is accounted for, and no chunk is lent.
     pub(crate) fn is_balanced(&self, all_pages: usize) -> bool {
         let table = lock(&self.table);
         let known = |chunk: &ChunkMarks| chunk.marks.len() + CHUNK_ROOM;
@@ -28,7 +28,7 @@ fn deltas(pages: usize) -> Deltas {
     deltas
 }
 
-/// Sends pages of a chunk, all of them full of one byte, and says which were known.
+/// Sends pages of a chunk, all of them full of one byte, and returns the known ones.
 fn send(deltas: &Deltas, key: Key, wanted: std::ops::Range<u64>, round: u32, fill: u8) -> Vec<u64> {
     let lent = deltas.lend(key, &pages(wanted.clone()), round, true);
     let Some(mut chunk) = lent else { return Vec::new() };
@@ -81,7 +81,7 @@ fn what_was_refused_or_may_not_have_arrived_is_sent_in_full() {
     send(&deltas, (0, 1), 0..10, 1, 1);
     deltas.refuse((0, 0), &pages(3..5), 2);
     assert_eq!(send(&deltas, (0, 0), 2..6, 2, 1), [2, 5]);
-    // While a worker has them.
+    // While a worker has borrowed them.
     let chunk = deltas.lend((0, 0), &pages(0..1), 3, true).unwrap();
     deltas.refuse((0, 0), &pages(0..5), 5);
     deltas.give_back((0, 0), chunk);
@@ -110,7 +110,7 @@ const EACH: usize = 20 + CHUNK_ROOM;
 #[test]
 fn what_is_written_to_again_and_again_stays() {
     let deltas = deltas(5 * EACH);
-    // More than there is room for: the first that come are known.
+    // More than there is room for: the first ones are known.
     (0..10).for_each(|chunk| assert_eq!(send(&deltas, (0, chunk), 0..20, 1, 1), [0; 0]));
     assert_eq!(deltas.free_pages(), 0);
     assert_eq!(deltas.unknown(&owed(&[0, 3, 4, 5, 6])), 40);
@@ -131,7 +131,7 @@ fn what_is_written_to_again_and_again_stays() {
     assert!(table.chunks.values().all(|chunk| chunk.marks.capacity() == 20));
 }
 
-/// One that is new does not drive out those that are sent after it, one after the other.
+/// A new chunk does not evict those that are sent after it, one after the other.
 #[test]
 fn what_is_about_to_be_sent_makes_no_room() {
     let deltas = deltas(5 * EACH);
@@ -153,7 +153,7 @@ fn nothing_new_is_marked_while_the_guest_stands_still() {
     assert_eq!(deltas.free_pages(), 95 - CHUNK_ROOM);
 }
 
-/// Against a copy of everything that was sent.
+/// Compares with a copy of everything that was sent.
 #[test]
 fn it_knows_what_a_copy_of_all_pages_would() {
     let mut dice = crate::tests::Dice(9);

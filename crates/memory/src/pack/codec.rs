@@ -1,4 +1,4 @@
-//! Codecs behind one trait each way.
+//! Codecs behind one trait for each direction.
 
 use std::{fmt, io};
 
@@ -6,15 +6,17 @@ use lz4_flex::block;
 use proto::packed::{Codec, Compression};
 use zstd::bulk;
 
-/// Makes data shorter.
+/// Compresses data.
 trait Encoder: Send {
-    /// Writes it to the beginning of `into`, which has room for [`Encoders::room`]; returns its length.
+    /// Writes the compressed data to the beginning of `into`, which has room for [`Encoders::room`]; returns its
+    /// length.
     fn encode(&mut self, data: &[u8], into: &mut [u8]) -> io::Result<usize>;
 }
 
-/// Restores data.
+/// Decompresses data.
 trait Decoder: Send {
-    /// Fills the beginning of `into`; returns how much of it. Nothing is allocated for what `packed` claims.
+    /// Fills the beginning of `into`; returns the number of bytes filled. Nothing is allocated because of claims in
+    /// `packed`.
     fn decode(&mut self, packed: &[u8], into: &mut [u8]) -> io::Result<usize>;
 }
 
@@ -32,7 +34,7 @@ impl Decoder for Lz4 {
     }
 }
 
-/// Keeps its tables from one piece of data to the next.
+/// Encoder that keeps its tables between pieces of data.
 struct ZstdEncoder {
     inner: bulk::Compressor<'static>,
     level: u8,
@@ -50,7 +52,7 @@ impl Decoder for bulk::Decompressor<'_> {
     }
 }
 
-/// The encoders that one thread needs. Memory is taken when it is needed first.
+/// The encoders of one thread. Memory is allocated at first use.
 #[derive(Default)]
 pub(super) struct Encoders {
     zstd: Option<ZstdEncoder>,
@@ -63,13 +65,13 @@ impl fmt::Debug for Encoders {
 }
 
 impl Encoders {
-    /// Room that an encoder may want for so much data, in bytes.
+    /// Returns the room that an encoder may need for `data_bytes` of data, in bytes.
     pub(super) fn room(data_bytes: usize) -> usize {
         block::get_maximum_output_size(data_bytes).max(zstd::zstd_safe::compress_bound(data_bytes))
     }
 
-    /// Compresses into `into`, which is lengthened where it has to be; returns the codec and the length. None if
-    /// nothing is to be done, or it cannot be.
+    /// Compresses into `into`, which grows if needed; returns the codec and the length. None without compression, or if
+    /// it fails.
     pub(super) fn encode(
         &mut self,
         way: Compression,
@@ -86,7 +88,7 @@ impl Encoders {
             Compression::Lz4 => &mut Lz4,
             Compression::Zstd(level) => self.zstd(level)?,
         };
-        // What cannot be compressed is sent as it is.
+        // Data that cannot be compressed is sent uncompressed.
         encoder.encode(data, into).ok().map(|bytes| (codec, bytes))
     }
 
@@ -103,28 +105,28 @@ impl Encoders {
     }
 }
 
-/// Why compressed data cannot be used.
+/// Error of compressed data.
 #[derive(Debug, thiserror::Error)]
 pub enum BadPacked {
-    /// It is not what its codec makes, or stands for more than was announced.
+    /// The data is invalid for its codec, or longer than announced.
     #[error("data that {codec} cannot unpack", codec = codec.name())]
     Codec {
-        /// Of which codec it should be.
+        /// The announced codec.
         codec: Codec,
-        /// What that says.
+        /// Error of the codec.
         source: io::Error,
     },
-    /// It stands for less than was announced.
+    /// The data is shorter than announced.
     #[error("compressed data that stands for {found} bytes and not for {expected}")]
     Length {
-        /// What its runs take.
+        /// Length of the runs' data, in bytes.
         expected: usize,
-        /// What it gave.
+        /// Length of the decompressed data, in bytes.
         found: usize,
     },
 }
 
-/// The decoders of one stream, and what they unpacked last.
+/// The decoders of one stream, and a reused buffer.
 #[derive(Default)]
 pub(crate) struct Unpacker {
     zstd: Option<bulk::Decompressor<'static>>,
@@ -132,8 +134,8 @@ pub(crate) struct Unpacker {
 }
 
 impl Unpacker {
-    /// Unpacks data that has to become exactly so long; the length is checked by the caller. To be given back with
-    /// [`Unpacker::take_back`].
+    /// Decompresses data whose decompressed length has to be `bytes`; the caller has checked that length. The buffer is
+    /// returned with [`Unpacker::take_back`].
     pub(crate) fn unpack(&mut self, codec: Codec, packed: &[u8], bytes: usize) -> Result<Vec<u8>, BadPacked> {
         let mut data = std::mem::take(&mut self.data);
         data.clear();
@@ -147,7 +149,7 @@ impl Unpacker {
         if found == bytes { Ok(data) } else { Err(BadPacked::Length { expected: bytes, found }) }
     }
 
-    /// The memory that [`Unpacker::unpack`] gave away is used again.
+    /// Accepts the buffer of [`Unpacker::unpack`] for reuse.
     pub(crate) fn take_back(&mut self, data: Vec<u8>) {
         self.data = data;
     }
@@ -167,7 +169,7 @@ mod tests {
 
     use super::*;
 
-    /// Data as memory has it: pieces that repeat, zeros, noise.
+    /// Data similar to memory: pieces that repeat, zeros, noise.
     fn data() -> impl Strategy<Value = Vec<u8>> {
         let piece = (prop::collection::vec(any::<u8>(), 1..64), 1..40_usize)
             .prop_map(|(piece, times)| piece.repeat(times));
@@ -179,7 +181,7 @@ mod tests {
     }
 
     proptest! {
-        /// With the same encoders and the same buffers, whatever way came before.
+        /// With the same encoders and the same buffers, after any other compression.
         #[test]
         fn what_was_packed_is_unpacked(all in prop::collection::vec((data(), way()), 1..6)) {
             let (mut encoders, mut packed, mut unpacker) = (Encoders::default(), Vec::new(), Unpacker::default());
@@ -192,7 +194,7 @@ mod tests {
             }
         }
 
-        /// Close to what is good, where the mistakes are: an error, or data of the length that was announced.
+        /// Invalid data that is close to valid data, where bugs are likely: an error, or data of the announced length.
         #[test]
         fn what_was_changed_has_the_length_that_was_announced(
             data in data(),

@@ -1,12 +1,13 @@
-//! Compression of what is sent.
+//! Compression of the pages sent.
 //!
-//! Each stream's worker compresses its own frames, one after the other, so that order within a chunk stays what it is
-//! (trap 6); as many are compressed at once as there are streams. What is compressed waits in the socket's buffer: while
-//! the link takes it from there, the worker reads and compresses the next frame. That buffer is what bounds memory, and
-//! a worker that finds it full waits, so that nobody compresses faster than the link carries.
+//! Each stream's worker compresses its own frames, one after the other, so that order within a chunk is preserved (trap
+//! 6); as many frames are compressed at once as there are streams. Compressed frames wait in the socket's buffer: while
+//! the link drains it, the worker reads and compresses the next frame. That buffer bounds memory: a worker that finds
+//! it full waits, so that no worker compresses faster than the link carries.
 //!
-//! Not all data is worth it ([`select`]), and how it is done best depends on the link and on the processors: whoever owns
-//! a [`Packing`] may change its way while pages are sent, by what it counted ([`Packing::count`]).
+//! Not all data is worth compressing ([`select`]), and the best compression depends on the link and on the processors:
+//! the owner of a [`Packing`] may change the compression while pages are sent, according to its counters
+//! ([`Packing::count`]).
 
 pub(crate) mod codec;
 mod opening;
@@ -25,9 +26,9 @@ use opening::Opening;
 use select::Selector;
 pub use select::Worth;
 
-/// Shorter data is sent as it is.
+/// Minimum length of data that is compressed, in bytes.
 const LEAST_BYTES: usize = 512;
-/// Nothing is tried out on shorter data: what is done once for each piece would count too much.
+/// Minimum length of data for a trial, in bytes: fixed costs for each piece would distort trials on shorter data.
 const LEAST_TRIAL_BYTES: usize = 32 << 10;
 
 /// Compression of a migration, shared by all streams of all its generations.
@@ -39,19 +40,19 @@ pub struct Packing {
     orders: Mutex<Orders>,
     counters: Counters,
     trials: Mutex<Vec<Trial>>,
-    /// Those that nobody works with. The harder ways need some megabytes each, and there are more streams than compress
-    /// at the same time.
+    /// Idle encoders. The higher levels need some megabytes each, and there are more streams than simultaneous
+    /// compressions.
     encoders: Mutex<Vec<Encoders>>,
 }
 
 #[derive(Debug)]
 struct Orders {
-    /// As long as nobody has picked a way.
+    /// State of the opening, until a compression is chosen.
     opening: Option<Opening>,
     way: Compression,
-    /// For a guest that stands still.
+    /// Compression for a stopped guest.
     standing_way: Compression,
-    /// To be tried, all on the same frame.
+    /// Compressions to be tried, all on the same frame.
     to_try: Vec<Compression>,
 }
 
@@ -69,39 +70,39 @@ struct Counters {
     peer_waited_us: AtomicU64,
 }
 
-/// What was counted since a migration began, all streams together.
+/// Counters since the migration began, all streams together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// The part of the data that went before a way was picked, and was compressed as the link took it, in bytes.
+    /// Data sent before a compression was chosen, and compressed according to the link's progress, in bytes.
     pub opening_bytes: u64,
     /// Data to be sent, in bytes.
     pub data_bytes: u64,
-    /// The part of it that was given to a codec, in bytes; the rest was not worth it.
+    /// The part of the data that was passed to a codec, in bytes; the rest was not worth it.
     pub tried_bytes: u64,
-    /// The part of it that went compressed, in bytes before that.
+    /// The part of the data that was sent compressed, in bytes before compression.
     pub packed_bytes: u64,
-    /// What went for all of it, in bytes.
+    /// Bytes sent for all of the data.
     pub wire_bytes: u64,
-    /// Processor time of compressing what was sent, in nanoseconds.
+    /// Processor time of compressing data that was sent, in nanoseconds.
     pub pack_ns: u64,
-    /// Processor time of trying ways out, in nanoseconds.
+    /// Processor time of trials, in nanoseconds.
     pub trial_ns: u64,
     /// Processor time of the workers, compressing and trials included, in nanoseconds.
     pub cpu_ns: u64,
-    /// For how long workers waited until the connection took more, in nanoseconds.
+    /// Time for which workers waited until the connection accepted more, in nanoseconds.
     pub blocked_ns: u64,
-    /// For how long the other side's workers had nothing to apply, in microseconds.
+    /// Time for which the destination's workers had nothing to apply, in microseconds.
     pub peer_waited_us: u64,
 }
 
 impl Packing {
-    /// Begins in a way.
+    /// Creates a state with a fixed compression.
     pub fn new(way: Compression, worth: Worth) -> Self {
         Self::begin(way, None, worth)
     }
 
-    /// Begins before anybody can know which way is good: for the first frames it is found by whether those before them
-    /// are still on this side.
+    /// Creates a state for a migration whose best compression is still unknown: for the first frames it depends on
+    /// whether earlier frames have left this host.
     pub fn opening(worth: Worth) -> Self {
         Self::begin(Compression::None, Some(Opening::default()), worth)
     }
@@ -119,19 +120,20 @@ impl Packing {
         }
     }
 
-    /// From the next frame of each stream on; the second way is for a guest that stands still.
+    /// Sets the compression from the next frame of each stream on; `standing_way` is for a stopped guest.
     pub fn set_ways(&self, way: Compression, standing_way: Compression) {
         let mut orders = lock(&self.orders);
         self.is_opening.store(false, Ordering::Release);
         (orders.opening, orders.way, orders.standing_way) = (None, way, standing_way);
     }
 
-    /// Whether the first frames go, for which no way was picked.
+    /// Returns true while the first frames are sent, for which no compression was chosen.
     pub(crate) fn is_opening(&self) -> bool {
         self.is_opening.load(Ordering::Acquire)
     }
 
-    /// A frame with so much data is next, and of those before it so much is still on this side, both in bytes.
+    /// Chooses the compression of the opening's next frame, from the length of its data and the unsent bytes of earlier
+    /// frames.
     pub(crate) fn open(&self, data_bytes: usize, unsent_bytes: u64) {
         let mut orders = lock(&self.orders);
         let Some(opening) = &mut orders.opening else { return };
@@ -145,27 +147,28 @@ impl Packing {
         }
     }
 
-    /// Only so many workers work at the same time, each of which waits for the link in its own turn only.
+    /// Sets the number of workers that work at the same time; each waits for the link in its own turn only.
     pub(crate) fn set_most_workers(&self, workers: u16) {
         self.most_workers.store(workers, Ordering::Relaxed);
     }
 
-    /// How many of so many workers work at the same time.
+    /// Returns how many of `workers` workers work at the same time.
     pub fn working_of(&self, workers: u16) -> u16 {
         workers.min(self.most_workers.load(Ordering::Relaxed))
     }
 
-    /// Has these ways tried on one frame that is sent while the guest runs; what comes of it is thrown away.
+    /// Requests a trial of these compressions on one frame that is sent while the guest runs; their output is
+    /// discarded.
     pub fn try_out(&self, ways: &[Compression]) {
         ways.clone_into(&mut lock(&self.orders).to_try);
     }
 
-    /// What was tried since the last call.
+    /// Returns the trials since the last call.
     pub fn take_trials(&self) -> Vec<Trial> {
         std::mem::take(&mut lock(&self.trials))
     }
 
-    /// What was counted up to now.
+    /// Returns the counters up to now.
     pub fn count(&self) -> Counted {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.counters;
@@ -183,26 +186,26 @@ impl Packing {
         }
     }
 
-    /// The other side has said how long it waited.
+    /// Counts the waiting time that the destination reported.
     pub(crate) fn peer_waited(&self, us: u32) {
         self.counters.peer_waited_us.fetch_add(us.into(), Ordering::Relaxed);
     }
 
-    /// Runs what a worker does for a frame, and counts what that took.
+    /// Runs a worker's action for a frame, and counts its processor time.
     pub(crate) fn working<T>(&self, work: impl FnOnce() -> T) -> T {
         let (done, took) = timed(work);
         self.counters.cpu_ns.fetch_add(took.cpu_ns, Ordering::Relaxed);
         done
     }
 
-    /// Runs what gives a frame to the connection, and counts how long that was waited for.
+    /// Runs the action that passes a frame to the connection, and counts its waiting time.
     pub(crate) fn sending<T>(&self, send: impl FnOnce() -> T) -> T {
         let (sent, waited) = waited(send);
         self.counters.blocked_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
         sent
     }
 
-    /// The way for so much data, and others to be tried on it.
+    /// Returns the compression for `data_bytes` of data, and others to be tried on it.
     fn orders(&self, data_bytes: usize, guest_runs: bool) -> (Compression, Vec<Compression>) {
         let mut orders = lock(&self.orders);
         let fits = guest_runs && data_bytes >= LEAST_TRIAL_BYTES;
@@ -212,7 +215,7 @@ impl Packing {
     }
 }
 
-/// What compresses the frames of one stream.
+/// Compressor of one stream's frames.
 pub(crate) struct Packer {
     selector: Selector,
     out: Vec<u8>,
@@ -223,8 +226,8 @@ impl Packer {
         Self { selector: Selector::default(), out: Vec::new() }
     }
 
-    /// Compresses a frame's data as is ordered; none if it is to be sent as it is. A guest that stands still does not
-    /// wait for trials.
+    /// Compresses a frame's data as configured; None if it is to be sent uncompressed. Trials are skipped while the
+    /// guest is stopped.
     pub(crate) fn pack(
         &mut self,
         packing: &Packing,
@@ -242,7 +245,7 @@ impl Packer {
             let tried = to_try.into_iter().map(|way| self.try_out(packing, &mut encoders, way, data));
             let tried = tried.collect::<Vec<_>>();
             if !tried.is_empty() {
-                // All at once: what is compared with each other is of the same data.
+                // All at once, because trials that are compared have to use the same data.
                 lock(&packing.trials).extend(tried);
             }
             let began = cpu_ns();
@@ -291,7 +294,7 @@ impl Packer {
         let packed = encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
         let pack_ns = cpu_ns().saturating_sub(began);
         packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
-        // What is not worth it is sent as it is.
+        // Data that is not worth it is sent uncompressed.
         let packed_bytes = if packing.worth.holds(data.len(), packed) { packed } else { data.len() } as u64;
         Trial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns }
     }

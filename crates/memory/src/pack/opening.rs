@@ -1,26 +1,28 @@
-//! How compression begins, when nobody knows yet what the link carries.
+//! Compression at the beginning of a migration, when the link's capacity is still unknown.
 //!
-//! To find that out takes some looks, and until then a slow link's buffers would be full of pages as they are. What a
-//! worker sees at once is whether its last frame has left this host when the next one is put together. If it has, the link
-//! is as quick as the worker, and little is spent on compressing; if not, it is the link that is waited for. A link may
-//! take the first megabyte at once, from a bucket of tokens or into its queues, and be slow after that, and a worker may
-//! have been late: so the link is not believed before some more has gone, and from one that was behind more is asked again.
+//! Measuring the capacity needs some samples, and until then a slow link's buffers would be full of uncompressed pages.
+//! A worker knows at once whether its last frame has left this host when the next one is built. If it has, the link is
+//! as fast as the worker, and little is spent on compression; if not, the link is the bottleneck.
+//!
+//! A link may accept the first megabyte at once, from a token bucket or into its queues, and be slow after that, and a
+//! worker may have been late. So the link counts as fast only after some more data, and a link that was behind has to
+//! carry more data first.
 
 use proto::packed::Compression;
 
-/// Data that goes compressed whatever is seen, in bytes; and so much after the last frame that saw the link behind.
+/// Minimum of data that is compressed in any case, in bytes; and minimum after the last frame that saw the link behind.
 const LEAST_BYTES: u64 = 4 << 20;
 const AFTERWARDS_BYTES: u64 = 1 << 20;
-/// Less is on its way, in bytes.
+/// Unsent bytes below which the link counts as keeping up.
 const LITTLE: u64 = 64 << 10;
-/// As long as the link follows; and where it does not.
+/// Compression while the link keeps up, and while it does not.
 const QUICK: Compression = Compression::Lz4;
 const SLOW: Compression = Compression::Zstd(1);
 
-/// The first frames of all streams.
+/// State of the opening, for all streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Opening {
-    /// Data that has to go before it may be over, in bytes.
+    /// Data to be sent before the opening may end, in bytes.
     left_bytes: u64,
 }
 
@@ -31,8 +33,8 @@ impl Default for Opening {
 }
 
 impl Opening {
-    /// The way of the next frame, of so much data, when so much of those before it on its stream is unsent; none when the
-    /// opening is over, because the link follows.
+    /// Returns the compression of the next frame, from the length of its data and the unsent bytes of earlier frames on
+    /// its stream; None when the opening is over, because the link keeps up.
     pub(super) fn next(&mut self, data_bytes: u64, unsent_bytes: u64) -> Option<Compression> {
         if unsent_bytes >= LITTLE {
             self.left_bytes = self.left_bytes.max(AFTERWARDS_BYTES);

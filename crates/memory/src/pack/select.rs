@@ -1,25 +1,25 @@
-//! Which data is worth compressing: selective compression (Yang, Hong, *VM live migration speedup in Xen*).
+//! Selection of data worth compressing: selective compression (Yang, Hong, *VM live migration speedup in Xen*).
 //!
-//! How well memory compresses obeys, somewhat, the principle of locality: what lies behind data that did not compress
-//! does not either. So where the ratio was too small, so many bytes of the stream are sent as they are without a look.
-//! After that a sample is looked at first, which costs a small part of compressing all.
+//! The compressibility of memory follows, somewhat, the principle of locality: data behind incompressible data is
+//! incompressible, too. So after a ratio that was too small, the next `skip_bytes` of the stream are sent uncompressed
+//! without a check. After that a sample is checked first, which costs a small part of compressing everything.
 
-/// Sampled of a frame: so many pieces of so many bytes, all over it.
+/// Sample of a frame: number and length of its pieces, which are spread over the frame.
 const SAMPLE_PIECES: usize = 8;
 const SAMPLE_PIECE_BYTES: usize = 512;
 
-/// What is worth compressing.
+/// Criteria for compression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Worth {
-    /// Least ratio of what goes in to what comes out, in percent: the paper's y:1.
+    /// Minimum ratio of uncompressed to compressed length, in percent: the paper's y:1.
     pub least_ratio_percent: u32,
-    /// How much is sent as it is behind data with a smaller ratio, in bytes of each stream: the paper's x MB.
+    /// Data sent uncompressed after a smaller ratio, in bytes of each stream: the paper's x MB.
     pub skip_bytes: u64,
 }
 
 impl Default for Worth {
-    /// The paper skips, because it has no sample to look at. With one nothing is won by skipping: behind a megabyte that
-    /// does not compress there may be one that does.
+    /// The paper skips, because it has no sample to check. With a sample, skipping gains nothing: behind an
+    /// incompressible megabyte there may be a compressible one.
     fn default() -> Self {
         Self { least_ratio_percent: 105, skip_bytes: 0 }
     }
@@ -31,22 +31,22 @@ impl Worth {
     }
 }
 
-/// What a stream has learnt of its data.
+/// Experience of a stream with its data.
 #[derive(Debug, Default)]
 pub(super) struct Selector {
-    /// So much is still to be sent as it is, in bytes.
+    /// Data that is still to be sent uncompressed, in bytes.
     skip_bytes: u64,
-    /// What was compressed last was not worth it.
+    /// True if the last compression was not worth it.
     is_wary: bool,
-    /// Frames since all of one was compressed.
+    /// Number of samples since a whole frame was compressed.
     sampled: u32,
 }
 
-/// A sample is not everything: so often, all of a frame is compressed whatever its sample says.
+/// Number of samples after which a whole frame is compressed in any case, because a sample is not everything.
 const ALL_AFTER_SAMPLES: u32 = 16;
 
 impl Selector {
-    /// Whether to compress this data; `measure` tells how long a sample becomes.
+    /// Returns true if this data is to be compressed; `measure` returns the compressed length of a sample.
     pub(super) fn wants(&mut self, worth: &Worth, data: &[u8], measure: impl FnOnce(&[u8]) -> usize) -> bool {
         if self.skip_bytes > 0 {
             self.skip_bytes = self.skip_bytes.saturating_sub(data.len() as u64);
@@ -68,7 +68,7 @@ impl Selector {
         self.learn(worth, filled, measure(&sample[..filled]))
     }
 
-    /// What became of data; returns whether that was worth it.
+    /// Records the result of a compression; returns true if it was worth it.
     pub(super) fn learn(&mut self, worth: &Worth, data: usize, packed: usize) -> bool {
         let is_worth = worth.holds(data, packed);
         self.is_wary = !is_worth;
@@ -94,10 +94,10 @@ mod tests {
         assert!(selector.learn(&WORTH, 50_000, 25_000));
         assert!(selector.wants(&WORTH, &data, unasked));
         assert!(!selector.learn(&WORTH, 50_000, 25_001));
-        // The paper's x MB, no more and no less.
+        // Exactly the paper's x MB.
         assert!(!selector.wants(&WORTH, &data, unasked));
         assert!(!selector.wants(&WORTH, &data, unasked));
-        // Then a sample decides: a bad one skips on, a good one ends it.
+        // Then a sample decides: after a bad one the skipping continues, a good one ends it.
         assert!(!selector.wants(&WORTH, &data, <[u8]>::len));
         assert!(!selector.wants(&WORTH, &data, unasked));
         assert!(!selector.wants(&WORTH, &data, unasked));

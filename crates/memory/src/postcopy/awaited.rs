@@ -1,4 +1,4 @@
-//! The destination's pages that are to come.
+//! The destination's missing pages.
 
 use std::io;
 use std::ops::Range;
@@ -15,9 +15,9 @@ use crate::dirty::DirtyBitmap;
 use crate::lock;
 use crate::ram::{BlockWriter, RamError, RamRegion};
 
-/// Puts pages where somebody may wait for them.
+/// Places pages for which threads may wait.
 pub trait Placer: Send + Sync {
-    /// Places whole pages; those that are there stay as they are.
+    /// Places whole pages; pages that are present stay as they are. Returns the number of pages that were missing.
     fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError>;
 
     /// Places zeros, in the same way.
@@ -34,40 +34,40 @@ impl Placer for MissingPages {
     }
 }
 
-/// Pages that are to come while the guest runs.
+/// Pages that are still missing while the guest runs.
 pub struct Awaited<P> {
     placer: P,
     blocks: Vec<AwaitedBlock>,
-    /// How many pages are to come.
+    /// Number of missing pages.
     left: AtomicU64,
-    /// What remembers them beside this.
+    /// File that records the missing pages, too.
     ledger: Option<Ledger>,
-    /// Another agent began it.
+    /// True if another agent began this post-copy phase.
     is_taken_over: bool,
-    /// The first that was found there although it was to come.
+    /// The first page that was found present although it was missing.
     untrusted: OnceLock<WantedPage>,
-    /// Is called when the last one has come, and when the first was found there.
+    /// Callback for the arrival of the last page, and for the first page that was found present.
     tell: Box<dyn Fn() + Send + Sync>,
 }
 
 struct AwaitedBlock {
     region: RamRegion,
-    /// Whether its zeros are placed where nobody waits for them.
+    /// True if zeros are placed even if no thread waits for them.
     places_zeros: bool,
     pages: Mutex<Pages>,
 }
 
 struct Pages {
-    /// Not there yet.
+    /// Pages that are missing.
     awaited: DirtyBitmap,
-    /// Those of them that were asked for.
+    /// Missing pages that were requested.
     asked: DirtyBitmap,
 }
 
 impl<P: Placer> Awaited<P> {
-    /// These pages of each block are to come; none of them is there. All others are there, or are zeros. `tell` is called,
-    /// on the thread that placed it, when the last one has come, but not if there is none; and when [`Self::untrusted`] is
-    /// known.
+    /// Creates the set of missing pages of each block; none of them is present. All others are present, or are zeros.
+    /// `tell` is called on the thread that placed the last missing page, but not if no page was missing; and when
+    /// [`Self::untrusted`] is known.
     pub fn new(
         placer: P,
         regions: Vec<RamRegion>,
@@ -84,14 +84,14 @@ impl<P: Placer> Awaited<P> {
         Self { placer, blocks, left, ledger: None, is_taken_over: false, untrusted, tell }
     }
 
-    /// The ledger is kept as well. It says what is said here.
+    /// Records the missing pages in the ledger as well, which has to hold the same set now.
     #[must_use]
     pub fn kept_in(self, ledger: Ledger) -> Self {
         Self { ledger: Some(ledger), ..self }
     }
 
-    /// Whether in each of the blocks zeros are placed where nobody waits for them: that tells of one that is there already, and
-    /// costs memory where that is of a file.
+    /// Sets for each block whether zeros are placed even if no thread waits for them: that detects a page that is
+    /// present already, and costs memory if the block is a file.
     #[must_use]
     pub fn placing_zeros(mut self, places_zeros: impl IntoIterator<Item = bool>) -> Self {
         for (block, places_zeros) in self.blocks.iter_mut().zip(places_zeros) {
@@ -100,37 +100,37 @@ impl<P: Placer> Awaited<P> {
         self
     }
 
-    /// Goes on where another agent died, which may have placed a page that its ledger still awaits.
+    /// Continues after another agent died, which may have placed a page that its ledger still lists as missing.
     #[must_use]
     pub fn taken_over(self) -> Self {
         Self { is_taken_over: true, ..self }
     }
 
-    /// Where pages wait to be placed.
+    /// Returns the placer of the pages.
     pub fn placer(&self) -> &P {
         &self.placer
     }
 
-    /// What waits in memory, when nobody else has it.
+    /// Returns the placer, when no other owner of this set remains.
     pub fn into_placer(self) -> P {
         self.placer
     }
 
-    /// How many pages are to come.
+    /// Returns the number of missing pages.
     pub fn pages(&self) -> u64 {
         self.left.load(Ordering::Acquire)
     }
 
-    /// Which pages of each block are to come.
+    /// Returns the missing pages of each block.
     pub fn set(&self) -> Vec<DirtyBitmap> {
         self.blocks.iter().map(|block| lock(&block.pages).awaited.clone()).collect()
     }
 
-    /// Somebody waits for the page at this address: which page is to be asked for. None where it was asked for before, or
-    /// where nothing is to come: then it is zeros now.
+    /// Handles a page fault at this address: returns the page to request. None if it was requested before, or if no
+    /// page will arrive: then it is filled with zeros.
     ///
     /// # Errors
-    /// Where zeros cannot be placed, or the address is none of the guest's memory: then somebody waits for ever.
+    /// If zeros cannot be placed, or the address is outside the guest's memory: then a thread waits for ever.
     pub fn touched(&self, address: u64) -> Result<Option<WantedPage>, MissingError> {
         let found = (0_u16..).zip(&self.blocks).find(|(_, block)| block.region.range().contains(address));
         let Some((number, block)) = found else {
@@ -147,7 +147,7 @@ impl<P: Placer> Awaited<P> {
         Ok(is_new.then_some(WantedPage { block: number, page }))
     }
 
-    /// What was asked for and has not come: to be asked for again when connections were made anew.
+    /// Returns the requested pages that are still missing, to be requested again over new connections.
     pub fn asked(&self) -> Vec<WantedPage> {
         let of = |(number, block): (u16, &AwaitedBlock)| {
             let runs: Vec<_> = lock(&block.pages).asked.runs().collect();
@@ -156,15 +156,15 @@ impl<P: Placer> Awaited<P> {
         (0_u16..).zip(&self.blocks).flat_map(of).collect()
     }
 
-    /// A page that was to come and was there already, written by whoever it was: it stays as it is and is waited for no
-    /// longer, but is not what it has to be. The first of those that came with it: it, or one of the next ones.
+    /// Returns the first page that was found present although it was missing, written by an unknown party: this page or
+    /// one of those that arrived with it. It stays as it is and is no longer waited for, but its content is wrong.
     pub fn untrusted(&self) -> Option<WantedPage> {
         self.untrusted.get().copied()
     }
 
-    /// So many of these pages, all of which were to come, were not there.
+    /// Checks how many of these pages, all of which were missing, the placer found missing.
     fn were_missing(&self, block: usize, pages: &Range<u64>, missing: u64) {
-        // One that the agent before this one placed is right, and is not to be told from one that is not.
+        // A page that the previous agent placed is correct, and looks the same as one that is not.
         if missing == pages.end - pages.start || self.is_taken_over {
             return;
         }
@@ -176,7 +176,7 @@ impl<P: Placer> Awaited<P> {
         }
     }
 
-    /// These pages are there, or are known to be zeros.
+    /// Marks pages as present, or as zeros.
     fn are_there(&self, block: usize, sets: &mut Pages, pages: Range<u64>) -> Result<(), RamError> {
         let before: u64 = sets.awaited.runs_within(pages.clone()).map(|run| run.end - run.start).sum();
         sets.awaited.clear(pages.clone());
@@ -184,7 +184,7 @@ impl<P: Placer> Awaited<P> {
         if before == 0 {
             return Ok(());
         }
-        // After the page: one that is in the ledger still is asked for again, and one that is not would be missing.
+        // After the page: a page that the ledger still lists is requested again, but one that it lacks would be lost.
         let kept = self.ledger.as_ref().map_or(Ok(()), |ledger| ledger.keep(block, &sets.awaited, pages));
         if self.left.fetch_sub(before, Ordering::AcqRel) == before {
             (self.tell)();
@@ -192,7 +192,8 @@ impl<P: Placer> Awaited<P> {
         kept.map_err(RamError::Present)
     }
 
-    /// A block was unmapped, as that of a device that was unplugged: none of it can be touched, and none has to come.
+    /// Marks all pages of a block as present, because it was unmapped, as with an unplugged device: none can be
+    /// touched, and none has to arrive.
     fn is_gone(&self, block: usize, sets: &mut Pages) -> Result<(), RamError> {
         let region = &self.blocks[block].region;
         warn!(
@@ -203,7 +204,7 @@ impl<P: Placer> Awaited<P> {
         self.are_there(block, sets, 0..region.bytes.div_ceil(PAGE_BYTES))
     }
 
-    /// The blocks as something to receive into.
+    /// Returns the blocks as writers for the receiver.
     pub fn writers(self: &Arc<Self>) -> Vec<Box<dyn BlockWriter>>
     where
         P: 'static,
@@ -213,14 +214,14 @@ impl<P: Placer> Awaited<P> {
     }
 }
 
-/// A block of [`Awaited`].
+/// Writer of one block of [`Awaited`].
 struct PlacingWriter<P> {
     all: Arc<Awaited<P>>,
     block: usize,
 }
 
 impl<P: Placer> PlacingWriter<P> {
-    /// Places pages of which some may have been placed a moment ago.
+    /// Places pages of which some may have been placed by an attempt before.
     fn place_singly(
         &self,
         sets: &mut Pages,
@@ -246,7 +247,7 @@ impl<P: Placer> PlacingWriter<P> {
     }
 }
 
-/// The pages of a range of bytes.
+/// Returns the pages of a range of bytes.
 fn pages_of(bytes: &Range<u64>) -> Range<u64> {
     bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES)
 }
@@ -260,13 +261,13 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         self.block().region.bytes
     }
 
-    /// Nothing that comes may refer to what is there: the guest writes to it.
+    /// References to present pages are refused, because the guest writes to them.
     fn read(&self, _: u64, _: &mut [u8]) -> Result<(), RamError> {
         Err(RamError::Present(io::Error::other("the guest is at work in it")))
     }
 
-    /// Those that are awaited. One of them that is there already stays: it is told of, and no error, which would end the
-    /// stream, come again on the next one, and have the guest wait without an end for all the others.
+    /// Places the missing pages. One that is present already stays: it is reported, but not as an error. An error would
+    /// end the stream and recur on the next one, and the guest would wait without end for all the others.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
         let mut sets = lock(&self.block().pages);
         let runs: Vec<_> =
@@ -279,7 +280,7 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
                 Ok(new) => new,
                 Err(MissingError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
                 Err(_) => {
-                    // Some of them may be there now: which, is found out one by one.
+                    // Some of them may be present now: placing them one by one shows which.
                     self.place_singly(&mut sets, run, address, bytes)?;
                     continue;
                 }
@@ -290,8 +291,8 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         Ok(())
     }
 
-    /// Whoever waits gets zeros, and where that costs nothing or is asked for the others, too: that one of them is there already
-    /// tells nobody else.
+    /// Places zeros for waiting threads, and, if that costs nothing or is configured, for the other pages, too: only
+    /// that detects a page that is present already.
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         let pages = pages_of(&range);
         let mut sets = lock(&self.block().pages);

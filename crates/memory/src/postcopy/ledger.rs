@@ -1,8 +1,9 @@
-//! The file that remembers which pages are to come.
+//! The file that records the missing pages.
 //!
-//! An agent may die while the guest runs; which pages are there the memory itself cannot tell, for a page that came and that
-//! the guest gave back since looks like one that has not come. So the file has a bit for each page, chunk by chunk and block
-//! by block, which is cleared when the page is there. It need not outlive the host: nor does the guest.
+//! An agent may die while the guest runs. The memory itself does not show which pages are present, because a page that
+//! arrived and that the guest has given back since looks like one that has not arrived. So the file has a bit for each
+//! page, chunk by chunk and block by block, which is cleared when the page is present. It need not outlive the host:
+//! nor does the guest.
 
 use std::fs::File;
 use std::io;
@@ -14,37 +15,37 @@ use proto::limits::CHUNK_PAGES;
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 
-/// Bytes of a chunk.
+/// Bytes of the file for a chunk.
 const CHUNK_BYTES: usize = CHUNK_PAGES as usize / 8;
 
-/// Which pages are to come, in a file.
+/// Missing pages, recorded in a file.
 #[derive(Debug)]
 pub struct Ledger {
     file: File,
-    /// Where each block begins, in bytes.
+    /// Begin of each block in the file, in bytes.
     places: Vec<u64>,
 }
 
 impl Ledger {
-    /// Writes a new one, whole.
+    /// Creates the file, complete.
     ///
     /// # Errors
-    /// If the file cannot be made, or there is no room for it.
+    /// If the file cannot be created, or there is no room for it.
     pub fn create(path: &Path, awaited: &[DirtyBitmap]) -> io::Result<Self> {
         let file = File::options().read(true).write(true).create(true).truncate(true).open(path)?;
         let bytes: Vec<u8> = awaited
             .iter()
             .flat_map(|block| (0..block.chunks()).flat_map(|chunk| encode(&block.chunk(chunk))))
             .collect();
-        // All of it, zeros too: room that is there now will be there later.
+        // All of it, including zeros, so that its room is allocated now.
         file.write_all_at(&bytes, 0)?;
         Ok(Self { file, places: places(awaited) })
     }
 
-    /// Reads what another agent has left, for blocks of such lengths in bytes.
+    /// Opens the file of another agent, for blocks of these lengths in bytes.
     ///
     /// # Errors
-    /// If it cannot be read, or is of other blocks.
+    /// If the file cannot be read, or belongs to other blocks.
     pub fn open(path: &Path, lengths: impl IntoIterator<Item = u64>) -> io::Result<(Self, Vec<DirtyBitmap>)> {
         let file = File::options().read(true).write(true).open(path)?;
         let mut awaited: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
@@ -63,10 +64,10 @@ impl Ledger {
         Ok((Self { file, places }, awaited))
     }
 
-    /// Some pages of a block have changed: what is to come of their chunks is now this.
+    /// Records the missing pages of the chunks in which `pages` have changed.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the file cannot be written.
     pub fn keep(&self, block: usize, awaited: &DirtyBitmap, pages: Range<u64>) -> io::Result<()> {
         let chunks = pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES);
         let Some(place) = self.places.get(block) else { return Ok(()) };

@@ -1,8 +1,9 @@
-//! What the source has left to send, and in which order.
+//! The source's remaining pages, and their order.
 //!
-//! Who asks for a page will ask for those behind it next if he goes through them one after the other, and what he wrote last
-//! he will soon want again. So first comes what lies behind the pages that were asked for, the farther the more often that
-//! was right, as in reading ahead of a file; then what the guest wrote last, look by look; then the rest.
+//! A thread that goes through memory sequentially will request the pages behind its last request, and pages that the
+//! guest wrote last are needed again soon. So pages behind a requested page are sent first, the more the more often
+//! that prediction was right, as in readahead of a file; then the pages that the guest wrote last, scan by scan; then
+//! the rest.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,41 +15,42 @@ use crate::dirty::DirtyBitmap;
 use crate::lock;
 use crate::round::{Owed, Readable};
 
-/// What a guest wrote of late, for the order in which it gets that back.
+/// Pages that the guest wrote recently, which determine the order of sending.
 #[derive(Clone, Debug, Default)]
 pub struct Recency {
-    /// What each look found, the latest first.
+    /// Pages found by each scan, the latest first.
     looks: VecDeque<Vec<DirtyBitmap>>,
 }
 
 impl Recency {
-    /// Looks that are remembered. A set takes 32 KiB for each GiB.
+    /// Number of scans that are remembered. A set takes 32 KiB for each GiB.
     const LOOKS: usize = 4;
 
-    /// A look has found these pages of each block written.
+    /// Records the pages of each block that a scan has found written.
     pub fn note(&mut self, found: Vec<DirtyBitmap>) {
         self.looks.truncate(Self::LOOKS - 1);
         self.looks.push_front(found);
     }
 }
 
-/// What is left to be sent to a guest that runs elsewhere already. Taken from by several senders at a time.
+/// Pages that remain to be sent to a guest that runs at the destination already. Several senders take from it at a
+/// time.
 #[derive(Debug)]
 pub struct Remaining(Mutex<Left>);
 
 #[derive(Debug)]
 struct Left {
-    /// Pages of each block, those first that are in the first of these. A page is in one of them.
+    /// Pages of each block, in order of priority. A page is in one tier only.
     tiers: Vec<Vec<DirtyBitmap>>,
     /// The last round that was taken.
     round: u32,
-    /// Where the next part begins: a block and a page of it.
+    /// Begin of the next part: a block and a page of that block.
     place: (usize, u64),
-    /// What is wanted next by those who asked, the last one first.
+    /// Predicted pages behind requested ones, the last request first.
     ahead: VecDeque<Ahead>,
 }
 
-/// Pages behind one that was asked for.
+/// Pages behind a requested page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Ahead {
     block: usize,
@@ -56,18 +58,18 @@ struct Ahead {
 }
 
 impl Ahead {
-    /// So many pages behind the first one: 256 KiB.
+    /// Number of pages behind the first request: 256 KiB.
     const FIRST_PAGES: u64 = 64;
-    /// And no more than that: 32 MiB.
+    /// Maximum number of pages: 32 MiB.
     const MOST_PAGES: u64 = 1 << 13;
-    /// So many go through memory at a time.
+    /// Maximum number of sequential readers tracked at a time.
     const MOST: usize = 8;
 
     fn length(&self) -> u64 {
         self.pages.end - self.pages.start
     }
 
-    /// Whether it was right: the next page that is asked for is one of these or lies not far behind them.
+    /// Returns true if the prediction was right: the next requested page is one of these or lies not far behind them.
     fn foretold(&self, block: usize, page: u64) -> bool {
         self.block == block
             && (self.pages.start..self.pages.end.saturating_add(self.length())).contains(&page)
@@ -75,7 +77,7 @@ impl Ahead {
 }
 
 impl Remaining {
-    /// These pages of each block, as the other side says that has seen so many rounds.
+    /// Creates the set from the missing pages of each block, as the destination reported them after `round` rounds.
     pub fn of(pages: Vec<DirtyBitmap>, round: u32, recency: &Recency) -> Self {
         let mut rest = pages;
         let mut tiers: Vec<Vec<DirtyBitmap>> = Vec::new();
@@ -92,7 +94,7 @@ impl Remaining {
         Self(Mutex::new(Left { tiers, round, place: (0, 0), ahead: VecDeque::new() }))
     }
 
-    /// So many of them, those first that somebody will want next, as a round of its own; none if nothing is left.
+    /// Takes up to `most_pages` pages, in order of priority, as a round of its own; None if no page remains.
     pub fn take(&self, most_pages: u64) -> Option<Readable> {
         let mut left = lock(&self.0);
         let left = &mut *left;
@@ -117,7 +119,7 @@ impl Remaining {
         Some(readable)
     }
 
-    /// These are sent to those who asked for them: they are not left any more, and what lies behind them comes next.
+    /// Removes pages that are sent on request; those behind them are next.
     pub fn take_out(&self, asked: &[WantedPage]) {
         let mut left = lock(&self.0);
         for &WantedPage { block, page } in asked {
@@ -139,14 +141,14 @@ impl Remaining {
         }
     }
 
-    /// What was taken and did not arrive.
+    /// Returns pages that were taken and did not arrive.
     pub fn give_back(&self, owed: &Owed) {
         if let Some(tier) = lock(&self.0).tiers.last_mut() {
             tier.iter_mut().zip(&owed.blocks).for_each(|(tier, owed)| tier.insert(owed));
         }
     }
 
-    /// How many pages are left, those on their way apart.
+    /// Returns the number of remaining pages, without those in flight.
     pub fn pages(&self) -> u64 {
         lock(&self.0).tiers.iter().flatten().map(DirtyBitmap::count).sum()
     }
@@ -158,16 +160,16 @@ impl Left {
     }
 }
 
-/// Pages that are taken.
+/// Pages that are being taken.
 struct Part {
     pages: Vec<DirtyBitmap>,
-    /// So many more.
+    /// Number of pages still wanted.
     wanted: u64,
 }
 
 impl Part {
-    /// Takes those of these pages of a block that are left in any of the tiers, the first ones first. The place is then
-    /// behind them.
+    /// Takes the given pages of a block that remain in any of the tiers, in ascending order. Moves the place behind
+    /// them.
     fn take(
         &mut self,
         tiers: &mut [Vec<DirtyBitmap>],
@@ -178,7 +180,7 @@ impl Part {
         if self.wanted == 0 {
             return;
         }
-        // Of more runs than pages are wanted none is looked at.
+        // More runs than wanted pages are never needed.
         let most_runs = usize::try_from(self.wanted).unwrap_or(usize::MAX);
         let of_block = tiers.iter().filter_map(|tier| tier.get(block));
         let mut runs: Vec<_> = of_block
@@ -240,7 +242,7 @@ mod tests {
         assert_eq!(pages(remaining.take(1)), [(1, 30)]);
         remaining.take_out(&[wanted(7, 0), wanted(1, 5000)]);
         assert_eq!(remaining.pages(), 3);
-        // A cut: what was on its way is left again.
+        // A cut: pages in flight remain again.
         remaining.give_back(&Owed::of(vec![set(100, &[1]), set(1000, &[20, 30])]));
         remaining.take_out(&[wanted(1, 35)]);
         assert_eq!(pages(remaining.take(4)), [(0, 3), (1, 10), (1, 20), (1, 40)]);
@@ -261,17 +263,17 @@ mod tests {
         let taken = [1, 2, 2, 3]
             .map(|most| pages(remaining.take(most)).into_iter().map(|page| page.1).collect::<Vec<_>>());
         assert_eq!(taken, [vec![91], vec![8, 90], vec![50, 51], vec![7, 9, 10]]);
-        // What somebody waits for is before that, and so is what lies behind it, over all that was written whenever.
+        // Requested pages precede these, and so do the pages behind them, of any age.
         let remaining = Remaining::of(vec![set(200, &all)], 3, &recency);
         remaining.take_out(&[wanted(0, 48)]);
         assert_eq!(pages(remaining.take(4)), [49, 50, 51, 52].map(|page| (0, page)));
-        // Looks are at no more than memory, and disks are behind it.
+        // Scans cover memory only, and disks follow it.
         let remaining = Remaining::of(vec![set(200, &all), set(9, &[1])], 3, &recency);
         assert_eq!((remaining.pages(), pages(remaining.take(1))), (201, vec![(0, 91)]));
     }
 
-    /// Of one who goes through memory page by page ever more is there before he asks, of several at once as well; of one
-    /// who jumps about not much is sent ahead.
+    /// Sequential access makes ever more pages arrive before their request, with several readers at once as well;
+    /// random access causes little prediction.
     #[test]
     fn the_more_often_it_was_right_the_more_goes_ahead() {
         let mut recency = Recency::default();
@@ -291,7 +293,7 @@ mod tests {
     }
 
     proptest! {
-        /// Each page goes once, whatever was found, asked for and given back.
+        /// Each page is sent once, for any sequence of scans, requests and returned pages.
         #[test]
         fn every_page_goes_once(
             left in proptest::collection::vec(0_u64..3000, 0..400),

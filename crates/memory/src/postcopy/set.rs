@@ -1,14 +1,14 @@
-//! Sets of pages, as they are said to the other side.
+//! Encoding of sets of pages for messages.
 
 use proto::awaited::{AwaitedChunk, BadAwaited};
 use proto::limits::CHUNK_PAGES;
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 
-/// Why bytes are no set of pages of these blocks.
+/// Error of decoding a set of pages of these blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadSet {
-    /// They are no entries.
+    /// The bytes are no valid entries.
     #[error(transparent)]
     Entries(#[from] BadAwaited),
     /// Chunks that do not ascend.
@@ -19,7 +19,7 @@ pub enum BadSet {
         /// The chunk.
         chunk: u64,
     },
-    /// A block, a chunk or a page that is not there.
+    /// A block, a chunk or a page that does not exist.
     #[error("chunk {chunk} of block {block} is not all there")]
     Outside {
         /// Index of the block.
@@ -29,7 +29,7 @@ pub enum BadSet {
     },
 }
 
-/// All chunks that have any of these pages.
+/// Encodes all chunks that have pages in the sets.
 pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
     let of_block = |(block, pages): (u16, &DirtyBitmap)| -> Vec<u8> {
         let entry = |chunk| AwaitedChunk { block, chunk, pages: *pages.chunk(chunk).words() }.encode();
@@ -38,10 +38,10 @@ pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
     (0_u16..).zip(blocks).flat_map(of_block).collect()
 }
 
-/// The pages of blocks of such lengths, in bytes.
+/// Decodes the pages of blocks of these lengths, in bytes.
 ///
 /// # Errors
-/// If the bytes speak of others.
+/// If the bytes name pages that do not exist.
 pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<DirtyBitmap>, BadSet> {
     let mut blocks: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
     for (block, chunk, pages) in decode_chunks(bytes, &blocks)? {
@@ -50,10 +50,10 @@ pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Resul
     Ok(blocks)
 }
 
-/// The same chunk by chunk, in order: block, chunk, and its pages. For a few of many.
+/// Decodes the pages chunk by chunk, in order: block, chunk, and its pages. For a few pages of large blocks.
 ///
 /// # Errors
-/// If the bytes speak of others than these blocks have.
+/// If the bytes name pages that these blocks do not have.
 pub fn decode_chunks(bytes: &[u8], blocks: &[DirtyBitmap]) -> Result<Vec<(usize, u64, ChunkPages)>, BadSet> {
     let mut last = None;
     let checked = |AwaitedChunk { block, chunk, pages }| {

@@ -1,13 +1,13 @@
-//! Blocks that are written to while nobody runs in them, and in which pages are placed from then on.
+//! Blocks that are written to before the guest runs, and in which pages are placed from then on.
 //!
-//! The streams go on, and with them the blocks that they write to: what changes is behind those.
+//! The streams continue, and so do the blocks that they write to: only the writers behind these blocks change.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use crate::ram::{BlockWriter, RamError, TakesAway};
 
-/// Switches blocks. Nothing must be on its way to them at that moment.
+/// Switch between two writers of each block. No frame may be in flight to the blocks at that moment.
 #[derive(Clone, Default)]
 pub struct Switch(Arc<OnceLock<Vec<Box<dyn BlockWriter>>>>);
 
@@ -18,18 +18,18 @@ struct Switched {
 }
 
 impl Switch {
-    /// The blocks, until they are switched.
+    /// Wraps the blocks that are used until the switch.
     pub fn before(&self, first: Vec<Box<dyn BlockWriter>>) -> Vec<Box<dyn BlockWriter>> {
         let switched = |(block, first)| Box::new(Switched { first, then: self.clone(), block }) as Box<_>;
         first.into_iter().enumerate().map(switched).collect()
     }
 
-    /// From here on what comes goes to these blocks. A second time changes nothing.
+    /// Directs all later writes to these blocks. A second call has no effect.
     pub fn switch(&self, to: Vec<Box<dyn BlockWriter>>) {
         drop(self.0.set(to));
     }
 
-    /// Whether that has been done.
+    /// Returns true after the switch.
     pub fn is_switched(&self) -> bool {
         self.0.get().is_some()
     }

@@ -1,4 +1,4 @@
-//! Writing a waiting QEMU's RAM.
+//! Writers of a waiting QEMU's RAM.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -12,17 +12,17 @@ use super::{BlockWriter, RamError, RamRegion, TakesAway};
 use crate::dirty::DirtyBitmap;
 use crate::lock;
 
-/// What zeros are written from: 64 KiB.
+/// Source of zeros: 64 KiB.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// Opens the RAM of a QEMU for writing, block by block, each in the way that fits it.
+/// Opens the RAM of a QEMU for writing, block by block, each with the writer that fits it.
 ///
-/// To be called before the first page comes: what QEMU itself has put into its RAM by then (firmware) is looked up
-/// here, so that a hole of the source becomes zeros there too. A block that is there from end to end was preallocated,
-/// and stays so.
+/// Has to be called before the first page arrives: it looks up the pages that QEMU itself has written by then
+/// (firmware), so that a hole of the source becomes zeros there too. A block that is present from end to end was
+/// preallocated, and stays so.
 ///
 /// # Errors
-/// When a block is not where it is said to be, or its file cannot be opened.
+/// If a block is not at its address, or its file cannot be opened.
 pub fn open_destination(
     process: &Process,
     regions: &[RamRegion],
@@ -41,7 +41,7 @@ pub fn open_destination(
                 }
                 Place::File(file, offset) => (Some((file, offset)), false, touched),
                 Place::Anonymous => (None, true, touched),
-                // What is behind a private mapping of a file shows through wherever nothing was written.
+                // The file behind a private mapping shows through in all pages that were not written.
                 Place::PrivateFile(..) | Place::Opaque => (None, false, DirtyBitmap::full(region.bytes)),
             };
             let zeroed = DirtyBitmap::new(region.bytes);
@@ -57,7 +57,7 @@ fn kept_if(is_preallocated: bool, writer: Box<dyn BlockWriter>) -> Box<dyn Block
     if is_preallocated { Box::new(Preallocated(writer)) } else { writer }
 }
 
-/// The pages of a block that are there already.
+/// Returns the pages of a block that are present already.
 fn touched(pagemap: &mut Pagemap, region: &RamRegion) -> Result<DirtyBitmap, RamError> {
     let mut found = Vec::new();
     pagemap.populated(region.range(), &mut found).map_err(RamError::Present)?;
@@ -71,7 +71,7 @@ fn touched(pagemap: &mut Pagemap, region: &RamRegion) -> Result<DirtyBitmap, Ram
 struct FileWriter {
     region: RamRegion,
     file: RamFile,
-    /// Where the block begins in the file, in bytes.
+    /// Begin of the block in the file, in bytes.
     offset: u64,
 }
 
@@ -100,7 +100,7 @@ impl BlockWriter for FileWriter {
         if self.region.page_bytes > PAGE_BYTES { TakesAway::Never } else { TakesAway::FromOutside }
     }
 
-    /// How much is there behind that nobody asks: the kernel would go through all of the file that is, page by page.
+    /// Queries only the begin of the data: for its end, the kernel would walk through all of the file's pages.
     fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
         let first = self.file.first_data(self.offset + range.start..self.offset + range.end)?;
         Ok(first.map(|at| at - self.offset))
@@ -115,22 +115,22 @@ struct ProcessWriter {
     region: RamRegion,
     memory: Arc<RemoteMemory>,
     pagemap: Arc<Mutex<Pagemap>>,
-    /// The file of huge pages behind it, in which holes can be punched, and where in it the block begins.
+    /// The file of huge pages behind the block, in which holes can be punched, and the begin of the block in it.
     file: Option<(RamFile, u64)>,
-    /// Whether QEMU can give pages back and gets zeros then.
+    /// True if QEMU can give pages back and reads zeros then.
     discards: bool,
     state: Mutex<State>,
 }
 
 struct State {
-    /// Pages that may hold something else than zeros.
+    /// Pages that may hold something other than zeros.
     dirty: DirtyBitmap,
     /// Pages that were filled with zeros and not written since.
     zeroed: DirtyBitmap,
 }
 
 impl ProcessWriter {
-    /// Punches out the huge pages that lie wholly in a range. Returns which bytes those are.
+    /// Punches out the huge pages that lie wholly in a range. Returns the bytes of these pages.
     fn punch(&self, range: &Range<u64>) -> Result<Range<u64>, RamError> {
         let Some((file, base)) = &self.file else { return Ok(range.start..range.start) };
         let page = file.page_size().max(PAGE_BYTES);
@@ -153,7 +153,7 @@ impl ProcessWriter {
     }
 }
 
-/// The pages of a range of bytes.
+/// Returns the pages of a range of bytes.
 fn pages(bytes: &Range<u64>) -> Range<u64> {
     bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES)
 }
@@ -175,7 +175,7 @@ impl BlockWriter for ProcessWriter {
         self.write_runs(std::slice::from_ref(&(offset..offset + data.len() as u64)), data)
     }
 
-    /// One system call for many pages here and there.
+    /// Uses one system call for many scattered pages.
     fn write_runs(&self, runs: &[Range<u64>], data: &[u8]) -> Result<(), RamError> {
         let mut state = lock(&self.state);
         for run in runs {

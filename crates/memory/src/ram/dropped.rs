@@ -1,12 +1,14 @@
 //! Pages of shared files that were given back and read again.
 //!
-//! When a hole is punched into a shared file (balloon), the scan finds the pages that went, also those that kept a mark
-//! of being clean: it asks the file about what is not present (see [`tracee::WriteTracker`]). But a page that the guest
-//! **reads** before the scan is there again, protected as before, and nothing but its zeros tells; the destination still
-//! has the old contents (trap 20). A guest cannot rely on what it reads there; a comparison of both sides sees it.
+//! When a hole is punched into a shared file (balloon), the scan finds the dropped pages, including those that kept a
+//! mark of being clean: it queries the file for absent pages (see [`tracee::WriteTracker`]).
 //!
-//! So before a comparison every page is looked at that the file has. Looking costs as much as reading the memory once,
-//! about 0.2 s for a GiB, with the guest stopped; without a comparison nobody needs it (ADR 0008).
+//! But a page that the guest **reads** before the scan is present again, protected as before, and only its zeros reveal
+//! the drop; the destination still has the old contents (trap 20). A guest cannot rely on the content of such a page,
+//! but a comparison of both sides finds the difference.
+//!
+//! So before a comparison every page of the file is checked. The check costs as much as reading the memory once, about
+//! 0.2 s for a GiB, with the guest stopped; without a comparison it is not needed (ADR 0008).
 
 use proto::limits::PAGE_BYTES;
 use rustix::fs::{SeekFrom, seek};
@@ -17,14 +19,14 @@ use super::RamError;
 use super::zero::is_zero;
 use crate::dirty::DirtyBitmap;
 
-/// Pages that are read at once.
+/// Number of pages that are read at once.
 const STEP_PAGES: u64 = 32;
 
 /// Finds the pages of one block that are zero.
 #[derive(Debug)]
 pub(crate) struct DropWatch {
     file: RamFile,
-    /// Where the block begins in the file, in bytes.
+    /// Begin of the block in the file, in bytes.
     offset: u64,
 }
 
@@ -33,8 +35,8 @@ impl DropWatch {
         Self { file, offset }
     }
 
-    /// Adds all pages that are holes or all zero to `dirty`, which holds what the scan before found; returns how many
-    /// are new in it. Of a guest that runs, a page that is given back after it was looked at is not found.
+    /// Adds all pages that are holes or all zero to `dirty`, which holds the result of the scan before; returns how
+    /// many are new. If the guest runs, a page that is given back after its check is not found.
     pub(crate) fn find_zeros(&self, dirty: &mut DirtyBitmap) -> Result<u64, RamError> {
         let before = dirty.count();
         let mut bytes = vec![0; (STEP_PAGES * PAGE_BYTES) as usize];
@@ -54,7 +56,7 @@ impl DropWatch {
         Ok(dirty.count() - before)
     }
 
-    /// The first page at or after `page` that is no hole; `end` if there is none before it.
+    /// Returns the first page at or after `page` that is no hole; `end` if there is none before it.
     fn next_data(&self, page: u64, end: u64) -> Result<u64, RamError> {
         match seek(self.file.file(), SeekFrom::Data(self.offset + page * PAGE_BYTES)) {
             Ok(found) => Ok((found.saturating_sub(self.offset) / PAGE_BYTES).clamp(page, end)),

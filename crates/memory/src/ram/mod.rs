@@ -1,6 +1,6 @@
-//! Guest RAM as bytes: what the data plane reads at the source and writes at the destination.
+//! Guest RAM as bytes, which the data plane reads at the source and writes at the destination.
 //!
-//! A RAM block is a row of bytes from 0 on. Where they are is behind [`BlockReader`] and [`BlockWriter`]:
+//! A RAM block is a sequence of bytes from 0 on. [`BlockReader`] and [`BlockWriter`] hide its location:
 //!
 //! | memory of QEMU | read by | written by | given back by |
 //! |---|---|---|---|
@@ -10,15 +10,16 @@
 //! | private mapping of a file | `process_vm_readv` what the process has, `pread` the rest | `process_vm_writev` | zeros |
 //! | private huge pages | `process_vm_readv` | `process_vm_writev` | zeros |
 //!
-//! A block that was there from end to end before the first page came was preallocated by the user's wish: nothing of it
-//! is given back, and what has to be empty is filled with zeros.
+//! A block that was present from end to end before the first page arrived was preallocated at the user's request: none
+//! of its memory is given back, and empty pages are filled with zeros.
 //!
-//! Where nothing is (holes of the file, pages neither present nor swapped) nothing is read, and a hole there becomes a
-//! hole here (trap 5). Tracking puts a mark in the place of each page that is not there; what tells a mark from a page
-//! in swap is its entry in `/proc/PID/pagemap`, which only a process with `CAP_SYS_ADMIN` sees. Of huge pages that are
-//! not shared nobody can tell, so all of them are read, which makes those that were missing: of what is reserved for
-//! them, as QEMU does unless told otherwise (`reserve=off`). What is read and is zero becomes a hole there all the
-//! same.
+//! Unmapped pages (holes of the file, pages neither present nor swapped) are not read, and such a hole becomes a hole
+//! at the destination (trap 5). Tracking puts a marker in the place of each unmapped page; only its entry in
+//! `/proc/PID/pagemap` distinguishes a marker from a page in swap, and only a process with `CAP_SYS_ADMIN` sees that.
+//!
+//! Huge pages that are not shared cannot be distinguished in this way, so all of them are read, which allocates the
+//! missing ones: from the huge pages reserved for them, as QEMU does unless configured otherwise (`reserve=off`). If
+//! they are zero, they still become holes at the destination.
 
 use std::io;
 use std::ops::Range;
@@ -40,50 +41,50 @@ pub use source::open_source;
 /// A block of guest RAM in the memory of a QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamRegion {
-    /// QEMU's name for it.
+    /// QEMU's name of the block.
     pub name: String,
     /// Length in use, in bytes.
     pub bytes: u64,
-    /// Size of the host pages behind it, in bytes.
+    /// Size of the host pages behind the block, in bytes.
     pub page_bytes: u64,
-    /// Where it begins in QEMU's address space.
+    /// Begin of the block in QEMU's address space.
     pub address: u64,
 }
 
 impl RamRegion {
-    /// Its addresses.
+    /// Returns the addresses of the block.
     pub fn range(&self) -> AddressRange {
         AddressRange::with_len(self.address, self.bytes)
     }
 }
 
-/// Why guest memory cannot be reached.
+/// Error of reaching guest memory.
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
-    /// The file behind it.
+    /// The file behind a block failed.
     #[error(transparent)]
     File(#[from] RamFileError),
-    /// The memory of the process.
+    /// Reading or writing the memory of the process failed.
     #[error(transparent)]
     Remote(#[from] RemoteError),
-    /// The process itself.
+    /// The process itself failed.
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// Pages of a guest that runs already cannot be placed.
     #[error(transparent)]
     Missing(#[from] MissingError),
-    /// Its page table, or where its file has data.
+    /// Reading the page table, or the map of a file's data, failed.
     #[error("cannot find out where RAM has memory behind it")]
     Present(#[source] io::Error),
-    /// A block is not mapped where QEMU says it is.
+    /// A block is not mapped at the address that QEMU reports.
     #[error("RAM block {block} is not at {range}; was memory unplugged?")]
     NotThere {
         /// Name of the block.
         block: String,
-        /// Where it should be.
+        /// The expected addresses.
         range: AddressRange,
     },
-    /// A disk, which travels as a block of its own.
+    /// A disk, which is sent as a block of its own, failed.
     #[error(transparent)]
     Disk(Box<dyn std::error::Error + Send + Sync>),
     /// A block whose length is no multiple of 4 KiB.
@@ -91,39 +92,40 @@ pub enum RamError {
     Length {
         /// Name of the block.
         block: String,
-        /// Its length.
+        /// Length of the block.
         bytes: u64,
     },
 }
 
 /// Reads a block of guest RAM. Used from several threads at once, while the guest writes.
 pub trait BlockReader: Send + Sync {
-    /// QEMU's name for the block.
+    /// Returns QEMU's name of the block.
     fn name(&self) -> &str;
 
-    /// What it is, for people.
+    /// Returns a description for people.
     fn what(&self) -> String {
         format!("guest memory: RAM block {}", self.name())
     }
 
-    /// Length of the block in bytes, a multiple of 4 KiB.
+    /// Returns the length of the block in bytes, a multiple of 4 KiB.
     fn bytes(&self) -> u64;
 
-    /// Copies bytes from the block. The guest may write meanwhile: what is returned is one private copy, and all that
-    /// is decided about a page (zero, hash) has to be decided on it.
+    /// Copies bytes from the block. The guest may write at the same time: the result is one private copy, and every
+    /// decision about a page (zero, hash) has to be based on it.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError>;
 
-    /// Where in a range of bytes (pages) the first page is that has memory behind it; the range's end if there is
-    /// none. Pages before it were never touched or were given back, and read as zeros. Swapped pages count as memory.
+    /// Returns the position of the first page in a range of bytes (pages) that has memory behind it; the range's end if
+    /// there is none. Pages before it were never touched or were given back, and read as zeros. Swapped pages count as
+    /// memory.
     fn first_present(&self, range: Range<u64>) -> Result<u64, RamError>;
 }
 
-/// How pages can be taken away.
+/// Way in which pages of a block can be discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TakesAway {
-    /// Not at all, or only huge ones.
+    /// Discarding is impossible, or possible for huge pages only.
     Never,
-    /// From outside: [`BlockWriter::drop_pages`] does it.
+    /// From outside, by [`BlockWriter::drop_pages`].
     FromOutside,
     /// Only by the process itself.
     ByProcess,
@@ -131,29 +133,30 @@ pub enum TakesAway {
 
 /// Writes a block of guest RAM. Used from several threads at once, never for the same chunk.
 pub trait BlockWriter: Send + Sync {
-    /// QEMU's name for the block.
+    /// Returns QEMU's name of the block.
     fn name(&self) -> &str;
 
-    /// What it is, for people.
+    /// Returns a description for people.
     fn what(&self) -> String {
         format!("guest memory: RAM block {}", self.name())
     }
 
-    /// Length of the block in bytes, a multiple of 4 KiB.
+    /// Returns the length of the block in bytes, a multiple of 4 KiB.
     fn bytes(&self) -> u64;
 
-    /// Whether it is guest memory, and not a disk that travels as a block.
+    /// Returns true for guest memory, and false for a disk that is sent as a block.
     fn is_ram(&self) -> bool {
         true
     }
 
-    /// Copies bytes from the block, as they are now.
+    /// Copies bytes from the block, in their current state.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError>;
 
-    /// Puts bytes into the block.
+    /// Writes bytes to the block.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError>;
 
-    /// Puts bytes into several ranges of the block, one after the other; together they are as long as the data.
+    /// Writes bytes to several ranges of the block, one after the other; the ranges' lengths add up to that of the
+    /// data.
     fn write_runs(&self, runs: &[Range<u64>], data: &[u8]) -> Result<(), RamError> {
         let mut rest = data;
         for run in runs {
@@ -164,40 +167,41 @@ pub trait BlockWriter: Send + Sync {
         Ok(())
     }
 
-    /// Makes a range of bytes (pages) read as zeros, whatever was there before, and gives its memory back where that
-    /// can be done (trap 5).
+    /// Makes a range of bytes (pages) read as zeros, whatever it held before, and gives its memory back to the host if
+    /// possible (trap 5).
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError>;
 
-    /// Nothing more comes for it: lets go of what it has open. What comes all the same is an error.
+    /// Ends writing and closes open files. A later write is an error.
     fn end(&self) {}
 
-    /// How pages of it can be taken away, so that whoever touches one of them waits for it (post-copy).
+    /// Returns how pages of the block can be discarded, so that a thread that touches one of them waits for it
+    /// (post-copy).
     fn takes_away(&self) -> TakesAway {
         TakesAway::Never
     }
 
-    /// Takes a range of bytes (pages) away, where that is done from outside.
+    /// Discards a range of bytes (pages), if that is done from outside.
     fn take_away(&self, range: Range<u64>) -> Result<(), RamError> {
         self.drop_pages(range)
     }
 
-    /// Whether all of it is to have memory behind it in the end, empty or not.
+    /// Returns true if the whole block is to have memory behind it in the end, even if it is empty.
     fn keeps_all(&self) -> bool {
         false
     }
 
-    /// Parts of a range of bytes (pages) that may have memory behind them: what is to be taken away. All of it where to take
-    /// it away costs no more than to ask.
+    /// Returns the parts of a range of bytes (pages) that may have memory behind them and so have to be discarded.
+    /// Returns the whole range if discarding costs no more than the query.
     fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         Ok(vec![range])
     }
 
-    /// The first byte of a range (pages) that has memory behind it: nobody waits for that.
+    /// Returns the first byte of a range (pages) that has memory behind it: no thread waits for that one.
     fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
         Ok(self.there(range)?.first().map(|part| part.start))
     }
 
-    /// Ranges of bytes that [`BlockWriter::drop_pages`] could only fill with zeros and that are zero still, in whole
-    /// pages of the host, and forgets them. Nothing where memory is given back at once, or cannot be.
+    /// Returns, and forgets, the ranges of bytes that [`BlockWriter::drop_pages`] could only fill with zeros and that
+    /// are still zero, in whole pages of the host. Empty if memory is given back at once, or cannot be.
     fn take_discardable(&self) -> Vec<Range<u64>>;
 }

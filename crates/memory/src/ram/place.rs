@@ -1,4 +1,4 @@
-//! What a block is made of: found in the process's own map, not taken from what anybody says.
+//! Backing of a block: read from the process's own memory map, not from anyone's description.
 
 use proto::limits::PAGE_BYTES;
 use tracee::maps::{Backing, Mapping, mappings};
@@ -6,18 +6,18 @@ use tracee::{Process, RamFile, RamFileKind};
 
 use super::{DropWatch, RamError, RamRegion};
 
-/// What stands behind a block.
+/// Backing of a block.
 #[derive(Debug)]
 pub(super) enum Place {
-    /// A shared file, and where in it the block begins, in bytes.
+    /// A shared file, and the begin of the block in it, in bytes.
     File(RamFile, u64),
     /// Anonymous memory.
     Anonymous,
-    /// A private mapping of a file with small pages, and where in it the block begins, in bytes. What the process has
-    /// neither in memory nor in swap is in the file.
+    /// A private mapping of a file with small pages, and the begin of the block in it, in bytes. Pages that the process
+    /// has neither in memory nor in swap are in the file.
     PrivateFile(RamFile, u64),
-    /// Anything else: only the process can read it, and holes cannot be told. So it is with private mappings of
-    /// hugetlbfs, because `/proc/PID/pagemap` does not tell a huge page that is being moved from none.
+    /// Anything else: only the process can read it, and holes cannot be detected. Private mappings of hugetlbfs belong
+    /// here, because `/proc/PID/pagemap` does not distinguish a huge page that is being moved from a missing one.
     Opaque,
 }
 
@@ -27,7 +27,7 @@ pub(super) fn find(process: &Process, regions: &[RamRegion]) -> Result<Vec<Place
     regions.iter().map(|region| find_one(process, &map, region)).collect()
 }
 
-/// For each region what finds pages that were given back where their marks do not tell: shared files of small pages.
+/// Returns for each region a watch for dropped pages, if its marks are incomplete: for shared files of small pages.
 pub(crate) fn drop_watches(
     process: &Process,
     regions: &[RamRegion],
@@ -61,7 +61,7 @@ fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Pl
     match first.backing {
         Backing::SharedFile(_) if is_one => return Ok(Place::File(RamFile::open(process, first)?, offset)),
         Backing::PrivateFile(_) if is_one => {
-            // For sparing memory alone: all of it can be read through the process.
+            // Only to save memory: the whole block can be read through the process.
             if let Ok(file) = RamFile::open_behind_private(process, first)
                 && file.kind() != RamFileKind::Hugetlbfs
                 && file.file().metadata().is_ok_and(|found| found.is_file())

@@ -1,8 +1,9 @@
-//! Memory that was there before anything came: the user asked QEMU to take all of it at once (`prealloc=on`).
+//! Memory that was present before the first page arrived: the user made QEMU allocate all of it at once
+//! (`prealloc=on`).
 //!
-//! It shall still be there when the guest runs, so that no first touch has to wait for a page, and none can fail. What
-//! is empty at the source is filled with zeros here where it is not zero already, and nothing is given back; what is taken
-//! away for post-copy comes again, zeros too.
+//! It has to be present when the guest runs, so that no first touch has to wait for a page, and none can fail. Pages
+//! that are empty at the source are filled with zeros here unless they are zero already, and no memory is given back;
+//! pages that are discarded for post-copy are sent again, including zeros.
 
 use std::ops::Range;
 
@@ -11,10 +12,10 @@ use proto::limits::PAGE_BYTES;
 use super::zero::is_zero;
 use super::{BlockWriter, RamError, TakesAway};
 
-/// Looked at in one go, and what zeros are written from.
+/// Source of zeros; its length is also that of one check.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// A block all of whose pages stay.
+/// A block whose pages all stay allocated.
 pub(super) struct Preallocated(pub(super) Box<dyn BlockWriter>);
 
 impl BlockWriter for Preallocated {

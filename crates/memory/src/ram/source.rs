@@ -1,4 +1,4 @@
-//! Reading a running guest's RAM.
+//! Readers of a running guest's RAM.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,10 +12,10 @@ use super::place::{Place, find};
 use super::{BlockReader, RamError, RamRegion};
 use crate::lock;
 
-/// Opens the RAM of a QEMU for reading, block by block, each in the way that fits it.
+/// Opens the RAM of a QEMU for reading, block by block, each with the reader that fits it.
 ///
 /// # Errors
-/// When a block is not where it is said to be, or its file cannot be opened.
+/// If a block is not at its address, or its file cannot be opened.
 pub fn open_source(process: &Process, regions: &[RamRegion]) -> Result<Vec<Box<dyn BlockReader>>, RamError> {
     let memory = Arc::new(RemoteMemory::new(process)?);
     let table = Arc::new(Mutex::new(PageTable { pagemap: Pagemap::open(process)?, found: Vec::new() }));
@@ -37,7 +37,7 @@ pub fn open_source(process: &Process, regions: &[RamRegion]) -> Result<Vec<Box<d
 struct FileReader {
     region: RamRegion,
     file: RamFile,
-    /// Where the block begins in the file, in bytes.
+    /// Begin of the block in the file, in bytes.
     offset: u64,
 }
 
@@ -54,19 +54,19 @@ impl BlockReader for FileReader {
         Ok(self.file.read_at(self.offset + offset, into)?)
     }
 
-    /// Only ever asks where data begins: asking where it ends walks all of the data that follows, to the end of a file
-    /// that may be all data, and that for each chunk.
+    /// Queries only the begin of the data: to find its end, the kernel walks through all of the data that follows, to
+    /// the end of a file that may be all data, and that for each chunk.
     fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
         first_data(&self.file, self.offset, range)
     }
 }
 
-/// Where in a range of a block that begins at `base` of a file the first byte is that is no hole.
+/// Returns the first byte in a range of a block, which begins at `base` of a file, that is no hole.
 fn first_data(file: &RamFile, base: u64, range: Range<u64>) -> Result<u64, RamError> {
     if !file.tells_holes() {
         return Ok(range.start);
     }
-    // Threads share the file's position; nobody uses it.
+    // Threads share the file's position; none of them uses it.
     match seek(file.file(), SeekFrom::Data(base + range.start)) {
         Ok(data) => Ok((data - base).clamp(range.start, range.end)),
         Err(Errno::NXIO) => Ok(range.end),
@@ -77,18 +77,18 @@ fn first_data(file: &RamFile, base: u64, range: Range<u64>) -> Result<u64, RamEr
 struct ProcessReader {
     region: RamRegion,
     memory: Arc<RemoteMemory>,
-    /// None where the page table does not tell what reads as zeros.
+    /// None if the page table does not show which pages read as zeros.
     table: Option<Arc<Mutex<PageTable>>>,
 }
 
-/// A private mapping of a file. To read a page of it that is not there would be to put it there: into the file, where
-/// that has a hole, so that RAM on tmpfs would grow to its full size. Such a page is read from the file.
+/// Reader of a private mapping of a file. Reading an absent page of it would allocate that page: in the file, if the
+/// file has a hole there, so that RAM on tmpfs would grow to its full size. Such a page is read from the file.
 struct PrivateReader {
     region: RamRegion,
     memory: Arc<RemoteMemory>,
     table: Arc<Mutex<PageTable>>,
     file: RamFile,
-    /// Where the block begins in the file, in bytes.
+    /// Begin of the block in the file, in bytes.
     offset: u64,
 }
 
@@ -98,7 +98,7 @@ struct PageTable {
 }
 
 impl PageTable {
-    /// The parts of a range that the process has in memory or in swap.
+    /// Returns the parts of a range that the process has in memory or in swap.
     fn populated(&mut self, range: AddressRange) -> Result<&[AddressRange], RamError> {
         self.found.clear();
         self.pagemap.populated(range, &mut self.found).map_err(RamError::Present)?;
@@ -142,7 +142,7 @@ impl BlockReader for PrivateReader {
         self.region.bytes
     }
 
-    /// A page that comes to be between the question and the reading is one that the guest writes: it is sent again.
+    /// A page that appears between the query and the reading is one that the guest writes: it is sent again.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
         let first = self.region.address + offset;
         let asked = AddressRange::with_len(first, into.len() as u64);

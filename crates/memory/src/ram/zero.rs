@@ -1,19 +1,20 @@
-//! Is it all the same?
+//! Detection of pages with uniform content.
 
 use proto::pages::FILLING_BYTES;
 
 /// Bytes compared at a time. The loop over them has no early exit, so that it is compiled to wide instructions.
 const STEP: usize = 128;
 
-/// Whether all bytes are zero. Pages with contents mostly show it in their first bytes, so looks there first.
+/// Returns true if all bytes are zero. Pages with contents mostly differ in their first bytes, so these are checked
+/// first.
 pub fn is_zero(bytes: &[u8]) -> bool {
     let (steps, rest) = bytes.as_chunks::<STEP>();
     steps.iter().all(|step| step.iter().fold(0, |seen, byte| seen | byte) == 0)
         && rest.iter().all(|byte| *byte == 0)
 }
 
-/// The eight bytes that a page consists of, again and again, if it does: what debugging kernels and other systems fill
-/// free memory with. Most pages show in their first bytes that they do not.
+/// Returns the eight bytes that a page repeats, if it does: debugging kernels and other systems fill free memory with
+/// such patterns. Most pages differ in their first bytes.
 pub(crate) fn filling(page: &[u8]) -> Option<[u8; FILLING_BYTES]> {
     let (first, rest) = page.split_first_chunk()?;
     (rest.starts_with(first) && *rest == page[..rest.len()]).then_some(*first)

@@ -25,12 +25,13 @@ use crate::references::is_meant;
 use crate::send::stream_of;
 use crate::wire::{FrameSink, FrameSource};
 
-/// Acknowledge at the latest after so many frames, or so many bytes, even if more are there already: what is not
-/// acknowledged when a connection breaks is sent again.
+/// Acknowledgements are sent at the latest after this number of frames, or of bytes, even if more have arrived already:
+/// unacknowledged frames are sent again when a connection breaks.
 const ACK_FRAMES: u64 = 64;
 const ACK_BYTES: u64 = 8 << 20;
-/// And after so long: what the source knows of this side, it knows by acknowledgements. It wants to know soon when it knows
-/// nothing: the first frame is acknowledged at once, and for some time then more often.
+/// Acknowledgements are also sent after this time, because they are the source's only knowledge of this host. In the
+/// beginning the source needs them soon: the first frame is acknowledged at once, and the next acknowledgements are
+/// more frequent.
 const ACK_AFTER: Duration = Duration::from_millis(50);
 const EARLY_ACK_AFTER: Duration = Duration::from_millis(10);
 const EARLY_ACKS: u32 = 20;
@@ -41,41 +42,41 @@ pub(super) struct StreamWorker {
     pub(super) guard: Guard,
     pub(super) source: Box<dyn FrameSource>,
     pub(super) sink: Box<dyn FrameSink>,
-    /// The least round that may come.
+    /// The lowest round that may arrive.
     pub(super) round: u32,
-    /// The newest round of which anything has come on this stream.
+    /// The newest round of which a frame has arrived on this stream.
     pub(super) seen: u32,
     /// Sequence number of the last frame that was applied.
     pub(super) applied: u64,
     /// Sequence number of the last frame that was acknowledged.
     pub(super) acked: u64,
     pub(super) bytes_since_ack: u64,
-    /// Where the data of a frame goes. Reused.
+    /// Destination ranges of the frame's data. Reused.
     pub(super) written: Vec<Range<u64>>,
-    /// Pages that were referred to, or changed. Reused.
+    /// Content of referenced, changed or filled pages. Reused.
     pub(super) found: Vec<u8>,
     pub(super) unpacker: Unpacker,
-    /// For how long since the last acknowledgement nothing was there to be applied.
+    /// Time since the last acknowledgement for which there was nothing to apply.
     pub(super) waited: Duration,
     pub(super) acked_at: Option<Instant>,
-    /// How many there were.
+    /// Number of acknowledgements sent.
     pub(super) acks: u32,
-    /// In rounds of disks alone and the first of memory (or its first part), which are long. Whether the guest stands
-    /// still in a later one is not known here.
+    /// Lowered priority, in rounds of disks alone and the first of memory (or its first part), which are long. In a
+    /// later round the guest may be stopped, which is unknown here.
     pub(super) gives_way: Option<GivesWay>,
-    /// Whether anything of memory has come on this stream.
+    /// True if a page of memory has arrived on this stream.
     pub(super) brought_ram: bool,
 }
 
 impl StreamWorker {
-    /// Until the stream ends; says why it did.
+    /// Runs until the stream ends; returns the reason.
     pub(super) fn run(&mut self) -> ReceiveError {
         let mut payload = Vec::new();
         let mut runs = Vec::new();
         loop {
             let result = self.acknowledge().and_then(|()| {
                 let (kind, waited) = waited(|| self.source.receive(&mut payload));
-                // What was waited before the first frame came tells nothing of the link.
+                // The wait for the first frame says nothing about the link.
                 if self.acks > 0 {
                     self.waited += waited;
                 }
@@ -101,7 +102,7 @@ impl StreamWorker {
         }
     }
 
-    /// Acknowledges what was applied, unless more can be applied at once.
+    /// Acknowledges applied frames, unless more can be applied at once.
     fn acknowledge(&mut self) -> Result<(), ReceiveError> {
         let waiting = self.applied - self.acked;
         let after = if self.acks < EARLY_ACKS { EARLY_ACK_AFTER } else { ACK_AFTER };
@@ -123,7 +124,7 @@ impl StreamWorker {
         Ok(())
     }
 
-    /// Applies a frame of so many bytes, whose data is that of the runs.
+    /// Applies a frame of `frame_bytes` bytes, whose data is that of the runs.
     fn apply(
         &mut self,
         header: PagesHeader,
@@ -138,7 +139,7 @@ impl StreamWorker {
         let Some(writer) = shared.ram.get(usize::from(block)) else { return Err(outside) };
         let base = chunk.checked_mul(CHUNK_BYTES).filter(|base| *base < writer.bytes());
         let Some(base) = base else { return Err(outside) };
-        // Runs ascend, so the last one tells for all.
+        // Runs ascend, so checking the last one is enough.
         if runs.last().is_some_and(|run| base + run.offset_bytes() + run.len_bytes() > writer.bytes()) {
             return Err(outside);
         }
@@ -154,10 +155,10 @@ impl StreamWorker {
         let failed = |offset, source| ReceiveError::Memory { block: writer.what(), offset, source };
         self.written.clear();
         let mut missing = ChunkPages::EMPTY;
-        // Data of the frame up to here is that of the runs that are to be written.
+        // The frame's data that belongs to the ranges still to be written begins here.
         let mut rest = data;
         let mut begin = data;
-        // Runs do not overlap: it does not matter which comes first.
+        // Runs do not overlap, so their order does not matter.
         for run in runs {
             let place = base + run.offset_bytes()..base + run.offset_bytes() + run.len_bytes();
             let offset = place.start;
@@ -169,7 +170,7 @@ impl StreamWorker {
                     writer.drop_pages(place).map_err(|source| failed(offset, source))?;
                 }
                 Content::Filled => {
-                    // What is written at once is one piece of the frame's data.
+                    // One write needs contiguous data of the frame.
                     let data = &begin[..begin.len() - rest.len() - mine.len()];
                     self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
                     begin = rest;
@@ -178,7 +179,7 @@ impl StreamWorker {
                     writer.write(offset, &self.found).map_err(|source| failed(offset, source))?;
                 }
                 Content::Reference | Content::Delta { .. } => {
-                    // What is written at once is one piece of the frame's data.
+                    // One write needs contiguous data of the frame.
                     let data = &begin[..begin.len() - rest.len() - mine.len()];
                     self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
                     begin = rest;
@@ -224,7 +225,7 @@ impl StreamWorker {
         Ok(())
     }
 
-    /// Writes data to where it belongs, and forgets where that was.
+    /// Writes data to the collected ranges, and clears them.
     fn write(&mut self, writer: &dyn BlockWriter, data: &[u8]) -> Result<(), (u64, RamError)> {
         let first = self.written.first().map(|run| run.start);
         let written =
@@ -233,7 +234,7 @@ impl StreamWorker {
         written
     }
 
-    /// Reads what is referred to; whether it is there.
+    /// Reads the pages of a reference; returns true if they have the expected content.
     fn follow(&mut self, shared: &Shared, reference: &Reference) -> bool {
         let read = match reference.library {
             Library::Template(which) => match &shared.presumed.templates {
@@ -251,8 +252,8 @@ impl StreamWorker {
         }
     }
 
-    /// Makes pages of a run anew, from those that are there and what changed of them. Returns which are what they have to
-    /// be; the others stay as they are.
+    /// Rebuilds pages of a run from their present version and the deltas. Returns the pages whose hash is right; the
+    /// others stay as they are.
     fn change(
         &mut self,
         shared: &Shared,
@@ -299,7 +300,7 @@ impl StreamWorker {
         Ok(())
     }
 
-    /// Whether a frame may come here and now.
+    /// Checks that a frame is allowed at this point, and notes its round.
     fn check_place(&mut self, seq: u64, round: u32) -> Result<(), ReceiveError> {
         let expected = self.applied + 1;
         if seq != expected {

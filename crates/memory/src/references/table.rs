@@ -1,30 +1,30 @@
-//! Where pages are, by their names: twelve bytes for each, in memory that is bounded.
+//! Locations of pages by name: twelve bytes for each, in bounded memory.
 
 use super::{NAME_BYTES, PageName};
 
-/// Places by name: each in the first slot that was free from where its name points to, or, where none was near, in the
-/// place of another one, which is forgotten.
+/// Locations by name: each is stored in the first free slot from the one to which its name hashes, or, if none is near,
+/// in the slot of another one, which is evicted.
 #[derive(Debug)]
 pub(super) struct Table {
-    /// The name, and above it the higher bits of the place.
+    /// The name, and above it the higher bits of the location.
     names: Vec<u64>,
-    /// The lower bits of the place.
+    /// The lower bits of the location.
     places: Vec<u32>,
-    /// How many were put in, and how many of them were forgotten for others.
+    /// Number of insertions, and number of names evicted by them.
     inserted: usize,
     forgotten: usize,
 }
 
-/// Slots in which a name is looked for. Of a table that is full to two thirds nearly every name finds one.
+/// Number of slots that are searched for a name. In a table that is two thirds full nearly every name finds one.
 const NEAR: usize = 64;
 const NAME_BITS: u32 = NAME_BYTES as u32 * 8;
-/// A place has 48 bits, of which 37 are the page's number: 512 TiB of each block.
+/// A location has 48 bits, of which 37 are the page's number: 512 TiB of each block.
 const PAGE_BITS: u32 = 37;
 const WHICH_BITS: u32 = 48 - PAGE_BITS;
-/// No place has all bits set.
+/// No location has all bits set.
 const NOWHERE: u64 = (1 << 48) - 1;
 
-/// What is in a slot.
+/// Content of a slot.
 enum Slot {
     Free,
     Taken { name: u64, place: u64 },
@@ -35,19 +35,19 @@ fn of_place(place: u64) -> (u16, u64) {
 }
 
 impl Table {
-    /// With room for so many pages; none needs no memory.
+    /// Creates a table with room for `pages` pages; a table for 0 pages needs no memory.
     pub(super) fn new(pages: usize) -> Self {
         let slots = if pages == 0 { 0 } else { (pages + pages / 2).max(NEAR) };
         let free = NOWHERE >> 32 << NAME_BITS;
         Self { names: vec![free; slots], places: vec![NOWHERE as u32; slots], inserted: 0, forgotten: 0 }
     }
 
-    /// How many were put in, the same name again included.
+    /// Returns the number of insertions, including repeated names.
     pub(super) fn inserted(&self) -> usize {
         self.inserted
     }
 
-    /// The slots in which a name may be, in their order.
+    /// Returns the slots in which a name may be, in their order.
     fn near(&self, name: u64) -> impl Iterator<Item = usize> + use<> {
         let slots = self.names.len();
         let first = (name % slots.max(1) as u64) as usize;
@@ -62,7 +62,7 @@ impl Table {
         }
     }
 
-    /// A place that cannot be written down is left out.
+    /// Inserts a location. One that cannot be encoded is ignored.
     pub(super) fn insert(&mut self, name: PageName, which: u16, page: u64) {
         let place = u64::from(which) << PAGE_BITS | page;
         if page >> PAGE_BITS == 0 && which >> WHICH_BITS == 0 && place != NOWHERE {
@@ -70,13 +70,13 @@ impl Table {
         }
     }
 
-    /// What [`Self::places`] tells of another table.
+    /// Inserts an entry as returned by [`Self::places`] of another table.
     pub(super) fn put(&mut self, name: u64, place: u64) {
         if self.names.is_empty() {
             return;
         }
         self.inserted += 1;
-        // The same name gets its new place.
+        // A known name gets the new location.
         let good =
             |slot: &usize| !matches!(self.get(*slot), Slot::Taken { name: other, .. } if other != name);
         let slot = self.near(name).find(good).or_else(|| {
@@ -89,7 +89,7 @@ impl Table {
         }
     }
 
-    /// Names and their places, in no order.
+    /// Returns all names and their locations, in no order.
     pub(super) fn places(&self) -> impl Iterator<Item = (u64, u64)> {
         (0..self.names.len()).filter_map(|slot| match self.get(slot) {
             Slot::Taken { name, place } => Some((name, place)),
@@ -97,12 +97,12 @@ impl Table {
         })
     }
 
-    /// Where a page of that name is: the number of its library, and the page's.
+    /// Returns the location of a page of that name: the number of its library, and the page's.
     pub(super) fn find(&self, name: PageName) -> Option<(u16, u64)> {
         let name = name.number();
         for slot in self.near(name) {
             match self.get(slot) {
-                // Nothing is ever taken out: it would stand here.
+                // Entries are never removed, so the name would be in this slot.
                 Slot::Free => return None,
                 Slot::Taken { name: found, place } if found == name => {
                     return Some(of_place(place));
@@ -123,8 +123,8 @@ mod tests {
         PageName::of(&number.to_le_bytes())
     }
 
-    /// With as many as it is made for it forgets next to none; with more it forgets some, and never tells a wrong
-    /// place.
+    /// With as many names as its room allows the table forgets next to none; with more it forgets some, and never
+    /// returns a wrong location.
     #[test]
     fn a_table_tells_no_wrong_place() {
         let mut table = Table::new(1000);
@@ -155,7 +155,7 @@ mod tests {
             table.insert(name(1), which, page);
             assert_eq!(table.find(name(1)), Some((which, page)));
         }
-        // Not to be written down: what stands there stays.
+        // These cannot be encoded: the old location stays.
         for (which, page) in [(0, 1 << PAGE_BITS), (2048, 0), (2047, (1 << PAGE_BITS) - 1)] {
             table.insert(name(1), which, page);
             assert_eq!(table.find(name(1)), Some((2047, 3)));

@@ -1,4 +1,4 @@
-//! How far a round is, counted by all threads of a sender.
+//! Progress of a round, counted by all threads of a sender.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -30,12 +30,12 @@ struct Block {
 }
 
 impl Counters {
-    /// For so many blocks.
+    /// Creates counters for `blocks` blocks.
     pub(super) fn new(blocks: usize) -> Self {
         Self { blocks: std::iter::repeat_with(Block::default).take(blocks).collect(), ..Self::default() }
     }
 
-    /// A round begins.
+    /// Resets the counters for a round.
     pub(super) fn begin(&self, plan: &Plan) {
         self.round.store(plan.round, Ordering::Relaxed);
         self.pages.store(plan.pages, Ordering::Relaxed);
@@ -62,7 +62,7 @@ impl Counters {
         }
     }
 
-    /// These pages of a block were sent, in a frame of so many bytes.
+    /// Counts pages of a block as sent, in a frame of `bytes` bytes.
     pub(super) fn sent(&self, block: u16, taken: &ChunkPages, contents: &Contents, bytes: usize) {
         self.data.fetch_add(contents.data, Ordering::Relaxed);
         self.zero.fetch_add(contents.zero, Ordering::Relaxed);
@@ -77,12 +77,12 @@ impl Counters {
         }
     }
 
-    /// So many bytes were sent.
+    /// Counts bytes as sent.
     pub(super) fn sent_bytes(&self, bytes: usize) {
         self.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// The other side does not have so many pages.
+    /// Counts pages that the destination lacks.
     pub(super) fn refused(&self, pages: u64) {
         self.refused.fetch_add(pages, Ordering::Relaxed);
     }

@@ -9,25 +9,25 @@
 //!
 //! # No page is lost
 //!
-//! A page is owed until the frame that carried it is acknowledged: pages leave the set of what is owed there and
-//! nowhere else. So when a stream breaks, what is left in the set is what was not sent and what was sent but may not
-//! have arrived, and nobody has to put it together (trap 7). A page that had arrived after all is sent twice, which
-//! is harmless: its second copy was read later.
+//! A page is owed until the frame that carried it is acknowledged: pages leave the set of owed pages there and nowhere
+//! else. So when a stream breaks, the set holds the pages that were not sent and those that were sent but may not have
+//! arrived, and needs no reconstruction (trap 7). A page that had arrived after all is sent twice, which is harmless:
+//! its second copy was read later.
 //!
 //! # Order
 //!
-//! A chunk belongs to one stream ([`stream_of`]), within which frames are applied in order (trap 6). Which chunk
-//! belongs to which stream stays the same as long as the number of streams does, and that is fixed for a generation.
+//! A chunk belongs to one stream ([`stream_of`]), within which frames are applied in order (trap 6). The assignment of
+//! chunks to streams stays the same as long as the number of streams does, and that is fixed for a generation.
 //!
 //! # Few threads
 //!
-//! Where the guest suffers only some of the workers read and send at the same time, in turns, chunk by chunk
-//! ([`SenderHandle::copies_in`]). Each stream sends its own chunks in the same order as ever.
+//! If the guest suffers, only some of the workers read and send at the same time, in turns, chunk by chunk
+//! ([`SenderHandle::copies_in`]). Each stream still sends its own chunks in the same order.
 //!
 //! # Few pages
 //!
-//! Waking a thread costs more than sending a page. A round of few pages is sent by the caller's own thread, one write
-//! for each stream; only the acknowledgements come through the threads that wait for them anyway.
+//! Waking a thread costs more than sending a page. A round of few pages is sent by the caller's own thread, with one
+//! write for each stream; only the acknowledgements arrive through the threads that wait for them anyway.
 
 use std::io;
 use std::sync::Arc;
@@ -59,102 +59,101 @@ use plan::Plan;
 pub use plan::stream_of;
 use shared::Shared;
 
-/// Rounds of at most so many pages (512 KiB) are sent by the caller's thread.
+/// Maximum number of pages (512 KiB) of a round that the caller's thread sends.
 const INLINE_PAGES: u64 = 128;
 
-/// Most frames of a stream that wait for their acknowledgement. What waits is remembered in 100 bytes a frame, its
-/// data is not kept.
+/// Maximum number of unacknowledged frames of a stream. Such a frame is remembered in 100 bytes, its data is not kept.
 const WINDOW_FRAMES: usize = 4096;
 
 /// The blocks of the source's RAM in the order of the proposal.
 pub type SourceRam = Arc<[Box<dyn BlockReader>]>;
 
-/// How less is sent, the same for all generations of a migration.
+/// Reductions: ways to send fewer bytes, the same for all generations of a migration.
 #[derive(Clone, Debug, Default)]
 pub struct Saving {
-    /// Pages that the other side has are referred to. It has to have said that it takes references.
+    /// Pages that the destination has are sent as references. The destination must have announced that it accepts them.
     pub known: Option<Arc<Known>>,
-    /// Of pages that are sent again what changed is sent. The other side has to have said that it takes that.
+    /// Pages that are sent again are sent as deltas. The destination must have announced that it accepts them.
     pub deltas: Option<Arc<Deltas>>,
-    /// Data is compressed. The other side has to have named the codecs.
+    /// Data is compressed. The destination must have named the codecs.
     pub packing: Option<Arc<Packing>>,
-    /// What the guest does not use is left out.
+    /// Pages that the guest does not use are left out.
     pub soft: Option<Arc<Soft>>,
 }
 
-/// Why a round could not be sent.
+/// Error of sending a round.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// A connection failed. The next generation of connections can go on.
+    /// A connection failed. The next generation of connections can continue.
     #[error("data stream {stream} failed")]
     Stream {
-        /// Which stream.
+        /// Number of the stream.
         stream: u16,
-        /// What the connection said.
+        /// Error of the connection.
         source: LinkError,
     },
-    /// The other side sent something that is no acknowledgement.
+    /// The destination sent a frame that is no acknowledgement.
     #[error(
         "the other side sent a {kind:?} frame on data stream {stream}, where only acknowledgements are allowed"
     )]
     UnexpectedFrame {
-        /// Which stream.
+        /// Number of the stream.
         stream: u16,
-        /// What came.
+        /// Kind of the received frame.
         kind: Kind,
     },
-    /// The other side sent an acknowledgement that cannot be read.
+    /// The destination sent an acknowledgement that cannot be decoded.
     #[error("bad acknowledgement on data stream {stream}")]
     BadAck {
-        /// Which stream.
+        /// Number of the stream.
         stream: u16,
-        /// What is wrong with it.
+        /// Reason of the failure.
         source: BadPages,
     },
-    /// The other side acknowledged what was not sent, or took an acknowledgement back.
+    /// The destination acknowledged a frame that was not sent, or one before its last acknowledgement.
     #[error("the other side acknowledged frame {seq} of data stream {stream}; {expected} is not it")]
     WrongAck {
-        /// Which stream.
+        /// Number of the stream.
         stream: u16,
-        /// What it acknowledged.
+        /// The acknowledged sequence number.
         seq: u64,
-        /// What it could have acknowledged: from the last acknowledged frame to the last one sent.
+        /// The allowed sequence numbers: from the last acknowledged frame to the last one sent.
         expected: AckRange,
     },
-    /// The other side misses pages that nobody presumed to be there, or misses them twice.
+    /// The destination reported missing pages that were sent in full, or reported pages twice.
     #[error("the other side misses pages of frame {seq} of data stream {stream}, all of which it was sent")]
     WrongMissing {
-        /// Which stream.
+        /// Number of the stream.
         stream: u16,
-        /// The frame that it names.
+        /// Sequence number of the reported frame.
         seq: u64,
     },
-    /// Guest memory, or a disk, cannot be read; no connection can help.
+    /// Guest memory, or a disk, cannot be read; new connections cannot help.
     #[error("cannot read {block} at {offset:#x}")]
     Memory {
-        /// The block, for people.
+        /// Name of the block, for people.
         block: String,
-        /// Where, in bytes.
+        /// Offset in the block, in bytes.
         offset: u64,
-        /// Why.
+        /// Reason of the failure.
         source: RamError,
     },
-    /// The other side has not acknowledged everything in time.
+    /// The destination has not acknowledged everything in time.
     #[error("the other side has not acknowledged everything in time")]
     Overdue,
     /// [`SenderHandle::cancel`] was called, or the sender ended.
     #[error("sending was cancelled")]
     Cancelled,
-    /// A thread of ours died: a mistake in this program.
+    /// A thread of the sender died: a bug in this program.
     #[error("the thread of data stream {stream} died; please report this")]
     ThreadDied {
-        /// Which stream.
+        /// Number of the stream.
         stream: u16,
     },
 }
 
 impl SendError {
-    /// Whether new connections may help.
+    /// Returns true if new connections may help.
     pub fn is_connection(&self) -> bool {
         match self {
             Self::Stream { source, .. } => is_transient(source),
@@ -164,12 +163,12 @@ impl SendError {
     }
 }
 
-/// Sequence numbers that an acknowledgement may name.
+/// Sequence numbers that an acknowledgement may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AckRange {
-    /// The last one acknowledged.
+    /// The last acknowledged frame.
     pub from: u64,
-    /// The last one sent.
+    /// The last frame sent.
     pub to: u64,
 }
 
@@ -179,68 +178,68 @@ impl std::fmt::Display for AckRange {
     }
 }
 
-/// What a round was.
+/// Statistics of one finished round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoundStats {
-    /// Which one, from 1 on.
+    /// Number of the round, from 1 on.
     pub round: u32,
-    /// Pages by what they held.
+    /// Number of pages by content.
     pub contents: Contents,
-    /// Pages of `contents.reference` and `contents.delta` that the other side did not have after all: they are owed
-    /// still.
+    /// Pages of `contents.reference` and `contents.delta` that the destination did not have after all: they are still
+    /// owed.
     pub refused_pages: u64,
-    /// Bytes of frames given to the connections, headers included (TLS and TCP come on top).
+    /// Bytes of frames written to the connections, headers included (TLS and TCP are not counted).
     pub wire_bytes: u64,
-    /// From the first page read until everything was acknowledged, in microseconds.
+    /// Time from the first page read until everything was acknowledged, in microseconds.
     pub duration_us: u64,
 }
 
-/// How far a round is; see [`SenderHandle::progress`].
+/// Progress of a round; see [`SenderHandle::progress`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Which round, from 1 on.
+    /// Number of the round, from 1 on.
     pub round: u32,
     /// Pages of the round.
     pub pages: u64,
-    /// Pages that were sent, by what they held.
+    /// Pages that were sent, by content.
     pub sent: Contents,
-    /// Pages that the other side does not have, although they were referred to or changed.
+    /// Pages that the destination lacks, although references or deltas were sent for them.
     pub refused: u64,
-    /// Bytes of frames given to the connections in this round.
+    /// Bytes of frames written to the connections in this round.
     pub wire_bytes: u64,
 }
 
-/// How far a round is with one block; see [`SenderHandle::of_blocks`].
+/// Progress of a round with one block; see [`SenderHandle::of_blocks`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockProgress {
     /// Pages of the round.
     pub pages: u64,
-    /// Those of them that were sent.
+    /// Pages of the round that were sent.
     pub sent_pages: u64,
 }
 
-/// A round that came to no end. The sender is gone with its connections; go on with a new one.
+/// An interrupted round. The sender has ended with its connections; a new one can continue.
 #[derive(Debug, thiserror::Error)]
 #[error("round {round} was interrupted", round = owed.round())]
 pub struct Interrupted {
-    /// Everything that was not acknowledged.
+    /// All pages that were not acknowledged.
     pub owed: Owed,
-    /// What the round had sent.
+    /// Statistics of the interrupted round.
     pub stats: RoundStats,
-    /// Why.
+    /// Reason of the interruption.
     #[source]
     pub cause: SendError,
 }
 
-/// A round that the other side has applied wholly.
+/// A round that the destination has applied completely.
 #[derive(Debug)]
 pub struct Sent {
     /// Ready for the next round.
     pub sender: Sender,
-    /// Nothing is owed any more but what the dirty log will tell, pages of which a reference or a change was refused, and
-    /// those for which there was no time.
+    /// Pages still owed: those whose reference or delta was refused, and those for which there was no time. The dirty
+    /// log will add others.
     pub owed: Owed,
-    /// What the round was.
+    /// Statistics of the round.
     pub stats: RoundStats,
 }
 
@@ -252,18 +251,18 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// Starts the threads of a generation: two for each stream. The place of a stream in the list is its number.
+    /// Starts the threads of a generation: two for each stream. A stream's position in the list is its number.
     ///
     /// # Errors
-    /// When the system gives no more threads, or there is no stream.
+    /// If the system cannot start another thread, or there is no stream.
     pub fn start(ram: SourceRam, streams: Vec<DataStream>) -> io::Result<Self> {
         Self::saving(ram, Saving::default(), streams)
     }
 
-    /// As [`start`](Self::start), and sends less.
+    /// Starts a sender as [`start`](Self::start) does, with reductions.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`start`](Self::start).
     pub fn saving(ram: SourceRam, saving: Saving, streams: Vec<DataStream>) -> io::Result<Self> {
         Self::with_window(ram, saving, streams, WINDOW_FRAMES)
     }
@@ -294,7 +293,7 @@ impl Sender {
         Ok(())
     }
 
-    /// For other threads: cancel, and see how far it is.
+    /// Returns a handle with which other threads cancel the round and read its progress.
     pub fn handle(&self) -> SenderHandle {
         SenderHandle(Arc::clone(&self.shared))
     }
@@ -302,25 +301,26 @@ impl Sender {
     /// Sends all pages of a round and waits until all of them are acknowledged.
     ///
     /// # Errors
-    /// [`Interrupted`] when a connection breaks, guest memory cannot be read, or somebody cancels.
+    /// [`Interrupted`] if a connection breaks, guest memory cannot be read, or the round is cancelled.
     pub fn send_round(self, pages: Readable) -> Result<Sent, Box<Interrupted>> {
         self.send(pages, None, None)
     }
 
-    /// As [`send_round`](Self::send_round), but begins no chunk after a moment: pages that are not sent by then stay owed.
+    /// Sends a round as [`send_round`](Self::send_round) does, but begins no chunk after `until`: pages not sent by
+    /// then stay owed.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`send_round`](Self::send_round).
     pub fn send_round_until(self, pages: Readable, until: Instant) -> Result<Sent, Box<Interrupted>> {
         self.send(pages, None, Some(until))
     }
 
-    /// As [`send_round`](Self::send_round), for a guest that stands still meanwhile: it does so no longer than until
-    /// `deadline`, whatever the cap on the sending rate is. The other side's kernel takes bytes and keeps connections
-    /// alive also for an agent that hangs.
+    /// Sends a round as [`send_round`](Self::send_round) does, while the guest is stopped, but waits at most until
+    /// `deadline`, whatever the bandwidth limit is. A deadline is needed because the destination's kernel accepts bytes
+    /// and keeps connections alive also for an agent that hangs.
     ///
     /// # Errors
-    /// As there, and with [`SendError::Overdue`].
+    /// Those of [`send_round`](Self::send_round), and [`SendError::Overdue`].
     pub fn send_round_by(self, pages: Readable, deadline: Instant) -> Result<Sent, Box<Interrupted>> {
         self.send(pages, Some(deadline), None)
     }
@@ -343,7 +343,7 @@ impl Sender {
         }
         let failure = self.shared.wait_settled(deadline);
         if failure.is_some() {
-            // No thread of this generation does anything after this.
+            // The threads of this generation do nothing after this.
             self.end_threads();
         }
         let owed = Owed { blocks: self.shared.take_owed(), round };
@@ -367,7 +367,7 @@ impl Sender {
     fn end_threads(&mut self) {
         self.shared.fail(SendError::Cancelled);
         for thread in self.threads.drain(..) {
-            // A thread that died has told so through its guard.
+            // The guard of a thread that died has reported it.
             let _ = thread.join();
         }
     }
@@ -389,32 +389,34 @@ impl SenderHandle {
         self.0.fail(SendError::Cancelled);
     }
 
-    /// How far the round in progress is.
+    /// Returns the progress of the round in progress.
     pub fn progress(&self) -> Progress {
         self.0.progress()
     }
 
-    /// How far the round in progress is with each block, in the order of the proposal.
+    /// Returns the progress of the round with each block, in the order of the proposal.
     pub fn of_blocks(&self) -> Vec<BlockProgress> {
         self.0.of_blocks()
     }
 
-    /// From the next round on its threads give way to guests by so much (`nice(2)`), while the one that is moved runs.
+    /// Sets the niceness of the sender's threads (`nice(2)`) from the next round on, while the guest that is moved
+    /// runs.
     pub fn gives_way_by(&self, nice: u8) {
         self.0.nice.store(nice, Ordering::Relaxed);
     }
 
-    /// From now on only so many of its threads read and send at the same time, one at least, while the one that is moved runs.
+    /// Sets how many of the sender's threads read and send at the same time from now on, at least one, while the guest
+    /// that is moved runs.
     pub fn copies_in(&self, threads: u16) {
         self.0.set_most_copying(threads);
     }
 
-    /// How many threads it has that read and send, one for each stream.
+    /// Returns the number of threads that read and send, one for each stream.
     pub fn threads(&self) -> u16 {
         self.0.stream_count()
     }
 
-    /// Whether a connection has failed or somebody has cancelled, so that the next round cannot be sent.
+    /// Returns true if a connection has failed or the sender was cancelled, so that the next round cannot be sent.
     pub fn is_broken(&self) -> bool {
         self.0.stopped.load(Ordering::Acquire)
     }

@@ -1,10 +1,10 @@
-//! Which stream sends which chunks.
+//! Assignment of chunks to streams.
 
 use std::time::Instant;
 
 use crate::dirty::DirtyBitmap;
 
-/// The stream on which a chunk travels, in every round (trap 6).
+/// Returns the stream that sends a chunk, in every round (trap 6).
 pub fn stream_of(block: u16, chunk: u64, streams: u16) -> u16 {
     ((chunk + u64::from(block)) % u64::from(streams.max(1))) as u16
 }
@@ -22,11 +22,11 @@ pub(super) struct Place {
 pub(super) struct Plan {
     pub(super) round: u32,
     pub(super) pages: u64,
-    /// The same of each block.
+    /// Number of pages of each block.
     pub(super) block_pages: Vec<u64>,
-    /// Until when all of it has to be sent and acknowledged; none if there is time.
+    /// Time by which everything has to be sent and acknowledged; None without a limit.
     pub(super) deadline: Option<Instant>,
-    /// When to stop with what was sent by then; none to send all.
+    /// Time after which no further chunk is begun; None to send all.
     pub(super) until: Option<Instant>,
     /// For each stream its chunks, in ascending order.
     pub(super) shares: Vec<Vec<Place>>,
@@ -47,7 +47,8 @@ impl Plan {
         Self { round, pages, block_pages, deadline, until: None, shares }
     }
 
-    /// The chunks of a stream for which there is time; one of them in any case, so that every round comes nearer to the end.
+    /// Returns the chunks of a stream for which there is time; one of them in any case, so that every round makes
+    /// progress.
     pub(super) fn share(&self, stream: u16) -> impl Iterator<Item = &Place> {
         let is_in_time = |number: usize| number == 0 || self.until.is_none_or(|until| Instant::now() < until);
         let share = self.shares[usize::from(stream)].iter().enumerate();

@@ -1,4 +1,4 @@
-//! What the threads of a sender share, and what each of them does.
+//! State that the threads of a sender share, and the work of each thread.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -27,25 +27,25 @@ pub(super) struct Shared {
     ram: SourceRam,
     saving: Saving,
     streams: Vec<Stream>,
-    /// Pages of the round that are not acknowledged. Emptied by acknowledgements alone.
+    /// Pages of the round that are not acknowledged. Only acknowledgements remove pages.
     owed: Mutex<Vec<DirtyBitmap>>,
     state: Mutex<State>,
-    /// Workers wait for a round.
+    /// Signals workers that wait for a round.
     begin: Condvar,
-    /// The caller waits for the round's end.
+    /// Signals the caller that waits for the round's end.
     settled: Condvar,
-    /// Set together with the first failure: do nothing any more.
+    /// Set together with the first failure: all threads stop working.
     pub(super) stopped: AtomicBool,
     counters: Counters,
-    /// By how much workers give way to guests.
+    /// Niceness of the workers.
     pub(super) nice: AtomicU8,
-    /// How many of them copy at the same time, while the guest runs.
+    /// Limit on the workers that copy at the same time, while the guest runs.
     turns: Turns,
 }
 
 #[derive(Default)]
 struct State {
-    /// The last round that the workers were given; None for rounds that the caller sends himself.
+    /// The last round passed to the workers; None for rounds that the caller sends by itself.
     work: Option<Arc<Plan>>,
     /// Streams whose end of the round is not acknowledged.
     unsettled: u16,
@@ -88,7 +88,7 @@ impl Shared {
         self.streams.len() as u16
     }
 
-    /// From now on only so many workers copy at the same time, while the guest runs.
+    /// Sets the number of workers that copy at the same time from now on, while the guest runs.
     pub(super) fn set_most_copying(&self, threads: u16) {
         self.turns.set_most(threads);
         if let Some(packing) = &self.saving.packing {
@@ -113,7 +113,7 @@ impl Shared {
         self.begin.notify_all();
     }
 
-    /// Waits until every stream's end of the round is acknowledged, or something failed, or it is too late.
+    /// Waits until every stream's end of the round is acknowledged, or a failure, or the deadline.
     pub(super) fn wait_settled(&self, deadline: Option<Instant>) -> Option<SendError> {
         let mut state = lock(&self.state);
         loop {
@@ -141,7 +141,7 @@ impl Shared {
         std::mem::take(&mut lock(&self.owed))
     }
 
-    /// What was sent of these in this round may not have arrived.
+    /// Discards knowledge about these pages as sent in this round, because they may not have arrived.
     pub(super) fn forget(&self, owed: &[DirtyBitmap], round: u32) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.forget(owed, round);
@@ -159,7 +159,7 @@ impl Shared {
         self.counters.of_blocks()
     }
 
-    /// Ends everything, once: the first failure is the one that is told.
+    /// Ends everything, once: the first failure is the one that is reported.
     pub(super) fn fail(&self, cause: SendError) {
         let mut state = lock(&self.state);
         if self.stopped.swap(true, Ordering::AcqRel) {
@@ -174,13 +174,13 @@ impl Shared {
 
     // ---- workers
 
-    /// A worker's life: one share of each round that is given to the workers.
+    /// Main loop of a worker: one share of each round that is passed to the workers.
     pub(super) fn work(&self, stream: u16) {
         let mut gives_way = GivesWay::begin();
         let _guard = DeathGuard { shared: self, stream };
         let mut done = 0;
         while let Some(plan) = self.next_work(done) {
-            // The guest stands still.
+            // The guest is stopped.
             if plan.deadline.is_some() {
                 gives_way.end();
             }
@@ -202,10 +202,10 @@ impl Shared {
         }
     }
 
-    /// Sends a stream's chunks of a round and the round's end; a worker gives way as it is told meanwhile.
+    /// Sends a stream's chunks of a round and the round's end. A worker adapts its priority in between.
     pub(super) fn send_share(&self, stream: u16, plan: &Plan, worker: Option<&mut GivesWay>) {
         let mut outlet = lock(&self.streams[usize::from(stream)].outlet);
-        // The workers' streams are closed at the deadline; who sends himself is waiting for them.
+        // The workers' streams are closed at the deadline; a caller that sends by itself waits for them here.
         outlet.sink.set_deadline(plan.deadline);
         let sent = self
             .send_chunks(stream, &mut outlet, plan, worker)
@@ -215,10 +215,11 @@ impl Shared {
         }
     }
 
-    /// A worker waits for its turn before each chunk, and only then asks whether there is time for that.
+    /// A worker waits for its turn before each chunk, and only then checks whether there is time for the chunk.
     ///
-    /// Whoever waits for a turn holds none, and who has one waits for nothing but his own connection, which fails if that is
-    /// for too long: so they never wait for each other. Where all has ended each gets his turn to see that.
+    /// A worker that waits for a turn holds none, and one that has a turn waits for nothing but its own connection,
+    /// which fails if that lasts too long: so workers never wait for each other. After a failure each gets its turn to
+    /// notice that.
     fn send_chunks(
         &self,
         stream: u16,
@@ -231,7 +232,7 @@ impl Shared {
             if let Some(gives_way) = &mut worker {
                 gives_way.by(self.nice.load(Ordering::Relaxed));
             }
-            // The caller is alone, and a guest that stands still has everybody at work.
+            // The caller is alone, and for a stopped guest all workers work at once.
             let takes_turns = worker.is_some() && plan.deadline.is_none();
             let _turn = takes_turns.then(|| self.turns.take(stream));
             let Some(place) = share.next() else { return Ok(()) };
@@ -275,7 +276,7 @@ impl Shared {
         sent
     }
 
-    /// Sends these pages of a chunk, in as many frames as it takes.
+    /// Sends these pages of a chunk, in as many frames as needed.
     fn send_frames(
         &self,
         stream: u16,
@@ -316,8 +317,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Sends as many pages of a chunk as fit into a frame. Returns which those are, what they hold, and how long the frame
-    /// is, in bytes.
+    /// Sends as many pages of a chunk as fit into a frame. Returns these pages, the counts of their contents, and the
+    /// length of the frame, in bytes.
     fn send_frame(
         &self,
         stream: u16,
@@ -344,8 +345,8 @@ impl Shared {
         Ok((taken, contents, bytes))
     }
 
-    /// Whether pages of a chunk may be referred to, and which. Not while the guest stands still: a page that is refused
-    /// then would cost a round more.
+    /// Returns the pages of a chunk that may be sent as references. None while the guest is stopped: a page that is
+    /// refused then would cost another round.
     fn may_refer(&self, plan: &Plan, place: Place) -> Option<(&Known, ChunkPages)> {
         let known = self.saving.known.as_deref().filter(|_| plan.deadline.is_none())?;
         Some((known, known.allowed(place.block, place.chunk.into())?))
@@ -362,7 +363,7 @@ impl Shared {
     fn enter(&self, stream: u16, outlet: &mut Outlet, frame: InFlight) -> Result<u64, SendError> {
         let state = &self.streams[usize::from(stream)];
         if !state.has_room() {
-            // What waits in a buffer on this side would never be acknowledged.
+            // A frame that waits in a buffer on this host would never be acknowledged.
             outlet.sink.flush().map_err(|source| not_sent(stream, source))?;
         }
         state.enter(frame).ok_or(SendError::Cancelled)
@@ -370,7 +371,7 @@ impl Shared {
 
     // ---- readers of acknowledgements
 
-    /// Takes acknowledgements until the connection ends.
+    /// Processes acknowledgements until the connection ends.
     pub(super) fn read_acks(&self, stream: u16, mut source: Box<dyn FrameSource>) {
         let _guard = DeathGuard { shared: self, stream };
         let mut payload = Vec::new();
@@ -400,8 +401,8 @@ impl Shared {
         self.fail(cause);
     }
 
-    /// Pages that were referred to, or of which what changed was sent, are not at the destination: they are sent in the
-    /// next round. Each can be asked for only once, and only if it was presumed to be there.
+    /// Handles a report of missing pages, which were sent as references or deltas: they are sent in the next round.
+    /// Each can be reported only once, and only if it was presumed to be at the destination.
     fn take_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
         let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
         let missing = ChunkPages::from_words(pages);
@@ -421,7 +422,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Acknowledged pages are owed no more.
+    /// Removes acknowledged pages from those owed.
     fn settle(&self, done: &mut Vec<InFlight>) {
         let mut round_ended = false;
         let mut owed = lock(&self.owed);
@@ -462,7 +463,7 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// A thread that dies must not leave the caller waiting.
+/// Guard that reports the death of a thread, which must not leave the caller waiting.
 struct DeathGuard<'a> {
     shared: &'a Shared,
     stream: u16,

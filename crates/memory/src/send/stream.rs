@@ -1,4 +1,4 @@
-//! One stream of a sender: what goes out, and what waits for its acknowledgement.
+//! One stream of a sender: its output, and its unacknowledged frames.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex};
@@ -14,11 +14,11 @@ use crate::pack::{Packer, Packing};
 use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 
-/// Pages that may be referred to before the destination has said anything of them: 16 MiB. References are short, so that
-/// neither the link nor the window says when it does not follow; what it is to read is not called back.
+/// Maximum number of pages in unanswered references: 16 MiB. References are short, so that neither the link nor the
+/// window shows when the destination falls behind; and reads that it has to do cannot be revoked.
 const MOST_REFERRED: u64 = 4096;
 
-/// What a frame on its way carries. Pages that are presumed to be at the other side may turn out not to be there.
+/// Content of a frame in flight. Pages that are presumed to be at the destination may turn out to be missing there.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum InFlight {
     Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: Presumed },
@@ -34,7 +34,7 @@ impl InFlight {
     }
 }
 
-/// What only the thread that sends may touch.
+/// State of the sending thread alone.
 pub(super) struct Outlet {
     pub(super) sink: Box<dyn FrameSink>,
     pub(super) builder: FrameBuilder,
@@ -42,8 +42,8 @@ pub(super) struct Outlet {
 }
 
 impl Outlet {
-    /// Sends the pages that were put together last, compressed if that is wanted and worth it. Returns how long the
-    /// frame is, in bytes.
+    /// Sends the pages of the last frame built, compressed if that is configured and worth it. Returns the length of
+    /// the frame, in bytes.
     pub(super) fn send_pages(
         &mut self,
         header: &PagesHeader,
@@ -51,7 +51,7 @@ impl Outlet {
         guest_runs: bool,
     ) -> Result<usize, LinkError> {
         let Self { sink, builder, packer } = self;
-        // References are hashes for the most part.
+        // References consist mostly of hashes.
         let packed = packing.filter(|_| builder.has_data()).and_then(|packing| {
             if guest_runs && packing.is_opening() {
                 packing.open(builder.data().len(), sink.unsent_bytes());
@@ -83,7 +83,7 @@ struct Flight {
     /// Sequence number of the last frame that was acknowledged; those in `frames` follow it.
     acked: u64,
     closed: bool,
-    /// Pages that the frames refer to.
+    /// Number of pages that the frames reference.
     referred_pages: u64,
 }
 
@@ -99,14 +99,14 @@ impl Stream {
         Self { outlet, hang_up, flight: Mutex::default(), room: Condvar::new(), window }
     }
 
-    /// Whether another frame may be sent without waiting for acknowledgements.
+    /// Returns true if another frame may be sent without waiting for acknowledgements.
     pub(super) fn has_room(&self) -> bool {
         lock(&self.flight).has_room(self.window)
     }
 
-    /// Takes note of a frame that is about to be sent and numbers it. Waits for room; None when the stream is closed.
+    /// Records a frame that is about to be sent and returns its number. Waits for room; None when the stream is closed.
     ///
-    /// Before the frame is sent, because its acknowledgement may come before the sending call returns.
+    /// Called before the frame is sent, because its acknowledgement may arrive before the sending call returns.
     pub(super) fn enter(&self, frame: InFlight) -> Option<u64> {
         let mut flight = lock(&self.flight);
         while !flight.has_room(self.window) && !flight.closed {
@@ -120,7 +120,7 @@ impl Stream {
         Some(flight.acked + flight.frames.len() as u64)
     }
 
-    /// Everything up to a sequence number has been applied: moves it to `done`.
+    /// Acknowledges all frames up to a sequence number: moves them to `done`.
     pub(super) fn acknowledge(&self, seq: u64, done: &mut Vec<InFlight>) -> Result<(), AckRange> {
         let mut flight = lock(&self.flight);
         let expected = AckRange { from: flight.acked, to: flight.acked + flight.frames.len() as u64 };
@@ -135,9 +135,9 @@ impl Stream {
         Ok(())
     }
 
-    /// Pages that a frame that is not acknowledged yet presumed to be there are not: they stay owed. Returns which chunk
-    /// they are of, and of which of them only what changed was sent; none if there is no such frame that presumed it, or
-    /// it was said before.
+    /// Records that pages which an unacknowledged frame presumed to be at the destination are missing there: they stay
+    /// owed. Returns their chunk, and those of them that were sent as deltas; None if there is no such frame that
+    /// presumed them, or they were reported before.
     pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<((u16, u32), ChunkPages)> {
         let mut flight = lock(&self.flight);
         let index = seq.checked_sub(flight.acked + 1)?;
@@ -154,7 +154,7 @@ impl Stream {
         }
     }
 
-    /// Ends the connection; nobody waits for room any more.
+    /// Ends the connection and wakes threads that wait for room.
     pub(super) fn close(&self) {
         lock(&self.flight).closed = true;
         self.room.notify_all();

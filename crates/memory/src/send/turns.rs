@@ -1,12 +1,12 @@
-//! How many threads of a sender copy at the same time.
+//! Limit on the threads of a sender that copy at the same time.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use crate::lock;
 
-/// Turns, of which only so many are taken at the same time. Whoever waits for one gets it in the order in which they came, so
-/// that no stream's chunks wait until all those of another have gone.
+/// Turns, of which only a limited number is taken at the same time. Threads get them in the order of their requests, so
+/// that no stream's chunks wait until all those of another have been sent.
 #[derive(Debug)]
 pub(super) struct Turns {
     state: Mutex<State>,
@@ -17,21 +17,21 @@ pub(super) struct Turns {
 struct State {
     most: u16,
     taken: u16,
-    /// Streams whose threads wait, the first one first.
+    /// Streams whose threads wait, in the order of their requests.
     waiting: VecDeque<u16>,
 }
 
-/// A thread may copy, until this is dropped.
+/// Permission to copy, until this is dropped.
 pub(super) struct Turn<'a>(&'a Turns);
 
 impl Turns {
-    /// As many as there are threads.
+    /// Creates turns without a limit.
     pub(super) fn new() -> Self {
         let state = State { most: u16::MAX, taken: 0, waiting: VecDeque::new() };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// From now on so many are taken at the same time at most, and one in any case.
+    /// Sets the number of turns that are taken at the same time, at least one.
     pub(super) fn set_most(&self, most: u16) {
         lock(&self.state).most = most.max(1);
         self.changed.notify_all();
@@ -47,7 +47,7 @@ impl Turns {
         state.waiting.pop_front();
         state.taken += 1;
         if !state.waiting.is_empty() {
-            // The next one may be there for its turn, too.
+            // The next thread may get a turn, too.
             self.changed.notify_all();
         }
         Turn(self)

@@ -10,7 +10,7 @@ use crate::{Deltas, Owed, RoundStats, Saving};
 
 const PAGES: u64 = 1000;
 
-/// A source full of pages that are all different, of which so much may be marked, in marks of these bits.
+/// A source full of pages that are all different, with room for marks of `marks_bytes` bytes, and marks of these bits.
 fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     let source = FakeRam::new(&[PAGES]);
     for page in 0..PAGES {
@@ -25,7 +25,7 @@ fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
 
 const ALL: usize = (PAGES as usize + 10) * MARKS_BYTES;
 
-/// Everything is sent once.
+/// Sends everything once.
 fn sent_once(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     let (pair, owed, deltas) = full(marks_bytes, bits);
     let (pair, owed, stats) = pair.round(owed);
@@ -45,13 +45,13 @@ fn what_changed_is_sent() {
     }
     let (pair, owed, stats) = pair.round(owed);
     assert_eq!((counts(&stats), owed.pages()), ((0, PAGES, 0), 0));
-    // A head and a piece or two of each.
+    // A head and a piece or two of each page.
     assert!(stats.wire_bytes < PAGES * 120, "{stats:?}");
     assert!(pair.is_equal());
     let counted = deltas.count();
     assert_eq!(counted.pages, PAGES);
     assert!(counted.bytes < stats.wire_bytes && counted.bytes >= PAGES * 80, "{counted:?}");
-    // Written to with what was there, and with something else in each piece.
+    // Some pages are rewritten with their old content, others with another content in each piece.
     let contents = pair.source.0[0].contents(3).unwrap();
     pair.source.0[0].guest_fills(3, &contents);
     pair.source.0[0].guest_fills(9, &contents.map(|byte| byte ^ 1));
@@ -73,14 +73,14 @@ fn pages_that_were_holes_meanwhile_are_sent_in_full() {
     assert!(pair.is_equal());
 }
 
-/// Pieces with the same mark, which are not the same: the destination does not take the page, and gets it in full.
+/// Different pieces with the same mark: the destination refuses the page, and receives it in full.
 #[test]
 fn what_is_mistaken_is_found_out() {
     let (pair, owed, deltas) = sent_once(ALL, 0);
     (0..PAGES).for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
     let before = pair.destination.0[0].contents(5);
     let (pair, owed, stats) = pair.round(owed);
-    // Some were written with what was there.
+    // Some were rewritten with their old content.
     let refused = stats.refused_pages;
     assert!(refused > PAGES / 2 && counts(&stats) == (0, PAGES, refused), "{stats:?}");
     assert_eq!((owed.pages(), deltas.count().pages), (refused, PAGES - refused));
@@ -90,7 +90,7 @@ fn what_is_mistaken_is_found_out() {
     assert!(pair.is_equal());
 }
 
-/// A destination that has something else than was believed, in pages here and there of a run.
+/// The destination has other content than was assumed, in pages here and there of a run.
 #[test]
 fn what_the_destination_has_lost_is_sent_in_full() {
     let (pair, owed, _) = sent_once(ALL, u16::MAX);
@@ -130,7 +130,7 @@ fn what_there_is_no_room_for_is_sent_in_full() {
     write(&pair, 0..200);
     let (pair, owed, stats) = pair.round(owed);
     assert_eq!(counts(&stats), (100, 100, 0));
-    // What was not written makes room for what is.
+    // Pages that are not written make room for those that are.
     write(&pair, 900..950);
     let (pair, owed, stats) = pair.round(owed);
     assert_eq!(counts(&stats), (50, 0, 0));

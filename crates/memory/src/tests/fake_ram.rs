@@ -1,8 +1,7 @@
 //! Guest RAM in vectors.
 //!
-//! Each page has contents (none: a hole) and an entry in the page table, which is what the kernel keeps its marks in:
-//! an entry that is dropped takes its mark along. `FakeLog` asks as the real one does, for what is
-//! written or absent.
+//! Each page has contents (None: a hole) and an entry in the page table, in which the kernel keeps its marks: a dropped
+//! entry loses its mark. `FakeLog` queries as the real log does, for written or absent pages.
 
 use std::io;
 use std::ops::Range;
@@ -20,9 +19,9 @@ pub(super) type Page = [u8; PAGE];
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Entry {
-    /// Never touched, or dropped since it was protected last.
+    /// Never touched, or dropped since it was last protected.
     None,
-    /// Protected, and nothing there.
+    /// Protected, without a page.
     Marker,
     Present {
         written: bool,
@@ -32,7 +31,7 @@ enum Entry {
 pub(super) struct FakePage {
     pub(super) contents: Option<Box<Page>>,
     entry: Entry,
-    /// The guest does not use it: what is in it does not matter until it is written to.
+    /// True if the guest does not use the page: its content does not matter until it is written.
     pub(super) is_free: bool,
 }
 
@@ -41,11 +40,11 @@ pub(super) type BeforeWrite = Box<dyn FnMut(u64) + Send>;
 pub(super) struct FakeBlock {
     name: String,
     pub(super) pages: Vec<Mutex<FakePage>>,
-    /// Reading this page fails, as when guest memory is unmapped.
+    /// Page whose reading fails, as when guest memory is unmapped.
     pub(super) unreadable: Mutex<Option<u64>>,
     /// Called with a page before it is written by the receiver.
     pub(super) before_write: Mutex<Option<BeforeWrite>>,
-    /// A broken writer that leaves memory as it is where a hole should be.
+    /// A broken writer that leaves memory unchanged where a hole should be.
     pub(super) never_drops: bool,
 }
 
@@ -53,7 +52,7 @@ pub(super) struct FakeBlock {
 pub(super) struct FakeRam(pub(super) Vec<Arc<FakeBlock>>);
 
 impl FakeRam {
-    /// Blocks of so many pages, all holes.
+    /// Creates blocks of these numbers of pages, all holes.
     pub(super) fn new(blocks: &[u64]) -> Self {
         let block = |(index, pages): (usize, &u64)| {
             let page = || Mutex::new(FakePage { contents: None, entry: Entry::None, is_free: false });
@@ -84,18 +83,18 @@ impl FakeRam {
         Owed::everything(self.0.iter().map(BlockReader::bytes))
     }
 
-    /// A page at random.
+    /// Returns a random page.
     pub(super) fn any_page(&self, dice: &mut Dice) -> (&FakeBlock, u64) {
         let block = &self.0[dice.below(self.0.len() as u64) as usize];
         (block, dice.below(block.pages.len() as u64))
     }
 
-    /// What a guest and its host may do to a page at any time.
+    /// Does to a page what a guest and its host may do at any time.
     pub(super) fn touch(&self, dice: &mut Dice) {
         let (block, first) = self.any_page(dice);
         let run = if dice.one_in(8) { dice.below(600) } else { dice.below(4) } + 1;
         if dice.one_in(12) {
-            // Content that is there already: a file is read again, or copied.
+            // Content that exists already: a file is read again, or copied.
             let (other, page) = self.any_page(dice);
             // Page by page, or the same one again and again.
             let step = dice.below(2);
@@ -118,7 +117,7 @@ impl FakeRam {
                 7 => block.guest_writes_last_word(page, dice.next() as u8 | 1),
                 8 | 9 => block.is_punched(page),
                 10 => block.is_reclaimed(page),
-                // Nothing that any codec could shorten.
+                // Content that no codec can shorten.
                 12 => block.guest_fills(page, &std::array::from_fn(|_| dice.next() as u8)),
                 13 => block.guest_fills(page, &[first as u8 | 1; PAGE]),
                 _ => block.guest_reads(page),
@@ -126,7 +125,7 @@ impl FakeRam {
         }
     }
 
-    /// The first page whose bytes differ, or which is no hole although it is all zero at the source.
+    /// Returns the first page whose bytes differ, or which is no hole although it is all zero at the source.
     pub(super) fn first_difference(&self, other: &Self) -> Option<(usize, u64)> {
         for (index, (mine, theirs)) in self.0.iter().zip(&other.0).enumerate() {
             for page in 0..mine.pages.len() {
@@ -174,12 +173,12 @@ impl FakeBlock {
         self.change(page, |bytes| bytes.fill(0));
     }
 
-    /// Whatever is in it is of no use any more.
+    /// Frees the page: its content is of no use any more.
     pub(super) fn guest_frees(&self, page: u64) {
         lock(&self.pages[page as usize]).is_free = true;
     }
 
-    /// Balloon: the memory is given back, and with the entry the mark is gone.
+    /// Balloon: the memory is given back, and the mark is lost with the entry.
     pub(super) fn is_punched(&self, page: u64) {
         let mut page = lock(&self.pages[page as usize]);
         page.contents = None;
@@ -284,7 +283,7 @@ impl BlockWriter for Arc<FakeBlock> {
 /// The kernel's marks of a [`FakeRam`].
 pub(super) struct FakeLog {
     ram: FakeRam,
-    /// Otherwise pages without an entry are forgotten, and what was in them before.
+    /// If false, pages without an entry are forgotten, and so are their earlier contents.
     pub(super) asks_for_absent: bool,
 }
 

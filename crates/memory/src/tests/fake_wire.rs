@@ -19,9 +19,9 @@ const BUFFER: usize = 16 << 10;
 pub(super) struct Sink {
     stream: UnixStream,
     held: Vec<u8>,
-    /// The connection is cut after so many bytes more.
+    /// The connection is cut after this number of further bytes.
     budget: u64,
-    /// The frame after so many others is none that anybody knows.
+    /// The frame after this number of others is of an unknown kind.
     corrupt_after: Option<u64>,
     deadline: Option<Instant>,
 }
@@ -31,7 +31,7 @@ impl Sink {
         Self { stream, held: Vec::new(), budget, corrupt_after: None, deadline: None }
     }
 
-    /// Sends any bytes, also such that are no frame.
+    /// Sends any bytes, including invalid frames.
     pub(super) fn send_bytes(&mut self, bytes: &[u8]) {
         self.held.extend_from_slice(bytes);
         self.flush().unwrap();
@@ -60,7 +60,7 @@ impl FrameSink for Sink {
     fn flush(&mut self) -> Result<(), LinkError> {
         let now = (self.held.len() as u64).min(self.budget) as usize;
         let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        // No time at all cannot be set.
+        // A timeout of zero cannot be set.
         self.stream.set_write_timeout(left.map(|left| left.max(Duration::from_micros(1)))).unwrap();
         let sent = self.stream.write_all(&self.held[..now]);
         let cut = now < self.held.len();
@@ -71,14 +71,14 @@ impl FrameSink for Sink {
             _ => LinkError::Lost(error),
         })?;
         if cut {
-            // The other side still gets what is in the buffers.
+            // The peer still receives the bytes in the buffers.
             self.stream.hang_up();
             return Err(LinkError::Lost(io::ErrorKind::ConnectionReset.into()));
         }
         Ok(())
     }
 
-    /// Nothing that means anything.
+    /// No meaningful number.
     fn unsent_bytes(&self) -> u64 {
         self.budget % (128 << 10)
     }
@@ -110,7 +110,7 @@ impl HangUp for UnixStream {
     }
 }
 
-/// One end of a connection whose sending half breaks after `budget` bytes.
+/// Returns one end of a connection whose sending half breaks after `budget` bytes.
 pub(super) fn end(stream: UnixStream, budget: u64) -> DataStream {
     DataStream {
         sink: Box::new(Sink::new(stream.try_clone().unwrap(), budget)),
@@ -119,15 +119,15 @@ pub(super) fn end(stream: UnixStream, budget: u64) -> DataStream {
     }
 }
 
-/// One whose sending half sends something else in the place of a frame, after so many.
+/// Returns one whose sending half replaces the frame after `frames` others.
 pub(super) fn corrupting_end(stream: UnixStream, frames: u64) -> DataStream {
     let mut sink = Sink::new(stream.try_clone().unwrap(), WHOLE);
     sink.corrupt_after = Some(frames);
     DataStream { sink: Box::new(sink), ..end(stream, WHOLE) }
 }
 
-/// A connection: the source's end and the destination's. Pages break after `budget` bytes, acknowledgements after
-/// `acks` bytes.
+/// Returns a connection: the source's end and the destination's. Pages break after `budget` bytes, acknowledgements
+/// after `acks` bytes.
 pub(super) fn connection(budget: u64, acks: u64) -> (DataStream, DataStream) {
     let (near, far) = UnixStream::pair().unwrap();
     (end(near, budget), end(far, acks))

@@ -1,4 +1,4 @@
-//! What a peer may send to a receiver, and what becomes of it.
+//! Frames that a peer may send to a receiver, and their effects.
 
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{self, Receiver as Inbox};
@@ -19,7 +19,7 @@ use crate::deltas::tests::PAGE_SEED;
 use crate::pack::codec::BadPacked;
 use crate::{AttachError, ChunkPages, DataStream, Presumed, ReceiveError, Receiver, ReceiverEvent, lock};
 
-/// A receiver with one stream of two, and what it tells.
+/// A receiver with one stream of two, and its events.
 struct Bench {
     ram: FakeRam,
     receiver: Receiver,
@@ -52,7 +52,7 @@ fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[Run]) -> Vec<u8> 
     payload
 }
 
-/// The same, but its data is what somebody says that it is.
+/// A packed frame whose data consists of the given bytes.
 fn packed(codec: Codec, runs: &[Run], bytes: &[u8]) -> Vec<u8> {
     let mut payload = codec.encode().to_vec();
     PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 }.encode(runs, &mut payload);
@@ -116,12 +116,12 @@ fn frames_that_do_not_fit_end_the_stream_and_change_nothing() {
         let cause = bench.broken();
         assert!(check(&cause), "case {index}: {cause:?}");
         assert!(!cause.is_connection() && bench.untouched());
-        // The peer sees the end of the connection, and no acknowledgement before it.
+        // The peer sees the end of the connection, and no acknowledgement before that.
         assert!(bench.peer.source.receive(&mut Vec::new()).is_err());
     }
 }
 
-/// A frame with what somebody says that changed.
+/// A frame with the given bytes as deltas.
 fn changed(pages: u16, pieces: u16, changes: &[u8]) -> Vec<u8> {
     let mut payload = Vec::new();
     let runs = [Run { first_page: 4, pages, content: Content::Delta { pieces } }];
@@ -137,13 +137,13 @@ fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
     let mut none = Vec::new();
     Delta::encode(&[7; PAGE], xxh3_64_with_seed(&[7; PAGE], PAGE_SEED), 0, &mut none);
     let cases = [
-        // More than the run says, and less.
+        // More than the run announces, and less.
         changed(1, 1, &one[..HEAD_BYTES + PIECE_BYTES]),
         changed(1, 3, &[&one[..], &[0; PIECE_BYTES]].concat()),
         changed(2, 2, &[&one[..], &one[..HEAD_BYTES]].concat()),
-        // As much, but not in its pages.
+        // The right length, but not in its pages.
         changed(2, 2, &[&none[..], &none, &[0; 2 * PIECE_BYTES]].concat()),
-        // All pieces of a page, which would not be shorter than it.
+        // All pieces of a page, which would not be shorter than the page.
         changed(1, 64, &[&[0xff; HEAD_BYTES][..], &[0; PAGE]].concat()),
         changed(2, 64, &[&[0xff; HEAD_BYTES][..], &[0; PAGE], &[0; HEAD_BYTES]].concat()),
         // Shorter than its run.
@@ -155,7 +155,7 @@ fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
         let cause = bench.broken();
         assert!(matches!(cause, ReceiveError::BadFrame(_)) && bench.untouched(), "case {index}: {cause:?}");
     }
-    // The last case, whole: nothing is there to put it into, and so it is missing.
+    // The last case, whole: there is no page to apply it to, and so the page is missing.
     let mut bench = bench(1);
     bench.send(Kind::Pages, &changed(1, 2, &one));
     let mut payload = Vec::new();
@@ -163,14 +163,14 @@ fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
     assert_eq!(decode_missing(&payload).unwrap(), (1, *ChunkPages::from_range(4..5).words()));
     assert_eq!(bench.acked(), 1);
     assert!(bench.untouched());
-    // Where nobody said that changes would come.
+    // A receiver that does not accept deltas.
     let mut bench = presuming(1, Presumed::default());
     bench.send(Kind::Pages, &changed(1, 2, &one));
     let cause = bench.broken();
     assert!(matches!(cause, ReceiveError::BadFrame(BadPages::Delta)) && bench.untouched(), "{cause:?}");
 }
 
-/// Data before, between and behind, pages of zeros, and a page that was not what the source believed.
+/// Data before, between and behind, pages of zeros, and a page whose content was not the one that the source assumed.
 #[test]
 fn a_frame_may_have_a_bit_of_everything() {
     let mut bench = bench(1);
@@ -232,12 +232,12 @@ fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
         (packed(Codec::Lz4, &one, &lz4[..lz4.len() - 1]), codec),
         (packed(Codec::Zstd, &one, &zstd[..zstd.len() - 1]), codec),
         (packed(Codec::Zstd, &one, &[&zstd[..], &[0]].concat()), codec),
-        // More than the runs take, and less.
+        // More than the runs need, and less.
         (packed(Codec::Lz4, &one, &lz4_flex::block::compress(&vec![1; 1 << 19])), codec),
         (packed(Codec::Zstd, &one, &zstd::bulk::compress(&vec![1; 1 << 20], 1).unwrap()), codec),
         (packed(Codec::Lz4, &two, &lz4), short),
         (packed(Codec::Zstd, &two, &zstd), short),
-        // Longer than what it stands for, or nothing at all.
+        // Longer than its data, or empty.
         (packed(Codec::Lz4, &one, &page), none),
         (packed(Codec::Lz4, &one, &[]), none),
         (packed(Codec::Zstd, &hole, &zstd), none),
@@ -251,7 +251,7 @@ fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
         assert!(check(&cause), "case {index}: {cause:?}");
         assert!(!cause.is_connection() && bench.untouched(), "case {index}");
     }
-    // What is whole is taken.
+    // Valid data is accepted.
     for (codec, bytes) in [(Codec::Lz4, lz4), (Codec::Zstd, zstd)] {
         let mut bench = bench(1);
         bench.send(Kind::Packed, &packed(codec, &one, &bytes));
@@ -282,7 +282,8 @@ fn rounds_do_not_go_back() {
     assert_eq!(bench.receiver.completed_round(), 0);
 }
 
-/// Many frames that are there at once are acknowledged together; the last one at the latest when there is no more.
+/// Many frames that have arrived at once are acknowledged together; the last one at the latest when no more has
+/// arrived.
 #[test]
 fn acknowledgements_are_batched_and_never_owed_while_waiting() {
     let mut bench = bench(1);
@@ -300,14 +301,14 @@ fn acknowledgements_are_batched_and_never_owed_while_waiting() {
     assert!(acks < 50, "one for each frame");
 }
 
-/// The source chooses by what it hears how to compress: also where there is always more to be applied, it hears at once.
+/// The source chooses the compression by these reports, so they are sent at once even if there is always more to apply.
 #[test]
 fn the_first_frame_is_acknowledged_though_there_is_more() {
     let mut bench = bench(1);
     let payload = frame(1, 1, 0, 0, &[Run { first_page: 3, pages: 2, content: Content::Zero }]);
     let mut bytes = Header::new(Kind::Pages, payload.len()).unwrap().encode().to_vec();
     bytes.extend_from_slice(&payload);
-    // The next one's beginning.
+    // The beginning of the next frame.
     bytes.push(0);
     Sink::new(bench.raw.try_clone().unwrap(), WHOLE).send_bytes(&bytes);
     assert_eq!(bench.acked(), 1);
@@ -344,7 +345,7 @@ fn streams_of_other_generations_and_surplus_ones_are_not_taken() {
     assert!(bench.events.try_recv().is_err(), "an end that was asked for is no news");
 }
 
-/// One stream had ended round 1 when the connections broke. That the other ends round 2 does not end round 1.
+/// One stream had ended round 1 when the connections broke. The end of round 2 on the other does not end round 1.
 #[test]
 fn a_round_that_was_cut_off_never_ends() {
     let mut bench = bench(1);
@@ -367,13 +368,13 @@ fn a_round_that_was_cut_off_never_ends() {
     assert!(matches!(told, ReceiverEvent::RoundEnded { round: 2, .. }), "{told:?}");
 }
 
-/// QEMU has the memory from there on.
+/// QEMU owns the memory from there on.
 #[test]
 fn after_it_was_shut_nothing_is_applied() {
     let mut bench = bench(1);
     bench.receiver.shut();
     bench.send(Kind::Pages, &frame(1, 1, 0, 0, &[data(0, 1)]));
-    // It hangs up instead of an answer.
+    // The receiver hangs up instead of answering.
     assert!(bench.peer.source.receive(&mut Vec::new()).is_err());
     assert!(bench.untouched());
     let told = bench.receiver.handle().discard_with(|ranges| ranges);

@@ -1,5 +1,5 @@
 //! Tests of the streams with fakes: RAM in vectors with an exact model of the kernel's write tracking, and connections
-//! that break where they are told.
+//! that break at chosen points.
 
 mod deltas;
 mod fake_ram;
@@ -11,7 +11,7 @@ mod references;
 mod sender;
 mod turns;
 
-/// A small generator of numbers (splitmix64), so that a seed tells everything.
+/// A small generator of numbers (splitmix64), so that a seed determines everything.
 pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {
@@ -22,7 +22,7 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// From 0 to just before `end`.
+    /// Returns a number from 0 to just before `end`.
     pub(crate) fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }

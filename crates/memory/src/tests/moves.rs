@@ -1,4 +1,4 @@
-//! RAM moved while it is written to, over streams that break: at the end every byte is there.
+//! RAM moved while it is written, over streams that break: at the end every byte has arrived.
 
 use std::env;
 use std::os::unix::net::UnixStream;
@@ -29,22 +29,22 @@ fn always(drain: impl FnOnce()) -> Result<(), std::fmt::Error> {
     Ok(())
 }
 
-/// What is moved, and how.
+/// Configuration and state of a move.
 struct Move {
     source: FakeRam,
     destination: FakeRam,
     log: FakeLog,
-    /// What the destination has, where the source looks for it, of which some is not true; and compression.
+    /// References to content of the destination, of which some is wrong; deltas, free page hints and compression.
     saving: Saving,
     marks_bytes: usize,
     templates: Arc<FakeTemplates>,
     streams: u16,
     window: usize,
-    /// Disk reads on their way: block, page, value.
+    /// Disk reads in flight: block, page, value.
     dma: Arc<Mutex<Vec<(usize, u64, u64)>>>,
 }
 
-/// What happened.
+/// Counters of events.
 #[derive(Debug, Default)]
 struct Outcome {
     rounds: u32,
@@ -66,7 +66,7 @@ impl Move {
         for _ in 0..dice.below(120) {
             source.touch(dice);
         }
-        // The new QEMU has put something there before (firmware).
+        // The new QEMU has written something before (firmware).
         destination.0[0].guest_writes(0, 7, 0);
         let log = source.log();
         let (known, templates) = FakeTemplates::of(&source, dice);
@@ -76,7 +76,7 @@ impl Move {
         let (opens, way) = (dice.one_in(3), some_way(dice));
         let packing = || if opens { Packing::opening(worth) } else { Packing::new(way, worth) };
         let packing = dice.one_in(2).then(packing).map(Arc::new);
-        // Marks of a few bits, so that some of what changed is taken for what it was.
+        // Marks of a few bits, so that some changed pieces are mistaken for unchanged ones.
         let marks_bytes = dice.below(3) as usize * 30_000;
         let bits = if dice.one_in(2) { u16::MAX } else { 0b111 };
         let deltas =
@@ -104,7 +104,7 @@ impl Move {
         }
     }
 
-    /// Guest and disks at work until told to stop. Every piece of work is counted, so that a round can wait for some.
+    /// Runs guest and disks until they are stopped. Every piece of work is counted, so that a round can wait for some.
     fn guest(&self, seed: u64, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) -> thread::JoinHandle<()> {
         let (ram, dma, deltas) = (self.source.clone(), Arc::clone(&self.dma), self.saving.deltas.clone());
         thread::spawn(move || {
@@ -121,7 +121,8 @@ impl Move {
                     let block = dice.below(ram.0.len() as u64) as usize;
                     let page = dice.below(ram.0[block].pages.len() as u64);
                     let mut dma = lock(&dma);
-                    // One request for a page at a time, and nothing else writes to it meanwhile that would tell.
+                    // One request for a page at a time, and no other write to that page in between, which would leave a
+                    // mark.
                     ram.0[block].dma_begins(page);
                     dma.push((block, page, dice.next()));
                 }
@@ -131,7 +132,7 @@ impl Move {
         })
     }
 
-    /// The whole of it: rounds with the guest at work, breaks and new generations, then a last round.
+    /// Runs the whole move: rounds while the guest writes, breaks and new generations, then a last round.
     fn run(&mut self, seed: u64, dice: &mut Dice) -> Outcome {
         let mut outcome = Outcome::default();
         let ended = Arc::new(Mutex::new(Vec::new()));
@@ -178,13 +179,13 @@ impl Move {
             }
             if let Some(deltas) = &self.saving.deltas {
                 deltas.set(!dice.one_in(6));
-                // As where the guest stands still, and devices have been saved.
+                // As when the guest is stopped, and devices have been saved.
                 if last {
                     deltas.end();
                 }
             }
             if let Some(soft) = &self.saving.soft {
-                // An answer may take several rounds, end or not, and be given up.
+                // An answer may need several rounds, end or not, and be given up.
                 match answer.filter(|_| dice.one_in(3)) {
                     Some(_) if dice.one_in(8) => soft.forget(),
                     Some(answer) => _ = soft.end_answer(answer),
@@ -198,11 +199,11 @@ impl Move {
                 if last {
                     soft.end();
                 }
-                // Was free in the round before, and may have been written since.
+                // Pages that were free in the round before, and may have been written since.
                 for (block, free) in late.drain(..) {
                     soft.add_free(answer, block, free);
                 }
-                // Not in use at this moment, whatever is in them; the guest may take them at any time.
+                // Pages that are not in use at this moment, with any content; the guest may allocate them at any time.
                 for _ in 0..dice.below(6) {
                     let block = dice.below(self.source.0.len() as u64) as usize;
                     let pages = self.source.0[block].pages.len() as u64;
@@ -214,11 +215,11 @@ impl Move {
                     } else {
                         soft.add_free(answer, block, free);
                     }
-                    // An answer that comes too late.
+                    // An answer that arrives too late.
                     soft.add_free(answer.wrapping_sub(1), block, 0..first);
                 }
             }
-            // Some of the pages wait, as many as are written to in a first pass, or do not go into a part.
+            // Some of the pages wait, as many as are written in a first pass, or do not fit into a part.
             let (readable, later) = match dice.below(4) {
                 0 if !last => {
                     let around = readable.part_around(
@@ -238,7 +239,7 @@ impl Move {
             this.handle().copies_in(dice.below(4) as u16);
             let pages = readable.pages();
             let is_hasty = !last && dice.one_in(3);
-            // As the rounds of a guest that stands still are sent: nothing may be left of the last one.
+            // As the rounds of a stopped guest are sent: no page may remain after the last one.
             let sent = if last {
                 this.send_round_by(readable, Instant::now() + Duration::from_mins(10))
             } else if is_hasty {
@@ -276,7 +277,7 @@ impl Move {
                 owed.take_back(later);
             }
             if u64::from(outcome.rounds) >= rounds && guest.is_some() {
-                // The guest stops, and its disks with it.
+                // The guest stops, and so do its disks.
                 stop.store(true, Ordering::Relaxed);
                 guest.take().unwrap().join().unwrap();
                 self.land_dma();
@@ -290,7 +291,7 @@ impl Move {
         drop(sender);
         receiver.end_and_join();
         outcome.corrupt = corrupt.load(Ordering::Relaxed);
-        // A round may have ended there although its last acknowledgement did not come through.
+        // A round may have ended at the destination although its last acknowledgement was lost.
         let ended = lock(&ended);
         assert!(ended.is_sorted_by(|one, next| one < next), "{ended:?}");
         assert!(complete.iter().all(|round| ended.contains(round)), "{ended:?} {complete:?}");
@@ -355,7 +356,7 @@ fn every_page_arrives_whatever_breaks() {
         let mut dice = Dice(seed);
         let mut it = Move::new(&mut dice);
         let outcome = it.run(seed, &mut dice);
-        // Zeros there, whatever is here; and all else as it is.
+        // Zeros at the destination, with any content at the source; all other pages are equal.
         for (block, left_out) in it.saving.soft.iter().flat_map(|soft| soft.left_out()).enumerate() {
             for page in left_out.runs().flatten() {
                 let is_free = lock(&it.source.0[block].pages[page as usize]).is_free;
@@ -387,7 +388,7 @@ fn every_page_arrives_whatever_breaks() {
     assert!(seeds().count() < 2 || (packed_bytes > 0 && plain_bytes > 0), "nothing was compressed, or all");
 }
 
-/// A round without threads at work: what is owed goes over one generation of whole connections.
+/// Runs a round without concurrent threads: pages owed are sent over one generation of connections that do not break.
 fn send_once(
     source: &FakeRam,
     destination: &FakeRam,
@@ -401,11 +402,11 @@ fn send_once(
     receiver.attach(Generation(1), 0, far).unwrap();
     let sender = Sender::start(source.readers(), vec![near]).unwrap();
     let readable = owed.clear_marks(log).unwrap().drain(|| always(drain)).unwrap();
-    // Rounds count on; this receiver has seen none before.
+    // Rounds continue counting; this receiver has seen none before.
     sender.send_round(readable).unwrap().owed
 }
 
-/// Trap 1. Also shows that these fakes can tell: without the drain the page is lost.
+/// Trap 1. Also shows that these fakes detect the fault: without the drain the page is lost.
 #[test]
 fn a_disk_read_in_flight_is_lost_without_the_drain_and_kept_with_it() {
     for drained in [true, false] {
@@ -427,7 +428,7 @@ fn a_disk_read_in_flight_is_lost_without_the_drain_and_kept_with_it() {
     }
 }
 
-/// Trap 3. Also shows that these fakes can tell: by asking for written pages alone the page is lost.
+/// Trap 3. Also shows that these fakes detect the fault: with a query for written pages alone the page is lost.
 #[test]
 fn a_page_that_was_dropped_is_found_by_asking_for_what_is_absent() {
     for asks_for_absent in [false, true] {
@@ -445,7 +446,7 @@ fn a_page_that_was_dropped_is_found_by_asking_for_what_is_absent() {
     }
 }
 
-/// Trap 5. Also shows that these fakes can tell.
+/// Trap 5. Also shows that these fakes detect the fault.
 #[test]
 fn a_page_that_became_a_hole_is_a_hole_there_too() {
     for never_drops in [false, true] {

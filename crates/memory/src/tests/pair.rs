@@ -36,7 +36,7 @@ impl Pair {
         Self { source, destination, _receiver: receiver, sender }
     }
 
-    /// A round of what is owed and what was written.
+    /// Runs a round of the pages owed and those written since.
     pub(super) fn round(self, owed: Owed) -> (Self, Owed, RoundStats) {
         let readable = owed.clear_marks(&mut self.source.log()).unwrap().stopped_before();
         let Sent { sender, owed, stats } = self.sender.send_round(readable).unwrap();

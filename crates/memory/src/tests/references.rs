@@ -19,7 +19,7 @@ use crate::{
 pub(super) struct FakeTemplates(pub(super) Vec<Mutex<Vec<Page>>>);
 
 impl FakeTemplates {
-    /// Two of them, of pages that the source has now, and what is known of them: a tenth of it is not true.
+    /// Creates two templates, of pages that the source has now, and their index: a tenth of it is wrong.
     pub(super) fn of(source: &FakeRam, dice: &mut Dice) -> (Known, Self) {
         let bytes = || source.0.iter().map(|block| block.pages.len() as u64 * PAGE_BYTES);
         let known = Known::new(bytes(), dice.below(2) as usize, 2000, 500);
@@ -79,7 +79,7 @@ fn what_is_in_a_template_is_not_sent() {
     assert!(pair.is_equal());
 }
 
-/// A template that was changed after its catalogue was made, and one that is gone.
+/// A template that was changed after its catalogue was made, and a missing one.
 #[test]
 fn what_is_not_in_the_template_any_more_is_sent_in_the_next_round() {
     for is_gone in [false, true] {
@@ -123,8 +123,8 @@ fn what_was_sent_before_is_not_sent_again() {
     assert!(pair.is_equal());
 }
 
-/// A guest that has read its disk: what of it is in memory does not go again, and of what it changes there only the
-/// changes do. A page that the disk has not any more comes in full.
+/// A guest that has read its disk: the disk's pages in memory are not sent again, and of those that it changed only the
+/// deltas. A page that the disk no longer has is sent in full.
 #[test]
 fn memory_that_came_from_a_disk_is_read_from_there() {
     let source = FakeRam::new(&[600, 600]);
@@ -143,7 +143,7 @@ fn memory_that_came_from_a_disk_is_read_from_there() {
     (500..600).for_each(|page| ram.guest_writes(page, page + 9000, 0));
     pair.destination.0[1].guest_writes(100, 7, 0);
     let (pair, owed, stats) = pair.round(owed);
-    // A run of them is there or is not.
+    // A run is present as a whole or not at all.
     let refused = stats.refused_pages;
     assert_eq!((stats.contents.reference, stats.contents.data), (500, 100), "{stats:?}");
     assert!(refused > 0 && refused < 500 && owed.pages() == refused, "{stats:?}");
@@ -155,7 +155,7 @@ fn memory_that_came_from_a_disk_is_read_from_there() {
     assert!(pair.is_equal());
 }
 
-/// Where the link is slow. What was unpacked from an archive in memory, say, may be there still in both.
+/// For slow links. Files unpacked from an archive, for example, may be in memory twice.
 #[test]
 fn memory_that_is_there_twice_goes_once() {
     for is_marked in [false, true] {
@@ -187,7 +187,7 @@ fn memory_that_is_there_twice_goes_once() {
     }
 }
 
-/// A page that was refused then would cost a round more.
+/// A page that is refused then would cost another round.
 #[test]
 fn nothing_is_referred_to_while_the_guest_stands_still() {
     let (source, known, template) = with_template(20);
@@ -199,7 +199,7 @@ fn nothing_is_referred_to_while_the_guest_stands_still() {
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 20));
 }
 
-/// Two or three pages are there sooner as they are.
+/// Two or three pages arrive sooner as data.
 #[test]
 fn short_runs_are_sent() {
     let (source, known, template) = with_template(1000);
@@ -212,7 +212,7 @@ fn short_runs_are_sent() {
     assert!(pair.is_equal());
 }
 
-/// The unit in which writes to a disk are recorded is larger than a page: most of what is sent again is as it was.
+/// The unit in which writes to a disk are recorded is larger than a page: most pages that are sent again are unchanged.
 #[test]
 fn what_is_as_it_was_is_referred_to_where_it_is() {
     let source = FakeRam::new(&[600]);
@@ -230,7 +230,7 @@ fn what_is_as_it_was_is_referred_to_where_it_is() {
     assert!(pair.is_equal());
 }
 
-/// A destination may miss what was referred to, once, and nothing else.
+/// A destination may report referenced pages as missing, once, and no others.
 #[test]
 fn pages_that_were_sent_cannot_be_missed() {
     let missing = |known: Option<Known>, pages: ChunkPages, times: u64| {
@@ -248,7 +248,7 @@ fn pages_that_were_sent_cannot_be_missed() {
             }
             far.sink.send(Kind::Ack, &[&Ack { seq: header.seq, waited_us: 0 }.encode()]).unwrap();
             far.sink.flush().unwrap();
-            // Until the sender has seen it all.
+            // Until the sender has processed everything.
             while far.source.receive(&mut payload).is_ok() {
                 let _ = far.sink.send(Kind::Ack, &[&Ack { seq: header.seq + 1, waited_us: 0 }.encode()]);
                 let _ = far.sink.flush();
@@ -262,11 +262,11 @@ fn pages_that_were_sent_cannot_be_missed() {
     };
     let page = |page| ChunkPages::from_range(page..page + 1);
     assert_eq!(missing(None, page(3), 1).unwrap(), 1);
-    // Twice; one that was sent as data; one that is not in the frame.
+    // A repeated page; a page that was sent as data; a page that is not in the frame.
     for outcome in [missing(None, page(3), 2), missing(None, page(30), 1), missing(None, page(41), 1)] {
         assert!(matches!(outcome, Err(SendError::WrongMissing { .. })), "{outcome:?}");
     }
-    // Where references are not looked for none can be missed.
+    // If references are not in use, none can be missing.
     let nothing = Known::new([40 * PAGE_BYTES], 1, 0, 0);
     assert!(matches!(missing(Some(nothing), page(3), 1), Err(SendError::WrongMissing { .. })));
 }

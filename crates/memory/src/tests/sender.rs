@@ -25,7 +25,7 @@ fn all(ram: &FakeRam) -> Readable {
     ram.everything().clear_marks(&mut ram.log()).unwrap().stopped_before()
 }
 
-/// A sender over streams whose far ends are given to the test.
+/// A sender over streams whose far ends are handed to the test.
 fn sender(ram: &FakeRam, streams: u16) -> (Sender, Vec<DataStream>) {
     let (near, far) = (0..streams).map(|_| connection(WHOLE, WHOLE)).unzip();
     (Sender::start(ram.readers(), near).unwrap(), far)
@@ -54,7 +54,7 @@ fn memory_that_cannot_be_read_ends_the_round_and_its_pages_stay_owed() {
     }
 }
 
-/// Tells how nice the threads are that send.
+/// Reports the niceness of the threads that send.
 struct Watched(Box<dyn FrameSink>, mpsc::Sender<i32>);
 
 impl FrameSink for Watched {
@@ -85,7 +85,7 @@ fn workers_give_way_as_they_are_told_and_not_for_a_guest_that_stands_still() {
     let mut sender = Sender::start(ram.readers(), vec![near]).unwrap();
     let mut owed = ram.everything();
     let own = getpriority_process(None).unwrap();
-    // Only root may give way by less than before, and nobody gives way by more who has no way back.
+    // Only root may reduce its niceness, and a thread that cannot reduce it does not increase it.
     let (more, back) = if geteuid().is_root() { (own + 11, own) } else { (own + 5, own + 5) };
     for (nice, stands_still, expected) in [(5, false, own + 5), (11, false, more), (11, true, back)] {
         sender.handle().gives_way_by(nice);
@@ -102,7 +102,7 @@ fn workers_give_way_as_they_are_told_and_not_for_a_guest_that_stands_still() {
     }
 }
 
-/// Nobody reads at the other side: the socket fills, the workers stand in the middle of a frame.
+/// The destination does not read: the socket fills, and the workers block in the middle of a frame.
 #[test]
 fn cancelling_ends_a_blocked_round_at_once() {
     let ram = FakeRam::new(&[4 * CHUNK_PAGES]);
@@ -136,7 +136,7 @@ fn a_side_that_takes_all_and_acknowledges_nothing_is_overdue() {
     assert_eq!(interrupted.owed.pages(), 3);
 }
 
-/// Fewer pages than a worker is woken for, and more than fits into a socket's buffer.
+/// Fewer pages than a worker is woken for, and more than fit into a socket's buffer.
 #[test]
 fn a_side_that_takes_nothing_is_overdue() {
     let pages = 120;
@@ -170,7 +170,7 @@ fn a_connection_that_breaks_between_rounds_is_told_by_the_next_one() {
 
 #[test]
 fn a_wrong_acknowledgement_is_an_error_and_counts_for_nothing() {
-    // One frame of pages and one end of the round are on their way.
+    // One frame of pages and one end of the round are in flight.
     for wrong in [3, u64::MAX] {
         let ram = FakeRam::new(&[3]);
         let (near, far) = UnixStream::pair().unwrap();
@@ -195,8 +195,8 @@ fn a_wrong_acknowledgement_is_an_error_and_counts_for_nothing() {
     }
 }
 
-/// A page leaves what is owed with its acknowledgement and not before: the far side reads everything and
-/// acknowledges only the first frame.
+/// A page is owed until its acknowledgement and not shorter: the destination reads everything and acknowledges only the
+/// first frame.
 #[test]
 fn what_was_sent_but_not_acknowledged_is_owed() {
     let pages = 2 * CHUNK_PAGES;
@@ -309,14 +309,14 @@ fn how_far_a_round_is_is_told_of_each_block() {
     let told = || handle.of_blocks().iter().map(|block| (block.pages, block.sent_pages)).collect::<Vec<_>>();
     let sent = sender.send_round(all(&ram)).unwrap();
     assert_eq!(told(), lengths.map(|pages| (pages, pages)));
-    // Of another round nothing of this one counts.
+    // Pages of another round are not counted in this one.
     let mut owed = sent.owed;
     owed.add_all(0..1);
     sent.sender.send_round(owed.clear_marks(&mut ram.log()).unwrap().stopped_before()).unwrap();
     assert_eq!(told(), [(100, 100), (0, 0)]);
 }
 
-/// What debugging kernels fill free pages with goes as what it is, between other pages and of whatever length.
+/// The patterns with which debugging kernels fill free pages are sent as such, between other pages and in any length.
 #[test]
 fn pages_that_are_filled_go_as_what_they_are_filled_with() {
     let source = FakeRam::new(&[600]);
@@ -329,7 +329,7 @@ fn pages_that_are_filled_go_as_what_they_are_filled_with() {
     let (pair, owed, stats) = Pair::new(source, Saving::default(), Vec::new()).round(owed);
     assert_eq!((stats.contents.filled, stats.contents.data, stats.contents.zero), (598, 1, 1));
     assert!(stats.wire_bytes < 5000 && owed.pages() == 0 && pair.is_equal(), "{stats:?}");
-    // What was data before, and the other way round.
+    // Former data, and the other way round.
     pair.source.0[0].guest_fills(300, &[9; PAGE]);
     pair.source.0[0].guest_writes(5, 1, 16);
     let (pair, _, stats) = pair.round(owed);
@@ -337,7 +337,7 @@ fn pages_that_are_filled_go_as_what_they_are_filled_with() {
     assert!(pair.is_equal());
 }
 
-/// Trap 7: a worker of the old generation stands in a slow write when the new connections come.
+/// Trap 7: a worker of the old generation blocks in a slow write when the new connections arrive.
 #[test]
 fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
     let (source, destination) = (FakeRam::new(&[1]), FakeRam::new(&[1]));
@@ -366,7 +366,7 @@ fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
     handle.cancel();
     let owed: Owed = round.join().unwrap();
 
-    // The guest writes again; the new generation must carry it, and the old worker must not undo it.
+    // The guest writes again; the new generation must carry that, and the old worker must not undo it.
     source.0[0].guest_writes(0, 2, 0);
     let (tell_id, id) = mpsc::channel();
     let beginning = thread::spawn(move || {
@@ -374,7 +374,7 @@ fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
         receiver.begin(Generation(2));
         receiver
     });
-    // It comes to an end (which is wrong), or it sleeps: in the join, there is nothing else to wait for.
+    // The thread ends (which is wrong), or it sleeps: in the join, because there is nothing else to wait for.
     let stat = format!("/proc/self/task/{}/stat", id.recv().unwrap());
     let sleeps = || std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(") S "));
     while !beginning.is_finished() && !sleeps() {
@@ -390,7 +390,7 @@ fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
     assert_eq!(source.first_difference(&destination), None);
 }
 
-/// The receiver's observer is told of the end of a round before the sender hears of it.
+/// The receiver's observer learns the end of a round before the sender does.
 #[test]
 fn a_round_has_ended_there_before_it_has_ended_here() {
     let (source, destination) = (FakeRam::new(&[1000]), FakeRam::new(&[1000]));

@@ -19,17 +19,17 @@ use crate::{DataStream, FrameSink, Receiver, SendError, Sender, Sent, lock, stre
 
 const STREAMS: u16 = 4;
 const CHUNKS: u64 = 24;
-/// What takes longer never ends.
+/// A test that needs more time never ends.
 const TIME: Duration = Duration::from_secs(20);
 
-/// What the sinks of all streams saw.
+/// Observations of the sinks of all streams.
 #[derive(Default)]
 struct Seen {
     sending: AtomicU16,
     most_sending: AtomicU16,
     /// Streams and chunks in the order in which they were sent.
     chunks: Mutex<Vec<(u16, u64)>>,
-    /// How many have come, where all of them are to be there at the same time.
+    /// Number of threads that have arrived, if all of them have to send at the same time.
     came: Mutex<Option<u16>>,
     comes: Condvar,
 }
@@ -47,7 +47,7 @@ impl Seen {
     }
 }
 
-/// Tells who sends pages at the same time.
+/// Records which streams send pages at the same time.
 struct Watched {
     sink: Box<dyn FrameSink>,
     stream: u16,
@@ -68,7 +68,7 @@ impl FrameSink for Watched {
         let (header, _) = PagesHeader::decode(&payload.concat(), &mut Vec::new()).unwrap();
         lock(&self.seen.chunks).push((self.stream, header.chunk));
         self.seen.wait_for_all();
-        // So that others would come in between.
+        // So that others could come in between.
         thread::yield_now();
         let sent = self.sink.send(kind, payload);
         self.seen.sending.fetch_sub(1, Ordering::SeqCst);
@@ -98,7 +98,7 @@ impl Stage {
         Self { source, destination, receiver, generation: Generation(0), seen: Arc::default() }
     }
 
-    /// New connections, of which one is cut after so many bytes.
+    /// Opens new connections, of which one is cut after `budget` bytes.
     fn connect(&mut self, budget: u64) -> Sender {
         self.generation = self.generation.next();
         self.receiver.begin(self.generation);
@@ -115,14 +115,14 @@ impl Stage {
         self.source.first_difference(&self.destination).is_none()
     }
 
-    /// How many sent at the same time at most, and what was sent.
+    /// Returns the maximum number of simultaneous senders, and the chunks sent.
     fn take_seen(&self) -> (u16, Vec<(u16, u64)>) {
         let most = self.seen.most_sending.swap(0, Ordering::SeqCst);
         (most, std::mem::take(&mut *lock(&self.seen.chunks)))
     }
 }
 
-/// Each stream has sent its own chunks, from the first to the last.
+/// Checks that each stream has sent its own chunks, from the first to the last.
 fn assert_in_order(sent: &[(u16, u64)]) {
     for stream in 0..STREAMS {
         let own = |(_, chunk): &(u16, u64)| *chunk;
@@ -164,7 +164,8 @@ fn a_guest_that_stands_still_has_all_threads_at_work() {
     assert_in_order(&stage.take_seen().1);
 }
 
-/// A connection breaks in the middle of a turn, others wait for theirs; over new connections all goes on in turns.
+/// A connection breaks in the middle of a turn, others wait for theirs; over new connections everything continues in
+/// turns.
 #[test]
 fn a_cut_in_a_turn_ends_the_round_and_the_next_one_is_whole() {
     for budget in [0, 100_000, 3 << 20, 9 << 20] {
@@ -185,7 +186,7 @@ fn a_cut_in_a_turn_ends_the_round_and_the_next_one_is_whole() {
     }
 }
 
-/// Who has the turn stands in the middle of a frame that nobody takes, the others wait for theirs.
+/// The thread with the turn blocks in the middle of a frame that is not read, the others wait for theirs.
 #[test]
 fn cancelling_ends_a_turn_and_the_waiting_for_one() {
     let stage = Stage::new();
@@ -197,7 +198,7 @@ fn cancelling_ends_a_turn_and_the_waiting_for_one() {
     let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().stopped_before();
     let (end_of, ended) = mpsc::channel();
     thread::spawn(move || end_of.send(sender.send_round(readable).unwrap_err()));
-    // Whichever is the first.
+    // Any of the streams may be the first.
     let (tell, told) = mpsc::channel();
     for mut far in far.drain(..) {
         let tell = tell.clone();

@@ -1,4 +1,4 @@
-//! Processes with memory to order, and real connections.
+//! Processes with memory on demand, and real connections.
 
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
@@ -16,7 +16,8 @@ use tracee::{Injector, Process, Signal};
 use whimbrel_memory::RamRegion;
 use whimbrel_memory::verify::Block;
 
-/// The programs of tracee's tests: a victim with memory to order, and an injector. Built where this test was.
+/// The programs of tracee's tests: a victim with memory on demand, and an injector. Built in the same place as this
+/// test.
 static PROGRAMS: LazyLock<PathBuf> = LazyLock::new(|| {
     let here = std::env::current_exe().unwrap();
     let profile = here.ancestors().find(|dir| dir.join("deps").is_dir()).unwrap();
@@ -61,7 +62,7 @@ impl Victim {
         victim
     }
 
-    /// Has something done to the memory (see the victim's own page).
+    /// Makes the victim do something to its memory (see the victim's own page).
     pub fn order(&mut self, command: &str) -> String {
         writeln!(self.input, "{command}").unwrap();
         self.line()
@@ -73,7 +74,7 @@ impl Victim {
         line.trim_end().to_owned()
     }
 
-    /// Its memory as two blocks, so that more than one is moved; the border is none of a chunk.
+    /// Returns its memory as two blocks, so that more than one is moved; their border is not that of a chunk.
     pub fn regions(&self) -> Vec<RamRegion> {
         let first = if self.page_bytes > 4096 { self.bytes / 2 } else { self.bytes / 2 + 12 * 4096 };
         let region = |name: &str, bytes, address| {
@@ -129,7 +130,7 @@ fn identity(at: &Path, authority: &CertifiedIssuer<'static, KeyPair>, name: &str
     Identity::load(&files).unwrap()
 }
 
-/// Two hosts with certificates, or without.
+/// Returns two hosts with certificates, or without.
 pub fn endpoints(tls: bool) -> [Endpoint; 2] {
     let names = ["host-a", "host-b"];
     if !tls {
@@ -144,7 +145,7 @@ pub fn endpoints(tls: bool) -> [Endpoint; 2] {
     })
 }
 
-/// Connections over loopback TCP, near ends and far ends, in the order of their streams.
+/// Returns connections over loopback TCP, near ends and far ends, in the order of their streams.
 pub fn connections(tls: bool, streams: u16) -> (Vec<Connection>, Vec<Connection>) {
     let [near, far] = endpoints(tls);
     let peer = far.host().clone();

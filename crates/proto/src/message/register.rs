@@ -1,69 +1,69 @@
-//! The register of owners: what stands in it, and what is said to it.
+//! Records of the ownership registry, and the requests to it.
 
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{Epoch, HostId, Incarnation, VmName};
 
-/// Who owns a VM.
+/// Record of a VM's owner.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Ownership {
-    /// The epoch in which the owner took it.
+    /// The epoch in which the owner became the owner.
     pub epoch: Epoch,
-    /// The host that may run it.
+    /// The host that may run the VM.
     pub owner: HostId,
-    /// The next epoch's COMMITTED, recorded by the owner for a destination that cannot ask it any more.
+    /// COMMITTED of the next epoch, recorded by the owner for a destination that cannot ask it any more.
     pub offer: Option<Box<Offer>>,
-    /// Whether the owner has let go of it: its VM has ended there and was forgotten, and another host that has a VM of
-    /// this name may become its owner. To a migration under way it means nothing.
+    /// True if the owner has released the VM: it has ended there and was forgotten, and another host that has a VM of
+    /// this name may become its owner. The flag has no meaning for a migration in progress.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub released: bool,
 }
 
-/// A COMMITTED, recorded in the register.
+/// A COMMITTED, recorded in the registry.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Offer {
-    /// Which migration.
+    /// The migration.
     pub epoch: Epoch,
-    /// Which process is to run.
+    /// The process that is to run.
     pub incarnation: Incarnation,
-    /// Whether the guest is to run on.
+    /// True if the guest is to run.
     pub run: bool,
 }
 
-/// To the register of owners. Every change compares first and says what it found.
+/// Request to the ownership registry. Every change compares first, and the answer contains the record that was found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "kebab-case")]
 pub enum RegisterRequest {
-    /// What stands there?
+    /// Returns the record.
     Read {
-        /// Of which VM.
+        /// The VM.
         vm: VmName,
     },
-    /// Put `new` in place of `expected`.
+    /// Replaces `expected` with `new`.
     CompareAndSet {
-        /// Of which VM.
+        /// The VM.
         vm: VmName,
-        /// What must stand there; the offer is not compared.
+        /// Expected owner and its epoch; the offer is not compared.
         expected: Option<(Epoch, HostId)>,
-        /// What is to stand there.
+        /// The new record.
         new: Ownership,
     },
 }
 
-/// From the register of owners.
+/// Answer of the ownership registry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
 pub enum RegisterReply {
-    /// What stands there, for a read and for a comparison that failed.
+    /// Present record, for a read and for a comparison that failed.
     Stands {
         /// The record.
         record: Option<Ownership>,
     },
-    /// The new record stands.
+    /// The new record is stored.
     Set,
-    /// The register could not do it; nothing changed.
+    /// The request failed; nothing changed.
     Failed {
-        /// Why.
+        /// Reason.
         reason: String,
     },
 }

@@ -1,9 +1,10 @@
-//! Character devices: sockets move to the run directory, files to the one for logs, and terminals become files.
+//! Character devices: sockets move to the run directory, files to the log directory, and terminals become
+//! files.
 
 use super::{Build, MONITOR_ID};
 use crate::cmdline::Given;
 
-/// Kinds that need nothing of the host.
+/// Kinds of character devices that use nothing of the host.
 const PLAIN: &[&str] = &[
     "null",
     "ringbuf",
@@ -23,7 +24,7 @@ const PLAIN: &[&str] = &[
 ];
 
 impl Build<'_> {
-    /// `-chardev`.
+    /// Translates `-chardev`.
     pub(super) fn chardev(&mut self, option: &Given) -> Option<Given> {
         let mut value = option.parsed();
         let id = value.get("id").unwrap_or_default();
@@ -49,14 +50,14 @@ impl Build<'_> {
             }
             "socket" => {
                 if value.get("fd").is_some() {
-                    // A monitor that a manager passed as a descriptor: ours takes its place.
+                    // A manager passed this monitor as a descriptor: our monitor replaces it.
                     return self.passed_descriptor(&id);
                 }
                 let listens = value.get("server").as_deref() == Some("on");
                 if let Some(path) = value.get("path").filter(|_| listens) {
                     let here = self.socket_in_run_dir(&path);
                     value.set("path", &here);
-                    // Nobody connects before the guest is there.
+                    // No client connects before the guest exists.
                     value.remove("wait");
                     value.set("wait", "off");
                 }
@@ -99,7 +100,7 @@ impl Build<'_> {
         None
     }
 
-    /// `-serial`, `-monitor` and their like, which spell a character device in one word.
+    /// Translates `-serial`, `-monitor` and similar options, which specify a character device in one word.
     pub(super) fn short_chardev(&mut self, option: &Given) -> Option<Given> {
         let name = option.name.as_str();
         let text = option.value.as_deref().unwrap_or_default();
@@ -162,7 +163,7 @@ impl Build<'_> {
     }
 }
 
-/// Whether what is written to this path gets a place of its own here; a device is the host's.
+/// Returns true if a file at this path is replaced by one on this host; a device belongs to the host.
 fn moves(path: &str) -> bool {
     !path.starts_with("/dev/")
 }

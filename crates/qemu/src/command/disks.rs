@@ -1,7 +1,7 @@
-//! Disks that are copied: in the place of an image with all below it comes the one that was made here.
+//! Copied disks: the image made on the destination replaces the old image and all images below it.
 //!
-//! The guest sees nothing of it. What QEMU was told about caching and I/O stays; what was said about the old image's
-//! format and about the files below it goes. Filters above the image (throttling) stay as they are.
+//! The guest does not notice this. Options for caching and I/O stay; options for the old image's format and for the
+//! files below it are dropped. Filters above the image (throttling) stay as they are.
 
 use std::path::PathBuf;
 
@@ -15,38 +15,38 @@ use crate::options::Value;
 /// An image that was made for a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewImage {
-    /// Where it is.
+    /// Path of the image.
     pub path: PathBuf,
-    /// Its format.
+    /// Format of the image.
     pub format: String,
-    /// The disk's length where the place has more (a logical volume), in bytes.
+    /// Length of the disk in bytes, if the file or device is longer (a logical volume).
     pub cut_to_bytes: Option<u64>,
-    /// Whether the place is a block device.
+    /// True if the image is on a block device.
     pub is_device: bool,
 }
 
-/// What becomes of an option.
+/// Result of the check whether an option belongs to a copied disk.
 #[derive(Debug)]
 pub(super) enum Copied {
-    /// It is none of a copied disk.
+    /// The option belongs to no copied disk.
     No,
-    /// It is this disk's, and names the new image now.
+    /// The option belongs to this disk, and names the new image now.
     Replaced {
-        /// The disk's name.
+        /// Name of the disk.
         disk: String,
-        /// What takes the option's place.
+        /// Option that replaces it.
         by: Given,
     },
-    /// It made something that the new image has no use for.
+    /// The option created something that the new image does not need.
     Gone,
 }
 
-/// What a `-drive` or `-blockdev` says about the I/O of its image and that a new image takes over.
+/// Keys of `-drive` and `-blockdev` for the I/O of the image file that also apply to a new image.
 const KEPT_OF_FILE: &[&str] = &["aio", "locking", "discard", "cache.direct", "cache.no-flush"];
-/// The same of the image's own node.
+/// Keys of the image's own node that also apply to a new image.
 const KEPT_OF_IMAGE: &[&str] =
     &["read-only", "auto-read-only", "discard", "detect-zeroes", "cache.direct", "cache.no-flush"];
-/// What only a format has that need not be the new one's.
+/// Keys of the old format that do not apply to the new image's format.
 const OF_FORMAT: &[&str] = &[
     "backing",
     "backing-file",
@@ -99,7 +99,7 @@ impl Build<'_> {
                     };
                 }
                 Some(_) => used |= below,
-                // Another disk, which is not copied, needs it still.
+                // Another disk, which is not copied, still needs it.
                 None if below || nodes.image == name => return Copied::No,
                 None => {}
             }
@@ -107,7 +107,7 @@ impl Build<'_> {
         if used { Copied::Gone } else { Copied::No }
     }
 
-    /// A guest whose disk was copied must not be given another one: each image has exactly one option.
+    /// Checks that each image has exactly one option: a guest whose disk was copied must not get another disk.
     pub(super) fn all_images_are_used(&mut self) {
         for disk in self.rules.images.keys() {
             let options = self.images_used.get(disk).copied().unwrap_or_default();
@@ -121,7 +121,7 @@ impl Build<'_> {
         }
     }
 
-    /// The node of an image, with one for its file below it.
+    /// Returns the node of an image, with a node for its file below it.
     fn blockdev(&self, value: &Value, name: &str, below: &[String], image: &NewImage) -> Given {
         let declared = value.get("file").filter(|file| below.contains(file));
         let file_option = declared.as_ref().and_then(|file| {
@@ -158,14 +158,14 @@ impl Build<'_> {
     }
 }
 
-/// Takes a setting over, as QEMU's JSON wants it.
+/// Copies a setting in the type that QEMU's JSON requires.
 fn keep(node: &mut Value, key: &str, setting: Option<String>) {
     let Some(setting) = setting else { return };
     let is_switch = ["read-only", "auto-read-only", "cache.direct", "cache.no-flush"].contains(&key);
     node.set_json(key, if is_switch { json!(setting == "on") } else { json!(setting) });
 }
 
-/// A `-drive` with its way of caching and I/O, and the new image.
+/// Returns a `-drive` with its caching and I/O options, and the new image.
 fn drive(option: &Given, mut value: Value, image: &NewImage) -> Given {
     let locking = value.get("file.locking");
     for key in OF_FORMAT.iter().chain(&["file", "format"]) {

@@ -1,4 +1,4 @@
-//! What connects the guest to the outside: networks and displays.
+//! Connections of the guest to the outside: networks and displays.
 
 use super::Build;
 use crate::cmdline::Given;
@@ -86,7 +86,7 @@ impl Build<'_> {
             let here = self.socket_in_run_dir(&path);
             value.set("vnc", &format!("unix:{here}"));
         }
-        // The key may be left out, and in old versions must be.
+        // The key may be omitted, and in old versions must be.
         let text = value.to_string();
         Given::new("vnc", text.strip_prefix("vnc=").unwrap_or(&text))
     }

@@ -1,7 +1,7 @@
-//! Memory: what it is made of may change, its blocks' names may not.
+//! Memory: its kind may change, the names of its RAM blocks may not.
 //!
-//! Both sides know a block by its name. The machine's default memory is called what the machine
-//! calls it (`pc.ram`), a memory object's is its id (or, in machine types of before 4.0, its path
+//! Both hosts identify a RAM block by its name. The machine defines the name of its default memory
+//! (`pc.ram`); a memory object's name is its id (or, in machine types before 4.0, its path
 //! `/objects/ID`): an object of that id in place of the default memory is the same block.
 
 use super::{Build, RamPlan};
@@ -9,10 +9,10 @@ use crate::cmdline::Given;
 use crate::describe::Problem;
 use crate::options::Value;
 
-/// Size of usual pages, in bytes.
+/// Size of a normal page in bytes.
 const PAGE_BYTES: u64 = 4096;
 
-/// Objects that can go along.
+/// Objects that can be created on the destination.
 const OBJECTS: &[&str] = &[
     "iothread",
     "main-loop",
@@ -43,7 +43,7 @@ const OBJECTS: &[&str] = &[
 ];
 
 impl Build<'_> {
-    /// `-object`.
+    /// Translates `-object`.
     pub(super) fn object(&mut self, option: &Given) -> Option<Given> {
         let mut value = option.parsed();
         let kind = value.get("qom-type").unwrap_or_default();
@@ -70,8 +70,8 @@ impl Build<'_> {
         Some(self.with_paths(option))
     }
 
-    /// Whether no device has a memory object: only with one its block gets a name, which is the object's or its path,
-    /// behind the device's path where the device is on a bus (virtio-mem).
+    /// Returns true if no device uses a memory object. Only with a device does the object's block get a name, which
+    /// is the object's name or its path, after the device's path where the device is on a bus (virtio-mem).
     fn is_unused(&self, id: &str) -> bool {
         let at_a_device = format!("/{id}");
         let blocks = &self.vm.memory.blocks;
@@ -93,7 +93,7 @@ impl Build<'_> {
             RamPlan::Anonymous => "memory-backend-ram",
         };
         self.unbound(id, value);
-        // Size and what the guest can notice stay; where it comes from does not.
+        // The size and the properties that the guest can notice stay; the origin of the memory does not.
         for key in [
             "mem-path",
             "align",
@@ -116,10 +116,11 @@ impl Build<'_> {
         self.fill(id, value);
     }
 
-    /// The host's NUMA nodes are not the other host's: what binds memory to them is left out, and somebody may miss it.
+    /// Adds a warning for memory that is bound to NUMA nodes of the source host. The nodes of the two hosts differ, so
+    /// the binding is dropped, and a user may miss it.
     fn unbound(&mut self, id: &str, value: &Value) {
         let is_default = |key: &&str| match value {
-            // Of an object that came later QEMU names the nodes also where there are none.
+            // For an object that was added later QEMU lists the nodes even if there are none.
             Value::Json(map)
                 if map.get(*key).and_then(|nodes| nodes.as_array()).is_some_and(Vec::is_empty) =>
             {
@@ -140,7 +141,8 @@ impl Build<'_> {
         }
     }
 
-    /// Huge pages are for the blocks that had them (one NUMA node may, and another not), of the size that they had.
+    /// Returns the size of the huge pages for a block. Only blocks that had huge pages get them (one NUMA node may have
+    /// them and another not), of the size that they had.
     fn hugepage_bytes(&self, id: &str, planned: u64) -> Option<u64> {
         let path = format!("/objects/{id}");
         let mut blocks = self.vm.memory.blocks.iter();
@@ -148,7 +150,7 @@ impl Build<'_> {
         own.map_or(Some(planned), |block| Some(block.page_size_bytes).filter(|bytes| *bytes > PAGE_BYTES))
     }
 
-    /// What the plan adds to a memory object.
+    /// Adds the plan's properties to a memory object.
     fn fill(&self, id: &str, value: &mut Value) {
         if let RamPlan::Memfd { hugepage_bytes } = self.rules.ram {
             value.set_json("share", true.into());
@@ -162,7 +164,7 @@ impl Build<'_> {
         value.set_json("x-use-canonical-path-for-ramblock-id", canonical.into());
     }
 
-    /// Puts an object in place of the machine's default memory, where the plan wants one.
+    /// Replaces the machine's default memory with an object, if the plan requires one.
     pub(super) fn memory(&mut self) {
         if !matches!(self.rules.ram, RamPlan::Memfd { .. }) || self.has_objects() {
             return;
@@ -174,7 +176,7 @@ impl Build<'_> {
         self.fill(&id, &mut value);
         if let Some(machine) = self.out.iter_mut().find(|option| option.name == "machine") {
             let mut of_machine = machine.parsed();
-            // What -machine says of the default memory is said of the object instead.
+            // Settings of -machine for the default memory move to the object.
             for (key, of_object) in [("mem-merge", "merge"), ("dump-guest-core", "dump")] {
                 if let Some(given) = of_machine.get(key) {
                     value.set(of_object, &given);
@@ -186,7 +188,7 @@ impl Build<'_> {
         self.out.insert(0, Given::new("object", value.to_string()));
     }
 
-    /// Whether the machine's memory is given by objects already.
+    /// Returns true if objects already provide the machine's memory.
     fn has_objects(&self) -> bool {
         self.vm.options.iter().any(|option| match option.name.as_str() {
             "machine" => option.parsed().get("memory-backend").is_some(),

@@ -43,7 +43,7 @@ fn rules() -> HostRules {
     HostRules { ram: RamPlan::Anonymous, ..HostRules::new("/usr/bin/qemu", "/run/vm") }
 }
 
-/// The arguments between the program and what is always added.
+/// Returns the arguments between the program and those that are always added.
 fn built(arguments: &str, rules: &HostRules) -> String {
     let built = build(&vm(arguments), rules).unwrap();
     let words: Vec<String> = built.argv.iter().map(|word| word.to_string_lossy().into_owned()).collect();
@@ -76,7 +76,7 @@ fn what_is_always_added() {
             "defer"
         ]
     );
-    // Our monitor of the last time does not come along.
+    // The monitor that an earlier agent added is not copied.
     let again = "-display none -chardev socket,id=whimbrel-qmp,path=/x,server=on -mon chardev=whimbrel-qmp,mode=control";
     assert_eq!(build(&vm(again), &rules()).unwrap(), built);
 }
@@ -198,7 +198,7 @@ fn memory_keeps_its_names() {
     assert!(
         words.iter().any(|word| word.to_string_lossy().contains("share=on,hugetlb=on,hugetlbsize=2097152,"))
     );
-    // Of two nodes one had huge pages, and the other one has none there either.
+    // One of two nodes had huge pages; the other one gets none on this host either.
     let mut mixed = vm(
         "-object memory-backend-file,id=r0,size=1G,mem-path=/dev/hugepages -object memory-backend-ram,id=r1,size=1G -numa node,memdev=r0 -numa node,memdev=r1 -display none",
     );
@@ -215,7 +215,7 @@ fn memory_keeps_its_names() {
         built(numa, &anonymous).contains(&format!("-object qom-type=memory-backend-ram,id=r0,size=1G,{off}"))
     );
     assert_eq!(built("-machine pc-q35-7.2 -display none", &anonymous), "-machine pc-q35-7.2 -display none");
-    // Who wants all of it at once gets it there too.
+    // A guest with preallocated memory gets preallocated memory on this host, too.
     for plan in [&memfd, &anonymous] {
         assert!(built("-machine pc-q35-7.2 -mem-prealloc -display none", plan).contains(" -mem-prealloc "));
         let object =
@@ -257,7 +257,7 @@ fn memory_that_was_bound_to_nodes_of_its_host_is_warned_of() {
     let built =
         build(&vm(&format!("-object {json} -display none")), &HostRules::new("/usr/bin/qemu", "/run/vm"));
     assert_eq!(built.unwrap().warnings.len(), 1);
-    // As QEMU describes an object that came after the start.
+    // QEMU describes an object that was added after the start in this way.
     let json =
         r#"{"qom-type":"memory-backend-ram","id":"r1","size":4096,"host-nodes":[],"policy":"default"}"#;
     let built =
@@ -318,7 +318,7 @@ fn what_is_not_known_is_refused_unless_allowed() {
     assert_eq!(error.to_string(), "the guest cannot be started on the destination: it is so; do something");
 }
 
-/// A disk of that name with an image, as it is described.
+/// Returns the description of a disk with this name and image.
 fn disk(name: &str, file: &str, nodes: (&str, &str, &[&str])) -> Disk {
     let (top, image, below) = nodes;
     Disk {
@@ -347,7 +347,7 @@ fn disk(name: &str, file: &str, nodes: (&str, &str, &[&str])) -> Disk {
     }
 }
 
-/// The arguments of a guest one of whose disks is copied.
+/// Returns the arguments of a guest one of whose disks is copied.
 fn built_with_image(arguments: &str, disks: Vec<Disk>, name: &str, image: NewImage) -> String {
     let vm = VmDescription { disks, ..vm(arguments) };
     let images = [(name.to_owned(), image)].into();
@@ -406,7 +406,7 @@ fn copied_nodes_make_way_for_the_new_image() {
         -blockdev driver=qcow2,node-name=n2,file.driver=file,file.filename=/old/b,backing=base"#;
     let first = disk("t1", "/old/a", ("t1", "n1", &["base", "f0", "f1"]));
     let second = disk("n2", "/old/b", ("n2", "n2", &["base", "f0", "#1"]));
-    // The base is the second disk's, too.
+    // The second disk uses the base image, too.
     let both = built_with_image(arguments, vec![first.clone(), second], "t1", image("raw"));
     let new = r#"{"discard":"unmap","driver":"raw","file":{"aio":"io_uring","cache":{"direct":true},"driver":"file","filename":"/pool/a,1","node-name":"f1"},"node-name":"n1"}"#;
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Network back ends, character devices and objects that came or went after the start.
+//! Network back ends, character devices and objects that were added or removed after the start.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use super::live::{self, Chardev, Live, Net};
 use crate::cmdline::Given;
 use crate::qmp::{Qmp, QmpError};
 
-/// Character devices that come from other options (`-serial`, `-qmp`) or from QEMU itself.
+/// Character devices that other options (`-serial`, `-qmp`) or QEMU itself create.
 const OF_OTHER_OPTIONS: &[&str] =
     &["serial", "parallel", "compat_monitor", "debugcon", "gdb", "virtcon", "sclp", "seabios", "vdagent"];
 
@@ -27,7 +27,7 @@ const OBJECTS: &[&str] = &[
     "can-bus",
 ];
 
-/// Drops what is gone, adds what came.
+/// Drops the options of removed things, and adds options for new ones.
 pub(super) fn refresh(
     qmp: &mut Qmp,
     options: &mut Vec<Given>,
@@ -59,7 +59,7 @@ pub(super) fn refresh(
     let nics: Vec<Given> = options.iter().filter(|o| o.name == "nic" || o.name == "net").cloned().collect();
     for net in &live.nets {
         let of_nic = nics.iter().any(|nic| nic.parsed().get("id").is_some_and(|id| id == net.id));
-        // A name that QEMU made up belongs to -nic, -net or the default card.
+        // A name that QEMU generated belongs to -nic, -net or the default card.
         if netdevs.contains(&net.id) || net.id.starts_with('#') || of_nic {
             continue;
         }
@@ -116,7 +116,7 @@ pub(super) fn refresh(
     Ok(())
 }
 
-/// The `-netdev` that makes a back end, where `info network` tells enough.
+/// Returns the `-netdev` that creates a back end, if `info network` prints enough about it.
 fn netdev(net: &Net, usernet: &str) -> Option<Given> {
     let detail = |key: &str| {
         net.details
@@ -153,8 +153,8 @@ fn netdev(net: &Net, usernet: &str) -> Option<Given> {
     }
 }
 
-/// Ports forwarded to the guest, from `info usernet`:
-/// `  TCP[HOST_FORWARD]  11       127.0.0.1  5599       10.0.2.15    22     0     0`.
+/// Returns the ports forwarded to the guest, from `info usernet`: `  TCP[HOST_FORWARD]  11
+/// 127.0.0.1  5599       10.0.2.15    22     0     0`.
 fn forwards(usernet: &str, id: &str) -> Vec<String> {
     let mut ours = false;
     let mut found = Vec::new();
@@ -173,7 +173,7 @@ fn forwards(usernet: &str, id: &str) -> Vec<String> {
     found
 }
 
-/// The `-chardev` that makes a character device, where its name tells enough.
+/// Returns the `-chardev` that creates a character device, if its name specifies enough.
 fn chardev_option(chardev: &Chardev) -> Option<Given> {
     let id = chardev.label.replace(',', ",,");
     let name = chardev.filename.strip_prefix("disconnected:").unwrap_or(&chardev.filename);

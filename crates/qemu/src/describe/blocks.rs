@@ -1,9 +1,9 @@
-//! Disks: what the block graph is now.
+//! Disks: the current state of the block graph.
 //!
-//! A drive keeps its `-drive` with its way of caching and I/O, and gets the name of the present top
-//! image (after a snapshot, the overlay). Nodes of `-blockdev` are kept where they are still there,
-//! dropped where they are not; nodes that came later are described from the graph. Nodes that QEMU
-//! named itself (`#block123`) cannot be named so again and get a name of ours.
+//! A drive keeps its `-drive` with its caching and I/O options, and gets the name of the current
+//! top image (after a snapshot, the overlay). Nodes of `-blockdev` are kept if they still exist,
+//! and dropped if not; nodes that were added later are described from the graph. Names that QEMU
+//! generated (`#block123`) cannot be assigned to a node again, so such nodes get a name of ours.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,19 +17,19 @@ use crate::cmdline::Given;
 use crate::options::Value;
 use crate::recording;
 
-/// Drivers that a name of a file or one child describes fully.
+/// Drivers that a file name or one child describes fully.
 const FILES: &[&str] = &["file", "host_device", "host_cdrom"];
 const FORMATS: &[&str] =
     &["raw", "qcow2", "qed", "vdi", "vhdx", "vmdk", "vpc", "copy-on-read", "preallocate"];
 
-/// The names that nodes have on the other side.
+/// Names of the nodes on the destination.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     renamed: BTreeMap<String, String>,
 }
 
 impl Names {
-    /// What a device's `drive` is there; `None` when it has none.
+    /// Returns the value of a device's `drive` on the destination; `None` if it has none.
     pub(super) fn drive_of(&self, device: &LiveDevice, live: &Live) -> Option<String> {
         let below = format!("{}/", device.path);
         let backend = live.backends.iter().find(|backend| {
@@ -44,7 +44,7 @@ impl Names {
     }
 }
 
-/// Puts the short options (`-hda`, `-cdrom`, …) as `-drive`.
+/// Rewrites the short options (`-hda`, `-cdrom`, …) as `-drive`.
 pub(super) fn normalise(options: &mut [Given]) {
     for option in options {
         let place = match option.name.as_str() {
@@ -65,7 +65,7 @@ pub(super) fn normalise(options: &mut [Given]) {
     }
 }
 
-/// A disk for people.
+/// Returns the description of a disk for reports.
 pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &Path) -> Disk {
     let file_of = |node: &Node| absolute(&live.file_of(node), working_dir);
     let chain = backend.root.as_ref().map(|root| live.chain(root)).unwrap_or_default();
@@ -82,10 +82,11 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
         |name: &String| live.nodes.get(name).is_some_and(|node| node.encrypted || node.driver == "luks");
     let is_encrypted_somewhere =
         backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_encrypted(&name));
-    // Of a device QEMU does not know how much is in use.
+    // QEMU does not know how much of a device is in use.
     let on_device = backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_device(&name));
     let image = chain.get(filters);
-    // One of a backing file is no snapshot of this disk's. Nameless bitmaps are those of block jobs.
+    // A snapshot in a backing file is not one of this disk. Bitmaps without a name belong to block
+    // jobs.
     let snapshots = image.iter().flat_map(|node| &node.image.snapshots).map(|named| named.name.clone());
     let bitmaps = chain.iter().take(filters + 1).flat_map(|node| &node.bitmaps).map(|named| &named.name);
     let is_others = |name: &&String| !name.is_empty() && !name.starts_with(recording::PREFIX);
@@ -114,15 +115,15 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
     }
 }
 
-/// Drivers that only look at what passes to the image below them.
+/// Filter drivers, which only inspect the I/O of the image below them.
 const FILTERS: &[&str] = &["throttle", "copy-on-read", "preallocate"];
 
-/// How many nodes of a chain come before its first image.
+/// Returns the number of nodes of a chain before its first image.
 fn filters(chain: &[&Node]) -> usize {
     chain.iter().take_while(|node| FILTERS.contains(&node.driver.as_str())).count()
 }
 
-/// The images of a chain.
+/// Returns the images of a chain.
 fn layers(chain: &[&Node], live: &Live, working_dir: &Path) -> Vec<Layer> {
     let is_file = |driver: &str| ["file", "host_device"].contains(&driver);
     let mut layers = Vec::new();
@@ -153,7 +154,7 @@ fn nodes(top: &str, live: &Live, names: &Names) -> DiskNodes {
     DiskNodes { top: top.to_owned(), image: image.to_owned(), format, below: below.into_iter().collect() }
 }
 
-/// Brings `-drive` and `-blockdev` to what is there now.
+/// Updates `-drive` and `-blockdev` to the current state.
 pub(super) fn refresh(
     options: &mut Vec<Given>,
     live: &Live,
@@ -189,7 +190,7 @@ pub(super) fn refresh(
         }
     }
     kept.append(&mut work.devices);
-    // Nodes that came later: first everything that has a name, then what devices use directly.
+    // Nodes that were added later: first those with a name, then those that devices use directly.
     let roots = live.backends.iter().filter(|b| b.name.is_empty()).filter_map(|b| b.root.as_ref());
     let named = live.nodes.keys().filter(|name| !name.starts_with('#'));
     let mut added = Vec::new();
@@ -222,13 +223,13 @@ struct Work<'a> {
     problems: &'a mut Vec<Problem>,
     names: Names,
     declared: BTreeSet<String>,
-    /// Devices that QEMU made for drives by itself.
+    /// Devices that QEMU created for drives by itself.
     devices: Vec<Given>,
 }
 
 impl<'a> Work<'a> {
-    /// The drive that a `-drive` made: by its id, or else by the interface and the image that still
-    /// is its top or below it.
+    /// Finds the drive that a `-drive` created: by its id, or else by the interface and the image
+    /// that is still its top or below it.
     fn backend_of(&self, value: &Value, used: &BTreeSet<String>) -> Option<&'a Backend> {
         if let Some(id) = value.get("id") {
             return self.live.backends.iter().find(|backend| backend.name == id);
@@ -289,8 +290,8 @@ impl<'a> Work<'a> {
     fn drive(&mut self, mut option: Given, backend: &Backend) -> Given {
         let mut value = option.parsed();
         if value.get("if").as_deref() == Some("virtio") {
-            // QEMU makes a device for it, in the first free slot: said in so many words, so that the
-            // slot can be said as well.
+            // QEMU creates a device for it in the first free slot. It is written out as an option,
+            // so that the slot can be specified as well.
             for key in ["index", "bus", "unit", "addr"] {
                 value.remove(key);
             }
@@ -319,7 +320,8 @@ impl<'a> Work<'a> {
                 let file = if value.get("file.filename").is_some() { "file.filename" } else { file };
                 value.set(if file == "file.filename" { file } else { "file" }, &present);
                 value.set(format, if FILES.contains(&root.driver.as_str()) { "raw" } else { &root.driver });
-                // What was said about the old image's own backing files is in the new one's header.
+                // The new image's header names its own backing files, so the option for the old
+                // image's is dropped.
                 value.remove("backing");
                 if !root.name.starts_with('#') {
                     value.set("node-name", &root.name);
@@ -348,7 +350,7 @@ impl<'a> Work<'a> {
         Some(option)
     }
 
-    /// Adds the `-blockdev`s that make a node and the named ones below it.
+    /// Adds the `-blockdev`s that create a node and the named ones below it.
     fn declare(&mut self, name: &str, added: &mut Vec<Given>) {
         if !self.declared.insert(name.to_owned()) {
             return;

@@ -1,4 +1,4 @@
-//! Devices: which of those on the command line are still there, where they sit, which came later.
+//! Devices: which ones of the command line still exist, their addresses, and which were added later.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::options::Value;
 use crate::qmp::{Qmp, QmpError};
 use crate::tree::DeviceTree;
 
-/// Devices that cannot be moved, by the beginning of their type's name.
+/// Devices that cannot be moved, by the prefix of their type's name.
 const REFUSED: &[(&str, &str)] = &[
     ("vfio-", "it is a device of the host, which writes to the guest's memory by itself"),
     ("pci-assign", "it is a device of the host, which writes to the guest's memory by itself"),
@@ -39,11 +39,11 @@ const REFUSED: &[(&str, &str)] = &[
     ("pci-serial-2x", "QEMU ends, guest and all, when it saves the state of this device"),
 ];
 
-/// Type names that QEMU takes for others.
+/// Type names that are aliases of others in QEMU.
 const ALIASES: &[(&str, &str)] = &[("e1000-82540em", "e1000"), ("ich9-ahci", "ahci"), ("lsi", "lsi53c895a")];
 
 impl Live {
-    /// USB ports that QEMU chose by itself stand nowhere but in the tree.
+    /// Adds the USB ports that QEMU chose by itself, which only the tree shows.
     pub(super) fn add_usb_ports(&mut self, tree: &DeviceTree) {
         for device in &mut self.devices {
             let on_usb = device.bus.as_ref().is_some_and(Bus::is_usb);
@@ -60,8 +60,8 @@ impl Live {
     }
 }
 
-/// Drops devices that were unplugged, fixes the others to where they sit, and returns those that
-/// came later.
+/// Drops devices that were unplugged, sets the addresses of the others, and returns those that were
+/// added later.
 pub(super) fn refresh<'a>(
     options: &mut Vec<Given>,
     live: &'a Live,
@@ -92,7 +92,7 @@ pub(super) fn refresh<'a>(
             ));
         }
         let mut free = alike.into_iter().filter(|device| !taken.contains(&device.path.as_str()));
-        // Of several without an id, the one with that drive; else in the order of their making.
+        // Of several without an id, the one with that drive; otherwise in the order of their creation.
         let drive = value.get("drive");
         let has_drive = |device: &&LiveDevice| drive.is_some() && names.drive_of(device, live) == drive;
         let found = free.clone().find(has_drive).or_else(|| free.next());
@@ -113,19 +113,19 @@ pub(super) fn refresh<'a>(
         .iter()
         .filter(|device| device.hotplugged && !taken.contains(&device.path.as_str()))
         .collect();
-    // A device comes after the one whose bus it sits on.
+    // A device follows the one whose bus it is attached to.
     later.sort_by_key(|device| depth(device, &live.devices));
     later
 }
 
-/// How many devices without an id each type should have, from the options alone.
+/// Returns how many devices without an id each type should have, from the options alone.
 fn expected_without_id(options: &[Given]) -> BTreeMap<String, usize> {
     let mut expected: BTreeMap<String, usize> = BTreeMap::new();
     for option in options {
         let value = option.parsed();
         let driver = match option.name.as_str() {
             "device" if value.get("id").is_none() => value.get("driver"),
-            // QEMU makes a device of its own for these.
+            // QEMU creates a device of its own for these.
             "drive" if value.get("if").as_deref() == Some("virtio") => Some("virtio-blk-pci".to_owned()),
             _ => None,
         };
@@ -136,7 +136,7 @@ fn expected_without_id(options: &[Given]) -> BTreeMap<String, usize> {
     expected
 }
 
-/// How many of them one type has, by whatever of its names.
+/// Returns the expected number of devices of one type, under any of its names.
 fn expected_of(expected: &BTreeMap<String, usize>, driver: &str) -> usize {
     let same = |name: &str| same_driver(name, driver) || same_driver(driver, name);
     expected.iter().filter(|(name, _)| same(name)).map(|(_, count)| count).sum()
@@ -147,15 +147,15 @@ fn same_driver(given: &str, live: &str) -> bool {
     given == live || short("-pci") || short("-device") || ALIASES.contains(&(given, live))
 }
 
-/// Writes down where the device sits, so that QEMU does not choose again: after an unplugging it
-/// would choose otherwise.
+/// Records the device's address in the option, so that QEMU does not choose it again: after an
+/// unplugging it would choose a different one.
 fn fix_place(value: &mut Value, device: &LiveDevice) {
     for (key, at) in &device.place {
         if value.get(key).is_none() {
             value.set_json(key, at.clone());
         }
     }
-    // What was given in part QEMU completes at each start alike.
+    // QEMU completes a partly specified geometry in the same way at each start.
     if device.geometry.keys().all(|key| value.get(key).is_none()) {
         for (key, size) in &device.geometry {
             value.set_json(key, size.clone());
@@ -182,7 +182,7 @@ fn depth(device: &LiveDevice, all: &[LiveDevice]) -> usize {
     parent.map_or(0, |parent| if parent.path == device.path { 0 } else { 1 + depth(parent, all) })
 }
 
-/// The `-device` that makes a device which was plugged later.
+/// Returns the `-device` that creates a device that was plugged later.
 pub(super) fn describe(
     qmp: &mut Qmp,
     device: &LiveDevice,
@@ -206,7 +206,7 @@ pub(super) fn describe(
     Ok(Given::new("device", Json::Object(map).to_string()))
 }
 
-/// Finds devices that cannot be moved.
+/// Reports devices that cannot be moved.
 pub(super) fn refuse(options: &[Given], problems: &mut Vec<Problem>) {
     for option in options {
         let value = option.parsed();
@@ -277,7 +277,8 @@ mod tests {
         assert_eq!(problems.len(), 4, "{problems:#?}");
     }
 
-    /// With vhost-net the kernel of the source's host could not do it, and that of the destination's may.
+    /// With vhost-net the source host's kernel does not have the feature, and the destination's may have
+    /// it.
     #[test]
     fn what_a_device_cannot_do_it_cannot_do_there() {
         let device = LiveDevice { inabilities: vec!["queue_reset".to_owned()], ..LiveDevice::default() };

@@ -17,7 +17,7 @@ pub(super) struct Node {
     pub(super) name: String,
     #[serde(rename = "drv")]
     pub(super) driver: String,
-    /// The file's name, or a `json:` description where a name does not do.
+    /// Name of the file, or a `json:` description where a name does not suffice.
     pub(super) file: String,
     #[serde(rename = "ro")]
     pub(super) read_only: bool,
@@ -34,24 +34,24 @@ pub(super) struct Node {
     pub(super) children: BTreeMap<String, String>,
 }
 
-/// What there is in an image beside its present content.
+/// Data in an image beside its current content.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub(super) struct NodeImage {
     #[serde(default)]
     pub(super) snapshots: Vec<Named>,
-    /// Length of what the node gives to the node above it, in bytes.
+    /// Length of the data that the node provides to the node above it, in bytes.
     #[serde(default, rename = "virtual-size")]
     pub(super) bytes: Option<u64>,
 }
 
-/// Something with a name, which may be empty.
+/// An item with a name, which may be empty.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Named {
     #[serde(default)]
     pub(super) name: String,
 }
 
-/// How a node caches.
+/// Cache options of a node.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Cache {
     pub(super) direct: bool,
@@ -59,7 +59,7 @@ pub(super) struct Cache {
     pub(super) no_flush: bool,
 }
 
-/// What a device sees as its drive.
+/// A drive as a device sees it.
 #[derive(Debug, Clone)]
 pub(super) struct Backend {
     /// Name of the drive; empty where a device uses a node directly.
@@ -69,17 +69,19 @@ pub(super) struct Backend {
     pub(super) removable: bool,
     /// Name of its top node; `None` when it is empty.
     pub(super) root: Option<String>,
-    /// Its length as the device sees it.
+    /// Length as the device sees it.
     pub(super) bytes: Option<u64>,
-    /// What it takes on the host, with all images below it.
+    /// Space used on the host, with all images below it, in bytes.
     pub(super) used_bytes: Option<u64>,
 }
 
 impl Node {
-    /// Where a node of the raw driver begins in the one below it, as its `json:` description says.
+    /// Returns the offset of a node of the raw driver in the node below it, from its `json:`
+    /// description.
     fn offset_bytes(&self) -> Option<u64> {
         let Some(described) = self.file.strip_prefix("json:") else {
-            // A description is only needed for what differs from the default: neither offset nor size.
+            // Only values that differ from the default need a description: neither offset nor size
+            // does here.
             return None;
         };
         let described: Value = serde_json::from_str(described).ok()?;
@@ -92,8 +94,8 @@ impl Node {
 }
 
 impl Live {
-    /// The file behind a node: that of the lowest node under it which is one, because formats with
-    /// options name themselves by a whole `json:` description.
+    /// Returns the file behind a node: that of the lowest file node under it, because formats with
+    /// options report a whole `json:` description as their name.
     pub(super) fn file_of(&self, node: &Node) -> String {
         let mut at = node;
         for _ in 0..self.nodes.len() {
@@ -108,7 +110,7 @@ impl Live {
         node.file.clone()
     }
 
-    /// All nodes below a node, itself included.
+    /// Returns all nodes below a node, itself included.
     pub(super) fn below(&self, top: &str) -> BTreeSet<String> {
         let mut found = BTreeSet::new();
         let mut open = vec![top.to_owned()];
@@ -122,14 +124,14 @@ impl Live {
         found
     }
 
-    /// The external data files of the image that a node is, or of the images below it.
+    /// Returns the external data files of the image that a node is, or of the images below it.
     pub(super) fn data_files(&self, image: &Node) -> Vec<String> {
         let nodes = image.children.get("data-file").and_then(|name| self.nodes.get(name));
         nodes.into_iter().map(|node| self.file_of(node)).collect()
     }
 
-    /// The part of its file that an image is; `None` where it is the whole file. Only QEMU's raw driver cuts, and what it
-    /// gives is then shorter than the node below it.
+    /// Returns the part of the file that an image occupies; `None` if it is the whole file. Only QEMU's raw driver cuts
+    /// a part out, and the result is then shorter than the node below it.
     pub(super) fn part(&self, image: &Node) -> Option<FilePart> {
         let mut at = image;
         for _ in 0..self.nodes.len() {
@@ -143,7 +145,8 @@ impl Live {
         None
     }
 
-    /// The nodes of a chain from `top` down, through `file` of filters and `backing` of images.
+    /// Returns the nodes of a chain from `top` down, through `file` of filters and `backing` of
+    /// images.
     pub(super) fn chain(&self, top: &str) -> Vec<&Node> {
         let mut chain: Vec<&Node> = Vec::new();
         let mut next = self.nodes.get(top);
@@ -156,7 +159,7 @@ impl Live {
     }
 }
 
-/// Asks for all nodes, what is below each, and what devices see of them.
+/// Queries all nodes, the children of each, and the devices' view of them.
 pub(super) fn ask(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>), QmpError> {
     #[derive(Deserialize)]
     struct Graph {

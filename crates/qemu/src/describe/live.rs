@@ -1,4 +1,4 @@
-//! What QEMU says about a running guest, as far as it is needed to build it again.
+//! QEMU's answers about a running guest, as far as they are needed to build it again.
 
 use std::collections::BTreeMap;
 
@@ -9,33 +9,33 @@ use super::graph::{self, Backend, Node};
 use crate::qmp::{Qmp, QmpError, Version};
 use crate::tree::{GEOMETRY, OF_VHOST};
 
-/// A device that somebody asked for, on the command line or later.
+/// A device that a user requested, on the command line or later.
 #[derive(Debug, Clone, Default)]
 pub(super) struct LiveDevice {
     pub(super) path: String,
-    /// `None` for those without an id.
+    /// Id; `None` for a device without one.
     pub(super) id: Option<String>,
     pub(super) driver: String,
-    /// Whether it came after the machine was built.
+    /// True if the device was added after the machine was built.
     pub(super) hotplugged: bool,
     pub(super) bus: Option<Bus>,
-    /// Where on the bus, as properties of the device: `addr`, `port`, `scsi-id`, …
+    /// Address on the bus, as properties of the device: `addr`, `port`, `scsi-id`, …
     pub(super) place: BTreeMap<String, Value>,
     /// A disk's geometry as the guest sees it, as properties of the device. QEMU derives it from the disk's length and
-    /// partition table at the start, and another start may find others.
+    /// partition table at the start, and another start may derive other values.
     pub(super) geometry: BTreeMap<String, Value>,
-    /// Abilities of a virtio device that it does not have. With vhost-net the host's kernel decides about some, and another
+    /// Features that a virtio device does not have. With vhost-net the host's kernel decides about some, and another
     /// host's may have more.
     pub(super) inabilities: Vec<String>,
 }
 
-/// What a device is attached to.
+/// Bus that a device is attached to.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Bus {
     pub(super) name: String,
-    /// Its QOM path.
+    /// QOM path of the bus.
     pub(super) path: String,
-    /// Its QOM type, e.g. `PCI` or `usb-bus`.
+    /// QOM type of the bus, e.g. `PCI` or `usb-bus`.
     pub(super) kind: String,
 }
 
@@ -70,7 +70,7 @@ pub(super) struct Object {
     pub(super) kind: String,
 }
 
-/// All of it.
+/// All answers about a guest.
 #[derive(Debug, Clone)]
 pub(super) struct Live {
     pub(super) version: Version,
@@ -103,10 +103,10 @@ struct Property {
     default: Option<Value>,
 }
 
-/// Properties that say where on its bus a device sits.
+/// Properties for a device's address on its bus.
 const PLACES: &[&str] = &["addr", "port", "scsi-id", "channel", "lun", "unit", "nr", "slot"];
 
-/// Properties that say where a processor sits.
+/// Properties for a processor's address.
 const CPU_PLACES: &[&str] = &[
     "node-id",
     "drawer-id",
@@ -174,7 +174,7 @@ fn list(qmp: &mut Qmp, path: &str) -> Result<Vec<Property>, QmpError> {
     qmp.execute("qom-list", json!({ "path": path }))
 }
 
-/// The type in `child<type>`.
+/// Returns the type in `child<type>`.
 fn child(kind: &str) -> Option<&str> {
     kind.strip_prefix("child<")?.strip_suffix('>')
 }
@@ -199,7 +199,7 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
             });
         }
     }
-    // Without an id they are named device[N] in the order of their making; QOM lists them anyhow.
+    // Without an id they are named device[N] in the order of their creation; QOM lists them in any order.
     let number = |device: &LiveDevice| {
         let digits: String = device.path.chars().filter(char::is_ascii_digit).collect();
         (device.id.is_some(), device.id.is_none().then(|| digits.parse::<u64>().ok()).flatten())
@@ -248,7 +248,7 @@ fn place_and_geometry(qmp: &mut Qmp, path: &str) -> Result<(Properties, Properti
         }
         let value = get(qmp, path, &property.name)?;
         let value = match (property.name.as_str(), value.as_u64(), value.as_str()) {
-            // PCI tells slot and function in one number.
+            // PCI encodes slot and function in one number.
             ("addr", Some(number), _) if number < 256 => {
                 format!("{:02x}.{:x}", number >> 3, number & 7).into()
             }
@@ -257,14 +257,14 @@ fn place_and_geometry(qmp: &mut Qmp, path: &str) -> Result<(Properties, Properti
         };
         place.insert(property.name, value);
     }
-    // Without a disk there is none.
+    // Without a disk there is no geometry.
     if geometry.get("cyls").and_then(Value::as_u64).unwrap_or(0) == 0 {
         geometry.clear();
     }
     Ok((place, geometry))
 }
 
-/// Everything that was set on a device otherwise than it would be by itself, for `-device` in JSON.
+/// Returns all properties of a device that differ from its defaults, for `-device` in JSON.
 pub(super) fn device_properties(qmp: &mut Qmp, device: &LiveDevice) -> Result<Map<String, Value>, QmpError> {
     let listed: Vec<Property> =
         qmp.execute("device-list-properties", json!({ "typename": device.driver }))?;
@@ -272,18 +272,18 @@ pub(super) fn device_properties(qmp: &mut Qmp, device: &LiveDevice) -> Result<Ma
     let mut properties = Map::new();
     for property in listed {
         let name = property.name.as_str();
-        // Of a CPU only its place; its features come from -cpu.
+        // For a CPU only its address; its features are part of -cpu.
         if (is_cpu && !CPU_PLACES.contains(&name))
             || PLACES.contains(&name)
             || child(&property.kind).is_some()
         {
             continue;
         }
-        // Where the guest put a bus, which file of QEMU's own a ROM comes from, a state.
+        // Values that are not configuration: where the guest put a bus, QEMU's own file for a ROM, a state.
         if ["busnr", "romfile", "attached"].contains(&name) {
             continue;
         }
-        // Of memory modules the size is that of what is behind them.
+        // The size of a memory module is that of its back end.
         if name == "size" && (device.driver.contains("dimm") || device.driver.starts_with("virtio-mem")) {
             continue;
         }
@@ -299,7 +299,7 @@ pub(super) fn device_properties(qmp: &mut Qmp, device: &LiveDevice) -> Result<Ma
             continue;
         }
         if property.kind.starts_with("link<") {
-            // A user's object is named by its id; other links are made by QEMU itself.
+            // A user's object is named by its id; QEMU itself makes other links.
             let object = value.as_str().and_then(|path| path.strip_prefix("/objects/"));
             if let Some(id) = object {
                 properties.insert(property.name, id.into());
@@ -311,7 +311,7 @@ pub(super) fn device_properties(qmp: &mut Qmp, device: &LiveDevice) -> Result<Ma
     Ok(properties)
 }
 
-/// The properties of an object, as `-object` in JSON takes them.
+/// Returns the properties of an object, as `-object` in JSON expects them.
 pub(super) fn object_properties(qmp: &mut Qmp, object: &Object) -> Result<Map<String, Value>, QmpError> {
     let path = format!("/objects/{}", object.id);
     let mut properties = Map::new();
@@ -340,12 +340,12 @@ fn objects(qmp: &mut Qmp) -> Result<Vec<Object>, QmpError> {
     Ok(list(qmp, "/objects")?.into_iter().filter_map(is_object).collect())
 }
 
-/// Back ends in `info network`, e.g. ` \ n0: index=0,type=user,net=10.0.2.0,restrict=off`.
+/// Returns the back ends in `info network`, e.g. ` \ n0: index=0,type=user,net=10.0.2.0,restrict=off`.
 fn nets(text: &str) -> Vec<Net> {
     let net = |line: &str| {
         let line = line.trim().trim_start_matches("\\ ");
         let (id, details) = line.split_once(": ")?;
-        // In a hub the port stands before: `hub0port1: #net185: index=0,…`.
+        // In a hub the port precedes it: `hub0port1: #net185: index=0,…`.
         let (id, details) = details.split_once(": ").unwrap_or((id, details));
         let kind = details.split(',').find_map(|part| part.trim().strip_prefix("type="))?;
         (kind != "nic" && kind != "hubport").then(|| Net {

@@ -6,7 +6,7 @@ use super::live::Live;
 use crate::cmdline::Given;
 
 /// Names the machine by its versioned type: `q35` means another machine in every version of QEMU.
-/// Options that newer versions no longer have are put as they are spelt there.
+/// Options that newer versions have removed are written in the newer spelling.
 pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
     let mut machine: Option<usize> = None;
     let mut extra = Vec::new();
@@ -43,7 +43,7 @@ pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
     options.retain(|option| option.name != "machine" || option.value.as_deref() != Some(""));
 }
 
-/// What runs the processors.
+/// Returns the accelerator.
 pub(super) fn accelerator(options: &[Given], kvm: bool) -> String {
     if kvm {
         return "kvm".to_owned();

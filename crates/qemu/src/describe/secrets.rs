@@ -1,13 +1,14 @@
-//! What must not be kept of a description: passwords and keys that stand on a command line.
+//! Removal of secrets from descriptions: passwords and keys that are on a command line.
 
 use serde_json::Value as Json;
 
 use crate::cmdline::Given;
 
-/// What stands in place of a secret.
+/// Placeholder for a secret.
 const NOT_KEPT: &str = "(not kept)";
 
-/// A description, in JSON, without the secrets that its options hold in clear. A guest cannot be built from it any more.
+/// Returns a description, in JSON, without the secrets that its options hold in clear. A guest
+/// cannot be built from the result.
 pub fn without_secrets(description: &Json) -> Json {
     let mut description = description.clone();
     let options = description.get_mut("options").and_then(Json::as_array_mut);

@@ -1,4 +1,4 @@
-//! The destination's side: a QEMU that waits for a device state, and takes it.
+//! Destination: a QEMU that waits for a device state, and loads it.
 
 use std::io::{self, Write as _};
 use std::net::Shutdown;
@@ -14,13 +14,13 @@ use crate::control;
 use crate::process::log_tail;
 use crate::qmp::{Qmp, QmpError};
 
-/// What QEMU calls the descriptor from which it reads the device state.
+/// Name of the descriptor from which QEMU reads the device state.
 const DESCRIPTOR: &str = "whimbrel-device-state";
 
-/// How much of the device state is handed over at once, in bytes.
+/// Number of bytes of the device state that are sent at once.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
 
-/// Why a device state could not be loaded.
+/// Error while a device state is loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The monitor failed, or QEMU refused to prepare.
@@ -29,59 +29,59 @@ pub enum LoadError {
     /// QEMU was not started with `-S -incoming defer`.
     #[error("QEMU is {status} and cannot take a device state; it must be started with -S -incoming defer")]
     NotWaiting {
-        /// Its run state.
+        /// Run state of QEMU.
         status: String,
     },
-    /// The state could not be handed over to QEMU.
+    /// The state could not be sent to QEMU.
     #[error("cannot hand the device state to QEMU: {log}")]
     Socket {
         /// The end of QEMU's log.
         log: String,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// QEMU read it and did not like it.
+    /// QEMU read the state and rejected it.
     #[error("QEMU could not load the device state: {reason}")]
     Failed {
         /// QEMU's own words, or the end of its log.
         reason: String,
     },
-    /// It was loaded, but the guest is not as it should be.
+    /// The state was loaded, but the guest's run state is not the expected one.
     #[error("after loading the guest is {status}; it must be paused until it is let go")]
     NotPaused {
-        /// Its run state.
+        /// Run state of the guest.
         status: String,
     },
 }
 
 /// A QEMU that waits for its device state.
 ///
-/// Made early, before the guest is stopped on the source, so that nothing but the transfer and the
-/// loading itself falls into the downtime.
+/// Prepared early, before the guest is stopped on the source, so that only the transfer and the
+/// loading itself are part of the downtime.
 #[derive(Debug)]
 pub struct Incoming {
     stream: UnixStream,
     machine_type: String,
-    /// Whether its machine type expects the configuration section; those up to 2.3 do not know it.
+    /// True if the machine type expects the configuration section; those up to 2.3 do not know it.
     expects_configuration: bool,
     log: Option<PathBuf>,
 }
 
 impl Incoming {
-    /// Makes a QEMU that was started with `-S -incoming defer` wait for its device state, so that after
-    /// loading it has run no virtual CPU, taken no image lock and sent no packet:
+    /// Makes a QEMU that was started with `-S -incoming defer` wait for its device state, so that after loading it
+    /// has run no virtual CPU, acquired no image lock and sent no packet:
     ///
     /// - capability `late-block-activate`: the images stay locked by the source until `cont`;
     /// - parameter `announce-rounds` 0: no packets in the guest's name at load;
-    /// - `-S` (asserted by [`load`](Self::load)): the saved state says that the guest runs.
+    /// - `-S` (asserted by [`load`](Self::load)): the saved state specifies that the guest runs.
     ///
-    /// It is given a descriptor to read from through the monitor, because one without privileges (`-runas`) or in a
-    /// chroot could not make a socket for us.
+    /// QEMU gets a descriptor to read from through the monitor, because one without privileges (`-runas`) or in a
+    /// chroot could not create a socket for us.
     ///
-    /// The beginning of the state, which tells the machine type, is handed over at once: QEMU makes itself ready when
-    /// the first byte comes, and need not when the guest stands still.
+    /// The start of the state, which names the machine type, is sent at once: QEMU initialises its loading when the
+    /// first byte arrives, and that is then not part of the downtime.
     ///
-    /// `log` is where QEMU's messages go; their end becomes part of errors.
+    /// `log` is the file of QEMU's messages; the end of the file becomes part of errors.
     pub fn prepare(qmp: &mut Qmp, log: Option<&Path>) -> Result<Self, LoadError> {
         let status = control::status(qmp)?;
         if status.status != "inmigrate" {
@@ -95,12 +95,13 @@ impl Incoming {
         qmp.run("migrate-set-parameters", json!({ "announce-rounds": 0 }))?;
         let failed = |source| LoadError::Socket { log: String::new(), source };
         let (stream, theirs) = UnixStream::pair().map_err(failed)?;
-        // Room for all of a usual state, so that QEMU reads it without a break. Without privileges it is less.
+        // Room for all of a usual state, so that QEMU reads it without a break. Without privileges the buffer is
+        // smaller.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size_force(&stream, SEND_BUFFER_BYTES);
         qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd())?;
         let uri = format!("fd:{DESCRIPTOR}");
         let version = qmp.version();
-        // Since 9.1 QEMU can stay when loading fails, and tell why.
+        // Since 9.1 QEMU can keep running when loading fails, and report the reason.
         let arguments = if (version.major, version.minor) >= (9, 1) {
             json!({ "uri": uri, "exit-on-error": false })
         } else {
@@ -116,16 +117,16 @@ impl Incoming {
         Ok(incoming)
     }
 
-    /// Hands over a completed stream and waits until QEMU has loaded it. Afterwards the guest is
-    /// paused and has not run.
+    /// Sends a completed stream and waits until QEMU has loaded it. Afterwards the guest is paused
+    /// and has not run.
     ///
     /// # Errors
-    /// [`LoadError::Failed`] with QEMU's reason. That QEMU is of no more use then.
+    /// [`LoadError::Failed`] with QEMU's reason. That QEMU cannot be used again.
     pub fn load(self, qmp: &mut Qmp, stream: &[u8], deadline: Instant) -> Result<(), LoadError> {
         self.load_beside(qmp, stream, deadline, || {})
     }
 
-    /// The same, and does something else while QEMU loads.
+    /// Like [`load`](Self::load), and runs a closure while QEMU loads.
     pub fn load_beside(
         self,
         qmp: &mut Qmp,
@@ -141,7 +142,7 @@ impl Incoming {
         let handed = self.hand_over(rest, deadline).and_then(|()| self.stream.shutdown(Shutdown::Write));
         meanwhile();
         match &handed {
-            // QEMU hangs up as soon as it finds something wrong: its reason tells more than ours.
+            // QEMU closes the connection as soon as it finds an error: its reason is more precise than ours.
             Err(error) if is_hang_up(error) => {}
             Err(_) => handed.map_err(|source| self.socket_error(source))?,
             Ok(()) => {}
@@ -165,7 +166,7 @@ impl Incoming {
         Ok(())
     }
 
-    /// How the state begins that this QEMU loads.
+    /// Returns the first bytes of a state that this QEMU loads.
     fn expected_beginning(&self) -> Vec<u8> {
         if self.expects_configuration { beginning(&self.machine_type) } else { HEADER.to_vec() }
     }
@@ -198,8 +199,8 @@ impl Incoming {
     }
 }
 
-/// Whether a QEMU loads a state with a configuration section, by what `info migrate` prints of its machine type's
-/// settings. Where it prints none it is of a version without machine types that old.
+/// Returns true if a QEMU loads a state with a configuration section, from the settings of its machine type that
+/// `info migrate` prints. A version that prints none has no machine types that are so old.
 fn is_configuration_expected(info: &str) -> bool {
     !info.lines().any(|line| line.trim() == "send-configuration: off")
 }

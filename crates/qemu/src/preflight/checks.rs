@@ -1,4 +1,4 @@
-//! The checks, by what they look at.
+//! Checks, by subject.
 
 use super::devices::devices;
 use super::{DestinationFacts, Finding, Severity, SourceFacts};
@@ -9,13 +9,14 @@ use crate::ram::RamBlock;
 use crate::tree::Device;
 use crate::units::When;
 
-/// What a QEMU needs besides the guest's memory, in bytes: its code, caches, the devices' buffers.
+/// Memory in bytes that a QEMU needs besides the guest's memory: its code, caches, the devices'
+/// buffers.
 const OVERHEAD_BYTES: u64 = 256 << 20;
-/// The kernel with asynchronous write protection and `PAGEMAP_SCAN`.
+/// First kernel with asynchronous write protection and `PAGEMAP_SCAN`.
 const KERNEL_NEEDED: (u64, u64) = (6, 7);
-/// Size of usual pages, in bytes.
+/// Size of a normal page in bytes.
 const PAGE_BYTES: u64 = 4096;
-/// The oldest QEMU that this was tried on.
+/// Oldest QEMU with which this was tested.
 const QEMU_TRIED: (u64, u64) = (7, 2);
 
 pub(super) type Findings = Vec<Finding>;
@@ -37,14 +38,14 @@ pub(super) fn add(
 
 use Severity::{Blocker, Info, Warning};
 
-/// What cannot be described, or not built again.
+/// Reports devices and options that cannot be described, or not be built again.
 pub(super) fn problems(problems: &[Problem], findings: &mut Findings) {
     for problem in problems {
         add(findings, Blocker, &problem.code, &problem.what, &problem.what_to_do);
     }
 }
 
-/// The guest itself: what it has that cannot be moved, and what it is doing.
+/// Checks the guest itself: parts that cannot be moved, and its run state.
 pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
     for reason in &source.blocked_reasons {
         add(
@@ -130,7 +131,7 @@ fn not_moved_in(run_state: &str) -> String {
     format!("the guest is in run state {run_state}; only running and paused guests are moved")
 }
 
-/// Why a guest is not moved in a run state, and what to do, in one line.
+/// Returns the reason why a guest is not moved in a run state, and the remedy, in one line.
 pub fn run_state_refusal(run_state: &str) -> String {
     format!("{}; {HOW_TO_MOVE_IT}", not_moved_in(run_state))
 }
@@ -145,7 +146,7 @@ fn offers_virtualization(source: &SourceFacts) -> bool {
         && (named('+') || (["host", "max"].contains(&plain) && !named('-')))
 }
 
-/// The programs: versions and machine types.
+/// Checks the programs: versions and machine types.
 pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
     let machine = &source.vm.machine.machine_type;
     if !destination.machine_types.contains(machine) {
@@ -193,7 +194,7 @@ pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, finding
     devices(source, destination, findings);
 }
 
-/// Accelerator and CPU features.
+/// Checks the accelerator and CPU features.
 pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
     let (here, there) = (&source.host, &destination.host);
     let machine = &source.vm.machine;
@@ -270,7 +271,7 @@ fn lacking(flags: &[&str]) -> String {
     if flags.is_empty() { String::new() } else { format!(" (missing: {})", flags.join(", ")) }
 }
 
-/// Others in the guest's memory.
+/// Checks for other processes that map the guest's memory.
 pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
     let mappers = &source.other_mappers;
     if !mappers.unreadable.is_empty() {
@@ -299,10 +300,11 @@ pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
     }
 }
 
-/// How much memory the guest takes, with QEMU's own where it is taken from the same.
+/// Returns the memory that the guest needs in bytes, including QEMU's own if both come from the
+/// same kind.
 pub(super) fn memory_needed_bytes(source: &SourceFacts, hugepage_bytes: Option<u64>) -> u64 {
     if hugepage_bytes.is_some() {
-        // Blocks that had usual pages get those.
+        // Blocks that had normal pages get normal pages.
         let huge = source.ram_blocks.iter().filter(|block| block.page_size_bytes > PAGE_BYTES);
         return huge.map(|block| block.used_bytes).sum();
     }
@@ -310,7 +312,7 @@ pub(super) fn memory_needed_bytes(source: &SourceFacts, hugepage_bytes: Option<u
     memory.base_bytes.saturating_add(memory.plugged_bytes).saturating_add(OVERHEAD_BYTES)
 }
 
-/// Blocks of memory, and room for them.
+/// Checks RAM blocks, and free memory for them.
 pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
     if let Some(theirs) = &destination.ram_blocks {
         blocks(&source.ram_blocks, theirs, findings);
@@ -319,7 +321,7 @@ pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findi
     let host = &destination.host;
     if let Some(size) = destination.hugepage_bytes {
         let free = host.hugepages_free_bytes.get(&size).copied().unwrap_or(0);
-        // A started destination has taken its pages already.
+        // A started destination has allocated its pages already.
         if free < needed && destination.ram_blocks.is_none() {
             add(
                 findings,
@@ -376,7 +378,7 @@ fn blocks(ours: &[RamBlock], theirs: &[RamBlock], findings: &mut Findings) {
     }
 }
 
-/// Kernels, networks, displays.
+/// Checks kernels, networks, displays.
 pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
     let old = |kernel: &str| two(kernel) < KERNEL_NEEDED;
     if old(&source.host.kernel) {
@@ -403,7 +405,7 @@ pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts,
             "boot a kernel of at least 6.7 there",
         );
     }
-    // One that drops its privileges itself does so there, too.
+    // A QEMU that drops its privileges itself does so on the destination, too.
     let drops = source.vm.options.iter().any(|option| match option.name.as_str() {
         "runas" => true,
         "run-with" => option.parsed().get("user").is_some(),
@@ -455,7 +457,7 @@ fn network(value: &Value, findings: &mut Findings) {
     }
 }
 
-/// Major and minor of a version or a kernel's release.
+/// Returns major and minor of a version or a kernel's release.
 pub(super) fn two(version: &str) -> (u64, u64) {
     let mut parts =
         version.split(|letter: char| !letter.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));

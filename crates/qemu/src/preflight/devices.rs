@@ -1,12 +1,13 @@
-//! The guest's devices: those that the destination's QEMU would show otherwise, and those whose state it does not load.
+//! Checks of the guest's devices: those that the destination's QEMU would show differently, and those whose state it
+//! does not load.
 
 use super::checks::{add, two};
 use super::{DestinationFacts, Finding, Severity, SourceFacts};
 use crate::tree::{Difference, GEOMETRY, OF_VHOST};
 
-/// Devices whose state QEMU does not load and ends instead: seen with 7.2, and not with 10.0.
+/// Devices whose state makes QEMU end instead of loading it: seen with 7.2, and not with 10.0.
 const NOT_LOADED: [&str; 1] = ["isa-cirrus-vga"];
-/// The first version that is not taken to do so, major and minor.
+/// First version that is assumed to load it, major and minor.
 const LOADED_SINCE: (u64, u64) = (8, 0);
 
 pub(super) fn devices(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Vec<Finding>) {

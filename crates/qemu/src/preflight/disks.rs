@@ -1,12 +1,12 @@
-//! Whether the destination sees the guest's disks, and the same ones.
+//! Checks that the destination sees the guest's disks, and the same ones.
 
 use super::Severity::{Blocker, Warning};
 use super::checks::{Findings, add};
 use super::{DestinationFacts, DiskSight, FileIdentity, SourceFacts};
 use crate::cmdline::Given;
 
-/// Whether the paths of the guest's images lead to the files that its QEMU has open. A destination that opens such a path,
-/// and everything that is done to the image by its name afterwards, would have another file.
+/// Checks that the paths of the guest's images lead to the files that its QEMU has open. Otherwise a destination that
+/// opens such a path, and every later operation on the image by its name, would use another file.
 pub(super) fn check_source(source: &SourceFacts, findings: &mut Findings) {
     for stray in &source.files_not_open {
         let path = &stray.path;
@@ -42,8 +42,8 @@ fn has_temporary_drive(source: &SourceFacts) -> bool {
     source.vm.options.iter().any(is_temporary)
 }
 
-/// Whether the destination has what the guest needs, and both sides see the same disks. A guest that finds another disk
-/// under the name of its own destroys both, so that what cannot be seen has to be said.
+/// Checks that the destination has the files that the guest needs, and that both hosts see the same disks. A guest that
+/// finds another disk under the name of its own destroys both, so a user must confirm what cannot be verified.
 pub(super) fn check(destination: &DestinationFacts, findings: &mut Findings) {
     for disk in &destination.disks {
         match &disk.option {

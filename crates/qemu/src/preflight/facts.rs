@@ -7,26 +7,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::ram::{RamBlock, RamKind};
 
-/// What this kernel does for one kind of memory and perhaps not for another.
+/// Memory features of this kernel that may apply to one kind of memory and not to another.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryFeatures {
-    /// Anonymous memory gets transparent huge pages where QEMU advises it, as it does for guest memory.
+    /// True if anonymous memory gets transparent huge pages where QEMU advises it, as it does for guest
+    /// memory.
     pub huge_pages_anonymous: bool,
-    /// So does shared memory.
+    /// True if shared memory gets them as well.
     pub huge_pages_shared: bool,
-    /// Equal pages of anonymous memory are merged.
+    /// True if equal pages of anonymous memory are merged.
     pub ksm: bool,
 }
 
 impl MemoryFeatures {
-    /// Of this host. What cannot be read is not there.
+    /// Reads the features of this host. A feature that cannot be read counts as absent.
     pub fn gather() -> Self {
         Self::read(Path::new("/sys/kernel/mm"))
     }
 
     fn read(mm: &Path) -> Self {
         let read = |name: &str| std::fs::read_to_string(mm.join(name)).unwrap_or_default();
-        // Since Linux 6.8 each size has a word of its own, which may be to do as the common one says.
+        // Since Linux 6.8 each size has a setting of its own, which may refer to the common one.
         let chosen = |name: &str| {
             let common = chosen_word(&read(&format!("transparent_hugepage/{name}")));
             let bytes: u64 = read("transparent_hugepage/hpage_pmd_size").trim().parse().unwrap_or(0);
@@ -45,31 +46,31 @@ impl MemoryFeatures {
     }
 }
 
-/// The one of several words that stands in brackets.
+/// Returns the word in brackets among several.
 fn chosen_word(words: &str) -> String {
     let inside = words.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     inside.map_or(String::new(), |(word, _)| word.to_owned())
 }
 
-/// What is known of a host.
+/// Facts of a host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostFacts {
-    /// The kernel's release, e.g. `6.18.0`.
+    /// Release of the kernel, e.g. `6.18.0`.
     pub kernel: String,
-    /// The processor's maker, model and stepping in one line.
+    /// Processor's vendor, model and stepping in one line.
     pub cpu: String,
-    /// The processor's flags.
+    /// Flags of the processor.
     pub cpu_flags: BTreeSet<String>,
-    /// Whether `/dev/kvm` can be opened. That alone does not prove that guests run on it.
+    /// True if `/dev/kvm` can be opened. That alone does not prove that guests run on it.
     pub kvm: bool,
-    /// Memory that can be taken without swapping, in bytes.
+    /// Memory that is available without swapping, in bytes.
     pub memory_available_bytes: u64,
     /// Free huge pages: page size to free bytes.
     pub hugepages_free_bytes: BTreeMap<u64, u64>,
 }
 
 impl HostFacts {
-    /// Of this host. What cannot be read is empty or zero.
+    /// Gathers the facts of this host. A value that cannot be read is empty or zero.
     pub fn gather() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let cpuinfo = read("/proc/cpuinfo");
@@ -102,7 +103,8 @@ fn hugepages() -> BTreeMap<u64, u64> {
         let name = entry.file_name().to_string_lossy().into_owned();
         let kib =
             name.strip_prefix("hugepages-").and_then(|rest| rest.strip_suffix("kB")?.parse::<u64>().ok());
-        // Pages that were reserved by a mapping and not touched yet are free, and not to be had.
+        // Pages that a mapping has reserved but not touched yet are counted as free, but are not
+        // available.
         let reserved = count(entry.path().join("resv_hugepages")).unwrap_or(0);
         if let (Some(kib), Some(free)) = (kib, count(entry.path().join("free_hugepages"))) {
             let free = free.saturating_sub(reserved);
@@ -112,17 +114,17 @@ fn hugepages() -> BTreeMap<u64, u64> {
     found
 }
 
-/// Who else has the guest's memory.
+/// Other processes that map the guest's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mappers {
-    /// Processes other than QEMU that map it, for people.
+    /// Processes other than QEMU that map it, as text for people.
     pub found: Vec<String>,
-    /// Processes that could not be looked at. Unless there are none, `found` may not be all.
+    /// Processes that could not be inspected. If there are any, `found` may be incomplete.
     pub unreadable: Vec<String>,
 }
 
-/// Processes other than `pid` that map a file of the guest's memory. Their writes go through their
-/// own page tables, where QEMU's dirty marks do not see them.
+/// Returns processes other than `pid` that map a file of the guest's memory. Their writes go
+/// through their own page tables, so QEMU's dirty marks do not record them.
 pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
     let files: BTreeSet<((u32, u32), u64)> = blocks
         .iter()
@@ -144,7 +146,7 @@ pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
                 mappers.found.push(named(other));
             }
             Ok(_) => {}
-            // It has ended meanwhile.
+            // The process has ended in the meantime.
             Err(_) if !Path::new(&format!("/proc/{other}")).exists() => {}
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
             Err(_) => mappers.unreadable.push(named(other)),
@@ -153,55 +155,55 @@ pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
     mappers
 }
 
-/// A process as people know it.
+/// Returns the name and number of a process as text for people.
 pub fn named(pid: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     format!("{} (process {pid})", name.trim())
 }
 
-/// The process that debugs `pid`, 0 for none.
+/// Returns the process that debugs `pid`, 0 for none.
 pub fn tracer_pid(pid: u32) -> u32 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")?.trim().parse().ok());
     tracer.unwrap_or(0)
 }
 
-/// Who a process runs as.
+/// User and groups of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Account {
-    /// The user.
+    /// User id.
     pub user: u32,
-    /// His first group.
+    /// Primary group id.
     pub group: u32,
-    /// His further ones.
+    /// Supplementary group ids.
     pub groups: Vec<u32>,
 }
 
-/// Who a process runs as.
+/// Returns the effective user and groups of a process.
 pub fn account(pid: u32) -> Option<Account> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let numbers = |name: &str| -> Option<Vec<u32>> {
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;
         line.split_whitespace().map(|number| number.parse().ok()).collect()
     };
-    // Real, effective, saved, of the file system.
+    // The fields are real, effective, saved, and file system id.
     let effective = |name| numbers(name)?.get(1).copied();
     Some(Account { user: effective("Uid:")?, group: effective("Gid:")?, groups: numbers("Groups:")? })
 }
 
-/// The user that a process runs as.
+/// Returns the effective user id of a process.
 pub fn user(pid: u32) -> Option<u32> {
     Some(account(pid)?.user)
 }
 
-/// How readily the kernel ends a process when memory is short.
+/// Returns the OOM score adjustment of a process.
 pub fn oom_score_adj(pid: u32) -> i32 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap_or_default();
     text.trim().parse().unwrap_or(0)
 }
 
-/// Whether KVM has run guests of this guest: `nested_run` of its processors in debugfs; `None` where
-/// that cannot be read.
+/// Returns true if KVM has run nested guests of this guest: `nested_run` of its processors in
+/// debugfs; `None` if that cannot be read.
 pub fn nested_guests(pid: u32) -> Option<bool> {
     let start = format!("{pid}-");
     let mut seen = None;

@@ -1,4 +1,4 @@
-//! Which files and addresses of its host a guest needs, and how the destination sees them.
+//! Files and addresses of its host that a guest needs, and the destination's view of them.
 
 use std::path::Path;
 
@@ -12,30 +12,30 @@ use crate::cmdline::Given;
 use crate::command::HostRules;
 use crate::describe::{Disk, VmDescription, WHOLE_FILES, names_a_file};
 
-/// Names of this host among addresses of network disks.
+/// Names for this host in addresses of network disks.
 const LOCAL_NAMES: &[&str] = &["localhost", "ip6-localhost", "localhost.localdomain", "0.0.0.0", "::", "::1"];
 
-/// Something that the guest needs of its host, as the source sees it.
+/// A file or address that the guest needs of its host, as the source sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NeededFile {
-    /// Its path on the source, or a network disk's address.
+    /// Path on the source, or address of a network disk.
     pub path: String,
-    /// What it is; `None` when it cannot be told.
+    /// Identity; `None` if it cannot be determined.
     pub identity: Option<FileIdentity>,
-    /// When its inode was made, in nanoseconds since 1970; `None` where the file system does not record it. Inode
-    /// numbers are used again, and this tells a later file from an earlier one.
+    /// Creation time of the inode, in nanoseconds since 1970; `None` if the file system does not record it. Inode
+    /// numbers are reused, and the time distinguishes a later file from an earlier one.
     #[serde(default)]
     pub created_unix_ns: Option<u64>,
-    /// The option that names it, for what has only to be there (a kernel, a key); none for a disk, which must be the
-    /// same on both sides.
+    /// Option that names it, if it only has to exist (a kernel, a key); none for a disk, which must be the same on
+    /// both hosts.
     pub option: Option<String>,
-    /// Whether it is opened past the page cache.
+    /// True if it is opened past the page cache.
     pub direct: bool,
-    /// Whether QEMU locks it.
+    /// True if QEMU locks it.
     pub locked: bool,
 }
 
-/// The files that a guest needs, and those of its disks' addresses that mean this host.
+/// Returns the files that a guest needs, and those addresses of its disks that refer to this host.
 pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
     let mut files: Vec<NeededFile> = Vec::new();
     for disk in &vm.disks {
@@ -64,7 +64,7 @@ pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
     files
 }
 
-/// When a regular file's inode was made; `None` where that is not recorded.
+/// Returns the creation time of a regular file's inode, in nanoseconds since 1970; `None` if it is not recorded.
 pub fn created_unix_ns(meta: &std::fs::Metadata) -> Option<u64> {
     if !meta.is_file() {
         return None;
@@ -73,13 +73,14 @@ pub fn created_unix_ns(meta: &std::fs::Metadata) -> Option<u64> {
     u64::try_from(since_1970.as_nanos()).ok()
 }
 
-/// Names of all images that a disk's content is in.
+/// Returns the names of all images that hold a disk's content.
 fn names_of(disk: &Disk) -> impl Iterator<Item = &String> {
     disk.file.iter().chain(&disk.backing_files).chain(&disk.data_files)
 }
 
-/// Files at the paths of a guest's images that are not those which its QEMU has open: QEMU has the very file that was
-/// opened, however it is called by now, and whoever opens the path gets another one. `open` are QEMU's open files.
+/// Returns the paths of a guest's images that do not lead to the files that its QEMU has open. QEMU keeps the file
+/// that it opened, whatever its name is now, and a program that opens the path gets another one. `open` are QEMU's
+/// open files.
 pub fn files_not_open(vm: &VmDescription, open: &OpenFiles) -> Vec<StrayFile> {
     let mut found: Vec<StrayFile> = Vec::new();
     for disk in &vm.disks {
@@ -104,8 +105,8 @@ fn is_unlocked(vm: &VmDescription, path: &str) -> bool {
     })
 }
 
-/// Files that an option names and that are neither disks nor made anew at the destination (sockets, logs, RAM): keys
-/// and certificates, firmware, tables. Without them QEMU would not start there.
+/// Returns files that an option names and that are neither disks nor created anew at the destination (sockets, logs,
+/// RAM): keys and certificates, firmware, tables. Without them QEMU would not start there.
 fn other_files(option: &Given) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut take = |what: String, path: &str| {
@@ -136,15 +137,15 @@ fn other_files(option: &Given) -> Vec<(String, String)> {
     found
 }
 
-/// Where a disk is.
+/// Location of a disk.
 #[derive(Debug, PartialEq, Eq)]
 enum Place {
     File(String),
-    /// An address that means another place on every host.
+    /// An address that refers to a different host on every host.
     OfThisHost(String),
 }
 
-/// The places that the name of an image stands for, as far as they are this host's.
+/// Returns the locations that an image's name stands for, as far as they belong to this host.
 fn places(name: &str) -> Vec<Place> {
     if let Some(description) = name.strip_prefix("json:") {
         let mut found = Vec::new();
@@ -161,7 +162,7 @@ fn places(name: &str) -> Vec<Place> {
     if is_of_this_host(name) { vec![Place::OfThisHost(name.to_owned())] } else { Vec::new() }
 }
 
-/// Looks through a `json:` description.
+/// Collects the locations in a `json:` description.
 fn described(json: &Json, name: &str, found: &mut Vec<Place>) {
     match json {
         Json::Object(map) => {
@@ -184,7 +185,7 @@ fn described(json: &Json, name: &str, found: &mut Vec<Place>) {
     }
 }
 
-/// A description's socket is a unix one, or the whole is flat (`server.path`).
+/// Returns true if a description's socket is a unix one, or if the whole is flat (`server.path`).
 fn map_is_socket(map: &serde_json::Map<String, Json>) -> bool {
     let kind = map.get("type").or_else(|| map.get("server.type")).and_then(Json::as_str);
     kind == Some("unix") || map.contains_key("server.path") || map.get("driver").is_some_and(|d| d == "nbd")
@@ -199,11 +200,11 @@ fn is_of_this_host(name: &str) -> bool {
         let address = authority.rsplit_once('@').map_or(authority, |(_, address)| address);
         return is_local_name(host_of(address));
     }
-    // The old way of writing it, which takes no other scheme.
+    // The old syntax, which allows no other scheme.
     name.strip_prefix("nbd:").is_some_and(|rest| rest.starts_with("unix:") || is_local_name(host_of(rest)))
 }
 
-/// The host in `host:port` or `[address]:port`.
+/// Returns the host in `host:port` or `[address]:port`.
 fn host_of(address: &str) -> &str {
     match address.strip_prefix('[') {
         Some(rest) => rest.split(']').next().unwrap_or_default(),
@@ -215,8 +216,8 @@ fn is_local_name(host: &str) -> bool {
     host.starts_with("127.") || LOCAL_NAMES.iter().any(|name| host.eq_ignore_ascii_case(name))
 }
 
-/// How the destination sees what a guest needs. `shared` are directories, files and addresses as the source has them,
-/// of which somebody said that both hosts see the same there.
+/// Returns the destination's view of the files that a guest needs. `shared` are directories, files and addresses of
+/// the source that a user has declared to be the same on both hosts.
 pub fn see_files(files: &[NeededFile], rules: &HostRules, shared: &[String]) -> Vec<DiskSight> {
     let see = |file: &NeededFile| {
         let is_path = file.path.starts_with('/');
@@ -306,7 +307,7 @@ mod tests {
         assert_eq!(found("acpitable", "data=/a:/b"), ["-acpitable /a", "-acpitable /b"]);
         assert_eq!(found("device", "e1000,romfile=/x.rom"), ["-device e1000 /x.rom"]);
         assert_eq!(found("device", "e1000,romfile=x.rom"), [""; 0]);
-        // These are others at the destination.
+        // The destination has others of its own for these.
         assert_eq!(found("object", "memory-backend-file,id=m,size=1G,mem-path=/dev/hugepages"), [""; 0]);
         assert_eq!(found("chardev", "socket,id=c,path=/run/x"), [""; 0]);
         assert_eq!(found("drive", "file=/x"), [""; 0]);

@@ -1,4 +1,4 @@
-//! Gathering the facts that [`super::check`] looks at, each side its own.
+//! Gathering of the facts for [`super::check`], on each host separately.
 
 use super::checks::two;
 use super::facts::{self, HostFacts};
@@ -14,17 +14,18 @@ use crate::ram::RamBlock;
 use crate::tree;
 use crate::units;
 
-/// The facts of the source: its guest is described; its memory was found already, see [`crate::ram::ram_blocks`].
+/// Gathers the facts of the source: describes its guest. Its memory was located already, see
+/// [`crate::ram::ram_blocks`].
 ///
 /// # Errors
-/// When the monitor fails.
+/// If the monitor fails.
 pub fn source(
     qmp: &mut Qmp,
     process: &QemuProcess,
     ram_blocks: Vec<RamBlock>,
 ) -> Result<SourceFacts, QmpError> {
     let vm = describe(qmp, &process.origin())?;
-    // Descriptors that cannot be listed vouch for no file: each is then one that is not open.
+    // Without a list of descriptors no file is confirmed: each then counts as not open.
     let open = OpenFiles::of(process.pid).unwrap_or_default();
     Ok(SourceFacts {
         host: HostFacts::gather(),
@@ -44,8 +45,8 @@ pub fn source(
     })
 }
 
-/// Interfaces and bridges that the guest's networks want here and that are not there. A tap that has
-/// a script is made by QEMU itself.
+/// Returns interfaces and bridges that the guest's networks need on this host and that do not exist.
+/// QEMU itself creates a tap that has a script.
 pub fn missing_interfaces(vm: &VmDescription, rules: &HostRules) -> Vec<String> {
     let here = |name: &str, id: &str| {
         rules.tap.get(name).or_else(|| rules.tap.get(id)).cloned().unwrap_or(name.to_owned())
@@ -64,22 +65,22 @@ pub fn missing_interfaces(vm: &VmDescription, rules: &HostRules) -> Vec<String> 
             _ => None,
         }
     });
-    // Not /sys/class/net, which shows the network namespace that it was mounted in.
+    // Not /sys/class/net, which shows the network namespace in which it was mounted.
     let table = std::fs::read_to_string("/proc/self/net/dev").unwrap_or_default();
     let there: Vec<&str> = table.lines().filter_map(|line| Some(line.split_once(':')?.0.trim())).collect();
     wanted.filter(|name| !name.is_empty() && !there.contains(&name.as_str())).collect()
 }
 
-/// What a QEMU is. `qmp` is a monitor of one that was started without a guest (`-machine none`), see
-/// [`crate::process`].
+/// Returns the properties of a QEMU program. `qmp` is a monitor of one that was started without a
+/// guest (`-machine none`), see [`crate::process`].
 ///
 /// # Errors
-/// When the monitor fails.
+/// If the monitor fails.
 pub fn emulator(qmp: &mut Qmp) -> Result<Emulator, QmpError> {
     Ok(Emulator { version: qmp.version().to_string(), machine_types: control::machine_types(qmp)? })
 }
 
-/// The facts of a destination that would start a QEMU of this kind for the guest, and has not yet.
+/// Gathers the facts of a destination before a QEMU of this kind is started for the guest.
 pub fn destination(
     emulator: &Emulator,
     vm: &VmDescription,
@@ -100,7 +101,7 @@ pub fn destination(
         hugepage_bytes,
         disks: see_files(files, rules, shared),
         missing_interfaces: missing_interfaces(vm, rules),
-        // The guest's own problems are found on the source's side already.
+        // The source reports the guest's own problems already.
         problems: problems.into_iter().filter(|problem| !vm.problems.contains(problem)).collect(),
         ram_blocks: None,
         device_differences: None,
@@ -108,8 +109,8 @@ pub fn destination(
     }
 }
 
-/// Adds what only a QEMU that was started for the guest can tell, before anything was loaded into it: its RAM blocks,
-/// how its devices differ from the source's, the CPU features that it cannot provide.
+/// Adds facts that only a QEMU that was started for the guest can report, before anything is loaded into it: its RAM
+/// blocks, the differences of its devices from the source's, the CPU features that it cannot provide.
 pub fn started(
     destination: &mut DestinationFacts,
     source: &SourceFacts,

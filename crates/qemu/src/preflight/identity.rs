@@ -1,4 +1,4 @@
-//! Whether a file or a block device of one host is the one of another host.
+//! Identity of files and block devices, which is comparable between hosts.
 
 use std::collections::BTreeSet;
 use std::fs::Metadata;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// File systems that several hosts can have mounted at once.
+/// File systems that several hosts can mount at once.
 const SHARED_FILE_SYSTEMS: &[&str] = &[
     "nfs",
     "nfs4",
@@ -23,30 +23,30 @@ const SHARED_FILE_SYSTEMS: &[&str] = &[
     "virtiofs",
     "beegfs",
 ];
-/// [`FileIdentity::file_system`] of a block device.
+/// Value of [`FileIdentity::file_system`] for a block device.
 const BLOCK_DEVICE: &str = "block device";
-/// How a world-wide name begins that is one. `t10.` and `nvme.` are made of names and serial numbers, which emulated
-/// disks have in common; an NAA of type 3 is one that somebody chose.
+/// Prefixes of names that are unique world-wide. `t10.` and `nvme.` consist of names and serial numbers, which are
+/// equal for emulated disks; an NAA of type 3 is chosen locally.
 const WORLD_WIDE: &[&str] = &["naa.2", "naa.5", "naa.6", "eui.", "uuid."];
-/// How deep device-mapper devices can stand on one another.
+/// Maximum depth of stacked device-mapper devices.
 const MOST_LAYERS: usize = 16;
 
-/// What makes a file the same file when two hosts look at it.
+/// Identity of a file, equal if two hosts see the same file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
-    /// Type of its file system, or `block device`.
+    /// Type of the file system, or `block device`.
     pub file_system: String,
-    /// What is mounted there, e.g. `server:/export`; of a block device its world-wide name, or its number.
+    /// Source of the mount, e.g. `server:/export`; for a block device its world-wide name, or its number.
     pub mounted: String,
-    /// Its inode; 0 for a block device.
+    /// Inode number; 0 for a block device.
     pub inode: u64,
-    /// The host, by its boot, for file systems that only one host can have, and for block devices that nothing names
-    /// but this host's number; equal for two agents in namespaces of one host.
+    /// Boot id of the host, for file systems that only one host can have, and for block devices without a name other
+    /// than this host's number; equal for two agents in namespaces of one host.
     pub host: Option<String>,
 }
 
 impl FileIdentity {
-    /// Of a regular file or a block device; `None` for what is neither or is not there.
+    /// Returns the identity of a regular file or a block device; `None` for anything else or a missing file.
     pub fn of(path: &Path) -> Option<Self> {
         let path = path.canonicalize().ok()?;
         let meta = std::fs::metadata(&path).ok()?;
@@ -79,12 +79,13 @@ impl FileIdentity {
         }
     }
 
-    /// Whether both are one file or device of the host that looks at them, whichever boot it was that looked.
+    /// Returns true if both are one file or device of the host that inspects them, even in different boots of that
+    /// host.
     pub fn is_same_here(&self, other: &Self) -> bool {
         (&self.file_system, &self.mounted, self.inode) == (&other.file_system, &other.mounted, other.inode)
     }
 
-    /// Whether several hosts can have its file system, or the device, at once.
+    /// Returns true if several hosts can have its file system, or the device, at once.
     pub fn is_on_shared_storage(&self) -> bool {
         is_shared(&self.file_system) || self.is_block_device()
     }
@@ -93,14 +94,14 @@ impl FileIdentity {
         self.file_system == BLOCK_DEVICE
     }
 
-    /// Whether two files may be one of a server that the hosts know by different names.
+    /// Returns true if two files may be one file of a server that the hosts know by different names.
     pub fn may_be_of_one_server(&self, other: &Self) -> bool {
         let of_servers = is_shared(&self.file_system) && is_shared(&other.file_system);
         of_servers && self.inode == other.inode && self.mounted != other.mounted
     }
 
-    /// Whether these may be the same although nothing proves it: one of two block devices has no name that holds on
-    /// other hosts.
+    /// Returns true if both may be the same device although nothing proves it: one of two block devices has no name
+    /// that is valid on other hosts.
     pub fn may_be(&self, other: &Self) -> bool {
         let unnamed = self.host.is_some() || other.host.is_some();
         self.is_block_device() && other.is_block_device() && unnamed && self.host != other.host
@@ -112,9 +113,12 @@ fn this_boot() -> String {
     id.trim().to_owned()
 }
 
-/// What names a block device on every host that sees it, from its directory in sysfs: the world-wide name that the
-/// storage gives it, a device-mapper device's UUID together with those of all that it stands on. (A UUID alone would
-/// not do: hosts that were cloned have local volumes of the same UUIDs.) A partition is a place on such a device.
+/// Returns a name of a block device that is the same on every host that sees it, from its directory in sysfs: the
+/// world-wide name that the storage assigns, or a device-mapper device's UUID together with those of all devices
+/// below it.
+///
+/// A UUID alone would not suffice: cloned hosts have local volumes with the same UUIDs. A partition is named by its
+/// place on such a device.
 fn world_wide_name(device: &Path, layer: usize) -> Option<String> {
     let read = |name: &str| {
         let text = std::fs::read_to_string(device.join(name)).ok()?;
@@ -148,7 +152,7 @@ fn is_shared(file_system: &str) -> bool {
     SHARED_FILE_SYSTEMS.contains(&plain)
 }
 
-/// Type and source of the mount that holds a path: the longest mount point that is above it, the
+/// Returns type and source of the mount that contains a path: the longest mount point above it, the
 /// last one of equals. Lines: `36 35 98:0 /root /mount options - ext4 /dev/sda1 rw`.
 fn mount_of(mountinfo: &str, path: &Path) -> Option<(String, String)> {
     let mount = |line: &str| {
@@ -158,12 +162,12 @@ fn mount_of(mountinfo: &str, path: &Path) -> Option<(String, String)> {
         let (kind, source) = (tail.next()?.to_owned(), unescape(tail.next()?));
         path.starts_with(&point).then(|| (point.components().count(), kind, source))
     };
-    // `max_by_key` gives the last of equals.
+    // `max_by_key` returns the last of equals.
     let found = mountinfo.lines().filter_map(mount).max_by_key(|(depth, _, _)| *depth)?;
     Some((found.1, found.2))
 }
 
-/// Spaces and the like are octal in mountinfo.
+/// Decodes spaces and similar characters, which are octal in mountinfo.
 fn unescape(text: &str) -> String {
     text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 }
@@ -196,7 +200,7 @@ mod tests {
         assert!(is_shared("fuse.glusterfs") && is_shared("nfs4") && !is_shared("ext4"));
     }
 
-    /// A host's sysfs, as far as it matters here.
+    /// A host's sysfs, as far as these tests need it.
     struct Sys(tempfile::TempDir);
 
     impl Sys {
@@ -206,7 +210,7 @@ mod tests {
             sys
         }
 
-        /// A device of that number, with these files, on those.
+        /// Creates a device with this number and these files, on top of the devices `on`.
         fn device(&self, number: &str, path: &str, files: &[(&str, &str)], on: &[&str]) {
             let place = self.0.path().join(path);
             for (name, text) in files {
@@ -245,7 +249,7 @@ mod tests {
         assert_ne!(here.see("8:18"), there.see("8:33"));
         assert_ne!(here.see("8:16"), there.see("8:33"));
 
-        // A volume on it, at one host by two paths.
+        // A volume on it, which one host reaches by two paths.
         there.device("8:48", "sdd", &[lun], &[]);
         there.device("253:0", "dm-0", &[("dm/uuid", "mpath-3600a098")], &["sdc", "sdd"]);
         let volume = ("dm/uuid", "LVM-vg1lv1");

@@ -1,7 +1,7 @@
-//! The files that a QEMU has open, whatever their paths lead to by now.
+//! The files that a QEMU has open, independent of the files to which their paths lead now.
 //!
-//! A path is a name at one moment: after `mv`, a restored backup or `rm` it leads to another file or to none, while QEMU
-//! goes on with the one that it opened. Its descriptors are the identity.
+//! A path is a name at one moment: after `mv`, a restored backup or `rm` it leads to another file or to none, while
+//! QEMU continues to use the file that it opened. Its descriptors are the identity.
 
 use std::collections::BTreeSet;
 use std::fs::{self, Metadata};
@@ -11,19 +11,19 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// A path of a guest's image at which there is not the file that its QEMU has open.
+/// A path of a guest's image that does not lead to the file that its QEMU has open.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StrayFile {
     /// Name of the disk.
     pub disk: String,
     /// The path.
     pub path: String,
-    /// Whether another file is there.
+    /// True if another file exists at the path.
     pub is_there: bool,
 }
 
-/// The identity of an open file within its host: a regular file's device and inode, or a block device's number, which
-/// is the same whichever node of it was opened.
+/// Identity of an open file within its host: a regular file's device and inode, or a block device's number, which is
+/// the same whichever device node was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Open {
     File { device: u64, inode: u64 },
@@ -45,14 +45,15 @@ impl Open {
 pub struct OpenFiles(BTreeSet<Open>);
 
 impl OpenFiles {
-    /// Those of a process.
+    /// Returns the files of a process.
     ///
     /// # Errors
-    /// When its descriptors cannot be listed.
+    /// If its descriptors cannot be listed.
     pub fn of(pid: u32) -> io::Result<Self> {
         let mut open = BTreeSet::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
-            // The link leads to the open file itself, also where its name is gone. One that was closed since is gone.
+            // The link leads to the open file itself, even if its name is gone. A descriptor that was closed since is
+            // absent.
             if let Ok(meta) = fs::metadata(entry?.path()) {
                 open.insert(Open::of(&meta));
             }
@@ -60,7 +61,7 @@ impl OpenFiles {
         Ok(Self(open))
     }
 
-    /// Whether what is at a path, as this process sees it, is among them.
+    /// Returns true if the file at a path, as this process sees it, is among them.
     pub fn has(&self, path: &Path) -> bool {
         fs::metadata(path).is_ok_and(|meta| self.0.contains(&Open::of(&meta)))
     }

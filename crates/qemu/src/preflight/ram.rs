@@ -1,4 +1,4 @@
-//! What the guest's memory is to be made of on the destination, where nobody says.
+//! Kind of the guest's memory on the destination, if the user does not choose it.
 
 use super::SourceFacts;
 use super::facts::MemoryFeatures;
@@ -6,14 +6,14 @@ use crate::command::RamPlan;
 use crate::describe::VmDescription;
 use crate::ram::RamKind;
 
-/// Size of usual pages, in bytes.
+/// Size of a normal page in bytes.
 const PAGE_BYTES: u64 = 4096;
 
-/// A plan that takes nothing from the guest that it had and that the destination could give it, and why.
+/// Returns a plan that keeps every property of the guest's memory that the destination can provide, and its reason.
 ///
-/// A shared memfd is the fast way to receive, so it is the rule. Memory of hugetlbfs, and memory that was shared
-/// before, goes into one in any case. Anonymous memory stays anonymous where this host gives transparent huge pages
-/// to such memory alone, or looks for equal pages (KSM), which it does in such memory alone.
+/// A shared memfd is the fast way to receive, so it is the default. Memory of hugetlbfs, and memory that was shared
+/// before, always uses one. Anonymous memory stays anonymous if this host provides transparent huge pages only for
+/// anonymous memory, or merges equal pages (KSM), which it does only for anonymous memory.
 pub fn choose(source: &SourceFacts, here: &MemoryFeatures) -> (RamPlan, &'static str) {
     let hugepage_bytes = hugepage_bytes(source);
     let memfd = RamPlan::Memfd { hugepage_bytes };
@@ -34,13 +34,13 @@ pub fn choose(source: &SourceFacts, here: &MemoryFeatures) -> (RamPlan, &'static
     (memfd, "anonymous memory has no advantage on this host")
 }
 
-/// Size of the largest huge pages of hugetlbfs among the guest's memory, if there are any.
+/// Returns the size in bytes of the largest huge pages of hugetlbfs in the guest's memory, if there are any.
 pub fn hugepage_bytes(source: &SourceFacts) -> Option<u64> {
     let pages = source.ram_blocks.iter().map(|block| block.page_size_bytes);
     pages.max().filter(|bytes| *bytes > PAGE_BYTES)
 }
 
-/// Whether QEMU offers the guest's memory to KSM. It does unless it is told not to.
+/// Returns true if QEMU offers the guest's memory to KSM. It does unless an option forbids it.
 fn may_be_merged(vm: &VmDescription) -> bool {
     let refused =
         |key: &str, option: &crate::cmdline::Given| option.parsed().get(key).as_deref() == Some("off");

@@ -47,7 +47,7 @@ fn disk() -> DiskSight {
     }
 }
 
-/// Two sides between which nothing is to be found.
+/// Returns facts of two hosts for which the check has no findings.
 fn facts() -> (SourceFacts, DestinationFacts) {
     let vm = VmDescription {
         schema: SCHEMA,
@@ -105,8 +105,8 @@ fn facts() -> (SourceFacts, DestinationFacts) {
     (source, destination)
 }
 
-/// What is found after a change to the good case, as `code` for blockers, `code?` for warnings and
-/// `code.` for the rest.
+/// Returns the findings after a change to the good case, as `code` for blockers, `code?` for
+/// warnings and `code.` for the rest.
 fn found(change: impl FnOnce(&mut SourceFacts, &mut DestinationFacts)) -> String {
     let (mut source, mut destination) = facts();
     change(&mut source, &mut destination);
@@ -195,7 +195,7 @@ fn processors() {
     assert_eq!(found(|s, _| host_model(s)), "");
     let fewer = |d: &mut DestinationFacts| d.host.cpu_flags.clear();
     assert_eq!(found(|_, d| (fewer(d), d.cpu_unavailable = None).1), "cpu-flags?");
-    // A started destination tells exactly.
+    // A started destination reports it exactly.
     assert_eq!(found(|_, d| fewer(d)), "");
     assert_eq!(found(|_, d| d.cpu_unavailable = Some(vec!["avx".to_owned()])), "cpu-features");
     assert_eq!(found(|_, d| d.cpu_unavailable = Some(Vec::new())), "");
@@ -223,7 +223,7 @@ fn memories() {
     };
     assert_eq!(found(huge), "");
     assert_eq!(found(|s, d| (huge(s, d), d.host.hugepages_free_bytes.clear()).1), "hugepages-short");
-    // Only what is in huge pages needs them.
+    // Only blocks that use huge pages need them.
     let mixed = |s: &mut SourceFacts, d: &mut DestinationFacts| {
         huge(s, d);
         s.vm.memory.base_bytes = 3 << 30;
@@ -244,7 +244,7 @@ fn storage() {
         "disk-mounted-differently"
     );
     assert_eq!(with(|disk| (disk.destination = Some(identity("nfs4", 8)), disk.marked_shared = true).1), "");
-    // A local file system is another one on every host, whatever its numbers.
+    // A local file system is a different one on every host, whatever its numbers.
     let local = |host: &str| Some(FileIdentity { host: Some(host.to_owned()), ..identity("ext4", 7) });
     assert_eq!(
         found(|_, d| d
@@ -262,7 +262,7 @@ fn storage() {
     );
     assert_eq!(with(|disk| disk.source = None), "disk-unidentified");
     assert_eq!(with(|disk| (disk.source = None, disk.marked_shared = true).1), "");
-    // A device that has a name of its own is known by it, another one only within one host.
+    // A device with a name of its own is identified by it, another one only within one host.
     let device = |name: &str, host: Option<&str>| {
         Some(FileIdentity {
             mounted: name.to_owned(),
@@ -283,7 +283,7 @@ fn storage() {
     assert_eq!(pair(device("253:3", Some("a")), device("253:3", Some("a"))), "");
     assert_eq!(pair(device("253:3", Some("a")), device("253:4", Some("a"))), "disk-differs");
     assert_eq!(pair(device("naa.6", None), Some(identity("nfs4", 7))), "disk-differs");
-    // What has only to be there.
+    // Files that only have to exist.
     let file = |disk: &mut DiskSight| disk.option = Some("-object secret".to_owned());
     assert_eq!(found(|_, d| (file(&mut d.disks[0]), d.disks[0].exists = false).1), "file-missing");
     assert_eq!(found(|_, d| (file(&mut d.disks[0]), d.disks[0].source = None).1), "");

@@ -1,4 +1,4 @@
-//! Opening a monitor's socket with a deadline.
+//! Connection to a monitor's socket with a deadline.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,7 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::{QmpError, remaining};
 
-/// Connects without ever blocking past the deadline: when a held monitor's backlog is full, a
+/// Connects without ever blocking past the deadline: when the backlog of a held monitor is full, a
 /// blocking `connect` would wait for ever.
 pub(crate) fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, QmpError> {
     let failed = |source: io::Error| QmpError::Connect { path: path.to_owned(), source };
@@ -34,7 +34,8 @@ pub(crate) fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, Q
                 if remaining(deadline).is_none() {
                     return Err(QmpError::Busy { path: path.to_owned() });
                 }
-                // There is no event to wait for: the kernel tells nobody when a backlog empties.
+                // There is no event to wait for: the kernel does not report that a backlog has
+                // emptied.
                 std::thread::sleep(Duration::from_millis(5));
             }
             Err(errno) => return Err(failed(errno.into())),

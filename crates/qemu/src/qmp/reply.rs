@@ -1,22 +1,22 @@
-//! Telling answers, errors and events apart.
+//! Classification of lines: answers, errors and events.
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Event, QmpError, Version};
 
-/// What one line from QEMU is.
+/// Meaning of one line from QEMU.
 pub(super) enum Reply {
-    /// The answer to the command that waits: what it returns, or class and text of the error.
+    /// The answer to the command that waits: its result, or class and text of the error.
     Ours(Result<Value, (String, String)>),
-    /// The answer to a command that nobody waits for any more.
+    /// The answer to a command whose deadline has passed.
     Stale,
     /// An event.
     Event(Event),
 }
 
 impl Reply {
-    /// Reads a line; `id` is the number of the command that waits.
+    /// Parses a line; `id` is the id of the command that waits.
     pub(super) fn of(mut message: Value, id: u64) -> Result<Self, QmpError> {
         if let Some(name) = message.get("event").and_then(Value::as_str) {
             let at = |key| message.pointer(key).and_then(Value::as_u64).unwrap_or(0);
@@ -33,7 +33,7 @@ impl Reply {
         });
         match (theirs, error, message.get_mut("return")) {
             (Some(number), _, _) if number != id => Ok(Self::Stale),
-            // Without an id: QEMU could not even parse what we sent.
+            // Without an id: QEMU could not even parse the command.
             (None, Some((_, desc)), _) => Err(QmpError::Protocol { what: desc }),
             (Some(_), Some(error), _) => Ok(Self::Ours(Err(error))),
             (Some(_), None, Some(value)) => Ok(Self::Ours(Ok(value.take()))),
@@ -42,7 +42,7 @@ impl Reply {
     }
 }
 
-/// The version in the greeting.
+/// Parses the version in the greeting.
 pub(super) fn parse_greeting(greeting: &Value) -> Result<Version, QmpError> {
     #[derive(Deserialize)]
     struct Numbers {

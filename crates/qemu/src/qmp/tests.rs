@@ -29,7 +29,7 @@ impl Fake {
     }
 }
 
-/// A monitor that negotiates and then does what the test says.
+/// Starts a monitor that negotiates and then runs the test's script.
 pub(crate) fn fake(
     script: impl FnOnce(&mut Fake) + Send + 'static,
 ) -> (Qmp, JoinHandle<()>, tempfile::TempDir) {
@@ -47,7 +47,7 @@ pub(crate) fn fake(
     (Qmp::connect(&path, Duration::from_secs(20)).unwrap(), thread, dir)
 }
 
-/// All are asked before any is answered, and an error among the answers does not shift the others.
+/// All are sent before any is answered, and an error among the answers does not shift the others.
 #[test]
 fn many_commands_are_asked_at_once() {
     let (mut qmp, thread, _dir) = fake(|fake| {
@@ -146,7 +146,7 @@ fn a_held_monitor_is_busy_even_with_a_full_backlog() {
     let path = dir.path().join("qmp");
     let _listener = UnixListener::bind(&path).unwrap();
     let mut waiting = Vec::new();
-    // Queue up until the kernel refuses more; each of them waits as ours does.
+    // Connections queue up until the kernel refuses more; each of them waits as ours does.
     while let Ok(stream) = connect_by(&path, Instant::now()) {
         waiting.push(stream);
         assert!(waiting.len() < 10_000);
@@ -210,7 +210,7 @@ fn a_descriptor_is_passed() {
 }
 
 proptest::proptest! {
-    /// Whatever a monitor says is an answer, an event or an error, never a panic.
+    /// Any line of a monitor is an answer, an event or an error, never a panic.
     #[test]
     fn nothing_a_monitor_says_panics(text in ".{0,200}", id in 0_u64..4) {
         if let Ok(message) = serde_json::from_str::<Value>(&text) {

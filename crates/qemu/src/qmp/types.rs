@@ -1,11 +1,11 @@
-//! What a monitor says, and what can go wrong between it and us.
+//! Types of a monitor's messages, and errors of its connection.
 
 use std::io;
 use std::path::PathBuf;
 
 use serde_json::Value;
 
-/// What can go wrong between us and a monitor.
+/// Error of a monitor or its connection.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     /// The socket could not be opened.
@@ -13,84 +13,84 @@ pub enum QmpError {
         "cannot connect to the QMP socket {path}; check that the path is that of a QEMU started with -qmp unix:PATH,server=on,wait=off and that this user may open it"
     )]
     Connect {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// The socket is there, but nobody greets: QEMU serves one client at a time.
+    /// The socket exists, but QEMU does not greet: it serves one client at a time.
     #[error(
         "the QMP monitor at {path} does not answer: another client (libvirt, a script) holds it, or QEMU is stopped; end that client, or give QEMU a second monitor"
     )]
     Busy {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
     },
     /// QEMU answered a command with an error.
     #[error("QEMU refused {command}: {desc}")]
     CommandFailed {
-        /// The command's name.
+        /// Name of the command.
         command: String,
         /// QMP's error class, usually `GenericError`.
         class: String,
         /// QEMU's own words.
         desc: String,
     },
-    /// Another process listens there.
+    /// Another process listens on the socket.
     #[error(
         "the socket {path} belongs to process {pid} and not to the guest's QEMU: start the guest with a path of its own"
     )]
     Another {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Whose it is.
+        /// Process that listens.
         pid: u32,
     },
     /// QEMU closed the connection, usually because it ended.
     #[error("QEMU closed the monitor during {during}; it has probably ended, see its log")]
     Closed {
-        /// What was going on.
+        /// Operation that was in progress.
         during: String,
     },
     /// A deadline passed.
     #[error("no answer from QEMU to {waiting_for} in {after_ms} ms")]
     Timeout {
-        /// What was waited for.
+        /// Awaited answer.
         waiting_for: String,
-        /// How long, in milliseconds.
+        /// Elapsed time in milliseconds.
         after_ms: u64,
     },
-    /// Something came that is not QMP.
+    /// Data arrived that are not QMP.
     #[error("the monitor does not speak QMP as it should: {what}")]
     Protocol {
-        /// What was wrong.
+        /// Description of the error.
         what: String,
     },
-    /// An answer was well-formed, but is not what the command answers.
+    /// An answer was well-formed, but is not of the command's type.
     #[error("cannot read QEMU's answer to {command}")]
     Answer {
-        /// The command's name.
+        /// Name of the command.
         command: String,
-        /// What did not fit.
+        /// Error of the decoder.
         source: serde_json::Error,
     },
     /// Reading from or writing to the socket failed.
     #[error("the connection to QEMU failed during {during}")]
     Io {
-        /// What was going on.
+        /// Operation that was in progress.
         during: String,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
 }
 
 impl QmpError {
-    /// Whether QEMU itself said no (the connection is fine, the command was not done).
+    /// Returns true if QEMU itself refused (the connection is fine, the command was not run).
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::CommandFailed { .. })
     }
 
-    /// Whether this QEMU does not know the command.
+    /// Returns true if this QEMU does not know the command.
     pub fn is_unknown_command(&self) -> bool {
         matches!(self, Self::CommandFailed { class, .. } if class == "CommandNotFound")
     }
@@ -99,24 +99,24 @@ impl QmpError {
 /// An event that QEMU sent on its own.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// Its name, e.g. `STOP` or `MIGRATION`.
+    /// Name, e.g. `STOP` or `MIGRATION`.
     pub name: String,
-    /// What it carries; `Null` when nothing.
+    /// Data; `Null` if the event has none.
     pub data: Value,
-    /// When QEMU sent it, by its host's wall clock, in microseconds since 1970.
+    /// Time at which QEMU sent it, by the host's wall clock, in microseconds since 1970.
     pub timestamp_us: u64,
 }
 
 /// QEMU's version, from the greeting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
-    /// E.g. 10.
+    /// Major version, e.g. 10.
     pub major: u64,
-    /// E.g. 0.
+    /// Minor version, e.g. 0.
     pub minor: u64,
-    /// E.g. 2.
+    /// Micro version, e.g. 2.
     pub micro: u64,
-    /// The distribution's own version, may be empty.
+    /// Version of the distribution's package, may be empty.
     pub package: String,
 }
 

@@ -1,4 +1,4 @@
-//! Addresses of RAM blocks from QEMU's own heap, for versions that do not tell them.
+//! Addresses of RAM blocks from QEMU's own heap, for versions that do not print them.
 //!
 //! QEMU keeps a structure per block on its heap. In 7.2:
 //!
@@ -6,12 +6,13 @@
 //! rcu_head (16) | mr * | host * | colo_cache * | offset | used_length | max_length | resized * | flags | idstr[256]
 //! ```
 //!
-//! Nothing relies on this exact layout. A structure is taken for one only where three consecutive
-//! words equal the offset, the used and the maximal length that `x-query-ramblock` printed, the
-//! block's name, ended by a zero byte, follows within 160 bytes, and one of the 16 words before (the
-//! nearest of such) is the page-aligned start of mapped memory of at least the maximal length. No two different answers
-//! are accepted. The offset makes each block unique: blocks never share their place in QEMU's
-//! address space of RAM.
+//! Nothing relies on this exact layout.
+//!
+//! Memory counts as such a structure only if three consecutive words equal the offset, the used and the maximal length
+//! that `x-query-ramblock` printed, the block's name, ended by a zero byte, follows within 160 bytes, and one of the 16
+//! words before (the nearest one) is the page-aligned start of mapped memory of at least the maximal length. Two
+//! different results are an error. The offset makes each block unique: blocks never share their place in QEMU's address
+//! space of RAM.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -20,21 +21,21 @@ use std::os::unix::fs::FileExt as _;
 use super::{Listed, RamError, proc_error};
 use crate::maps::{Mapping, Maps};
 
-/// How far behind the lengths the name may begin.
+/// Maximum distance of the name after the lengths, in bytes.
 const NAME_WITHIN_BYTES: usize = 160;
-/// How many words before the lengths the host pointer may stand.
+/// Maximum distance of the host pointer before the lengths, in words.
 const WORDS_BEFORE: usize = 16;
-/// Read at a time; neighbouring reads overlap so that no structure is cut in two.
+/// Bytes that are read at once; neighbouring reads overlap so that no structure is cut in two.
 const CHUNK_BYTES: usize = 4 << 20;
 const OVERLAP_BYTES: usize = 1024;
-/// Anonymous mappings beyond this are guest memory or code buffers, not heap.
+/// Maximum size of a heap in bytes: larger anonymous mappings are guest memory or code buffers.
 const MAX_HEAP_BYTES: u64 = 4 << 30;
 
-/// The address of each listed block, in their order.
+/// Returns the address of each listed block, in their order.
 pub(super) fn find(pid: u32, maps: &Maps, listed: &[Listed]) -> Result<Vec<u64>, RamError> {
     let memory = File::open(format!("/proc/{pid}/mem")).map_err(proc_error(pid, "mem"))?;
     let mut candidates = vec![BTreeSet::new(); listed.len()];
-    // The main arena first: there every known QEMU keeps its blocks.
+    // The main arena first: every known QEMU keeps its blocks there.
     let (heap, others): (Vec<&Mapping>, Vec<&Mapping>) =
         maps.iter().filter(|mapping| is_heap_like(mapping)).partition(|mapping| mapping.name == "[heap]");
     for mapping in heap.into_iter().chain(others) {
@@ -80,7 +81,7 @@ fn search_mapping(
     while at < mapping.end {
         let wanted = usize::try_from(mapping.end - at).map_or(CHUNK_BYTES, |l| l.min(CHUNK_BYTES));
         let Some(chunk) = buffer.get_mut(..wanted) else { return };
-        // A mapping may be gone meanwhile; then there is nothing to find in it either.
+        // A mapping may have been removed in the meantime; then it does not contain the structure either.
         let Ok(count) = memory.read_at(chunk, at) else { return };
         let Some(chunk) = chunk.get(..count) else { return };
         search(chunk, maps, listed, candidates);
@@ -91,11 +92,11 @@ fn search_mapping(
     }
 }
 
-/// Adds to `candidates[i]` every host address that a structure for `listed[i]` in `chunk` names.
+/// Adds to `candidates[i]` every host address in a structure for `listed[i]` in `chunk`.
 fn search(chunk: &[u8], maps: &Maps, listed: &[Listed], candidates: &mut [BTreeSet<u64>]) {
     let (words, _) = chunk.as_chunks::<8>();
     let word = |at: usize| words.get(at).map(|bytes| u64::from_le_bytes(*bytes));
-    // Nearly every word of a heap is none of the sizes: one look at a table of 64 bits tells of most of them.
+    // Nearly no word of a heap equals one of the sizes: one test in a table of 64 bits rejects most of them.
     let sizes = listed.iter().fold(0, |sizes, block| sizes | size_bit(block.max_bytes));
     for (at, bytes) in words.iter().enumerate().skip(2) {
         let max = u64::from_le_bytes(*bytes);
@@ -109,17 +110,17 @@ fn search(chunk: &[u8], maps: &Maps, listed: &[Listed], candidates: &mut [BTreeS
                 && name_follows(chunk, (at + 1) * 8, &block.name);
             if is_it {
                 let before = (at - 2).saturating_sub(WORDS_BEFORE)..at - 2;
-                // The nearest: before the structure other things lie, and may be pointers, too.
+                // The nearest: other data precede the structure, and may be pointers, too.
                 found.extend(before.rev().filter_map(word).find(|address| is_start(*address, max, maps)));
             }
         }
     }
 }
 
-/// One of 64 bits, by the bits of a size that vary: sizes are multiples of pages.
+/// Returns one of 64 bits, chosen by the bits of a size that vary: sizes are multiples of pages.
 const fn size_bit(bytes: u64) -> u64 {
     let mixed = (bytes >> 12).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    // A heap is full of zeros and small numbers, which are no whole pages.
+    // A heap is full of zeros and small numbers, which are not multiples of a page.
     if bytes == 0 || !bytes.is_multiple_of(4096) { 0 } else { 1 << (mixed >> 58) }
 }
 
@@ -158,7 +159,7 @@ mod tests {
         }
     }
 
-    /// A structure as QEMU 7.2 lays it out.
+    /// Returns a structure with the layout of QEMU 7.2.
     fn record(host: u64, offset: u64, length: u64, name: &str) -> Vec<u8> {
         let mut out = Vec::new();
         for word in [0, 0, 0x55d0_0000_1000, host, 0, offset, length, length, 0, 5] {
@@ -188,8 +189,8 @@ mod tests {
     #[test]
     fn look_alikes_are_not_taken() {
         let block = [listed("pc.ram", 0, 0x800_0000)];
-        // Another name; one that only begins like it; a host pointer to nowhere, into the middle,
-        // to too little memory.
+        // Another name; one that only begins like it; a host pointer to no mapping, into the middle
+        // of one, to too little memory.
         for record in [
             record(0x7f00_0000_0000, 0, 0x800_0000, "pc.rom"),
             record(0x7f00_0000_0000, 0, 0x800_0000, "pc.ram2"),

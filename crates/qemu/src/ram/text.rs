@@ -1,4 +1,4 @@
-//! Reading what QEMU prints about memory for humans.
+//! Parsers of QEMU's human-readable output about memory.
 
 use super::Listed;
 
@@ -8,11 +8,11 @@ pub(super) struct GuestRange {
     pub(super) start: u64,
     pub(super) last: u64,
     pub(super) name: String,
-    /// Offset of `start` within the block.
+    /// Offset of `start` within the block, in bytes.
     pub(super) offset: u64,
 }
 
-/// The table of `x-query-ramblock`:
+/// Parses the table of `x-query-ramblock`:
 ///
 /// ```text
 ///   Block Name    PSize              Offset               Used              Total                HVA  RO
@@ -66,8 +66,8 @@ fn block(line: &str, extra: &[&str]) -> Option<Listed> {
     })
 }
 
-/// The parts of `info mtree -f` that the CPUs see and that are RAM or ROM, e.g.
-/// `  0000000000100000-000000000fffffff (prio 0, ram): pc.ram @0000000000100000 KVM`.
+/// Returns the parts of `info mtree -f` that the CPUs see and that are RAM or ROM, e.g. `
+/// 0000000000100000-000000000fffffff (prio 0, ram): pc.ram @0000000000100000 KVM`.
 pub(super) fn guest_ranges(tree: &str) -> Vec<GuestRange> {
     let mut found = Vec::new();
     let mut in_memory = false;
@@ -106,7 +106,7 @@ fn guest_range(line: &str) -> Option<GuestRange> {
     })
 }
 
-/// The address in `Host virtual address for 0x100000 (pc.ram) is 0x7f2be7f00000`.
+/// Parses the address in `Host virtual address for 0x100000 (pc.ram) is 0x7f2be7f00000`.
 pub(super) fn host_address(said: &str) -> Option<u64> {
     hex(said.strip_prefix("Host virtual address for")?.rsplit_once(" is ")?.1.trim())
 }
@@ -155,7 +155,7 @@ mod tests {
         assert!(blocks(OLD.lines().next().unwrap()).is_err());
         assert!(blocks(&OLD.replace("0x0000000000200000", "much")).is_err());
         assert!(blocks(&OLD.replace("KiB", "pages")).is_err());
-        // Used more than there is.
+        // More bytes are in use than exist.
         assert!(blocks(&OLD.replace("0x0000000000200000", "0x0000000000000200")).is_err());
     }
 

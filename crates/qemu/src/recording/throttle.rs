@@ -1,5 +1,5 @@
-//! Caps on what a guest may write to the disks that are recorded, kept by QEMU's own throttling: smooth, and with
-//! nothing of ours in the way of a write. All of them share one cap.
+//! Caps on a guest's writes to the disks that are recorded, enforced by QEMU's own throttling: smooth, and
+//! without our code in the path of a write. All disks share one cap.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -8,41 +8,41 @@ use super::PREFIX;
 use crate::drives::{self, Caps, Drive, Medium};
 use crate::qmp::{Qmp, QmpError};
 
-/// What a guest has written to some disks since its start.
+/// Total writes of a guest to some disks since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Written {
-    /// Write requests.
+    /// Number of write requests.
     pub writes: u64,
-    /// Bytes.
+    /// Number of bytes.
     pub bytes: u64,
 }
 
-/// A cap on writes; what is absent is not capped.
+/// A cap on writes; an absent value is not capped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteCap {
-    /// Writes a second.
+    /// Maximum writes per second.
     pub writes_per_s: Option<u64>,
-    /// Bytes a second.
+    /// Maximum bytes per second.
     pub bytes_per_s: Option<u64>,
 }
 
 /// The devices whose writes are counted and capped.
 #[derive(Debug, Default)]
 pub(super) struct Throttle {
-    /// Ids or QOM paths of the devices that have the recorded disks, one for each; none of one that somebody else has
-    /// throttled.
+    /// Ids or QOM paths of the devices that use the recorded disks, one for each; none for one that another client
+    /// has throttled.
     devices: Vec<Option<String>>,
-    /// What is kept now.
+    /// Current cap.
     cap: WriteCap,
 }
 
 impl Medium {
-    /// Whether it is in a group of ours, in which caps are ours.
+    /// Returns true if it is in one of our groups, whose caps are ours.
     fn is_capped_by_us(&self) -> bool {
         self.cap_group.as_ref().is_some_and(|group| group.starts_with(PREFIX))
     }
 
-    /// Whether nobody else has throttled it. A group without a cap is somebody's, too.
+    /// Returns true if no other client has throttled it. A group without a cap belongs to another client, too.
     fn is_free(&self) -> bool {
         self.is_capped_by_us() || self.cap_group.is_none() && self.caps == Caps::default()
     }
@@ -59,12 +59,12 @@ impl Throttle {
         Ok(Self { devices: nodes.map(device_of).collect(), cap: WriteCap::default() })
     }
 
-    /// Whether the disk with this number is held to the cap.
+    /// Returns true if the disk with this index is capped.
     pub(super) fn holds(&self, disk: usize) -> bool {
         self.devices.get(disk).is_some_and(Option::is_some)
     }
 
-    /// What the guest has written so far.
+    /// Returns the guest's total writes.
     pub(super) fn written(&self, qmp: &mut Qmp) -> Result<Written, QmpError> {
         #[derive(Deserialize)]
         struct Of {
@@ -84,12 +84,12 @@ impl Throttle {
         }))
     }
 
-    /// Keeps this cap from now on.
+    /// Applies this cap.
     pub(super) fn keep(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
         if cap == self.cap {
             return Ok(());
         }
-        // Somebody may have throttled one meanwhile: it is his from then on.
+        // Another client may have throttled a disk in the meantime: from then on that client owns the caps.
         let drives = drives::ask(qmp)?;
         let is_free = |device: &String| {
             let is_it = |drive: &&Drive| drive.device.as_ref() == Some(device);
@@ -100,8 +100,8 @@ impl Throttle {
         set(qmp, self.devices.iter().flatten(), cap)
     }
 
-    /// Lifts the cap, where it is still ours. Of a QEMU that does not tell whose it is in time it is lifted blindly: it
-    /// does what it was told, even where it answers too late.
+    /// Lifts the cap, where it is still ours. If QEMU does not report in time whose it is, it is lifted without this
+    /// check: QEMU runs the command even if it answers too late.
     pub(super) fn lift(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         if std::mem::take(&mut self.cap) == WriteCap::default() {
             return Ok(());
@@ -114,13 +114,13 @@ impl Throttle {
     }
 }
 
-/// Caps all of them; the first refusal is the error.
+/// Caps all devices; the first refusal is the error.
 fn set<'a>(qmp: &mut Qmp, devices: impl Iterator<Item = &'a String>, cap: WriteCap) -> Result<(), QmpError> {
     let orders = devices.map(|device| ("block_set_io_throttle", order(device, cap)));
     qmp.execute_all(orders)?.into_iter().try_for_each(|answer| answer.map(drop))
 }
 
-/// Lifts every cap of ours, whoever set it. Returns whether there was one.
+/// Lifts every cap of ours, whichever agent set it. Returns true if there was one.
 pub(super) fn lift_all(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let drives = drives::ask(qmp)?;
     let ours = drives.iter().filter(|drive| drive.medium.as_ref().is_some_and(Medium::is_capped_by_us));

@@ -43,11 +43,11 @@ impl World {
         HostRules { data_dirs: self.version.data.clone(), ..HostRules::new(&self.version.binary, run_dir) }
     }
 
-    /// Describes, builds and starts the other side.
+    /// Describes, builds and starts the destination.
     pub(crate) fn rebuild(source: &mut Vm, rules: &HostRules) -> (VmDescription, Vm) {
         let process = find(&Selector::Pid(source.pid())).unwrap();
         let described = describe(&mut source.qmp, &process.origin()).unwrap();
-        // What is sent to another host comes back the same.
+        // A description that is sent to another host is the same after decoding.
         let text = serde_json::to_string(&described).unwrap();
         assert_eq!(serde_json::from_str::<VmDescription>(&text).unwrap(), described);
         let built = build(&described, rules).unwrap();
@@ -57,7 +57,7 @@ impl World {
         (described, destination)
     }
 
-    /// Moves the guest and sees it go on.
+    /// Moves the guest and checks that it runs on.
     pub(crate) fn hand_over(source: &mut Vm, destination: &mut Vm) {
         Self::move_over(source, destination);
         destination.wait_ticking();
@@ -190,7 +190,7 @@ fn snapshots_taken_since_the_start() {
             )),
         );
         source.wait_ticking();
-        // Of a drive, by the name of a node, and without a name for the overlay.
+        // A snapshot of a drive, of a named node, and without a name for the overlay.
         source.command(
             "blockdev-snapshot-sync",
             json!({"device": "virtio0", "snapshot-file": world.path("a1.qcow2")}),
@@ -237,7 +237,7 @@ fn snapshots_taken_since_the_start() {
                 .collect::<Vec<_>>()
         };
         assert_eq!(without_names(&there), without_names(&described));
-        // The image below an overlay is only read, on both sides.
+        // The image below an overlay is only read, on both hosts.
         for vm in [&mut source, &mut destination] {
             let nodes = vm.command("query-named-block-nodes", json!({"flat": true}));
             let node =
@@ -264,8 +264,9 @@ fn plugged_and_unplugged_since_the_start() {
             )),
         );
         source.wait_ticking();
-        // Unplugging asks the guest, which ours does not answer; before it runs nobody is asked. So
-        // what goes away here is what goes without its help: USB, SCSI.
+        // Unplugging needs the guest's help, which ours does not provide; before it runs, QEMU does
+        // not ask it. So only devices that can be removed without its help are removed here: USB,
+        // SCSI.
         source.command("device_del", json!({"id": "tablet"}));
         source.qmp.wait_event("DEVICE_DELETED", deadline()).unwrap();
         source.command("netdev_add", json!({"type": "user", "id": "hot", "restrict": true}));
@@ -340,7 +341,7 @@ fn what_stands_in_the_way_is_all_told() {
         );
         let process = find(&Selector::Pid(source.pid())).unwrap();
         let described = describe(&mut source.qmp, &process.origin()).unwrap();
-        // What QEMU would not migrate, and xen-save-devices-state does not ask about.
+        // Blockers of QEMU that xen-save-devices-state does not check.
         let reasons = blocked_reasons(&mut source.qmp).unwrap();
         assert!(reasons.iter().any(|reason| reason.contains("nvme")), "{reasons:?}");
         let error = build(&described, &world.rules()).unwrap_err();
@@ -397,7 +398,7 @@ fn old_machine_types_move() {
     });
 }
 
-/// A real kernel with its load, where there is one, on a disk that it does not use.
+/// A real kernel with its load, if one is available, on a disk that it does not use.
 #[test]
 fn a_linux_guest() {
     let (Ok(kernel), Ok(initrd)) = (std::env::var("WHIMBREL_KERNEL"), std::env::var("WHIMBREL_INITRD"))
@@ -425,7 +426,7 @@ fn a_linux_guest() {
         let said = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let console = world.path("console");
         until("the load ticks", || said(&console).contains("tick"));
-        // The kernel lets a card go. Those behind it keep their places, and the hole stays.
+        // The kernel releases a card. Those after it keep their addresses, and the gap stays.
         source.command("device_del", json!({"id": "gone"}));
         source.qmp.wait_event("DEVICE_DELETED", deadline()).unwrap();
         let (_, mut destination) = World::rebuild(&mut source, &world.rules());

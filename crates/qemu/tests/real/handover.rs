@@ -1,6 +1,6 @@
-//! A guest handed from one QEMU to another by the crate's own means, and the recipe for the
-//! destination: before it is let go no virtual CPU has run, no image lock is taken, no packet has
-//! left. Each ingredient is also left out once, to see the accident that it prevents.
+//! Handover of a guest from one QEMU to another by the crate's own means, and the recipe for the
+//! destination: before it is resumed, no virtual CPU has run, no image lock is acquired, no packet
+//! was sent. Each ingredient is also omitted once, to show the failure that it prevents.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -19,12 +19,12 @@ use crate::support::{
     versions,
 };
 
-/// Two QEMUs of one guest, and what they share.
+/// Two QEMUs of one guest, and their shared files.
 struct Pair {
     source: Vm,
     destination: Vm,
     disk: PathBuf,
-    /// Packets that the destination's guest (or QEMU for it) sent arrive here.
+    /// Socket on which packets that the destination's guest (or QEMU for it) sends arrive.
     wire: UnixDatagram,
     dir: tempfile::TempDir,
 }
@@ -37,7 +37,7 @@ impl Pair {
         Self::with(version, destination_options, false)
     }
 
-    /// Whether both have an image that is only read as well.
+    /// Starts both; `has_cd` adds a read-only image to each.
     fn with(version: &Version, destination_options: &str, has_cd: bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
@@ -101,10 +101,10 @@ impl Pair {
     }
 }
 
-/// How many locks are held on an image by which somebody writes, or forbids others to write. QEMU
+/// Returns the number of locks on an image whose owner writes, or forbids others to write. QEMU
 /// marks permissions by read locks on single bytes: 100 + p where it has permission p, 200 + p where
 /// it does not let others have it, and p is 1 for writing. A lock on byte 100 alone, held by a 7.2
-/// that gave its image up, only says that it would like to read and is in nobody's way.
+/// that released its image, only means that it would like to read, and blocks no other process.
 fn locks(path: &Path) -> usize {
     let inode = format!(":{}", path.metadata().unwrap().ino());
     let locks = std::fs::read_to_string("/proc/locks").unwrap();
@@ -150,12 +150,12 @@ fn before_it_is_let_go_nothing_has_happened() {
         let counted = source.count();
         assert_eq!(destination.count(), counted);
         assert_eq!(destination.dir.join("dst.serial").metadata().unwrap().len(), 0);
-        // No lock is taken: by nobody, the source has given its up.
+        // No lock is held: the source has released its locks.
         assert_eq!(locks(&disk), 0);
         for vm in [&mut *source, &mut *destination] {
             assert_eq!(disks(&mut vm.qmp).unwrap(), Disks::GivenUp);
         }
-        // No packet has left.
+        // No packet was sent.
         assert_eq!(pair.packets(), 0);
         assert_memory_equal(&mut pair.source, &mut pair.destination);
 
@@ -164,7 +164,7 @@ fn before_it_is_let_go_nothing_has_happened() {
         pair.destination.wait_ticking();
         assert!(pair.destination.count() > counted, "it went on where it was");
         until("dots appear", || pair.destination.dir.join("dst.serial").metadata().unwrap().len() > 0);
-        // Nor has QEMU announced it by itself since; only when it is asked to.
+        // QEMU has not announced it by itself since, either; only on request.
         assert_eq!(pair.packets(), 0);
         announce_self(&mut pair.destination.qmp).unwrap();
         let mut announced = 0;
@@ -185,14 +185,15 @@ fn the_source_can_take_the_guest_back() {
         assert!(locks(&pair.disk) > 0);
         pair.source.wait_ticking();
         assert!(pair.source.count() > counted);
-        // It can be saved a second time.
+        // The state can be saved a second time.
         stop(&mut pair.source.qmp).unwrap();
         assert!(capture(&mut pair.source.qmp, Disks::Held).unwrap().len() > 1000);
     });
 }
 
-/// Disks that are copied are read through exports, which take them back from a guest that has given everything up, or never
-/// had it since it arrived, and not what is only read: QEMU 7.2 would end over giving that up again.
+/// Disks that are copied are read through exports. These acquire the disks again from a guest that has released
+/// everything, or never held it since it arrived, but not read-only images: QEMU 7.2 would end if those were released
+/// again.
 #[test]
 fn disks_that_are_copied_after_all_were_given_up() {
     let exported = |vm: &mut Vm, dir: &Path| {
@@ -228,7 +229,7 @@ fn disks_that_are_copied_after_all_were_given_up() {
         cont(&mut pair.source.qmp).unwrap();
         pair.source.wait_ticking();
         stop(&mut pair.source.qmp).unwrap();
-        // It arrives, is not let go, is copied, but does not leave; and then it does.
+        // The guest arrives, is not resumed, is copied, but does not leave; and then it does.
         pair.hand_over();
         let recording = exported(&mut pair.destination, &dir);
         recording.end(&mut pair.destination.qmp).unwrap();
@@ -242,8 +243,8 @@ fn disks_that_are_copied_after_all_were_given_up() {
     }
 }
 
-/// A guest that stays paused keeps its disks given up, and they cannot be given up twice: an earlier save came to
-/// nothing, or the guest arrived paused. `cont` takes them again in the end.
+/// A guest that stays paused keeps its disks released, and they cannot be released twice: an earlier save failed,
+/// or the guest arrived paused. `cont` acquires them again in the end.
 #[test]
 fn a_paused_guest_is_saved_twice_and_moves_on() {
     on_each(RECIPE, |pair| {
@@ -259,7 +260,7 @@ fn a_paused_guest_is_saved_twice_and_moves_on() {
         stop(&mut pair.source.qmp).unwrap();
         assert_eq!(disks(&mut pair.source.qmp).unwrap(), Disks::Held);
         assert!(locks(&pair.disk) > 0);
-        // It arrives, is not let go, and leaves again.
+        // The guest arrives, is not resumed, and leaves again.
         pair.hand_over();
         assert_eq!(disks(&mut pair.destination.qmp).unwrap(), Disks::GivenUp);
         assert!(capture(&mut pair.destination.qmp, Disks::GivenUp).unwrap().len() > 1000);
@@ -278,7 +279,7 @@ fn there_and_back() {
         cont(&mut pair.destination.qmp).unwrap();
         pair.destination.wait_ticking();
         let counted = pair.destination.count();
-        // The second destination takes the first source's place.
+        // The second destination replaces the first source.
         pair.source.command("quit", Value::Null);
         pair.source.started.wait(deadline());
         let command = std::fs::read(format!("/proc/{}/cmdline", pair.destination.pid())).unwrap();
@@ -308,7 +309,7 @@ fn without_s_the_guest_runs_at_once() {
     });
 }
 
-/// Loads without one of the ingredients that [`Incoming::prepare`] sees to.
+/// Loads without one of the ingredients that [`Incoming::prepare`] provides.
 fn load_bare(pair: &mut Pair, late_block_activate: bool, announce_rounds: Option<u64>, state: &[u8]) -> bool {
     let socket = pair.dir.path().join("state");
     let destination = &mut pair.destination;
@@ -344,7 +345,7 @@ fn without_late_block_activate_locks_are_taken() {
         let state = complete(&raw, &machine_type(&mut pair.source.qmp).unwrap()).unwrap();
         assert_eq!(locks(&pair.disk), 0);
         assert!(load_bare(pair, false, Some(0), &state));
-        // 10.0 leaves images alone under -S even so; 7.2 takes them, and there is no way back.
+        // 10.0 does not acquire images under -S even so; 7.2 does, and there is no way back.
         println!("locks after loading without late-block-activate: {}", locks(&pair.disk));
         if pair.destination.qmp.version().major == 7 {
             assert!(locks(&pair.disk) > 0);
@@ -355,7 +356,7 @@ fn without_late_block_activate_locks_are_taken() {
 
 #[test]
 fn with_the_default_announcement_packets_leave_unasked() {
-    // Under -S they are queued until the guest is let go; else they leave at once.
+    // Under -S they are queued until the guest is resumed; otherwise they are sent at once.
     for (options, let_go) in [(RECIPE, true), ("-incoming defer", false)] {
         on_each(options, |pair| {
             let raw = pair.save();
@@ -381,7 +382,7 @@ fn an_incomplete_or_foreign_state_is_refused_with_qemus_reason() {
         let error = incoming.load(&mut pair.destination.qmp, &raw, deadline()).unwrap_err();
         println!("{error}");
         assert!(matches!(&error, LoadError::Failed { reason } if !reason.is_empty()), "{error:?}");
-        // Of another machine.
+        // State of another machine.
         let mut pair = Pair::new(&version, RECIPE);
         let incoming = pair.prepare();
         let raw = pair.save();
@@ -392,7 +393,7 @@ fn an_incomplete_or_foreign_state_is_refused_with_qemus_reason() {
             matches!(&error, LoadError::Failed { reason } if reason.contains("pc-i440fx-2.1")),
             "{error:?}"
         );
-        // Cut in the middle.
+        // State that is cut in the middle.
         let mut pair = Pair::new(&version, RECIPE);
         let incoming = pair.prepare();
         let raw = pair.save();
@@ -401,7 +402,7 @@ fn an_incomplete_or_foreign_state_is_refused_with_qemus_reason() {
             incoming.load(&mut pair.destination.qmp, &state[..state.len() / 2], deadline()).unwrap_err();
         println!("{error}");
         assert!(matches!(error, LoadError::Failed { .. }), "{error:?}");
-        // All that did no harm to the source.
+        // None of this harmed the source.
         cont(&mut pair.source.qmp).unwrap();
         pair.source.wait_ticking();
     }
@@ -422,7 +423,8 @@ fn what_we_put_in_is_what_qemu_itself_writes() {
             json!({"capabilities": [{"capability": "events", "state": true}]}),
         );
         let part = dir.path().join("part");
-        // QEMU says `completed` before what it wrote has left its pipe: the file has its name once it is whole.
+        // QEMU reports `completed` before all of its output has left its pipe: the file gets its name once it is
+        // complete.
         let uri =
             format!("exec:cat > {part} && mv {part} {file}", part = part.display(), file = file.display());
         vm.command("migrate", json!({"uri": uri}));
@@ -456,7 +458,7 @@ fn a_running_guest_is_not_saved() {
         assert!(matches!(capture(&mut pair.source.qmp, Disks::Held), Err(StateError::NotStopped { .. })));
         drain(&mut pair.source.qmp).unwrap();
         assert_eq!(blocked_reasons(&mut pair.source.qmp).unwrap(), Vec::<String>::new());
-        // A destination that does not wait is told apart, too.
+        // A destination that does not wait is detected, too.
         let error = Incoming::prepare(&mut pair.source.qmp, None).unwrap_err();
         assert!(matches!(error, LoadError::NotWaiting { .. }));
         assert!(instruction_pointer(&mut pair.source).contains("IP="));

@@ -1,4 +1,4 @@
-//! The files in which disks are, as a running QEMU has them open.
+//! Files of disks, as a running QEMU has them open.
 
 use std::fs;
 use std::path::Path;
@@ -21,7 +21,7 @@ fn raw(path: &Path, bytes: u64) {
     fs::File::create(path).unwrap().set_len(bytes).unwrap();
 }
 
-/// A part of a file, at the start, in the middle and below a format; a file that is all its own.
+/// A part of a file, at the start, in the middle and below a format; a whole file.
 #[test]
 fn a_disk_that_is_a_part_of_a_file_is_known() {
     for version in versions() {
@@ -59,7 +59,7 @@ fn a_disk_that_is_a_part_of_a_file_is_known() {
     }
 }
 
-/// All files of an image are needed; one that was replaced, deleted or renamed is not taken for the one that is open.
+/// All files of an image are needed; one that was replaced, deleted or renamed is not mistaken for the open one.
 #[test]
 fn files_are_known_by_what_is_open() {
     for version in versions() {
@@ -118,13 +118,13 @@ fn files_are_known_by_what_is_open() {
         for code in ["file-replaced", "file-deleted"] {
             assert!(codes.iter().any(|found| found == code), "{codes:?}");
         }
-        // As the remedies say.
+        // After the remedies of the findings.
         fs::rename(path("base.raw.old"), path("base.raw")).unwrap();
         vm.command("eject", json!({"id": "cdev", "force": true}));
         let facts = gather::source(&mut vm.qmp, &process, blocks.clone()).unwrap();
         let paths: Vec<_> = facts.files_not_open.iter().map(|stray| stray.path.as_str()).collect();
         assert!(paths.iter().all(|path| path.ends_with("split.data")), "{paths:?}");
-        // A process whose descriptors are not known vouches for no file.
+        // A process whose descriptors are unknown confirms no file.
         assert!(files_not_open(&facts.vm, &whimbrel_qemu::preflight::OpenFiles::default()).len() >= 3);
     }
 }

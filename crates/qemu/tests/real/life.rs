@@ -1,4 +1,4 @@
-//! Starting and finding QEMUs, and what pre-flight says about real ones.
+//! Start and search of QEMUs, and pre-flight checks of real ones.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -18,7 +18,7 @@ use whimbrel_qemu::vmfile::VmFile;
 
 use crate::support::{Vm, args, deadline, launch, qcow2, ticker_disk, until, versions};
 
-/// The directory is named, and not the programs that are there.
+/// The error names the directory, and not the programs, which exist.
 #[test]
 fn a_directory_that_is_not_there_is_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -47,7 +47,7 @@ impl Drop for Killed {
     }
 }
 
-/// A QEMU without a guest shows what a device that is not on any list would do to one with a guest.
+/// A QEMU without a guest shows the effect of an unlisted device on one with a guest.
 #[test]
 fn a_device_that_ends_qemu_when_it_is_saved_is_found_out() {
     for version in versions() {
@@ -96,7 +96,7 @@ fn a_monitor_of_another_qemu_is_not_taken_for_the_guests() {
     assert!(matches!(error, QmpError::Another { pid, .. } if pid == first.pid()), "{error}");
     drop(child);
 
-    // A socket that took the place of the first one's. (The first one's other monitor is held by this test.)
+    // A socket that has replaced the first one's. (This test holds the first one's other monitor.)
     std::fs::remove_file(&path).unwrap();
     let second = version.start(dir.path(), "second", &of("second"));
     let process = find(&Selector::Pid(first.pid())).unwrap();
@@ -132,7 +132,7 @@ fn a_guest_is_found_by_process_socket_and_name() {
             by_name.binary.is_absolute() && by_name.binary.ends_with(version.binary.file_name().unwrap())
         );
         assert_eq!(by_name.start_time_ticks, vm.started.start_time_ticks);
-        // The human monitor is none of ours; the first one is held by the test.
+        // The human monitor is not listed; the test holds the first one.
         let monitors: Vec<_> =
             by_name.monitors.iter().map(|m| (m.path.clone(), m.listening, m.held)).collect();
         assert_eq!(monitors, [(dir.path().join("a.qmp"), true, true), (second.clone(), true, false)]);
@@ -159,7 +159,7 @@ fn a_guest_is_found_by_process_socket_and_name() {
 fn libvirts_guests_are_told_apart() {
     let Some(version) = versions().pop() else { return };
     let dir = tempfile::tempdir().unwrap();
-    // As libvirt names its monitor.
+    // A monitor with libvirt's name.
     let path = dir.path().join("monitor.sock");
     let argv = version
         .argv()
@@ -267,7 +267,8 @@ fn every_option_of_qemus_help_is_in_the_table() {
     }
 }
 
-/// What saving the device state does not ask for (trap 13): an image format that QEMU itself does not move.
+/// A blocker that saving the device state does not check (trap 13): an image format that QEMU itself does not
+/// migrate.
 #[test]
 fn what_qemu_itself_would_not_move_is_a_blocker() {
     for version in versions() {
@@ -322,7 +323,7 @@ fn preflight_of_a_real_guest() {
         assert!(is_possible(&findings), "{findings:#?}");
         assert_eq!(codes, ["disk-unlocked"], "{findings:#?}");
 
-        // With a started destination more is known.
+        // A started destination provides more facts.
         let built = build(&facts.vm, &rules).unwrap();
         let mut destination = launch(&run_dir, "q", built.argv, built.qmp);
         let pid = destination.pid();
@@ -332,7 +333,7 @@ fn preflight_of_a_real_guest() {
             Some(whimbrel_qemu::control::cpu_unavailable_features(&mut destination.qmp).unwrap());
         assert!(is_possible(&check(&facts, &there)));
 
-        // What is plugged meanwhile is noticed.
+        // A device that is plugged in the meantime is detected.
         source
             .command("device_add", json!({"driver": "usb-tablet", "id": "late"}))
             .as_null()
@@ -353,7 +354,7 @@ fn a_stopped_qemu_is_a_timeout_and_not_a_hang() {
     let mut vm = version.start(dir.path(), "a", &args("-machine none -qmp unix:second,server=on,wait=off"));
     let pid = rustix::process::Pid::from_raw(vm.pid() as i32).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-    // The signal is on its way only: each thread stops when it leaves the kernel.
+    // The signal is only queued: each thread stops when it leaves the kernel.
     rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
     vm.qmp.set_timeout(Duration::from_millis(50));
     let error = vm.qmp.execute::<Value>("query-status", Value::Null).unwrap_err();
@@ -365,12 +366,12 @@ fn a_stopped_qemu_is_a_timeout_and_not_a_hang() {
     assert!(vm.command("query-status", Value::Null)["status"].is_string());
 }
 
-/// A monitor of ours greets once and answers, however busy the host: QEMUs share one processor with two programs that
-/// compute.
+/// A monitor of ours greets once and answers, however busy the host is: QEMUs share one processor with two programs
+/// that compute.
 #[test]
 fn a_monitor_of_ours_answers_on_a_busy_host() {
     const STARTS: usize = 40;
-    /// Killed when dropped.
+    /// A process that is killed on drop.
     struct Busy(std::process::Child);
     impl Drop for Busy {
         fn drop(&mut self) {
@@ -391,7 +392,7 @@ fn a_monitor_of_ours_answers_on_a_busy_host() {
             argv.extend(["-machine", "none", "-nodefaults", "-display", "none"].map(Into::into));
             argv.extend(monitor(&qmp).map(Into::into));
             let mut vm = launch(dir.path(), "busy", argv, qmp);
-            // A second greeting would come before the answer.
+            // A second greeting would arrive before the answer.
             let status: Value = vm.qmp.execute("query-status", Value::Null).unwrap();
             assert_eq!(status["running"], true, "start {start}");
         }

@@ -1,4 +1,4 @@
-//! RAM blocks are where we say they are.
+//! Tests that RAM blocks are at the reported addresses.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
@@ -7,11 +7,11 @@ use whimbrel_qemu::ram::{RamBlock, RamKind, cross_check, ram_blocks, ram_blocks_
 
 use crate::support::{Version, Vm, args, deadline, not_tried, ticker_disk, until, versions};
 
-/// What must hold of the blocks of any guest.
+/// Checks properties of the blocks of any guest.
 fn check(vm: &mut Vm) -> Vec<RamBlock> {
     let pid = vm.pid();
     let blocks = ram_blocks(&mut vm.qmp, pid).unwrap();
-    // On a QEMU that tells addresses, both ways must agree.
+    // On a QEMU that prints addresses, both ways must agree.
     assert_eq!(ram_blocks_from_heap(&mut vm.qmp, pid).unwrap(), blocks);
     assert!(cross_check(&mut vm.qmp, &blocks).unwrap() >= 4);
     let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem")).unwrap();
@@ -19,7 +19,7 @@ fn check(vm: &mut Vm) -> Vec<RamBlock> {
     blocks
 }
 
-/// Two ROMs of equal size differ in the identity of their device, which each carries in its header.
+/// Checks two ROMs of equal size, which differ in the identity of their device in their headers.
 fn check_roms(memory: &File, blocks: &[RamBlock]) {
     for (device, vendor, product) in [("e1000.rom", 0x8086, 0x100e), ("virtio-net-pci.rom", 0x1af4, 0x1000)] {
         for block in blocks.iter().filter(|block| block.name.ends_with(device)) {
@@ -38,7 +38,7 @@ fn block<'a>(blocks: &'a [RamBlock], name: &str) -> &'a RamBlock {
     blocks.iter().find(|block| block.name == name).unwrap_or_else(|| panic!("no {name} in {blocks:#?}"))
 }
 
-/// Writes a pattern at the block's address and has QEMU read it at the guest's.
+/// Writes a pattern at the block's address and makes QEMU read it at the guest's.
 fn assert_is_at(vm: &mut Vm, block: &RamBlock, offset: u64, guest: u64) {
     let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{}/mem", vm.pid())).unwrap();
     let pattern: Vec<u8> = format!("{} at {guest:#x}", block.name).into_bytes();
@@ -77,7 +77,7 @@ fn default_ram_and_many_devices() {
         );
         assert_is_at(&mut vm, ram, 0x123_4560, 0x123_4560);
         assert_eq!(blocks.iter().filter(|block| block.name.ends_with("virtio-net-pci.rom")).count(), 2);
-        // The firmware has given the video memory a place, so that it was compared as well.
+        // The firmware has assigned an address to the video memory, so it was compared as well.
         let tree = vm.qmp.human("info mtree -f").unwrap();
         assert!(tree.contains("vga.vram"), "{tree}");
     });
@@ -88,7 +88,7 @@ fn shared_file_on_tmpfs_and_memory_above_4_gib() {
     on_each(|version, _| {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let file = dir.path().join("guest.ram");
-        // Sparse: only what the guest touches takes memory.
+        // Sparse: only pages that the guest touches use memory.
         let mut vm = version.start(
             dir.path(),
             "a",

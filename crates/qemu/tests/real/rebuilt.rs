@@ -1,11 +1,11 @@
-//! Guests that are built again as they have become, not as their command line says.
+//! Guests that are built again in their current state, not from their command line.
 
 use serde_json::json;
 
 use crate::describe::World;
 use crate::support::{Vm, args, qcow2, ticker_disk};
 
-/// A guest of 64 MiB with these options, which has booted.
+/// Starts a guest of 64 MiB with these options, and waits until it has booted.
 fn started(world: &World, options: &str) -> Vm {
     let boot = ticker_disk(world.dir());
     let usual = format!("-m 64 -drive file={boot},format=raw,if=ide {options}");
@@ -14,7 +14,7 @@ fn started(world: &World, options: &str) -> Vm {
     source
 }
 
-/// A destination that has the guest then.
+/// Hands the guest over and returns the destination.
 fn handed_over(world: &World, source: &mut Vm) -> Vm {
     let (_, mut destination) = World::rebuild(source, &world.rules());
     World::hand_over(source, &mut destination);
@@ -61,7 +61,7 @@ fn memory_without_a_device_is_left_out() {
     });
 }
 
-/// A device's bus is what QEMU says, not what the device is called.
+/// A device's bus is the one that QEMU reports, not the one that its name suggests.
 #[test]
 fn usb_controllers_are_pci_devices() {
     World::each(|world| {

@@ -1,4 +1,4 @@
-//! Writes of a guest's disks, recorded and read over QEMU's own NBD server.
+//! Writes to a guest's disks, recorded and read over QEMU's own NBD server.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixListener;
@@ -66,7 +66,7 @@ impl Disks {
         let blocks = self.vm.command("query-block", Value::Null);
         let device = blocks[disk]["qdev"].as_str().unwrap();
         let said = self.vm.qmp.human(&format!("qemu-io -d {device} \"write -P {pattern} {offset} {bytes}\""));
-        // That it wrote, it says on its standard output.
+        // The tool reports the write on its standard output.
         assert_eq!(said.unwrap(), "");
     }
 
@@ -74,7 +74,7 @@ impl Disks {
         Client::connect(&self.socket, export, Some(context), PATIENCE).unwrap()
     }
 
-    /// What was written on each disk since the last time: from where, to where.
+    /// Returns the ranges that were written on each disk since the last call, as pairs of start and end.
     fn frozen(&mut self, recording: &mut Recording) -> Vec<Vec<(u64, u64)>> {
         let frozen = recording.freeze(&mut self.vm.qmp).unwrap().to_vec();
         let of_disk = |frozen: &whimbrel_qemu::recording::Frozen| {
@@ -87,7 +87,7 @@ impl Disks {
         frozen.iter().map(of_disk).collect()
     }
 
-    /// Nothing of ours is in QEMU.
+    /// Checks that none of our objects is in QEMU.
     fn is_clean(&mut self) {
         assert_eq!(self.vm.command("query-block-exports", Value::Null), json!([]));
         let nodes = self.vm.command("query-named-block-nodes", json!({ "flat": true }));
@@ -109,13 +109,13 @@ fn every_write_is_in_exactly_one_round() {
         let written = [vec![(MIB, MIB + 100 * KIB)], vec![(5 * MIB, 5 * MIB + 4 * KIB)]];
         assert_eq!(found, written, "{}", version.name);
 
-        // The old bitmaps are out of the way before the next ones come.
+        // The old bitmaps are removed before the next ones are made.
         recording.thaw(&mut disks.vm.qmp).unwrap();
         disks.write(1, 9, 0, 4 * KIB);
         assert_eq!(disks.frozen(&mut recording), [none.clone(), vec![(0, 4 * KIB)]], "{}", version.name);
         assert_eq!(disks.frozen(&mut recording), [none.clone(), none], "{}", version.name);
 
-        // Contents are those of now.
+        // The contents are the current ones.
         let mut client = disks.client(&Recording::data_export(0), ALLOCATION);
         let mut read = vec![0; 100 * KIB as usize];
         client.read(MIB, &mut read).unwrap();
@@ -166,7 +166,7 @@ fn what_a_dead_agent_left_is_found() {
         assert!(remove_leavings(&mut disks.vm.qmp).unwrap(), "{}", version.name);
         assert!(!remove_leavings(&mut disks.vm.qmp).unwrap(), "{}", version.name);
         disks.is_clean();
-        // Its server runs still: an agent that knows that it was ours stops it.
+        // Its server still runs: an agent that knows that it was ours stops it.
         disks.vm.command("nbd-server-stop", Value::Null);
     }
 }
@@ -185,14 +185,14 @@ fn a_node_that_is_not_there_leaves_nothing() {
     }
 }
 
-/// What is written after a snapshot is in another node than the one that is recorded.
+/// Writes after a snapshot are in another node than the one that is recorded.
 #[test]
 fn a_disk_that_somebody_changes_meanwhile_is_noticed() {
     for version in versions() {
         let mut disks = Disks::new(&version);
         let mut recording = disks.begin().unwrap();
         recording.freeze(&mut disks.vm.qmp).unwrap();
-        // QEMU itself lets nobody do that to a disk that is served.
+        // QEMU itself does not allow that on a disk that is served.
         let resized = disks.vm.qmp.run("block_resize", json!({ "node-name": "b", "size": 20 * MIB }));
         assert!(resized.unwrap_err().is_refusal(), "{}", version.name);
         recording.end(&mut disks.vm.qmp).unwrap();
@@ -218,8 +218,8 @@ fn a_disk_that_somebody_changes_meanwhile_is_noticed() {
     }
 }
 
-/// Two caps, one after the other, for both disks together; gone with the recording, or when an agent that died is
-/// cleaned up after. What somebody else has throttled stays as it is.
+/// Two caps, one after the other, for both disks together; removed with the recording, or when an agent that died
+/// is cleaned up after. A disk that another client has throttled stays as it is.
 #[test]
 fn writes_are_counted_and_capped() {
     for version in versions() {
@@ -236,7 +236,7 @@ fn writes_are_counted_and_capped() {
         let none = [(0, 0, None), (0, 0, None)];
         let mut recording = disks.begin().unwrap();
         let before = recording.written(&mut disks.vm.qmp).unwrap();
-        // Only this way of writing from within counts as the guest's own.
+        // Only this way of writing from inside counts as the guest's own.
         for (disk, bytes) in [(0, 8 * KIB), (1, 4 * KIB)] {
             let blocks = disks.vm.command("query-block", Value::Null);
             let device = blocks[disk]["qdev"].as_str().unwrap();

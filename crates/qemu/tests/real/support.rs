@@ -1,4 +1,4 @@
-//! What the tests on a real QEMU share: the versions to try, a guest of 512 bytes, waiting.
+//! Shared parts of the tests on a real QEMU: the versions to test, a guest of 512 bytes, waiting.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -22,7 +22,7 @@ const TICKER: [u8; 25] = [
     0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x8e, 0xd0, 0xbc, 0x00, 0x70, 0xfb, 0xf4, 0x66, 0xff, 0x06, 0x00, 0x06,
     0xba, 0xf8, 0x03, 0xb0, 0x2e, 0xee, 0xeb, 0xf2,
 ];
-/// Where [`TICKER`] counts.
+/// Address at which [`TICKER`] counts.
 pub(crate) const COUNTER: u64 = 0x600;
 
 /// A QEMU to test with.
@@ -33,7 +33,7 @@ pub(crate) struct Version {
     pub(crate) data: Vec<PathBuf>,
 }
 
-/// Says what could not be tried on this machine; `make test` lists it at its end.
+/// Reports a test that could not be tried on this machine; `make test` lists it at its end.
 pub(crate) fn not_tried(what: &str) {
     println!("NOT TRIED: {what}");
     if let Some(list) = std::env::var_os("WHIMBREL_NOT_TRIED") {
@@ -43,8 +43,8 @@ pub(crate) fn not_tried(what: &str) {
     }
 }
 
-/// The QEMUs to test: `WHIMBREL_QEMU_7` and `WHIMBREL_QEMU_10` (with `WHIMBREL_QEMU_10_DATA`), or
-/// that on the PATH.
+/// Returns the QEMUs to test: `WHIMBREL_QEMU_7` and `WHIMBREL_QEMU_10` (with
+/// `WHIMBREL_QEMU_10_DATA`), or the one on the PATH.
 pub(crate) fn versions() -> Vec<Version> {
     let mut found = Vec::new();
     for name in ["7", "10"] {
@@ -78,7 +78,7 @@ impl Drop for Vm {
     }
 }
 
-/// Far enough away that only a hanging test meets it.
+/// Returns a deadline that only a hanging test reaches.
 pub(crate) fn deadline() -> Instant {
     Instant::now() + Duration::from_mins(1)
 }
@@ -97,7 +97,7 @@ pub(crate) fn args(text: &str) -> Vec<String> {
 }
 
 impl Version {
-    /// What every command line of this version begins with.
+    /// Returns the first arguments of every command line of this version.
     pub(crate) fn argv(&self) -> Vec<OsString> {
         let mut argv = vec![self.binary.clone().into_os_string()];
         for dir in &self.data {
@@ -142,14 +142,14 @@ impl Vm {
         self.qmp.execute(command, args).unwrap()
     }
 
-    /// Guest-physical memory as QEMU itself reads it.
+    /// Returns guest-physical memory as QEMU itself reads it.
     pub(crate) fn physical(&mut self, address: u64, length: u64) -> Vec<u8> {
         let file = self.dir.join(format!("physical.{}", self.pid()));
         self.command("pmemsave", json!({"val": address, "size": length, "filename": file}));
         std::fs::read(&file).unwrap()
     }
 
-    /// What [`TICKER`] has counted.
+    /// Returns the count of [`TICKER`].
     pub(crate) fn count(&mut self) -> u32 {
         u32::from_le_bytes(self.physical(COUNTER, 4).try_into().unwrap())
     }
@@ -161,7 +161,7 @@ impl Vm {
     }
 }
 
-/// Writes a disk image with [`TICKER`] on it, and options that boot from it.
+/// Writes a disk image with [`TICKER`] on it, and returns options that boot from it.
 pub(crate) fn ticker_disk(dir: &Path) -> String {
     let path = dir.join("boot.img");
     let mut sector = TICKER.to_vec();
@@ -172,7 +172,7 @@ pub(crate) fn ticker_disk(dir: &Path) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// Makes an empty qcow2 image.
+/// Creates an empty qcow2 image.
 pub(crate) fn qcow2(path: &Path, size: &str) {
     let made = std::process::Command::new("qemu-img")
         .args(["create", "-q", "-f", "qcow2"])
@@ -183,7 +183,7 @@ pub(crate) fn qcow2(path: &Path, size: &str) {
     assert!(made.success());
 }
 
-/// Copies all RAM blocks from one guest to the other, who must have the same.
+/// Copies all RAM blocks from one guest to the other, which must have the same.
 pub(crate) fn copy_memory(source: &mut Vm, destination: &mut Vm) {
     for_all_memory(source, destination, |from, to, chunk| {
         from.0.read_exact_at(chunk, from.1).unwrap();

@@ -1,5 +1,5 @@
-//! What depends on the processor: registers, instructions, the frame that a signal handler returns
-//! through. One module per architecture, all with the same items.
+//! Processor-specific parts: registers, instructions, the frame through which a signal handler
+//! returns. One module per architecture, all with the same items.
 
 #[cfg(target_arch = "x86_64")]
 mod x86_64;

@@ -12,8 +12,8 @@
 //!   the thread's own stack
 //! ```
 //!
-//! So a thread that is let go at any point after its registers were set finishes the call, returns
-//! into `rt_sigreturn` and goes on as it was, without anybody's help.
+//! So a thread that is released at any point after its registers were set finishes the call,
+//! returns into `rt_sigreturn` and continues as it was, without help from any other process.
 
 use std::arch::x86_64::__cpuid_count;
 
@@ -24,17 +24,18 @@ const RED_ZONE: u64 = 128;
 /// The selector of 64-bit user code; 0x23 is 32-bit code.
 const USER_CS_64: u64 = 0x33;
 
-/// `syscall`
+/// Machine code of `syscall`.
 pub(crate) const SYSCALL: &[u8] = &[0x0f, 0x05];
-/// `syscall; ret`
+/// Machine code of `syscall; ret`.
 pub(crate) const SYSCALL_RETURN: &[u8] = &[0x0f, 0x05, 0xc3];
-/// `mov $15, %rax; syscall`, as in every C library's `__restore_rt`, and its shorter form.
+/// Machine code of `mov $15, %rax; syscall`, as in every C library's `__restore_rt`, and its
+/// shorter form.
 pub(crate) const SIGRETURN: [&[u8]; 2] =
     [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
 
-/// The largest XSAVE image that is handled; x86-64 with AMX has 11 KiB.
+/// Maximum size of an XSAVE image in bytes; x86-64 with AMX has 11 KiB.
 pub(crate) const MAX_XSTATE: usize = 32 * 1024;
-/// The largest frame, with all that is around the image.
+/// Maximum size of a frame in bytes, including the data around the image.
 pub(crate) const MAX_FRAME: usize = MAX_XSTATE + 1024;
 /// Number of the register set that holds the XSAVE image.
 pub(crate) const NT_X86_XSTATE: usize = 0x202;
@@ -48,8 +49,8 @@ const ERESTART_RESTARTBLOCK: i64 = -516;
 /// `AUDIT_ARCH_X86_64`, by which seccomp filters know the calling convention.
 pub(crate) const AUDIT_ARCH: u32 = 0xC000_003E;
 
-/// How many bytes before the next instruction [`Registers::in_named_call`] looks at:
-/// `mov $number, %eax; syscall`, as C libraries have it.
+/// Number of bytes before the next instruction that [`Registers::in_named_call`] checks: `mov
+/// $number, %eax; syscall`, as in C libraries.
 pub(crate) const BEFORE_NEXT: usize = 7;
 
 /// General registers of a stopped thread.
@@ -57,33 +58,33 @@ pub(crate) const BEFORE_NEXT: usize = 7;
 pub(crate) struct Registers(libc::user_regs_struct);
 
 impl Registers {
-    /// All zero, to be filled by the kernel.
+    /// Returns registers that are all zero, to be filled by the kernel.
     pub(crate) fn zeroed() -> Self {
         // SAFETY: a plain structure of integers.
         Self(unsafe { std::mem::zeroed() })
     }
 
-    /// The kernel's structure.
+    /// Returns the kernel's structure.
     pub(crate) fn raw(&mut self) -> &mut libc::user_regs_struct {
         &mut self.0
     }
 
-    /// Whether the thread runs 64-bit code at the moment.
+    /// Returns true if the thread currently runs 64-bit code.
     pub(crate) fn is_64_bit(&self) -> bool {
         self.0.cs == USER_CS_64
     }
 
-    /// Address of the next instruction.
+    /// Returns the address of the next instruction.
     pub(crate) fn instruction(&self) -> u64 {
         self.0.rip
     }
 
-    /// Where its stack ends.
+    /// Returns the stack pointer.
     pub(crate) fn stack(&self) -> u64 {
         self.0.rsp
     }
 
-    /// The same thread after a `ret` to `address`.
+    /// Returns the registers of the same thread after a `ret` to `address`.
     pub(crate) fn returned_to(&self, address: u64) -> Self {
         let mut registers = self.0;
         registers.rip = address;
@@ -92,8 +93,8 @@ impl Registers {
         Self(registers)
     }
 
-    /// Where the frame on which this thread is about to make a call takes it back to: itself, but
-    /// with that instruction and stack.
+    /// Returns the registers to which the frame of a thread that is about to make a call restores
+    /// it: the same, but with that instruction and stack.
     pub(crate) fn interrupted(&self, read: impl Fn(u64) -> Option<u64>) -> Option<Self> {
         let word = |at: usize| read(self.0.rsp.checked_add(8 + 8 * (MCONTEXT_WORD + at) as u64)?);
         let mut registers = self.0;
@@ -102,37 +103,37 @@ impl Registers {
         Some(Self(registers))
     }
 
-    /// What the call that has just ended returned.
+    /// Returns the result of the call that has just ended.
     pub(crate) fn result(&self) -> i64 {
         self.0.rax as i64
     }
 
-    /// The call that the thread is in.
+    /// Returns the number of the call that the thread is in.
     pub(crate) fn call_number(&self) -> u64 {
         self.0.orig_rax
     }
 
-    /// The same thread about to run `syscall` at `gadget`, with the stack pointer at `stack` if
-    /// that is given.
+    /// Returns the registers of the same thread about to run `syscall` at `gadget`, with the stack
+    /// pointer at `stack` if that is given.
     pub(crate) fn calling(&self, gadget: u64, stack: Option<u64>, number: u64, arguments: [u64; 3]) -> Self {
         let mut registers = self.0;
         registers.rip = gadget;
         registers.rsp = stack.unwrap_or(registers.rsp);
         registers.rax = number;
-        // No call is under way, so the kernel must not restart one.
+        // No call is in progress, so the kernel must not restart one.
         registers.orig_rax = u64::MAX;
         [registers.rdi, registers.rsi, registers.rdx] = arguments;
         Self(registers)
     }
 
-    /// Whether the thread was interrupted in the continuation of an earlier call
-    /// (`restart_syscall`), of which the kernel alone knows which it was.
+    /// Returns true if the thread was interrupted in the continuation of an earlier call
+    /// (`restart_syscall`), whose number only the kernel knows.
     pub(crate) fn continues_a_call(&self) -> bool {
         self.0.rax as i64 == ERESTART_RESTARTBLOCK && self.0.orig_rax == libc::SYS_restart_syscall as u64
     }
 
-    /// The same thread in the call that its code names, if it does so right before the instruction
-    /// `syscall`; `code` is what stands before the next instruction.
+    /// Returns the registers of the same thread in the call that its code names, if it does so
+    /// right before the instruction `syscall`; `code` are the bytes before the next instruction.
     pub(crate) fn in_named_call(&self, code: [u8; BEFORE_NEXT]) -> Option<Self> {
         let [0xb8, a, b, c, d, 0x0f, 0x05] = code else { return None };
         let mut registers = self.0;
@@ -140,16 +141,19 @@ impl Registers {
         Some(Self(registers))
     }
 
-    /// What a frame has to restore so that the thread goes on as if nothing had been.
+    /// Returns the registers that a frame must restore so that the thread continues as if it had
+    /// not been interrupted.
     ///
-    /// A thread that was interrupted inside a system call shows an error of the range that only
-    /// the kernel knows, and at this point the kernel would make it run the `syscall` instruction
-    /// again. The frame does the same. For `ERESTART_RESTARTBLOCK` (`nanosleep`, `poll` and
-    /// `futex` with a relative timeout) the kernel would continue with the time that is left,
-    /// which it remembers where `rt_sigreturn` forgets it; so the call begins anew: its timeout
-    /// runs once more from the start, which is less harm than an `EINTR` that a program without
-    /// signal handlers never expects. This is for threads whose injector was killed; the normal
-    /// way puts back the original registers and leaves the restart to the kernel.
+    /// A thread that was interrupted inside a system call has an error in the range that only the
+    /// kernel uses, and at this point the kernel would make it run the `syscall` instruction again.
+    /// The frame does the same.
+    ///
+    /// For `ERESTART_RESTARTBLOCK` (`nanosleep`, `poll` and `futex` with a relative timeout) the
+    /// kernel would continue with the remaining time, which it remembers but `rt_sigreturn`
+    /// discards; so the call begins anew: its timeout runs once more from the start, which is less
+    /// harm than an `EINTR` that a program without signal handlers never expects. This is for
+    /// threads whose injector was killed; the normal way restores the original registers and leaves
+    /// the restart to the kernel.
     fn restartable(&self) -> libc::user_regs_struct {
         let mut registers = self.0;
         let interrupted = matches!(
@@ -164,43 +168,46 @@ impl Registers {
     }
 }
 
-/// Where a frame stands in the memory of the thread.
+/// Location of a frame in the memory of the thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Placement {
-    /// Its first address: the stack pointer at the injected call.
+    /// First address: the stack pointer at the injected call.
     pub(crate) address: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub(crate) len: usize,
 }
 
 const UC_FP_XSTATE: u64 = 1;
 const UC_SIGCONTEXT_SS: u64 = 2;
 const UC_STRICT_RESTORE_SS: u64 = 4;
-/// No valid mode of an alternate stack, so the kernel leaves the thread's as it is.
+/// Not a valid mode of an alternate stack, so the kernel leaves the thread's alternate stack
+/// unchanged.
 const INVALID_STACK_FLAGS: u64 = 0x7f;
 
-/// `struct ucontext` of the kernel, in 8-byte words.
+/// Length of the kernel's `struct ucontext`, in 8-byte words.
 const UCONTEXT_WORDS: usize = 38;
 const UCONTEXT_BYTES: u64 = UCONTEXT_WORDS as u64 * 8;
-/// `uc_flags`, `uc_link`, `uc_stack` (three words); the registers follow.
+/// Index of the registers, after `uc_flags`, `uc_link`, `uc_stack` (three words).
 const MCONTEXT_WORD: usize = 5;
 const SIGMASK_WORD: usize = 37;
 const _: () = assert!(std::mem::offset_of!(libc::ucontext_t, uc_mcontext) == MCONTEXT_WORD * 8);
 
-/// Within the XSAVE image: what software may use, the features that are in it, the header.
+/// Offsets within the XSAVE image: area for software, components that are present, end of the
+/// header.
 const SW_RESERVED: usize = 464;
 const XSTATE_BV: usize = 512;
 const XSAVE_HEADER_END: usize = 576;
 const FP_XSTATE_MAGIC1: u32 = 0x4650_5853;
 const FP_XSTATE_MAGIC2: u32 = 0x4650_5845;
-/// AMX tiles: the only component that a thread has to ask for, and that its frames hold only then.
+/// AMX tiles: the only component that a thread has to request, and that its frames contain only
+/// then.
 const XTILE_DATA: u64 = 1 << 18;
 
 /// Builds the frame that restores `registers`, the XSAVE image and the signal mask by itself.
 ///
-/// `xstate` is the image as `PTRACE_GETREGSET` gives it, `sigreturn` the address of an instruction
-/// sequence of [`SIGRETURN`]. Returns where it has to be written, or nothing if the image is of a
-/// kind that is not understood.
+/// `xstate` is the image as `PTRACE_GETREGSET` returns it, `sigreturn` the address of an
+/// instruction sequence of [`SIGRETURN`]. Returns the location where it has to be written, or
+/// nothing if the format of the image is not supported.
 pub(crate) fn build_frame(
     out: &mut [u8],
     registers: &Registers,
@@ -235,7 +242,7 @@ pub(crate) fn build_frame(
         r.r8, r.r9, r.r10, r.r11, r.r12, r.r13, r.r14, r.r15, r.rdi, r.rsi, r.rbp, r.rbx, r.rdx, r.rax,
         r.rcx, r.rsp, r.rip, r.eflags, segments,
     ]);
-    // Behind err, trapno, oldmask and cr2 stands the pointer to the XSAVE image.
+    // The pointer to the XSAVE image follows err, trapno, oldmask and cr2.
     uc[MCONTEXT_WORD + 23] = fp;
     uc[SIGMASK_WORD] = signal_mask;
     for (at, word) in frame.chunks_exact_mut(8).zip(words) {
@@ -254,7 +261,7 @@ pub(crate) fn build_frame(
     Some(Placement { address, len })
 }
 
-/// Length in bytes of an XSAVE image in standard format with these components.
+/// Returns the length in bytes of an XSAVE image in standard format with these components.
 fn xstate_size(features: u64) -> usize {
     (2..63u32)
         .filter(|bit| features & (1 << bit) != 0)
@@ -283,7 +290,7 @@ mod tests {
         for code in [ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK] {
             let r = registers(code, 7).restartable();
             assert_eq!((r.rax, r.rip), (7, 0xffe), "{code}");
-            // The same number as a plain value in user code is left alone.
+            // The same number as a plain value in user code is not changed.
             let r = registers(code, -1).restartable();
             assert_eq!((r.rax as i64, r.rip), (code, 0x1000));
         }

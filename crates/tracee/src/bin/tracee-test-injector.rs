@@ -1,6 +1,6 @@
-//! The injector for this crate's tests: the product re-executes itself instead.
+//! Injector for this crate's tests: the product re-executes itself instead.
 //!
-//! Its allocator ends the process if memory is asked for while a thread of another is held.
+//! Its allocator ends the process if memory is allocated while a thread of another process is held.
 //!
 //! With the arguments `track PID START LEN` it is an agent: it tracks writes to that memory with an
 //! injector of its own, prints `ready`, and stays until its input ends.
@@ -19,17 +19,17 @@ fn check() {
     }
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came.
+// SAFETY: every call is passed on unchanged to the system's allocator.
 unsafe impl GlobalAlloc for NotWhileHolding {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         check();
-        // SAFETY: as promised by the caller.
+        // SAFETY: the caller guarantees the requirements.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         check();
-        // SAFETY: as promised by the caller.
+        // SAFETY: the caller guarantees the requirements.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -37,7 +37,7 @@ unsafe impl GlobalAlloc for NotWhileHolding {
 #[global_allocator]
 static ALLOCATOR: NotWhileHolding = NotWhileHolding;
 
-/// Tracks writes until input ends.
+/// Tracks writes until the input ends.
 fn track(arguments: &[u64]) -> Option<()> {
     let &[pid, start, len] = arguments else { return None };
     let process = Process::open(pid as u32).ok()?;

@@ -1,9 +1,9 @@
-//! The injector: what runs in the small process of its own.
+//! Injector: main function of the small separate process.
 //!
-//! It reads a request from its standard input, does it, answers, and waits for the next; it ends
-//! when the other side does. It is a session leader of its own, so that neither Ctrl-C nor the
-//! end of the agent reaches it, blocks every signal, is locked into memory, and is the last that
-//! the OOM killer takes, as far as it is permitted to arrange all that.
+//! It reads a request from its standard input, executes it, answers, and waits for the next; it
+//! ends when the agent does. It is a session leader of its own, so that neither Ctrl-C nor the end
+//! of the agent reaches it, blocks every signal, is locked into memory, and is the last process
+//! that the OOM killer chooses, as far as it has the permissions for all that.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -47,7 +47,7 @@ pub fn injector_main() -> ExitCode {
         };
         let mut sent = send(stdin.as_fd(), &reply, descriptor.as_ref().map(AsFd::as_fd));
         if let Some(descriptor) = descriptor {
-            // Once more when the agent's reference is the only one.
+            // The reply is sent again when the agent holds the only reference.
             drop(descriptor);
             sent = sent.and_then(|_| send(stdin.as_fd(), &reply, None));
         }
@@ -76,7 +76,7 @@ fn send(
     sendmsg(socket, &[std::io::IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
 }
 
-/// Does what was asked.
+/// Executes a request.
 fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
     let Ok(process) = Process::open_exact(request.pid as u32, request.start_time) else {
         return (failed(Failure::Gone), None);
@@ -96,7 +96,7 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
         reply.steps = steps.taken;
         return (reply, None);
     }
-    // If no thread could restore itself, one is taken that this process has to put back.
+    // If no thread can restore itself, one is used that this process has to restore.
     let mut busy = Vec::with_capacity(request.threads.len());
     let mut first = request.threads.iter().map(|&thread| (thread, true));
     while let Some((thread, only_self_restoring)) = first.next().or_else(|| busy.pop()) {
@@ -104,7 +104,7 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
             Held::stop(thread, target, &calls, only_self_restoring, buffers, &mut steps, &mut reply.ends)
                 .map(|mut held| {
                     (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
-                    // `held` is let go at the end of this block.
+                    // `held` is released at the end of this block.
                     let outcome = run(&mut held, request.operation, &calls, &process);
                     (outcome, held.is_left())
                 });
@@ -133,7 +133,7 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
     (reply, descriptor)
 }
 
-/// The calls of an operation, to be looked at before the first is made.
+/// Returns the calls of an operation, to be checked before the first is made.
 fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
     let arguments = &request.arguments[..];
     Some(match request.operation {
@@ -144,7 +144,7 @@ fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
         ],
         Operation::LeaveUserfaultfd => vec![
             (libc::SYS_userfaultfd as u64, [LASTING_USERFAULTFD_FLAGS, 0, 0]),
-            // Only if it cannot be taken over.
+            // Only if it cannot be duplicated.
             (libc::SYS_close as u64, [0; 3]),
         ],
         Operation::Close => arguments.iter().map(|&fd| (libc::SYS_close as u64, [fd, 0, 0])).collect(),
@@ -157,8 +157,8 @@ fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
     })
 }
 
-/// Makes the calls; returns how it went, how many were made, and the descriptor if one was asked
-/// for, with its number there in the place of a count.
+/// Makes the calls; returns the result, the number of calls that were made, and the descriptor if
+/// one was requested. For that operation the number is that of the descriptor in the other process.
 fn run(
     held: &mut Held<'_>,
     operation: Operation,
@@ -181,7 +181,8 @@ fn run(
     (Ok(()), done, None)
 }
 
-/// Makes a userfaultfd there and takes it over; closes it there unless it is to stay. Returns its number there, too.
+/// Creates a userfaultfd in the other process and duplicates it here; closes it there unless it is to stay. Returns
+/// its number there, too.
 fn take(
     held: &mut Held<'_>,
     calls: &[(u64, [u64; 3])],
@@ -191,12 +192,12 @@ fn take(
     let &[(userfaultfd, flags), (close, _)] = calls else { return Err(Failure::Request) };
     let there = call(held, userfaultfd, flags)?;
     held.step();
-    // SAFETY: takes numbers alone; the pidfd is open.
+    // SAFETY: all arguments are integers; the pidfd is open.
     let here = unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_fd().as_raw_fd(), there as i32, 0) };
     let taken = if here < 0 {
         Err(Failure::Kernel(super::ptrace::errno() as u64))
     } else {
-        // SAFETY: the kernel has just made this descriptor, and nobody else knows it.
+        // SAFETY: the kernel has just created this descriptor, and no other code knows it.
         Ok(unsafe { OwnedFd::from_raw_fd(here as i32) })
     };
     held.step();
@@ -211,7 +212,8 @@ fn call(held: &mut Held<'_>, number: u64, arguments: [u64; 3]) -> Result<u64, Fa
     u64::try_from(result).map_err(|_| Failure::Call(result.unsigned_abs()))
 }
 
-/// A thread that may not be seized is traced by somebody else, has just ended, or is not ours.
+/// Returns the reason why a thread may not be seized: another process traces it, it has just ended, or permission is
+/// missing.
 fn why_not_permitted(process: &Process, thread: i32) -> Failure {
     if !process.is_alive() {
         return Failure::Gone;

@@ -1,4 +1,4 @@
-//! Which thread is disturbed least by being stopped for a moment.
+//! Choice of the thread that a short stop disturbs least.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use nix::libc;
 use super::wire::MAX_THREADS;
 use crate::{Process, ProcessError};
 
-/// The threads of a process, those first that a stop disturbs least.
+/// Returns the threads of a process, ordered by how little a stop disturbs them.
 pub(super) fn best_threads(process: &Process) -> Result<Vec<i32>, ProcessError> {
     let mut threads: Vec<(u8, i32)> = Vec::new();
     for thread in process.threads()? {
@@ -20,8 +20,8 @@ pub(super) fn best_threads(process: &Process) -> Result<Vec<i32>, ProcessError> 
     Ok(threads.into_iter().map(|(_, thread)| thread).collect())
 }
 
-/// How much a stop would disturb a thread: 0 not at all, 1 it may see `EINTR`, 2 it may not stop.
-/// `None`: it has ended, or is the kernel's.
+/// Ranks the disturbance of a thread by a stop: 0 none, 1 it may see `EINTR`, 2 it may not stop.
+/// `None`: it has ended, or belongs to the kernel.
 fn rank(process: &Process, thread: u32) -> Option<u8> {
     let stat = fs::read_to_string(process.path(&format!("task/{thread}/stat"))).ok()?;
     let (_, fields) = stat.rsplit_once(')')?;
@@ -38,8 +38,8 @@ fn rank(process: &Process, thread: u32) -> Option<u8> {
     Some(u8::from(number.is_some_and(|number| NEVER_RESTARTED.contains(&number))))
 }
 
-/// Whether a thread is the kernel's own, which serves a process (vhost, `io_uring`) and never returns to it: `PF_IO_WORKER`,
-/// `PF_USER_WORKER` or `PF_KTHREAD`. `fields` are those of its `stat` from its state on.
+/// Returns true if a thread is the kernel's own, which serves a process (vhost, `io_uring`) and never returns to it:
+/// `PF_IO_WORKER`, `PF_USER_WORKER` or `PF_KTHREAD`. `fields` are those of its `stat` from its state on.
 pub(super) fn is_of_kernel(fields: &str) -> bool {
     const KERNELS: u64 = 0x10 | 0x4000 | 0x20_0000;
     let flags = fields.split_whitespace().nth(6).and_then(|flags| flags.parse::<u64>().ok());
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn threads_of_the_kernel_are_not_chosen() {
-        // A virtual processor's, and vhost's worker in Linux 6.12.
+        // A virtual CPU's, and vhost's worker in Linux 6.12.
         assert!(!is_of_kernel(" S 1 700 700 0 -1 4194368 0 0 0 0"));
         for flags in [0x40_4050_u64, 0x10, 0x20_8040] {
             assert!(is_of_kernel(&format!(" S 1 700 700 0 -1 {flags} 0 0 0 0")), "{flags:x}");

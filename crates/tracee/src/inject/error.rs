@@ -1,4 +1,4 @@
-//! Why an injection failed, and what a user can do about it.
+//! Errors of an injection, and their remedies.
 
 use std::fs;
 use std::io;
@@ -8,18 +8,18 @@ use nix::libc;
 
 use crate::ProcessError;
 
-/// Why nothing could be injected. Unless said otherwise the process is as it was.
+/// Error: nothing could be injected. Unless noted otherwise the process is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum InjectError {
-    /// The process could not be looked at.
+    /// The process could not be inspected.
     #[error("cannot inject a system call")]
     Process(#[from] ProcessError),
     /// A debugger is attached.
     #[error("process {pid} is traced by process {tracer} ({comm}): detach that debugger first")]
     Traced {
-        /// The process.
+        /// Process id.
         pid: u32,
-        /// Who traces it.
+        /// Process that traces it.
         tracer: u32,
         /// Name of the tracer's program.
         comm: String,
@@ -30,7 +30,7 @@ pub enum InjectError {
          process dumpable"
     )]
     NotPermitted {
-        /// The process.
+        /// Process id.
         pid: u32,
     },
     /// No thread stopped in time.
@@ -38,7 +38,7 @@ pub enum InjectError {
         "no thread of process {pid} can be stopped: all are in uninterruptible calls (a disk or NFS that does not answer?)"
     )]
     Uninterruptible {
-        /// The process.
+        /// Process id.
         pid: u32,
     },
     /// A seccomp filter forbids the call; it was not made.
@@ -46,9 +46,9 @@ pub enum InjectError {
         "a seccomp filter of process {pid} answers {action} to the call: permit userfaultfd, close and madvise"
     )]
     Seccomp {
-        /// The process.
+        /// Process id.
         pid: u32,
-        /// What the filter would do.
+        /// Action of the filter.
         action: String,
     },
     /// There is a seccomp filter that cannot be read, so the call was not risked.
@@ -56,94 +56,95 @@ pub enum InjectError {
         "process {pid} has a seccomp filter that cannot be read: run as root on a kernel with CONFIG_CHECKPOINT_RESTORE"
     )]
     SeccompUnknown {
-        /// The process.
+        /// Process id.
         pid: u32,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
     /// The process runs 32-bit code.
     #[error("process {pid} is a 32-bit one, which is not supported")]
     Not64Bit {
-        /// The process.
+        /// Process id.
         pid: u32,
     },
-    /// The process has its system calls handed to itself.
+    /// The process dispatches its system calls to itself.
     #[error(
         "process {pid} dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), which is not supported"
     )]
     Dispatched {
-        /// The process.
+        /// Process id.
         pid: u32,
     },
-    /// There is no instruction to make a system call with.
+    /// There is no instruction with which to make a system call.
     #[error("process {pid} has no syscall instruction in its memory")]
     NoGadget {
-        /// The process.
+        /// Process id.
         pid: u32,
     },
-    /// The process changed while it was looked at; the next try may succeed.
+    /// The process changed during the inspection; the next attempt may succeed.
     #[error("process {pid} changed while it was looked at: try again")]
     Changed {
-        /// The process.
+        /// Process id.
         pid: u32,
     },
     /// The call was made and failed.
     #[error("process {pid} was refused the call {call}")]
     Call {
-        /// The process.
+        /// Process id.
         pid: u32,
         /// Name of the call.
         call: &'static str,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
-    /// The call was made and has not returned in time. The thread goes on by itself as soon as it does.
+    /// The call was made and has not returned in time. The thread continues by itself as soon as it
+    /// does.
     #[error(
         "the call {call} that process {pid} was made to do takes too long; its thread goes on when it returns"
     )]
     Late {
-        /// The process.
+        /// Process id.
         pid: u32,
         /// Name of the call.
         call: &'static str,
     },
-    /// The injected call ended in a signal, which the process did not get to see if it was a fault.
+    /// The injected call ended in a signal, which was not delivered to the process if it was a fault.
     #[error("the injected call in process {pid} ended in signal {signal}")]
     Signal {
-        /// The process.
+        /// Process id.
         pid: u32,
         /// Number of the signal.
         signal: u64,
     },
-    /// The injector could not be started or spoken to.
+    /// The injector could not be started, or the connection to it failed.
     #[error("cannot {action} the injector {program}")]
     Injector {
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
-        /// Its program.
+        /// Path of its program.
         program: PathBuf,
-        /// What the kernel answered.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
-    /// The injector ended before it answered. The process restores itself, but it may hold a
+    /// The injector ended before it answered. The process restores itself, but it may still have a
     /// userfaultfd: [`crate::Injector::close_leftovers`].
     #[error("the injector {program} was killed before it answered")]
     Killed {
-        /// Its program.
+        /// Path of its program.
         program: PathBuf,
     },
-    /// The injector answered something that is not understood: another version of the program?
+    /// The injector's answer could not be parsed: another version of the program?
     #[error("the injector {program} gave an answer that is not understood")]
     Answer {
-        /// Its program.
+        /// Path of its program.
         program: PathBuf,
     },
 }
 
-/// Names a tracer, of which the kernel tells the thread.
+/// Returns the error that names a tracer, of which the kernel reports the thread.
 pub(super) fn traced(pid: u32, thread: u32) -> InjectError {
     let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
     let process = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
@@ -152,7 +153,7 @@ pub(super) fn traced(pid: u32, thread: u32) -> InjectError {
     InjectError::Traced { pid, tracer, comm: comm.trim_end().to_owned() }
 }
 
-/// The answer of a seccomp filter in words.
+/// Describes the answer of a seccomp filter.
 pub(super) fn seccomp_action(answer: u32) -> String {
     match answer & libc::SECCOMP_RET_ACTION_FULL {
         libc::SECCOMP_RET_KILL_PROCESS => "\"kill the process\"".into(),

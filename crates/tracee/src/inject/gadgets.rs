@@ -1,9 +1,9 @@
-//! Finding the instructions through which a call is injected, in what the process has mapped.
+//! Search for the instructions through which a call is injected, in the process's mappings.
 //!
-//! Nothing is written into its code: `syscall; ret` and the return from a signal handler stand in
-//! every C library, or in the program itself if it is linked statically. They are looked for in
-//! the memory of the process, so it does not matter whether its files are still there or in which
-//! mount namespace; the vDSO comes first, then the C library, then everything else.
+//! Nothing is written into its code: `syscall; ret` and the return from a signal handler exist in
+//! every C library, or in the program itself if it is linked statically. The search reads the
+//! memory of the process, so it does not matter whether its files still exist or in which mount
+//! namespace; the vDSO is searched first, then the C library, then everything else.
 
 use std::path::Path;
 
@@ -11,15 +11,15 @@ use crate::arch::{SIGRETURN, SYSCALL, SYSCALL_RETURN};
 use crate::maps::{self, Mapping};
 use crate::{Process, ProcessError, RemoteMemory};
 
-/// So much code is read at once, in bytes.
+/// Number of bytes of code that are read at once.
 const WINDOW: usize = 1 << 20;
 
-/// Where the instructions are.
+/// Addresses of the instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Gadgets {
-    /// `syscall; ret`, or if there is no `sigreturn` perhaps only `syscall`.
+    /// Address of `syscall; ret`, or if there is no `sigreturn` perhaps only of `syscall`.
     pub(super) call: u64,
-    /// The call of `rt_sigreturn`.
+    /// Address of the call of `rt_sigreturn`.
     pub(super) sigreturn: Option<u64>,
 }
 
@@ -31,7 +31,7 @@ pub(super) fn find(process: &Process) -> Result<Option<Gadgets>, ProcessError> {
         Some(name) if name == Path::new("[vdso]") => 0,
         Some(name) if maps::is_libc(name) => 1,
         Some(_) => 2,
-        // Code that the program generates may be gone in a moment (QEMU's TCG).
+        // Code that the program generates may disappear at any moment (QEMU's TCG).
         None => 3,
     });
     let memory = RemoteMemory::new(process)?;
@@ -47,7 +47,7 @@ pub(super) fn find(process: &Process) -> Result<Option<Gadgets>, ProcessError> {
                 let mut forms = SIGRETURN.iter();
                 sigreturn = sigreturn.or_else(|| forms.find_map(|form| position(&window, form, at)));
             }
-            // What lies across two windows is not found; libraries have many of each.
+            // A sequence across two windows is not found; libraries have many of each.
             at += len;
         }
     }

@@ -1,13 +1,13 @@
-//! Making another process run a system call.
+//! Injection of system calls into another process.
 //!
-//! Two things can be done only from inside a process: making a userfaultfd for its memory, and
-//! giving back anonymous memory. An [`Injector`] makes one of its threads do so, with ptrace, in
-//! about 100 µs, and puts the thread back exactly as it was.
+//! Two operations are possible only from inside a process: the creation of a userfaultfd for its
+//! memory, and the release of anonymous memory. An [`Injector`] makes one of its threads do so,
+//! with ptrace, in about 100 µs, and restores the thread exactly as it was.
 //!
-//! **A process of its own.** Who traces a process and is killed in the middle leaves it in a
-//! strange place. So the tracing is done by a tiny process that does nothing else, and that the
-//! agent's end does not touch ([`injector_main`]). And should that one be killed, the thread
-//! restores itself: see `arch` and `thread` for how. What remains:
+//! **A separate process.** A tracer that is killed in the middle leaves the traced process in an
+//! inconsistent state. So a tiny process that does nothing else does the tracing, and the agent's
+//! end does not affect it ([`injector_main`]). If that process is killed, the thread restores
+//! itself: see `arch` and `thread` for details. Remaining limits:
 //!
 //! - Without an `rt_sigreturn` or a `syscall; ret` in the program (no C library has none), with a
 //!   shadow stack (CET), or with a stack that has no room for a signal frame, the thread cannot
@@ -16,10 +16,10 @@
 //! - `nanosleep`, `poll` and `futex` with a relative timeout begin their time anew if the injector
 //!   was killed; otherwise not. If one was stopped before during the same wait, and its code does
 //!   not show which call it was, its thread counts as one that cannot restore itself.
-//! - Threads that cannot restore themselves are taken only if there are no others.
+//! - Threads that cannot restore themselves are used only if there are no others.
 //! - System calls that the kernel never restarts after a stop (`epoll_wait`, `io_getevents`,
 //!   `io_uring_enter`, `semop`, `sigtimedwait`, sockets with a timeout) return `EINTR`, as they do
-//!   after SIGSTOP and SIGCONT. Threads in such calls are taken last; QEMU's main thread sits in
+//!   after SIGSTOP and SIGCONT. Threads in such calls are used last; QEMU's main thread waits in
 //!   `ppoll`, which is restarted.
 //! - A userfaultfd that the injector could not close any more stays inside;
 //!   [`Injector::close_leftovers`] closes it.
@@ -58,23 +58,23 @@ use wire::{Failure, MAX_ARGUMENTS, MAX_THREADS, Operation, REPLY_BYTES, Reply, R
 pub use child::injector_main;
 pub use error::InjectError;
 
-/// Whether the injector in this process holds a thread of another process at this moment. For
-/// tests of the claim that it does not allocate while it does.
+/// Returns true if the injector in this process currently holds a thread of another process. For
+/// tests of the claim that it does not allocate in that state.
 #[doc(hidden)]
 pub fn holds_a_thread() -> bool {
     thread::is_attached()
 }
 
-/// Starts the injector when it is first needed, and speaks to it.
+/// Connection to the injector, which is started when it is first needed.
 ///
-/// One injection runs at a time; several threads may share an `Injector`. An injector that ended
-/// is started anew.
+/// One injection runs at a time; several threads may share an `Injector`. An injector that ended is
+/// started anew.
 #[derive(Debug)]
 pub struct Injector {
     program: PathBuf,
     arguments: Vec<OsString>,
     running: Mutex<Option<Running>>,
-    /// What was found in the process that was worked on last: number, start time, addresses.
+    /// Process id, start time and addresses of the process of the last injection.
     found: Mutex<Option<(u32, u64, Gadgets)>>,
     die_at: AtomicU64,
     only_thread: AtomicU64,
@@ -89,7 +89,7 @@ struct Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It ends by itself when its socket is closed; it may be in the middle of something.
+        // It ends by itself when its socket is closed; it may be in the middle of an operation.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         let _ = self.child.wait();
     }
@@ -98,14 +98,14 @@ impl Drop for Running {
 /// A userfaultfd of another process that was left open there.
 #[derive(Debug)]
 pub struct LeftUserfaultfd {
-    /// The one here.
+    /// Duplicate in this process.
     pub here: OwnedFd,
-    /// Number of the one there.
+    /// Number of the descriptor in the other process.
     pub there: i32,
 }
 
 impl Injector {
-    /// An injector that is started as `program arguments…`; that program has to call
+    /// Creates an injector that is started as `program arguments…`; that program has to call
     /// [`injector_main`]. Usually the running program itself with a hidden subcommand.
     pub fn new(program: PathBuf, arguments: Vec<OsString>) -> Self {
         Self {
@@ -119,25 +119,25 @@ impl Injector {
         }
     }
 
-    /// Makes a userfaultfd for the memory of `process` and takes it over. Inside the process it is
-    /// closed again at once: what is returned is the only reference, and whatever is registered
-    /// with it ends when it is closed.
+    /// Creates a userfaultfd for the memory of `process` and duplicates it here. Inside the process
+    /// it is closed again at once: the returned descriptor is the only reference, and all
+    /// registrations with it end when it is closed.
     pub fn take_userfaultfd(&self, process: &Process) -> Result<OwnedFd, InjectError> {
         let (_, descriptor) = self.inject(process, Operation::TakeUserfaultfd, &[USERFAULTFD_FLAGS])?;
         descriptor.ok_or_else(|| InjectError::Answer { program: self.program.clone() })
     }
 
-    /// Makes a userfaultfd for the memory of `process` that reaches faults of the kernel, too, takes it over, and leaves
-    /// it open inside the process: what is registered with it stays so when this agent dies.
+    /// Creates a userfaultfd for the memory of `process` that also covers page faults of the kernel, duplicates it
+    /// here, and leaves it open inside the process: its registrations stay when this agent dies.
     ///
     /// # Errors
-    /// Where the process may not make one: it needs `CAP_SYS_PTRACE`, or `vm.unprivileged_userfaultfd`.
+    /// If the process may not create one: it needs `CAP_SYS_PTRACE`, or `vm.unprivileged_userfaultfd`.
     pub fn leave_userfaultfd(&self, process: &Process) -> Result<LeftUserfaultfd, InjectError> {
         let (there, descriptor) = self.inject(process, Operation::LeaveUserfaultfd, &[])?;
         let not_understood = || InjectError::Answer { program: self.program.clone() };
         let there = i32::try_from(there).map_err(|_| not_understood())?;
         let here = descriptor.ok_or_else(not_understood)?;
-        // Right now: one that is not in use yet is taken for a leftover.
+        // At once: one that is not in use yet counts as a leftover.
         abi::uffd_api(&here, abi::MISSING_FEATURES).map_err(|source| InjectError::Call {
             pid: process.pid(),
             call: "userfaultfd",
@@ -153,14 +153,14 @@ impl Injector {
     }
 
     /// Closes the userfaultfds that an injector left inside `process` when it was killed between
-    /// making and closing one; returns how many there were.
+    /// creating and closing one; returns their number.
     ///
-    /// A userfaultfd of the process itself is not touched, nor one that was
-    /// [left](Self::leave_userfaultfd) there. They are told apart by the handshake `UFFDIO_API`: for
+    /// A userfaultfd of the process itself is not touched, nor one that was left there by
+    /// [`Injector::leave_userfaultfd`]. They are distinguished by the handshake `UFFDIO_API`: for
     /// tracking the agent does it only after the descriptor inside is closed, so a leftover never
-    /// had it, while a program does it right after making the descriptor (QEMU makes one only for
-    /// its own migration or snapshots). The kernel shows which is which in `/proc/PID/fdinfo`.
-    /// Descriptors in `keep`, known from before, are left alone in any case.
+    /// had it, while a program does it right after creating the descriptor (QEMU creates one only
+    /// for its own migration or snapshots). The kernel shows the state in `/proc/PID/fdinfo`.
+    /// Descriptors in `keep`, known from before, are not closed in any case.
     pub fn close_leftovers(&self, process: &Process, keep: &[i32]) -> Result<usize, InjectError> {
         self.cancel_pending(process)?;
         let leftovers: Vec<u64> = unused_userfaultfds(process)?
@@ -174,9 +174,9 @@ impl Injector {
         Ok(leftovers.len())
     }
 
-    /// Finds threads that a killed injector diverted and that did not come to make their call yet,
-    /// because they have not run since, and lets them go on without it. Otherwise their call would
-    /// leave a userfaultfd after nobody looks any more; a stopped process may stay so for hours.
+    /// Finds threads that a killed injector diverted and that have not made their call yet, because
+    /// they have not run since, and resumes them without it. Otherwise their call would leave a
+    /// userfaultfd after the last check; a stopped process may stay so for hours.
     fn cancel_pending(&self, process: &Process) -> Result<(), InjectError> {
         let mut runnable = Vec::new();
         for thread in process.threads()? {
@@ -187,7 +187,7 @@ impl Injector {
             let call =
                 fs::read_to_string(process.path(&format!("task/{thread}/syscall"))).unwrap_or_default();
             let (number, _) = call.split_once([' ', '\n']).unwrap_or_default();
-            // A thread that waits in another system call is not on the way to one of ours.
+            // A thread that waits in another system call is not about to make one of ours.
             let on_the_way = ["running", "-1"].contains(&number)
                 || [libc::SYS_userfaultfd, libc::SYS_close, libc::SYS_madvise]
                     .iter()
@@ -202,11 +202,11 @@ impl Injector {
         Ok(())
     }
 
-    /// Makes `process` give back memory: private anonymous pages in `ranges` read as zeros
-    /// afterwards (`MADV_DONTNEED`).
+    /// Makes `process` discard memory: private anonymous pages in `ranges` read as zeros afterwards
+    /// (`MADV_DONTNEED`).
     ///
     /// # Errors
-    /// Ranges before the one that failed have been given back.
+    /// Ranges before the one that failed have been discarded.
     pub fn discard(&self, process: &Process, ranges: &[AddressRange]) -> Result<(), InjectError> {
         for arguments in discards(ranges) {
             self.inject(process, Operation::Discard, &arguments)?;
@@ -233,13 +233,13 @@ impl Injector {
         self.only_thread.store(u64::from(thread), Ordering::Relaxed);
     }
 
-    /// For tests: how many steps the last operation took.
+    /// For tests: returns the number of steps of the last operation.
     #[doc(hidden)]
     pub fn steps_taken(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// For tests: the number of the injector's process, if it runs.
+    /// For tests: returns the process id of the injector, if it runs.
     #[doc(hidden)]
     pub fn injector_pid(&self) -> Option<u32> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|running| running.child.id())
@@ -285,15 +285,15 @@ impl Injector {
         match reply.result {
             Ok(()) => Ok((reply.done, descriptor)),
             Err(failure) => {
-                // The process may have loaded another program: look again next time.
+                // The process may have loaded another program: the next injection searches again.
                 *self.found.lock().unwrap_or_else(PoisonError::into_inner) = None;
                 Err(self.explain(pid, &request, failure))
             }
         }
     }
 
-    /// Looks for instructions to inject a call with, once for each process. The injector makes
-    /// sure that they are still there.
+    /// Finds instructions with which to inject a call, once for each process. The injector verifies
+    /// that they are still there.
     fn gadgets(&self, process: &Process) -> Result<Gadgets, InjectError> {
         let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
         let (pid, start_time) = (process.pid(), process.start_time());
@@ -310,7 +310,7 @@ impl Injector {
     /// Sends a request and waits for the answer.
     fn ask(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>), InjectError> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that has been killed since the last request is found out here, and replaced.
+        // An injector that was killed since the last request is detected here, and replaced.
         if running.as_mut().is_some_and(|running| !matches!(running.child.try_wait(), Ok(None))) {
             *running = None;
         }
@@ -322,7 +322,7 @@ impl Injector {
         send(&this.socket, &request.encode(), SendFlags::NOSIGNAL).map_err(|_| killed())?;
         let (mut reply, descriptor) = self.receive(&this.socket)?;
         if descriptor.is_some() {
-            // Said again when the injector has closed its own copy.
+            // The injector sends the reply again when it has closed its own copy.
             reply = self.receive(&this.socket)?.0;
         }
         if reply.ends {
@@ -404,8 +404,8 @@ impl Injector {
     }
 }
 
-/// The arguments of the calls that give ranges back, for one injection after the other. A thread of the process stands
-/// still for each, so that none gives back more than 1 GiB.
+/// Returns the arguments of the calls that discard ranges, one list for each injection. A thread of the process stands
+/// still for each, so none discards more than 1 GiB.
 fn discards(ranges: &[AddressRange]) -> Vec<Vec<u64>> {
     const BYTES: u64 = 1 << 30;
     let mut all: Vec<Vec<u64>> = Vec::new();
@@ -427,7 +427,7 @@ fn discards(ranges: &[AddressRange]) -> Vec<Vec<u64>> {
     all
 }
 
-/// Userfaultfds inside a process on which `UFFDIO_API` was never done.
+/// Returns the userfaultfds inside a process on which `UFFDIO_API` was never done.
 fn unused_userfaultfds(process: &Process) -> Result<Vec<i32>, ProcessError> {
     let all = process.descriptors()?.into_iter();
     let userfaultfds = all.filter(|(_, target)| target == Path::new("anon_inode:[userfaultfd]"));

@@ -1,4 +1,4 @@
-//! The bare calls on a traced thread. None of them allocates.
+//! Bare calls on a traced thread. None of them allocates.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -19,39 +19,40 @@ const PTRACE_EVENT_STOP: i32 = 128;
 const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
 const NT_PRSTATUS: usize = 1;
 
-/// Why a thread is stopped.
+/// Reason why a thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stop {
     /// At the entry or the exit of a system call.
     Call,
-    /// As asked for, or because its whole process is stopped.
+    /// On request, or because its whole process is stopped.
     Interrupted,
-    /// It is about to get this signal.
+    /// At the delivery of this signal.
     Signal(i32),
 }
 
-/// Why waiting for a stop ended without one.
+/// Reason why waiting for a stop ended without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoStop {
     /// The thread has ended.
     Ended,
-    /// It did not stop in time.
+    /// The thread did not stop in time.
     Late,
 }
 
-/// The last error of the kernel in this thread.
+/// Returns the last error of the kernel in this thread.
 pub(super) fn errno() -> Errno {
     io::Error::last_os_error().raw_os_error().unwrap_or_default()
 }
 
 fn request(request: libc::c_uint, thread: i32, address: usize, data: usize) -> Result<i64, Errno> {
-    // SAFETY: every caller in this module passes what `request` takes; pointers among it point to
-    // memory of this process that outlives the call and has the length that goes with it.
+    // SAFETY: every caller in this module passes the arguments that `request` expects; pointers
+    // among them refer to memory of this process that outlives the call and has the length that
+    // belongs to it.
     let result = unsafe { libc::ptrace(request, thread, address, data) };
     if result < 0 { Err(errno()) } else { Ok(result) }
 }
 
-/// Begins to trace without stopping the thread. When the tracer ends, the thread goes on.
+/// Begins to trace without stopping the thread. When the tracer ends, the thread continues.
 pub(super) fn seize(thread: i32) -> Result<(), Errno> {
     request(libc::PTRACE_SEIZE, thread, 0, libc::PTRACE_O_TRACESYSGOOD as usize).map(drop)
 }
@@ -61,22 +62,22 @@ pub(super) fn interrupt(thread: i32) -> Result<(), Errno> {
     request(libc::PTRACE_INTERRUPT, thread, 0, 0).map(drop)
 }
 
-/// Lets it run, with a signal if not 0.
+/// Resumes the thread, with a signal if not 0.
 pub(super) fn resume(thread: i32, signal: i32) -> Result<(), Errno> {
     request(libc::PTRACE_CONT, thread, 0, signal as usize).map(drop)
 }
 
-/// Lets it run to the next entry or exit of a system call, with a signal if not 0.
+/// Resumes the thread until the next entry or exit of a system call, with a signal if not 0.
 pub(super) fn resume_to_call(thread: i32, signal: i32) -> Result<(), Errno> {
     request(libc::PTRACE_SYSCALL, thread, 0, signal as usize).map(drop)
 }
 
-/// Lets it go for good, with a signal if not 0.
+/// Releases the thread from tracing, with a signal if not 0.
 pub(super) fn detach(thread: i32, signal: i32) -> Result<(), Errno> {
     request(libc::PTRACE_DETACH, thread, 0, signal as usize).map(drop)
 }
 
-/// Its general registers; `None` if it runs 32-bit code.
+/// Reads its general registers; `None` if it runs 32-bit code.
 pub(super) fn registers(thread: i32) -> Result<Option<Registers>, Errno> {
     let mut registers = Registers::zeroed();
     let expected = size_of::<libc::user_regs_struct>();
@@ -90,7 +91,7 @@ pub(super) fn set_registers(thread: i32, registers: &Registers) -> Result<(), Er
     request(libc::PTRACE_SETREGS, thread, 0, std::ptr::from_mut(registers.raw()) as usize).map(drop)
 }
 
-/// Fills `buffer` with its XSAVE image; returns the length of it in bytes.
+/// Fills `buffer` with its XSAVE image; returns the image's length in bytes.
 pub(super) fn xstate(thread: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     register_set(thread, NT_X86_XSTATE, buffer.as_mut_ptr(), buffer.len())
 }
@@ -101,7 +102,7 @@ fn register_set(thread: i32, set: usize, base: *mut u8, len: usize) -> Result<us
     Ok(piece.iov_len)
 }
 
-/// Its signal mask: the one that it has outside of calls that change it for their duration.
+/// Returns its signal mask: the one that it has outside of calls that change it for their duration.
 pub(super) fn signal_mask(thread: i32) -> Result<u64, Errno> {
     let mut mask = 0u64;
     request(libc::PTRACE_GETSIGMASK, thread, size_of::<u64>(), &raw mut mask as usize)?;
@@ -113,7 +114,7 @@ pub(super) fn set_signal_mask(thread: i32, mut mask: u64) -> Result<(), Errno> {
     request(libc::PTRACE_SETSIGMASK, thread, size_of::<u64>(), &raw mut mask as usize).map(drop)
 }
 
-/// Whether the signal that it is about to get comes from its own instruction (a fault).
+/// Returns true if its own instruction caused the signal that is about to be delivered (a fault).
 pub(super) fn is_fault(thread: i32) -> bool {
     let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
     if request(libc::PTRACE_GETSIGINFO, thread, 0, info.as_mut_ptr() as usize).is_err() {
@@ -125,7 +126,7 @@ pub(super) fn is_fault(thread: i32) -> bool {
     info.si_code > 0 && faults.contains(&info.si_signo)
 }
 
-/// Where the thread has its `struct rseq`, if it has one.
+/// Returns the address of the thread's `struct rseq`, if it has one.
 pub(super) fn rseq_address(thread: i32) -> Option<u64> {
     // Address, size, signature, flags, padding.
     let mut configuration = [0u64; 3];
@@ -134,7 +135,7 @@ pub(super) fn rseq_address(thread: i32) -> Option<u64> {
     (configuration[0] != 0).then_some(configuration[0])
 }
 
-/// Whether the thread has its system calls handed to a handler of its own
+/// Returns true if the thread dispatches its system calls to a handler of its own
 /// (`PR_SET_SYSCALL_USER_DISPATCH`).
 pub(super) fn dispatches_calls(thread: i32) -> bool {
     // Mode, selector, offset, length.
@@ -152,7 +153,7 @@ pub(super) fn seccomp_filter(
     index: usize,
     filter: &mut [libc::sock_filter],
 ) -> Result<usize, Errno> {
-    // The first call only asks for the length.
+    // The first call only queries the length.
     let len = request(PTRACE_SECCOMP_GET_FILTER, thread, index, 0)? as usize;
     if len > filter.len() {
         return Err(libc::E2BIG);
@@ -162,8 +163,8 @@ pub(super) fn seccomp_filter(
 
 /// Waits until the thread stops, at most `limit`.
 ///
-/// The stop is looked at, not taken: taking it would make the kernel forget a signal that is about
-/// to be delivered, should this process be killed now.
+/// The stop is inspected, not consumed: consuming it would make the kernel forget a signal that is
+/// about to be delivered, should this process be killed now.
 pub(super) fn wait_stop(thread: i32, limit: Duration) -> Result<Stop, NoStop> {
     let deadline = Instant::now() + limit;
     loop {
@@ -180,7 +181,7 @@ pub(super) fn wait_stop(thread: i32, limit: Duration) -> Result<Stop, NoStop> {
     }
 }
 
-/// The stop that the thread is in (`Ok`), its end (`Err`), or nothing yet.
+/// Returns the stop that the thread is in (`Ok`), its end (`Err`), or nothing yet.
 fn peek(thread: i32) -> Option<Result<Stop, ()>> {
     let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
     let options = libc::WSTOPPED | libc::WEXITED | libc::WNOHANG | libc::__WALL;
@@ -189,7 +190,7 @@ fn peek(thread: i32) -> Option<Result<Stop, ()>> {
         libc::waitid(libc::P_PID, thread as libc::id_t, info.as_mut_ptr(), options | libc::WNOWAIT)
     };
     if result < 0 {
-        // Not ours any more: it ended, and was waited for.
+        // No longer ours: it ended, and was waited for.
         return (errno() != libc::EINTR).then_some(Err(()));
     }
     // SAFETY: a plain structure, zeroed and then filled by the kernel.
@@ -202,8 +203,8 @@ fn peek(thread: i32) -> Option<Result<Stop, ()>> {
         return None;
     }
     if info.si_code != libc::CLD_TRAPPED && info.si_code != libc::CLD_STOPPED {
-        // The end of a thread is kept for its tracer; take it, so that it does not stay a zombie.
-        // SAFETY: as above, without a place for the answer.
+        // The kernel keeps the end of a thread for its tracer; consume it, so that it does not stay
+        // a zombie. SAFETY: as above, without a place for the answer.
         unsafe { libc::waitid(libc::P_PID, thread as libc::id_t, std::ptr::null_mut(), options) };
         return Some(Err(()));
     }
@@ -215,7 +216,7 @@ fn peek(thread: i32) -> Option<Result<Stop, ()>> {
     }))
 }
 
-/// Waits for the signal that tells of a change of a traced thread. It is blocked, so none is lost.
+/// Waits for the signal that reports a change of a traced thread. It is blocked, so none is lost.
 fn wait_child_signal(limit: Duration) {
     let timeout = libc::timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
     let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
@@ -223,25 +224,26 @@ fn wait_child_signal(limit: Duration) {
     unsafe { libc::sigemptyset(set.as_mut_ptr()) };
     // SAFETY: as above; it was made a valid set by the line before.
     unsafe { libc::sigaddset(set.as_mut_ptr(), libc::SIGCHLD) };
-    // SAFETY: a valid set and a valid time; the answer is not asked for.
+    // SAFETY: a valid set and a valid time; the answer is not requested.
     unsafe { libc::sigtimedwait(set.as_ptr(), std::ptr::null_mut(), &raw const timeout) };
 }
 
-/// Reads memory of the process; returns whether all of it could be read.
+/// Reads memory of the process; returns true if all of it could be read.
 pub(super) fn read_memory(process: i32, address: u64, buffer: &mut [u8]) -> bool {
     let here = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     let there = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: buffer.len() };
-    // SAFETY: `here` describes a buffer that is ours to write; the kernel checks the other side.
+    // SAFETY: `here` describes a buffer that is ours to write; the kernel checks the remote
+    // address.
     let moved = unsafe { libc::process_vm_readv(process, &raw const here, 1, &raw const there, 1, 0) };
     moved == buffer.len() as isize
 }
 
-/// Writes memory of the process, where it is writable to the process itself; returns whether all
-/// of it could be written.
+/// Writes memory of the process, where it is writable to the process itself; returns true if all of
+/// it could be written.
 pub(super) fn write_memory(process: i32, address: u64, data: &[u8]) -> bool {
     let here = libc::iovec { iov_base: data.as_ptr().cast_mut().cast(), iov_len: data.len() };
     let there = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: data.len() };
-    // SAFETY: `here` describes data that are only read; the kernel checks the other side.
+    // SAFETY: `here` describes data that are only read; the kernel checks the remote address.
     let moved = unsafe { libc::process_vm_writev(process, &raw const here, 1, &raw const there, 1, 0) };
     moved == data.len() as isize
 }

@@ -1,15 +1,15 @@
-//! What a seccomp filter would say to a call, without making it.
+//! Evaluation of a seccomp filter for a call, without making the call.
 //!
-//! A filter may answer with the death of the process, so it is asked before. The kernel shows the
-//! filters of a stopped thread to a privileged tracer; they are run here as the kernel runs them.
-//! QEMU's own `-sandbox on` lets `userfaultfd`, `close` and `madvise` pass (it lists what is
-//! forbidden); a `SystemCallFilter=` of systemd often does not.
+//! A filter may answer with the death of the process, so it is evaluated before. The kernel shows
+//! the filters of a stopped thread to a privileged tracer; they are run here as the kernel runs
+//! them. QEMU's own `-sandbox on` allows `userfaultfd`, `close` and `madvise` (it lists the
+//! forbidden calls); a `SystemCallFilter=` of systemd often does not.
 
 use nix::libc;
 
 use crate::arch::AUDIT_ARCH;
 
-/// Longest filter that the kernel takes, in instructions (`BPF_MAXINSNS`).
+/// Maximum length of a filter that the kernel accepts, in instructions (`BPF_MAXINSNS`).
 pub(super) const MAX_FILTER: usize = 4096;
 
 const CLASS: u16 = 0x07;
@@ -21,7 +21,7 @@ const ALU: u16 = 0x04;
 const JMP: u16 = 0x05;
 const RET: u16 = 0x06;
 const MISC: u16 = 0x07;
-/// Set if an instruction takes its operand from the register X, not from itself.
+/// Set if the operand of an instruction is the register X, not its constant.
 const FROM_X: u16 = 0x08;
 
 /// `struct seccomp_data`: number, architecture, address of the instruction, six arguments.
@@ -49,12 +49,12 @@ impl Call {
     }
 }
 
-/// Whether an answer of a filter lets the call pass.
+/// Returns true if an answer of a filter allows the call.
 pub(super) fn allows(answer: u32) -> bool {
     matches!(action(answer), libc::SECCOMP_RET_ALLOW | libc::SECCOMP_RET_LOG)
 }
 
-/// The action of an answer, without its data.
+/// Returns the action of an answer, without its data.
 pub(super) fn action(answer: u32) -> u32 {
     answer & libc::SECCOMP_RET_ACTION_FULL
 }
@@ -64,7 +64,7 @@ pub(super) fn action(answer: u32) -> u32 {
 pub(super) fn run(filter: &[libc::sock_filter], call: &Call) -> Option<u32> {
     let (mut a, mut x, mut memory) = (0u32, 0u32, [0u32; 16]);
     let mut at = 0usize;
-    // Jumps go forward only, so it ends.
+    // Jumps are only forward, so it ends.
     while let Some(&libc::sock_filter { code, jt, jf, k }) = filter.get(at) {
         at += 1;
         let operand = if code & FROM_X == 0 { k } else { x };

@@ -1,25 +1,25 @@
 //! One thread of the other process, held for a moment.
 //!
-//! The order of steps is the whole point. At each of them this process may be killed, and then the
-//! kernel lets the thread go as it is at that moment:
+//! The order of steps is essential. At each of them this process may be killed, and then the kernel
+//! releases the thread in its state at that moment:
 //!
-//! 1. seize, interrupt, wait. *Let go here, the thread goes on by itself.*
-//! 2. look: 64-bit, no debugger, no restartable sequence, no forbidding filter, the instructions.
-//! 3. write the frame below the stack. *Nobody looks there.*
-//! 4. set the registers: the thread is about to make the call. *Let go from here on, it makes the
-//!    call, returns into `rt_sigreturn`, and the frame puts everything back, the mask too.*
+//! 1. seize, interrupt, wait. *Released here, the thread continues by itself.*
+//! 2. check: 64-bit, no debugger, no restartable sequence, no forbidding filter, the instructions.
+//! 3. write the frame below the stack. *No code reads there.*
+//! 4. set the registers: the thread is about to make the call. *Released from here on, it makes the
+//!    call, returns into `rt_sigreturn`, and the frame restores everything, the mask too.*
 //! 5. block its signals, so that no handler runs on top of the call.
-//! 6. let it run to the entry and the exit of the call; set registers for the next call, and so on.
-//! 7. put back the signal mask, then the registers. *Let go between both: as in 4.*
-//! 8. put back the bytes below the stack, detach; the kernel now finishes or restarts the system
-//!    call that was interrupted, exactly as it would have.
+//! 6. run it to the entry and the exit of the call; set registers for the next call, and so on.
+//! 7. restore the signal mask, then the registers. *Released between both: as in 4.*
+//! 8. restore the bytes below the stack, detach; the kernel now finishes or restarts the system call
+//!    that was interrupted, exactly as it would have.
 //!
-//! A call that has not returned in time cannot be taken back, and a thread that runs cannot be put
-//! back: it is left as it is, frame and all, and this process ends, which is the only way to let go of
-//! it. When the call returns the frame does the rest. A thread that could not be given a frame is
-//! waited for as long as it takes.
+//! A call that has not returned in time cannot be undone, and a running thread cannot be restored: it
+//! is left as it is, with its frame, and this process ends, which is the only way to release it. When
+//! the call returns, the frame does the rest. For a thread without a frame this process waits as long
+//! as necessary.
 //!
-//! Nothing between 1 and 8 allocates memory or takes a lock.
+//! Nothing between 1 and 8 allocates memory or acquires a lock.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -31,28 +31,28 @@ use super::seccomp::{self, MAX_FILTER};
 use super::wire::Failure;
 use crate::arch::{self, MAX_FRAME, MAX_XSTATE, Placement, Registers};
 
-/// How long a thread may take to stop. It is longer only in an uninterruptible call.
+/// Time limit for a thread to stop. Only an uninterruptible call needs longer.
 const STOP_LIMIT: Duration = Duration::from_millis(500);
-/// How long an injected call may take.
+/// Time limit for an injected call.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
-/// As long as it takes.
+/// No time limit.
 const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 /// Every signal that can be blocked.
 const ALL_SIGNALS: u64 = u64::MAX;
 
 static ATTACHED: AtomicBool = AtomicBool::new(false);
 
-/// Whether this process holds a thread of another one. While it does, it must not allocate; the
-/// tests' allocator asks.
+/// Returns true if this process holds a thread of another one. In that state it must not allocate;
+/// the tests' allocator checks it.
 pub(super) fn is_attached() -> bool {
     ATTACHED.load(Ordering::Relaxed)
 }
 
-/// Memory that is made before a thread is held.
+/// Memory that is allocated before a thread is held.
 pub(super) struct Buffers {
     xstate: Vec<u8>,
     frame: Vec<u8>,
-    /// What was where the frame was written.
+    /// Original content of the memory at the frame.
     below: Vec<u8>,
     filter: Vec<libc::sock_filter>,
 }
@@ -69,7 +69,7 @@ impl Buffers {
     }
 }
 
-/// Counts the steps of an operation; a test may ask to be killed at one of them.
+/// Counter of the steps of an operation; a test may request a kill at one of them.
 #[derive(Debug)]
 pub(super) struct Steps {
     pub(super) taken: u64,
@@ -86,7 +86,7 @@ impl Steps {
     }
 }
 
-/// What is known of the process and of the instructions in it.
+/// Facts of the process and of the instructions in it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target {
     pub(super) pid: i32,
@@ -94,16 +94,16 @@ pub(super) struct Target {
     pub(super) sigreturn: Option<u64>,
 }
 
-/// Why a thread was not used.
+/// Reason why a thread was not used.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Refusal {
-    /// Another thread may do.
+    /// Another thread may work.
     TryAnother(Failure),
-    /// No thread will do.
+    /// No thread will work.
     GiveUp(Failure),
 }
 
-/// A thread that is stopped, with all that is needed to put it back.
+/// A stopped thread, with all that is needed to restore it.
 pub(super) struct Held<'a> {
     thread: i32,
     target: Target,
@@ -112,18 +112,18 @@ pub(super) struct Held<'a> {
     frame: Option<Placement>,
     buffers: &'a mut Buffers,
     steps: &'a mut Steps,
-    /// Whether the thread has been diverted from where it was.
+    /// True if the thread has been diverted from its original place.
     diverted: bool,
-    /// Whether it is still in a call, and has to be left to its frame.
+    /// True if the thread is still in a call, and has to be left to its frame.
     left: bool,
-    /// A signal that it has to get when it is let go.
+    /// Signal to deliver when the thread is released.
     signal: i32,
 }
 
 impl<'a> Held<'a> {
-    /// Stops a thread, wherever it is. Dropping the result lets it go on.
+    /// Stops a thread, wherever it is. Dropping the result resumes it.
     ///
-    /// `late` is set if the thread did not stop; then only the end of this process lets it go.
+    /// `late` is set if the thread did not stop; then only the end of this process releases it.
     fn seize(
         thread: i32,
         target: Target,
@@ -138,7 +138,7 @@ impl<'a> Held<'a> {
             error => TryAnother(Failure::Kernel(error as u64)),
         })?;
         ATTACHED.store(true, Ordering::Relaxed);
-        // From here on every way out goes through `Drop`, which lets the thread go.
+        // From here on every exit path runs `Drop`, which releases the thread.
         let mut held = Self {
             thread,
             target,
@@ -167,8 +167,8 @@ impl<'a> Held<'a> {
         Ok(held)
     }
 
-    /// Stops a thread and makes sure that it can make `calls` (numbers and arguments), if asked
-    /// for only one that could restore itself; `late` as in [`Held::seize`].
+    /// Stops a thread and verifies that it can make `calls` (numbers and arguments), on request
+    /// only one that could restore itself; `late` as in [`Held::seize`].
     pub(super) fn stop(
         thread: i32,
         target: Target,
@@ -197,8 +197,8 @@ impl<'a> Held<'a> {
         Ok(held)
     }
 
-    /// Lets a thread that an earlier injector left before its call go on without that call; returns
-    /// whether it was such a thread. All others are only stopped for a moment.
+    /// Resumes a thread that an earlier injector left before its call without that call; returns
+    /// true if it was such a thread. All others are only stopped for a moment.
     pub(super) fn cancel(
         thread: i32,
         target: Target,
@@ -216,7 +216,7 @@ impl<'a> Held<'a> {
         if !is_ours(&held.original) || held.check_gadgets().is_err() {
             return false;
         }
-        // It may have been diverted several times; the innermost frame leads to where it was.
+        // It may have been diverted several times; the innermost frame leads to its original place.
         let mut innermost = held.original;
         let mut pending = innermost.instruction() == target.gadget;
         while let Some(outer) = innermost.interrupted(|address| held.read_word(address)).filter(is_ours) {
@@ -226,28 +226,27 @@ impl<'a> Held<'a> {
         pending && ptrace::set_registers(thread, &innermost.returned_to(sigreturn)).is_ok()
     }
 
-    /// Which thread it is.
+    /// Returns the thread's id.
     pub(super) fn thread(&self) -> i32 {
         self.thread
     }
 
-    /// Whether it would restore itself.
+    /// Returns true if the thread would restore itself.
     pub(super) fn is_self_restoring(&self) -> bool {
         self.frame.is_some()
     }
 
-    /// Whether it is still in a call: then only the end of this process lets it go.
+    /// Returns true if the thread is still in a call: then only the end of this process releases it.
     pub(super) fn is_left(&self) -> bool {
         self.left
     }
 
-    /// A point at which a test may end this process.
+    /// Marks a point at which a test may end this process.
     pub(super) fn step(&mut self) {
         self.steps.step();
     }
 
-    /// Makes the thread call `number`; returns what the kernel answered, errors as negative
-    /// numbers.
+    /// Makes the thread call `number`; returns the kernel's result, errors as negative numbers.
     pub(super) fn call(&mut self, number: u64, arguments: [u64; 3]) -> Result<i64, Failure> {
         let kernel = |error: Errno| match error {
             libc::ESRCH => Failure::Gone,
@@ -273,7 +272,7 @@ impl<'a> Held<'a> {
         Ok(after.result())
     }
 
-    /// Waits for the stop that was asked for; signals that come first are passed on to the thread.
+    /// Waits for the requested stop; signals that arrive first are passed on to the thread.
     fn settle(&mut self) -> Result<(), NoStop> {
         loop {
             match ptrace::wait_stop(self.thread, STOP_LIMIT)? {
@@ -287,7 +286,7 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// Lets the thread run to the next entry or exit of a system call.
+    /// Runs the thread to the next entry or exit of a system call.
     fn run_to_call(&mut self) -> Result<(), Failure> {
         let mut signal = 0;
         loop {
@@ -295,8 +294,8 @@ impl<'a> Held<'a> {
             let limit = if self.is_self_restoring() { CALL_LIMIT } else { FOR_EVER };
             match ptrace::wait_stop(self.thread, limit) {
                 Ok(Stop::Call) => return Ok(()),
-                // The whole process is stopped, or continued, from elsewhere. The thread runs on
-                // all the same; when it is let go the kernel makes it stop with the others.
+                // Another process stops or continues the whole process. The thread runs on all the
+                // same; when it is released the kernel makes it stop with the others.
                 Ok(Stop::Interrupted) => signal = 0,
                 // SIGSTOP cannot be blocked.
                 Ok(Stop::Signal(libc::SIGSTOP)) => signal = libc::SIGSTOP,
@@ -315,8 +314,8 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// Whether the thread is in a restartable sequence. The kernel would look at where it is while
-    /// it makes the injected call, find it outside, and not restart the sequence later.
+    /// Returns true if the thread is in a restartable sequence. The kernel would check its place
+    /// during the injected call, find it outside, and not restart the sequence later.
     fn in_restartable_sequence(&self) -> bool {
         let Some(address) = ptrace::rseq_address(self.thread) else { return false };
         let Some(sequence) = self.read_word(address + 8).filter(|&sequence| sequence != 0) else {
@@ -333,14 +332,14 @@ impl<'a> Held<'a> {
         ptrace::read_memory(self.target.pid, address, &mut word).then(|| u64::from_le_bytes(word))
     }
 
-    /// Makes sure that no filter kills the process for one of the calls, or refuses it.
+    /// Verifies that no filter kills the process for one of the calls, or refuses it.
     fn check_seccomp(&mut self, calls: &[(u64, [u64; 3])]) -> Result<(), Failure> {
         for index in 0.. {
             let len = match ptrace::seccomp_filter(self.thread, index, &mut self.buffers.filter) {
                 Ok(len) => len,
                 // No (more) filters.
                 Err(libc::ENOENT) => break,
-                // No filter at all: the mode is "off" or "strict". Or a kernel or a tracer to
+                // No filter at all: the mode is "off" or "strict". Or a kernel or a tracer for
                 // which filters are not shown.
                 Err(error) => match seccomp_mode(self.target.pid, self.thread) {
                     Some(0) => break,
@@ -363,7 +362,7 @@ impl<'a> Held<'a> {
         Ok(())
     }
 
-    /// Makes sure that the instructions are where they were found: the process may have loaded
+    /// Verifies that the instructions are where they were found: the process may have loaded
     /// another program since.
     fn check_gadgets(&self) -> Result<(), Failure> {
         let expected = if self.target.sigreturn.is_some() { arch::SYSCALL_RETURN } else { arch::SYSCALL };
@@ -384,7 +383,7 @@ impl<'a> Held<'a> {
         Ok(())
     }
 
-    /// Writes the frame with which the thread restores itself; returns whether it could.
+    /// Writes the frame with which the thread restores itself; returns true if it could.
     fn write_frame(&mut self) -> bool {
         let Some(sigreturn) = self.target.sigreturn else { return false };
         let Ok(len) = ptrace::xstate(self.thread, &mut self.buffers.xstate) else { return false };
@@ -400,7 +399,8 @@ impl<'a> Held<'a> {
         written
     }
 
-    /// The registers with which the thread can go on without the kernel's memory of its call.
+    /// Returns the registers with which the thread can continue without the kernel's memory of its
+    /// call.
     fn goes_on(&self) -> Option<Registers> {
         if !self.original.continues_a_call() {
             return Some(self.original);
@@ -415,7 +415,7 @@ impl<'a> Held<'a> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         if self.left {
-            // Nobody waits for this process any more.
+            // No process waits for this one any more.
             ATTACHED.store(false, Ordering::Relaxed);
             return;
         }
@@ -436,13 +436,13 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Whether a thread belongs to a process, without allocating.
+/// Returns true if a thread belongs to a process, without allocating.
 fn is_thread_of(pid: i32, thread: i32) -> bool {
-    // SAFETY: signal 0 is sent to nobody; the call only looks.
+    // SAFETY: signal 0 is never delivered; the call only checks.
     unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, 0) == 0 }
 }
 
-/// The seccomp mode of a thread, from its `status`, without allocating.
+/// Returns the seccomp mode of a thread, from its `status`, without allocating.
 fn seccomp_mode(pid: i32, thread: i32) -> Option<u8> {
     use std::io::{Read, Write};
     let mut path = [0u8; 64];

@@ -1,30 +1,31 @@
-//! What the agent and the injector say to each other: one message of words each way, over a
-//! socket pair of type `SOCK_SEQPACKET` between two processes of one program.
+//! Messages between the agent and the injector: one message of words each way, over a socket pair
+//! of type `SOCK_SEQPACKET` between two processes of one program.
 
 use nix::libc;
 
-/// At most so many threads to try, and so many arguments, fit one request.
+/// Maximum number of threads to try, and of arguments, in one request.
 pub(super) const MAX_THREADS: usize = 32;
 pub(super) const MAX_ARGUMENTS: usize = 1024;
 
 const HEAD: usize = 9;
 pub(super) const MAX_WORDS: usize = HEAD + MAX_THREADS + MAX_ARGUMENTS;
-/// "whimbre1": a program that is not ours is not taken for an injector.
+/// "whimbre1": identifies an injector, so that no other program is mistaken for one.
 const MAGIC: u64 = 0x3165_7262_6d69_6877;
 
-/// What is to be done in the other process.
+/// Operation in the other process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
-    /// Make a userfaultfd, take it over, close it there. Argument: flags of the call.
+    /// Create a userfaultfd, duplicate it here, close it there. Argument: flags of the call.
     TakeUserfaultfd = 1,
     /// Close descriptors. Arguments: their numbers.
     Close = 2,
     /// `madvise(MADV_DONTNEED)`. Arguments: address and length, in turns.
     Discard = 3,
-    /// Let threads that an earlier injector diverted, and that did not make their call yet, go on
-    /// without it. Looks at all threads of the request.
+    /// Resume threads that an earlier injector diverted, and that did not make their call yet,
+    /// without that call. Checks all threads of the request.
     Cancel = 4,
-    /// Make a userfaultfd, take it over, and leave it open there. The answer's number is that of the descriptor there.
+    /// Create a userfaultfd, duplicate it here, and leave it open there. The answer's number is that of the descriptor
+    /// there.
     LeaveUserfaultfd = 5,
 }
 
@@ -92,7 +93,7 @@ impl Request {
     }
 }
 
-/// How an operation failed. The second word of a reply explains it.
+/// Failure of an operation. The second word of a reply explains it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     /// The process has ended, or is another one.
@@ -107,11 +108,11 @@ pub(super) enum Failure {
     Seccomp(u64),
     /// There is a seccomp filter, and the kernel (this error) does not show it.
     SeccompUnknown(u64),
-    /// It runs 32-bit code.
+    /// The process runs 32-bit code.
     Not64Bit,
-    /// It hands its system calls to a handler of its own.
+    /// The process dispatches its system calls to a handler of its own.
     Dispatched,
-    /// The instructions that were found are not there any more.
+    /// The instructions are no longer where they were found.
     Moved,
     /// Every thread was at a place where it must not be diverted.
     Busy,
@@ -121,7 +122,7 @@ pub(super) enum Failure {
     Signal(u64),
     /// A call of the injector itself returned this error.
     Kernel(u64),
-    /// The request is not understood.
+    /// The request could not be parsed.
     Request,
     /// The injected call has not returned yet.
     Late,
@@ -174,15 +175,15 @@ impl Failure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Reply {
     pub(super) result: Result<(), Failure>,
-    /// How many arguments were dealt with.
+    /// Number of arguments that were processed.
     pub(super) done: u64,
-    /// How many steps there were, for tests that die at each.
+    /// Number of steps, for tests that die at each.
     pub(super) steps: u64,
     /// The thread that was used.
     pub(super) thread: i32,
-    /// Whether the thread would have restored itself.
+    /// True if the thread would have restored itself.
     pub(super) self_restoring: bool,
-    /// The injector ends now: only so it can let go of a thread that did not stop in time.
+    /// True if the injector ends now: it is the only way to release a thread that did not stop in time.
     pub(super) ends: bool,
 }
 
@@ -215,12 +216,12 @@ fn from_bytes(bytes: &[u8]) -> Option<Vec<u64>> {
     Some(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
 }
 
-/// Flags of the injected `userfaultfd`: only faults of user code are ever reported, which is
-/// enough for write protection that nobody waits for and is permitted to every process.
+/// Flags of the injected `userfaultfd`: only faults of user code are ever reported, which is enough
+/// for write protection that no thread waits for, and every process may use them.
 pub(super) const USERFAULTFD_FLAGS: u64 =
     (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64 | linux_raw_sys::general::UFFD_USER_MODE_ONLY as u64;
-/// Flags where threads have to wait: the kernel touches a guest's memory for them, too (KVM, system calls). That is not
-/// permitted to every process (design, trap 9).
+/// Flags if threads have to wait: the kernel touches a guest's memory for them, too (KVM, system calls). Not every
+/// process may use them (design, trap 9).
 pub(super) const LASTING_USERFAULTFD_FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
 
 #[cfg(test)]

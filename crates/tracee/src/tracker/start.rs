@@ -1,29 +1,30 @@
-//! How tracking begins: in steps, none of which takes long, so that somebody can stop it.
+//! Start of tracking: in short steps, so that the caller can stop it.
 //!
-//! 1. Slice by slice, what the files behind shared memory have in memory is mapped in the process.
-//!    The memory of a guest that came here by a migration was written from outside, so its process
-//!    has most of it not mapped, and every scan would ask the file about it all; and the guest
-//!    itself takes the page faults of it sooner here than at its next touch. For speed alone:
-//!    whatever is left out is asked about in the scans. What is swapped out is left out, because
-//!    to map it is to read all of it from the disk at once.
-//! 2. Everything is registered and protected, in one step. Writes are seen from here on.
-//! 3. Slice by slice, it is remembered which pages are holes.
+//! 1. Slice by slice, the pages that the files behind shared memory have in memory are mapped in
+//!    the process. The memory of a guest that arrived here by a migration was written from outside,
+//!    so its process has not mapped most of it, and every scan would query the file about it all;
+//!    and the guest itself handles the page faults sooner here than at its next touch.
+//! 2. Everything is registered and protected, in one step. Writes are detected from here on.
+//! 3. Slice by slice, the holes are recorded.
 //!
-//! The order matters: a page that is punched out and touched again after (2) would be there,
-//! protected, and unseen (trap 20). So nothing is touched after (2); and nothing may be sent before
-//! (3) has ended, because what it finds is a hole from the start for the scans.
+//! Step 1 is only for speed: the scans query all pages that it omits. Pages that are swapped out
+//! are omitted, because mapping them would read all of them from the disk at once.
+//!
+//! The order matters: a page that is punched out and touched again after (2) would be present,
+//! protected, and undetected (trap 20). So no page is touched after (2); and no page may be sent
+//! before (3) has ended, because the scans treat the recorded holes as holes from the start.
 
 use std::collections::VecDeque;
 
 use super::{Area, TrackError, WriteTracker};
 use crate::range::{AddressRange, PAGE_SIZE};
 
-/// Bytes that one step looks at.
+/// Number of bytes that one step processes.
 const SLICE_BYTES: u64 = 256 << 20;
-/// Pages that are touched in one system call.
+/// Number of pages that are touched in one system call.
 const TOUCHED_AT_ONCE: usize = 1024;
 
-/// A [`WriteTracker`] that is on its way. Dropping it undoes what was done.
+/// A [`WriteTracker`] that is being started. Dropping it undoes all steps.
 #[derive(Debug)]
 pub struct TrackerStart {
     tracker: WriteTracker,
@@ -35,30 +36,30 @@ impl TrackerStart {
         Self { tracker, work: Work::new(areas) }
     }
 
-    /// Does the next step; returns whether more are left.
+    /// Runs the next step; returns true if more remain.
     ///
     /// # Errors
-    /// It cannot be finished then.
+    /// The start cannot be finished then.
     pub fn step(&mut self) -> Result<bool, TrackError> {
         self.work.step(&mut self.tracker)
     }
 
-    /// Does all steps that are left.
+    /// Runs all remaining steps.
     ///
     /// # Errors
-    /// Leaves nothing behind.
+    /// Nothing stays registered.
     pub fn finish(mut self) -> Result<WriteTracker, TrackError> {
         while self.step()? {}
         Ok(self.tracker)
     }
 }
 
-/// What is left to do for some areas.
+/// Remaining work for some areas.
 #[derive(Debug)]
 pub(super) struct Work {
-    /// Those that are not registered yet.
+    /// Areas that are not registered yet.
     areas: Vec<Area>,
-    /// Index of the first of them among those that are registered.
+    /// Index of the first of them among the registered ones.
     first: usize,
     left: VecDeque<Step>,
 }
@@ -85,7 +86,7 @@ impl Work {
         Self { areas, first: 0, left }
     }
 
-    /// Does the next step; returns whether more are left.
+    /// Runs the next step; returns true if more remain.
     pub(super) fn step(&mut self, tracker: &mut WriteTracker) -> Result<bool, TrackError> {
         match self.left.pop_front() {
             Some(Step::Map { area, slice }) => tracker.map_what_is_in_memory(&self.areas[area], slice)?,
@@ -100,7 +101,7 @@ impl Work {
     }
 }
 
-/// Parts of a range, cut at whole pages of that many bytes from its start on.
+/// Returns parts of a range, cut at multiples of the page size from its start on.
 fn slices(range: AddressRange, page_size: u64) -> impl Iterator<Item = AddressRange> {
     let len = SLICE_BYTES.max(page_size);
     (range.start..range.end)
@@ -109,7 +110,7 @@ fn slices(range: AddressRange, page_size: u64) -> impl Iterator<Item = AddressRa
 }
 
 impl WriteTracker {
-    /// The first step, for a part of an area.
+    /// Runs the first step, for a part of an area.
     fn map_what_is_in_memory(&mut self, area: &Area, slice: AddressRange) -> Result<(), TrackError> {
         if !area.given_back.has_file() {
             return Ok(());
@@ -121,13 +122,13 @@ impl WriteTracker {
         let mut bytes = [0; TOUCHED_AT_ONCE];
         for pages in pages.chunks(TOUCHED_AT_ONCE) {
             let first_bytes: Vec<_> = pages.iter().map(|page| AddressRange::with_len(*page, 1)).collect();
-            // A page that cannot be read now is asked about in the scans.
+            // The scans query a page that cannot be read now.
             let _ = self.memory.read_runs(&first_bytes, &mut bytes[..first_bytes.len()]);
         }
         Ok(())
     }
 
-    /// The last step, for a part of an area that is protected.
+    /// Runs the last step, for a part of an area that is protected.
     fn learn_given_back(&mut self, area: usize, slice: AddressRange) -> Result<(), TrackError> {
         let absent = self.absent(slice)?;
         let area = &mut self.registered.areas[area];

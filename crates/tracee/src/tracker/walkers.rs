@@ -1,7 +1,7 @@
 //! Walks over one page table by several threads.
 //!
-//! The walk over the page table is what a scan of few dirty pages costs, and there are two while the guest stands
-//! still. The kernel lets several threads walk at the same time (its lock of the memory map is held for reading), so
+//! The walk over the page table is the cost of a scan of few dirty pages, and there are two during the switchover.
+//! The kernel allows several threads to walk at the same time (they hold its lock of the memory map for reading), so
 //! the table of a large guest is cut into parts, one for each processor.
 
 use std::num::NonZero;
@@ -11,19 +11,19 @@ use std::thread;
 use crate::pagemap::Pagemap;
 use crate::range::AddressRange;
 
-/// A thread has at least so much memory to walk over, in bytes: less is done before it has begun.
+/// Minimum memory per thread in bytes: a walk over less is done before the thread has begun.
 const PART_BYTES: u64 = 1 << 30;
-/// Parts begin where no page can be cut in two, however large it is.
+/// Parts begin at multiples of this, in bytes, where no page can be cut in two, however large it is.
 const CUT_BYTES: u64 = 1 << 30;
-/// More threads than this are in each other's way.
+/// Maximum number of parts: more threads obstruct each other.
 const MOST_PARTS: u64 = 16;
 
 /// The threads of a walk.
 #[derive(Debug, Default)]
 pub(super) struct Walkers {
-    /// The page table once more for each thread but the first.
+    /// Duplicates of the page table, for each thread but the first.
     pagemaps: Vec<Pagemap>,
-    /// How many threads can run at the same time: asked once, because to find out takes reading files.
+    /// Number of threads that can run at the same time: determined once, because it requires reading files.
     processors: Option<u64>,
 }
 
@@ -32,8 +32,8 @@ fn processors() -> u64 {
 }
 
 impl Walkers {
-    /// Has `each` walk over all parts of the range, and returns what it returned, in no order. What the system gives no
-    /// thread for, the caller's own thread does.
+    /// Calls `each` for all parts of the range, and returns the results, in no order. The caller's own thread processes
+    /// the parts for which the system provides no thread.
     pub(super) fn walk<T: Send>(
         &mut self,
         own: &mut Pagemap,
@@ -70,7 +70,7 @@ impl Walkers {
     }
 }
 
-/// Cuts a range into at most so many parts of about the same length.
+/// Cuts a range into at most `most` parts of about the same length.
 fn parts(range: AddressRange, most: u64) -> Vec<AddressRange> {
     let length = range.len().div_ceil((range.len() / PART_BYTES).clamp(1, most));
     let mut parts = Vec::new();
@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(lengths(0, 8 * GIB, 1), [8 * GIB]);
         assert_eq!(lengths(0, 8 * GIB, 2), [4 * GIB, 4 * GIB]);
         assert_eq!(lengths(0, 8 * GIB, 3), [3 * GIB, 3 * GIB, 2 * GIB]);
-        // The first cut is where a page of 1 GiB may begin.
+        // The first cut is at an address where a page of 1 GiB may begin.
         assert_eq!(lengths(GIB - 4096, 4 * GIB, 2), [2 * GIB + 4096, 2 * GIB - 4096]);
     }
 

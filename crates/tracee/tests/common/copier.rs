@@ -8,7 +8,8 @@ use whimbrel_tracee::{
 
 use super::Victim;
 
-/// What is copied from the victim's memory as a migration would, compared with what is there.
+/// A copy of the victim's memory that is made as a migration would, and compared with the memory
+/// itself.
 pub struct Copier {
     pub victim: Victim,
     pub range: AddressRange,
@@ -16,7 +17,7 @@ pub struct Copier {
     pub memory: RemoteMemory,
     /// The file behind shared memory.
     pub file: Option<RamFile>,
-    /// Whether what is not populated is zero.
+    /// True if pages that are not populated are zero.
     pub tells_holes: bool,
     pub pagemap: Pagemap,
     pub replica: Vec<u8>,
@@ -44,7 +45,7 @@ impl Copier {
         copier
     }
 
-    /// Copies without touching holes: through the file, or what is populated.
+    /// Copies without touching holes: through the file, or only the populated parts.
     pub fn copy(&mut self, range: AddressRange) {
         let offset = |address: u64| address - self.range.start;
         let there = &mut self.replica[offset(range.start) as usize..offset(range.end) as usize];
@@ -73,7 +74,7 @@ impl Copier {
         self.victim.ask(command);
     }
 
-    /// One round: the ranges that were written, copied.
+    /// Runs one round: copies the written ranges and returns them.
     pub fn round(&mut self) -> Vec<AddressRange> {
         let mut dirty = Vec::new();
         self.tracker.take_dirty(self.range, &mut dirty).unwrap();
@@ -85,7 +86,7 @@ impl Copier {
         dirty
     }
 
-    /// Pages that differ between the copy and the memory, read by a plain path.
+    /// Returns the pages that differ between the copy and the memory, read in a simple way.
     pub fn differing(&self) -> Vec<u64> {
         let mut now = vec![0; self.replica.len()];
         self.memory.read(self.range.start, &mut now).unwrap();

@@ -16,7 +16,7 @@ pub fn injector() -> Injector {
     Injector::new(env!("CARGO_BIN_EXE_tracee-test-injector").into(), Vec::new())
 }
 
-/// Whether the long runs are asked for.
+/// Returns true if the long runs are requested.
 pub fn soak() -> bool {
     std::env::var_os("WHIMBREL_SOAK").is_some()
 }
@@ -38,7 +38,7 @@ impl Victim {
         Self::start_command(command)
     }
 
-    /// Any program that prints `ready`.
+    /// Starts any program that prints `ready`.
     pub fn start_command(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let process = Process::open(child.id()).unwrap();
@@ -73,7 +73,7 @@ impl Victim {
         self.line()
     }
 
-    /// How often each thread has done its work.
+    /// Returns the number of rounds of each thread.
     pub fn rounds(&mut self) -> BTreeMap<String, u64> {
         self.tell("count");
         let mut found = BTreeMap::new();
@@ -86,7 +86,7 @@ impl Victim {
         }
     }
 
-    /// Waits until each thread has done some rounds more: all of them are alive and well.
+    /// Waits until each thread has done some more rounds: all of them are alive and well.
     pub fn assert_goes_on(&mut self) {
         let before = self.rounds();
         loop {
@@ -98,25 +98,25 @@ impl Victim {
         }
     }
 
-    /// Ends it; it must not have noticed anything.
+    /// Ends it; it must not have detected anything.
     pub fn assert_well(mut self) {
         self.input = None;
         let status = self.child.wait().unwrap();
         assert!(status.success(), "the victim noticed something: {status}");
     }
 
-    /// Descriptors that are userfaultfds.
+    /// Returns the number of descriptors that are userfaultfds.
     pub fn userfaultfds(&self) -> usize {
         let all = self.process.descriptors().unwrap();
         all.iter().filter(|(_, target)| target.to_string_lossy().contains("userfaultfd")).count()
     }
 
-    /// Whether a mapping has one of the flags of a userfaultfd.
+    /// Returns true if a mapping has one of the flags of a userfaultfd.
     pub fn is_registered(&self) -> bool {
         !self.registered().is_empty()
     }
 
-    /// The mappings that have one of the flags of a userfaultfd, joined.
+    /// Returns the mappings that have one of the flags of a userfaultfd, joined.
     pub fn registered(&self) -> Vec<AddressRange> {
         let all = maps::detailed_mappings(&self.process).unwrap().into_iter();
         let has_flag = |details: &maps::Details| details.has_flag("uw") || details.has_flag("um");

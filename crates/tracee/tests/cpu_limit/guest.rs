@@ -1,19 +1,20 @@
-//! All tests of this program once more, in a guest whose kernel has control groups of version two: whatever the kernel
-//! has on which the tests run.
+//! Repeats all tests of this program in a guest whose kernel has control groups of version two, independent of the
+//! kernel on which the tests run.
 
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// In the environment of the tests that run there.
+/// Environment variable of the tests that run in the guest.
 const THERE: &str = "WHIMBREL_VERSION_TWO";
 
-/// Where groups are in it. The guest's virtual machine, which these tests play, is in a scope of a slice, as systemd has it.
+/// Directory of the groups in the guest. Its virtual machine, whose role these tests play, is in a scope of a slice,
+/// as with systemd.
 pub(crate) const ROOT: &str = "/sys/fs/cgroup";
 pub(crate) const SLICE: &str = "/sys/fs/cgroup/machine.slice";
 
-/// Whether this is the guest.
+/// Returns true if this process runs in the guest.
 pub(crate) fn is_this_one() -> bool {
     std::env::var_os(THERE).is_some()
 }
@@ -44,7 +45,7 @@ fn all_of_it_holds_with_groups_of_version_two() {
     assert!(said.contains("version_two::") && !said.contains(" 0 passed"), "{said}");
 }
 
-/// The guest's first program: mounts what there has to be, enters the scope, and becomes the tests.
+/// Returns the guest's first program: it mounts the needed file systems, enters the scope, and becomes the tests.
 fn first_program(tests: &Path) -> String {
     let tests = tests.display();
     format!(
@@ -66,7 +67,7 @@ fn first_program(tests: &Path) -> String {
     )
 }
 
-/// An initial RAM disk with this program, those that it starts, and the libraries of both.
+/// Creates an initial RAM disk with this program, those that it starts, and the libraries of both.
 fn initrd(folder: &Path) -> PathBuf {
     let tree = folder.join("tree");
     let place = |file: &Path| {
@@ -99,7 +100,7 @@ fn initrd(folder: &Path) -> PathBuf {
     initrd
 }
 
-/// All that is in a directory, a name a line, directories before what is in them.
+/// Lists a directory recursively, a name a line, directories before their contents.
 fn list(tree: &Path, directory: &Path, names: &mut String) {
     for entry in fs::read_dir(directory).unwrap().map(Result::unwrap) {
         let path = entry.path();

@@ -15,12 +15,12 @@ use std::process::Command;
 use common::Victim;
 use whimbrel_tracee::{CpuLimit, CpuLimitError, Process};
 
-/// The group in which a thread is, by the kernel's word.
+/// Returns the group of a thread, as the kernel reports it.
 fn group_of(process: &Process, thread: u32) -> String {
     fs::read_to_string(process.path(&format!("task/{thread}/cgroup"))).unwrap()
 }
 
-/// The directory of the group of ours in which a thread is, of either version.
+/// Returns the directory of our group of a thread, of either version.
 fn directory(process: &Process, thread: u32) -> PathBuf {
     let text = group_of(process, thread);
     let group = text.lines().find(|line| line.contains("/whimbrel-cpu-")).unwrap();
@@ -29,18 +29,18 @@ fn directory(process: &Process, thread: u32) -> PathBuf {
     roots.map(|root| PathBuf::from(format!("{root}{group}"))).into_iter().find(|path| path.exists()).unwrap()
 }
 
-/// How often the kernel had the group's threads wait.
+/// Returns how many times the kernel has throttled the group's threads.
 fn waits(group: &Path) -> u64 {
     let counts = fs::read_to_string(group.join("cpu.stat")).unwrap();
     counts.lines().find_map(|line| line.strip_prefix("nr_throttled ")?.parse().ok()).unwrap()
 }
 
-/// A victim of threads that do not mind how slow they are.
+/// Starts a victim with threads that tolerate any slowness.
 fn victim() -> Victim {
     Victim::start(&["general-registers", "nanosleep", "pipe", "plain-calls"])
 }
 
-/// A victim whose threads are limited; none where no control group limits processors.
+/// Starts a victim whose threads are limited; none if no control group limits processors.
 fn limited() -> Option<(Victim, Vec<u32>, CpuLimit)> {
     let victim = victim();
     let main = victim.process.pid();
@@ -95,7 +95,7 @@ fn what_one_that_died_has_left_is_ended() {
     let Some((mut victim, threads, limit)) = limited() else { return };
     limit.set(Some(50_000)).unwrap();
     let group = directory(&victim.process, threads[0]);
-    // As if this process had been killed; and as if that had been before a thread had gone into its group.
+    // As if this process had been killed; and as if that had been before a thread was moved to its group.
     std::mem::forget(limit);
     let empty = group.with_file_name(format!("whimbrel-cpu-{}-1", victim.process.pid()));
     fs::create_dir(&empty).unwrap();
@@ -111,7 +111,7 @@ fn what_one_that_died_has_left_is_ended() {
 /// The next agent and the one that waited for the end of the last one may do so at the same time.
 #[test]
 fn what_was_left_is_ended_by_two_at_once() {
-    // To start a victim takes seconds where there is no other processor than an emulated one.
+    // To start a victim needs seconds if there is only an emulated processor.
     let times = if guest::is_this_one() { 3 } else { 20 };
     for _ in 0..times {
         let Some((mut victim, threads, limit)) = limited() else { return };
@@ -133,7 +133,7 @@ fn what_was_left_is_ended_by_two_at_once() {
     }
 }
 
-/// A group of somebody else's, with a limit of his own on the threads in it; removed when nobody is in it any more.
+/// A group of another program, with its own limit on the threads in it; removed when it has no threads any more.
 struct Others(PathBuf);
 
 impl Drop for Others {
@@ -142,7 +142,7 @@ impl Drop for Others {
     }
 }
 
-/// What somebody else holds the threads to holds as before, when ours is lifted and while it is not.
+/// The limit of another program applies as before, while ours is set and after it is lifted.
 #[test]
 fn the_limit_of_somebody_else_stays() {
     let Some((mut victim, threads, limit)) = limited() else { return };
@@ -176,7 +176,7 @@ fn the_limit_of_somebody_else_stays() {
     victim.assert_well();
 }
 
-/// The process ends while it is limited: nothing is left.
+/// The process ends while it is limited: nothing remains.
 #[test]
 fn a_group_goes_with_its_process() {
     let Some((victim, threads, limit)) = limited() else { return };
@@ -186,7 +186,7 @@ fn a_group_goes_with_its_process() {
     assert!(!group.exists());
 }
 
-/// What cannot be limited is where it was.
+/// Threads that cannot be limited are in their original groups.
 #[test]
 fn a_thread_that_is_not_there_is_an_error_that_changes_nothing() {
     let Some((victim, threads, limit)) = limited() else { return };

@@ -1,4 +1,4 @@
-//! Groups of version two, as the kernel of a guest has them.
+//! Groups of version two, in the kernel of a guest.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,12 +7,12 @@ use whimbrel_tracee::{CpuLimit, CpuLimitError};
 
 use crate::{directory, group_of, guest, limited, victim};
 
-/// A file of a group.
+/// Returns the content of a group's file.
 fn says(group: &Path, file: &str) -> String {
     fs::read_to_string(group.join(file)).unwrap().trim_end().to_owned()
 }
 
-/// The group in which victims are; none but in the guest.
+/// Returns the group of the victims; none outside the guest.
 fn home() -> Option<PathBuf> {
     guest::is_this_one().then(|| PathBuf::from(guest::SLICE).join("vm.scope"))
 }
@@ -21,7 +21,7 @@ fn tell(group: &Path, file: &str, text: &str) {
     fs::write(group.join(file), text).unwrap();
 }
 
-/// A group of somebody else's, removed when nobody is in it any more.
+/// A group of another program, removed when it has no threads any more.
 struct Others(PathBuf);
 
 impl Others {
@@ -37,7 +37,7 @@ impl Drop for Others {
     }
 }
 
-/// The group in which the victim is, which is as it was when the limit is over.
+/// The group of the victim is restored when the limit ends.
 #[test]
 fn the_group_is_as_it_was() {
     let Some(home) = home() else { return };
@@ -50,7 +50,7 @@ fn the_group_is_as_it_was() {
     assert_eq!((group.parent(), says(&group, "cpu.max").as_str()), (Some(&*home), "max 100000"));
     limit.set(Some(250_000)).unwrap();
     assert_eq!(says(&group, "cpu.max"), "6000 24000");
-    // What others hold it to it is held to besides.
+    // The limit of the group itself applies as well.
     limit.set(Some(64_000_000)).unwrap();
     assert_eq!(says(&group, "cpu.max"), "1536000 24000");
     assert_eq!(looks(), ["domain threaded", "cpu", "70000 100000"]);
@@ -61,7 +61,7 @@ fn the_group_is_as_it_was() {
     victim.assert_well();
 }
 
-/// Two guests in one group: the last of them switches off what the first has switched on.
+/// Two guests in one group: the last of them disables the controller that the first has enabled.
 #[test]
 fn the_end_of_one_limit_leaves_another_guest_s() {
     let Some(home) = home() else { return };
@@ -79,7 +79,7 @@ fn the_end_of_one_limit_leaves_another_guest_s() {
     }
 }
 
-/// As libvirt has it: each thread in a group of its own, with a limit of its own.
+/// Groups as with libvirt: each thread in a group of its own, with its own limit.
 #[test]
 fn threads_in_groups_of_their_own_go_back_to_them() {
     let Some(home) = home() else { return };
@@ -112,7 +112,7 @@ fn threads_in_groups_of_their_own_go_back_to_them() {
         assert_eq!(says(&group.0, "cpu.max"), "70000 100000");
         assert_eq!(says(&group.0, "cgroup.subtree_control"), "");
     }
-    // It was on before.
+    // The controller was enabled before.
     assert_eq!(says(&home, "cgroup.subtree_control"), "cpu");
     for thread in &threads {
         tell(&home, "cgroup.threads", &thread.to_string());
@@ -122,7 +122,7 @@ fn threads_in_groups_of_their_own_go_back_to_them() {
     tell(&home, "cgroup.subtree_control", "-cpu");
 }
 
-/// Where the groups above do not hand the controller down, as without a `CPUWeight=`, the error names the group.
+/// The error names the group if the groups above do not delegate the controller, as without a `CPUWeight=`.
 #[test]
 fn a_group_without_the_controller_is_named() {
     if !guest::is_this_one() {

@@ -1,5 +1,5 @@
-//! What the engine wants done on the destination: each effect, and what it needs of the journal, of QEMU and of the
-//! register.
+//! Effects that the engine requests on the destination, and their use of the journal, of QEMU and of the ownership
+//! registry.
 
 use std::time::{Duration, Instant};
 
@@ -21,19 +21,19 @@ use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::machine::Machine;
 use crate::owners;
 
-/// Why an effect could not be done.
+/// Reason for which an effect could not be performed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EffectError {
-    /// The journal did not take the new state.
+    /// The journal did not accept the new state.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The state does not know the event.
+    /// The event is not legal in this state.
     #[error(transparent)]
     Illegal(#[from] Illegal),
 }
 
 impl EffectError {
-    /// The largest epoch that this journal has seen, where it is the epoch that was not taken.
+    /// Returns the largest epoch that this journal has seen, if the error is that the epoch was not accepted.
     pub(crate) fn largest_epoch(&self) -> Option<Epoch> {
         match self {
             Self::Journal(JournalError::OldEpoch { largest, .. }) => Some(*largest),
@@ -123,8 +123,8 @@ impl Machine for Driver {
 }
 
 impl Driver {
-    /// How long ago `cont` had returned, how long that took, and the part of it after the guest was resumed, in
-    /// microseconds; zeros if another agent did it.
+    /// Returns the time since `cont` had returned, the duration of `cont`, and the part of that after the guest was
+    /// resumed, in microseconds; zeros if another agent sent it.
     fn since_continued(&self) -> (u64, u64, Option<u64>) {
         let us = |duration: Duration| duration.as_micros() as u64;
         self.continued.as_ref().map_or((0, 0, None), |continued| {
@@ -150,7 +150,7 @@ impl Driver {
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
         match journal.record_destination(id, state, durability) {
-            // An agent that is started anew discards what was only PREPARED.
+            // An agent that is started anew discards a copy that was only PREPARED.
             Err(error) if matches!(state, DestinationState::Discarded) => {
                 error!(migration = %id, error = crate::chain(&error), "DISCARDED is not in the journal");
                 Ok(())
@@ -172,18 +172,18 @@ impl Driver {
         };
         if !owners::ask_aside(&self.context, &self.terms, request, answered) {
             self.follow_ups.push_back(DestinationEvent::RegisterSays(RegisterAnswer::Unreachable));
-            // The state machine asks again; what waited is asked then.
+            // The state machine asks again; the waiting request is sent then.
             drop(self.register.answered());
         }
     }
 
     fn cont(&mut self) {
         self.look_whether_trusted();
-        // Nobody has run it yet: the source has all that is right.
+        // No vCPU has run this copy yet: the source's memory is right.
         let is_first = matches!(self.state, DestinationState::Starting { again: false, .. });
         let untrusted = self.untrusted_said().filter(|_| is_first);
         let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
-        // Gone before it was told anything: no vCPU has run.
+        // QEMU exited before it received a command: no vCPU has run.
         if !vm.process.is_alive() && is_first {
             return self.follow_ups.push_back(DestinationEvent::ContFailed);
         }
@@ -197,7 +197,7 @@ impl Driver {
         self.hear_of_cont();
     }
 
-    /// What became of `cont`, as soon as that is known.
+    /// Processes the outcome of `cont`, as soon as it is known.
     pub(super) fn hear_of_cont(&mut self) {
         let began = self.go_heard.unwrap_or_else(Instant::now);
         let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
@@ -207,13 +207,13 @@ impl Driver {
                 self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
                 DestinationEvent::Contd { missing: vm.traces.awaited.is_some() }
             }
-            // QEMU itself said no before any vCPU ran: `cont` takes the disks first.
+            // QEMU refused before any vCPU ran: `cont` acquires the disks first.
             Err(error) if error.is_refusal() && vm.says_that_it_is_paused() => {
                 self.reason = Some(format!("QEMU does not continue: {error}"));
                 DestinationEvent::ContFailed
             }
             Err(_) if !vm.process.is_alive() => DestinationEvent::QemuDied,
-            // Whether it ran is not known: after a while this looks again as a restarted agent would.
+            // It is not known whether the guest ran: after a while this driver queries QEMU as a restarted agent would.
             Err(error) => {
                 error!(error = crate::chain(&error), "`cont` was not answered");
                 self.look_again = true;
@@ -226,7 +226,7 @@ impl Driver {
     fn announce(&mut self) {
         let Some(vm) = &mut self.vm else { return };
         if let Err(error) = vm.qmp().and_then(qemu::control::announce_self) {
-            // One that waits for a page does it when it has that.
+            // A QEMU that waits for a page announces the guest once the page is there.
             warn!(
                 error = crate::chain(&error),
                 "QEMU does not announce the guest yet; switches learn by themselves"
@@ -234,7 +234,7 @@ impl Driver {
         }
     }
 
-    /// Whoever has a VM that is this host's may do with it as he likes.
+    /// Releases QEMU, because the VM belongs to this host now, and its users may control it.
     pub(crate) fn let_go(&self) {
         if let Some(vm) = &self.vm
             && let Err(error) = vm.release()
@@ -250,7 +250,7 @@ impl Driver {
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }
-        // Ends their servers.
+        // This ends the images' servers.
         self.images = Images::default();
         let traces = if let Some(vm) = self.vm.take() {
             vm.discard()
@@ -259,7 +259,7 @@ impl Driver {
             traces.remove();
             traces
         };
-        // A guest that may have run has left its marks on its disks.
+        // A guest that may have run may have written to its disks.
         if !matches!(self.state, DestinationState::Crashed { .. }) {
             let images = traces.remove_images();
             self.left_behind = (!images.is_empty()).then_some(Left { traces, images });

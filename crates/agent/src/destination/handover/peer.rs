@@ -1,4 +1,4 @@
-//! Talking to the source: what it says becomes an event, what it is told, and what it is asked.
+//! Communication with the source: messages from it become events; answers and questions are sent to it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,12 +19,12 @@ use crate::machine::Machine;
 use crate::peers;
 
 impl Driver {
-    /// Tells the source that its VM may come.
+    /// Sends the acceptance to the source.
     pub(crate) fn accept(&mut self, acceptance: Acceptance) {
         self.say(&Message::Accept(acceptance));
     }
 
-    /// Nothing came of it: tells the source why, and undoes PREPARED.
+    /// Rejects the migration: sends the reasons to the source, and undoes PREPARED.
     pub(crate) fn reject(mut self, findings: Vec<Finding>, largest_epoch: Option<Epoch>) {
         let blockers = findings.iter().filter(|finding| finding.severity == Severity::Blocker);
         let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
@@ -37,10 +37,10 @@ impl Driver {
         }
     }
 
-    /// What concerns the handover names its epoch and holds on whatever connection it comes; the rest belongs to the
-    /// control stream.
+    /// Processes a message of the source. Messages of the handover name their epoch and are valid on any connection;
+    /// all others belong to the control stream.
     pub(super) fn message(&mut self, link: u64, message: Message) {
-        // Up to READY, and no further: what is loaded then is nobody's to touch, and may run.
+        // They are valid up to READY and no further: after that the loaded copy must not be touched, and may run.
         let arriving = self.control == Some(link) && self.state == DestinationState::Prepared;
         let event = match message {
             Message::Go { epoch, incarnation, run } => {
@@ -80,14 +80,14 @@ impl Driver {
         }
     }
 
-    /// Whether pages are to come on the streams that belong to this connection, whatever else is decided.
+    /// True if pages may arrive on the streams that belong to this connection, whatever else is decided.
     fn awaits_on(&self, link: u64) -> bool {
         self.control == Some(link) && self.awaiting.is_some()
     }
 
-    /// Something came where it has no place. From a connection that has been replaced it comes late, and means nothing.
-    /// So does what a source sends that has not heard yet what became of its migration here: this host was booted anew, for
-    /// one.
+    /// Handles a message that is not valid in this state. It is ignored if it arrives late from a replaced connection.
+    /// The connection is closed if the source does not know yet that its migration ended here, for example because this
+    /// host was rebooted.
     pub(super) fn does_not_belong(&mut self, link: u64, what: &str) {
         if !self.links.contains_key(&link) {
             return;
@@ -99,8 +99,8 @@ impl Driver {
         self.hang_up(link);
     }
 
-    /// The source does not keep to the protocol: it is not listened to any more on that connection, and what nobody
-    /// counts on yet ends.
+    /// Closes a connection on which the source violates the protocol, and fails the migration if neither host depends
+    /// on this copy yet.
     fn broken_protocol(&mut self, link: u64, what: &str) {
         warn!(migration = %self.terms.migration, what, "the source does not keep to the protocol");
         if let Some((_, handle)) = self.links.remove(&link) {
@@ -110,7 +110,7 @@ impl Driver {
             self.fail(what);
         }
     }
-    /// Says something on all connections of the source: which of them it still reads is not known.
+    /// Sends a message on all connections of the source, because it is not known which of them the source still reads.
     pub(crate) fn say(&mut self, message: &Message) {
         self.links.retain(|_, (writer, _)| writer.send(message).is_ok());
     }
@@ -139,13 +139,13 @@ impl Driver {
     }
 }
 
-/// A message's name in the protocol.
+/// Returns a message's name in the protocol.
 fn kind(message: &Message) -> String {
     let value = serde_json::to_value(message).unwrap_or_default();
     value["type"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Asks the source's journal, which may know no more and ask back.
+/// Asks the source's agent for the state in its journal; it may not know either, and ask back.
 fn question(
     context: &crate::context::Context,
     terms: &engine::handover::Terms,

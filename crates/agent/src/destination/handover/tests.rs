@@ -1,4 +1,4 @@
-//! A destination's driver against a peer that says what the test wants.
+//! Tests of the destination's driver against a peer that sends the messages of the test.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
@@ -15,7 +15,8 @@ use crate::journal::{Durability, State};
 use crate::progress::Publisher;
 use crate::testing::{PATIENCE, Peer, Qemu, SlowRegister, World, host, id, proposal, terms};
 
-/// A driver of the first migration, which the journal has in this state, and the source's end of a connection.
+/// Returns a driver of the first migration, which is in the journal in this state, and the source's end of a
+/// connection.
 fn driver(world: &World, state: DestinationState, vm: Option<Arriving>) -> (Driver, Peer) {
     driver_of(world, terms("b", "a"), state, vm)
 }
@@ -93,7 +94,7 @@ fn what_comes_late_on_an_older_connection_is_passed_over() {
     assert_eq!(driver.state, DestinationState::Prepared);
 }
 
-/// Whoever made it would wait for an answer that nobody gives.
+/// Otherwise the source would wait for an answer that is never sent.
 #[test]
 fn a_control_stream_of_an_old_generation_is_closed() {
     let world = World::new();
@@ -116,7 +117,7 @@ fn what_the_journal_did_not_take_is_taken_again() {
         driver(&world, DestinationState::Ready { incarnation, run: true }, Some(vm));
     world.context.journal.refuse_writes(true);
     driver.notice(Notice::Event(DestinationEvent::QemuDied));
-    // Nor does it take what is said meanwhile, which does not make that forgotten.
+    // Messages that are received in between are not applied either, and do not replace the pending event.
     driver.notice(Notice::Event(DestinationEvent::OperatorDecides(Decision::RunHere { force: false })));
     assert_eq!(world.state().name(), "ready");
     world.context.journal.refuse_writes(false);
@@ -145,7 +146,7 @@ fn the_source_is_asked_again_for_what_the_journal_did_not_take() {
     assert!(qemu.monitor().running);
 }
 
-/// Meanwhile an operator may have given it to the source, also against the register.
+/// In between an operator may have assigned the VM to the source, also against the registry.
 #[test]
 fn the_register_is_asked_again_for_what_the_journal_did_not_take() {
     let (asked, questions) = mpsc::channel();
@@ -188,7 +189,7 @@ fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
     assert_eq!(world.state(), State::Destination(ready));
 }
 
-/// It would be held again, or be written to.
+/// Otherwise QEMU would be held again, or be written to.
 #[test]
 fn what_belongs_before_ready_has_no_place_after_it() {
     let state = Message::DeviceState { bytes: 1, digest: String::new() };
@@ -215,7 +216,7 @@ fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
     qemu.monitor().ignores = Some("cont");
     let settled = thread::spawn(move || driver.settle());
     source.say(&go(&incarnation));
-    // Again and again.
+    // The command is repeated.
     qemu.heard("cont", 2);
     source.say(&Message::Ping);
     source.hear_until(|message| *message == Message::Pong);
@@ -224,7 +225,7 @@ fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
 }
 
-/// GO is said to a driver whose QEMU does not answer `cont` yet; it hears what is said meanwhile.
+/// Sends GO to a driver whose QEMU does not answer `cont` yet; the driver still processes messages.
 fn goes_while_cont_waits(
     world: &World,
     qemu: &Qemu,
@@ -244,7 +245,7 @@ fn goes_while_cont_waits(
     (settled, source)
 }
 
-/// The page that it waits for comes over connections that somebody has to answer here.
+/// The page arrives over connections that the driver has to answer.
 #[test]
 fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
     let world = World::new();
@@ -259,7 +260,7 @@ fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
     assert_eq!(qemu.monitor().heard.iter().filter(|heard| *heard == "cont").count(), 1);
 }
 
-/// It never ran, which is known however long it took to say so: the source goes on with it.
+/// The guest never ran, however late QEMU answers: the source resumes it.
 #[test]
 fn a_cont_that_is_refused_late_gives_the_guest_back() {
     let world = World::new();
@@ -329,7 +330,7 @@ fn an_epoch_that_is_not_new_is_refused_with_the_largest() {
     assert_eq!(error.largest_epoch(), Some(Epoch(9)), "{error}");
 }
 
-/// A source that was started anew without its QEMU asks again and again, and will never send the rest.
+/// A source that was started anew without its QEMU asks again and again, and will never send the remaining state.
 #[test]
 fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
     let world = World::patient(None, "give_up_after_ms = 500\n");
@@ -348,13 +349,13 @@ fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
     assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
 }
 
-/// Storage that does not let an image go holds up nobody; it is named, and tried again.
+/// Storage that fails to remove an image delays no migration; the image is reported, and tried again.
 #[test]
 fn an_image_that_stays_is_named_until_it_is_gone() {
     let world = World::new();
     let (driver, mut source) = driver(&world, DestinationState::Prepared, None);
     let image = world.folder.path().join("web@1-disk0.raw");
-    // Cannot be removed as a file is.
+    // A directory cannot be removed as a file is.
     std::fs::create_dir(&image).unwrap();
     let mut traces = Traces::plan(&world.context.config, &id(1));
     traces.images.push(image.clone());
@@ -372,7 +373,7 @@ fn an_image_that_stays_is_named_until_it_is_gone() {
     crate::testing::eventually("it is gone", || record().message.unwrap().contains("nothing is left here"));
 }
 
-/// Nobody knows whether it has run: the images stay, and are not called those of a VM that has.
+/// It is not known whether the guest has run: the images stay, and are not reported as those of a VM that has run.
 #[test]
 fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     let world = World::new();
@@ -391,12 +392,12 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     assert!(message.contains("nobody knows") && message.contains("if not, those at b"), "{message}");
 }
 
-/// What an agent has of a guest with a page that was there before it came.
+/// Returns the awaited trace of a guest with a page that was present before it arrived.
 fn untrusted(world: &World) -> crate::destination::AwaitedTrace {
     awaited(world, &serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false}))
 }
 
-/// What an agent has of a guest whose pages are to come.
+/// Returns the awaited trace of a guest with missing pages.
 fn awaited(world: &World, untrusted: &serde_json::Value) -> crate::destination::AwaitedTrace {
     let trace = serde_json::json!({
         "descriptor": 9999, "ledger": world.folder.path().join("awaited"), "regions": [],
@@ -428,12 +429,12 @@ fn a_guest_with_a_page_that_cannot_be_trusted_is_stopped_once_and_told_of() {
     let (qemu, mut vm, incarnation) = arrived(&world);
     vm.traces.awaited = Some(untrusted(&world));
     let (mut driver, mut source) = driver(&world, DestinationState::Completing { incarnation }, Some(vm));
-    // All has come; but the source is needed until it is stopped.
+    // All pages have arrived; but the source is needed until the guest is stopped.
     driver.found_complete = true;
     qemu.monitor().ignores = Some("stop");
     let settled = thread::spawn(move || driver.settle());
     qemu.heard("stop", 2);
-    // It may wait for pages that only come when new connections are answered.
+    // The `stop` may wait for pages that only arrive if new connections are answered.
     source.say(&Message::Ping);
     source.hear_until(|message| *message == Message::Pong);
     let State::Destination(state) = world.state() else { panic!("no destination") };

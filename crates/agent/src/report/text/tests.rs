@@ -164,7 +164,7 @@ fn of_very_many_rounds_the_first_and_the_last_are_shown() {
     assert!(!rounds(&[]).contains("not shown"));
 }
 
-/// With numbers as large as they come, but for the length of a VM's name, paths and reasons.
+/// All numbers have their largest size; the length of a VM's name, of paths and of reasons is not limited.
 #[test]
 fn text_fits_on_a_terminal() {
     let mut report = sample();

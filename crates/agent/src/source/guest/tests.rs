@@ -50,7 +50,7 @@ fn what_the_guest_says_counts() {
     let id = question.id;
     says(&mut far, &format!("begin {id} 1\nmemory 0+200\nnote slow today\nfree 1+2 100000+3\ncache 9+1\n"));
     says(&mut far, &format!("end {id}\n"));
-    // The end of the channel is what tells.
+    // The end of the channel is the signal.
     assert!(done.recv().is_err());
     assert_eq!((soft.pages(), guest.answers().0, guest.is_asked()), ((5, 1), 1, false));
     assert_eq!(soft.cache()[1].runs().next(), Some(9..10));
@@ -59,7 +59,7 @@ fn what_the_guest_says_counts() {
         (heard.answers, heard.poisoned, heard.notes),
         (1, false, vec!["in the guest: slow today".to_owned()])
     );
-    // What was free is so as long as no look finds it written.
+    // A free page stays free as long as no scan finds it written.
     let _done = guest.ask(true).unwrap();
     assert_eq!(soft.pages(), (5, 0));
     assert!(hears(&mut far).give_back);
@@ -75,7 +75,7 @@ fn a_kernel_that_looks_at_free_pages_keeps_them() {
     assert_eq!((soft.pages(), guest.heard().poisoned), ((0, 1), true));
 }
 
-/// Whatever it does, what it said before it went wrong does not count, and nobody waits for it again.
+/// No hint of a wrong answer counts, not even one before the error, and the guest is not waited for again.
 #[test]
 fn a_guest_that_answers_wrongly_is_left_alone() {
     for wrong in ["free x\n", "begin 7 1\n", "end 7\n", "\u{7f}\n", "free 2+1\n", &"free 1+1".repeat(600)] {
@@ -102,7 +102,8 @@ fn another_version_is_told_of() {
     assert!(guest.heard().notes[0].contains("version 2"));
 }
 
-/// What somebody before has left in the port begins anywhere, and may be an answer to a question like this one.
+/// Data for an earlier client that is left in the port begins anywhere, and may be an answer to a question like this
+/// one.
 #[test]
 fn answers_to_questions_of_others_do_not_count() {
     let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
@@ -126,7 +127,7 @@ fn a_silent_guest_is_waited_for_once() {
     assert!(guest.ask(false).is_none());
 }
 
-/// Giving back takes longer, which says nothing of what is asked otherwise.
+/// An answer that gives back pages needs longer, which does not predict other answers.
 #[test]
 fn how_long_giving_back_takes_does_not_count() {
     let (guest, _soft, mut far) = guest(Cache::None, PATIENCE);
@@ -141,7 +142,7 @@ fn how_long_giving_back_takes_does_not_count() {
     assert_eq!(answers(true), (2, took));
 }
 
-/// A question that another one has come after is not asked, and what comes of the answer to an earlier one does not count.
+/// A question that a later one replaces is not asked, and the answer to an earlier one does not count.
 #[test]
 fn the_last_question_is_the_one_that_is_asked() {
     let (guest, soft, mut far) = guest(Cache::None, PATIENCE);

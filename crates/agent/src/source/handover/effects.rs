@@ -1,5 +1,4 @@
-//! What the engine wants done on the source: each effect, and what it needs of the journal, of QEMU and of the
-//! register.
+//! Effects that the engine demands on the source, and their use of the journal, of QEMU and of the ownership registry.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,16 +21,16 @@ use crate::source::slowing::Slowing;
 use crate::source::vm::{SourceVm, VmError};
 use crate::{disks, owners, vms};
 
-/// Why an effect could not be done.
+/// Error of an effect that failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EffectError {
-    /// The journal did not take the new state.
+    /// The journal did not record the new state.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// QEMU did not do what it was told.
+    /// QEMU failed, or refused a command.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// The state does not know the event.
+    /// The event is illegal in the present state.
     #[error(transparent)]
     Illegal(#[from] Illegal),
     /// A migration without its proposal cannot begin.
@@ -101,10 +100,10 @@ impl Machine for Driver {
                 self.later = None;
                 match self.vm.take() {
                     Some(vm) => vm.quit(),
-                    // An agent before this one may have died between ending QEMU and tidying up after it.
+                    // An agent before this one may have died after it ended QEMU and before it removed QEMU's files.
                     None => vms::remove_leavings(&self.context, &self.terms.migration.vm),
                 }
-                // Nobody is in the groups any more.
+                // The groups have no threads left.
                 self.slowing = None;
                 disks::forget_cached(self.left_images());
             }
@@ -113,7 +112,7 @@ impl Machine for Driver {
                 self.later = None;
                 let disks = self.cargo.take().and_then(memory::Cargo::into_disks);
                 self.inbox.interrupts(None);
-                // Held for a handover that did not come about; a guest that is to run was let go by its `cont`.
+                // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
                     warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
                 }
@@ -121,7 +120,7 @@ impl Machine for Driver {
                     vm.end_left_limit();
                     vm.forget_state_file();
                     self.still_records = !vm.forget_recording(disks);
-                    // Of an agent before this one; this one's are gone by now.
+                    // Sockets of an agent before this one; this agent's are gone by now.
                     let _ = std::fs::remove_file(self.disk_socket());
                     block::image::end_unused(&self.compare_socket());
                 }
@@ -134,7 +133,7 @@ impl Machine for Driver {
             SourceEffect::Answer(verdict) => {
                 let message = Message::Verdict { epoch: self.terms.epoch(), verdict: verdict.clone() };
                 match self.asker.take() {
-                    // Whoever asked may be gone; it will ask again.
+                    // The asking peer may be gone; it will ask again.
                     Some(asker) => drop(asker.try_send(message)),
                     None => self.tell(&message),
                 }
@@ -148,7 +147,7 @@ impl Machine for Driver {
 }
 
 impl Driver {
-    /// The guest's processors are as fast as ever.
+    /// Lifts the throttle of the guest's processors.
     pub(in crate::source) fn lift_slowing(&mut self) {
         if let Some(Err(error)) = self.slowing.as_mut().map(Slowing::lift) {
             warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's processors stay slow");
@@ -169,17 +168,17 @@ impl Driver {
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
         match journal.record_source(id, state, durability) {
-            // Room for it was kept, so that it is not a full disk but a broken one. The journal has no COMMITTED, so
-            // that a restart aborts too: going on without the entry risks nothing but a host that fails before the
-            // entry can be made. A guest that stands still for ever is worse. The destination is told all the same: a
-            // copy that is thrown away is one that nobody can start.
+            // Space for the entry was reserved, so the cause is not a full disk but a broken one. The journal has no
+            // COMMITTED, so a restart aborts too: to continue without the entry risks nothing unless the host fails
+            // before the entry can be made. A guest that is stopped for ever is worse. The destination is informed all
+            // the same: a copy that is discarded is one that cannot be started.
             Err(error) if matches!(state, SourceState::Aborting | SourceState::Aborted) => {
                 error!(migration = %id, error = crate::chain(&error), "ABORTED is not in the journal yet");
                 self.unjournalled = Some(state.clone());
                 Ok(())
             }
             Err(error) => Err(error.into()),
-            // It stands above what was to be entered before it.
+            // This entry supersedes the one that could not be recorded before.
             Ok(()) => {
                 self.unjournalled = None;
                 Ok(())
@@ -195,7 +194,7 @@ impl Driver {
         }
     }
 
-    /// Nobody waits for what becomes of an offer; one is on its way at a time, and the state repeats it.
+    /// Sends an offer without waiting for its result. One offer is in progress at a time, and the state repeats it.
     fn offer(&mut self, request: RegisterRequest) {
         if self.offering.swap(true, Ordering::AcqRel) {
             return;
@@ -219,7 +218,7 @@ impl Driver {
         };
         if !owners::ask_aside(&self.context, &self.terms, request, answered) {
             self.follow_ups.push_back(SourceEvent::RegisterSays(RegisterAnswer::Unreachable));
-            // The state machine asks again; what waited is asked then.
+            // The state machine asks again; a waiting question is sent then.
             drop(self.register.answered());
         }
     }

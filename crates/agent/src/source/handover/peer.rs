@@ -1,4 +1,4 @@
-//! Talking to the destination once ownership is at stake: what it says becomes an event, and what it is told.
+//! Messages to and from the destination once ownership is at stake: its messages become events.
 
 use std::sync::Arc;
 use std::thread;
@@ -20,14 +20,14 @@ use crate::source::inbox::{Notice, Reply};
 use crate::source::phases::{Control, unexpected};
 
 impl Driver {
-    /// The destination asks on a connection of its own, on which it waits for the answer.
+    /// Handles a question that the destination asks on a connection of its own, on which it waits for the answer.
     pub(crate) fn asked(&mut self, epoch: Epoch, reply: Reply) {
         self.asker = Some(reply);
         self.take(&SourceEvent::Asked { epoch });
         self.asker = None;
     }
 
-    /// What concerns the handover names its epoch and holds on whatever connection it comes.
+    /// Handles a message. Messages about the handover name their epoch and are valid on every connection.
     pub(super) fn message(&mut self, link: Option<u64>, message: Message) {
         self.contact.heard = Instant::now();
         let own = self.terms.epoch();
@@ -47,7 +47,7 @@ impl Driver {
             Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us, untrusted } => {
                 if epoch == own {
                     self.came_untrusted(untrusted);
-                    // An agent that was started anew does not know how many sets of connections there were.
+                    // An agent that restarted does not know how many sets of connections there were.
                     self.generation = self.generation.max(generation);
                     self.running(continue_us, since_us, resumed_us);
                 }
@@ -77,8 +77,8 @@ impl Driver {
         }
     }
 
-    /// The destination does not keep to the protocol: it is not listened to any more on that connection, and what is
-    /// not committed ends.
+    /// Handles a violation of the protocol by the destination: its connection is closed, and a migration that is not
+    /// committed ends.
     fn broken_protocol(&mut self, link: Option<u64>, what: &str) {
         warn!(migration = %self.terms.migration, what, "the destination does not keep to the protocol");
         if link.is_some_and(|link| self.is_control(link)) {
@@ -90,7 +90,7 @@ impl Driver {
         }
     }
 
-    /// RUNNING came: what the guest's standstill was made of.
+    /// Handles RUNNING: computes the parts of the guest's downtime.
     pub(super) fn running(&mut self, continue_us: u64, since_us: u64, resumed_us: Option<u64>) {
         if self.clock.stopped_at.is_none() || self.clock.measured.total_us > 0 {
             return;
@@ -102,7 +102,7 @@ impl Driver {
         let downtime = Downtime::from_measured(measured);
         let known =
             downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
-        // Where pages come after the guest, loading waits for some of them.
+        // With post-copy, loading includes the wait for some pages.
         if self.later.is_none() {
             let cost = FixedCost {
                 stop_ns: downtime.stop_us * 1000,
@@ -116,7 +116,7 @@ impl Driver {
         self.telemetry.update(|progress| progress.downtime_us = Some(downtime.total_us));
         self.note("running", "");
         if self.later.is_some() {
-            // It goes on for a while: an agent that is started anew is to know what was before it.
+            // Post-copy lasts for a while: an agent that restarts needs the report of everything before it.
             let report = self.controls.report(|report| report.clone());
             if let Err(error) = self.context.journal.put_report(&report) {
                 warn!(error = crate::chain(&error), "the report is not in the journal yet");
@@ -124,8 +124,8 @@ impl Driver {
         }
     }
 
-    /// Says something to the destination, over the control stream or, when that is gone, over a connection of its own.
-    /// If there is no way, the state's repetition will find one.
+    /// Sends a message to the destination, over the control stream or, if that is lost, over a new connection. If
+    /// neither works, the state's repetition tries again.
     pub(super) fn tell(&mut self, message: &Message) {
         if self.control.is_none() {
             match self.connect(Purpose::Handover { migration: self.terms.migration.clone() }) {
@@ -144,7 +144,7 @@ impl Driver {
         }
     }
 
-    /// Opens a connection to the destination; a thread reads from it into the inbox.
+    /// Opens a connection to the destination; a thread passes its messages to the inbox.
     pub(crate) fn connect(&mut self, purpose: Purpose) -> Result<Control, peers::PeerError> {
         let connection = peers::connect(&self.context, &self.terms.destination, None, purpose)?;
         let handle = connection.handle();
@@ -170,8 +170,8 @@ impl Driver {
         Ok(Control { writer, handle, link })
     }
 
-    /// Tells the destination that this epoch is aborted. A thread goes on trying for a while if it cannot be reached:
-    /// it would find out by itself, but later.
+    /// Informs the destination that this epoch is aborted. If it cannot be reached, a thread retries for a while: the
+    /// destination would find out by itself, but later.
     pub(super) fn send_abort(&mut self) {
         let reason = self.telemetry.now().message.unwrap_or_default();
         let message = Message::Abort { epoch: self.terms.epoch(), reason };

@@ -1,5 +1,5 @@
-//! Post-copy after COMMITTED: connections that were cut are made anew for as long as the destination needs pages, by the
-//! agent that began it or by the next one.
+//! Post-copy after COMMITTED: connections that were cut are made anew for as long as the destination needs pages, by
+//! the agent that began post-copy or by the next one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,17 +18,18 @@ use crate::source::serving::Later;
 use crate::source::{Details, Driver, SourceVm};
 
 impl Driver {
-    /// What the destination was told by an agent before this one.
+    /// Sets the proposal that an agent before this one sent to the destination.
     pub(crate) fn proposed(&mut self, proposal: Option<Proposal>) {
         self.proposal = proposal;
     }
 
-    /// As [`found`](Self::found); pages that the destination's guest may need can be read again.
+    /// Attaches the VM like [`found`](Self::found); the pages that the destination's guest may need become readable
+    /// again.
     pub(crate) fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> Found {
         let later = details.and_then(|details| details.later.as_ref());
         if let Some(regions) = later.filter(|_| self.may_be_needed()) {
             let regions: Vec<_> = regions.iter().map(ram::KeptRegion::region).collect();
-            // This driver has nothing else to do yet, and the destination's guest may wait for it.
+            // This driver has nothing else to do yet, and the destination's guest may be waiting for its memory.
             while vm.is_alive() {
                 match ::memory::open_source(&vm.process, &regions) {
                     Ok(readers) => {
@@ -38,7 +39,7 @@ impl Driver {
                             self.telemetry.left(),
                             Arc::clone(&self.controls.rate),
                         );
-                        // How the one before pushed cannot be gone on with: what it had learnt is gone with it.
+                        // The earlier agent's push policy cannot be continued: its measurements are lost.
                         later.before = self.controls.report(|report| {
                             report.traces.others.push = None;
                             report.post_copy.unwrap_or_default()
@@ -57,14 +58,14 @@ impl Driver {
         self.found(vm)
     }
 
-    /// Nothing more goes over these connections.
+    /// Handles the end of post-copy over a set of connections.
     pub(super) fn serving_ended(&mut self, error: String) {
         let Some(serving) = self.later.as_mut().and_then(|later| later.serving.take()) else { return };
         drop(serving);
         if let Some(later) = &mut self.later {
             later.lost = Some(error);
         }
-        // Should this agent die before the next connections are there, the report has what was decided so far.
+        // If this agent dies before the next connections exist, the report has the decisions made until now.
         self.note_served();
         let report = self.controls.report(|report| report.clone());
         if let Err(error) = self.context.journal.put_report(&report) {
@@ -72,7 +73,8 @@ impl Driver {
         }
     }
 
-    /// Whether the destination may need pages that are here. Whoever has the guest in the end, to read them harms nobody.
+    /// Returns true if the destination may need pages that only the source has. To read them does no harm, no matter
+    /// which host owns the guest in the end.
     fn may_be_needed(&self) -> bool {
         matches!(
             self.state,
@@ -82,13 +84,14 @@ impl Driver {
         )
     }
 
-    /// Makes connections anew where the destination may need pages and there are none.
+    /// Makes new connections if the destination may need pages and there are none.
     pub(super) fn serve_again(&mut self) {
         let is_cut = self.later.as_ref().is_some_and(Later::is_cut);
         if !is_cut || !self.may_be_needed() {
             return;
         }
-        // When all pages are there, the destination ends them and says so in the next moment: then nothing was lost.
+        // When the destination has all pages, it closes the connections and reports that a moment later: then nothing
+        // was lost.
         if let Some(error) = self.later.as_mut().and_then(|later| later.lost.take()) {
             self.note("link-lost", error);
         }
@@ -121,7 +124,7 @@ impl Driver {
                 Some(Notice::Message { link: Some(from), message: Message::Resumed }) if from == link => {
                     break;
                 }
-                // Whatever else it says, or has said, means what it always does.
+                // All other messages, earlier ones included, keep their usual meaning.
                 Some(notice) => self.notice(notice),
                 None => {
                     return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
@@ -139,7 +142,7 @@ impl Driver {
         let saving = Saving { packing: later.packing.clone(), ..Saving::default() };
         let sender = Sender::saving(later.readers.clone(), saving, streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
-        // The guest does not run here any more.
+        // The guest has left this host.
         sender.handle().gives_way_by(0);
         self.telemetry.follow(Some(sender.handle()));
         later
@@ -147,7 +150,7 @@ impl Driver {
             .map_err(|error| Failure::local("no thread to send pages in", &error))
     }
 
-    /// The destination found a page of the guest there that was to come, and has stopped the guest.
+    /// Records that the destination found a page present that post-copy was to send, and has stopped the guest.
     pub(super) fn came_untrusted(&mut self, page: Option<WantedPage>) {
         let Some(page) = page.filter(|_| !self.came_untrusted) else { return };
         self.came_untrusted = true;
@@ -158,7 +161,7 @@ impl Driver {
         self.because(&said);
     }
 
-    /// What was sent so far, and why so, is in the report.
+    /// Updates the report with the pages sent until now and the policy's decisions.
     pub(super) fn note_served(&mut self) {
         let Some(later) = &self.later else { return };
         self.controls.report(|report| {

@@ -1,4 +1,4 @@
-//! A source's driver against a peer that says what the test wants.
+//! Tests of a source's driver against a peer that sends what the test specifies.
 
 mod lost;
 
@@ -44,7 +44,7 @@ fn aims() -> Aims {
     }
 }
 
-/// A driver of the first migration, which the journal has in this state.
+/// Returns a driver of the first migration, which the journal has in this state.
 fn driver(world: &World, state: SourceState, qemu: Option<&Qemu>) -> (Driver, Mailbox, Arc<Controls>) {
     driver_of(world, terms("a", "b"), state, qemu)
 }
@@ -71,7 +71,7 @@ fn incarnation() -> Incarnation {
     Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
 }
 
-/// The guest runs at the destination.
+/// Returns the message that the guest runs at the destination.
 fn running() -> Message {
     Message::Running {
         epoch: Epoch(1),
@@ -131,7 +131,7 @@ fn a_control_stream_that_is_lost_between_two_rounds_ends_nothing_while_the_guest
         driver.take_notices().unwrap();
         thread::yield_now();
     }
-    // One that stands still does not wait for another.
+    // A stopped guest does not wait for a new control stream.
     let failure = driver.take_last_notices().unwrap_err();
     assert_eq!(failure.event, SourceEvent::PeerLost);
     assert!(failure.reason.starts_with("the control stream was lost"), "{}", failure.reason);
@@ -139,7 +139,7 @@ fn a_control_stream_that_is_lost_between_two_rounds_ends_nothing_while_the_guest
     assert_eq!(reason, failure.reason);
 }
 
-/// New connections after a cut: the control stream, and one for data.
+/// Accepts the new connections after a cut: the control stream, and one for data.
 fn mended(world: &World) -> [Peer; 2] {
     let mut control = world.accept();
     assert_eq!(control.hear(), Message::Resume);
@@ -147,7 +147,7 @@ fn mended(world: &World) -> [Peer; 2] {
     [control, world.accept()]
 }
 
-/// While the guest's memory began to be watched, for example, which may take seconds.
+/// This happens, for example, while the tracking of the guest's memory begins, which may last seconds.
 #[test]
 fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
     let world = World::new();
@@ -169,7 +169,7 @@ fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
     assert_eq!(controls.report(|report| report.reconnections), 1);
 }
 
-/// What is in them only saves something; the cut is mended before anything is sent.
+/// Their content only saves bytes; the cut is mended before anything is sent.
 #[test]
 fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without() {
     let world = World::new();
@@ -197,7 +197,7 @@ fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without()
     assert_eq!(controls.report(|report| report.reconnections), 1);
 }
 
-/// The guest stands still meanwhile.
+/// The guest is stopped in the meantime.
 #[test]
 fn a_comparison_ends_however_fast_the_destination_answers() {
     let world = World::new();
@@ -267,7 +267,7 @@ fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_noth
 fn go_waits_until_it_was_looked_whether_qemu_is_held() {
     let world = World::new();
     let (mut driver, _, controls) = driver(&world, STOPPED, None);
-    // There is nothing to hold: the effect fails after COMMITTED was journalled.
+    // There is no QEMU to freeze: the effect fails after COMMITTED was journalled.
     driver.take(&SourceEvent::Ready { epoch: Epoch(1), incarnation: incarnation() });
     assert_eq!(world.state(), State::Source(committed()));
     let settled = thread::spawn(move || driver.settle());
@@ -281,7 +281,7 @@ fn go_waits_until_it_was_looked_whether_qemu_is_held() {
     settled.join().unwrap();
 }
 
-/// What the destination did after `cont` is not a part of the time that the guest stood still.
+/// The destination's work after `cont` is no part of the downtime.
 #[test]
 fn the_guest_stood_still_until_cont_returned() {
     let world = World::new();
@@ -346,7 +346,7 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     let (reply, replied) = mpsc::sync_channel(1);
     mailbox.put(Notice::Asked { epoch: Epoch(1), reply });
     let settled = thread::spawn(move || driver.settle());
-    // By its place in the row, the answer comes after all the repetitions.
+    // The answer follows all the repetitions, by its place in the queue.
     let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Undecided };
     assert_eq!(replied.recv_timeout(crate::testing::PATIENCE).unwrap(), verdict);
     questions.recv_timeout(crate::testing::PATIENCE).unwrap();
@@ -381,7 +381,7 @@ fn one_offer_is_on_its_way_at_a_time() {
 fn what_could_not_be_entered_is_not_entered_over_what_came_after() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Aborting, None);
-    // The journal did not take it when it came about.
+    // The journal did not record the state when it was entered.
     driver.unjournalled = Some(SourceState::Aborting);
     driver.take(&SourceEvent::Continued);
     assert_eq!(driver.settle(), SourceState::Aborted);
@@ -430,7 +430,7 @@ fn a_rejected_epoch_teaches_a_larger_one() {
     let vm = crate::testing::vm();
     assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(42));
 
-    // But not that there are none left.
+    // But it does not teach one that leaves no further epochs.
     let world = World::new();
     let (mut driver, ..) = self::driver(&world, SourceState::Prepared { run: true }, None);
     driver.proposal = Some(crate::testing::proposal());

@@ -1,4 +1,4 @@
-//! The way through memory: what goes in which round.
+//! Scheduler of passes: which pages are sent in which round.
 
 use std::time::{Duration, Instant};
 
@@ -8,36 +8,36 @@ use engine::precopy::{Sampling, Traced};
 use super::rounds::Looked;
 use crate::source::memory::Cargo;
 
-/// The way through memory, round by round.
+/// Scheduler that selects the pages of each round.
 ///
-/// In the first pass, in which all of it is to go, whatever the guest writes to meanwhile is left for later: it would have to
-/// go twice ([`FirstPass`]).
+/// In the first pass, which sends all of memory, pages that the guest writes in the meantime are left for later:
+/// otherwise they would have to be sent twice ([`FirstPass`]).
 pub(super) struct Course {
     pub(super) policy: Traced,
-    /// How often all that was dirty has been sent.
+    /// Number of completed passes over the dirty pages.
     pub(super) passes: u32,
     first_pass: FirstPass,
-    /// How long the part of it takes that is sent now.
+    /// Planned duration of the part of the first pass that is sent now.
     planned: Duration,
-    /// So many pages at most go in a round.
+    /// Maximum number of pages in a round; none if unlimited.
     pub(super) most_pages: Option<u64>,
-    /// Nothing of memory goes in the next round.
+    /// True if the next round sends no memory.
     pub(super) disks_alone: bool,
-    /// Parts are so many times as long as they would be, for a guest that suffers from looks.
+    /// Factor by which parts are longer than usual, for a guest that suffers from dirty scans.
     pub(super) interval_factor: u32,
-    /// Where the next round begins that is not to send all.
+    /// Start of the next round that does not send everything.
     place: Place,
-    /// Where the one after the present one begins, and whether this one ends a pass; none if it sends all.
+    /// Start of the round after the present one, and true if the present one ends a pass; none if it sends everything.
     next: Option<(Place, bool)>,
     recent: Recent,
 }
 
-/// What a round sends of what a look has found.
+/// Pages of a dirty scan that a round sends.
 pub(super) struct Share {
     pub(super) looked: Looked,
-    /// What waits.
+    /// Pages that wait for a later round.
     pub(super) later: Option<Owed>,
-    /// Until when it is sent; none to send all.
+    /// Time at which sending stops; none to send all.
     pub(super) until: Option<Instant>,
 }
 
@@ -59,12 +59,13 @@ impl Course {
         }
     }
 
-    /// Whether the guest was asked which of its memory need not go, and has not answered.
+    /// Records that the guest was asked for its free pages and has not answered.
     pub(super) fn free_is_unknown(&mut self, is_unknown: bool) {
         self.first_pass.free_is_unknown(is_unknown);
     }
 
-    /// After a look in the first pass: what was written to is none of it any more. The pass ends when nothing is left.
+    /// Handles a dirty scan in the first pass: pages that were written leave the pass. The pass ends when no pages
+    /// remain.
     pub(super) fn see(&mut self, looked: &mut Looked) {
         if self.passes > 0 {
             return;
@@ -74,7 +75,8 @@ impl Course {
         }
     }
 
-    /// What is sent now: in the first pass what was not written to, later no more than so many pages.
+    /// Returns the pages to send now: in the first pass those that were not written, later up to the maximum number of
+    /// pages.
     pub(super) fn share(&mut self, looked: Looked, cargo: &Cargo) -> Share {
         if self.passes == 0
             && let Some(part) = self.first_pass.take_part()
@@ -107,12 +109,13 @@ impl Course {
         Share { looked, later: Some(later), until: None }
     }
 
-    /// Whether every page had its turn once, those that were written to in the first pass included.
+    /// Returns true if every page was sent once, including those that were written during the first pass.
     pub(super) fn has_sent_all(&self) -> bool {
         self.passes > 1
     }
 
-    /// How many pages of memory of the round that is sent now were sent shortly before. In the first pass there are none.
+    /// Returns how many of the present round's pages of memory were sent shortly before. In the first pass there are
+    /// none.
     pub(super) fn count_resent(&mut self, looked: &Looked, cargo: &Cargo) -> u64 {
         if self.passes == 0 {
             return 0;
@@ -121,7 +124,7 @@ impl Course {
         self.recent.count(&blocks[..cargo.ram_blocks().min(blocks.len())])
     }
 
-    /// The round was sent, but for these pages; or it was cut off, and there are no stats.
+    /// Records that a round was sent except for these pages; without stats it was cut off.
     pub(super) fn sent(&mut self, stats: Option<&RoundStats>, unsent: &Owed) {
         let Some(stats) = stats else {
             if self.passes == 0 {

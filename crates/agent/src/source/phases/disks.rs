@@ -1,5 +1,5 @@
-//! Disks that are copied: their writes are recorded from before the first byte is read, and rounds of disks alone go
-//! ahead of memory.
+//! Copied disks: their writes are recorded from before the first byte is read, and rounds of disks alone precede
+//! memory.
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
@@ -30,13 +30,13 @@ use crate::source::throttling::Throttling;
 use crate::source::{Driver, SourceVm, VmError};
 use crate::verification::DiskImage;
 
-/// Nobody is slowed down without somebody who ends that, should this agent die.
+/// Starts a guard: no guest is slowed down without one that ends this if the agent dies.
 fn guard_of_writes(context: &Context, vm: &SourceVm) -> Result<Guard, CargoError> {
     Guard::of_writes(&context.guard, &vm.process, &vm.qmp_path).map_err(CargoError::Guard)
 }
 
 impl Driver {
-    /// Everything that will go over the streams. Writes to disks are recorded from here on.
+    /// Prepares everything that the streams will send. Writes to disks are recorded from here on.
     pub(super) fn cargo(&mut self, copied: &[CopiedDisk]) -> Result<Cargo, Failure> {
         let failed = |error: CargoError| Failure::local("cannot read what is to be sent", &error);
         if copied.is_empty() {
@@ -54,8 +54,8 @@ impl Driver {
         Ok(cargo)
     }
 
-    /// Looks once more whether the images are where QEMU opened them: a stopped guest's QEMU opens them anew by their paths,
-    /// whichever host the guest goes on at.
+    /// Checks once more that the images are where QEMU opened them: a stopped guest's QEMU opens them anew by their
+    /// paths, no matter which host the guest continues on.
     pub(super) fn find_images_in_place(&mut self) -> Result<(), Failure> {
         let Some(described) = self.described() else { return Ok(()) };
         let vm = self.vm()?;
@@ -63,7 +63,7 @@ impl Driver {
         let open =
             open.map_err(|error| Failure::local("the files that QEMU has open cannot be seen", &error))?;
         let Some(stray) = files_not_open(&described, &open).into_iter().next() else { return Ok(()) };
-        // Another medium is no other file.
+        // A changed medium is not a moved file.
         vm.check_unchanged().map_err(|error| Failure::local("the guest is not stopped", &error))?;
         let what = if stray.is_there { "another file is there by now" } else { "no file is there any more" };
         let reason = format!(
@@ -73,13 +73,13 @@ impl Driver {
         Err(Failure::new(SourceEvent::Failed, reason))
     }
 
-    /// The VM as it was proposed.
+    /// Returns the description of the VM in the proposal.
     fn described(&self) -> Option<VmDescription> {
         let description = self.proposal.as_ref()?.description.clone();
         serde_json::from_value(description).ok()
     }
 
-    /// Files of the disks that the other side has copies of.
+    /// Returns the files of the disks that the destination has copies of.
     pub(crate) fn left_images(&self) -> Vec<PathBuf> {
         let copied = self.controls.report(|report| report.disks.clone());
         let disks = self.described().into_iter().flat_map(|vm| vm.disks);
@@ -87,7 +87,7 @@ impl Driver {
         left.filter_map(|disk| disk.file.map(PathBuf::from)).collect()
     }
 
-    /// Images of the copied disks, to be opened anew.
+    /// Returns the images of the copied disks, to be opened anew.
     pub(super) fn copied_images(&self, cargo: &Cargo) -> Result<Vec<DiskImage>, Failure> {
         let described = self.described();
         let image = |name: &String| {
@@ -102,18 +102,18 @@ impl Driver {
         cargo.disk_names().iter().map(|name| image(name).ok_or_else(|| not_there(name))).collect()
     }
 
-    /// Where QEMU serves the disks.
+    /// Returns the path of the socket on which QEMU serves the disks.
     pub(crate) fn disk_socket(&self) -> PathBuf {
         let id = &self.terms.migration;
         self.context.config.run_dir.join(format!("{}@{}.nbd", id.vm, id.epoch))
     }
 
-    /// Where images are served that are compared at the stop.
+    /// Returns the path of the socket on which images are served for the comparison at the stop.
     pub(crate) fn compare_socket(&self) -> PathBuf {
         self.disk_socket().with_extension("compare")
     }
 
-    /// Has QEMU record writes, and opens the disks for reading.
+    /// Lets QEMU record writes, and opens the disks for reading.
     fn record(
         &mut self,
         copied: &[CopiedDisk],
@@ -151,14 +151,14 @@ impl Driver {
         match disks {
             Ok(disks) => Ok((log, disks)),
             Err(error) => {
-                // What ended it comes first.
+                // The error that caused this is reported.
                 let _ = log.end(vm.monitor()?);
                 Err(error.into())
             }
         }
     }
 
-    /// Rounds of disks alone, until memory shall begin.
+    /// Sends rounds of disks alone, until the policy lets memory begin.
     pub(super) fn send_disks(&mut self, cargo: &mut Cargo) -> Result<(Sender, Owed), Failure> {
         let mut sender = self.open_streams(cargo)?;
         let kept = cargo.not_throttled();
@@ -187,7 +187,8 @@ impl Driver {
         }
     }
 
-    /// Where a limit of time is passed, and the guest is not to go on as it can, there is nothing to wait for.
+    /// Fails if the limit on the total time has passed and the action at the limit is to abort: then there is nothing
+    /// to wait for.
     fn has_time_for_memory(&self) -> Result<(), Failure> {
         let aims = self.controls.aims();
         let limit = aims.max_total_ms.filter(|_| aims.on_limit == OnLimit::Abort).map(Duration::from_millis);
@@ -198,8 +199,9 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends a round, with looks at the guest's writes in between where they are throttled: in a round of hours much
-    /// can be written. What is written meanwhile goes along if it is further on, and else in the next round.
+    /// Sends a round, with samples of the guest's writes in between if they are throttled: in a round of hours much can
+    /// be written. Pages that are written in the meantime are sent in this round if they are further on, and otherwise
+    /// in the next.
     fn send_in_parts(
         &mut self,
         mut sender: Sender,
@@ -226,7 +228,7 @@ impl Driver {
         }
     }
 
-    /// Has the guest write no faster than the policy says, where one was chosen.
+    /// Limits the guest's writes as the policy decides, if one was chosen.
     pub(super) fn throttle(&mut self, cargo: &mut Cargo) -> Result<(), Failure> {
         if cargo.throttling().is_none() {
             return Ok(());
@@ -254,7 +256,7 @@ impl Driver {
 struct SentInParts {
     sender: Sender,
     owed: Owed,
-    /// Whether no part of it was cut off.
+    /// True if no part was cut off.
     is_whole: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The stop where what is left goes when the guest runs at the destination (post-copy).
+//! The stop with post-copy, in which the remaining pages are sent while the guest runs at the destination.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,20 +21,21 @@ use crate::source::memory::Cargo;
 use crate::source::serving::Later;
 use crate::source::{Details, Driver};
 
-/// So many lists of pages are on their way unanswered at most, 2 GiB of them: more than any link needs to be used to the full, and
-/// less than would fill what lies between the two drivers while both only speak.
+/// Maximum number of lists of pages without an answer, for 2 GiB in all: more than any link needs to be fully used, and
+/// less than would fill the buffers between the two drivers while both only send.
 const LISTS: usize = 16;
 
-/// Pages that the destination was told of while the guest ran here: what was there of them it has taken away.
+/// Pages that the destination was asked to discard while the guest ran at the source.
 #[derive(Debug)]
 pub(in crate::source) struct Named {
     policy: Traced<Naming>,
     pages: Vec<DirtyBitmap>,
-    /// Those of them that no round may have brought back since.
+    /// Pages among them that no round can have sent again since.
     away: Vec<DirtyBitmap>,
-    /// The connections on which that was said. With others it forgets what it was told.
+    /// Generation of the connections on which they were announced. Over new connections, the destination has forgotten
+    /// the list.
     generation: Generation,
-    /// How long it took to take away those that were named last.
+    /// Duration of the last discard at the destination.
     took: Duration,
 }
 
@@ -44,23 +45,23 @@ impl Named {
         Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
     }
 
-    /// Whether nothing is away that was said on these connections.
+    /// Returns true if no pages of this generation are discarded.
     pub(super) fn is_none(&self, generation: Generation) -> bool {
         self.generation != generation || self.away.iter().all(DirtyBitmap::is_empty)
     }
 
-    /// Memory goes in a round: what was away may be there again, and is to be taken away again.
+    /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
     pub(super) fn may_be_back(&mut self) {
         self.away.iter_mut().for_each(DirtyBitmap::clear_all);
     }
 
-    /// What is found from here on has nothing to do with what was found before.
+    /// Begins a new series of discards, independent of earlier ones.
     fn begin(&mut self) {
         self.policy.begin_anew();
         self.took = Duration::ZERO;
     }
 
-    /// Those of these pages that it was not told of, if they are to be named now.
+    /// Returns the pages of `owed` that the destination has not discarded, if they are to be announced now.
     fn next(&mut self, owed: &[DirtyBitmap], generation: Generation) -> Option<Vec<DirtyBitmap>> {
         if self.generation != generation {
             self.pages = owed.iter().map(DirtyBitmap::emptied).collect();
@@ -80,8 +81,9 @@ impl Named {
         self.took = took;
     }
 
-    /// What is to come after the guest: these pages, and all that it was told to take away. Rounds that came in between may have
-    /// brought some of those; here they are as they were, so once more does no harm.
+    /// Returns the pages for post-copy: `left`, and all pages that the destination was asked to discard. Rounds in
+    /// between may have sent some of those again; they have not changed at the source, so to send them once more does
+    /// no harm.
     fn with(&self, left: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
         let mut all = left.to_vec();
         if self.generation == generation {
@@ -92,9 +94,9 @@ impl Named {
 }
 
 impl Driver {
-    /// Names pages that are to come after the guest while it runs here, for as long as that makes its stop shorter. Where the
-    /// link is cut meanwhile, that is mended as any other cut, before the next round; where the destination takes too long for
-    /// it, it is not tried again.
+    /// Lets the destination discard the pages for post-copy while the guest runs at the source, for as long as that
+    /// shortens the guest's stop. If the link is cut in the meantime, it is mended like any other cut, before the next
+    /// round; if the destination needs too long, no further discard is tried.
     pub(super) fn name_ahead(&mut self, looked: Looked, cargo: &mut Cargo) -> Result<Looked, Failure> {
         let mut looked = looked;
         self.named.begin();
@@ -121,7 +123,7 @@ impl Driver {
         Ok(looked)
     }
 
-    /// Has the destination take away what it has of these pages; returns how long that took there.
+    /// Lets the destination discard its versions of these pages; returns how long that lasted there.
     fn have_taken_away(&mut self, pages: &[DirtyBitmap]) -> Result<Duration, Failure> {
         let set = encode_set(pages);
         let mut took = Duration::ZERO;
@@ -150,8 +152,9 @@ impl Driver {
         }
     }
 
-    /// Saves the device state, sends what is left of the disks, and names the pages of memory that are left: they go from
-    /// here on, those first for which somebody waits. Saving may write guest memory, so the pages are looked for after it.
+    /// Saves the device state, sends the remaining pages of disks, and announces the remaining pages of memory: they
+    /// are sent from here on, those first that are requested. Saving may write guest memory, so the scan for the pages
+    /// follows it.
     pub(super) fn name_pages(
         &mut self,
         sender: Sender,
@@ -183,7 +186,7 @@ impl Driver {
         Ok(state)
     }
 
-    /// What is left of the disks goes now; what is left of memory is returned.
+    /// Sends the remaining pages of disks; returns the remaining pages of memory.
     fn send_disks_alone(
         &mut self,
         sender: Sender,
@@ -206,13 +209,13 @@ impl Driver {
         Ok((sender, unsent))
     }
 
-    /// Names these pages to the destination, and begins to send them.
+    /// Announces these pages to the destination, and begins to send them.
     fn name_and_serve(&mut self, sender: Sender, left: &Owed, cargo: &Cargo) -> Result<(), Failure> {
         let blocks = self.named.with(&left.blocks()[..cargo.ram_blocks()], self.generation);
         let set = encode_set(&blocks);
         let vm = self.vm.as_ref().ok_or_else(gone)?;
         let regions = ram::regions(&vm.blocks).iter().map(KeptRegion::of).collect();
-        // An agent that is started anew must be able to go on.
+        // An agent that restarts must be able to continue.
         let details = Details { later: Some(regions), ..Details::of(&self.context, Some(vm), true) };
         self.context
             .journal
@@ -233,7 +236,7 @@ impl Driver {
             report.post_copy = Some(PostCopy { left_pages: pages, ..PostCopy::default() });
         });
         self.note("post-copy", format!("{pages} pages go when the guest runs there"));
-        // The guest does not run here any more; there it waits.
+        // The guest has left this host; at the destination it waits.
         sender.handle().gives_way_by(0);
         sender.handle().copies_in(u16::MAX);
         let written = std::mem::take(&mut self.written);

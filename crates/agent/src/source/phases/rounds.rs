@@ -1,4 +1,4 @@
-//! Pre-copy: rounds until the policy says stop.
+//! Pre-copy: rounds until the policy decides to stop.
 
 use std::time::{Duration, Instant};
 
@@ -21,19 +21,19 @@ use crate::source::slowing::Slowing;
 use crate::source::telemetry::Later;
 use crate::source::{Driver, VmError, memory};
 
-/// What a round has to send, found and fit to be read.
+/// Result of a dirty scan: the pages that a round has to send, ready to be read.
 pub(super) struct Looked {
     pub(super) readable: Readable,
     disk_pages: u64,
     pub(super) scan: ScanStats,
     scanned_at: Instant,
     drain_us: u64,
-    /// What of memory was written since the look before, where that was to be told.
+    /// Pages of memory that were written since the scan before, if they were requested.
     pub(super) found: Vec<DirtyBitmap>,
 }
 
 impl Looked {
-    /// A part of what is to be sent, as `divide` makes it, and what that has left.
+    /// Splits the pages by `divide`; returns the part to send and the remaining pages.
     pub(super) fn divided<T>(
         self,
         cargo: &Cargo,
@@ -44,7 +44,8 @@ impl Looked {
         (Self { readable, disk_pages, ..self }, left)
     }
 
-    /// Only so many pages from a place on, what is left out, and where the next part begins; of a round of disks alone.
+    /// Splits off a part of `pages` pages that begins at `from`. Returns it, the pages that are left out, and the start
+    /// of the next part. For a round of disks alone.
     pub(super) fn part(self, from: Place, pages: u64) -> (Self, Owed, Option<Place>) {
         let (readable, later, next) = self.readable.part(from, pages, Cut::BetweenClusters);
         let disk_pages = readable.pages();
@@ -56,22 +57,23 @@ impl Looked {
 pub(super) struct SentOrCut {
     pub(super) sender: Sender,
     pub(super) owed: Owed,
-    /// None if it was cut off; the sender has new connections then.
+    /// Statistics of the round; none if it was cut off, and then the sender has new connections.
     pub(super) stats: Option<RoundStats>,
 }
 
-/// What comes after a look.
+/// Step after a dirty scan.
 #[derive(Clone, Copy)]
 enum Next {
-    /// A round, of so many pages at most, or of disks alone.
+    /// A round, of up to `most_pages` pages, or of disks alone.
     Round { most_pages: Option<u64>, disks_alone: bool },
-    /// The stop, and what follows it.
+    /// The stop, with its kind.
     Stop { expected_downtime: Duration, ending: Ending },
 }
 
 impl Driver {
-    /// Opens the data streams; all connections anew where the control stream was lost, for then nobody would be there to
-    /// be told of a round's end. A link that is cut before the first of them is as good as any other to wait for.
+    /// Opens the data streams. If the control stream was lost, all connections are made anew, because otherwise the
+    /// destination could not be informed of a round's end. A link that is cut before the first stream opens is worth
+    /// waiting for like any other.
     pub(crate) fn open_streams(&mut self, cargo: &Cargo) -> Result<Sender, Failure> {
         self.take_notices()?;
         if self.control.is_none() {
@@ -95,7 +97,7 @@ impl Driver {
         Ok(sender)
     }
 
-    /// Rounds until the policy says stop.
+    /// Sends rounds until the policy decides to stop.
     pub(super) fn pre_copy(
         &mut self,
         sender: Sender,
@@ -119,18 +121,19 @@ impl Driver {
                 let next = self.decide(&mut course.policy, &sent, &looked, cargo)?;
                 match (next, &mut softening) {
                     (Next::Round { most_pages, disks_alone }, _) => {
-                        // What is left of the disks goes last, so that nothing takes time between that and the stop.
+                        // The remaining pages of disks are sent last, so that nothing needs time between them and the
+                        // stop.
                         if disks_alone && self.named.is_none(self.generation) {
                             looked = self.name_ahead(looked, cargo)?;
                         }
                         (course.most_pages, course.disks_alone) = (most_pages, disks_alone);
                     }
                     (Next::Stop { .. }, Some(softening)) if softening.has_put_off() => {
-                        // It is waited for the guest.
+                        // The source agent waits for the guest.
                         self.lift_slowing();
                         looked.readable = self.take_back(softening, looked.readable)?;
-                        // The guest writes to what it keeps of each page that it gives back, for as long as that takes:
-                        // neither that nor this round says anything of the rounds that follow.
+                        // The guest writes to its records of each page that it gives back, for as long as that lasts:
+                        // neither those writes nor this round predict the rounds that follow.
                         course = self.new_course(course.passes);
                         self.take_notices()?;
                         self.telemetry.begins(course.passes + 1, Later::default());
@@ -151,7 +154,7 @@ impl Driver {
                             self.clock.expected_downtime = expected_downtime;
                             return Ok((sender, looked.readable.give_up(), ending));
                         }
-                        // The guest does not stand still for a link that is cut.
+                        // The guest is not stopped to wait for a link that is cut.
                         (course.most_pages, course.disks_alone) = (None, false);
                     }
                 }
@@ -180,7 +183,7 @@ impl Driver {
             cargo.drained(sent.stats.as_ref());
             (sender, owed) = (sent.sender, sent.owed);
             let refused_pages = sent.stats.as_ref().map_or(0, |stats| stats.refused_pages);
-            // What was refused had its turn.
+            // Pages that the destination refused count as sent in this round.
             let left_pages = later_pages + owed.pages().saturating_sub(refused_pages);
             let left_of_disks =
                 cargo.disk_pages(&owed) + later.as_ref().map_or(0, |later| cargo.disk_pages(later));
@@ -194,7 +197,7 @@ impl Driver {
             }
             let pass = course.passes;
             if sent.stats.is_none() {
-                // While there was no link the guest was as fast as ever.
+                // While there was no link, the guest was not slowed down.
                 course.policy.held(Held::Free);
             }
             sent_before = sent.stats.map(|stats| {
@@ -204,7 +207,7 @@ impl Driver {
         }
     }
 
-    /// A course whose policy has seen nothing yet, after so many passes.
+    /// Creates a scheduler whose policy has no observations yet, after `passes` passes.
     fn new_course(&self, passes: u32) -> Course {
         let aims = self.controls.aims();
         let ways = Ways { slow_down: self.slowing.is_some(), post_copy: self.may_post_copy };
@@ -213,7 +216,7 @@ impl Driver {
         Course::new(policy, aims.sampling, passes)
     }
 
-    /// What is next, after a round and the look that followed it.
+    /// Decides the next step, after a round and the dirty scan that followed it.
     fn decide(
         &mut self,
         policy: &mut Traced,
@@ -261,7 +264,7 @@ impl Driver {
         }
     }
 
-    /// Tells of another way than the one before, and why.
+    /// Notes a change of the way that the policy has chosen, and the reason.
     fn tell_of_way(&self, before: Option<Outlook>, now: Option<Outlook>) {
         let Some(now) = now else { return };
         if before.is_none_or(|before| (before.chosen, before.is_kept) != (now.chosen, now.is_kept)) {
@@ -269,7 +272,7 @@ impl Driver {
         }
     }
 
-    /// Has the guest's processors be as fast as the policy says, where they are to be slowed down; what that changes.
+    /// Throttles the guest's processors as the policy decides, if they may be slowed down; returns the change.
     fn slow_down(&mut self, observed: &RoundObservation, wish: Wish) -> Option<Held> {
         let slowing = self.slowing.as_mut()?;
         let change = slowing.look(observed, wish);
@@ -280,7 +283,7 @@ impl Driver {
                 self.note("cpu-throttled", format!("to {}% of what it usually uses", change.percent));
                 change.is_slower.then_some(Held::Slower)
             }
-            // Somebody else may have changed the groups: the guest is as fast as ever, and may still be moved.
+            // Another program may have changed the groups: the guest runs unthrottled, and may still be moved.
             Err(error) => {
                 self.slowing = None;
                 self.note("cpu-not-throttled", crate::chain(&error));
@@ -289,12 +292,12 @@ impl Driver {
         }
     }
 
-    /// Takes what was written out of the logs, and lets what is in flight land.
+    /// Scans the logs for dirty pages, and waits until I/O in flight has completed.
     pub(super) fn look(&mut self, owed: Owed, cargo: &mut Cargo) -> Result<Looked, Failure> {
         self.look_at(owed, false, cargo)
     }
 
-    /// The same, and tells what that is of memory, where it `tells`.
+    /// Scans like `look`, and also returns the dirty pages of memory if `tells` is true.
     pub(super) fn look_at(&mut self, owed: Owed, tells: bool, cargo: &mut Cargo) -> Result<Looked, Failure> {
         let told_blocks = if tells { cargo.ram_blocks() } else { 0 };
         let scanned_at = Instant::now();
@@ -316,8 +319,8 @@ impl Driver {
         Ok(Looked { readable, disk_pages, scan, scanned_at, drain_us, found })
     }
 
-    /// Sends a round, or as much of it as goes by then. Where the link is cut, new connections are made; what did not
-    /// arrive is owed.
+    /// Sends a round, or as much as possible until `until`. If the link is cut, new connections are made; pages that
+    /// did not arrive are owed.
     pub(super) fn send_looked(
         &mut self,
         sender: Sender,
@@ -343,7 +346,7 @@ impl Driver {
         match sent {
             Ok(Sent { sender, owed, stats }) => {
                 self.look_at_pressure();
-                // Of a part what had its turn.
+                // For a part of a round, the pages that were sent count.
                 let (pages, disk_pages) = if until.is_some() {
                     (stats.contents.pages(), disk_pages.saturating_sub(cargo.disk_pages(&owed)))
                 } else {
@@ -372,7 +375,7 @@ impl Driver {
         }
     }
 
-    /// Has what is copied next give way to the guest by as much as that suffers.
+    /// Adapts the sender's niceness and threads to the waiting times of the guest's processors.
     fn look_at_pressure(&mut self) {
         let is_held = self.slowing.as_ref().is_some_and(Slowing::is_holding);
         let Some(pressure) = &mut self.pressure else { return };
@@ -385,7 +388,7 @@ impl Driver {
         });
     }
 
-    /// Of the round that was sent last.
+    /// Adds these numbers to the report's last round.
     fn tell_of_part(&self, pass: u32, left_pages: u64, resent_pages: u64) {
         self.controls.report(|report| {
             if let Some(round) = report.rounds.last_mut() {

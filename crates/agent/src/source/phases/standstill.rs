@@ -1,4 +1,4 @@
-//! The phases in which the guest stands still: each ends by itself, however the other side behaves.
+//! Phases in which the guest is stopped: each ends by itself, no matter how the destination behaves.
 
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -17,24 +17,23 @@ use crate::source::memory::Cargo;
 use crate::source::{Driver, SourceVm, VmError, memory};
 use crate::verification::CompareError;
 
-/// A round of a guest that stands still.
+/// Result of a round of the stopped guest.
 struct StoppedRound {
     sender: Sender,
     owed: Owed,
-    /// None where there was nothing to send.
+    /// Statistics of the round; none if there was nothing to send.
     sent: Option<RoundStats>,
     dirty_pages: u64,
     scan_us: u64,
 }
 
-/// Why there was none.
+/// Error of a round of the stopped guest.
 enum RoundFailed {
     Scan(ScanFailed),
     Link(Box<Interrupted>),
 }
 
-/// Sends what is owed and what the log has; where that is nothing, nothing is sent. No drain: QEMU's `stop` has
-/// drained.
+/// Sends the owed pages and the log's dirty pages; without any, nothing is sent. No drain: QEMU's `stop` has drained.
 fn stopped_round(
     sender: Sender,
     owed: Owed,
@@ -51,8 +50,8 @@ fn stopped_round(
     Ok(StoppedRound { sender, owed, sent: Some(stats), dirty_pages, scan_us })
 }
 
-/// Does both at the same time, `there` in a thread of its own. Where the system gives none, `there` comes first: a
-/// guest stands still a little longer then. An error is a panic of `there`.
+/// Runs both at the same time, `there` in a separate thread. If the system cannot start a thread, `there` runs first:
+/// the guest is then stopped a little longer. An error is a panic of `there`.
 fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send) -> (H, thread::Result<T>) {
     let there = Mutex::new(there);
     let run = || (there.lock().unwrap_or_else(PoisonError::into_inner))();
@@ -66,8 +65,8 @@ fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send)
     })
 }
 
-/// Adds what was written to the disks since the last look. Before the devices are saved, for then QEMU gives the disks up;
-/// what they have to do has been done: `stop` waits for it.
+/// Adds the pages of disks that were written since the last scan. This precedes the saving of the devices, because QEMU
+/// then releases the disks; the devices' requests are complete: `stop` waits for them.
 pub(super) fn look_at_disks(vm: &mut SourceVm, cargo: &mut Cargo, owed: &mut Owed) -> Result<(), Failure> {
     if !cargo.has_disks() {
         return Ok(());
@@ -92,7 +91,7 @@ impl Driver {
         let cannot = |error: VmError| Failure::local("the guest is not moved", &error);
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;
-        // What becomes of the guest from here on is seen when its devices are saved.
+        // Later changes of the guest's state are detected when its devices are saved.
         let run = self.vm()?.runs_or_is_paused().map_err(cannot)?;
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;
@@ -101,8 +100,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Finds and sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one
-    /// round more comes after it. Returns the device state, and the sender, which has done its work.
+    /// Finds and sends the remaining pages. In the meantime QEMU saves its device state; because saving may write guest
+    /// memory, one more round follows. Returns the device state, and the sender, which has done its work.
     pub(super) fn last_pages(
         &mut self,
         sender: Sender,
@@ -112,7 +111,7 @@ impl Driver {
         let began = Instant::now();
         let acknowledged_by = self.standstill_ends();
         cargo.end_leaving_out();
-        // Nothing gives memory back any more. Without a comparison the guest does not stand still for it.
+        // No program gives memory back from now on. Without a comparison, the guest is not kept stopped for this check.
         if self.controls.aims().verify {
             cargo.will_be_compared();
         }
@@ -144,21 +143,22 @@ impl Driver {
         Ok((state, sender))
     }
 
-    /// What is said to the destination while the guest stands still waits no longer than until then.
+    /// Sets the deadline for messages to the destination while the guest is stopped.
     pub(super) fn say_by(&mut self, deadline: Option<Instant>) {
         if let Some(control) = &mut self.control {
             control.writer.set_deadline(deadline);
         }
     }
 
-    /// Until when the stopped guest waits for the destination's next answer: longer than all should take, but not for
-    /// ever. An agent that hangs is no reason to stand still, however well its host is.
+    /// Returns the time until which the stopped guest waits for the destination's next answer: longer than everything
+    /// should need, but not for ever. An agent that hangs is no reason to keep the guest stopped, even if its host
+    /// works.
     pub(super) fn standstill_ends(&self) -> Instant {
         let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
         Instant::now() + 4 * self.clock.expected_downtime + patience
     }
 
-    /// What became of a round of the stopped guest, for the report.
+    /// Adds a round of the stopped guest to the report.
     fn last_round(&mut self, round: Result<StoppedRound, RoundFailed>) -> Result<(Sender, Owed), Failure> {
         let round = match round {
             Ok(round) => round,
@@ -178,7 +178,8 @@ impl Driver {
         Ok((sender, owed))
     }
 
-    /// The guest stands still: waiting for the link would make it wait too, so the migration ends.
+    /// Returns the failure for a lost link: the guest is stopped, and would have to wait for the link too, so the
+    /// migration ends.
     pub(super) fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
         self.inbox.interrupts(None);
         match self.take_notices_or(cause) {
@@ -193,7 +194,7 @@ impl Driver {
     pub(super) fn verify(&mut self, cargo: &Cargo) -> Result<(), Failure> {
         self.phase(Phase::Verifying);
         let began = Instant::now();
-        // Otherwise memory that was plugged meanwhile would be taken for memory that was lost.
+        // Otherwise memory that was plugged in the meantime would be taken for lost memory.
         self.check_unchanged()?;
         let cannot_read = |error: CompareError| Failure::local("cannot read what is to be compared", &error);
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
@@ -203,7 +204,7 @@ impl Driver {
         let mut hashes = self.vm()?.hashes(&left_out).map_err(cannot_read)?;
         hashes.add_disks(cargo.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
-        // It has as much to do as this side had.
+        // The destination has as much to do as the source had.
         let compared_by = self.standstill_ends() + 4 * began.elapsed();
         let different = self.compare(hashes.messages, compared_by)?;
         let duration_us = began.elapsed().as_micros() as u64;
@@ -227,8 +228,8 @@ impl Driver {
         Ok(())
     }
 
-    /// How many chunks the destination finds different. All of its answers have to come by then: however many there
-    /// are, the guest stands still for them.
+    /// Returns how many chunks differ at the destination. All of its answers have to arrive by `compared_by`: no matter
+    /// how many there are, the guest is stopped for them.
     pub(crate) fn compare(
         &mut self,
         hashes: impl IntoIterator<Item = Message>,
@@ -246,8 +247,8 @@ impl Driver {
         Ok(different)
     }
 
-    /// The sender is not needed any more; to end its threads takes time, which the destination needs for loading
-    /// anyway.
+    /// Sends the device state, and waits until the destination has loaded it. The sender is no longer needed; to end
+    /// its threads needs time, which the destination needs for loading anyway.
     pub(super) fn load(&mut self, state: &[u8], sender: Option<Sender>) -> Result<Ready, Failure> {
         self.phase(Phase::DeviceState);
         let began = Instant::now();
@@ -257,12 +258,12 @@ impl Driver {
         for piece in state.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
         }
-        // While the destination loads. That it is ready then implies that this side is held.
+        // This runs while the destination loads. Its READY then implies that the source's QEMU is frozen.
         drop(sender);
         self.check_unchanged()?;
         self.hold()?;
         let run = !matches!(self.state, SourceState::Stopped { run: false });
-        // Even if saying it fails, it may have been heard.
+        // Even if sending fails, the message may have arrived.
         self.may_have_all = self.later.is_none();
         self.say(&Message::Held { epoch: self.terms.epoch(), run })?;
         match self.hear(self.standstill_ends())? {
@@ -287,8 +288,8 @@ impl Driver {
         unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
     }
 
-    /// Before READY nobody's `cont` has reached the guest, and from here on nobody's can: QEMU is held first, and then
-    /// looked at. If nothing comes of the handover, the guest's `cont` lets QEMU go, or undoing does.
+    /// Ensures that no `cont` has reached the guest before READY, and that none can from here on: QEMU is frozen first,
+    /// and then checked. If the handover fails, the guest's `cont` lets QEMU go, or the undo does.
     pub(crate) fn hold(&mut self) -> Result<(), Failure> {
         self.vm()?.hold().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
         if self.vm()?.was_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
@@ -320,7 +321,7 @@ mod tests {
         assert_eq!(here, 1);
     }
 
-    /// To be run in a process of its own, where no thread can be started.
+    /// Runs in a separate process, in which no thread can be started.
     #[test]
     #[ignore = "what the next test starts"]
     fn alone() {

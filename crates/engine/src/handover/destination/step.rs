@@ -1,4 +1,4 @@
-//! The destination's transitions, state by state. None stands for an illegal event.
+//! The destination's transitions, state by state. `None` marks an illegal event.
 
 #![allow(clippy::match_same_arms, reason = "one arm for each case, with its own reason")]
 
@@ -28,7 +28,7 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
         In::Idle => idle(event),
         In::Prepared => prepared(terms, event),
         In::Ready { incarnation, run } => ready(terms, incarnation, *run, event),
-        // Only with a register is there anything to take or to give back.
+        // Only with a registry can ownership be acquired or returned.
         In::Taking { .. } | In::Refusing if terms.register.is_none() => None,
         In::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
         In::Starting { incarnation, again } => starting(terms, incarnation, *again, event),
@@ -44,8 +44,8 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
 fn idle(event: &On) -> Taken {
     match event {
         On::Prepare => moved(enter(In::Prepared)),
-        // PREPARED is synced before the source is told, so what is not in the journal was never prepared. Saying
-        // that it never will be has to be journalled too.
+        // PREPARED is synced before the source is notified, so an epoch that is not in the journal was never prepared.
+        // The refusal has to be journalled too.
         On::Go { .. } | On::Asked { .. } => moved(enter(In::Refused).then([Do::SendRefused])),
         On::AbortReceived { .. } => ignored(Ignored::TooLate),
         _ => None,
@@ -61,7 +61,7 @@ fn prepared(terms: &Terms, event: &On) -> Taken {
                     .then([Do::SendReady { incarnation }]),
             )
         }
-        // READY was never said: nobody counts on this copy.
+        // READY was never sent: no other program depends on this copy.
         On::AbortReceived { .. } => moved(discard(Say::Discarded)),
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::Discarded)),
         On::Failed | On::Cancel | On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::QemuDied => {
@@ -86,7 +86,7 @@ fn ready(terms: &Terms, incarnation: &Incarnation, ran: bool, event: &On) -> Tak
         On::Go { incarnation: named, run, .. } if named == incarnation => {
             moved(obey(terms, incarnation, *run))
         }
-        // Starts nothing, and says who is here.
+        // Starts nothing, and reports the incarnation of this host.
         On::Go { .. } => moved(here().when("other-incarnation").then([ready()])),
         On::SourceSays { verdict: Verdict::Committed { incarnation: named, run }, .. } => {
             let told = if named == incarnation {
@@ -108,14 +108,14 @@ fn ready(terms: &Terms, incarnation: &Incarnation, ran: bool, event: &On) -> Tak
             {
                 moved(obey(terms, incarnation, offer.run).within("offered"))
             }
-            // The source took it back, or has owned it since in a later epoch.
+            // The source has reclaimed it, or has owned it since in a later epoch.
             Heard::Record(Standing::Source | Standing::MovedOn) => {
                 moved(discard(Say::SourceKept).when("source-owns"))
             }
             Heard::Record(Standing::Foreign) => {
                 moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
             }
-            // Nothing has been taken from here: a record that says otherwise is not this incarnation's.
+            // This host has not acquired ownership: a record that names it is not this incarnation's.
             Heard::Record(Standing::Destination) => None,
             Heard::Record(Standing::Open { .. }) | Heard::Unreachable | Heard::Unknown => {
                 moved(here().when("otherwise"))
@@ -131,7 +131,7 @@ fn ready(terms: &Terms, incarnation: &Incarnation, ran: bool, event: &On) -> Tak
         On::QemuDied => moved(refuse()),
         On::Restarted(Found::Gone) => moved(refuse().when("qemu-gone")),
         On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
-        // Somebody else continued it. That is no state of this protocol.
+        // Another program has continued it. That is no state of this protocol.
         On::Restarted(Found::Running) => None,
         On::OperatorDecides(Decision::RunHere { .. }) => {
             moved(obey(terms, incarnation, ran).within("run-here"))
@@ -170,7 +170,7 @@ fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Ta
         },
         On::Repeat => moved(here().then(terms.register.and_then(take))),
         On::Restarted(Found::Paused) => moved(here().when("paused").then(read())),
-        // `cont` was not sent: STARTING would stand in the journal.
+        // `cont` was not sent: otherwise STARTING would be in the journal.
         On::QemuDied => moved(give_back(terms)),
         On::Restarted(Found::Gone) => moved(give_back(terms).when("qemu-gone")),
         On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
@@ -180,7 +180,7 @@ fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Ta
             moved(start(incarnation, run).within("run-here").within("without-register"))
         }
         On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
-        // The source may have taken it back meanwhile; the register knows.
+        // The source may have reclaimed it in the meantime; the registry has the answer.
         On::AbortReceived { .. } => moved(here().then(read())),
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(here().when("aborted").then(read())),
         On::SourceSays { verdict: Verdict::Returned, .. } => moved(here().when("returned").then(read())),
@@ -198,15 +198,15 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
         On::Contd { missing: true } => moved(run_incomplete(incarnation).when("missing")),
         On::Contd { missing: false } => moved(activate(incarnation)),
         On::Restarted(Found::Running) => moved(activate(incarnation).when("running")),
-        // `cont` may have been sent or not. Sending it again is safe while the guest is this host's: an operator may
-        // have given it to the source since.
+        // `cont` may have been sent or not. Sending it again is safe while this host owns the guest, but an operator
+        // may have returned it to the source since.
         On::Restarted(Found::Paused) => moved(cont_again(terms, enter(state(true))).within("paused")),
         On::Repeat if again => moved(cont_again(terms, Move::to(state(true))).within("again")),
         On::RegisterSays(answer) if again => match heard(terms, answer) {
             Heard::Record(Standing::Destination) => {
                 moved(Move::to(state(true)).when("destination-owns").then([Do::Cont]))
             }
-            // Given to the source against what the register said before: it may have run here.
+            // It was given to the source in conflict with the earlier record: it may have run here.
             Heard::Record(Standing::Source | Standing::MovedOn) => moved(lost().when("source-owns")),
             Heard::Record(Standing::Open { .. } | Standing::Foreign) => {
                 moved(Move::to(state(true)).when("foreign").then([Do::Report(Say::RegisterForeign)]))
@@ -221,7 +221,7 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
             moved(Move::to(state(true)).when("again").then([Do::Report(Say::ContFailed)]))
         }
         On::ContFailed => moved(refuse_through_register(terms).within("first")),
-        // The operator's word that it never ran stands in for the proof.
+        // The operator's assurance that it never ran replaces the proof.
         On::OperatorDecides(Decision::RunElsewhere) if again => {
             moved(refuse_through_register(terms).within("again").within("run-elsewhere"))
         }
@@ -246,7 +246,7 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
     }
 }
 
-/// The guest runs here for good; that it may not say so yet is for the source's sake, which has to keep what it has.
+/// The guest runs here for good. RUNNING is not sent yet because the source has to keep its pages.
 fn completing(incarnation: &Incarnation, event: &On) -> Taken {
     let here = || Move::to(In::Completing { incarnation: incarnation.clone() });
     match event {
@@ -295,7 +295,7 @@ fn refusing(terms: &Terms, event: &On) -> Taken {
         On::RegisterSays(answer) => match heard(terms, answer) {
             Heard::Record(Standing::Source | Standing::MovedOn) => moved(refuse().when("source-owns")),
             Heard::Record(Standing::Destination) => moved(here().when("destination-owns").then(give_back())),
-            // Not taken, but a request of this host's may still be on its way: shut the door for it.
+            // Not acquired, but a request of this host's may still be in transit: rule it out.
             Heard::Record(Standing::Open { since, .. }) => {
                 let shut = register::take_by_source(terms, since);
                 moved(here().when("open").then(ask(Use::GiveBack, Some(shut))))
@@ -315,7 +315,7 @@ fn refusing(terms: &Terms, event: &On) -> Taken {
     }
 }
 
-/// Refused or discarded: has not run it, will never run it.
+/// Refused or discarded: this host has not run the guest and never will.
 fn gone(state: &In, event: &On) -> Taken {
     let here = || Move::to(state.clone());
     match event {
@@ -327,20 +327,20 @@ fn gone(state: &In, event: &On) -> Taken {
     }
 }
 
-/// The copy is gone, and perhaps entries that said that it has run. Only who says that it never did lets its images be
-/// removed: the register, which was never taken for it; or a source that is ABORTED, which has never committed, as long
-/// as CRASHED is not said here, upon which a source that is bereft itself aborts.
+/// The copy is lost, and perhaps entries that it has run. Only proof that it never ran permits the removal of its
+/// images. That is a registry in which ownership was never acquired for it; or a source that is ABORTED, which has
+/// never committed, as long as this host does not send CRASHED, upon which a source that is bereft itself aborts.
 fn bereft(terms: &Terms, event: &On) -> Taken {
     let here = || Move::to(In::Bereft);
     let read = || ask(Use::Read, Some(register::read(terms)));
     match event {
         On::RegisterSays(answer) => match heard(terms, answer) {
             Heard::Record(Standing::Destination) => moved(lost().when("destination-owns")),
-            // So it may stand after an operator's word against the register, too: the source knows which.
+            // The record may also stem from an operator's decision against the registry: the source knows which.
             Heard::Record(Standing::Source | Standing::MovedOn) => {
                 moved(here().when("source-owns").then([Do::AskSource]))
             }
-            // Never taken, so never run.
+            // Ownership was never acquired, so it never ran.
             Heard::Record(Standing::Open { .. }) => moved(give_back(terms).when("open")),
             Heard::Record(Standing::Foreign) => {
                 moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
@@ -366,9 +366,9 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
             moved(here().when("register").then(read()))
         }
         On::Repeat | On::Restarted(_) => moved(here().when("no-register").then([Do::AskSource])),
-        // Only a source that knows no more than this side asks: nobody knows.
+        // Only a source that knows no more than this host asks: the answer is unknown.
         On::Asked { .. } => moved(lost()),
-        // The register knows better than a source that has committed.
+        // The registry's record has precedence over a source that has committed.
         On::Go { .. } | On::SourceSays { .. } if terms.register.is_some() => ignored(Ignored::NotYet),
         On::SourceSays { verdict: Verdict::Committed { .. }, .. } => {
             moved(lost().when("no-register").when("committed"))
@@ -384,7 +384,7 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
 fn crashed(ran: bool, event: &On) -> Taken {
     let here = || Move::to(In::Crashed { ran });
     match event {
-        // It was this host's, and is: the source's copy is out of date.
+        // This host has owned it and still does: the source's copy is out of date.
         On::Go { .. } | On::Asked { .. } if ran => moved(here().when("ran").then([Do::SendRunning])),
         On::Go { .. } | On::Asked { .. } => moved(here().when("may-have-run").then([Do::SendCrashed])),
         On::Prepare | On::Loaded { .. } => None,

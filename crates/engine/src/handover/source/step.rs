@@ -1,4 +1,4 @@
-//! The source's transitions, state by state. None stands for an illegal event.
+//! The source's transitions, state by state. `None` marks an illegal event.
 
 #![allow(clippy::match_same_arms, reason = "one arm for each case, with its own reason")]
 
@@ -24,7 +24,7 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
         In::Bereft { incarnation, run } => bereft(terms, incarnation.as_ref(), *run, event),
         In::Committed { incarnation, run, ran: false } => committed(terms, incarnation, *run, event),
         In::Committed { incarnation, run, ran: true } => serving(terms, incarnation, *run, event),
-        // Only with a register is there anything to reclaim from.
+        // Only a registry can return the VM.
         In::Reclaiming { .. } if terms.register.is_none() => None,
         In::Reclaiming { incarnation, run, force } => {
             reclaiming(terms, incarnation.as_ref(), *run, *force, event)
@@ -45,11 +45,12 @@ fn idle(event: &On) -> Taken {
 
 fn prepared(terms: &Terms, run: bool, event: &On) -> Taken {
     match event {
-        // Journalled before `stop` is sent, so that whoever finds a stopped guest knows that it has to go on.
+        // Journalled before `stop` is sent, so that an agent that finds a stopped guest knows that it has to be
+        // continued.
         On::Stop { run } => moved(enter(In::Stopped { run: *run }).then([Do::StopVm])),
         On::Cancel => moved(abort(Say::Cancelled)),
         On::Failed => moved(abort(Say::Failed)),
-        // Whatever has happened to the destination, a source that has not committed keeps the guest.
+        // A source that has not committed keeps the guest, whatever has happened to the destination.
         On::PeerSilent | On::PeerLost | On::ContactLostForGood => moved(abort(Say::PeerGaveUp)),
         On::Refused { .. } | On::Crashed { .. } | On::Asked { .. } => moved(abort(Say::PeerGaveUp)),
         On::QemuDied => moved(abort(Say::VmCrashed)),
@@ -69,12 +70,12 @@ fn stopped(terms: &Terms, run: bool, event: &On) -> Taken {
         On::Failed => moved(abort_stopped(run, Say::Failed)),
         On::PeerSilent | On::PeerLost | On::ContactLostForGood => moved(abort_stopped(run, Say::PeerGaveUp)),
         On::Refused { .. } | On::Crashed { .. } => moved(abort_stopped(run, Say::PeerGaveUp)),
-        // It may be ready, with its READY on another way than its question.
+        // The destination may be ready, with its READY on another connection than its question.
         On::Asked { .. } => moved(Move::to(In::Stopped { run }).then([Do::Answer(Verdict::Undecided)])),
         On::Restarted(Found::Running | Found::Paused) => {
             moved(abort_stopped(run, Say::Interrupted).within("qemu-lives"))
         }
-        // All may have been sent already, and the destination be ready with the only copy there is.
+        // Everything may have been sent already, and the destination may be ready with the only copy.
         On::Restarted(Found::Gone | Found::Rebooted) => moved(bereave(terms, None, run).when("qemu-gone")),
         On::QemuDied => moved(bereave(terms, None, run)),
         On::Repeat => stay(In::Stopped { run }),
@@ -82,7 +83,7 @@ fn stopped(terms: &Terms, run: bool, event: &On) -> Taken {
     }
 }
 
-/// This side has nothing to run: it can only help the destination, or find out that nobody has anything.
+/// Bereft: the source has no copy to run. It can only help the destination, or find out that there is no copy.
 fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
     let state = || In::Bereft { incarnation: incarnation.cloned(), run };
     let here = || Move::to(state());
@@ -96,16 +97,16 @@ fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &O
         },
         // With no incarnation known, COMMITTED had been written, and was lost with the host's memory.
         On::Running { .. } => moved(finish(incarnation, run)),
-        // It runs, and will have to stand still where it needs what was lost here.
+        // The guest runs, and will have to stand still where it needs pages that were lost at the source.
         On::Incomplete { .. } => moved(here().then([Do::Report(Say::MemoryLost)])),
-        // Nobody has a copy.
+        // There is no copy.
         On::Refused { .. } | On::Crashed { .. } => moved(abort(Say::VmCrashed)),
         On::RegisterSays(answer) => match read(terms, answer) {
-            // The destination gave it back and its REFUSED was lost.
+            // The destination returned it and its REFUSED was lost.
             Heard::Record(Standing::Source) => moved(abort(Say::VmCrashed).when("source-owns")),
             _ => moved(here().when("otherwise")),
         },
-        // This side knows that it did not send all of it.
+        // The source knows that it did not send everything.
         On::Failed if incarnation.is_none() => moved(abort(Say::VmCrashed).when("not-committed")),
         On::Failed => moved(here().when("committed")),
         On::Asked { .. } => {
@@ -139,7 +140,7 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
     let offer_again = || offer(terms, incarnation, run);
     match event {
         On::Running { .. } => moved(finish(Some(incarnation), run)),
-        // What is here is what the destination needs: this side waits for RUNNING as before.
+        // The destination needs the pages of the source, which waits for RUNNING as before.
         On::Incomplete { .. } => moved(serve(incarnation, run)),
         On::Refused { .. } => moved(take_back(terms, Some(incarnation), run, false)),
         On::Crashed { .. } => moved(here().then([Do::Report(Say::DestinationCrashed)])),
@@ -150,7 +151,7 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
         On::Ready { incarnation: other, .. } if other != incarnation => ignored(Ignored::OtherIncarnation),
         On::Ready { .. } => moved(here().then([go()])),
         On::Repeat => moved(here().then([go()]).asking(Use::Offer, offer_again())),
-        // Somebody else may have sent SIGCONT since, or the agent may have died before its own SIGSTOP.
+        // Another program may have sent SIGCONT since, or the agent may have died before its own SIGSTOP.
         On::Restarted(Found::Running | Found::Paused) => {
             moved(here().when("qemu-lives").then([Do::PauseQemu, go()]).asking(Use::Offer, offer_again()))
         }
@@ -162,9 +163,9 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
         ),
         On::QemuDied => moved(here().then([Do::Report(Say::CopyLost)])),
         On::RegisterSays(answer) => match read(terms, answer) {
-            // The destination gave it back and its REFUSED was lost.
+            // The destination returned it and its REFUSED was lost.
             Heard::Record(Standing::Source) => moved(give_return(run).within("source-owns")),
-            // Another `since` than pre-flight's.
+            // The registry's epoch (`since`) differs from that of pre-flight.
             Heard::Record(Standing::Open { since, offer })
                 if offer.as_ref().is_none_or(|offer| offer.epoch != terms.epoch()) =>
             {
@@ -188,7 +189,7 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
             moved(without_register(Some(incarnation), run, *run_here))
         }
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
-        // The point of no return is behind: whatever fails here or on the link, the guest is not run by guess.
+        // The point of no return is passed: after no failure at the source or on the link is the guest run by a guess.
         On::Failed | On::PeerSilent | On::PeerLost => {
             stay(In::Committed { incarnation: incarnation.clone(), run, ran: false })
         }
@@ -196,20 +197,20 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
     }
 }
 
-/// COMMITTED, and the destination has run the guest: it needs what is here, and there is no way back. What helps it on is
-/// the same as before that was known, but that the register has nothing to decide any more.
+/// COMMITTED, and the destination has run the guest: it needs the source's pages, and the guest cannot return. The
+/// transitions are those of COMMITTED, except that the registry has nothing to decide any more.
 fn serving(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
     let state = || In::Committed { incarnation: incarnation.clone(), run, ran: true };
     let report = |what| moved(Move::to(state()).when("ran").then([Do::Report(what)]));
     match event {
         On::Incomplete { .. } => report(Say::Incomplete),
         On::ContactLostForGood => report(Say::NeededThere),
-        // An operator who has not heard of it yet.
+        // The operator does not know it yet.
         On::OperatorDecides(Decision::RunHere { .. } | Decision::WithoutRegister { run_here: true }) => {
             report(Say::TooLate)
         }
-        // Neither comes from one that has run it: that says RUNNING if it crashes. And a register that has it otherwise
-        // knows less.
+        // Neither is sent by a destination that has run the guest: if it crashes, it sends RUNNING. A registry with
+        // another record is out of date.
         On::Refused { .. } | On::Crashed { .. } => ignored(Ignored::TooLate),
         On::RegisterSays(_) => moved(Move::to(state()).when("ran")),
         _ => Some(match committed(terms, incarnation, run, event)? {
@@ -251,7 +252,7 @@ fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force
             ),
             Heard::Unreachable => moved(Move::to(state(force)).when("unreachable")),
         },
-        // The destination had won, and runs it.
+        // The destination has won, and runs the guest.
         On::Running { .. } => moved(finish(incarnation, run)),
         On::Incomplete { .. } => moved(match incarnation {
             Some(incarnation) => serve(incarnation, run),
@@ -264,7 +265,7 @@ fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force
         On::Restarted(Found::Gone | Found::Rebooted) => {
             moved(Move::to(state(force)).when("qemu-gone").then([Do::Report(Say::CopyLost)]).then(take()))
         }
-        // Either answer could turn out wrong before the register has spoken.
+        // Either answer could turn out wrong before the registry has answered.
         On::Asked { .. } => moved(Move::to(state(force)).then([Do::Answer(Verdict::Undecided)])),
         On::OperatorDecides(Decision::RunHere { force: true }) => {
             moved(enter(state(true)).when("run-here").when("force").then(take()))
@@ -281,7 +282,7 @@ fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force
     }
 }
 
-/// The decision that the guest runs on here is journalled; QEMU is being told.
+/// ABORTED or RETURNED: the decision that the guest continues at the source is journalled; `cont` is being sent.
 fn continuing(state: &In, event: &On) -> Taken {
     let (end, first, verdict) = match state {
         In::Aborting => (In::Aborted, vec![], Verdict::Aborted),
@@ -314,10 +315,11 @@ fn back(state: &In, event: &On) -> Taken {
     let verdict = if *state == In::Aborted { Verdict::Aborted } else { Verdict::Returned };
     match event {
         On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(verdict)])),
-        // The agent may have died before it had undone everything. SIGCONT reaches a guest that stays paused too.
+        // The agent may have died before it had undone everything. SIGCONT is sent also if the guest stays paused.
         On::Restarted(_) if *state == In::Returned => moved(here().then([Do::ResumeQemu, Do::UndoAll])),
         On::Restarted(_) => moved(here().then([Do::UndoAll, Do::SendAbort])),
-        // It cannot run there: say it aloud. (An old RUNNING of a host that has crashed since says so too.)
+        // It cannot run there: report it. (An outdated RUNNING of a host that has crashed since causes this report,
+        // too.)
         On::Running { .. } | On::Incomplete { .. } => moved(here().then([Do::Report(Say::Contradiction)])),
         On::Begin { .. } | On::Stop { .. } => None,
         _ => ignored(Ignored::TooLate),
@@ -327,12 +329,13 @@ fn back(state: &In, event: &On) -> Taken {
 fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
     let here = || Move::to(In::Done { incarnation: incarnation.cloned(), run });
     match (event, incarnation) {
-        // After an operator's decision the destination may not have heard GO yet.
+        // After an operator's decision the destination may not have received GO yet.
         (On::Asked { .. }, Some(incarnation)) => {
             let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
             moved(here().then([Do::Answer(verdict)]))
         }
-        // Neither knows with whom it spoke; a destination that has lost its copy is told by that.
+        // The incarnation is unknown to the source; the question makes a destination that has lost its copy report
+        // that.
         (On::Asked { .. }, None) => moved(here().when("unknown").then([Do::AskDestination])),
         (On::Ready { incarnation: ready, .. }, Some(incarnation)) if ready == incarnation => {
             moved(here().then([Do::SendGo { incarnation: incarnation.clone(), run }]))
@@ -343,34 +346,34 @@ fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
     }
 }
 
-// ---- ways that several states take
+// ---- transitions that several states share
 
-/// COMMITTED: journalled, and this side's QEMU held, before GO can reach anybody.
+/// COMMITTED: journalled, and the source's QEMU held, before GO can reach the destination.
 fn commit(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
     enter(In::Committed { incarnation: incarnation.clone(), run, ran: false })
         .then([Do::PauseQemu, Do::SendGo { incarnation: incarnation.clone(), run }])
         .asking(Use::Offer, offer(terms, incarnation, run))
 }
 
-/// The guest has run there, which is not forgotten.
+/// COMMITTED, with the durable note that the guest has run at the destination.
 fn serve(incarnation: &Incarnation, run: bool) -> Moved {
     enter(In::Committed { incarnation: incarnation.clone(), run, ran: true })
         .then([Do::Report(Say::Incomplete)])
 }
 
-/// COMMITTED by a side that has no QEMU to hold.
+/// COMMITTED by a source that has no QEMU to hold.
 fn commit_bereft(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
     enter(In::Bereft { incarnation: Some(incarnation.clone()), run })
         .then([Do::SendGo { incarnation: incarnation.clone(), run }])
         .asking(Use::Offer, offer(terms, incarnation, run))
 }
 
-/// ABORTED where the guest was not stopped, or is no more.
+/// ABORTED where the guest was not stopped, or has ended.
 fn abort(why: Say) -> Moved {
     enter(In::Aborted).then([Do::UndoAll, Do::SendAbort, Do::Report(why)])
 }
 
-/// ABORTED where the guest is stopped: it goes on first, the tidying waits.
+/// ABORTED where the guest is stopped: it is continued first, and cleaning up waits.
 fn abort_stopped(run: bool, why: Say) -> Moved {
     if run {
         enter(In::Aborting).when("run").then([Do::ContinueVm, Do::SendAbort, Do::Report(why)])
@@ -384,7 +387,7 @@ fn bereave(terms: &Terms, incarnation: Option<&Incarnation>, run: bool) -> Moved
     insist(enter(state).then([Do::Report(Say::Bereft)]), terms, incarnation, run)
 }
 
-/// What a bereft source says again and again.
+/// Repeated messages of a bereft source.
 fn insist(to: Moved, terms: &Terms, incarnation: Option<&Incarnation>, run: bool) -> Moved {
     match incarnation {
         Some(incarnation) => to
@@ -395,7 +398,7 @@ fn insist(to: Moved, terms: &Terms, incarnation: Option<&Incarnation>, run: bool
     }
 }
 
-/// Towards RETURNED: through the register where there is one.
+/// Towards RETURNED: through the registry if there is one.
 fn take_back(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force: bool) -> Moved {
     match terms.register {
         None => give_return(run).within("no-register"),
@@ -407,7 +410,7 @@ fn take_back(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force:
     }
 }
 
-/// The operator's word stands in for the register's, which nobody can have any more.
+/// The operator's decision replaces that of the registry, which is lost.
 fn without_register(incarnation: Option<&Incarnation>, run: bool, run_here: bool) -> Moved {
     if run_here {
         give_return(run).within("run-here").within("without-register")
@@ -416,7 +419,7 @@ fn without_register(incarnation: Option<&Incarnation>, run: bool, run_here: bool
     }
 }
 
-/// RETURNED: the destination has refused, or the register or an operator has decided.
+/// RETURNED: the destination has refused, or the registry or an operator has decided.
 fn give_return(run: bool) -> Moved {
     if run {
         enter(In::Returning).when("run").then([Do::ResumeQemu, Do::ContinueVm, Do::Report(Say::Returned)])
@@ -425,7 +428,7 @@ fn give_return(run: bool) -> Moved {
     }
 }
 
-/// The destination owns it: wait as before.
+/// The destination owns the VM: the source waits as before.
 fn give_up_reclaim(incarnation: Option<&Incarnation>, run: bool) -> Moved {
     let lost = Do::Report(Say::DestinationOwns);
     match incarnation {
@@ -443,9 +446,9 @@ fn finish(incarnation: Option<&Incarnation>, run: bool) -> Moved {
     enter(In::Done { incarnation: incarnation.cloned(), run }).then([Do::QuitQemu, Do::Report(Say::Done)])
 }
 
-// ---- small words
+// ---- helpers
 
-/// Into a state, by way of the journal.
+/// Enters a state, by way of the journal.
 fn enter(state: In) -> Moved {
     let durable = state.durable();
     Move::to(state.clone()).then([Do::Journal { state, durable }])
@@ -478,7 +481,7 @@ fn moved(to: Moved) -> Taken {
     Some(Step::Moved(to))
 }
 
-/// Legal, and nothing to do.
+/// Stays in the state; the event is legal and has no effects.
 fn stay(state: In) -> Taken {
     moved(Move::to(state))
 }

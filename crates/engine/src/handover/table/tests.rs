@@ -3,7 +3,7 @@ use std::path::Path;
 
 use super::*;
 
-/// Transitions of one name do the same: a guard that the functions forget to name is found here.
+/// Transitions of one name have the same result: this finds a guard that the functions forget to name.
 #[test]
 fn one_name_one_transition() {
     let mut seen: BTreeMap<String, Transition> = BTreeMap::new();
@@ -42,7 +42,7 @@ fn fault_points_are_between_all_effects() {
     println!("{} transitions, {} fault points", transitions().len(), points.len());
 }
 
-/// The journal comes first: whatever else a transition into another state does, it can be found out afterwards.
+/// The journal entry is the first effect, so that a restart can find out about all other effects of a transition.
 #[test]
 fn a_change_of_state_is_journalled_before_anything_else() {
     for t in transitions() {

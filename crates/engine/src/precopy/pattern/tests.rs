@@ -1,13 +1,13 @@
-//! Guests that write in ways that rounds do not help with, and in others.
+//! Guests with patterns of writes for which rounds do not help, and others.
 
 use proto::limits::PAGE_BYTES;
 
 use super::*;
 use crate::precopy::tests::{policy, round};
 
-/// A guest on a link of 10 pages a millisecond, with so many dirty pages after all of memory went: how many intervals of
-/// 100 ms it takes, and how it ends. What is written in each, and what of that which was sent had been sent shortly before,
-/// follows from what is sent.
+/// Simulates a guest on a link of 10 pages a millisecond, with `dirty_pages` dirty pages after the first pass. Returns
+/// the number of intervals of 100 ms, and the last decision. `write` returns, for the pages sent in an interval, the
+/// pages written in it and those of the pages sent that had been sent shortly before.
 fn patterns(
     dirty_pages: u64,
     on_limit: OnLimit,
@@ -15,7 +15,7 @@ fn patterns(
 ) -> (u32, Decision) {
     let sampling = Sampling { interval_ns: 100_000_000, ..Sampling::default() };
     let mut policy = policy(10, 30, on_limit).sampling(sampling);
-    // The last part of it may be as small as it likes.
+    // Its last part may be of any size.
     let part = RoundObservation { left_pages: 10_000, ..round(0, dirty_pages, 100_000, 10_000) };
     assert!(matches!(policy.decide(&part), Decision::NextRound { most_pages: None, .. }));
     let mut decision = policy.decide(&round(1, dirty_pages, 50, 5));
@@ -47,21 +47,21 @@ fn pattern_of(decision: Decision) -> Option<Pattern> {
     }
 }
 
-/// Fig. 10 a: all that is sent is written again at once.
+/// Fig. 10 a: all pages that are sent are written again at once.
 #[test]
 fn a_guest_that_writes_as_fast_as_the_link_carries_is_recognised() {
     let (looks, decision) = patterns(1_800, OnLimit::Stop, |sent| (sent, 0));
     assert_eq!((looks, pattern_of(decision)), (2, Some(Pattern::Stable)));
-    // It would have to stand still for a second: what was seen for two tenths of one may be over soon.
+    // The guest would have to stand still for a second: a pattern that was seen for two tenths of one may be over
+    // soon.
     let (looks, decision) = patterns(10_000, OnLimit::Stop, |sent| (sent, 0));
     assert_eq!((looks, pattern_of(decision)), (6, Some(Pattern::Stable)));
-    // Nor does it help to wait where pages become more.
+    // Waiting does not help either where dirty pages become more.
     let (looks, decision) = patterns(1_800, OnLimit::Stop, |sent| (sent + sent / 4, 0));
     assert!(looks < 10 && pattern_of(decision) == Some(Pattern::Stable), "{looks} {decision:?}");
 }
 
-/// Whoever wants it to stay rather than stand still for long waits for it to become calmer: for as long as six ways through
-/// all that is dirty take.
+/// With `OnLimit::Abort` the guest gets time to become calmer: as long as six passes over the dirty pages take.
 #[test]
 fn a_guest_that_is_not_to_stand_still_for_long_gets_time() {
     let (looks, decision) = patterns(10_000, OnLimit::Abort, |sent| (sent, 0));
@@ -79,8 +79,8 @@ fn a_guest_that_is_not_to_stand_still_for_long_gets_time() {
     assert_eq!(pattern_of(decision), Some(Pattern::Drained));
 }
 
-/// A slow way through much memory is no standstill, although only a tenth less is left after each interval; and its parts
-/// are not counted as rounds.
+/// A slow pass through much memory is no standstill, although only a tenth less remains after each interval; and its
+/// parts do not count as rounds.
 #[test]
 fn a_guest_that_writes_little_beside_what_is_sent_is_not_taken_for_one_that_is_stuck() {
     for on_limit in [OnLimit::Abort, OnLimit::Stop] {
@@ -90,7 +90,7 @@ fn a_guest_that_writes_little_beside_what_is_sent_is_not_taken_for_one_that_is_s
     }
 }
 
-/// Fig. 10 c: less and less is left, but it is always the same pages that go.
+/// Fig. 10 c: fewer and fewer pages remain, but always the same pages are sent.
 #[test]
 fn a_guest_that_writes_to_the_same_pages_is_recognised() {
     let (looks, decision) = patterns(1_900, OnLimit::Stop, |sent| (sent - sent / 4, sent - sent / 20));
@@ -99,7 +99,7 @@ fn a_guest_that_writes_to_the_same_pages_is_recognised() {
     assert_eq!(pattern_of(decision), Some(Pattern::Drained), "half is not nine tenths");
 }
 
-/// One look in between that finds something else is averaged away.
+/// A single different sample is averaged away.
 #[test]
 fn the_number_of_modified_pages_is_averaged() {
     let mut number = 0;
@@ -110,7 +110,7 @@ fn the_number_of_modified_pages_is_averaged() {
     assert_eq!((looks, pattern_of(decision)), (2, Some(Pattern::Stable)));
 }
 
-/// An answer takes 80 ms. Rounds of 100 ms would be mostly waiting.
+/// An answer takes 80 ms. Rounds of 100 ms would consist mostly of waiting.
 #[test]
 fn on_a_long_link_intervals_are_longer() {
     const WAY_MS: u64 = 80;
@@ -128,7 +128,8 @@ fn on_a_long_link_intervals_are_longer() {
     assert!(sent > 5 * WAY_MS * 305, "{sent}");
 }
 
-/// As much as the paper's link carries in a second; less on a slower one, and never for less than a tenth of a second.
+/// An interval sends as much as the paper's link in a second; less on a slower one, and never for less than a tenth
+/// of a second.
 #[test]
 fn the_interval_follows_the_link() {
     let most_pages = |megabytes_per_s: u64| {

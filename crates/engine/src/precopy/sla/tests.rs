@@ -9,17 +9,17 @@ const NOTHING: Ways = Ways { slow_down: false, post_copy: false };
 /// A guest of 200,000 pages, on a link that carries 100 of them in a millisecond.
 #[derive(Clone, Copy)]
 struct Writer {
-    /// To how many pages of its own it writes, one after the other.
+    /// Number of pages in its working set, which it writes one after the other.
     own_pages: u64,
-    /// How many of them in a millisecond, while it is not slowed down.
+    /// Pages that it writes in a millisecond, while it is not slowed down.
     pages_per_ms: u64,
 }
 
 const PAGES: u64 = 200_000;
 const SENT_PER_MS: u64 = 100;
 
-/// How such a migration ends: the last decision, when, and whether the guest was slowed down on the way. As the agent
-/// does it, what is written to waits until the rest has gone, and goes in parts after that.
+/// Simulates a migration. Returns the last decision, its time, and whether the guest was slowed down. As in the agent,
+/// pages that are written wait until the others have been sent, and are sent in parts after that.
 fn moved(writer: Writer, policy: BySla) -> (Decision, u64, bool) {
     let mut policy = policy;
     let own = writer.own_pages as f64;
@@ -31,10 +31,10 @@ fn moved(writer: Writer, policy: BySla) -> (Decision, u64, bool) {
             if is_first { cold.min(50_000) } else { most_pages.unwrap_or(u64::MAX).min(hot as u64).max(1) };
         let ms = (sent / SENT_PER_MS).max(1);
         let rate = if slow { writer.pages_per_ms.min(SENT_PER_MS / 2) } else { writer.pages_per_ms };
-        // Pages at random: those that were clean all the time, and those that were sent, for half of it.
+        // Random pages: all clean ones, and the ones that were sent, for half of the time.
         let written = |pages: f64, ms: f64| pages * (1.0 - (-(rate as f64) * ms / own).exp());
         let came = if is_first {
-            // What is written to leaves the part that goes first.
+            // Written pages leave the part that is sent first.
             0.0
         } else {
             written((own - hot).max(0.0), ms as f64) + written(sent as f64, ms as f64 / 2.0)
@@ -98,13 +98,13 @@ fn one_that_writes_faster_than_the_link_carries_is_slowed_down_where_there_is_ti
     assert!(was_slow && ms <= 20_000, "{end:?} after {ms}");
 }
 
-/// 2 s are taken by the first pass, and 1 s by what it leaves; slowed down it would be longer.
+/// The first pass takes 2 s, and its remaining pages 1 s; with a CPU throttle it would take longer.
 #[test]
 fn where_there_is_not_pages_come_after_it() {
     let (end, ms, was_slow) = moved(FAST, sla(100, 3_500, ALL, OnLimit::Abort));
     assert!(matches!(end, Decision::PostCopy { .. }), "{end:?} after {ms}");
     assert!(!was_slow && ms + 1_000 <= 3_500, "after {ms}");
-    // Nor is there another way for a guest that must not be slowed down.
+    // There is no other way either for a guest that must not be slowed down.
     let (end, ms, _) = moved(FAST, sla(100, 60_000, Ways { slow_down: false, ..ALL }, OnLimit::Abort));
     assert!(matches!(end, Decision::PostCopy { .. }), "{end:?} after {ms}");
 }
@@ -128,7 +128,7 @@ fn there_may_be_all_the_time_there_is() {
     assert!(matches!(moved(FAST, policy), (Decision::StopAndCopy { .. }, _, true)));
 }
 
-/// One look in which a guest writes a lot is no reason to slow it down.
+/// One sample in which a guest writes a lot is no reason to slow it down.
 #[test]
 fn one_look_may_be_chance() {
     let mut policy = sla(50, 60_000, ALL, OnLimit::Abort);
@@ -145,17 +145,17 @@ fn one_look_may_be_chance() {
     assert!(!slow(policy.decide(&look(2, 10_000, 2_000))));
     assert!(!slow(policy.decide(&look(3, 150_000, 3_000))));
     assert!(slow(policy.decide(&look(4, 150_000, 4_000))));
-    // And stays so, whatever two looks say of the guest as it was before.
+    // It stays slow, whatever two samples of the guest show as it was before.
     policy.held(Held::Slower);
     assert!(slow(policy.decide(&look(5, 150_000, 5_000))));
     policy.held(Held::Free);
     assert!(slow(policy.decide(&look(6, 150_000, 6_000))));
-    // Until nobody can.
+    // Until the throttle cannot be applied any more.
     policy.held(Held::ForGood);
     assert!(!slow(policy.decide(&look(7, 150_000, 7_000))));
 }
 
-/// Of what the first pass has left to the end nothing is known.
+/// Nothing is known of the pages that the first pass has left to the end.
 #[test]
 fn nothing_is_expected_of_rounds_before_one_was_seen() {
     let first = RoundObservation {
@@ -167,12 +167,12 @@ fn nothing_is_expected_of_rounds_before_one_was_seen() {
     assert!(matches!(policy.decide(&first), Decision::NextRound { slow: false, .. }));
     let outlook = policy.outlook().unwrap();
     assert_eq!((outlook.pre_copy, outlook.slowed_down), (None, None));
-    // Where there is no time for a look, what keeps the limits without one is taken.
+    // If there is no time for another sample, a way that keeps the limits without one is chosen.
     let mut policy = sla(50, 2_500, ALL, OnLimit::Abort);
     assert!(matches!(policy.decide(&first), Decision::PostCopy { .. }));
 }
 
-/// A downtime that nobody can keep, and all the time there is.
+/// A downtime limit that cannot be kept, and no time limit.
 #[test]
 fn rounds_have_a_limit_too() {
     let aim = Aim { max_downtime_ns: MS, ..Aim::default() };
@@ -180,8 +180,9 @@ fn rounds_have_a_limit_too() {
     assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
 }
 
-/// Disks that become no less keep a guest from leaving its memory behind. It goes on without that for as long as there is
-/// time, another way where there is one by then; at the limit it is stopped where a user wants that, and else gives up.
+/// Disks whose dirty pages do not become fewer prevent post-copy. The migration continues without it as long as there
+/// is time, by another way if there is one by then; at the limit the guest is stopped if the user wants that, and else
+/// the policy gives up.
 #[test]
 fn disks_that_become_no_less_leave_the_other_ways() {
     let look = |number: u32, disk_pages, dirty_pages, elapsed_ms: u64| RoundObservation {
@@ -219,7 +220,7 @@ fn disks_that_become_no_less_leave_the_other_ways() {
             _ => assert!(matches!(end, Decision::GiveUp { .. }), "{end:?}"),
         }
     }
-    // The guest has become calm: rounds come to an end now.
+    // The guest has become calm: rounds converge now.
     let mut policy = ahead(OnLimit::Abort);
     is_no_less_by_chance(&mut policy);
     let calm = policy.decide(&look(5, 39_000, 40_000, 5_000));
@@ -227,7 +228,7 @@ fn disks_that_become_no_less_leave_the_other_ways() {
     assert_eq!(policy.outlook().map(|outlook| (outlook.chosen, outlook.is_kept)), Some((Way::PreCopy, true)));
 }
 
-/// What is dirty of disks goes while the guest stands still, and slower processors write no less to them.
+/// Dirty pages of disks are sent while the guest stands still, and slower processors do not write fewer of them.
 #[test]
 fn pages_of_disks_do_not_come_after_the_guest() {
     let mut policy = sla(300, 60_000, ALL, OnLimit::Abort);

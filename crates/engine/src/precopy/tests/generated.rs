@@ -1,4 +1,4 @@
-//! Whatever is observed: rounds that are generated.
+//! Properties for arbitrary observations: generated rounds.
 
 use proptest::prelude::*;
 
@@ -47,7 +47,7 @@ fn any_policy() -> impl Strategy<Value = ByPattern> {
     )
 }
 
-/// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends it.
+/// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends the migration.
 fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> Traced {
     let mut policy = Traced::new(policy);
     for (n, observed) in (0..).zip(seen) {
@@ -63,8 +63,8 @@ fn decisions(traced: &Traced) -> Vec<Decision> {
 }
 
 proptest! {
-    /// Whatever is observed, extreme values included: it ends within the limit of rounds, never before all memory went
-    /// once, and says the same when asked again.
+    /// For all observations, extreme values included: the migration ends within the limit of rounds, never before all
+    /// memory was sent once, and a replay makes the same decisions.
     #[test]
     fn ends_in_time_and_not_too_early(
         policy in any_policy(),
@@ -81,8 +81,8 @@ proptest! {
         prop_assert_eq!(&traced.trace().replay(), traced.trace());
     }
 
-    /// Whatever is observed: the other rules end by what they count, none before all that they want to go before has gone,
-    /// and say the same when asked again.
+    /// For all observations: the other rules end by their counters, none before the passes that they require, and a
+    /// replay makes the same decisions.
     #[test]
     fn other_rules_end_by_what_they_count(
         (max_downtime_ns, max_rounds, passes) in (0..1_000_000_000_u64, 0..40_u32, 0..10_u32),
@@ -97,7 +97,7 @@ proptest! {
         for (policy, least, most) in rules {
             let traced = run(policy, &seen);
             let decisions = decisions(&traced);
-            // What is left of disks goes ahead of a guest that leaves its memory behind.
+            // Remaining pages of disks are sent before post-copy starts.
             let is_of_memory = |d: &&Decision| matches!(d, Decision::NextRound { disks_alone: false, .. });
             let rounds = decisions.iter().filter(is_of_memory).count() as u32;
             prop_assert!((least..=most).contains(&rounds), "{decisions:?}");
@@ -107,8 +107,8 @@ proptest! {
         }
     }
 
-    /// Whatever is observed: no way of keeping the limits goes on when the time is over, none begins before all memory
-    /// went once, and it says the same when asked again.
+    /// For all observations: no way continues when the time is over, none begins before all memory was sent once, and
+    /// a replay makes the same decisions.
     #[test]
     fn limits_of_time_are_kept(
         (max_downtime_ns, max_total_ns) in (0..1_000_000_000_u64, 0..100_000_000_000_u64),
@@ -124,7 +124,7 @@ proptest! {
             let goes_on = matches!(decision, Decision::NextRound { .. });
             let is_late = matches!(decision, Decision::GiveUp { .. }) && observed.elapsed_ns > max_total_ns;
             prop_assert!(goes_on || round > 0 || is_late, "{decision:?} before all of memory went");
-            // What is left of disks goes ahead of a guest that leaves its memory behind.
+            // Remaining pages of disks are sent before post-copy starts.
             let is_of_disks = matches!(decision, Decision::NextRound { disks_alone: true, .. });
             let is_late = round > 0 && !is_of_disks && observed.elapsed_ns > max_total_ns;
             prop_assert!(!goes_on || !is_late, "{observed:?}");
@@ -153,8 +153,7 @@ proptest! {
         prop_assert!(expected(policy.clone().decide(&fewer)) <= expected(policy.decide(&many)));
     }
 
-    /// A guest whose writes are a fixed share of what the link carries converges, and the objective holds when it
-    /// does.
+    /// A guest whose dirty rate is a fixed share of the link's rate converges, and the objective holds when it does.
     #[test]
     fn a_guest_that_converges_is_moved(
         pages in 1_000..1_000_000_u64,

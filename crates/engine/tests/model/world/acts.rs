@@ -1,4 +1,4 @@
-//! What happens in the world: the engine is asked, and its effects are done.
+//! Events in the world: the engine's functions are called, and their effects are performed.
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState};
 use engine::handover::recover::Decision;
@@ -21,7 +21,7 @@ impl World {
         }
     }
 
-    /// A packet is lost. What goes over the streams is lost only with them.
+    /// Loses a packet. Data on the streams is lost only with them.
     pub(crate) fn lose(&mut self, packet: Packet) {
         self.net.retain(|other| *other != packet);
         if packet == Packet::Data(self.source.epoch) {
@@ -29,7 +29,7 @@ impl World {
         }
     }
 
-    /// Takes an event to the source. With `die_after`, the agent is killed when it has done so many effects.
+    /// Feeds an event to the source. With `die_after`, the agent is killed after that many effects.
     pub(crate) fn feed_source(&mut self, rules: &Rules, event: &SourceEvent, die_after: Option<usize>) {
         if self.source.life != Life::Up {
             return;
@@ -52,7 +52,7 @@ impl World {
         }
     }
 
-    /// All of memory and device state, and HELD, on which the destination waits with READY.
+    /// Sends all of memory and device state, and HELD, without which the destination does not send READY.
     pub(crate) fn send_all(&mut self, rules: &Rules) {
         if rules.holds {
             if self.source_qemu != Qemu::Paused {
@@ -86,7 +86,7 @@ impl World {
             SourceEffect::PauseQemu => self.held = self.source_qemu != Qemu::Gone,
             SourceEffect::ResumeQemu | SourceEffect::UndoAll => self.held = false,
             SourceEffect::ContinueVm => {
-                // After GO only the destination's REFUSED, the register or an operator can have decided this.
+                // After GO only the destination's REFUSED, the registry or an operator can have decided this.
                 let refused = self.ghost.destination.gave_up && self.same_attempt();
                 let told = refused || self.register_says_source() || self.ghost.word;
                 self.ghost.decided_alone |= self.ghost.source.go_sent && !told;
@@ -118,7 +118,7 @@ impl World {
             SourceEffect::Register { request, .. } => {
                 self.send(Packet::Request(Side::Source, epoch, small_op(request)));
             }
-            // True alarms only: an old RUNNING of a host that has crashed since may sound a false one.
+            // Only true alarms count: an outdated RUNNING of a host that has crashed since may cause a false one.
             SourceEffect::Report(SourceReport::Contradiction) if !self.ghost.source.lost => {
                 self.ghost.illegal = Some("contradiction");
             }
@@ -126,7 +126,7 @@ impl World {
         }
     }
 
-    /// Takes an event to the destination.
+    /// Feeds an event to the destination.
     pub(crate) fn feed_destination(
         &mut self,
         rules: &Rules,
@@ -182,13 +182,13 @@ impl World {
             DestinationEffect::SendRefused => self.send(Packet::Refused(epoch)),
             DestinationEffect::SendCrashed => self.send(Packet::Crashed(epoch)),
             DestinationEffect::Discard => {
-                // In doubt, a whole copy is thrown away only when the source has it, or it cannot be run.
-                // (One that has begun another attempt has it.)
+                // In doubt, a complete copy is discarded only if the source has the guest, or the copy cannot run. (A
+                // source that has begun another attempt has the guest.)
                 let kept = self.ghost.source.kept || !self.same_attempt() || self.ghost.word;
                 let told = kept || self.register_says_source() || self.ghost.destination.cont_failed;
                 let whole = self.destination_qemu != Qemu::Gone && self.ghost.destination.ready_sent;
                 self.ghost.decided_alone |= whole && !told;
-                // What it wrote since is in images that go with it, where disks were copied.
+                // Where disks were copied, the data that the guest wrote since is in images that are removed with it.
                 self.ghost.threw_away |= self.ghost.destination.ran;
                 self.destination_qemu = Qemu::Gone;
                 self.destination_cont = false;
@@ -197,14 +197,14 @@ impl World {
         }
     }
 
-    /// Takes an event that reaches agents in any state, also before a migration.
+    /// Feeds an event that reaches agents in any state, also before a migration.
     pub(crate) fn feed_source_if(&mut self, rules: &Rules, event: &SourceEvent, die_after: Option<usize>) {
         if self.source.state != SourceState::Idle {
             self.feed_source(rules, event, die_after);
         }
     }
 
-    /// Takes an event that reaches agents in any state, also before a migration.
+    /// Feeds an event that reaches agents in any state, also before a migration.
     pub(crate) fn feed_destination_if(
         &mut self,
         rules: &Rules,
@@ -216,7 +216,7 @@ impl World {
         }
     }
 
-    /// The agent is gone with all that it remembers. Answers to its questions have nobody to go to.
+    /// Kills the agent, which loses its memory. Answers to its questions have no receiver.
     pub(crate) fn crash(&mut self, side: Side) {
         self.net.retain(|packet| !matches!(packet, Packet::Reply(to, ..) if *to == side));
         self.session = false;
@@ -226,7 +226,7 @@ impl World {
         }
     }
 
-    /// The host is gone with its memory, its processes, and entries of the journal after the first `keep`.
+    /// Crashes the host, which loses its memory, its processes, and entries of the journal after the first `keep`.
     pub(crate) fn crash_host(&mut self, side: Side, keep: usize) {
         self.crash(side);
         match side {
@@ -247,7 +247,7 @@ impl World {
         }
     }
 
-    /// The source's QEMU dies, and its agent hears of it.
+    /// Kills the source's QEMU and notifies its agent.
     pub(crate) fn kill_source_qemu(&mut self, rules: &Rules, die_after: Option<usize>) {
         self.source_qemu = Qemu::Gone;
         self.source_cont = false;
@@ -284,7 +284,7 @@ impl World {
                     self.destination.journal.last().cloned().unwrap_or(DestinationState::Idle);
                 // Its connection is closed: the command was read or never will be.
                 self.destination_cont = false;
-                // One that lacks pages may not answer.
+                // A QEMU that lacks pages may not answer.
                 let silent = self.ghost.destination.missing;
                 let found = found(self.destination_qemu, self.destination.rebooted, silent);
                 if self.destination.state != DestinationState::Idle {
@@ -294,7 +294,7 @@ impl World {
         }
     }
 
-    /// The source's agent begins another attempt, where it may.
+    /// Begins another attempt of the source's agent, if it may.
     pub(crate) fn begin(&mut self, rules: &Rules, die_after: Option<usize>) {
         let attempt = self.source.epoch + 1;
         self.source.epoch = attempt;
@@ -312,7 +312,7 @@ impl World {
         }
     }
 
-    /// Delivers a packet that has been taken from the network, or doubled.
+    /// Delivers a packet that was removed from the network, or doubled.
     pub(crate) fn deliver(&mut self, rules: &Rules, packet: Packet, die_after: Option<usize>) {
         let epoch = |e: u8| Epoch(e.into());
         if let Packet::Go(e) | Packet::Committed(e) | Packet::AskDestination(e) = packet {
@@ -323,7 +323,7 @@ impl World {
         let to_destination = |world: &mut Self, event| world.feed_destination(rules, &event, die_after);
         match packet {
             Packet::Propose(e) => {
-                // An agent takes no proposal while an older one of the same VM is not over.
+                // An agent accepts no proposal while an older migration of the same VM has not ended.
                 let idle =
                     self.destination.state == DestinationState::Idle || self.destination.state.is_final();
                 if self.destination.life == Life::Up
@@ -388,8 +388,8 @@ impl World {
         }
     }
 
-    /// A message about an older attempt meets that attempt's machine, which has long been over: the source kept the
-    /// guest, the destination refused or discarded it. (The present machines see it too, and have to ignore it.)
+    /// Delivers a message about an older attempt to that attempt's machine, which ended long ago: the source kept the
+    /// guest, the destination refused or discarded it. (The present machines receive it too, and have to ignore it.)
     fn answer_from_old_journal(&mut self, packet: Packet) {
         let (source, destination) = (self.source.life == Life::Up, self.destination.life == Life::Up);
         match packet {
@@ -403,7 +403,7 @@ impl World {
         }
     }
 
-    /// A message about an attempt that is not in the destination's journal meets a machine that knows of nothing.
+    /// Delivers a message about an attempt that is not in the destination's journal to a fresh machine.
     fn meet_unknown(&mut self, epoch: u8) {
         let free = self.destination.state == DestinationState::Idle || self.destination.state.is_final();
         if self.destination.life == Life::Up && epoch > self.destination.epoch && free {
@@ -433,7 +433,7 @@ impl World {
         }
     }
 
-    /// QEMU does what it was told, if it lives; whoever lives of the agents hears of it.
+    /// Performs a `cont` of QEMU, if it lives, and notifies the agents that live.
     pub(crate) fn source_cont_done(&mut self, rules: &Rules, die_after: Option<usize>) {
         self.source_cont = false;
         if self.source_qemu == Qemu::Gone {
@@ -452,7 +452,7 @@ impl World {
         self.feed_destination(rules, &DestinationEvent::Contd { missing }, die_after);
     }
 
-    /// The last page has come.
+    /// Places the last missing page.
     pub(crate) fn complete(&mut self, rules: &Rules, die_after: Option<usize>) {
         self.ghost.destination.missing = false;
         self.feed_destination(rules, &DestinationEvent::Completed, die_after);

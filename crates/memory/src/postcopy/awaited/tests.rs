@@ -62,14 +62,14 @@ fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
     let writers = awaited.writers();
     writers[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
     assert_eq!((awaited.asked(), awaited.pages()), (vec![page(900)], 2));
-    // Zeros, whether somebody waits for them or not.
+    // Zeros, with or without a waiting thread.
     writers[1].drop_pages(900 * PAGE_BYTES..903 * PAGE_BYTES).unwrap();
     assert_eq!((awaited.asked(), awaited.pages()), (Vec::new(), 0));
     let memory = || lock(&awaited.placer().0);
     assert_eq!([7, 8, 9, 900].map(|page| memory()[&address(page)][0]), [5, 5, 0, 0]);
     assert_eq!(memory()[&address(901)][0], 0);
     assert!(!memory().contains_key(&address(902)), "nobody awaits it");
-    // Given back by the guest since: a second copy does not bring it back.
+    // Given back by the guest since: a second copy does not restore the page.
     memory().remove(&address(7));
     writers[1].write(7 * PAGE_BYTES, &[6; 3 * PAGE]).unwrap();
     assert!(!memory().contains_key(&address(7)));
@@ -80,7 +80,7 @@ fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
     assert!(writers[1].read(0, &mut [0]).is_err());
 }
 
-/// Somebody wrote to it from outside: it is told of at once, and nobody waits for the others in vain.
+/// A page was written from outside: it is reported at once, and threads that wait for the others still get them.
 #[test]
 fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
     for zeros in [false, true] {
@@ -107,7 +107,7 @@ fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
     }
 }
 
-/// It placed the page, and its ledger did not know yet.
+/// The agent had placed the page, but not yet updated its ledger.
 #[test]
 fn an_awaited_page_that_is_there_after_an_agent_that_died_is_right() {
     let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().taken_over());

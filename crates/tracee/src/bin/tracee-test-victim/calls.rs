@@ -1,7 +1,7 @@
-//! Threads that wait in system calls and look at what those return.
+//! Threads that wait in system calls and check the results.
 //!
-//! None of these calls may show that anything happened: no early end, no `EINTR`. The exception is
-//! `epoll_wait`, which the kernel itself lets return `EINTR` after every stop.
+//! None of these calls may show a trace of the injection: no early end, no `EINTR`. The exception
+//! is `epoll_wait`, for which the kernel itself returns `EINTR` after every stop.
 
 use std::io::{Error, ErrorKind, Read, Write, pipe};
 use std::os::fd::{AsRawFd, RawFd};
@@ -34,7 +34,7 @@ pub(super) const WORKERS: &[(&str, Prepare)] = &[
 const WAIT: Duration = Duration::from_millis(2);
 static WAIT_SPEC: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 2_000_000 };
 
-/// A wait has to last as long as it was asked to, and to end without an error.
+/// Checks that a wait lasted for the requested time, and ended without an error.
 fn full_wait(began: Instant, result: i64, expected: i64) -> Result<(), String> {
     let error = Error::last_os_error();
     if result != expected {
@@ -105,8 +105,8 @@ fn clock_nanosleep_until() -> Round {
     })
 }
 
-/// As C libraries make it: the number right before the instruction, not through a function that
-/// takes it as an argument.
+/// Calls `futex` as C libraries do: the number right before the instruction, not through a function
+/// that has it as an argument.
 fn futex(word: &AtomicU32, operation: i32, value: u32, time: *const libc::timespec) -> Result<i64, i32> {
     let result: i64;
     // SAFETY: the word lives as long as its borrow; `time` is null or valid.
@@ -131,13 +131,13 @@ fn futex_timeout() -> Round {
     })
 }
 
-/// Two threads that wake each other in turns.
+/// Returns two threads that wake each other in turns.
 fn futex_wake() -> Round {
     static TURN: AtomicU32 = AtomicU32::new(0);
     fn wait_for(turn: u32) -> Result<(), String> {
         while TURN.load(Ordering::Acquire) != turn {
             match futex(&TURN, libc::FUTEX_WAIT, 1 - turn, null()) {
-                // EAGAIN: the turn came before the wait.
+                // EAGAIN: the turn changed before the wait.
                 Ok(0) | Err(libc::EAGAIN) => {}
                 other => return Err(format!("returned {other:?}")),
             }
@@ -241,7 +241,7 @@ fn write_full_pipe() -> Round {
 
 fn epoll() -> Round {
     let (reader, writer) = pipe().expect("pipe");
-    // SAFETY: takes a flag alone.
+    // SAFETY: the only argument is a flag.
     let epoll: RawFd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
     let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 4711 };
     // SAFETY: a valid event.
@@ -262,7 +262,7 @@ fn epoll() -> Round {
     })
 }
 
-/// Threads that come and go.
+/// Starts threads that end soon.
 fn threads() -> Round {
     Box::new(|| {
         let sum: u64 = (0..4).map(|i| thread::spawn(move || i * i)).map(|one| one.join().unwrap_or(0)).sum();
@@ -270,17 +270,17 @@ fn threads() -> Round {
     })
 }
 
-/// Calls that do not wait, so that a stop comes between them or at their edges.
+/// Makes calls that do not wait, so that a stop is between them or at their edges.
 fn plain_calls() -> Round {
     let me = std::process::id() as i32;
     Box::new(move || {
         for _ in 0..200 {
-            // SAFETY: takes nothing.
+            // SAFETY: the call has no arguments.
             let pid = unsafe { libc::syscall(libc::SYS_getpid) };
             if pid != i64::from(me) {
                 return Err(format!("getpid returned {pid}"));
             }
-            // SAFETY: takes numbers alone; there is no such descriptor.
+            // SAFETY: all arguments are integers; there is no such descriptor.
             let closed = unsafe { libc::syscall(libc::SYS_close, -1) };
             let error = Error::last_os_error().raw_os_error();
             if closed != -1 || error != Some(libc::EBADF) {

@@ -1,14 +1,16 @@
-//! A program that notices if anything is done to it: the victim of this crate's tests.
+//! Victim of this crate's tests: a program that detects any change to it.
 //!
-//! Many threads each do one thing over and over and check what comes of it: registers, vector
-//! registers, system calls that wait, signals, masks, stacks. The first surprise ends the program
-//! with a message and an exit status of 1.
+//! Many threads each repeat one operation and check its result: registers, vector registers, system
+//! calls that wait, signals, masks, stacks. The first deviation ends the program with a message and
+//! an exit status of 1.
 //!
-//! Speaks on standard output and input: prints `thread NAME NUMBER` for each of its threads, then
-//! `ready`. The line `count` makes it print `NAME ROUNDS` for each, then `end`; `quit`, or the end
-//! of input, makes it check once more and leave with status 0. With names as arguments only those
-//! threads are started; `list` prints the names alone. A first argument that names one of
-//! [`modes::MODES`] makes it something else altogether, such as a process with memory to order.
+//! Its protocol uses standard output and input. It prints `thread NAME NUMBER` for each of its
+//! threads, then `ready`. On the line `count` it prints `NAME ROUNDS` for each, then `end`; on
+//! `quit`, or the end of input, it checks once more and exits with status 0. With names as
+//! arguments only those threads are started; `list` prints the names alone.
+//!
+//! A first argument that names one of [`modes::MODES`] selects a different program, such as a
+//! process with memory to order.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a program of the tests")]
 
@@ -25,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::thread;
 
-/// What one thread does over and over: a round, and what was wrong with it.
+/// Operation that a thread repeats: one round, with a description of any deviation.
 type Round = Box<dyn FnMut() -> Result<(), String>>;
 /// Prepares a thread, inside it.
 type Prepare = fn() -> Round;
@@ -64,7 +66,7 @@ fn main() {
         let (stop, ended) = (stop.clone(), ended.clone());
         thread::spawn(move || {
             work(&worker, prepare, &stop);
-            // Others still send it signals and data: it stays until the whole program ends.
+            // Other threads still send it signals and data: it stays until the whole program ends.
             signals::block_all();
             let _ = ended.send(());
             loop {

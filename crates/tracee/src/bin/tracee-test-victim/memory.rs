@@ -1,5 +1,5 @@
-//! Memory to order: one mapping, to which commands on standard input are done, each answered with
-//! a line. Offsets and lengths in bytes.
+//! Memory to order: one mapping, and commands for it on standard input, each answered with a line. Offsets and lengths
+//! in bytes.
 //!
 //! | command | does |
 //! |---|---|
@@ -7,7 +7,7 @@
 //! | `write OFFSET LEN SEED` | writes values made from SEED |
 //! | `stripes OFFSET LEN SEED` | writes to every second page |
 //! | `read OFFSET LEN` | reads every page |
-//! | `drop OFFSET LEN` | gives back: `MADV_DONTNEED`, or a hole in the file if shared |
+//! | `drop OFFSET LEN` | discards: `MADV_DONTNEED`, or a hole in the file if shared |
 //! | `unmap-pages OFFSET LEN` | `MADV_DONTNEED` also if shared: the page stays in the file |
 //! | `pageout OFFSET LEN` | to swap |
 //! | `fork-write OFFSET LEN SEED` | a child writes, and ends |
@@ -43,12 +43,12 @@ impl Memory {
             "memfd" => (libc::MAP_SHARED, memfd(0, len)),
             "disk-file" => (libc::MAP_SHARED, disk_file(len)),
             "private-sparse-file" => (libc::MAP_PRIVATE, memfd(0, len)),
-            // With something in the file.
+            // The file is not empty.
             "private-file" => (libc::MAP_PRIVATE, filled_memfd(len)),
             "hugetlb-memfd" => (libc::MAP_SHARED, memfd(libc::MFD_HUGETLB, len)),
             other => panic!("no kind {other}"),
         };
-        // SAFETY: a new mapping, of which nobody has a pointer.
+        // SAFETY: a new mapping, to which no pointer exists.
         let reserved = unsafe { libc::mmap(std::ptr::null_mut(), room, libc::PROT_NONE, private, -1, 0) };
         let base = (reserved as usize).next_multiple_of(2 << 20);
         let access = libc::PROT_READ | libc::PROT_WRITE;
@@ -71,7 +71,7 @@ impl Memory {
     }
 
     fn unmap(&self, offset: usize, len: usize) {
-        // SAFETY: memory of `map`, which nobody uses any more.
+        // SAFETY: memory of `map`, which no code uses any more.
         let result = unsafe { libc::munmap((self.base + offset) as *mut libc::c_void, len) };
         assert_eq!(result, 0, "munmap");
     }
@@ -108,7 +108,7 @@ impl Memory {
         // SAFETY: the child only writes memory and a pipe, and ends without cleaning up.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: takes numbers alone.
+            // SAFETY: all arguments are integers.
             unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
             self.write(offset, len, seed);
             let _ = (&writer).write(b".");
@@ -132,18 +132,18 @@ fn memfd(flags: libc::c_uint, len: usize) -> i32 {
     // SAFETY: a valid name.
     let fd = unsafe { libc::memfd_create(c"victim".as_ptr(), flags | libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "no memfd");
-    // SAFETY: takes numbers alone.
+    // SAFETY: all arguments are integers.
     unsafe { libc::ftruncate(fd, len as i64) };
     fd
 }
 
-/// A file without a name that can be dropped from memory without swap.
+/// Creates a file without a name that can be dropped from memory without swap.
 fn disk_file(len: usize) -> i32 {
     // SAFETY: a valid path.
     let fd =
         unsafe { libc::open(c"/var/tmp".as_ptr(), libc::O_TMPFILE | libc::O_RDWR | libc::O_CLOEXEC, 0o600) };
     assert!(fd >= 0, "no file");
-    // SAFETY: takes numbers alone.
+    // SAFETY: all arguments are integers.
     unsafe { libc::ftruncate(fd, len as i64) };
     fd
 }
@@ -207,7 +207,7 @@ fn start_storm(memory: Memory, seed: u64, calm: Arc<AtomicBool>) -> JoinHandle<(
     })
 }
 
-/// `struct iocb` of the kernel, as far as it is used here.
+/// Part of the kernel's `struct iocb` that is used here.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Request {
@@ -225,7 +225,7 @@ struct Request {
 
 const _: () = assert!(size_of::<Request>() == 64);
 
-/// Reads of 1 MiB each that the disk does on its own: it writes into memory behind the page table.
+/// Reads of 1 MiB each that the disk performs by DMA: it writes into memory behind the page table.
 struct DirectRead {
     context: usize,
     count: usize,
@@ -270,7 +270,7 @@ impl DirectRead {
         let mut done = 0;
         while done < self.count {
             let mut events = vec![[0u64; 4]; self.count];
-            // SAFETY: room for as many events as are asked for.
+            // SAFETY: room for as many events as are requested.
             let some = unsafe {
                 libc::syscall(libc::SYS_io_getevents, self.context, 1, self.count, events.as_mut_ptr(), 0)
             };

@@ -6,10 +6,10 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use linux_raw_sys::general as raw;
 use nix::libc;
 
-/// What a mode does with the arguments behind its name.
+/// Function of a mode; its arguments are those after the mode's name.
 type Mode = fn(&[String]);
 
-/// Name of the mode, and what it does.
+/// Names and functions of the modes.
 pub(super) const MODES: &[(&str, Mode)] = &[
     ("mode-memory", super::memory::serve),
     ("mode-quiet", quiet),
@@ -22,7 +22,7 @@ pub(super) const MODES: &[(&str, Mode)] = &[
     ("mode-linger", linger),
 ];
 
-/// Says so, and stays until its input ends.
+/// Prints `ready`, and stays until the input ends.
 pub(super) fn stay() {
     println!("ready");
     let _ = std::io::stdout().flush();
@@ -45,7 +45,7 @@ fn seccomp(arguments: &[String]) {
     }
     filter.push(op(0x06, 0, 0, libc::SECCOMP_RET_ALLOW));
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-    // SAFETY: takes numbers alone.
+    // SAFETY: all arguments are integers.
     unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     // SAFETY: a valid program that outlives the call.
     let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, 2, &raw const program) };
@@ -53,9 +53,9 @@ fn seccomp(arguments: &[String]) {
     stay();
 }
 
-/// Has a userfaultfd of its own, in use.
+/// Creates a userfaultfd of its own and uses it.
 fn userfaultfd(_: &[String]) {
-    // SAFETY: takes flags alone.
+    // SAFETY: the only argument is a set of flags.
     let fd =
         unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | raw::UFFD_USER_MODE_ONLY as i32) };
     // SAFETY: the kernel has just made it.
@@ -69,7 +69,7 @@ fn userfaultfd(_: &[String]) {
     stay();
 }
 
-/// Is in `vfork`, waiting for a child that does not come back until input ends.
+/// Waits in `vfork` for a child that does not return until the input ends.
 fn uninterruptible(_: &[String]) {
     extern "C" fn child(_: *mut libc::c_void) -> libc::c_int {
         stay();
@@ -84,22 +84,22 @@ fn uninterruptible(_: &[String]) {
     };
 }
 
-/// Has its system calls handed to a handler of its own, but for those in all of its memory.
+/// Dispatches its system calls to a handler of its own, except for those in all of its memory.
 fn dispatch(_: &[String]) {
     const PR_SET_SYSCALL_USER_DISPATCH: i32 = 59;
     let selector = Box::leak(Box::new(0u8));
-    // SAFETY: the selector byte lives for ever and says "allow".
+    // SAFETY: the selector byte lives for ever and its value means "allow".
     let result =
         unsafe { libc::prctl(PR_SET_SYSCALL_USER_DISPATCH, 1, 0usize, 0usize, std::ptr::from_mut(selector)) };
     assert_eq!(result, 0, "no user dispatch");
     stay();
 }
 
-/// Is always in a restartable sequence: an endless one, which the kernel begins anew whenever it
-/// was interrupted.
+/// Always runs a restartable sequence: an endless one, which the kernel restarts after every
+/// interruption.
 fn rseq(_: &[String]) {
     unsafe extern "C" {
-        /// Where glibc has this thread's `struct rseq`, counted from the thread pointer.
+        /// Offset of glibc's `struct rseq` of this thread from the thread pointer.
         static __rseq_offset: isize;
     }
     let thread: usize;
@@ -111,7 +111,7 @@ fn rseq(_: &[String]) {
     let _ = std::io::stdout().flush();
     // Version and flags, start, length, abort handler.
     let mut sequence = [0u64; 4];
-    // SAFETY: never leaves; the kernel jumps to 4, before which the agreed signature stands.
+    // SAFETY: never leaves; the kernel jumps to 4, which the agreed signature precedes.
     unsafe {
         std::arch::asm!(
             "lea {scratch}, [rip + 2f]", "mov [{sequence} + 8], {scratch}",
@@ -142,9 +142,9 @@ fn sleep(_: &[String]) {
     assert!(began.elapsed().as_secs() >= 2, "too short");
 }
 
-/// Has a thread that computes, and a socket whose `close` returns only when its other end is read, which the line
-/// `drain` asks for. Tells the socket's descriptor as if it were a thread, and `goes on` when the thread has computed
-/// since.
+/// Runs a thread that computes, and a socket whose `close` returns only when its other end is read, which the line
+/// `drain` requests. Reports the socket's descriptor as if it were a thread, and prints `goes on` if the thread has
+/// computed since.
 fn linger(_: &[String]) {
     use std::io::ErrorKind;
     use std::net::{TcpListener, TcpStream};
@@ -188,7 +188,7 @@ fn linger(_: &[String]) {
     });
     println!("thread worker {}", told.recv().expect("a thread"));
     println!("thread socket {}", full.as_raw_fd());
-    // Somebody else closes it.
+    // The injector closes it.
     std::mem::forget(full);
     println!("ready");
     for line in std::io::stdin().lines() {

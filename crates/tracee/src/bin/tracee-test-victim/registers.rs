@@ -1,4 +1,4 @@
-//! Threads that keep known values in their registers and look whether they stay.
+//! Threads that keep known values in their registers and check that they stay.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, _xgetbv};
@@ -24,12 +24,12 @@ fn general() -> Round {
 /// `rounds` times.
 fn general_registers_stay(seed: u64, rounds: u64) -> bool {
     let bad: u64;
-    // SAFETY: every register is saved or declared, the stack pointer is put back, and only memory
+    // SAFETY: every register is saved or declared, the stack pointer is restored, and only memory
     // below it is written, which the compiler leaves to a block that may push.
     unsafe {
         asm!(
             "push rbp", "push rbx", "push rsi",
-            // Expected values, as a table on the stack; the counter stands above it.
+            // Expected values, as a table on the stack; the counter is above it.
             "lea rax, [rdi + 1]", "lea rbx, [rdi + 2]", "lea rcx, [rdi + 3]", "lea rdx, [rdi + 4]",
             "lea rsi, [rdi + 5]", "lea rbp, [rdi + 6]", "lea r8, [rdi + 7]", "lea r9, [rdi + 8]",
             "lea r10, [rdi + 9]", "lea r11, [rdi + 10]", "lea r12, [rdi + 11]", "lea r13, [rdi + 12]",
@@ -72,11 +72,11 @@ fn general_registers_stay(seed: u64, rounds: u64) -> bool {
     bad == 0
 }
 
-/// Room for an XSAVE image of any size that x86-64 has today.
+/// Room for an XSAVE image of the maximum size of today's x86-64.
 #[repr(C, align(64))]
 struct Image([u8; 16 * 1024]);
 
-/// Where the registers of a component are in an image: first byte, and the byte after the last.
+/// Location of a component's registers in an image: first byte, and the byte after the last.
 type Part = (usize, usize);
 
 const PKRU: u64 = 1 << 9;
@@ -112,15 +112,15 @@ fn vector() -> Round {
     })
 }
 
-/// Asks the kernel for AMX tiles; whether this processor has them.
+/// Requests AMX tiles from the kernel; returns true if this processor has them.
 fn request_tiles() -> bool {
     const ARCH_REQ_XCOMP_PERM: i32 = 0x1023;
-    // SAFETY: takes numbers alone.
+    // SAFETY: all arguments are integers.
     unsafe { nix::libc::syscall(nix::libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, 18) == 0 }
 }
 
-/// Makes `image` a valid one in which all components of `mask` are in use; returns where their
-/// registers stand.
+/// Makes `image` a valid one in which all components of `mask` are in use; returns the locations of
+/// their registers.
 fn prepare_pattern(image: &mut Image, mask: u64) -> Vec<Part> {
     // x87 control word and tag word (all registers in use), MXCSR with rounding up.
     image.0[0..2].copy_from_slice(&0x0f7fu16.to_le_bytes());

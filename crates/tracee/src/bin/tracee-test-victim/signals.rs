@@ -1,4 +1,4 @@
-//! Signals by the thousand, none lost and none twice; masks and alternate stacks.
+//! Thousands of signals, none lost and none delivered twice; masks and alternate stacks.
 
 use std::cell::{Cell, UnsafeCell};
 use std::mem::{MaybeUninit, zeroed};
@@ -18,7 +18,8 @@ pub(super) const WORKERS: &[(&str, Prepare)] = &[
     ("process-signals", process_signals),
 ];
 
-/// Real-time signals are queued, each with a value: here consecutive numbers.
+/// Number of threads that receive real-time signals. These are queued, each with a value: here
+/// consecutive numbers.
 const RECEIVERS: usize = 4;
 static RECEIVED: [AtomicU64; RECEIVERS] = [const { AtomicU64::new(0) }; RECEIVERS];
 static FOR_PROCESS: AtomicU64 = AtomicU64::new(0);
@@ -33,7 +34,7 @@ fn signal_number() -> i32 {
     libc::SIGRTMIN() + 2
 }
 
-/// All signals but one.
+/// Returns a set of all signals but one.
 pub(super) fn all_but(signal: i32) -> libc::sigset_t {
     let mut set = MaybeUninit::uninit();
     // SAFETY: writable for one set.
@@ -50,7 +51,7 @@ fn change_mask(how: i32, signal: i32) {
     let mut set: libc::sigset_t = unsafe { zeroed() };
     // SAFETY: a valid set.
     unsafe { libc::sigaddset(&raw mut set, signal) };
-    // SAFETY: a valid set; the old one is not asked for.
+    // SAFETY: a valid set; the old one is not requested.
     unsafe { libc::pthread_sigmask(how, &raw const set, null_mut()) };
 }
 
@@ -71,14 +72,14 @@ pub(super) fn prepare_process() {
     change_mask(libc::SIG_BLOCK, libc::SIGUSR1);
 }
 
-/// Keeps all signals from this thread.
+/// Blocks all signals for this thread.
 pub(super) fn block_all() {
     let set = all_but(libc::SIGKILL);
-    // SAFETY: a valid set; the old one is not asked for.
+    // SAFETY: a valid set; the old one is not requested.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, null_mut()) };
 }
 
-/// Gives every thread a mask that could only come from itself.
+/// Sets a signal mask for every thread that only the thread itself could have.
 pub(super) fn prepare_thread() {
     change_mask(libc::SIG_BLOCK, libc::SIGWINCH);
     change_mask(libc::SIG_BLOCK, libc::SIGURG);
@@ -110,7 +111,8 @@ impl Settings {
 
 extern "C" fn on_numbered(_: i32, info: *const libc::siginfo_t, _: *const libc::c_void) {
     let index = RECEIVER.get();
-    // SAFETY: the kernel passes a valid siginfo_t, with a value because it was queued with one.
+    // SAFETY: the kernel passes a valid siginfo_t, with a value because the signal was queued with
+    // one.
     let info = unsafe { &*info };
     // SAFETY: as above.
     let number = unsafe { info.si_value() }.sival_ptr as u64;
@@ -133,7 +135,7 @@ extern "C" fn on_process(_: i32, _: *const libc::siginfo_t, _: *const libc::c_vo
     FOR_PROCESS.fetch_add(1, Ordering::Release);
 }
 
-/// A thread that gets numbered signals from another one; at most 16 are under way.
+/// Receives numbered signals from another thread; at most 16 are pending.
 fn receive<const INDEX: usize>() -> Round {
     RECEIVER.set(INDEX);
     if INDEX == 1 {
@@ -146,7 +148,7 @@ fn receive<const INDEX: usize>() -> Round {
     if INDEX != 3 {
         change_mask(libc::SIG_UNBLOCK, signal_number());
     }
-    // SAFETY: takes nothing.
+    // SAFETY: the call has no arguments.
     let me = unsafe { libc::pthread_self() } as usize;
     thread::spawn(move || {
         for number in 0u64.. {
@@ -173,7 +175,7 @@ fn receive<const INDEX: usize>() -> Round {
             }
             2 => {
                 for i in 0..1000u64 {
-                    // SAFETY: nobody else has this cell.
+                    // SAFETY: no other thread uses this cell.
                     unsafe { scratch.get().write_volatile(i) };
                 }
             }
@@ -195,7 +197,7 @@ fn receive<const INDEX: usize>() -> Round {
     })
 }
 
-/// Signals to the whole process, one at a time: this thread alone takes them.
+/// Sends signals to the whole process, one at a time: only this thread receives them.
 fn process_signals() -> Round {
     change_mask(libc::SIG_UNBLOCK, libc::SIGUSR1);
     Box::new(|| {

@@ -1,8 +1,8 @@
-//! A guest that is lost at its source before COMMITTED.
+//! Tests of a guest that is lost at its source before COMMITTED.
 
 use super::*;
 
-/// The destination has not all of it, and never will: nobody waits for the other.
+/// The destination lacks parts of the guest, and always will: neither host waits for the other.
 #[test]
 fn a_guest_that_is_lost_before_all_of_it_was_sent_is_nobodys() {
     let world = World::new();
@@ -41,7 +41,7 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 
-/// What the destination still needs is gone with QEMU: it could not run the guest, and is not to begin.
+/// Pages that the destination still needs are gone with QEMU: it could not run the guest, and must not begin.
 #[test]
 fn a_guest_that_is_lost_before_committed_is_nobodys_where_pages_were_to_come_after_it() {
     let regions = [None, Some(vec![])];

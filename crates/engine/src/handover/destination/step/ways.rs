@@ -1,4 +1,4 @@
-//! Ways that several of the destination's states take, and the small words in which transitions are written.
+//! Transitions that several of the destination's states share, and helpers.
 
 use proto::Incarnation;
 use proto::message::RegisterRequest;
@@ -7,7 +7,7 @@ use super::{Do, In, Moved, Say, Taken};
 use crate::handover::register::{self, RegisterAnswer, Standing, Use};
 use crate::handover::{Ignored, Move, Step, Terms};
 
-/// GO, from the source, the register's offer, or an operator.
+/// Follows GO, from the source, the registry's offer, or an operator.
 pub(super) fn obey(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
     let take = terms.register.map(|since| register::take_by_destination(terms, since));
     match take {
@@ -18,8 +18,8 @@ pub(super) fn obey(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved
     }
 }
 
-/// The guest is this host's. STARTING stands in the journal before `cont` is sent, so that a restarted agent knows
-/// that a vCPU may have run.
+/// This host owns the guest. STARTING is in the journal before `cont` is sent, so that a restarted agent knows that a
+/// vCPU may have run.
 pub(super) fn start(incarnation: &Incarnation, run: bool) -> Moved {
     if run {
         enter(In::Starting { incarnation: incarnation.clone(), again: false }).when("run").then([Do::Cont])
@@ -28,7 +28,7 @@ pub(super) fn start(incarnation: &Incarnation, run: bool) -> Moved {
     }
 }
 
-/// Another `cont`, after the register has said again whose the guest is.
+/// Sends another `cont`, after the registry has confirmed the owner again.
 pub(super) fn cont_again(terms: &Terms, to: Moved) -> Moved {
     if terms.register.is_some() {
         to.when("register").then(ask(Use::Read, Some(register::read(terms))))
@@ -45,7 +45,7 @@ pub(super) fn activate(incarnation: &Incarnation) -> Moved {
     ])
 }
 
-/// As [`activate`], but for the source's part, which is not over.
+/// Like [`activate`], but the source still has pages to send.
 pub(super) fn run_incomplete(incarnation: &Incarnation) -> Moved {
     enter(In::Completing { incarnation: incarnation.clone() }).then([
         // QEMU may be waiting for a page, and answer late.
@@ -63,12 +63,12 @@ pub(super) fn give_back(terms: &Terms) -> Moved {
     enter(In::Refusing).then(ask(Use::GiveBack, Some(register::give_back(terms))))
 }
 
-/// REFUSED is said only when nothing is left that could hold the disks' locks.
+/// REFUSED is sent only when no process remains that could hold the disks' locks.
 pub(super) fn refuse() -> Moved {
     enter(In::Refused).then([Do::Discard, Do::SendRefused, Do::Report(Say::Refused)])
 }
 
-/// REFUSED by the operator's word: the register, which should hear of it first, is gone for good.
+/// REFUSED by the operator's decision: the registry, which would have to record it first, is lost.
 pub(super) fn refuse_unregistered() -> Moved {
     refuse().when("without-register").when("run-elsewhere")
 }
@@ -82,13 +82,13 @@ pub(super) fn crash(ran: bool) -> Moved {
     enter(In::Crashed { ran }).then([tell, Do::Report(Say::Crashed)])
 }
 
-/// Gone with its host: nobody knows whether it has run.
+/// The copy is lost with its host: it is unknown whether it has run.
 pub(super) fn lost() -> Moved {
     enter(In::Crashed { ran: false }).then([Do::SendCrashed, Do::Report(Say::Lost)])
 }
 
-/// The host has booted since PREPARED: the copy is gone, and later entries may be. Whether it has run is in the
-/// register, or the source knows that it cannot have.
+/// The host has booted since PREPARED: the copy is lost, and later entries may be. The registry has recorded whether
+/// it can have run, or the source knows that it cannot have.
 pub(super) fn bereave(terms: &Terms) -> Moved {
     let bereft = enter(In::Bereft);
     match terms.register {
@@ -100,7 +100,7 @@ pub(super) fn bereave(terms: &Terms) -> Moved {
     }
 }
 
-/// Into a state, by way of the journal.
+/// Enters a state, by way of the journal.
 pub(super) fn enter(state: In) -> Moved {
     let durable = state.durable();
     Move::to(state.clone()).then([Do::Journal { state, durable }])
@@ -129,7 +129,7 @@ pub(super) fn moved(to: Moved) -> Taken {
     Some(Step::Moved(to))
 }
 
-/// Legal, and nothing to do.
+/// Stays in the state; the event is legal and has no effects.
 pub(super) fn stay(state: In) -> Taken {
     moved(Move::to(state))
 }

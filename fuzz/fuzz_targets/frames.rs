@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use proto::delta::Delta;
-use proto::frame::{Header, Kind};
+use proto::frame::{Header, FrameKind};
 use proto::limits::CHUNK_PAGES;
 use proto::packed::Packed;
 use proto::pages::{Ack, Content, PagesHeader, decode_round_end, encode_round_end};
@@ -20,7 +20,7 @@ fuzz_target!(|bytes: &[u8]| {
         let Some((payload, after)) = after.split_at_checked(length) else { return };
         rest = after;
         match decoded.kind {
-            Kind::Pages => {
+            FrameKind::Pages => {
                 let Ok((pages, data)) = PagesHeader::decode(payload, &mut runs) else { continue };
                 assert_eq!(data.len(), runs.iter().map(|run| run.data_bytes()).sum::<usize>());
                 let mut rest = data;
@@ -36,7 +36,7 @@ fuzz_target!(|bytes: &[u8]| {
                         Content::Delta { .. } => {
                             let mut deltas = mine;
                             while let Ok(delta) = Delta::take(&mut deltas) {
-                                delta.put_into(&mut [0; 4096]);
+                                delta.apply_to(&mut [0; 4096]);
                             }
                         }
                         Content::Data | Content::Zero | Content::Hole | Content::Filled => {}
@@ -50,22 +50,22 @@ fuzz_target!(|bytes: &[u8]| {
                 again.extend_from_slice(data);
                 assert_eq!(again, payload);
             }
-            Kind::RoundEnd => {
+            FrameKind::RoundEnd => {
                 if let Ok((seq, round)) = decode_round_end(payload) {
                     assert_eq!(encode_round_end(seq, round), payload);
                 }
             }
-            Kind::Ack => {
+            FrameKind::Ack => {
                 if let Ok(ack) = Ack::decode(payload) {
                     assert_eq!(ack.encode(), payload);
                 }
             }
-            Kind::Missing => {
+            FrameKind::Missing => {
                 if let Ok((seq, pages)) = decode_missing(payload) {
                     assert_eq!(encode_missing(seq, &pages), payload);
                 }
             }
-            Kind::Packed => {
+            FrameKind::Packed => {
                 let Ok(packed) = Packed::decode(payload, &mut runs) else { continue };
                 assert!(packed.bytes.len() < packed.data_bytes);
                 let mut again = packed.codec.encode().to_vec();
@@ -73,7 +73,7 @@ fuzz_target!(|bytes: &[u8]| {
                 again.extend_from_slice(packed.bytes);
                 assert_eq!(again, payload);
             }
-            Kind::Message | Kind::Blob => {}
+            FrameKind::Message | FrameKind::Blob => {}
         }
     }
 });

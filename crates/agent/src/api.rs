@@ -40,7 +40,7 @@ pub use control::Control;
 pub use engine::handover::Role;
 pub use problem::{Kind, Problem, with_causes};
 pub use proto::ids::BadName;
-pub use proto::message::{DiskWish, Finding, Severity};
+pub use proto::message::{DiskMode, Finding, Severity};
 pub use proto::{Epoch, HostId, MigrationId, VmName};
 pub use server::{Server, ServerError, serve};
 pub use types::*;

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
 use link::{Connection, Handle, Writer};
 use proto::Generation;
@@ -41,7 +41,7 @@ use crate::progress::Publisher;
 /// The destination's side of one migration.
 pub(crate) struct Driver {
     context: Arc<Context>,
-    terms: Terms,
+    terms: MigrationTerms,
     state: DestinationState,
     proposal: Proposal,
     /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
@@ -110,7 +110,7 @@ impl Driver {
     /// Creates the destination's side of a migration, in the state that the journal has.
     pub(crate) fn new(
         context: Arc<Context>,
-        terms: Terms,
+        terms: MigrationTerms,
         state: DestinationState,
         proposal: Proposal,
         vm: Option<Arriving>,

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::Terms;
-use engine::handover::register::RegisterAnswer;
-use proto::message::{Finding, Ownership, RegisterRequest, Severity};
+use engine::handover::MigrationTerms;
+use engine::handover::register::RegistryAnswer;
+use proto::message::{Finding, Ownership, RegistryRequest, Severity};
 use proto::{Epoch, HostId, VmName};
 use tracing::warn;
 
@@ -16,19 +16,19 @@ use crate::register::Register;
 
 /// Asks the registry with which the migration began. Blocks until it has answered or its time-outs have passed. Another
 /// registry, which the configuration may name by now, is not asked.
-pub(crate) fn ask(context: &Context, terms: &Terms, request: &RegisterRequest) -> RegisterAnswer {
+pub(crate) fn ask(context: &Context, terms: &MigrationTerms, request: &RegistryRequest) -> RegistryAnswer {
     if other_witness(context, terms).is_some() {
-        return RegisterAnswer::Unreachable;
+        return RegistryAnswer::Unreachable;
     }
-    context.register.as_ref().map_or(RegisterAnswer::Unreachable, |register| register.ask(request))
+    context.register.as_ref().map_or(RegistryAnswer::Unreachable, |register| register.ask(request))
 }
 
 /// Asks in a thread of its own, which passes on the answer. Returns false if the thread cannot be started.
 pub(crate) fn ask_aside(
     context: &Arc<Context>,
-    terms: &Terms,
-    request: RegisterRequest,
-    answered: impl FnOnce(RegisterAnswer) + Send + 'static,
+    terms: &MigrationTerms,
+    request: RegistryRequest,
+    answered: impl FnOnce(RegistryAnswer) + Send + 'static,
 ) -> bool {
     let (context, terms) = (Arc::clone(context), terms.clone());
     let asks = move || answered(ask(&context, &terms, &request));
@@ -48,7 +48,7 @@ pub(crate) fn tell_of_silence(vm: &VmName, progress: &mut Progress) {
 }
 
 /// Returns a message if the configuration does not name the registry with which a migration began.
-pub(crate) fn other_witness(context: &Context, terms: &Terms) -> Option<String> {
+pub(crate) fn other_witness(context: &Context, terms: &MigrationTerms) -> Option<String> {
     let theirs = terms.witness.as_ref()?;
     let ours = context.config.register.as_ref();
     (ours != Some(theirs)).then(|| {
@@ -67,13 +67,13 @@ pub(crate) fn other_witness(context: &Context, terms: &Terms) -> Option<String> 
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
     busy: bool,
-    waiting: Option<RegisterRequest>,
+    waiting: Option<RegistryRequest>,
     silent_since: Option<Instant>,
 }
 
 impl Desk {
     /// Accepts a driver's request. Returns it if it can be sent now.
-    pub(crate) fn question(&mut self, request: RegisterRequest) -> Option<RegisterRequest> {
+    pub(crate) fn question(&mut self, request: RegistryRequest) -> Option<RegistryRequest> {
         if self.busy {
             self.waiting = Some(request);
             return None;
@@ -83,8 +83,8 @@ impl Desk {
     }
 
     /// Records the answer, and returns the time for which the registry has not answered.
-    pub(crate) fn silence(&mut self, answer: &RegisterAnswer) -> Duration {
-        if matches!(answer, RegisterAnswer::Stands(_)) {
+    pub(crate) fn silence(&mut self, answer: &RegistryAnswer) -> Duration {
+        if matches!(answer, RegistryAnswer::Stands(_)) {
             self.silent_since = None;
         } else {
             self.silent_since.get_or_insert_with(Instant::now);
@@ -94,7 +94,7 @@ impl Desk {
 
     /// Records that the answer has arrived. Returns the request that has waited, if there is one, which is to be sent
     /// now.
-    pub(crate) fn answered(&mut self) -> Option<RegisterRequest> {
+    pub(crate) fn answered(&mut self) -> Option<RegistryRequest> {
         self.busy = false;
         self.waiting.take().and_then(|request| self.question(request))
     }
@@ -129,8 +129,8 @@ fn configured(context: &Context) -> Option<(&dyn Register, &HostId)> {
 /// Returns the registry's record of a VM; an error if the registry does not answer.
 fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option<Ownership>, OwnerError> {
     match register.read(vm) {
-        RegisterAnswer::Stands(record) => Ok(record),
-        RegisterAnswer::Unreachable | RegisterAnswer::Unknown => {
+        RegistryAnswer::Stands(record) => Ok(record),
+        RegistryAnswer::Unreachable | RegistryAnswer::Unknown => {
             Err(OwnerError::Unreachable(witness.clone()))
         }
     }
@@ -147,9 +147,9 @@ fn enter(
     let new = Ownership { epoch, owner: context.config.host.clone(), offer: None, released: false };
     let expected = found.map(|record| (record.epoch, record.owner.clone()));
     match register.compare_and_set(vm, expected, new) {
-        RegisterAnswer::Stands(record) => Ok(record),
-        RegisterAnswer::Unknown => read(register, witness, vm),
-        RegisterAnswer::Unreachable => Err(OwnerError::Unreachable(witness.clone())),
+        RegistryAnswer::Stands(record) => Ok(record),
+        RegistryAnswer::Unknown => read(register, witness, vm),
+        RegistryAnswer::Unreachable => Err(OwnerError::Unreachable(witness.clone())),
     }
 }
 
@@ -254,7 +254,7 @@ pub(crate) fn release(context: &Context, vm: &VmName) -> Option<bool> {
     let expected = (record.epoch, record.owner.clone());
     let new = Ownership { released: true, offer: None, ..record };
     let answer = register.compare_and_set(vm, Some(expected), new);
-    Some(matches!(answer, RegisterAnswer::Stands(Some(record)) if record.released))
+    Some(matches!(answer, RegistryAnswer::Stands(Some(record)) if record.released))
 }
 
 #[cfg(test)]
@@ -263,7 +263,7 @@ mod tests {
 
     #[test]
     fn one_question_at_a_time_and_the_latest_waits() {
-        let ask = |vm: &str| RegisterRequest::Read { vm: VmName::new(vm).unwrap() };
+        let ask = |vm: &str| RegistryRequest::Read { vm: VmName::new(vm).unwrap() };
         let mut desk = Desk::default();
         assert_eq!(desk.question(ask("one")), Some(ask("one")));
         assert_eq!(desk.question(ask("two")), None);

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use block::image::{self, Format, ImageError};
 use block::thin::NewVolume;
-use block::volume::{self, Group};
+use block::volume::{self, VolumeGroup};
 use proto::MigrationId;
 use qemu::preflight::FileIdentity;
 use qemu::preflight::files::created_unix_ns;
@@ -44,7 +44,7 @@ pub enum Storage {
         format: PoolFormat,
     },
     /// Logical volumes, which hold raw bytes.
-    Volumes(Group),
+    Volumes(VolumeGroup),
 }
 
 /// The format of images that are made.
@@ -66,7 +66,7 @@ pub(crate) struct Place {
     pub(crate) path: PathBuf,
     pub(crate) format: Format,
     /// The group of the volume, if it is one.
-    group: Option<Group>,
+    group: Option<VolumeGroup>,
 }
 
 impl Pool {
@@ -99,10 +99,10 @@ impl Pool {
     pub(crate) fn called(&self) -> String {
         match &self.storage {
             Storage::Directory { path, .. } => format!("the directory for images, {}", path.display()),
-            Storage::Volumes(Group { name, thin_pool: None }) => {
+            Storage::Volumes(VolumeGroup { name, thin_pool: None }) => {
                 format!("the volume group for images, {name}")
             }
-            Storage::Volumes(Group { name, thin_pool: Some(pool) }) => {
+            Storage::Volumes(VolumeGroup { name, thin_pool: Some(pool) }) => {
                 format!("the thin pool for images, {name}/{pool}")
             }
         }
@@ -227,7 +227,7 @@ mod tests {
             path(&directory(PoolFormat::Raw), "../x", Some("qcow2")),
             Path::new("/pool/web@3-.._x-7f.raw")
         );
-        let volumes = pool(Storage::Volumes(Group { name: "vg0".into(), thin_pool: None }));
+        let volumes = pool(Storage::Volumes(VolumeGroup { name: "vg0".into(), thin_pool: None }));
         assert_eq!(path(&volumes, "../x", Some("qcow2")), Path::new("/dev/vg0/whimbrel-web+3-..+x-7f"));
     }
 
@@ -254,10 +254,10 @@ mod tests {
         let needed = |storage| place(storage).needed_bytes(100 << 30, 20 << 30) >> 30;
         assert_eq!(needed(Storage::Directory { path: "/pool".into(), format: PoolFormat::Same }), 21);
         assert_eq!(
-            needed(Storage::Volumes(Group { name: "vg0".into(), thin_pool: Some("thin".into()) })),
+            needed(Storage::Volumes(VolumeGroup { name: "vg0".into(), thin_pool: Some("thin".into()) })),
             21
         );
-        assert_eq!(needed(Storage::Volumes(Group { name: "vg0".into(), thin_pool: None })), 100);
+        assert_eq!(needed(Storage::Volumes(VolumeGroup { name: "vg0".into(), thin_pool: None })), 100);
     }
 
     /// At most the disk's length plus the format's own data: `qemu-img measure` has 384 KiB for 1 GiB.

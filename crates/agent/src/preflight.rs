@@ -18,7 +18,7 @@ pub(crate) use trial::{Trial, started_or_why_not};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use link::Incoming;
 use proto::message::{Finding, Message, Proposal, Severity};
 use proto::{Generation, HostId, MigrationId, Purpose};
@@ -161,7 +161,7 @@ fn kernel_finding() -> Option<Finding> {
 
 /// A proposal that can be accepted.
 pub(crate) struct Considered {
-    pub(crate) terms: Terms,
+    pub(crate) terms: MigrationTerms,
     /// Its VM is described with the images that it will have here.
     pub(crate) proposal: Proposal,
     pub(crate) launch: Launch,
@@ -266,7 +266,7 @@ pub(crate) fn destination(
         scope: Some(format!("whimbrel-vm-{}", id.vm)),
         oom_score_adj: theirs.oom_score_adj,
     };
-    let terms = Terms {
+    let terms = MigrationTerms {
         migration: id.clone(),
         source: from.clone(),
         destination: context.config.host.clone(),

@@ -9,15 +9,15 @@
 //!
 //! # Unknown is an answer
 //!
-//! A request that was sent and not answered may have been carried out. The result is then [`RegisterAnswer::Unknown`],
+//! A request that was sent and not answered may have been carried out. The result is then [`RegistryAnswer::Unknown`],
 //! never a failure; the engine reads again before it does anything. Only if no complete request can have reached the
-//! registry is the answer [`RegisterAnswer::Unreachable`].
+//! registry is the answer [`RegistryAnswer::Unreachable`].
 
 mod sqlite;
 mod witness;
 
-use engine::handover::register::RegisterAnswer;
-use proto::message::{Ownership, RegisterRequest};
+use engine::handover::register::RegistryAnswer;
+use proto::message::{Ownership, RegistryRequest};
 use proto::{Epoch, HostId, VmName};
 
 pub use sqlite::{RegisterError, SqliteRegister};
@@ -26,11 +26,11 @@ pub use witness::{WitnessClient, WitnessServer};
 /// A store of owners. Calls block; they end within the time-outs that it was made with.
 pub trait Register: Send + Sync {
     /// Sends a request, and returns what is known afterwards.
-    fn ask(&self, request: &RegisterRequest) -> RegisterAnswer;
+    fn ask(&self, request: &RegistryRequest) -> RegistryAnswer;
 
     /// Reads the record of a VM.
-    fn read(&self, vm: &VmName) -> RegisterAnswer {
-        self.ask(&RegisterRequest::Read { vm: vm.clone() })
+    fn read(&self, vm: &VmName) -> RegistryAnswer {
+        self.ask(&RegistryRequest::Read { vm: vm.clone() })
     }
 
     /// Puts `new` in place of `expected`.
@@ -39,8 +39,8 @@ pub trait Register: Send + Sync {
         vm: &VmName,
         expected: Option<(Epoch, HostId)>,
         new: Ownership,
-    ) -> RegisterAnswer {
-        self.ask(&RegisterRequest::CompareAndSet { vm: vm.clone(), expected, new })
+    ) -> RegistryAnswer {
+        self.ask(&RegistryRequest::CompareAndSet { vm: vm.clone(), expected, new })
     }
 }
 

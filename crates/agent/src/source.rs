@@ -29,7 +29,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::source::{SourceEvent, SourceReport, SourceState};
 use engine::precopy::{CostHistory, Sampling};
 use proto::message::Proposal;
@@ -258,7 +258,7 @@ impl Details {
 /// Driver of the source's part in one migration.
 pub(crate) struct Driver {
     context: Arc<Context>,
-    terms: Terms,
+    terms: MigrationTerms,
     state: SourceState,
     /// The VM; absent if its QEMU is gone.
     vm: Option<SourceVm>,
@@ -335,7 +335,7 @@ impl Driver {
     /// is absent if its QEMU is gone.
     pub(crate) fn new(
         context: Arc<Context>,
-        terms: Terms,
+        terms: MigrationTerms,
         state: SourceState,
         vm: Option<SourceVm>,
         inbox: Inbox,

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use link::{Arrival, Connection, Endpoint, Incoming, LinkError, Listener, Rejected, Security, Serving};
 use proto::message::{Message, Proposal};
 use proto::{Epoch, HostId, Incarnation, MigrationId, VmName};
@@ -46,8 +46,8 @@ pub(crate) fn id(epoch: u64) -> MigrationId {
 }
 
 /// Returns the terms of the first migration, from one host to the other.
-pub(crate) fn terms(source: &str, destination: &str) -> Terms {
-    Terms {
+pub(crate) fn terms(source: &str, destination: &str) -> MigrationTerms {
+    MigrationTerms {
         migration: id(1),
         source: host(source),
         destination: host(destination),
@@ -160,7 +160,7 @@ impl World {
     }
 
     /// Writes the first migration into the journal.
-    pub(crate) fn journalled(&self, terms: &Terms, state: State) {
+    pub(crate) fn journalled(&self, terms: &MigrationTerms, state: State) {
         let new = NewMigration { terms, state, proposal: &proposal() };
         self.context.journal.begin(&new).unwrap();
     }
@@ -406,13 +406,13 @@ fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
 
 /// A registry that counts its requests and answers when the test sends the answer.
 pub(crate) struct SlowRegister {
-    pub(crate) asked: Sender<proto::message::RegisterRequest>,
-    pub(crate) answers: Mutex<Receiver<engine::handover::register::RegisterAnswer>>,
+    pub(crate) asked: Sender<proto::message::RegistryRequest>,
+    pub(crate) answers: Mutex<Receiver<engine::handover::register::RegistryAnswer>>,
 }
 
 impl Register for SlowRegister {
-    fn ask(&self, request: &proto::message::RegisterRequest) -> engine::handover::register::RegisterAnswer {
+    fn ask(&self, request: &proto::message::RegistryRequest) -> engine::handover::register::RegistryAnswer {
         self.asked.send(request.clone()).unwrap();
-        self.answers.lock().unwrap().recv().unwrap_or(engine::handover::register::RegisterAnswer::Unreachable)
+        self.answers.lock().unwrap().recv().unwrap_or(engine::handover::register::RegistryAnswer::Unreachable)
     }
 }

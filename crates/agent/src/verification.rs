@@ -10,7 +10,7 @@ use std::time::Duration;
 use ::memory::DirtyBitmap;
 use ::memory::verify::{self, Block, VerifyError};
 use block::image::ImageError;
-use block::reading::Reading;
+use block::reading::ImageReader;
 use proto::limits::{CHUNK_BYTES, HASHES};
 use proto::message::Message;
 use qemu::describe::Disk;
@@ -87,11 +87,11 @@ impl DiskImage {
         Some(Self { path, format: format.to_owned(), disk_bytes, offset_bytes })
     }
 
-    /// Opens it, even if other processes have it open; see [`Reading::open`].
-    pub(crate) fn open(&self, socket: &Path, patience: Duration) -> Result<Reading, ImageError> {
+    /// Opens it, even if other processes have it open; see [`ImageReader::open`].
+    pub(crate) fn open(&self, socket: &Path, patience: Duration) -> Result<ImageReader, ImageError> {
         let part = self.offset_bytes..self.offset_bytes.saturating_add(self.disk_bytes);
         let part = (self.format == "raw").then_some(part);
-        Reading::open(&self.path, &self.format, part, socket, patience)
+        ImageReader::open(&self.path, &self.format, part, socket, patience)
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use agent::journal::{Durability, Journal, JournalError, NewMigration, State};
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
@@ -57,7 +57,7 @@ fn begin(journal: &Journal, id: &MigrationId, state: State) -> Result<(), Journa
     });
     let (source, destination) = (HostId::new("alpha").unwrap(), HostId::new("beta").unwrap());
     journal.begin(&NewMigration {
-        terms: &Terms { migration: id.clone(), source, destination, register: None, witness: None },
+        terms: &MigrationTerms { migration: id.clone(), source, destination, register: None, witness: None },
         state,
         proposal: &serde_json::from_value(proposal).unwrap(),
     })

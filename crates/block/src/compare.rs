@@ -7,12 +7,12 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::image::ImageError;
 use crate::nbd::{Client, NbdError, ZERO};
-use crate::reading::Reading;
+use crate::reading::ImageReader;
 
 /// Length of one read, in bytes: it fits the processor's cache.
 const PIECE_BYTES: u64 = 256 << 10;
 
-impl Reading {
+impl ImageReader {
     /// Returns the XXH3 (64 bits) of chunks of `chunk_bytes`, up to the end of the disk; its last chunk may be
     /// shorter. Ranges that are known to be zeros are not read.
     pub fn hash_chunks(&mut self, chunk_bytes: u64, chunks: Range<u64>) -> Result<Vec<u64>, ImageError> {

@@ -21,9 +21,9 @@ const EXPORT: &str = "disk";
 /// Package with QEMU's tools.
 const TOOLS: &str = "QEMU's package of tools (qemu-utils, qemu-img)";
 /// Longest time for a server to start, whatever the patience of the caller is.
-const START_PATIENCE: Duration = Duration::from_secs(10);
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval between two checks of a server that starts or ends.
-const LOOK: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Formats of new images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -88,14 +88,14 @@ pub enum ImageError {
         source: io::Error,
     },
     /// A program failed.
-    #[error("{tool} failed on {path}: {said}", path = path.display())]
+    #[error("{tool} failed on {path}: {message}", path = path.display())]
     Tool {
         /// The program.
         tool: &'static str,
         /// Path of the image.
         path: PathBuf,
         /// Output of the program.
-        said: String,
+        message: String,
     },
     /// The image could not be read.
     #[error("cannot read {path}", path = path.display())]
@@ -177,8 +177,8 @@ fn fill(file: &File, path: &Path, format: Format, bytes: u64) -> Result<(), Imag
     if done.status.success() {
         return file.sync_all().map_err(failed);
     }
-    let said = String::from_utf8_lossy(&done.stderr).trim().replace('\n', "; ");
-    Err(ImageError::Tool { tool: "qemu-img", path: path.to_owned(), said })
+    let message = String::from_utf8_lossy(&done.stderr).trim().replace('\n', "; ");
+    Err(ImageError::Tool { tool: "qemu-img", path: path.to_owned(), message })
 }
 
 /// An image that a `qemu-nbd` has open, for writing or for reading.
@@ -187,25 +187,25 @@ pub struct Server {
     child: Child,
     path: PathBuf,
     socket: PathBuf,
-    patience: Duration,
+    timeout: Duration,
     /// Connection that keeps the server alive.
     keeper: Option<Client>,
 }
 
 impl Server {
     /// Serves an image for writing on a new socket, to at most `connections` connections at a time. No request takes
-    /// longer than `patience`.
+    /// longer than `timeout`.
     pub fn start(
         path: &Path,
         format: Format,
         socket: &Path,
         connections: u16,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, ImageError> {
-        let cache = if takes_direct_io(path, format) { "none" } else { "writeback" };
+        let cache = if can_use_direct_io(path, format) { "none" } else { "writeback" };
         let mut command = Command::new("qemu-nbd");
         command.args(["--format", format.as_str(), "--cache", cache, "--discard", "unmap"]);
-        Self::spawn(command, &[path.as_os_str()], path, socket, u32::from(connections), patience)
+        Self::spawn(command, &[path.as_os_str()], path, socket, u32::from(connections), timeout)
     }
 
     /// Serves an image of this format for reading to one connection. `named` are the arguments by which `qemu-nbd`
@@ -215,14 +215,14 @@ impl Server {
         image: &Path,
         format: &str,
         socket: &Path,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, ImageError> {
         let start = |cache| {
             let mut command = Command::new("qemu-nbd");
             command.args(["--read-only", "--cache", cache]);
-            Self::spawn(command, named, image, socket, 1, patience)
+            Self::spawn(command, named, image, socket, 1, timeout)
         };
-        if takes_direct_io(image, Format::of(format).unwrap_or(Format::Qcow2)) {
+        if can_use_direct_io(image, Format::of(format).unwrap_or(Format::Qcow2)) {
             match start("none") {
                 // It has ended: a backing file of the image may be on a file system without direct I/O.
                 Err(ImageError::Tool { .. }) => {}
@@ -238,7 +238,7 @@ impl Server {
         path: &Path,
         socket: &Path,
         connections: u32,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, ImageError> {
         // The keeper is one more, and so is the flusher.
         let shared = connections.saturating_add(2).to_string();
@@ -253,8 +253,8 @@ impl Server {
             .spawn()
             .map_err(|source| ImageError::NoTool { tool: "qemu-nbd", package: TOOLS, source })?;
         let mut server =
-            Self { child, path: path.to_owned(), socket: socket.to_owned(), patience, keeper: None };
-        let deadline = Instant::now() + patience.min(START_PATIENCE);
+            Self { child, path: path.to_owned(), socket: socket.to_owned(), timeout, keeper: None };
+        let deadline = Instant::now() + timeout.min(START_TIMEOUT);
         loop {
             match server.client() {
                 Ok(keeper) => {
@@ -267,7 +267,7 @@ impl Server {
                 Err(_) if server.has_ended() => return Err(server.failure()),
                 Err(error) => return Err(error),
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -278,7 +278,7 @@ impl Server {
 
     /// Opens a connection that can query this context.
     pub(crate) fn client_for(&self, context: Option<&str>) -> Result<Client, ImageError> {
-        let client = Client::connect(&self.socket, EXPORT, context, self.patience);
+        let client = Client::connect(&self.socket, EXPORT, context, self.timeout);
         client.map_err(|source| ImageError::Write { path: self.path.clone(), source })
     }
 
@@ -294,7 +294,7 @@ impl Server {
 
     /// Returns a handle that can flush, and does not keep the server alive.
     pub fn flusher(&self) -> Flusher {
-        Flusher { path: self.path.clone(), socket: self.socket.clone(), patience: self.patience }
+        Flusher { path: self.path.clone(), socket: self.socket.clone(), timeout: self.timeout }
     }
 
     /// Flushes all writes to stable storage and closes the image; all connections must have ended. No process has the
@@ -302,13 +302,13 @@ impl Server {
     pub fn finish(mut self) -> Result<(), ImageError> {
         self.flush()?;
         self.keeper = None;
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         while !self.has_ended() {
             if Instant::now() >= deadline {
-                let said = "it does not end: a connection is left".to_owned();
-                return Err(ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), said });
+                let message = "it does not end: a connection is left".to_owned();
+                return Err(ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), message });
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         if self.child.wait().is_ok_and(|status| status.success()) { Ok(()) } else { Err(self.failure()) }
     }
@@ -319,23 +319,23 @@ impl Server {
 
     /// Returns the error with the output of the server, which has ended.
     fn failure(&mut self) -> ImageError {
-        let mut said = String::new();
+        let mut message = String::new();
         if let Some(stderr) = &mut self.child.stderr {
-            let _ = stderr.read_to_string(&mut said);
+            let _ = stderr.read_to_string(&mut message);
         }
-        let said = said.trim().replace('\n', "; ");
-        ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), said }
+        let message = message.trim().replace('\n', "; ");
+        ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), message }
     }
 }
 
 /// Ends a server that waits at this socket for its first client, because the agent that started it has died: it gets a
 /// client now, and loses it. A server that is in use is not affected.
-pub fn end_unused(socket: &Path) {
-    const PATIENCE: Duration = Duration::from_secs(2);
-    let deadline = Instant::now() + PATIENCE;
+pub fn end_unused_server(socket: &Path) {
+    const TIMEOUT: Duration = Duration::from_secs(2);
+    let deadline = Instant::now() + TIMEOUT;
     // Until no server listens: only then has it closed the image. A server that is in use continues to listen.
-    while Client::connect(socket, EXPORT, None, PATIENCE).is_ok() && Instant::now() < deadline {
-        std::thread::sleep(LOOK);
+    while Client::connect(socket, EXPORT, None, TIMEOUT).is_ok() && Instant::now() < deadline {
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -344,13 +344,13 @@ pub fn end_unused(socket: &Path) {
 pub struct Flusher {
     path: PathBuf,
     socket: PathBuf,
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Flusher {
     /// Flushes all writes to stable storage.
     pub fn flush(&self) -> Result<(), ImageError> {
-        let client = Client::connect(&self.socket, EXPORT, None, self.patience);
+        let client = Client::connect(&self.socket, EXPORT, None, self.timeout);
         let flushed = client.and_then(|mut client| client.flush());
         flushed.map_err(|source| ImageError::Write { path: self.path.clone(), source })
     }
@@ -368,7 +368,7 @@ impl Drop for Server {
 
 /// Returns true if direct I/O to an image is possible. QEMU then requires a raw image to be whole blocks of the file
 /// system, which not every disk is if the blocks have 4 KiB.
-fn takes_direct_io(path: &Path, format: Format) -> bool {
+fn can_use_direct_io(path: &Path, format: Format) -> bool {
     const O_DIRECT: i32 = 0o40000;
     const LARGEST_BLOCK_BYTES: u64 = 4096;
     let Ok(file) = OpenOptions::new().read(true).custom_flags(O_DIRECT).open(path) else { return false };

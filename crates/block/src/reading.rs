@@ -11,12 +11,12 @@ use crate::nbd::{ALLOCATION, Client, NbdError, ZERO};
 
 /// An image that is open for reading.
 #[derive(Debug)]
-pub struct Reading {
+pub struct ImageReader {
     server: Server,
     client: Client,
 }
 
-impl Reading {
+impl ImageReader {
     /// Opens an image in any format that QEMU knows by this name, through a server on a new socket. A program that
     /// writes it must have flushed it, and must not write any more. Of a raw image that is longer than its disk (a
     /// block device, a part of a larger file) only `part` is read, in bytes.
@@ -25,7 +25,7 @@ impl Reading {
         format: &str,
         part: Option<Range<u64>>,
         socket: &Path,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, ImageError> {
         let file = image.replace(',', ",,");
         let part = part.map_or_else(String::new, |part| {
@@ -33,16 +33,16 @@ impl Reading {
         });
         let options = format!("driver={format}{part},file.filename={file},force-share=on");
         let named = ["--image-opts", &options];
-        Self::of(Server::start_reading(&named, Path::new(image), format, socket, patience)?)
+        Self::of(Server::start_reading(&named, Path::new(image), format, socket, timeout)?)
     }
 
     /// Opens the content of one image itself; content of its backing files reads as zeros. A program may continue to
     /// write to it: the data that is read may then be neither the present nor any former content.
-    pub fn open_alone(
+    pub fn open_layer(
         image: &Path,
         format: &str,
         socket: &Path,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, ImageError> {
         let file = image.to_string_lossy();
         let mut options = json!({ "driver": format, "file": { "filename": file }, "force-share": true });
@@ -51,7 +51,7 @@ impl Reading {
             options["backing"] = Value::Null;
         }
         let named = format!("json:{options}");
-        Self::of(Server::start_reading(&[&named], image, format, socket, patience)?)
+        Self::of(Server::start_reading(&[&named], image, format, socket, timeout)?)
     }
 
     fn of(server: Server) -> Result<Self, ImageError> {

@@ -42,7 +42,7 @@ impl Usage {
 
 impl Usage {
     /// Returns true if less than `keep_free_percent` percent of all is free.
-    pub fn is_beyond(&self, keep_free_percent: u8) -> bool {
+    pub fn is_below_reserve(&self, keep_free_percent: u8) -> bool {
         let free_bytes = self.total_bytes.saturating_sub(self.used_bytes);
         u128::from(free_bytes) * 100 < u128::from(self.total_bytes) * u128::from(keep_free_percent)
     }
@@ -94,7 +94,7 @@ impl ThinPool {
         let (status, table) = (ask("status")?, ask("table")?);
         Self::parse(&status, &table).ok_or_else(|| ImageError::Tool {
             tool: "dmsetup",
-            said: format!("said {:?} and {:?}", status.trim(), table.trim()),
+            message: format!("said {:?} and {:?}", status.trim(), table.trim()),
             path: path.into(),
         })
     }
@@ -146,7 +146,7 @@ impl ThinPool {
 }
 
 /// Destination of the writes to a volume.
-pub trait Target {
+pub trait VolumeWriter {
     /// Returns the length of the volume, in bytes.
     fn size_bytes(&self) -> u64;
 
@@ -163,7 +163,7 @@ pub trait Target {
     fn allocate_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError>;
 }
 
-impl Target for Client {
+impl VolumeWriter for Client {
     fn size_bytes(&self) -> u64 {
         Client::size_bytes(self)
     }
@@ -199,7 +199,7 @@ impl NewVolume {
     ///
     /// # Errors
     /// Fails if the write fails.
-    pub fn begin(&self, to: &mut impl Target) -> Result<(), NbdError> {
+    pub fn begin(&self, to: &mut impl VolumeWriter) -> Result<(), NbdError> {
         if self.zeroes_blocks {
             return Ok(());
         }
@@ -213,7 +213,7 @@ impl NewVolume {
     ///
     /// # Errors
     /// Fails if the bytes are not written.
-    pub fn write(&self, offset: u64, data: &[u8], to: &mut impl Target) -> Result<(), NbdError> {
+    pub fn write(&self, offset: u64, data: &[u8], to: &mut impl VolumeWriter) -> Result<(), NbdError> {
         let range = offset..offset + data.len() as u64;
         {
             let mut provisioned = self.lock();
@@ -237,7 +237,7 @@ impl NewVolume {
     ///
     /// # Errors
     /// Fails if the write fails.
-    pub fn write_zeroes(&self, range: Range<u64>, to: &mut impl Target) -> Result<(), NbdError> {
+    pub fn write_zeroes(&self, range: Range<u64>, to: &mut impl VolumeWriter) -> Result<(), NbdError> {
         let mut written: Vec<Range<u64>> = Vec::new();
         {
             let provisioned = self.lock();
@@ -316,7 +316,7 @@ mod tests {
     fn a_margin_is_not_free() {
         let usage = Usage { used_bytes: 90, total_bytes: 101 };
         assert_eq!((usage.free_bytes(0), usage.free_bytes(5), usage.free_bytes(50)), (11, 5, 0));
-        assert!(!usage.is_beyond(0) && !usage.is_beyond(10) && usage.is_beyond(11));
+        assert!(!usage.is_below_reserve(0) && !usage.is_below_reserve(10) && usage.is_below_reserve(11));
     }
 
     /// Fake of a volume in a pool whose new blocks have data of other volumes, where they are not zeroed.
@@ -347,7 +347,7 @@ mod tests {
         }
     }
 
-    impl Target for Kernel {
+    impl VolumeWriter for Kernel {
         fn size_bytes(&self) -> u64 {
             self.bytes.len() as u64
         }

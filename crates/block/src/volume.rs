@@ -12,23 +12,23 @@ const NAME_BYTES: usize = 60;
 /// Prefix of the names, and a tag, by which people recognize volumes of this program.
 const TAG: &str = "whimbrel";
 /// Longest time for one of LVM's programs.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// Interval between two checks whether it has ended.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Number of attempts to remove a volume that is in use, and the pause between them.
 const REMOVALS: u32 = 5;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(500);
 
 /// A volume group in which volumes are created.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct VolumeGroup {
     /// Name of the volume group.
     pub name: String,
     /// Name of a thin pool in it; none to use the group's own extents.
     pub thin_pool: Option<String>,
 }
 
-impl Group {
+impl VolumeGroup {
     /// Returns the path of a volume whose name is derived from `text`. LVM permits letters, digits and `+_.-`, and
     /// reserves some names with `_` and some prefixes for itself.
     pub fn path(&self, text: &str) -> PathBuf {
@@ -77,18 +77,18 @@ impl Group {
         command.args(["--noheadings", "--nosuffix", "--units", "b", "--options", "vg_size,vg_free"]);
         command.arg(&self.name);
         let path = Path::new(&self.name);
-        let said = run("vgs", command, path)?;
-        usage(&said).ok_or_else(|| ImageError::Tool {
+        let message = run("vgs", command, path)?;
+        usage(&message).ok_or_else(|| ImageError::Tool {
             tool: "vgs",
             path: path.to_owned(),
-            said: format!("said {:?}", said.trim()),
+            message: format!("said {:?}", message.trim()),
         })
     }
 }
 
 /// Parses LVM's output: size of the group, and free part, in bytes.
-fn usage(said: &str) -> Option<Usage> {
-    let words: Option<Vec<u64>> = said.split_whitespace().map(|word| word.parse().ok()).collect();
+fn usage(message: &str) -> Option<Usage> {
+    let words: Option<Vec<u64>> = message.split_whitespace().map(|word| word.parse().ok()).collect();
     let [total_bytes, free_bytes] = words?[..] else { return None };
     Some(Usage { used_bytes: total_bytes.checked_sub(free_bytes)?, total_bytes })
 }
@@ -105,8 +105,8 @@ pub fn remove(path: &Path) -> Result<bool, ImageError> {
     loop {
         match remove() {
             Ok(_) => return Ok(true),
-            Err(ImageError::Tool { said, .. }) if said.contains("Failed to find") => return Ok(false),
-            Err(ImageError::Tool { said, .. }) if said.contains("in use") && tries.next().is_some() => {
+            Err(ImageError::Tool { message, .. }) if message.contains("Failed to find") => return Ok(false),
+            Err(ImageError::Tool { message, .. }) if message.contains("in use") && tries.next().is_some() => {
                 std::thread::sleep(REMOVAL_PAUSE);
             }
             Err(error) => return Err(error),
@@ -116,20 +116,20 @@ pub fn remove(path: &Path) -> Result<bool, ImageError> {
 
 /// Runs a program of LVM or device mapper. LVM's programs wait while another one holds the group's lock.
 pub(crate) fn run(tool: &'static str, mut command: Command, path: &Path) -> Result<String, ImageError> {
-    let failed = |said: String| ImageError::Tool { tool, path: path.to_owned(), said };
+    let failed = |message: String| ImageError::Tool { tool, path: path.to_owned(), message };
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).env("LC_ALL", "C");
     let started = command.spawn();
     let mut child = started.map_err(|source| ImageError::NoTool { tool, package: "lvm2", source })?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     // The output is short: it fits a pipe.
     while child.try_wait().is_ok_and(|ended| ended.is_none()) {
         if Instant::now() >= deadline {
             // It may end at this very moment, or only when a system call in the kernel returns.
             let _ = child.kill();
             std::thread::spawn(move || child.wait());
-            return Err(failed(format!("did not end within {} s", PATIENCE.as_secs())));
+            return Err(failed(format!("did not end within {} s", TIMEOUT.as_secs())));
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     let done = child.wait_with_output().map_err(|error| failed(error.to_string()))?;
     if done.status.success() {
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn names_are_such_as_lvm_takes() {
-        let group = Group { name: "vg0".to_owned(), thin_pool: None };
+        let group = VolumeGroup { name: "vg0".to_owned(), thin_pool: None };
         let name = |text: &str| group.path(text).display().to_string();
         assert_eq!(name("web@3-drive0-00ff"), "/dev/vg0/whimbrel-web+3-drive0-00ff");
         assert_eq!(name("-x_tdata/../y z"), "/dev/vg0/whimbrel--x+tdata+..+y+z");
@@ -156,8 +156,8 @@ mod tests {
     fn what_lvm_says_is_free() {
         let found = usage("  1073741824 268435456\n");
         assert_eq!(found, Some(Usage { used_bytes: 768 << 20, total_bytes: 1 << 30 }));
-        for said in ["", "1g 1", "1", "1 2", "1 1 1"] {
-            assert_eq!(usage(said), None, "{said:?}");
+        for message in ["", "1g 1", "1", "1 2", "1 1 1"] {
+            assert_eq!(usage(message), None, "{message:?}");
         }
     }
 }

@@ -8,14 +8,14 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use whimbrel_block::image::{Format, ImageError, Server, create, end_unused};
-use whimbrel_block::reading::Reading;
+use whimbrel_block::image::{Format, ImageError, Server, create, end_unused_server};
+use whimbrel_block::reading::ImageReader;
 
-const PATIENCE: Duration = Duration::from_mins(1);
+const TIMEOUT: Duration = Duration::from_mins(1);
 const MIB: u64 = 1 << 20;
 
 fn serve(directory: &Path, image: &Path, format: Format) -> Server {
-    Server::start(image, format, &directory.join("image.sock"), 2, PATIENCE).unwrap()
+    Server::start(image, format, &directory.join("image.sock"), 2, TIMEOUT).unwrap()
 }
 
 /// Returns the contents of an image, read by another of QEMU's tools.
@@ -72,7 +72,7 @@ fn what_is_there_is_not_touched_and_what_fails_is_said() {
     assert!(error.to_string().contains("no/where"), "{error}");
 
     let socket = directory.path().join("image.sock");
-    let error = Server::start(&image, Format::Qcow2, &socket, 1, PATIENCE).unwrap_err();
+    let error = Server::start(&image, Format::Qcow2, &socket, 1, TIMEOUT).unwrap_err();
     let said = error.to_string();
     assert!(matches!(error, ImageError::Tool { tool: "qemu-nbd", .. }), "{said}");
     assert!(said.contains("qcow2"), "{said}");
@@ -114,14 +114,14 @@ fn images_are_equal_when_what_is_in_them_is() {
         let image = directory.path().join(format!("a,disk.{format}"));
         create(&image, format, bytes).unwrap();
         let socket = directory.path().join(format!("{format}.sock"));
-        (image.clone(), format, Server::start(&image, format, &socket, 1, PATIENCE).unwrap())
+        (image.clone(), format, Server::start(&image, format, &socket, 1, TIMEOUT).unwrap())
     });
     let hashes = |index: usize, chunks| {
         let (image, format, server) = &images[index];
         server.flush().unwrap();
         let socket = directory.path().join("compare.sock");
         let mut reading =
-            Reading::open(image.to_str().unwrap(), format.as_str(), None, &socket, PATIENCE).unwrap();
+            ImageReader::open(image.to_str().unwrap(), format.as_str(), None, &socket, TIMEOUT).unwrap();
         assert_eq!(reading.size_bytes(), bytes);
         reading.hash_chunks(CHUNK, chunks).unwrap()
     };
@@ -160,10 +160,10 @@ fn a_server_that_nobody_uses_is_ended() {
     let mut server = Command::new("qemu-nbd").args(words).args([&socket, &image]).spawn().unwrap();
     // It may not listen yet.
     while server.try_wait().unwrap().is_none() {
-        end_unused(&socket);
+        end_unused_server(&socket);
     }
     // No server listens any more.
-    end_unused(&socket);
+    end_unused_server(&socket);
 }
 
 /// Each image of a chain has its own content, while a QEMU has the chain open.
@@ -174,7 +174,7 @@ fn an_image_is_read_without_those_below_it() {
     let (base, over) = (at("base,1.qcow2"), at("over \"2\".qcow2"));
     create(&base, Format::Qcow2, 4 * MIB).unwrap();
     let fill = |image: &Path, offset: u64, byte: u8| {
-        let server = Server::start(image, Format::Qcow2, &at("fill.sock"), 1, PATIENCE).unwrap();
+        let server = Server::start(image, Format::Qcow2, &at("fill.sock"), 1, TIMEOUT).unwrap();
         server.client().unwrap().write(offset, &[byte; 4096]).unwrap();
         server.finish().unwrap();
     };
@@ -187,9 +187,9 @@ fn an_image_is_read_without_those_below_it() {
         .unwrap();
     assert!(made.success());
     fill(&over, 2 * MIB, 3);
-    let _in_use = Server::start(&over, Format::Qcow2, &at("use.sock"), 1, PATIENCE).unwrap();
+    let _in_use = Server::start(&over, Format::Qcow2, &at("use.sock"), 1, TIMEOUT).unwrap();
     let read = |image: &Path| {
-        let mut reading = Reading::open_alone(image, "qcow2", &at("read.sock"), PATIENCE).unwrap();
+        let mut reading = ImageReader::open_layer(image, "qcow2", &at("read.sock"), TIMEOUT).unwrap();
         let mut byte = [0];
         let bytes = [0, 2 * MIB].map(|offset| {
             reading.read(offset, &mut byte).unwrap();

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use whimbrel_block::nbd::{ALLOCATION, Client, Extent, HOLE, NbdError, ZERO};
 
-const PATIENCE: Duration = Duration::from_mins(1);
+const TIMEOUT: Duration = Duration::from_mins(1);
 const MIB: u64 = 1 << 20;
 
 /// A `qemu-nbd`, ended when dropped.
@@ -30,7 +30,7 @@ impl Server {
             .arg(image)
             .spawn()
             .unwrap();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while !socket.exists() {
             assert!(Instant::now() < end, "qemu-nbd does not start");
             thread::sleep(Duration::from_millis(5));
@@ -39,7 +39,7 @@ impl Server {
     }
 
     fn client(&self, context: Option<&str>) -> Result<Client, NbdError> {
-        Client::connect(&self.socket, "disk", context, PATIENCE)
+        Client::connect(&self.socket, "disk", context, TIMEOUT)
     }
 }
 
@@ -105,11 +105,11 @@ fn what_is_written_is_read_and_holes_are_told() {
 fn what_is_not_to_be_had_is_said() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("nobody.sock");
-    let error = Client::connect(&missing, "disk", None, PATIENCE).unwrap_err();
+    let error = Client::connect(&missing, "disk", None, TIMEOUT).unwrap_err();
     assert!(error.to_string().contains("nobody.sock"), "{error}");
 
     let server = Server::new(directory.path(), &image(directory.path(), "raw", "1M"), "raw");
-    let error = Client::connect(&server.socket, "other", None, PATIENCE).unwrap_err();
+    let error = Client::connect(&server.socket, "other", None, TIMEOUT).unwrap_err();
     assert!(matches!(&error, NbdError::Lacks { what, .. } if what.contains("other")), "{error}");
     let error = server.client(Some("qemu:dirty-bitmap:none")).unwrap_err();
     assert!(matches!(&error, NbdError::Lacks { what, .. } if what.contains("none")), "{error}");
@@ -171,7 +171,7 @@ fn a_server_that_breaks_the_protocol_is_left() {
     for (bytes, expected) in cases {
         let directory = tempfile::tempdir().unwrap();
         let path = says(directory.path(), bytes);
-        let error = Client::connect(&path, "disk", None, PATIENCE).unwrap_err();
+        let error = Client::connect(&path, "disk", None, TIMEOUT).unwrap_err();
         assert!(matches!(&error, NbdError::Protocol(what) if what.contains(expected)), "{error}");
     }
     // A server that does not answer is not waited for.

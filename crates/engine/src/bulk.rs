@@ -21,7 +21,7 @@ pub struct DiskRound {
 /// Decision after a round of disks alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Next {
+pub enum NextPhase {
     /// Another round of disks alone.
     Disks,
     /// Memory begins; disks are sent with it.
@@ -30,23 +30,23 @@ pub enum Next {
 
 /// Decides after each round of disks alone whether another one follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ahead {
+pub struct DisksFirstPolicy {
     /// Lower bound of the memory that has to be sent, in bytes.
     pub memory_bytes: u64,
 }
 
-impl Decider for Ahead {
+impl Decider for DisksFirstPolicy {
     type Observed = DiskRound;
-    type Decision = Next;
+    type Decision = NextPhase;
 
-    const KEPT: usize = 1000;
+    const MAX_ENTRIES: usize = 1000;
 
-    fn decide(&mut self, observed: &DiskRound) -> Next {
+    fn decide(&mut self, observed: &DiskRound) -> NextPhase {
         // The remaining disk data is little beside the memory: both are sent together.
         let is_little = observed.dirty_bytes <= self.memory_bytes / 16;
         // Another round would leave as much again: the guest writes as fast as the link carries.
         let does_not_shrink = observed.dirty_bytes > observed.sent_bytes / 2;
-        if is_little || does_not_shrink { Next::Memory } else { Next::Disks }
+        if is_little || does_not_shrink { NextPhase::Memory } else { NextPhase::Disks }
     }
 }
 
@@ -56,23 +56,23 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn after(dirty_bytes: u64, sent_bytes: u64) -> Next {
-        Ahead { memory_bytes: GIB }.decide(&DiskRound { dirty_bytes, sent_bytes })
+    fn after(dirty_bytes: u64, sent_bytes: u64) -> NextPhase {
+        DisksFirstPolicy { memory_bytes: GIB }.decide(&DiskRound { dirty_bytes, sent_bytes })
     }
 
     #[test]
     fn memory_begins_when_little_is_left_or_it_gets_no_less() {
-        assert_eq!(after(0, 0), Next::Memory);
-        assert_eq!(after(GIB / 16, 100 * GIB), Next::Memory);
-        assert_eq!(after(2 * GIB, 100 * GIB), Next::Disks);
-        assert_eq!(after(2 * GIB, 3 * GIB), Next::Memory);
+        assert_eq!(after(0, 0), NextPhase::Memory);
+        assert_eq!(after(GIB / 16, 100 * GIB), NextPhase::Memory);
+        assert_eq!(after(2 * GIB, 100 * GIB), NextPhase::Disks);
+        assert_eq!(after(2 * GIB, 3 * GIB), NextPhase::Memory);
     }
 
     #[test]
     fn it_ends_whatever_the_guest_does() {
         for halving in [2, 3, 10] {
             let (mut sent, mut rounds) = (1 << 50, 0);
-            while after(sent / halving, sent) == Next::Disks {
+            while after(sent / halving, sent) == NextPhase::Disks {
                 sent /= halving;
                 rounds += 1;
                 assert!(rounds < 64);

@@ -30,7 +30,7 @@
 //! Marking pages takes processor time long before it has any use, so it begins only then. It does not end any more,
 //! because a page that is not marked in one round is unknown in the next.
 
-use proto::packed::{Compression, Trial};
+use proto::packed::{Compression, CompressionTrial};
 use serde::{Deserialize, Serialize};
 
 use crate::trace::{Blank, Decider};
@@ -40,44 +40,44 @@ pub const WAYS: [Compression; 5] =
     [Compression::None, Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)];
 
 /// Workers wait for the link if they are blocked for at least this share of the time.
-const WAITS: f64 = 0.1;
+const BLOCKED_SHARE: f64 = 0.1;
 /// The destination's workers are busy if they wait for less than this share of the time.
-const NO_PAUSE: f64 = 0.1;
+const BUSY_SHARE: f64 = 0.1;
 /// A way whose rate is at least this share of the best rate is as good as the best.
-const AS_GOOD: f64 = 0.95;
+const AS_GOOD_SHARE: f64 = 0.95;
 /// Share of the idle processor time that may be used: guests have precedence.
-const OF_IDLE: f64 = 0.75;
+const USABLE_IDLE_SHARE: f64 = 0.75;
 /// A link for which no worker waits may carry more than was seen. The expected rate grows by the first factor with
 /// each sample, up to the second factor times the present rate.
-const MORE: f64 = 1.01;
-const MOST_MORE: f64 = 4.0;
+const LINK_GROWTH: f64 = 1.01;
+const MAX_LINK_GROWTH: f64 = 4.0;
 /// An estimate of more than this many times the present rate of the link is discarded.
-const FAR_OFF: f64 = 2.0;
+const MAX_ESTIMATE_RATIO: f64 = 2.0;
 /// Least processor time of any way for a byte, in nanoseconds: where this alone is too much, no trial is made.
-const LEAST_PACKING_NS: f64 = 0.5;
+const MIN_PACKING_NS: f64 = 0.5;
 /// Processor time of marking a byte, in nanoseconds.
 const MARKING_NS: f64 = 0.15;
 /// Number of consecutive samples with workers waiting for the link after which the link is slow.
-const SLOW_LOOKS: u32 = 2;
+const SLOW_SAMPLES: u32 = 2;
 /// Number of consecutive samples after which a destination without reported idle time is taken as busy. It may not
 /// have reported any yet before.
-const BUSY_LOOKS: u32 = 5;
+const BUSY_SAMPLES: u32 = 5;
 /// Samples from one trial of all ways to the next; and, while nothing is compressed, from one probe of the cheapest
 /// way to the next.
-const TRIAL_LOOKS: u32 = 20;
-const PROBE_LOOKS: u32 = 2;
+const TRIAL_SAMPLES: u32 = 20;
+const PROBE_SAMPLES: u32 = 2;
 /// If the cheapest way leaves less than this share of a byte, and did not the last time, all ways are tried.
 const PROBE_WORTH: f64 = 0.9;
 /// Samples for which a way is kept that does not pay at the moment.
-const STAY_LOOKS: u32 = 20;
+const KEEP_SAMPLES: u32 = 20;
 /// Samples for which a way is excluded after the destination could not follow it.
-const BAN_LOOKS: u32 = 40;
+const BAN_SAMPLES: u32 = 40;
 /// Weight of the newest measurement in a mean.
 const WEIGHT: f64 = 0.4;
 
 /// Counters of an interval, summed over all workers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Observation {
+pub struct CompressionObservation {
     /// Length of the interval, in nanoseconds.
     pub interval_ns: u64,
     /// Number of workers.
@@ -98,7 +98,7 @@ pub struct Observation {
     pub idle_ns: u64,
     /// Results of trials.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub trials: Vec<Trial>,
+    pub trials: Vec<CompressionTrial>,
 }
 
 /// Decision for the time until the next sample.
@@ -125,13 +125,13 @@ pub struct Decision {
 
 /// Mean result of a way's trials: output bytes and nanoseconds, both per input byte.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Seen {
+struct TrialMean {
     ratio: f64,
     pack_ns: f64,
 }
 
-impl Seen {
-    fn of(trial: &Trial) -> Self {
+impl TrialMean {
+    fn of(trial: &CompressionTrial) -> Self {
         let of = |amount: u64| amount as f64 / trial.data_bytes.max(1) as f64;
         Self { ratio: of(trial.packed_bytes), pack_ns: of(trial.pack_ns) }
     }
@@ -144,7 +144,7 @@ impl Seen {
 
 /// Savings and cost of a way, as shares of those in its trials.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Shares {
+struct TrialShares {
     saved: f64,
     spent: f64,
 }
@@ -152,47 +152,47 @@ struct Shares {
 /// Policy that chooses the compression. It starts without compression, and uninformed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Blank", into = "Blank")]
-pub struct Chooser {
+pub struct CompressionPolicy {
     /// Index of the present way in [`WAYS`].
     present: usize,
     /// Index of the way for a stopped guest.
     standing: usize,
     link_bytes_per_s: Option<f64>,
     /// Consecutive samples in which workers waited for the link although processors could have done more.
-    slow_looks: u32,
+    slow_samples: u32,
     link_is_slow: bool,
     /// Consecutive samples in which workers waited for the destination.
-    busy_looks: u32,
+    busy_samples: u32,
     is_informed: bool,
-    seen: [Option<Seen>; WAYS.len()],
-    looks_since_trial: Option<u32>,
-    looks_since_probe: u32,
+    trial_means: [Option<TrialMean>; WAYS.len()],
+    samples_since_trial: Option<u32>,
+    samples_since_probe: u32,
     /// Output of the last LZ4 trial, per input byte.
     probed: Option<f64>,
     /// Consecutive samples in which the present way did not pay.
-    unworthy_looks: u32,
+    unworthy_samples: u32,
     /// Share of the time that the destination's workers are idle: a mean, because the destination reports it in
     /// bursts.
     pause: Option<f64>,
     /// Not all data is worth compressing: savings and cost as shares of those in trials, as last measured.
-    shares: Option<Shares>,
+    shares: Option<TrialShares>,
     /// First way that is excluded, and the number of samples for which it and all after it are.
     banned: Option<(usize, u32)>,
 }
 
-impl Decider for Chooser {
-    type Observed = Observation;
+impl Decider for CompressionPolicy {
+    type Observed = CompressionObservation;
     /// Way from now on, and the ways to try out.
     type Decision = Decision;
 
-    const KEPT: usize = 600;
+    const MAX_ENTRIES: usize = 600;
 
-    fn decide(&mut self, observed: &Observation) -> Decision {
+    fn decide(&mut self, observed: &CompressionObservation) -> Decision {
         self.learn(&observed.trials);
         let tells = observed.data_bytes > 0 && observed.interval_ns > 0 && observed.workers > 0;
-        let pause = self.hear_of_peer(observed);
+        let pause = self.update_peer_idle(observed);
         if tells {
-            self.look(observed, pause);
+            self.process_sample(observed, pause);
         }
         let try_out = if tells { self.due_trials(observed) } else { Vec::new() };
         Decision {
@@ -202,108 +202,112 @@ impl Decider for Chooser {
             try_out,
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
             link_is_slow: self.link_is_slow,
-            peer_is_busy: self.pause.is_some_and(|pause| pause < NO_PAUSE),
+            peer_is_busy: self.pause.is_some_and(|pause| pause < BUSY_SHARE),
         }
     }
 }
 
-impl From<Blank> for Chooser {
+impl From<Blank> for CompressionPolicy {
     fn from(_: Blank) -> Self {
         Self::default()
     }
 }
 
-impl Chooser {
-    fn learn(&mut self, trials: &[Trial]) {
+impl CompressionPolicy {
+    fn learn(&mut self, trials: &[CompressionTrial]) {
         if let [probe] = trials
             && probe.way == WAYS[1]
         {
             // This data compresses, and the data of the probe before did not: all ways are tried anew, and at once.
-            let ratio = Seen::of(probe).ratio;
+            let ratio = TrialMean::of(probe).ratio;
             let is_news = self.probed.replace(ratio).is_none_or(|before| before >= PROBE_WORTH);
             if is_news && ratio < PROBE_WORTH {
-                self.seen = [None; WAYS.len()];
-                self.looks_since_trial = None;
+                self.trial_means = [None; WAYS.len()];
+                self.samples_since_trial = None;
             }
             return;
         }
         for trial in trials {
             let Some(place) = WAYS.iter().position(|way| *way == trial.way) else { continue };
-            let newer = Seen::of(trial);
+            let newer = TrialMean::of(trial);
             if place == 1 {
                 self.probed = Some(newer.ratio);
             }
-            self.seen[place] = Some(self.seen[place].map_or(newer, |seen| seen.toward(newer)));
+            self.trial_means[place] =
+                Some(self.trial_means[place].map_or(newer, |trial_means| trial_means.toward(newer)));
         }
     }
 
     /// Updates and returns the share of the time that the destination's workers are idle, also where nothing but
     /// references was sent.
-    fn hear_of_peer(&mut self, observed: &Observation) -> f64 {
+    fn update_peer_idle(&mut self, observed: &CompressionObservation) -> f64 {
         // A report that arrives in bursts may cover more than this interval.
-        let pause_now = of_workers(observed, observed.peer_waited_ns).min(1.0);
+        let pause_now = share_of_worker_time(observed, observed.peer_waited_ns).min(1.0);
         let pause = self.pause.map_or(pause_now, |pause| pause + (pause_now - pause) * WEIGHT);
         self.pause = Some(pause);
         pause
     }
 
-    fn look(&mut self, observed: &Observation, pause: f64) {
+    fn process_sample(&mut self, observed: &CompressionObservation, pause: f64) {
         self.banned = self.banned.and_then(|(way, looks)| Some((way, looks.checked_sub(1)?)));
         let wire_bytes_per_s = observed.wire_bytes as f64 * 1e9 / observed.interval_ns as f64;
-        if of_workers(observed, observed.blocked_ns) < WAITS {
+        if share_of_worker_time(observed, observed.blocked_ns) < BLOCKED_SHARE {
             // No worker waits. The link carries as much as before, and maybe more.
-            (self.slow_looks, self.busy_looks) = (0, 0);
-            let more =
-                |link: f64| (link * MORE).min(link.max(wire_bytes_per_s * MOST_MORE)).max(wire_bytes_per_s);
+            (self.slow_samples, self.busy_samples) = (0, 0);
+            let more = |link: f64| {
+                (link * LINK_GROWTH).min(link.max(wire_bytes_per_s * MAX_LINK_GROWTH)).max(wire_bytes_per_s)
+            };
             self.link_bytes_per_s = self.link_bytes_per_s.map(more);
-        } else if pause < NO_PAUSE {
+        } else if pause < BUSY_SHARE {
             if self.present > 0 {
-                self.banned = Some((self.present, BAN_LOOKS));
+                self.banned = Some((self.present, BAN_SAMPLES));
                 self.present -= 1;
             }
-            self.slow_looks = 0;
-            self.busy_looks += 1;
-            self.is_informed |= self.busy_looks >= BUSY_LOOKS;
+            self.slow_samples = 0;
+            self.busy_samples += 1;
+            self.is_informed |= self.busy_samples >= BUSY_SAMPLES;
             return;
         } else {
-            self.busy_looks = 0;
-            let known = self.link_bytes_per_s.filter(|link| *link < wire_bytes_per_s * FAR_OFF);
+            self.busy_samples = 0;
+            let known = self.link_bytes_per_s.filter(|link| *link < wire_bytes_per_s * MAX_ESTIMATE_RATIO);
             let link = known.unwrap_or(wire_bytes_per_s);
             let link = link + (wire_bytes_per_s - link) * WEIGHT;
             self.link_bytes_per_s = Some(link);
             let carried = link * observed.data_bytes as f64 / observed.wire_bytes.max(1) as f64;
             let is_slow = handled_bytes_per_s(observed, MARKING_NS) >= carried;
-            self.slow_looks = if is_slow { self.slow_looks + 1 } else { 0 };
-            self.link_is_slow |= self.slow_looks >= SLOW_LOOKS;
+            self.slow_samples = if is_slow { self.slow_samples + 1 } else { 0 };
+            self.link_is_slow |= self.slow_samples >= SLOW_SAMPLES;
         }
         if let Some(link) = self.link_bytes_per_s
-            && self.seen[1..].iter().all(Option::is_some)
+            && self.trial_means[1..].iter().all(Option::is_some)
         {
             self.choose(observed, link);
             self.is_informed = true;
         }
     }
 
-    fn choose(&mut self, observed: &Observation, link: f64) {
+    fn choose(&mut self, observed: &CompressionObservation, link: f64) {
         let data_bytes = observed.data_bytes as f64;
-        let now = Seen {
+        let now = TrialMean {
             ratio: observed.wire_bytes as f64 / data_bytes,
             pack_ns: observed.pack_ns as f64 / data_bytes,
         };
         let handled_at = |packing_ns| handled_bytes_per_s(observed, packing_ns);
         if self.present > 0
-            && let Some(seen) = self.seen[self.present]
+            && let Some(trial_means) = self.trial_means[self.present]
         {
-            self.shares = Some(Shares {
-                saved: ((1.0 - now.ratio) / (1.0 - seen.ratio).max(0.01)).clamp(0.0, 1.0),
-                spent: (now.pack_ns / seen.pack_ns.max(0.001)).clamp(0.0, 2.0),
+            self.shares = Some(TrialShares {
+                saved: ((1.0 - now.ratio) / (1.0 - trial_means.ratio).max(0.01)).clamp(0.0, 1.0),
+                spent: (now.pack_ns / trial_means.pack_ns.max(0.001)).clamp(0.0, 2.0),
             });
         }
-        let Shares { saved, spent } = self.shares.unwrap_or(Shares { saved: 1.0, spent: 1.0 });
-        let costs = |way: usize| match self.seen[way] {
+        let TrialShares { saved, spent } = self.shares.unwrap_or(TrialShares { saved: 1.0, spent: 1.0 });
+        let costs = |way: usize| match self.trial_means[way] {
             // The present result of the present way is known better than that of its trials.
             Some(_) if way > 0 && way == self.present => (now.ratio, now.pack_ns),
-            Some(seen) if way > 0 => (1.0 - (1.0 - seen.ratio) * saved, seen.pack_ns * spent),
+            Some(trial_means) if way > 0 => {
+                (1.0 - (1.0 - trial_means.ratio) * saved, trial_means.pack_ns * spent)
+            }
             _ => (1.0, 0.0),
         };
         let rate = |way: usize| {
@@ -316,36 +320,36 @@ impl Chooser {
         };
         let allowed = self.banned.map_or(WAYS.len(), |(way, _)| way);
         let best = (0..allowed).map(rate).fold(0.0, f64::max);
-        let present = (0..allowed).find(|way| rate(*way) >= best * AS_GOOD).unwrap_or(0);
+        let present = (0..allowed).find(|way| rate(*way) >= best * AS_GOOD_SHARE).unwrap_or(0);
         let standing = (0..allowed).min_by(|one, other| standing_ns(*one).total_cmp(&standing_ns(*other)));
         self.standing = standing.unwrap_or(0);
         // If the processors can follow, keeping the way costs nothing.
         let may_stay = present == 0 && self.present < allowed && handled_at(costs(self.present).1) >= link;
-        self.unworthy_looks = if may_stay { self.unworthy_looks + 1 } else { 0 };
-        if !may_stay || self.unworthy_looks > STAY_LOOKS {
+        self.unworthy_samples = if may_stay { self.unworthy_samples + 1 } else { 0 };
+        if !may_stay || self.unworthy_samples > KEEP_SAMPLES {
             self.present = present;
         }
     }
 
     /// Returns the ways to try out. There are none before workers have waited for the link, nor where the processors
     /// could not follow it.
-    fn due_trials(&mut self, observed: &Observation) -> Vec<Compression> {
+    fn due_trials(&mut self, observed: &CompressionObservation) -> Vec<Compression> {
         let Some(link) = self.link_bytes_per_s else { return Vec::new() };
-        if self.present == 0 && handled_bytes_per_s(observed, LEAST_PACKING_NS) < link {
+        if self.present == 0 && handled_bytes_per_s(observed, MIN_PACKING_NS) < link {
             self.is_informed = true;
             return Vec::new();
         }
-        let looks = self.looks_since_trial.map_or(TRIAL_LOOKS, |looks| looks + 1);
-        if looks < TRIAL_LOOKS {
-            self.looks_since_trial = Some(looks);
-            self.looks_since_probe += 1;
-            if self.present > 0 || self.looks_since_probe < PROBE_LOOKS {
+        let looks = self.samples_since_trial.map_or(TRIAL_SAMPLES, |looks| looks + 1);
+        if looks < TRIAL_SAMPLES {
+            self.samples_since_trial = Some(looks);
+            self.samples_since_probe += 1;
+            if self.present > 0 || self.samples_since_probe < PROBE_SAMPLES {
                 return Vec::new();
             }
-            self.looks_since_probe = 0;
+            self.samples_since_probe = 0;
             return vec![WAYS[1]];
         }
-        (self.looks_since_trial, self.looks_since_probe) = (Some(0), 0);
+        (self.samples_since_trial, self.samples_since_probe) = (Some(0), 0);
         // Compression that did not pay when it was last used may pay by now: new trials count in full.
         if self.present == 0 {
             self.shares = None;
@@ -355,14 +359,14 @@ impl Chooser {
 }
 
 /// Returns the share of the workers' time that `ns` is.
-fn of_workers(observed: &Observation, ns: u64) -> f64 {
+fn share_of_worker_time(observed: &CompressionObservation, ns: u64) -> f64 {
     ns as f64 / (observed.interval_ns.max(1) as f64 * f64::from(observed.workers.max(1)))
 }
 
 /// Returns the rate at which the available processors can handle data that takes `packing_ns` per byte to compress.
-fn handled_bytes_per_s(observed: &Observation, packing_ns: f64) -> f64 {
+fn handled_bytes_per_s(observed: &CompressionObservation, packing_ns: f64) -> f64 {
     let handling_ns = observed.cpu_ns.saturating_sub(observed.pack_ns) as f64 / observed.data_bytes as f64;
-    let idle_ns = observed.idle_ns as f64 * OF_IDLE;
+    let idle_ns = observed.idle_ns as f64 * USABLE_IDLE_SHARE;
     let processors =
         ((observed.cpu_ns as f64 + idle_ns) / observed.interval_ns as f64).min(f64::from(observed.workers));
     processors * 1e9 / (handling_ns + packing_ns).max(0.001)

@@ -14,14 +14,14 @@ use crate::trace::{Blank, Decider};
 /// Policy that decides whether pages are discarded once more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Blank", into = "Blank")]
-pub struct Naming {
+pub struct DiscardPolicy {
     /// Number of pages in the last discard.
     last_pages: Option<u64>,
 }
 
 /// Result of a dirty scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Unnamed {
+pub struct PendingDiscard {
     /// Missing pages whose discard the source has not requested yet.
     pub pages: u64,
     /// Duration of the last discard at the destination, in nanoseconds, without the round trip.
@@ -31,39 +31,39 @@ pub struct Unnamed {
 /// Decision after a dirty scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Next {
+pub enum DiscardDecision {
     /// These pages are discarded while the guest runs.
     Name,
     /// The guest is stopped, and these pages are discarded then.
     Stop,
 }
 
-impl Decider for Naming {
-    type Observed = Unnamed;
-    type Decision = Next;
+impl Decider for DiscardPolicy {
+    type Observed = PendingDiscard;
+    type Decision = DiscardDecision;
 
-    const KEPT: usize = 1000;
+    const MAX_ENTRIES: usize = 1000;
 
-    fn decide(&mut self, unnamed: &Unnamed) -> Next {
-        let pages = unnamed.pages;
+    fn decide(&mut self, pending: &PendingDiscard) -> DiscardDecision {
+        let pages = pending.pages;
         let is_worth_it = self.last_pages.is_none_or(|last| {
-            let expected_ns = u128::from(unnamed.took_ns) * u128::from(pages) / u128::from(last.max(1));
-            expected_ns > u128::from(Self::LITTLE_NS) && pages <= last - last / 4
+            let expected_ns = u128::from(pending.took_ns) * u128::from(pages) / u128::from(last.max(1));
+            expected_ns > u128::from(Self::SHORT_DISCARD_NS) && pages <= last - last / 4
         });
         if pages == 0 || !is_worth_it {
-            return Next::Stop;
+            return DiscardDecision::Stop;
         }
         self.last_pages = Some(pages);
-        Next::Name
+        DiscardDecision::Name
     }
 }
 
-impl Naming {
+impl DiscardPolicy {
     /// A discard that takes no longer than this, in nanoseconds, is not worth another scan.
-    const LITTLE_NS: u64 = 1_000_000;
+    const SHORT_DISCARD_NS: u64 = 1_000_000;
 }
 
-impl From<Blank> for Naming {
+impl From<Blank> for DiscardPolicy {
     fn from(_: Blank) -> Self {
         Self::default()
     }
@@ -76,16 +76,16 @@ mod tests {
     /// Returns the number of pages that remain for the stop, and the number of discards, where a page takes 30 µs, and
     /// the guest writes `new_per_ms` new pages in a millisecond, until it has written `most_pages` in all.
     fn left(first_pages: u64, new_per_ms: u64, most_pages: u64) -> (u64, u32) {
-        let (mut naming, mut named, mut times) = (Naming::default(), 0, 0);
-        let mut unnamed = Unnamed { pages: first_pages, took_ns: 0 };
-        while naming.decide(&unnamed) == Next::Name {
+        let (mut naming, mut named, mut times) = (DiscardPolicy::default(), 0, 0);
+        let mut pending = PendingDiscard { pages: first_pages, took_ns: 0 };
+        while naming.decide(&pending) == DiscardDecision::Name {
             times += 1;
-            named += unnamed.pages;
-            let took_ns = unnamed.pages * 30_000;
+            named += pending.pages;
+            let took_ns = pending.pages * 30_000;
             let pages = (took_ns * new_per_ms / 1_000_000).min(most_pages - named);
-            unnamed = Unnamed { pages, took_ns };
+            pending = PendingDiscard { pages, took_ns };
         }
-        (unnamed.pages, times)
+        (pending.pages, times)
     }
 
     #[test]
@@ -93,11 +93,14 @@ mod tests {
         assert_eq!(left(0, 0, 0), (0, 0), "nothing to name");
         assert_eq!(left(9_000, 0, 9_000), (0, 1), "a guest that does not write any more");
         let (pages, times) = left(9_000, 4, 32_768);
-        assert!(pages * 30_000 <= Naming::LITTLE_NS && times < 5, "{pages} after {times} times");
+        assert!(
+            pages * 30_000 <= DiscardPolicy::SHORT_DISCARD_NS && times < 5,
+            "{pages} after {times} times"
+        );
     }
 
     #[test]
-    fn one_that_writes_faster_than_pages_are_taken_away_is_not_waited_for() {
+    fn a_guest_that_writes_faster_than_discards_is_not_awaited() {
         assert_eq!(left(9_000, 40, 1 << 30), (10_800, 1), "it becomes no less");
         assert_eq!(left(30_000, 40, 32_768), (0, 2), "but it writes to no more than that");
     }

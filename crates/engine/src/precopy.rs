@@ -14,7 +14,7 @@
 //! if expected_downtime < max_downtime then stop and send the rest
 //! ```
 //!
-//! [`ByPattern`] keeps its idea and changes five things. The expected downtime has a *fixed part*, because stopping,
+//! [`PatternPolicy`] keeps its idea and changes five things. The expected downtime has a *fixed part*, because stopping,
 //! saving and loading devices and continuing take time even when no page remains; for few remaining pages they are
 //! most of it. The bandwidth is not that of the last interval alone.
 //!
@@ -24,21 +24,21 @@
 //! And beyond the downtime limit the policy checks how the guest writes (section VII, Algorithm 2): where a
 //! [`Pattern`] shows that rounds do not help, it stops before a limit is reached.
 //!
-//! [`BySla`] has a time limit beside the downtime limit, and picks the way that is expected to keep both. [`ByHybrid`]
-//! does not wait for the guest at all: the remaining pages after the first pass are sent in post-copy. [`ByTarget`] is
-//! KVM's rule itself, [`ByRounds`] Xen's: they are there for comparison.
+//! [`SlaPolicy`] has a time limit beside the downtime limit, and picks the way that is expected to keep both. [`HybridPolicy`]
+//! does not wait for the guest at all: the remaining pages after the first pass are sent in post-copy. [`TargetPolicy`] is
+//! KVM's rule itself, [`RoundCountPolicy`] Xen's: they are there for comparison.
 //!
 //! # Replay
 //!
-//! [`Traced`] records the observations of a policy as a [`Trace`], which becomes part of the report, for replay
+//! [`TracedPolicy`] records the observations of a policy as a [`Trace`], which becomes part of the report, for replay
 //! ([`crate::trace`]).
 
 mod classic;
 mod forecast;
 mod hybrid;
-mod leaving;
 mod pace;
 mod pattern;
+mod postcopy_start;
 mod sla;
 mod trace;
 
@@ -47,12 +47,12 @@ use std::fmt;
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
-pub use classic::{ByRounds, ByTarget};
+pub use classic::{RoundCountPolicy, TargetPolicy};
 pub use forecast::{CostHistory, FixedCost};
-pub use hybrid::ByHybrid;
-pub use pattern::{ByPattern, Pattern, Sampling};
-pub use sla::{BySla, Outcome, Outlook, Way, Ways};
-pub use trace::{AnyPolicy, Happened, Trace, Traced};
+pub use hybrid::HybridPolicy;
+pub use pattern::{Pattern, PatternPolicy, Sampling};
+pub use sla::{AvailableStrategies, ExpectedOutcome, MigrationStrategy, Outlook, SlaPolicy};
+pub use trace::{AnyPolicy, PolicyEvent, Trace, TracedPolicy};
 
 /// Observation after a round: measurements of the round, and of the dirty scan right after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,7 +110,7 @@ impl RoundObservation {
 
     /// Returns the observation of memory without disks. The measurements of the round itself cover both.
     #[must_use]
-    pub fn of_memory(&self) -> Self {
+    pub fn without_disks(&self) -> Self {
         Self {
             dirty_pages: self.dirty_pages.saturating_sub(self.disk_pages),
             left_pages: self.left_pages.saturating_sub(self.left_of_disks),

@@ -23,23 +23,23 @@ use crate::trace::Decider;
 
 /// Scheduling of the guest's processors in an interval, all of them together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Waited {
+pub struct SchedulingTimes {
     /// Time for which they ran, in nanoseconds.
     pub ran_ns: u64,
     /// Time for which they could have run but waited, in nanoseconds.
     pub waited_ns: u64,
 }
 
-impl Waited {
+impl SchedulingTimes {
     /// Least time in which the processors wanted to run, in nanoseconds, that makes a sample meaningful.
-    const LEAST_NS: u64 = 1_000_000;
+    const MIN_WANTED_NS: u64 = 1_000_000;
 
     /// Returns the share of the time that the processors waited while they wanted to run, in thousandths; none if they
     /// hardly wanted to run.
     pub fn permille(self) -> Option<u64> {
         let wanted_ns = u128::from(self.ran_ns) + u128::from(self.waited_ns);
         let permille = (u128::from(self.waited_ns) * 1000).checked_div(wanted_ns)? as u64;
-        (wanted_ns >= u128::from(Self::LEAST_NS)).then_some(permille)
+        (wanted_ns >= u128::from(Self::MIN_WANTED_NS)).then_some(permille)
     }
 }
 
@@ -77,14 +77,14 @@ impl Restraint {
     }
 
     /// Returns the number of steps after which no restraint remains to be added.
-    fn most_steps(threads: u16) -> u32 {
+    fn max_steps(threads: u16) -> u32 {
         Self::nice_steps() + Self::DOUBLINGS.max(threads.checked_ilog2().unwrap_or(0))
     }
 }
 
 /// Policy for the restraint of copying.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pressure {
+pub struct RestraintPolicy {
     /// Permitted increase of the share that the guest waits, in thousandths.
     allowed_permille: u64,
     usual_permille: u64,
@@ -94,18 +94,18 @@ pub struct Pressure {
     #[serde(skip)]
     steps: u32,
     #[serde(skip)]
-    calm_looks: u32,
+    calm_samples: u32,
 }
 
-impl Pressure {
+impl RestraintPolicy {
     /// Number of consecutive calm samples after which a step is taken back: the next step may be the one that hurts.
-    const CALM_LOOKS: u32 = 3;
+    const CALM_SAMPLES: u32 = 3;
 
     /// Creates the policy of a migration with `threads` threads. The share of the time that the guest waits may exceed
     /// that before copying began by `allowed_permille`.
-    pub fn new(allowed_permille: u64, before: Waited, threads: u16) -> Self {
+    pub fn new(allowed_permille: u64, before: SchedulingTimes, threads: u16) -> Self {
         let usual_permille = before.permille().unwrap_or(0);
-        Self { allowed_permille, usual_permille, threads, steps: 0, calm_looks: 0 }
+        Self { allowed_permille, usual_permille, threads, steps: 0, calm_samples: 0 }
     }
 
     /// Returns the present restraint.
@@ -114,25 +114,25 @@ impl Pressure {
     }
 }
 
-impl Decider for Pressure {
-    type Observed = Waited;
+impl Decider for RestraintPolicy {
+    type Observed = SchedulingTimes;
     /// Restraint from now on.
     type Decision = Restraint;
 
-    const KEPT: usize = 1000;
+    const MAX_ENTRIES: usize = 1000;
 
-    fn decide(&mut self, waited: &Waited) -> Restraint {
+    fn decide(&mut self, waited: &SchedulingTimes) -> Restraint {
         let Some(permille) = waited.permille() else { return self.restraint() };
         let more = permille.saturating_sub(self.usual_permille);
         if more > self.allowed_permille {
-            self.steps = (self.steps + 1).min(Restraint::most_steps(self.threads));
-            self.calm_looks = 0;
+            self.steps = (self.steps + 1).min(Restraint::max_steps(self.threads));
+            self.calm_samples = 0;
         } else if more > self.allowed_permille / 2 {
-            self.calm_looks = 0;
+            self.calm_samples = 0;
         } else {
-            self.calm_looks += 1;
-            if self.calm_looks >= Self::CALM_LOOKS {
-                (self.steps, self.calm_looks) = (self.steps.saturating_sub(1), 0);
+            self.calm_samples += 1;
+            if self.calm_samples >= Self::CALM_SAMPLES {
+                (self.steps, self.calm_samples) = (self.steps.saturating_sub(1), 0);
             }
         }
         self.restraint()
@@ -145,12 +145,12 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    fn waited(percent: u64) -> Waited {
-        Waited { ran_ns: (100 - percent) * MS, waited_ns: percent * MS }
+    fn waited(percent: u64) -> SchedulingTimes {
+        SchedulingTimes { ran_ns: (100 - percent) * MS, waited_ns: percent * MS }
     }
 
     /// Niceness, threads at a time, and factor of the interval, for each sample.
-    fn after<const N: usize>(policy: &mut Pressure, percents: [u64; N]) -> [(u8, u16, u32); N] {
+    fn after<const N: usize>(policy: &mut RestraintPolicy, percents: [u64; N]) -> [(u8, u16, u32); N] {
         percents.map(|percent| {
             let Restraint { nice, threads, interval_factor } = policy.decide(&waited(percent));
             (nice, threads, interval_factor)
@@ -162,8 +162,8 @@ mod tests {
     const NICEST: (u8, u16, u32) = (11, 4, 1);
 
     #[test]
-    fn copying_gives_way_while_the_guest_waits_for_more_than_is_allowed() {
-        let mut policy = Pressure::new(50, Waited::default(), 4);
+    fn copying_restrains_itself_while_the_guest_waits_too_long() {
+        let mut policy = RestraintPolicy::new(50, SchedulingTimes::default(), 4);
         assert_eq!(after(&mut policy, [0, 5, 6, 30, 30]), [NONE, NONE, NICER, (9, 4, 1), NICEST]);
         let (half, one) = ((11, 2, 2), (11, 1, 4));
         assert_eq!(after(&mut policy, [30, 30, 30, 30]), [half, one, one, one]);
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn something_is_left_of_everything() {
         for threads in [0, 1, 2, 3, 5, 64, u16::MAX] {
-            let mut policy = Pressure::new(50, Waited::default(), threads);
+            let mut policy = RestraintPolicy::new(50, SchedulingTimes::default(), threads);
             let mut before = policy.restraint();
             assert_eq!(before, Restraint { nice: 5, threads: threads.max(1), interval_factor: 1 });
             for _ in 0..30 {
@@ -189,7 +189,7 @@ mod tests {
             }
             assert_eq!(before, Restraint { nice: 11, threads: 1, interval_factor: 4 }, "{threads}");
             // No step was without effect; such a step would have to be taken back before the others.
-            for _ in 0..Pressure::CALM_LOOKS {
+            for _ in 0..RestraintPolicy::CALM_SAMPLES {
                 policy.decide(&waited(0));
             }
             assert_ne!(policy.restraint(), before, "{threads}");
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn one_loud_look_among_calm_ones_begins_them_anew() {
-        let mut policy = Pressure::new(50, Waited::default(), 4);
+        let mut policy = RestraintPolicy::new(50, SchedulingTimes::default(), 4);
         let expected = [NICER, NICER, NICER, NICER, NICER, NICER, NONE];
         assert_eq!(after(&mut policy, [9, 0, 0, 4, 0, 0, 0]), expected);
     }
@@ -206,16 +206,16 @@ mod tests {
     /// A guest that waits for other reasons gains nothing from restraint.
     #[test]
     fn what_the_guest_waits_for_anyway_does_not_count() {
-        let mut policy = Pressure::new(50, waited(40), 4);
+        let mut policy = RestraintPolicy::new(50, waited(40), 4);
         assert_eq!(after(&mut policy, [40, 45, 46, 0, 0, 0]), [NONE, NONE, NICER, NICER, NICER, NONE]);
     }
 
     #[test]
     fn a_guest_that_hardly_runs_tells_nothing() {
-        let little = Waited { ran_ns: 0, waited_ns: MS - 1 };
-        assert_eq!((little.permille(), Waited::default().permille()), (None, None));
-        assert_eq!(Waited { waited_ns: u64::MAX, ran_ns: u64::MAX }.permille(), Some(500));
-        let mut policy = Pressure::new(50, little, 4);
+        let little = SchedulingTimes { ran_ns: 0, waited_ns: MS - 1 };
+        assert_eq!((little.permille(), SchedulingTimes::default().permille()), (None, None));
+        assert_eq!(SchedulingTimes { waited_ns: u64::MAX, ran_ns: u64::MAX }.permille(), Some(500));
+        let mut policy = RestraintPolicy::new(50, little, 4);
         let nicer = policy.decide(&waited(90));
         assert_eq!(nicer.nice, 7);
         assert_eq!((policy.decide(&little), policy.restraint()), (nicer, nicer));

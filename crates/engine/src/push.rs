@@ -30,7 +30,7 @@ pub struct Push {
     /// Last part from which something was learned, until parts are long enough.
     last: Option<Part>,
     /// Parts since then, up to the next adjustment.
-    followed: Vec<Followed>,
+    timings: Vec<PartTiming>,
     /// True once parts are long enough.
     is_settled: bool,
     pace_bytes_per_s: Option<u64>,
@@ -40,7 +40,7 @@ pub struct Push {
 
 /// Measurements of a part that adjust size and pace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Followed {
+struct PartTiming {
     wire_bytes: u64,
     duration_ns: u64,
     is_small: bool,
@@ -73,7 +73,7 @@ impl Decider for Push {
     type Observed = Part;
     type Decision = NextPart;
 
-    const KEPT: usize = 1000;
+    const MAX_ENTRIES: usize = 1000;
 
     fn decide(&mut self, part: &Part) -> NextPart {
         self.learn(*part);
@@ -89,30 +89,30 @@ impl Push {
     /// Size of the first part, in pages.
     const FIRST_PAGES: u64 = 64;
     /// Size of the largest part, in pages: 1 GiB.
-    const MOST_PAGES: u64 = 1 << 18;
+    const MAX_PAGES: u64 = 1 << 18;
     /// Highest number of pages for each page with data at which a part reveals the rate of the link: finding the other
     /// pages then takes a small share of the time.
-    const TELLING_SPREAD: u64 = 4;
+    const MAX_INFORMATIVE_SPREAD: u64 = 4;
     /// Highest factor by which parts grow for pages without data: the next pages may all have data.
-    const MOST_SPREAD: u64 = 16;
+    const MAX_SPREAD: u64 = 16;
     /// Highest rate limit, in bytes per second. Faster links are not the bottleneck, and no clock is precise enough
     /// for their pace.
     const FASTEST: u64 = 500_000_000;
     /// Number of parts, at one pace, that are evaluated together: the quickest of either size counts, because any part
     /// may have been held up.
-    const FOLLOWED: usize = 6;
+    const TIMED_PARTS: usize = 6;
     /// Duration of a part in round trips.
-    const WAYS: u64 = 8;
+    const MIN_ROUND_TRIPS: u64 = 8;
 
     /// Returns the most pages of the next part.
     pub fn pages(&self) -> u64 {
         let data_pages = if self.is_small() { self.data_pages / 2 } else { self.data_pages };
-        (data_pages * self.spread).min(Self::MOST_PAGES)
+        (data_pages * self.spread).min(Self::MAX_PAGES)
     }
 
     /// Returns true if the next part is one of half the size.
     fn is_small(&self) -> bool {
-        self.is_settled && self.followed.len().is_multiple_of(2)
+        self.is_settled && self.timings.len().is_multiple_of(2)
     }
 
     /// Learns from a part.
@@ -123,18 +123,18 @@ impl Push {
             return;
         }
         let spread = (part.pages + part.data_pages / 2).checked_div(part.data_pages);
-        self.spread = spread.map_or(Self::MOST_SPREAD, |spread| spread.clamp(1, Self::MOST_SPREAD));
-        if self.spread > Self::TELLING_SPREAD {
+        self.spread = spread.map_or(Self::MAX_SPREAD, |spread| spread.clamp(1, Self::MAX_SPREAD));
+        if self.spread > Self::MAX_INFORMATIVE_SPREAD {
             return;
         }
         if self.is_settled {
-            self.follow(part);
+            self.adjust(part);
         } else if self.is_no_faster(part) {
             self.settle(part);
         } else {
             self.data_pages *= 2;
         }
-        self.data_pages = self.data_pages.clamp(Self::FIRST_PAGES, Self::MOST_PAGES);
+        self.data_pages = self.data_pages.clamp(Self::FIRST_PAGES, Self::MAX_PAGES);
         self.last = Some(part);
     }
 
@@ -165,15 +165,15 @@ impl Push {
     }
 
     /// Adjusts the pace to the link, and the size of parts to both.
-    fn follow(&mut self, part: Part) {
+    fn adjust(&mut self, part: Part) {
         let Part { wire_bytes, duration_ns, .. } = part;
-        self.followed.push(Followed { wire_bytes, duration_ns, is_small: self.is_small() });
-        if self.followed.len() < Self::FOLLOWED {
+        self.timings.push(PartTiming { wire_bytes, duration_ns, is_small: self.is_small() });
+        if self.timings.len() < Self::TIMED_PARTS {
             return;
         }
         let (small, large) = (self.quickest(true), self.quickest(false));
         // The next parts have another pace.
-        self.followed.clear();
+        self.timings.clear();
         let (Some(small), Some(large)) = (small, large) else { return };
         // The sizes may just have changed.
         if large.wire_bytes <= small.wire_bytes.saturating_add(small.wire_bytes / 4) {
@@ -184,9 +184,9 @@ impl Push {
         // The rate that both the link and the pace permit.
         let rate = if more_ns == 0 { u64::MAX } else { per_second(more_bytes, more_ns) };
         if let Some(pace) = self.pace_bytes_per_s {
-            let is_beyond = rate < pace - pace / 8;
-            self.on_time = if is_beyond { 0 } else { self.on_time.saturating_add(1) };
-            let next = if is_beyond {
+            let is_below_reserve = rate < pace - pace / 8;
+            self.on_time = if is_below_reserve { 0 } else { self.on_time.saturating_add(1) };
+            let next = if is_below_reserve {
                 // A host or a link that hung for a moment will not do so again.
                 rate.max(pace / 2)
             } else {
@@ -198,7 +198,7 @@ impl Push {
         let way_ns = small.duration_ns.saturating_sub(time_for(small.wire_bytes, rate));
         let shortest_ns =
             if self.pace_bytes_per_s.is_some() { Self::SHORTEST_PACED_NS } else { Self::SHORTEST_NS };
-        let long_ns = shortest_ns.max(way_ns.saturating_mul(Self::WAYS));
+        let long_ns = shortest_ns.max(way_ns.saturating_mul(Self::MIN_ROUND_TRIPS));
         let goes = self.pace_bytes_per_s.unwrap_or(rate);
         let bytes = u128::from(goes) * u128::from(long_ns) / 1_000_000_000;
         let pages = (bytes * u128::from(part.data_pages)).checked_div(wire_bytes.into()).unwrap_or(0);
@@ -207,12 +207,12 @@ impl Push {
     }
 
     /// Returns the part of a size that was held up least.
-    fn quickest(&self, is_small: bool) -> Option<Followed> {
-        let beside_ns = |part: &&Followed| {
+    fn quickest(&self, is_small: bool) -> Option<PartTiming> {
+        let beside_ns = |part: &&PartTiming| {
             let paced_ns = self.pace_bytes_per_s.map_or(0, |pace| time_for(part.wire_bytes, pace));
             i128::from(part.duration_ns) - i128::from(paced_ns)
         };
-        self.followed.iter().filter(|part| part.is_small == is_small).min_by_key(beside_ns).copied()
+        self.timings.iter().filter(|part| part.is_small == is_small).min_by_key(beside_ns).copied()
     }
 }
 
@@ -228,7 +228,7 @@ impl Default for Push {
             data_pages: Self::FIRST_PAGES,
             spread: 1,
             last: None,
-            followed: Vec::new(),
+            timings: Vec::new(),
             is_settled: false,
             pace_bytes_per_s: None,
             on_time: 0,
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_short_on_a_short_link_and_long_enough_on_a_long_one() {
+    fn parts_are_short_on_short_links_and_longer_on_long_ones() {
         for bytes_per_s in [12_500_000, 125_000_000, 1_250_000_000] {
             let (part_ms, share) = settled(Link { bytes_per_s, long_ms: 0 });
             assert!((4..=64).contains(&part_ms) && share > 0.93, "{bytes_per_s}: {part_ms} ms, {share}");
@@ -306,7 +306,7 @@ mod tests {
             let mut push = Push::default();
             (0..16).for_each(|_| _ = link.carry(&mut push));
             let queue_ns = (0..256).map(|_| link.carry(&mut push)).max().unwrap();
-            let part_ns = Push::SHORTEST_PACED_NS.max(Push::WAYS * long_ms * 1_000_000);
+            let part_ns = Push::SHORTEST_PACED_NS.max(Push::MIN_ROUND_TRIPS * long_ms * 1_000_000);
             let most_ns = part_ns * 3 / 10;
             assert!(queue_ns <= most_ns, "{long_ms}: {queue_ns}");
         }
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_becomes_slower_has_smaller_parts_and_a_small_one_tells_nothing() {
+    fn a_slower_link_gets_smaller_parts() {
         let mut push = Push::default();
         (0..32).for_each(|_| _ = Link { bytes_per_s: 1_250_000_000, long_ms: 0 }.carry(&mut push));
         let fast = push.pages();
@@ -451,7 +451,7 @@ mod tests {
 
     /// One page with data among many, throughout: the duration of every part is a round trip.
     #[test]
-    fn data_here_and_there_among_zeros_goes_in_parts_that_are_larger() {
+    fn sparse_data_among_zeros_is_sent_in_larger_parts() {
         let mut push = Push::default();
         for _ in 0..4 {
             let pages = push.pages();

@@ -10,16 +10,16 @@ use serde::{Deserialize, Serialize};
 use crate::trace::Decider;
 
 /// Share of the link's rate that has to pass.
-const WORTH: f64 = 0.8;
+const MIN_RATE_SHARE: f64 = 0.8;
 /// Consecutive samples below that share before references end. The destination reports its idle time in bursts.
-const LOOKS: u32 = 6;
+const MAX_SLOW_SAMPLES: u32 = 6;
 /// Refused data, in bytes, at which references end if more was refused than accepted: the destination then has other
 /// content than was assumed.
 const MANY_REFUSED: u64 = 4 << 20;
 
 /// Counters of an interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Passed {
+pub struct ReferenceObservation {
     /// Length of the interval, in nanoseconds.
     pub interval_ns: u64,
     /// Data of the pages that were sent, in bytes before compression.
@@ -38,38 +38,38 @@ pub struct Passed {
 
 /// Policy that watches whether page references pay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Referring {
+pub struct ReferencePolicy {
     // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
-    slow_looks: u32,
+    slow_samples: u32,
     #[serde(skip)]
-    taken_bytes: u64,
+    accepted_bytes: u64,
     #[serde(skip)]
     refused_bytes: u64,
 }
 
-impl Decider for Referring {
-    type Observed = Passed;
+impl Decider for ReferencePolicy {
+    type Observed = ReferenceObservation;
     /// True to continue with references; once they do not pay, it stays false.
     type Decision = bool;
 
-    const KEPT: usize = 600;
+    const MAX_ENTRIES: usize = 600;
 
-    fn decide(&mut self, passed: &Passed) -> bool {
-        self.taken_bytes += passed.referred_bytes;
+    fn decide(&mut self, passed: &ReferenceObservation) -> bool {
+        self.accepted_bytes += passed.referred_bytes;
         self.refused_bytes += passed.refused_bytes;
-        if self.refused_bytes >= MANY_REFUSED && self.refused_bytes > self.taken_bytes {
-            self.slow_looks = LOOKS;
+        if self.refused_bytes >= MANY_REFUSED && self.refused_bytes > self.accepted_bytes {
+            self.slow_samples = MAX_SLOW_SAMPLES;
         }
-        if self.slow_looks < LOOKS {
+        if self.slow_samples < MAX_SLOW_SAMPLES {
             let passed_bytes = (passed.data_bytes + passed.referred_bytes) as f64;
             let sent_bytes_per_s = passed.link_bytes_per_s.unwrap_or(0) as f64;
             let sent_bytes = sent_bytes_per_s * passed.interval_ns as f64 / 1e9;
             let is_by_references = passed.is_awaited || (passed.peer_is_busy && passed.referred_bytes > 0);
-            let is_slow = is_by_references && passed_bytes < sent_bytes * WORTH;
-            self.slow_looks = if is_slow { self.slow_looks + 1 } else { 0 };
+            let is_slow = is_by_references && passed_bytes < sent_bytes * MIN_RATE_SHARE;
+            self.slow_samples = if is_slow { self.slow_samples + 1 } else { 0 };
         }
-        self.slow_looks < LOOKS
+        self.slow_samples < MAX_SLOW_SAMPLES
     }
 }
 
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     /// A sample of 50 ms on a link of 118 MB/s.
-    const LOOK: Passed = Passed {
+    const SAMPLE: ReferenceObservation = ReferenceObservation {
         interval_ns: 50_000_000,
         data_bytes: 0,
         referred_bytes: 3_000_000,
@@ -88,49 +88,68 @@ mod tests {
         peer_is_busy: true,
     };
 
-    fn looks(referring: &mut Referring, passed: &Passed, looks: u32) -> Vec<bool> {
-        (0..looks).map(|_| referring.decide(passed)).collect()
+    fn samples(referring: &mut ReferencePolicy, passed: &ReferenceObservation, samples: u32) -> Vec<bool> {
+        (0..samples).map(|_| referring.decide(passed)).collect()
     }
 
     #[test]
     fn what_is_read_slower_than_it_could_be_sent_is_sent() {
-        let mut referring = Referring::default();
-        assert_eq!(looks(&mut referring, &LOOK, LOOKS + 1)[LOOKS as usize - 2..], [true, false, false]);
+        let mut referring = ReferencePolicy::default();
+        assert_eq!(
+            samples(&mut referring, &SAMPLE, MAX_SLOW_SAMPLES + 1)[MAX_SLOW_SAMPLES as usize - 2..],
+            [true, false, false]
+        );
         // For good: the rate may only look well because no references are sent any more.
-        assert!(!referring.decide(&Passed { data_bytes: 9_000_000, referred_bytes: 0, ..LOOK }));
+        assert!(!referring.decide(&ReferenceObservation {
+            data_bytes: 9_000_000,
+            referred_bytes: 0,
+            ..SAMPLE
+        }));
     }
 
     #[test]
     fn a_destination_that_says_nothing_is_not_referred_to() {
-        let mut referring = Referring::default();
-        let silent = Passed { referred_bytes: 0, is_awaited: true, peer_is_busy: false, ..LOOK };
-        assert!(!looks(&mut referring, &silent, LOOKS)[LOOKS as usize - 1]);
+        let mut referring = ReferencePolicy::default();
+        let silent =
+            ReferenceObservation { referred_bytes: 0, is_awaited: true, peer_is_busy: false, ..SAMPLE };
+        assert!(!samples(&mut referring, &silent, MAX_SLOW_SAMPLES)[MAX_SLOW_SAMPLES as usize - 1]);
     }
 
     #[test]
     fn a_destination_that_has_other_things_is_not_referred_to() {
-        let refused = Passed { referred_bytes: 1 << 20, refused_bytes: 2 << 20, peer_is_busy: false, ..LOOK };
-        assert_eq!(looks(&mut Referring::default(), &refused, 3), [true, false, false]);
-        let few = Passed { referred_bytes: 3 << 20, ..refused };
-        assert_eq!(looks(&mut Referring::default(), &few, 9), [true; 9]);
+        let refused = ReferenceObservation {
+            referred_bytes: 1 << 20,
+            refused_bytes: 2 << 20,
+            peer_is_busy: false,
+            ..SAMPLE
+        };
+        assert_eq!(samples(&mut ReferencePolicy::default(), &refused, 3), [true, false, false]);
+        let few = ReferenceObservation { referred_bytes: 3 << 20, ..refused };
+        assert_eq!(samples(&mut ReferencePolicy::default(), &few, 9), [true; 9]);
     }
 
     #[test]
     fn what_passes_quicker_or_is_held_up_elsewhere_is_referred_to() {
         let well = [
-            Passed { referred_bytes: 5_000_000, ..LOOK },
-            Passed { data_bytes: 2_000_000, ..LOOK },
+            ReferenceObservation { referred_bytes: 5_000_000, ..SAMPLE },
+            ReferenceObservation { data_bytes: 2_000_000, ..SAMPLE },
             // The source or the link is the bottleneck.
-            Passed { peer_is_busy: false, ..LOOK },
-            Passed { link_bytes_per_s: None, ..LOOK },
+            ReferenceObservation { peer_is_busy: false, ..SAMPLE },
+            ReferenceObservation { link_bytes_per_s: None, ..SAMPLE },
             // It is busy for another reason than references.
-            Passed { data_bytes: 3_000_000, referred_bytes: 0, ..LOOK },
+            ReferenceObservation { data_bytes: 3_000_000, referred_bytes: 0, ..SAMPLE },
         ];
         for passed in well {
-            let mut referring = Referring::default();
-            assert_eq!(looks(&mut referring, &LOOK, LOOKS - 1), [true; LOOKS as usize - 1]);
-            assert_eq!(looks(&mut referring, &passed, 1), [true], "{passed:?}");
-            assert_eq!(looks(&mut referring, &LOOK, LOOKS - 1), [true; LOOKS as usize - 1]);
+            let mut referring = ReferencePolicy::default();
+            assert_eq!(
+                samples(&mut referring, &SAMPLE, MAX_SLOW_SAMPLES - 1),
+                [true; MAX_SLOW_SAMPLES as usize - 1]
+            );
+            assert_eq!(samples(&mut referring, &passed, 1), [true], "{passed:?}");
+            assert_eq!(
+                samples(&mut referring, &SAMPLE, MAX_SLOW_SAMPLES - 1),
+                [true; MAX_SLOW_SAMPLES as usize - 1]
+            );
         }
     }
 }

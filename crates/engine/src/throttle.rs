@@ -50,7 +50,7 @@ impl Decider for WriteThrottle {
     type Observed = WriteObservation;
     type Decision = Cap;
 
-    const KEPT: usize = 1000;
+    const MAX_ENTRIES: usize = 1000;
 
     fn decide(&mut self, observed: &WriteObservation) -> Cap {
         match self {
@@ -62,7 +62,7 @@ impl Decider for WriteThrottle {
 
 /// Lowest cap, in writes a second, which the paper does not have: with only a few writes a second a file system gives
 /// up its disk.
-const LEAST_WRITES_PER_S: u64 = 32;
+const MIN_WRITES_PER_S: u64 = 32;
 
 /// The paper's rule: when the guest has reached a number of writes, each further write is delayed; both number and
 /// delay double when the guest has reached the new threshold. A delay of each write is a cap on the number of writes
@@ -84,7 +84,7 @@ impl Threshold {
     fn decide(&mut self, observed: &WriteObservation) -> Cap {
         let (mut threshold, mut delay_us, mut cap) = (self.threshold_writes, self.delay_us, Cap::default());
         while observed.writes >= threshold {
-            cap.writes_per_s = Some((1_000_000 / delay_us).max(LEAST_WRITES_PER_S));
+            cap.writes_per_s = Some((1_000_000 / delay_us).max(MIN_WRITES_PER_S));
             (threshold, delay_us) = (threshold.saturating_mul(2), delay_us.saturating_mul(2));
             if threshold == u64::MAX {
                 break;
@@ -101,35 +101,35 @@ impl Threshold {
 pub struct Drain {
     // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
-    held: Held,
+    adaptive_cap: AdaptiveCap,
 }
 
 /// Lowest cap, in bytes a second: below it, the guest's driver would take the disk for a broken one.
-const LEAST_BYTES_PER_S: u64 = 1 << 20;
+const MIN_BYTES_PER_S: u64 = 1 << 20;
 /// A write of one sector dirties eight, because the unit in which writes are recorded is a page. A higher ratio (from
 /// a discard, which is no write) is no reason for a stricter cap.
-const MOST_DIRTIED_BY_WRITTEN: u64 = 8;
+const MAX_DIRTIED_PER_WRITTEN: u64 = 8;
 
 impl Drain {
     fn decide(&mut self, observed: &WriteObservation) -> Cap {
         let Some(drained) = observed.drained_bytes_per_s else { return self.cap() };
         let share = drained / 5 * 2;
         let (written, dirtied) = (observed.written_bytes_per_s, observed.dirtied_bytes_per_s);
-        let least = (share / MOST_DIRTIED_BY_WRITTEN).max(LEAST_BYTES_PER_S);
+        let least = (share / MAX_DIRTIED_PER_WRITTEN).max(MIN_BYTES_PER_S);
         // A guest that writes at its cap may have the cap raised; one that does not needs none beyond the sending
         // rate.
-        self.held.hold(&Seen { used: written, dirtied, share, least, most: drained });
+        self.adaptive_cap.update(&CapInput { used: written, dirtied, share, least, most: drained });
         self.cap()
     }
 
     fn cap(&self) -> Cap {
-        Cap { bytes_per_s: self.held.cap, ..Cap::default() }
+        Cap { bytes_per_s: self.adaptive_cap.cap, ..Cap::default() }
     }
 }
 
 /// Cap on a guest's use of a resource, as long as the guest dirties more than its share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Held {
+struct AdaptiveCap {
     /// Cap on the use, per second.
     cap: Option<u64>,
     /// Consecutive samples in which the guest dirtied far less than its share.
@@ -137,7 +137,7 @@ struct Held {
 }
 
 /// Measurements of a guest, and the limits that apply to it.
-struct Seen {
+struct CapInput {
     /// Recent use of the resource, per second.
     used: u64,
     /// Dirty rate that follows from this use, in bytes per second.
@@ -151,11 +151,11 @@ struct Seen {
 }
 
 /// Number of calm samples after which a cap is raised.
-const CALM_LOOKS: u32 = 3;
+const CALM_SAMPLES: u32 = 3;
 
-impl Held {
-    fn hold(&mut self, seen: &Seen) {
-        let &Seen { used, dirtied, share, least, most } = seen;
+impl AdaptiveCap {
+    fn update(&mut self, seen: &CapInput) {
+        let &CapInput { used, dirtied, share, least, most } = seen;
         if dirtied > share {
             // Use at which the guest would dirty its share.
             let fitting = u128::from(used) * u128::from(share) / u128::from(dirtied);
@@ -165,7 +165,7 @@ impl Held {
             self.calm = 0;
         } else if dirtied <= share / 2 {
             self.calm += 1;
-            if self.calm >= CALM_LOOKS {
+            if self.calm >= CALM_SAMPLES {
                 self.calm = 0;
                 self.cap = self.cap.map(|cap| cap.saturating_mul(2)).filter(|cap| *cap <= most);
             }
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_cap_can_help_against_is_no_reason_for_one_that_hurts() {
+    fn no_harmful_cap_is_set_where_no_cap_helps() {
         let observed = |written: u64, dirtied: u64, drained| WriteObservation {
             writes: 0,
             written_bytes_per_s: written,
@@ -267,7 +267,7 @@ mod tests {
         let decide = |observed| Drain::default().decide(&observed).bytes_per_s;
         // A discard of much; a link that carries next to nothing; nothing sent yet; numbers beyond all bounds.
         assert_eq!(decide(observed(0, 10 << 30, Some(1000 << 20))), Some(50 << 20));
-        assert_eq!(decide(observed(1 << 30, 1 << 30, Some(0))), Some(LEAST_BYTES_PER_S));
+        assert_eq!(decide(observed(1 << 30, 1 << 30, Some(0))), Some(MIN_BYTES_PER_S));
         assert_eq!(decide(observed(1 << 30, 1 << 30, None)), None);
         let much = observed(u64::MAX, (40 << 20) + 1, Some(100 << 20));
         assert!(decide(much).is_some_and(|cap| cap > u64::MAX / 2));

@@ -1,6 +1,6 @@
 //! Traces: the observations that a policy was shown and its decisions, for replay.
 //!
-//! A [`Decider`] reads no clock and draws no random number, so its decisions follow from its observations. [`Traced`]
+//! A [`Decider`] reads no clock and draws no random number, so its decisions follow from its observations. [`TracedPolicy`]
 //! records both as a [`Trace`]; those of a migration are [`Traces`], and become part of its report.
 //!
 //! A trace begins where its policy begins, and keeps a limited number of entries; of the observations after them it
@@ -17,19 +17,19 @@ use serde::{Deserialize, Serialize};
 pub use traces::{Difference, Others, Replayed, Traces};
 
 /// Types that a trace can record.
-pub trait Kept: Clone + Debug + PartialEq + Serialize + DeserializeOwned {}
+pub trait Recordable: Clone + Debug + PartialEq + Serialize + DeserializeOwned {}
 
-impl<T: Clone + Debug + PartialEq + Serialize + DeserializeOwned> Kept for T {}
+impl<T: Clone + Debug + PartialEq + Serialize + DeserializeOwned> Recordable for T {}
 
 /// A policy that decides repeatedly, from its observations and nothing else.
-pub trait Decider: Kept {
+pub trait Decider: Recordable {
     /// Observation that the policy is shown.
-    type Observed: Kept;
+    type Observed: Recordable;
     /// Decision of the policy.
-    type Decision: Kept;
+    type Decision: Recordable;
 
     /// Most entries that a trace keeps.
-    const KEPT: usize;
+    const MAX_ENTRIES: usize;
 
     /// Decides after an observation.
     fn decide(&mut self, observed: &Self::Observed) -> Self::Decision;
@@ -106,13 +106,13 @@ impl<P: Decider> Trace<P> {
 
 /// A policy that records its trace.
 #[derive(Clone, Debug)]
-pub struct Traced<P: Decider> {
+pub struct TracedPolicy<P: Decider> {
     pub(crate) policy: P,
     is_new: bool,
     trace: Trace<P>,
 }
 
-impl<P: Decider> Traced<P> {
+impl<P: Decider> TracedPolicy<P> {
     /// Starts the trace of a policy that has decided nothing yet.
     pub fn new(policy: impl Into<P>) -> Self {
         let policy = policy.into();
@@ -122,14 +122,14 @@ impl<P: Decider> Traced<P> {
     /// Decides, and records observation and decision.
     pub fn decide_on(&mut self, observed: P::Observed) -> P::Decision {
         let decision = self.policy.decide(&observed);
-        self.keep(observed, decision.clone());
+        self.record(observed, decision.clone());
         decision
     }
 
     /// Records an observation and the decision.
-    pub(crate) fn keep(&mut self, observed: P::Observed, decision: P::Decision) {
+    pub(crate) fn record(&mut self, observed: P::Observed, decision: P::Decision) {
         let anew = std::mem::take(&mut self.is_new);
-        if self.trace.entries.len() < P::KEPT {
+        if self.trace.entries.len() < P::MAX_ENTRIES {
             self.trace.entries.push(Entry { anew, observed, decision });
         } else {
             self.trace.left_out += 1;
@@ -137,7 +137,7 @@ impl<P: Decider> Traced<P> {
     }
 
     /// Resets the learned state of the policy.
-    pub fn begin_anew(&mut self) {
+    pub fn reset(&mut self) {
         self.policy = self.trace.policy.clone();
         self.is_new = !self.trace.entries.is_empty();
     }
@@ -153,8 +153,8 @@ impl<P: Decider> Traced<P> {
     }
 
     /// Updates the trace in a report, which may be absent or an earlier state.
-    pub fn tell(&self, told: &mut Option<Trace<P>>) {
-        told.get_or_insert_with(|| Trace::new(self.trace.policy.clone())).catch_up(&self.trace);
+    pub fn update_report(&self, reported: &mut Option<Trace<P>>) {
+        reported.get_or_insert_with(|| Trace::new(self.trace.policy.clone())).catch_up(&self.trace);
     }
 }
 

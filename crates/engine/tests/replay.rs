@@ -16,7 +16,7 @@ extern crate whimbrel_engine as engine;
 
 use std::path::{Path, PathBuf};
 
-use engine::naming::Next;
+use engine::naming::DiscardDecision;
 use engine::precopy::{Decision, Pattern};
 use engine::trace::{Others, Traces};
 
@@ -58,7 +58,7 @@ fn what_was_decided_is_decided_again() {
 
 /// Each policy is in one of the traces, and makes a decision there that differs from its first one.
 #[test]
-fn everybody_who_decides_is_recorded() {
+fn every_policy_is_recorded() {
     let all: Vec<Traces> = recorded().into_iter().map(|(_, traces)| traces).collect();
     let stops: Vec<_> = all.iter().flat_map(|traces| &traces.stop).collect();
     for policy in ["pattern", "hybrid", "sla", "target", "rounds"] {
@@ -96,7 +96,7 @@ fn everybody_who_decides_is_recorded() {
     let of_references = |all: &Others| Some(!all.referring.as_ref()?.entries.is_empty());
     let of_naming = |all: &Others| {
         let naming: Vec<_> = all.naming.as_ref()?.decisions().collect();
-        Some(naming.contains(&&Next::Name) && naming.contains(&&Next::Stop))
+        Some(naming.contains(&&DiscardDecision::Name) && naming.contains(&&DiscardDecision::Stop))
     };
     assert!(any(&of_writes), "writes");
     assert!(any(&of_slowing), "slowing");

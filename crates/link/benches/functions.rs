@@ -13,7 +13,7 @@ use std::thread;
 
 use common::both_kinds;
 use harness::{Amount, Benches};
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 
 /// Frames sent at a time, so that waking the reader is a small part.
 const FRAMES: u64 = 64;
@@ -36,7 +36,7 @@ fn main() {
             }
         });
         for frame_bytes in [64_usize << 10, 256 << 10] {
-            let header = Header::new(Kind::Pages, frame_bytes).unwrap();
+            let header = Header::new(FrameKind::Pages, frame_bytes).unwrap();
             let payload = vec![7; frame_bytes];
             let (writer, all_read) = (&mut writer, &all_read);
             let bytes = Amount::Bytes(FRAMES * frame_bytes as u64);

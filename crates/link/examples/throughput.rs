@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use common::{both_kinds, connected, plain};
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 use rustix::time::{ClockId, clock_gettime};
 use whimbrel_link::{RateLimit, Reader, Writer};
 
@@ -80,7 +80,7 @@ fn send(
     let (writing, reading) = std::thread::scope(|scope| {
         let writing = scope.spawn(|| {
             let page = vec![7; frame_bytes];
-            let header = Header::new(Kind::Pages, frame_bytes).unwrap();
+            let header = Header::new(FrameKind::Pages, frame_bytes).unwrap();
             for _ in 0..frames {
                 writer.write_frame(header, &[IoSlice::new(&page)]).unwrap();
             }

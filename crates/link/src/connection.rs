@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use proto::frame::{HEADER_BYTES, Header, Kind};
+use proto::frame::{FrameKind, HEADER_BYTES, Header};
 use proto::{HostId, Message, limits};
 
 use crate::error::LinkError;
@@ -151,8 +151,8 @@ impl Reader {
     pub fn recv(&mut self, deadline: Option<Instant>) -> Result<Incoming, LinkError> {
         let header = self.next_frame(deadline, usize::MAX)?;
         let incoming = match header.kind {
-            Kind::Message => self.message().map(Incoming::Message),
-            Kind::Blob => Ok(Incoming::Blob(std::mem::take(&mut self.payload))),
+            FrameKind::Message => self.message().map(Incoming::Message),
+            FrameKind::Blob => Ok(Incoming::Blob(std::mem::take(&mut self.payload))),
             kind => Err(LinkError::NotExpected(kind)),
         };
         self.ended_by(incoming)
@@ -184,7 +184,7 @@ impl Reader {
     pub(crate) fn recv_greeting(&mut self, deadline: Instant) -> Result<Vec<u8>, LinkError> {
         let header = self.next_frame(Some(deadline), limits::GREETING_BYTES)?;
         let json = match header.kind {
-            Kind::Message => Ok(std::mem::take(&mut self.payload)),
+            FrameKind::Message => Ok(std::mem::take(&mut self.payload)),
             kind => Err(LinkError::NotExpected(kind)),
         };
         self.ended_by(json)
@@ -287,13 +287,13 @@ impl Writer {
     /// Sends a message.
     pub fn send(&mut self, message: &Message) -> Result<(), LinkError> {
         let json = serde_json::to_vec(message).map_err(LinkError::Message)?;
-        let header = Header::new(Kind::Message, json.len()).map_err(LinkError::TooLong)?;
+        let header = Header::new(FrameKind::Message, json.len()).map_err(LinkError::TooLong)?;
         self.write_frame(header, &[IoSlice::new(&json)])
     }
 
     /// Sends a piece of device state, at most [`proto::limits::BLOB_BYTES`].
     pub fn send_blob(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
-        let header = Header::new(Kind::Blob, bytes.len()).map_err(LinkError::TooLong)?;
+        let header = Header::new(FrameKind::Blob, bytes.len()).map_err(LinkError::TooLong)?;
         self.write_frame(header, &[IoSlice::new(bytes)])
     }
 

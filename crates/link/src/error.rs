@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-use proto::frame::{BadHeader, Kind};
+use proto::frame::{BadHeader, FrameKind};
 use proto::{HostId, Versions};
 use rustls::{AlertDescription, CertificateError};
 
@@ -52,7 +52,7 @@ pub enum LinkError {
     },
     /// A frame of a kind that is not allowed here.
     #[error("{0:?} frame where none may come")]
-    NotExpected(Kind),
+    NotExpected(FrameKind),
     /// A message unknown to this version of the protocol.
     #[error("the other side sent a message that this version does not know")]
     Message(#[source] serde_json::Error),

@@ -8,7 +8,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 use proto::message::{Hello, Welcome};
 use proto::{HostId, Purpose, Versions};
 use serde::Serialize;
@@ -22,7 +22,7 @@ use crate::stream::{Shared, negotiate};
 
 const TLS_ALERT: u8 = 21;
 const TLS_HANDSHAKE: u8 = 22;
-const PLAIN_GREETING: u8 = Kind::Message as u8;
+const PLAIN_GREETING: u8 = FrameKind::Message as u8;
 
 /// Maximum time to wait until the peer has read the reason for which it was refused.
 const LINGER: Duration = Duration::from_secs(1);
@@ -135,7 +135,7 @@ impl Greeting {
 
     fn send(&mut self, greeting: &impl Serialize) -> Result<(), HandshakeError> {
         let json = serde_json::to_vec(greeting).map_err(HandshakeError::Greeting)?;
-        let header = Header::new(Kind::Message, json.len()).map_err(LinkError::TooLong)?;
+        let header = Header::new(FrameKind::Message, json.len()).map_err(LinkError::TooLong)?;
         Ok(self.writer.write_frame_until(header, &[IoSlice::new(&json)], Some(self.deadline))?)
     }
 

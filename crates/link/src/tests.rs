@@ -7,7 +7,7 @@ use std::io::{IoSlice, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 use rustix::net::sockopt;
 
 use crate::identity::Identity;
@@ -33,7 +33,7 @@ fn exchange(records: u64) -> u64 {
         for (seed, connection) in [(1_u8, a), (2, b)] {
             let (mut reader, mut writer) = connection.split();
             scope.spawn(move || {
-                let (header, bytes) = (Header::new(Kind::Pages, BYTES).unwrap(), vec![seed; BYTES]);
+                let (header, bytes) = (Header::new(FrameKind::Pages, BYTES).unwrap(), vec![seed; BYTES]);
                 for _ in 0..FRAMES {
                     writer.write_frame(header, &[IoSlice::new(&bytes)]).unwrap();
                 }
@@ -77,7 +77,7 @@ fn what_comes_after_the_closing_notice_is_dropped() {
         stream.read_exact(&mut header).unwrap();
         stream.read_exact(&mut vec![0; Header::decode(header).unwrap().payload_bytes as usize]).unwrap();
         let welcome = br#"{"answer":"accepted","version":1,"host":"host-b"}"#;
-        stream.write_all(&Header::new(Kind::Message, welcome.len()).unwrap().encode()).unwrap();
+        stream.write_all(&Header::new(FrameKind::Message, welcome.len()).unwrap().encode()).unwrap();
         stream.write_all(welcome).unwrap();
         stream.conn.send_close_notify();
         stream.flush().unwrap();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{both_endpoints, both_kinds, connected, control, host, plain, soon};
 use proto::Message;
-use proto::frame::{BadHeader, Header, Kind};
+use proto::frame::{BadHeader, FrameKind, Header};
 use whimbrel_link::{Connection, Incoming, LinkError, Peer, RateLimit, Settings};
 
 #[test]
@@ -49,13 +49,13 @@ fn raw() -> (Connection, TcpStream) {
         let hello = Header::decode(header).unwrap();
         stream.read_exact(&mut vec![0; hello.payload_bytes as usize]).unwrap();
         let welcome = br#"{"answer":"accepted","version":1,"host":"host-b"}"#;
-        stream.write_all(&Header::new(Kind::Message, welcome.len()).unwrap().encode()).unwrap();
+        stream.write_all(&Header::new(FrameKind::Message, welcome.len()).unwrap().encode()).unwrap();
         stream.write_all(welcome).unwrap();
         (connecting.join().unwrap(), stream)
     })
 }
 
-fn header(kind: Kind, bytes: usize) -> [u8; 8] {
+fn header(kind: FrameKind, bytes: usize) -> [u8; 8] {
     Header::new(kind, bytes).unwrap().encode()
 }
 
@@ -71,26 +71,26 @@ fn received(bytes: &[u8]) -> Result<Incoming, LinkError> {
 fn what_is_no_frame_ends_the_connection() {
     assert!(matches!(received(&[]), Err(LinkError::Ended)));
     for cut in 1..8 {
-        assert!(matches!(received(&header(Kind::Blob, 4)[..cut]), Err(LinkError::Truncated)), "{cut}");
+        assert!(matches!(received(&header(FrameKind::Blob, 4)[..cut]), Err(LinkError::Truncated)), "{cut}");
     }
-    assert!(matches!(received(&header(Kind::Blob, 4)), Err(LinkError::Truncated)));
-    let mut cut = header(Kind::Blob, 1 << 20).to_vec();
+    assert!(matches!(received(&header(FrameKind::Blob, 4)), Err(LinkError::Truncated)));
+    let mut cut = header(FrameKind::Blob, 1 << 20).to_vec();
     cut.extend([0; 1000]);
     assert!(matches!(received(&cut), Err(LinkError::Truncated)));
 
     let oversized = [1, 0, 0, 0, 0xff, 0xff, 0xff, 0x7f];
     let bad = received(&oversized);
     assert!(matches!(bad, Err(LinkError::Header(BadHeader::TooLong { bytes: 0x7fff_ffff, .. }))), "{bad:?}");
-    assert!(matches!(received(&[9, 0, 0, 0, 0, 0, 0, 0]), Err(LinkError::Header(BadHeader::Kind(9)))));
+    assert!(matches!(received(&[9, 0, 0, 0, 0, 0, 0, 0]), Err(LinkError::Header(BadHeader::FrameKind(9)))));
     assert!(matches!(received(&[1, 0, 7, 0, 0, 0, 0, 0]), Err(LinkError::Header(BadHeader::Reserved))));
 
-    let ack = [&header(Kind::Ack, 8)[..], &[0; 8]].concat();
-    assert!(matches!(received(&ack), Err(LinkError::NotExpected(Kind::Ack))));
+    let ack = [&header(FrameKind::Ack, 8)[..], &[0; 8]].concat();
+    assert!(matches!(received(&ack), Err(LinkError::NotExpected(FrameKind::Ack))));
     let unknown = br#"{"type":"from-the-future"}"#;
-    let unknown = [&header(Kind::Message, unknown.len())[..], unknown].concat();
+    let unknown = [&header(FrameKind::Message, unknown.len())[..], unknown].concat();
     assert!(matches!(received(&unknown), Err(LinkError::Message(_))));
     let invalid = br#"{"type":"verified","different_chunks":[18446744073709551615]}"#;
-    let invalid = [&header(Kind::Message, invalid.len())[..], invalid].concat();
+    let invalid = [&header(FrameKind::Message, invalid.len())[..], invalid].concat();
     assert!(matches!(received(&invalid), Err(LinkError::Invalid(_))));
 }
 
@@ -117,7 +117,7 @@ fn what_does_not_fit_is_not_sent() {
         assert!(matches!(b.recv(Some(soon())), Ok(Incoming::Message(Message::Ping))), "{kind}");
 
         let (_reader, mut writer) = a.split();
-        let header = Header::new(Kind::Pages, 5).unwrap();
+        let header = Header::new(FrameKind::Pages, 5).unwrap();
         let error = writer.write_frame(header, &[IoSlice::new(&[0; 2]), IoSlice::new(&[0; 4])]).unwrap_err();
         assert!(matches!(error, LinkError::WrongLength { announced: 5, given: 6 }), "{kind}: {error:?}");
     }
@@ -127,7 +127,7 @@ fn what_does_not_fit_is_not_sent() {
 fn a_deadline_within_a_frame_loses_nothing() {
     let (mut connection, mut stream) = raw();
     let ping = br#"{"type":"ping"}"#;
-    let frame = [&header(Kind::Message, ping.len())[..], ping].concat();
+    let frame = [&header(FrameKind::Message, ping.len())[..], ping].concat();
     // The frame arrives in three parts, of which the first two end within header and payload.
     for part in [&frame[..3], &frame[3..12]] {
         stream.write_all(part).unwrap();
@@ -146,7 +146,10 @@ fn a_deadline_within_a_frame_loses_nothing() {
     stream.write_all(&frame[8..]).unwrap();
     let (mut reader, _writer) = connection.split();
     let mut payload = vec![1; 100];
-    assert_eq!(reader.read_frame(&mut payload).unwrap(), Header::new(Kind::Message, ping.len()).unwrap());
+    assert_eq!(
+        reader.read_frame(&mut payload).unwrap(),
+        Header::new(FrameKind::Message, ping.len()).unwrap()
+    );
     assert_eq!(payload, ping);
 }
 
@@ -194,14 +197,14 @@ fn frames_of_many_parts_arrive_whole() {
                         .chunks(part_bytes)
                         .flat_map(|part| [IoSlice::new(part), IoSlice::new(&[])])
                         .collect();
-                    writer.write_frame(Header::new(Kind::Pages, len).unwrap(), &parts).unwrap();
+                    writer.write_frame(Header::new(FrameKind::Pages, len).unwrap(), &parts).unwrap();
                 }
                 writer.finish().unwrap();
             });
             let mut payload = Vec::new();
             for len in [3000, bytes.len(), bytes.len(), bytes.len(), bytes.len()] {
                 let header = reader.read_frame(&mut payload).unwrap();
-                assert_eq!((header.kind, payload.len()), (Kind::Pages, len), "{kind}");
+                assert_eq!((header.kind, payload.len()), (FrameKind::Pages, len), "{kind}");
                 assert!(payload == bytes[..len], "{kind}: other bytes have arrived");
             }
             assert!(matches!(reader.read_frame(&mut payload), Err(LinkError::Ended)), "{kind}");
@@ -223,7 +226,10 @@ fn both_directions_full_at_once() {
                     let bytes = pattern(seed, BYTES);
                     for _ in 0..FRAMES {
                         writer
-                            .write_frame(Header::new(Kind::Pages, BYTES).unwrap(), &[IoSlice::new(&bytes)])
+                            .write_frame(
+                                Header::new(FrameKind::Pages, BYTES).unwrap(),
+                                &[IoSlice::new(&bytes)],
+                            )
                             .unwrap();
                     }
                 });
@@ -278,7 +284,7 @@ fn shutdown_ends_whatever_waits() {
                 let bytes = vec![0; 1 << 20];
                 loop {
                     if let Err(error) = writer
-                        .write_frame(Header::new(Kind::Pages, 1 << 20).unwrap(), &[IoSlice::new(&bytes)])
+                        .write_frame(Header::new(FrameKind::Pages, 1 << 20).unwrap(), &[IoSlice::new(&bytes)])
                     {
                         return error;
                     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::{Authority, PATIENCE, Server, both_endpoints, connected, control, host, plain, soon};
 use proto::Versions;
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 use whimbrel_link::{
     ConnectError, Connection, Endpoint, HandshakeError, Identity, IdentityError, LinkError, Listener, Peer,
     Security, Settings, TlsFiles,
@@ -242,7 +242,7 @@ fn answering(bytes: Vec<u8>) -> Peer {
 }
 
 fn greeting(json: &str) -> Vec<u8> {
-    let mut frame = Header::new(Kind::Message, json.len()).unwrap().encode().to_vec();
+    let mut frame = Header::new(FrameKind::Message, json.len()).unwrap().encode().to_vec();
     frame.extend_from_slice(json.as_bytes());
     frame
 }
@@ -272,12 +272,12 @@ fn servers_that_are_no_agents_or_no_good_ones() {
     assert!(matches!(error, HandshakeError::Link(LinkError::Ended)), "{error:?}");
     let error = connect(vec![1, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]);
     assert!(matches!(error, HandshakeError::Link(LinkError::Header(_))), "{error:?}");
-    let long = Header::new(Kind::Message, proto::limits::GREETING_BYTES + 1).unwrap().encode();
+    let long = Header::new(FrameKind::Message, proto::limits::GREETING_BYTES + 1).unwrap().encode();
     let error = connect(long.to_vec());
     assert!(matches!(error, HandshakeError::Link(LinkError::TooMuch { .. })), "{error:?}");
-    let ack = Header::new(Kind::Ack, 0).unwrap().encode();
+    let ack = Header::new(FrameKind::Ack, 0).unwrap().encode();
     let error = connect(ack.to_vec());
-    assert!(matches!(error, HandshakeError::Link(LinkError::NotExpected(Kind::Ack))), "{error:?}");
+    assert!(matches!(error, HandshakeError::Link(LinkError::NotExpected(FrameKind::Ack))), "{error:?}");
 }
 
 /// A closing notice in the middle of the negotiation, with unwanted bytes behind it.

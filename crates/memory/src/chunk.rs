@@ -6,10 +6,10 @@
 
 use std::ops::Range;
 
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Codec;
-use proto::pages::{Content, FILLING_BYTES, PagesHeader, Run};
+use proto::pages::{Content, FILLING_BYTES, PageRun, PagesHeader};
 
 use crate::dirty::ChunkPages;
 use crate::ram::zero::{filling, is_zero};
@@ -64,7 +64,7 @@ impl Contents {
 /// Reused memory in which frames are built, one after the other.
 #[derive(Debug)]
 pub(crate) struct FrameBuilder {
-    runs: Vec<Run>,
+    runs: Vec<PageRun>,
     head: Vec<u8>,
     data: Vec<u8>,
     /// Number of bytes of `data` that belong to the frame.
@@ -188,7 +188,7 @@ impl FrameBuilder {
     /// Returns the number of delta pieces in the frame.
     pub(crate) fn pieces(&self) -> u64 {
         let pieces =
-            |run: &Run| if let Content::Delta { pieces } = run.content { u64::from(pieces) } else { 0 };
+            |run: &PageRun| if let Content::Delta { pieces } = run.content { u64::from(pieces) } else { 0 };
         self.runs.iter().map(pieces).sum()
     }
 
@@ -209,15 +209,15 @@ impl FrameBuilder {
         &'a mut self,
         header: &PagesHeader,
         packed: Option<(Codec, &'a [u8])>,
-    ) -> (Kind, [&'a [u8]; 2]) {
+    ) -> (FrameKind, [&'a [u8]; 2]) {
         self.head.clear();
         if let Some((codec, _)) = packed {
             self.head.extend_from_slice(&codec.encode());
         }
         header.encode(&self.runs, &mut self.head);
         match packed {
-            Some((_, packed)) => (Kind::Packed, [&self.head, packed]),
-            None => (Kind::Pages, [&self.head, &self.data[..self.filled]]),
+            Some((_, packed)) => (FrameKind::Packed, [&self.head, packed]),
+            None => (FrameKind::Pages, [&self.head, &self.data[..self.filled]]),
         }
     }
 
@@ -358,7 +358,7 @@ impl FrameBuilder {
             last.content = content;
             return;
         }
-        self.runs.push(Run { first_page: pages.start as u16, pages: count, content });
+        self.runs.push(PageRun { first_page: pages.start as u16, pages: count, content });
     }
 }
 

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use link::LinkError;
 use proto::Generation;
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::PAGE_BYTES;
 use proto::pages::BadPages;
 
@@ -50,7 +50,7 @@ pub enum ReceiveError {
     Stream(#[source] LinkError),
     /// A frame that is not allowed on a data stream.
     #[error("{0:?} frame on a data stream")]
-    UnexpectedFrame(Kind),
+    UnexpectedFrame(FrameKind),
     /// A frame that cannot be read.
     #[error("bad data frame")]
     BadFrame(#[from] BadPages),

@@ -16,7 +16,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
-use proto::reference::{HASH_BYTES, Library, Reference};
+use proto::reference::{ContentSource, HASH_BYTES, Reference};
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
@@ -101,7 +101,7 @@ pub trait Templates: Send + Sync {
 /// Location of a page at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
-    pub(crate) library: Library,
+    pub(crate) content_source: ContentSource,
     pub(crate) page: u64,
 }
 
@@ -305,11 +305,12 @@ impl Known {
     /// migration's blocks.
     pub(crate) fn find(&self, name: PageName) -> impl Iterator<Item = Place> {
         let tables = lock(&self.tables);
-        let place =
-            |library: fn(u16) -> Library| move |(which, page)| Place { library: library(which), page };
-        let template = tables.templates.find(name).map(place(Library::Template));
+        let place = |content_source: fn(u16) -> ContentSource| {
+            move |(which, page)| Place { content_source: content_source(which), page }
+        };
+        let template = tables.templates.find(name).map(place(ContentSource::Template));
         let [sent, memory] =
-            [&tables.sent, &tables.memory].map(|table| table.find(name).map(place(Library::Block)));
+            [&tables.sent, &tables.memory].map(|table| table.find(name).map(place(ContentSource::Block)));
         template.into_iter().chain(sent).chain(memory)
     }
 
@@ -354,11 +355,12 @@ mod tests {
         };
         sent(&[(500, 2), (600, 5)]);
         sent(&[(601, 5)]);
-        let all =
-            |number| known.find(name(number)).map(|place| (place.library, place.page)).collect::<Vec<_>>();
-        assert_eq!(all(1), [(Library::Template(3), 7)]);
-        assert_eq!(all(2), [(Library::Template(3), 8), (Library::Block(1), 500)]);
-        assert_eq!(all(5), [(Library::Block(1), 601)]);
+        let all = |number| {
+            known.find(name(number)).map(|place| (place.content_source, place.page)).collect::<Vec<_>>()
+        };
+        assert_eq!(all(1), [(ContentSource::Template(3), 7)]);
+        assert_eq!(all(2), [(ContentSource::Template(3), 8), (ContentSource::Block(1), 500)]);
+        assert_eq!(all(5), [(ContentSource::Block(1), 601)]);
         assert_eq!(all(9), []);
         sent(&[(500, 6), (7, 8)]);
         known.went(1, [(8, name(1))].into_iter());
@@ -376,10 +378,10 @@ mod tests {
         known.learn(3, 7, (0..100).map(name));
         known.make_room(2000);
         known.learn(9, 0, (1000..3000).map(name));
-        let found = |number| known.find(name(number)).next().map(|place| (place.library, place.page));
+        let found = |number| known.find(name(number)).next().map(|place| (place.content_source, place.page));
         assert_eq!(
             (found(5), found(2999)),
-            (Some((Library::Template(3), 12)), Some((Library::Template(9), 1999)))
+            (Some((ContentSource::Template(3), 12)), Some((ContentSource::Template(9), 1999)))
         );
         let all = (1000..3000).filter(|number| found(*number).is_some()).count();
         assert!(all >= 1996, "{all}");

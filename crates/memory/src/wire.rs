@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use link::{Connection, Handle, LinkError, RateLimit, Reader, Writer};
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 
 /// The sending half of a data stream.
 pub trait FrameSink: Send {
@@ -18,7 +18,7 @@ pub trait FrameSink: Send {
 
     /// Sends a frame, whose payload consists of at most two parts. Blocks while the peer does not read, or while a
     /// bandwidth limit holds it back. May keep the frame in a buffer until [`FrameSink::flush`].
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError>;
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError>;
 
     /// Passes all buffered frames to the network.
     fn flush(&mut self) -> Result<(), LinkError>;
@@ -32,7 +32,7 @@ pub trait FrameSink: Send {
 /// The receiving half of a data stream.
 pub trait FrameSource: Send {
     /// Receives the next frame: puts its payload into `payload` and returns its kind. Header and length are checked.
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError>;
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError>;
 
     /// Returns true if at least a part of a further frame has arrived already. False is always a safe answer.
     fn has_more(&mut self) -> bool;
@@ -75,7 +75,7 @@ impl FrameSink for Writer {
         Self::set_deadline(self, deadline);
     }
 
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let (first, second) = match *payload {
             [] => (&[][..], &[][..]),
             [one] => (one, &[][..]),
@@ -97,7 +97,7 @@ impl FrameSink for Writer {
 }
 
 impl FrameSource for Reader {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError> {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError> {
         Ok(self.read_frame(payload)?.kind)
     }
 

@@ -9,7 +9,7 @@ use std::hint::black_box;
 
 use harness::{Amount, Benches};
 use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
-use proto::pages::{Content, PagesHeader, Run};
+use proto::pages::{Content, PageRun, PagesHeader};
 use proto::{Epoch, Generation, Incarnation, Message};
 use whimbrel_proto as proto;
 
@@ -23,10 +23,10 @@ fn main() {
 }
 
 /// Returns `count` runs over a whole chunk, with contents in turn.
-fn runs(count: u64) -> Vec<Run> {
+fn runs(count: u64) -> Vec<PageRun> {
     let pages = CHUNK_PAGES / count;
     let contents = [Content::Data, Content::Zero, Content::Hole].into_iter().cycle();
-    let run = |(index, content)| Run { first_page: (index * pages) as u16, pages: pages as u16, content };
+    let run = |(index, content)| PageRun { first_page: (index * pages) as u16, pages: pages as u16, content };
     (0..count).zip(contents).map(run).collect()
 }
 

@@ -41,7 +41,7 @@ pub const PAGE_BLOB_BYTES: usize = NAME_BYTES + PAGE_BYTES as usize;
 
 /// Missing pages of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AwaitedChunk {
+pub struct MissingChunk {
     /// Index of the RAM block in the proposal.
     pub block: u16,
     /// Number of the chunk in the block.
@@ -52,7 +52,7 @@ pub struct AwaitedChunk {
 
 /// Error of the bytes of a list of missing pages or of a page blob.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BadAwaited {
+pub enum BadMissingPages {
     /// The length is not a multiple of an entry's length.
     #[error("{0} bytes are not whole entries of pages to come")]
     Entries(usize),
@@ -71,7 +71,7 @@ fn decode_name(name: [u8; NAME_BYTES]) -> (u16, u64) {
     (name as u16, name >> 16)
 }
 
-impl AwaitedChunk {
+impl MissingChunk {
     /// Encodes the entry.
     pub fn encode(&self) -> [u8; ENTRY_BYTES] {
         let mut entry = [0; ENTRY_BYTES];
@@ -88,9 +88,9 @@ impl AwaitedChunk {
     /// # Errors
     /// Fails if the length is not a multiple of an entry's length. The receiver checks that the blocks and pages
     /// exist.
-    pub fn decode_all(bytes: &[u8]) -> Result<Vec<Self>, BadAwaited> {
+    pub fn decode_all(bytes: &[u8]) -> Result<Vec<Self>, BadMissingPages> {
         let (entries, []) = bytes.as_chunks::<ENTRY_BYTES>() else {
-            return Err(BadAwaited::Entries(bytes.len()));
+            return Err(BadMissingPages::Entries(bytes.len()));
         };
         let decode = |entry: &[u8; ENTRY_BYTES]| {
             let words = entry.as_chunks::<8>().0;
@@ -114,11 +114,11 @@ pub fn encode_page(block: u16, page: u64, bytes: &[u8]) -> Vec<u8> {
 ///
 /// # Errors
 /// Fails if the blob has not the length of a page or of a zero page.
-pub fn decode_page(blob: &[u8]) -> Result<(u16, u64, &[u8]), BadAwaited> {
+pub fn decode_page(blob: &[u8]) -> Result<(u16, u64, &[u8]), BadMissingPages> {
     let (Some((name, bytes)), true) =
         (blob.split_first_chunk::<NAME_BYTES>(), [NAME_BYTES, PAGE_BLOB_BYTES].contains(&blob.len()))
     else {
-        return Err(BadAwaited::Page(blob.len()));
+        return Err(BadMissingPages::Page(blob.len()));
     };
     let (block, page) = decode_name(*name);
     Ok((block, page, bytes))
@@ -131,18 +131,18 @@ mod tests {
     #[test]
     fn what_is_encoded_is_decoded() {
         let chunk =
-            |block, chunk| AwaitedChunk { block, chunk, pages: [1 << 63, 2, 3, 4, 5, 6, 7, u64::MAX] };
+            |block, chunk| MissingChunk { block, chunk, pages: [1 << 63, 2, 3, 4, 5, 6, 7, u64::MAX] };
         let chunks = [chunk(0, 0), chunk(u16::MAX, (1 << 48) - 1)];
-        let bytes: Vec<u8> = chunks.iter().flat_map(AwaitedChunk::encode).collect();
-        assert_eq!(AwaitedChunk::decode_all(&bytes).unwrap(), chunks);
-        assert_eq!(AwaitedChunk::decode_all(&bytes[1..]), Err(BadAwaited::Entries(143)));
-        assert_eq!(AwaitedChunk::decode_all(&[]), Ok(vec![]));
+        let bytes: Vec<u8> = chunks.iter().flat_map(MissingChunk::encode).collect();
+        assert_eq!(MissingChunk::decode_all(&bytes).unwrap(), chunks);
+        assert_eq!(MissingChunk::decode_all(&bytes[1..]), Err(BadMissingPages::Entries(143)));
+        assert_eq!(MissingChunk::decode_all(&[]), Ok(vec![]));
 
         for bytes in [vec![7; PAGE_BYTES as usize], vec![]] {
             assert_eq!(decode_page(&encode_page(3, 99, &bytes)), Ok((3, 99, &bytes[..])));
         }
         for len in [0, 7, 9, PAGE_BLOB_BYTES - 1, PAGE_BLOB_BYTES + 1] {
-            assert_eq!(decode_page(&vec![0; len]), Err(BadAwaited::Page(len)));
+            assert_eq!(decode_page(&vec![0; len]), Err(BadMissingPages::Page(len)));
         }
     }
 }

@@ -25,7 +25,7 @@ pub const PIECES: usize = PAGE_BYTES as usize / PIECE_BYTES;
 /// Bytes before the pieces of a page.
 pub const HEAD_BYTES: usize = 16;
 /// Highest number of changed pieces of a delta; a page with more changed pieces is sent as it is.
-pub const MOST_PIECES: u32 = PIECES as u32 - 1;
+pub const MAX_PIECES: u32 = PIECES as u32 - 1;
 
 /// Changes of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl<'a> Delta<'a> {
     /// Reads the delta of a page from the front of `rest`, the unread data of a run, and advances `rest` past it.
     ///
     /// # Errors
-    /// Fails if the delta is longer than `rest`, or has more than [`MOST_PIECES`] pieces.
+    /// Fails if the delta is longer than `rest`, or has more than [`MAX_PIECES`] pieces.
     pub fn take(rest: &mut &'a [u8]) -> Result<Self, BadPages> {
         let (head, behind) = rest.split_first_chunk::<HEAD_BYTES>().ok_or(BadPages::Delta)?;
         let [hash, changed] = [0, 8].map(|at| {
@@ -62,7 +62,7 @@ impl<'a> Delta<'a> {
             bytes.copy_from_slice(&head[at..at + 8]);
             u64::from_le_bytes(bytes)
         });
-        if changed.count_ones() > MOST_PIECES {
+        if changed.count_ones() > MAX_PIECES {
             return Err(BadPages::Delta);
         }
         let pieces = behind.split_at_checked(changed.count_ones() as usize * PIECE_BYTES);
@@ -75,7 +75,7 @@ impl<'a> Delta<'a> {
     ///
     /// # Panics
     /// If `page` is shorter than a page.
-    pub fn put_into(&self, page: &mut [u8]) {
+    pub fn apply_to(&self, page: &mut [u8]) {
         for (place, piece) in places(self.changed).zip(self.pieces.chunks_exact(PIECE_BYTES)) {
             page[place..place + PIECE_BYTES].copy_from_slice(piece);
         }
@@ -115,7 +115,7 @@ mod tests {
             let delta = Delta::take(&mut rest).unwrap();
             assert_eq!((rest, delta.hash, delta.changed), (&b"behind"[..], 77, changed));
             let mut there = old.clone();
-            delta.put_into(&mut there);
+            delta.apply_to(&mut there);
             assert_eq!(there, now);
         }
     }

@@ -15,7 +15,7 @@ pub const HEADER_BYTES: usize = 8;
 /// Kind of a frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     /// A JSON [`Message`](crate::Message).
     Message = 1,
     /// A part of the device state, of a list of missing pages, or a requested page.
@@ -32,7 +32,7 @@ pub enum Kind {
     Packed = 7,
 }
 
-impl Kind {
+impl FrameKind {
     /// Returns the length limit of such a frame's payload, in bytes.
     pub const fn max_payload_bytes(self) -> usize {
         match self {
@@ -57,7 +57,7 @@ impl Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Kind of the payload.
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// Length of the payload, in bytes.
     pub payload_bytes: u32,
 }
@@ -67,7 +67,7 @@ pub struct Header {
 pub enum BadHeader {
     /// The kind of frame is unknown in this version.
     #[error("frame of unknown kind {0}")]
-    Kind(u8),
+    FrameKind(u8),
     /// The reserved bytes are not zero.
     #[error("frame header with non-zero reserved bytes")]
     Reserved,
@@ -75,7 +75,7 @@ pub enum BadHeader {
     #[error("{kind:?} frame of {bytes} bytes; at most {max} are allowed", max = kind.max_payload_bytes())]
     TooLong {
         /// Claimed kind.
-        kind: Kind,
+        kind: FrameKind,
         /// Claimed length, in bytes.
         bytes: u32,
     },
@@ -84,8 +84,8 @@ pub enum BadHeader {
 impl Header {
     /// Returns the header of a payload of the given length.
     ///
-    /// # Errors Fails if the length exceeds [`Kind::max_payload_bytes`].
-    pub fn new(kind: Kind, payload_bytes: usize) -> Result<Self, BadHeader> {
+    /// # Errors Fails if the length exceeds [`FrameKind::max_payload_bytes`].
+    pub fn new(kind: FrameKind, payload_bytes: usize) -> Result<Self, BadHeader> {
         let bytes = u32::try_from(payload_bytes).unwrap_or(u32::MAX);
         if payload_bytes > kind.max_payload_bytes() {
             return Err(BadHeader::TooLong { kind, bytes });
@@ -107,7 +107,7 @@ impl Header {
     /// kind.
     pub fn decode(bytes: [u8; HEADER_BYTES]) -> Result<Self, BadHeader> {
         let [kind, z1, z2, z3, l0, l1, l2, l3] = bytes;
-        let kind = Kind::from_byte(kind).ok_or(BadHeader::Kind(kind))?;
+        let kind = FrameKind::from_byte(kind).ok_or(BadHeader::FrameKind(kind))?;
         if [z1, z2, z3] != [0; 3] {
             return Err(BadHeader::Reserved);
         }

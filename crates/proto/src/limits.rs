@@ -55,25 +55,25 @@ pub const BLOB_BYTES: usize = 1 << 20;
 pub const DEVICE_STATE_BYTES: u64 = 256 << 20;
 
 /// Longest list of missing pages in post-copy, in bytes: enough for 7 TiB of memory.
-pub const AWAITED_BYTES: u64 = 256 << 20;
+pub const MISSING_PAGES_BYTES: u64 = 256 << 20;
 
 /// Longest list of pages that are discarded at once, in bytes: 128 MiB of memory, at most a second of work.
-pub const TAKEN_AWAY_BYTES: u64 = 64 * 72;
+pub const DISCARD_BYTES: u64 = 64 * 72;
 
 /// Most pages in one page request.
-pub const WANTED_PAGES: usize = 4096;
+pub const REQUESTED_PAGES: usize = 4096;
 
 /// Most pages in one query for templates.
-pub const SOUGHT_PAGES: usize = 1024;
+pub const QUERIED_PAGES: usize = 1024;
 
 /// Most templates that a destination advertises. Numbers from here on are those of images that both hosts have.
-pub const TOLD_TEMPLATES: u16 = 8;
+pub const ADVERTISED_TEMPLATES: u16 = 8;
 
 /// Most images that both hosts have.
 pub const SHARED_IMAGES: u16 = 64;
 
 /// Most pages of a template in one message: 64 MiB of content.
-pub const KNOWN_PAGES: usize = 16384;
+pub const TEMPLATE_PAGES: usize = 16384;
 
 /// Most hashes in one message: 8 GiB of memory in chunks.
 pub const HASHES: usize = 4096;

@@ -4,7 +4,7 @@ mod register;
 
 use serde::{Deserialize, Serialize};
 
-pub use register::{Offer, Ownership, RegisterReply, RegisterRequest};
+pub use register::{Offer, Ownership, RegistryReply, RegistryRequest};
 
 use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
 
@@ -160,7 +160,7 @@ pub enum Message {
     /// Destination, on the page stream: requests these pages, for which a thread waits.
     Want {
         /// The pages.
-        pages: Vec<WantedPage>,
+        pages: Vec<PageRequest>,
     },
     /// Source: state of the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
     DeviceState {
@@ -218,7 +218,7 @@ pub enum Message {
         /// Address at or behind which a page that arrived after the guest was already present at its arrival; the
         /// guest was stopped.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        untrusted: Option<WantedPage>,
+        untrusted: Option<PageRequest>,
     },
     /// Destination: the guest runs here, and pages are missing (post-copy). The source keeps its pages.
     Incomplete {
@@ -235,7 +235,7 @@ pub enum Message {
         resumed_us: Option<u64>,
         /// Value as in [`Message::Running`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        untrusted: Option<WantedPage>,
+        untrusted: Option<PageRequest>,
     },
     /// Destination: has journalled that it will never run this epoch.
     Refused {
@@ -281,9 +281,9 @@ pub enum Message {
     /// Answer to [`Message::Ping`].
     Pong,
     /// Request to the ownership registry.
-    Register(RegisterRequest),
+    Register(RegistryRequest),
     /// Answer of the ownership registry.
-    Registered(RegisterReply),
+    Registered(RegistryReply),
 }
 
 /// Decision of the source about an epoch.
@@ -309,7 +309,7 @@ pub enum Verdict {
 
 /// Address of a page that is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct WantedPage {
+pub struct PageRequest {
     /// Index of the RAM block in the proposal's list.
     pub block: u16,
     /// Number of the page in the block.
@@ -364,7 +364,7 @@ pub struct ProposedDisk {
     /// Approximate room that the content needs in an image that is not compressed, in bytes.
     pub allocated_bytes: u64,
     /// Request of the user.
-    pub wanted: DiskWish,
+    pub wanted: DiskMode,
     /// True if the user accepts that the copy lacks the internal snapshots of the disk's image.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leaves_snapshots: bool,
@@ -373,7 +373,7 @@ pub struct ProposedDisk {
 /// Request of a user for a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum DiskWish {
+pub enum DiskMode {
     /// Shared if the destination finds that it has the same disk, copied otherwise.
     #[default]
     Auto,

@@ -16,7 +16,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::pages::{BadPages, Cursor, MAX_PAYLOAD_BYTES, PagesHeader, Run};
+use crate::pages::{BadPages, Cursor, MAX_PAYLOAD_BYTES, PageRun, PagesHeader};
 
 /// Bytes before the part that a `Pages` frame has, too.
 pub const HEAD_BYTES: usize = 4;
@@ -46,7 +46,7 @@ impl Codec {
     }
 
     /// Returns the codec with a name; none if this program does not know it.
-    pub fn of_name(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|codec| codec.name() == name)
     }
 
@@ -76,7 +76,7 @@ impl<'a> Packed<'a> {
     /// # Errors
     /// Fails if the payload is malformed, or its compressed data is empty or not shorter than the data that it
     /// replaces.
-    pub fn decode(payload: &'a [u8], runs: &mut Vec<Run>) -> Result<Self, BadPages> {
+    pub fn decode(payload: &'a [u8], runs: &mut Vec<PageRun>) -> Result<Self, BadPages> {
         let mut at = Cursor(payload);
         let codec = u16::from_le_bytes(at.take()?);
         let codec = match (codec, at.take()?) {
@@ -133,7 +133,7 @@ impl fmt::Display for Compression {
 
 /// Result of compressing a sample of data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Trial {
+pub struct CompressionTrial {
     /// The compression that was tried.
     pub way: Compression,
     /// Length of the sample, in bytes.
@@ -200,8 +200,8 @@ mod tests {
             assert_eq!(wrong.parse::<Compression>(), Err(BadCompression(wrong.to_owned())));
         }
         for codec in Codec::ALL {
-            assert_eq!(Codec::of_name(codec.name()), Some(codec));
+            assert_eq!(Codec::from_name(codec.name()), Some(codec));
         }
-        assert_eq!(Codec::of_name("brotli"), None);
+        assert_eq!(Codec::from_name("brotli"), None);
     }
 }

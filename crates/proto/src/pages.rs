@@ -80,7 +80,7 @@ impl Content {
             2 => Self::Zero,
             3 => Self::Hole,
             4 => Self::Reference,
-            5 if u32::from(pieces) <= u32::from(pages) * delta::MOST_PIECES => Self::Delta { pieces },
+            5 if u32::from(pieces) <= u32::from(pages) * delta::MAX_PIECES => Self::Delta { pieces },
             5 => return Err(BadPages::Delta),
             6 => Self::Filled,
             other => return Err(BadPages::Content(other)),
@@ -91,7 +91,7 @@ impl Content {
 
 /// Neighbouring pages of a chunk with the same kind of content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct PageRun {
     /// First page, counted from the beginning of the chunk.
     pub first_page: u16,
     /// Number of pages, at least one.
@@ -100,7 +100,7 @@ pub struct Run {
     pub content: Content,
 }
 
-impl Run {
+impl PageRun {
     /// Returns the offset of the run within the chunk, in bytes.
     pub fn offset_bytes(self) -> u64 {
         u64::from(self.first_page) * PAGE_BYTES
@@ -192,7 +192,7 @@ pub enum BadPages {
 
 impl PagesHeader {
     /// Appends header and runs; the caller appends the data, in the order of the runs.
-    pub fn encode(&self, runs: &[Run], out: &mut Vec<u8>) {
+    pub fn encode(&self, runs: &[PageRun], out: &mut Vec<u8>) {
         out.extend_from_slice(&self.seq.to_le_bytes());
         out.extend_from_slice(&self.round.to_le_bytes());
         out.extend_from_slice(&self.block.to_le_bytes());
@@ -205,7 +205,7 @@ impl PagesHeader {
     }
 
     /// Decodes and checks a payload: header, runs (written to `runs`, which is cleared first), and the data.
-    pub fn decode<'a>(payload: &'a [u8], runs: &mut Vec<Run>) -> Result<(Self, &'a [u8]), BadPages> {
+    pub fn decode<'a>(payload: &'a [u8], runs: &mut Vec<PageRun>) -> Result<(Self, &'a [u8]), BadPages> {
         let (header, data, data_bytes) = Self::decode_runs(payload, runs)?;
         match data.len().checked_sub(data_bytes) {
             Some(0) => Ok((header, data)),
@@ -218,7 +218,7 @@ impl PagesHeader {
     /// of the runs has when it is not compressed, in bytes.
     pub(crate) fn decode_runs<'a>(
         payload: &'a [u8],
-        runs: &mut Vec<Run>,
+        runs: &mut Vec<PageRun>,
     ) -> Result<(Self, &'a [u8], usize), BadPages> {
         let mut at = Cursor(payload);
         let header = Self {
@@ -237,7 +237,7 @@ impl PagesHeader {
         let mut next_page = 0;
         let mut data_bytes = 0;
         for bytes in encoded.as_chunks().0 {
-            let run = Run::decode(*bytes, next_page)?;
+            let run = PageRun::decode(*bytes, next_page)?;
             next_page = run.end_page();
             data_bytes += run.data_bytes();
             runs.push(run);

@@ -30,7 +30,7 @@ pub const HASH_BYTES: usize = 16;
 
 /// Location of content at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Library {
+pub enum ContentSource {
     /// A template, by its position in the list that the destination has advertised, or an image that both hosts have.
     Template(u16),
     /// A block of this migration, as far as it has been transferred.
@@ -41,7 +41,7 @@ pub enum Library {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
     /// The template or block with the pages.
-    pub library: Library,
+    pub content_source: ContentSource,
     /// First page in the template or block.
     pub first_page: u64,
     /// Hash of the pages.
@@ -51,9 +51,9 @@ pub struct Reference {
 impl Reference {
     /// Encodes the record.
     pub fn encode(&self) -> [u8; REFERENCE_BYTES] {
-        let (of, which) = match self.library {
-            Library::Template(which) => (1_u16, which),
-            Library::Block(which) => (2, which),
+        let (of, which) = match self.content_source {
+            ContentSource::Template(which) => (1_u16, which),
+            ContentSource::Block(which) => (2, which),
         };
         let mut record = [0; REFERENCE_BYTES];
         record[..2].copy_from_slice(&of.to_le_bytes());
@@ -67,12 +67,12 @@ impl Reference {
     pub fn decode(record: &[u8]) -> Result<Self, BadPages> {
         let mut at = Cursor(record);
         let (of, which) = (u16::from_le_bytes(at.take()?), u16::from_le_bytes(at.take()?));
-        let library = match (of, at.take()?) {
-            (1, [0, 0, 0, 0]) => Library::Template(which),
-            (2, [0, 0, 0, 0]) => Library::Block(which),
+        let content_source = match (of, at.take()?) {
+            (1, [0, 0, 0, 0]) => ContentSource::Template(which),
+            (2, [0, 0, 0, 0]) => ContentSource::Block(which),
             _ => return Err(BadPages::Reference),
         };
-        let reference = Self { library, first_page: u64::from_le_bytes(at.take()?), hash: at.take()? };
+        let reference = Self { content_source, first_page: u64::from_le_bytes(at.take()?), hash: at.take()? };
         at.finish().map(|()| reference)
     }
 }

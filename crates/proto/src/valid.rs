@@ -7,8 +7,8 @@ use crate::awaited::ENTRY_BYTES;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, Message, NamedRun, Ownership, Proposal, ProposedDisk, RamBlock, RegisterReply,
-    RegisterRequest, Verdict,
+    Acceptance, Message, NamedRun, Ownership, Proposal, ProposedDisk, RamBlock, RegistryReply,
+    RegistryRequest, Verdict,
 };
 
 /// Number of digits of a chunk's hash (XXH3, 64 bits).
@@ -90,11 +90,11 @@ pub enum Invalid {
     #[error("device state of {0} bytes; there may be 1 to {max}", max = limits::DEVICE_STATE_BYTES)]
     DeviceStateBytes(u64),
     /// Length of the list of missing pages: beyond the limit, or not a multiple of an entry's length.
-    #[error("a list of pages to come of {0} bytes; there may be {max}", max = limits::AWAITED_BYTES)]
-    AwaitedBytes(u64),
+    #[error("a list of pages to come of {0} bytes; there may be {max}", max = limits::MISSING_PAGES_BYTES)]
+    MissingPagesBytes(u64),
     /// Length of the list of pages to discard: zero, beyond the limit, or not a multiple of an entry's length.
-    #[error("a list of pages to take away of {0} bytes; there may be {max}", max = limits::TAKEN_AWAY_BYTES)]
-    TakenAwayBytes(u64),
+    #[error("a list of pages to take away of {0} bytes; there may be {max}", max = limits::DISCARD_BYTES)]
+    DiscardBytes(u64),
     /// The process id is 0.
     #[error("process id 0")]
     Pid,
@@ -106,12 +106,12 @@ impl Message {
         match self {
             Self::Propose(proposal) => proposal.validate(),
             Self::Seek { names } => {
-                at_most("pages that are sought", names.len(), limits::SOUGHT_PAGES)?;
+                at_most("pages that are sought", names.len(), limits::QUERIED_PAGES)?;
                 names.iter().try_for_each(|name| hex("a page's name", name, NAME_DIGITS))
             }
             Self::Known { runs, .. } => {
                 let digits: usize = runs.iter().map(|run| run.names.len()).sum();
-                at_most("pages of a template", digits.div_ceil(NAME_DIGITS), limits::KNOWN_PAGES)?;
+                at_most("pages of a template", digits.div_ceil(NAME_DIGITS), limits::TEMPLATE_PAGES)?;
                 runs.iter().try_for_each(NamedRun::validate)
             }
             Self::Verify { block, first_chunk, hashes } => {
@@ -125,21 +125,19 @@ impl Message {
                 different_chunks.iter().try_for_each(|&index| chunk(index))
             }
             Self::TakeAway { bytes, digest } => {
-                if !(1..=limits::TAKEN_AWAY_BYTES).contains(bytes)
-                    || !bytes.is_multiple_of(ENTRY_BYTES as u64)
-                {
-                    return Err(Invalid::TakenAwayBytes(*bytes));
+                if !(1..=limits::DISCARD_BYTES).contains(bytes) || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
+                    return Err(Invalid::DiscardBytes(*bytes));
                 }
                 hex("the digest of pages to take away", digest, DIGEST_DIGITS)
             }
             Self::Awaited { bytes, digest, .. } => {
-                if *bytes > limits::AWAITED_BYTES || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
-                    return Err(Invalid::AwaitedBytes(*bytes));
+                if *bytes > limits::MISSING_PAGES_BYTES || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
+                    return Err(Invalid::MissingPagesBytes(*bytes));
                 }
                 hex("the digest of pages to come", digest, DIGEST_DIGITS)
             }
             Self::Want { pages } => {
-                at_most("wanted pages", pages.len(), limits::WANTED_PAGES)?;
+                at_most("wanted pages", pages.len(), limits::REQUESTED_PAGES)?;
                 pages.iter().try_for_each(|wanted| {
                     block_index(wanted.block)?;
                     chunk(wanted.page / limits::CHUNK_PAGES)
@@ -163,8 +161,8 @@ impl Message {
             }
             Self::Go { incarnation, .. }
             | Self::Verdict { verdict: Verdict::Committed { incarnation, .. }, .. } => incarnation.validate(),
-            Self::Register(RegisterRequest::CompareAndSet { new: ownership, .. })
-            | Self::Registered(RegisterReply::Stands { record: Some(ownership) }) => ownership.validate(),
+            Self::Register(RegistryRequest::CompareAndSet { new: ownership, .. })
+            | Self::Registered(RegistryReply::Stands { record: Some(ownership) }) => ownership.validate(),
             Self::Accept(acceptance) => acceptance.validate(),
             Self::Reject { .. }
             | Self::Resume
@@ -181,9 +179,9 @@ impl Message {
             | Self::Verdict { verdict: Verdict::Aborted | Verdict::Returned | Verdict::Undecided, .. }
             | Self::Ping
             | Self::Pong
-            | Self::Register(RegisterRequest::Read { .. })
+            | Self::Register(RegistryRequest::Read { .. })
             | Self::Registered(
-                RegisterReply::Set | RegisterReply::Failed { .. } | RegisterReply::Stands { record: None },
+                RegistryReply::Set | RegistryReply::Failed { .. } | RegistryReply::Stands { record: None },
             ) => Ok(()),
         }
     }

@@ -5,14 +5,14 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use proto::delta::Delta;
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 use proto::message::{
-    Acceptance, CopiedDisk, DiskWish, Finding, Hello, Message, NamedRun, Offer, Ownership, Proposal,
-    ProposedDisk, Purpose, RamBlock, RegisterReply, RegisterRequest, Severity, Verdict, WantedPage, Welcome,
+    Acceptance, CopiedDisk, DiskMode, Finding, Hello, Message, NamedRun, Offer, Ownership, PageRequest,
+    Proposal, ProposedDisk, Purpose, RamBlock, RegistryReply, RegistryRequest, Severity, Verdict, Welcome,
 };
 use proto::packed::{Codec, Packed};
-use proto::pages::{self, Ack, Content, PagesHeader, Run, decode_round_end, encode_round_end};
-use proto::reference::{Library, Reference, decode_missing, encode_missing};
+use proto::pages::{self, Ack, Content, PageRun, PagesHeader, decode_round_end, encode_round_end};
+use proto::reference::{ContentSource, Reference, decode_missing, encode_missing};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;
 
@@ -124,7 +124,7 @@ fn messages() -> Vec<Message> {
             name: "drive0".into(),
             bytes: 20 << 30,
             allocated_bytes: 1 << 30,
-            wanted: DiskWish::Auto,
+            wanted: DiskMode::Auto,
             leaves_snapshots: false,
         }],
         delta_seed: Some(u64::MAX),
@@ -132,12 +132,12 @@ fn messages() -> Vec<Message> {
         ..proposal()
     };
     let committed = Verdict::Committed { incarnation: incarnation(), run: false };
-    let set = RegisterRequest::CompareAndSet {
+    let set = RegistryRequest::CompareAndSet {
         vm: vm(),
         expected: Some((Epoch(2), HostId::new("host-b").unwrap())),
         new: ownership(),
     };
-    let first = RegisterRequest::CompareAndSet {
+    let first = RegistryRequest::CompareAndSet {
         vm: vm(),
         expected: None,
         new: Ownership { epoch: Epoch(1), owner: host(), offer: None, released: false },
@@ -193,7 +193,7 @@ fn messages() -> Vec<Message> {
         Message::TakeAway { bytes: 72, digest: DIGEST.into() },
         Message::TakenAway { duration_us: 4_000 },
         Message::Awaited { bytes: 144, digest: DIGEST.into(), round: 9 },
-        Message::Want { pages: vec![WantedPage { block: 1, page: 4711 }] },
+        Message::Want { pages: vec![PageRequest { block: 1, page: 4711 }] },
         Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
         Message::Held { epoch, run: true },
         Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
@@ -244,7 +244,7 @@ fn messages() -> Vec<Message> {
             continue_us: 900,
             since_us: 1200,
             resumed_us: None,
-            untrusted: Some(WantedPage { block: 1, page: 4096 }),
+            untrusted: Some(PageRequest { block: 1, page: 4096 }),
         },
         Message::Refused { epoch, reason: reason() },
         Message::Crashed { epoch, reason: reason() },
@@ -257,13 +257,13 @@ fn messages() -> Vec<Message> {
         Message::Verdict { epoch, verdict: Verdict::Undecided },
         Message::Ping,
         Message::Pong,
-        Message::Register(RegisterRequest::Read { vm: vm() }),
+        Message::Register(RegistryRequest::Read { vm: vm() }),
         Message::Register(set),
         Message::Register(first),
-        Message::Registered(RegisterReply::Stands { record: Some(ownership()) }),
-        Message::Registered(RegisterReply::Stands { record: None }),
-        Message::Registered(RegisterReply::Set),
-        Message::Registered(RegisterReply::Failed { reason: reason() }),
+        Message::Registered(RegistryReply::Stands { record: Some(ownership()) }),
+        Message::Registered(RegistryReply::Stands { record: None }),
+        Message::Registered(RegistryReply::Set),
+        Message::Registered(RegistryReply::Failed { reason: reason() }),
     ]
 }
 
@@ -302,25 +302,25 @@ fn number(message: &Message) -> usize {
     }
 }
 
-fn frame(kind: Kind, payload: &[u8]) -> Vec<u8> {
+fn frame(kind: FrameKind, payload: &[u8]) -> Vec<u8> {
     [&Header::new(kind, payload.len()).unwrap().encode(), payload].concat()
 }
 
 const PAGES: PagesHeader = PagesHeader { seq: 0x0102_0304_0506_0708, round: 9, block: 1, chunk: 0x0a0b_0c0d };
-const RUNS: [Run; 3] = [
-    Run { first_page: 0, pages: 2, content: Content::Zero },
-    Run { first_page: 3, pages: 1, content: Content::Hole },
-    Run { first_page: 510, pages: 2, content: Content::Hole },
+const RUNS: [PageRun; 3] = [
+    PageRun { first_page: 0, pages: 2, content: Content::Zero },
+    PageRun { first_page: 3, pages: 1, content: Content::Hole },
+    PageRun { first_page: 510, pages: 2, content: Content::Hole },
 ];
 
 const REFERENCES: [Reference; 2] = [
-    Reference { library: Library::Template(3), first_page: 0x0102_0304_0506, hash: [0xaa; 16] },
-    Reference { library: Library::Block(1), first_page: 9, hash: [0xbb; 16] },
+    Reference { content_source: ContentSource::Template(3), first_page: 0x0102_0304_0506, hash: [0xaa; 16] },
+    Reference { content_source: ContentSource::Block(1), first_page: 9, hash: [0xbb; 16] },
 ];
 
 /// A frame with two references.
 fn referring() -> Vec<u8> {
-    let run = |first_page, pages| Run { first_page, pages, content: Content::Reference };
+    let run = |first_page, pages| PageRun { first_page, pages, content: Content::Reference };
     let mut payload = Vec::new();
     PAGES.encode(&[run(4, 2), run(6, 1)], &mut payload);
     payload.extend(REFERENCES.iter().flat_map(Reference::encode));
@@ -330,7 +330,7 @@ fn referring() -> Vec<u8> {
 /// A frame with the deltas of two pages, three pieces in all.
 fn changed() -> Vec<u8> {
     let mut payload = Vec::new();
-    PAGES.encode(&[Run { first_page: 4, pages: 2, content: Content::Delta { pieces: 3 } }], &mut payload);
+    PAGES.encode(&[PageRun { first_page: 4, pages: 2, content: Content::Delta { pieces: 3 } }], &mut payload);
     Delta::encode(&[0xaa; 4096], 0x0102_0304_0506_0708, 1 << 63 | 1, &mut payload);
     Delta::encode(&[0xbb; 4096], 0x090a_0b0c_0d0e_0f10, 1 << 9, &mut payload);
     payload
@@ -338,7 +338,7 @@ fn changed() -> Vec<u8> {
 
 /// A frame with two runs of filled pages.
 fn filled() -> Vec<u8> {
-    let run = |first_page, pages| Run { first_page, pages, content: Content::Filled };
+    let run = |first_page, pages| PageRun { first_page, pages, content: Content::Filled };
     let mut payload = Vec::new();
     PAGES.encode(&[run(4, 500), run(504, 1)], &mut payload);
     payload.extend_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa]);
@@ -350,7 +350,7 @@ const ACK: Ack = Ack { seq: 0x0102_0304_0506_0708, waited_us: 0x090a_0b0c };
 /// A page of data in three bytes, which no codec could have produced; this test does not decompress.
 fn packed() -> Vec<u8> {
     let mut payload = Codec::Zstd.encode().to_vec();
-    PAGES.encode(&[Run { first_page: 3, pages: 1, content: Content::Data }], &mut payload);
+    PAGES.encode(&[PageRun { first_page: 3, pages: 1, content: Content::Data }], &mut payload);
     payload.extend_from_slice(&[0xaa; 3]);
     payload
 }
@@ -360,17 +360,17 @@ fn frames() -> Vec<Vec<u8>> {
     let mut without_data = Vec::new();
     PAGES.encode(&RUNS, &mut without_data);
     vec![
-        frame(Kind::Message, &serde_json::to_vec(&Message::Ping).unwrap()),
-        frame(Kind::Blob, b"QEVM"),
-        frame(Kind::Pages, &without_data),
-        frame(Kind::RoundEnd, &encode_round_end(0x0102_0304_0506_0708, 0x090a_0b0c)),
-        frame(Kind::Ack, &ACK.encode()),
-        frame(Kind::Missing, &encode_missing(0x0102_0304_0506_0708, &[1, 0, 0, 0, 0, 0, 0, 1 << 63])),
-        frame(Kind::Pages, &referring()),
-        frame(Kind::Packed, &packed()),
-        frame(Kind::Pages, &changed()),
-        frame(Kind::Pages, &filled()),
-        Header::new(Kind::Pages, pages::MAX_PAYLOAD_BYTES).unwrap().encode().to_vec(),
+        frame(FrameKind::Message, &serde_json::to_vec(&Message::Ping).unwrap()),
+        frame(FrameKind::Blob, b"QEVM"),
+        frame(FrameKind::Pages, &without_data),
+        frame(FrameKind::RoundEnd, &encode_round_end(0x0102_0304_0506_0708, 0x090a_0b0c)),
+        frame(FrameKind::Ack, &ACK.encode()),
+        frame(FrameKind::Missing, &encode_missing(0x0102_0304_0506_0708, &[1, 0, 0, 0, 0, 0, 0, 1 << 63])),
+        frame(FrameKind::Pages, &referring()),
+        frame(FrameKind::Packed, &packed()),
+        frame(FrameKind::Pages, &changed()),
+        frame(FrameKind::Pages, &filled()),
+        Header::new(FrameKind::Pages, pages::MAX_PAYLOAD_BYTES).unwrap().encode().to_vec(),
     ]
 }
 
@@ -432,10 +432,21 @@ fn frames_are_written_and_read_as_in_version_1() {
         })
         .collect();
     let kinds: Vec<_> = read.iter().map(|(header, _)| header.kind).collect();
-    let expected = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing];
+    let expected = [
+        FrameKind::Message,
+        FrameKind::Blob,
+        FrameKind::Pages,
+        FrameKind::RoundEnd,
+        FrameKind::Ack,
+        FrameKind::Missing,
+    ];
     assert_eq!(
         kinds,
-        [&expected[..], &[Kind::Pages, Kind::Packed, Kind::Pages, Kind::Pages, Kind::Pages]].concat()
+        [
+            &expected[..],
+            &[FrameKind::Pages, FrameKind::Packed, FrameKind::Pages, FrameKind::Pages, FrameKind::Pages]
+        ]
+        .concat()
     );
     for (header, payload) in &read[..10] {
         assert_eq!(header.payload_bytes as usize, payload.len());
@@ -453,7 +464,7 @@ fn frames_are_written_and_read_as_in_version_1() {
     assert_eq!((packed.header, packed.codec, packed.bytes), (PAGES, Codec::Zstd, &[0xaa; 3][..]));
     assert_eq!((packed.data_bytes, runs.len()), (4096, 1));
     let (_, mut changes) = PagesHeader::decode(&read[8].1, &mut runs).unwrap();
-    assert_eq!(runs, [Run { first_page: 4, pages: 2, content: Content::Delta { pieces: 3 } }]);
+    assert_eq!(runs, [PageRun { first_page: 4, pages: 2, content: Content::Delta { pieces: 3 } }]);
     let first = Delta { hash: 0x0102_0304_0506_0708, changed: 1 << 63 | 1, pieces: &[0xaa; 128] };
     let second = Delta { hash: 0x090a_0b0c_0d0e_0f10, changed: 1 << 9, pieces: &[0xbb; 64] };
     assert_eq!([Delta::take(&mut changes), Delta::take(&mut changes)], [Ok(first), Ok(second)]);
@@ -467,9 +478,9 @@ fn frames_are_written_and_read_as_in_version_1() {
 #[test]
 fn pages_of_data_stand_behind_the_runs() {
     let runs = [
-        Run { first_page: 1, pages: 1, content: Content::Data },
-        Run { first_page: 2, pages: 1, content: Content::Zero },
-        Run { first_page: 7, pages: 2, content: Content::Data },
+        PageRun { first_page: 1, pages: 1, content: Content::Data },
+        PageRun { first_page: 2, pages: 1, content: Content::Zero },
+        PageRun { first_page: 7, pages: 2, content: Content::Data },
     ];
     let mut payload = Vec::new();
     PAGES.encode(&runs, &mut payload);

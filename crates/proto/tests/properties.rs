@@ -1,16 +1,25 @@
 //! Properties for arbitrary bytes: encoded values are decoded again, and other bytes at most return an error.
 
 use proptest::prelude::*;
-use proto::frame::{BadHeader, HEADER_BYTES, Header, Kind};
+use proto::frame::{BadHeader, FrameKind, HEADER_BYTES, Header};
 use proto::message::{Hello, Message, Welcome};
 use proto::packed::{self, Codec, Packed};
-use proto::pages::{self, Ack, BadPages, Content, PagesHeader, Run, decode_round_end, encode_round_end};
-use proto::reference::{CHUNK_WORDS, Library, MISSING_BYTES, Reference, decode_missing, encode_missing};
+use proto::pages::{self, Ack, BadPages, Content, PageRun, PagesHeader, decode_round_end, encode_round_end};
+use proto::reference::{
+    CHUNK_WORDS, ContentSource, MISSING_BYTES, Reference, decode_missing, encode_missing,
+};
 use proto::{VmName, limits};
 use whimbrel_proto as proto;
 
-const KINDS: [Kind; 7] =
-    [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing, Kind::Packed];
+const KINDS: [FrameKind; 7] = [
+    FrameKind::Message,
+    FrameKind::Blob,
+    FrameKind::Pages,
+    FrameKind::RoundEnd,
+    FrameKind::Ack,
+    FrameKind::Missing,
+    FrameKind::Packed,
+];
 
 fn content(kind: u8, pages: u16, pieces: u16) -> Content {
     match kind {
@@ -24,7 +33,7 @@ fn content(kind: u8, pages: u16, pieces: u16) -> Content {
 }
 
 /// Runs in order within a chunk. Few pages of data, so that the tests stay quick.
-fn runs() -> impl Strategy<Value = Vec<Run>> {
+fn runs() -> impl Strategy<Value = Vec<PageRun>> {
     prop::collection::vec((0_u16..20, 1_u16..12, 0..6_u8, any::<u16>()), 0..40).prop_map(|steps| {
         let mut next = 0;
         let mut runs = Vec::new();
@@ -32,14 +41,14 @@ fn runs() -> impl Strategy<Value = Vec<Run>> {
             let first_page = next + gap;
             next = first_page + pages;
             if u64::from(next) <= limits::CHUNK_PAGES {
-                runs.push(Run { first_page, pages, content: content(kind, pages, pieces) });
+                runs.push(PageRun { first_page, pages, content: content(kind, pages, pieces) });
             }
         }
         runs
     })
 }
 
-fn data_bytes(runs: &[Run]) -> usize {
+fn data_bytes(runs: &[PageRun]) -> usize {
     runs.iter().map(|run| run.data_bytes()).sum()
 }
 
@@ -48,7 +57,7 @@ prop_compose! {
         (seq, round, block, chunk) in any::<(u64, u32, u16, u64)>(),
         runs in runs(),
         fill: u8,
-    ) -> (PagesHeader, Vec<Run>, Vec<u8>) {
+    ) -> (PagesHeader, Vec<PageRun>, Vec<u8>) {
         let header = PagesHeader { seq, round, block, chunk };
         let mut payload = Vec::new();
         header.encode(&runs, &mut payload);
@@ -94,7 +103,7 @@ proptest! {
                 prop_assert!(header.payload_bytes as usize <= header.kind.max_payload_bytes());
                 prop_assert_eq!(header.encode(), bytes);
             }
-            Err(BadHeader::Kind(kind)) => {
+            Err(BadHeader::FrameKind(kind)) => {
                 prop_assert_eq!(kind, bytes[0]);
                 prop_assert!(KINDS.iter().all(|known| *known as u8 != kind));
             }
@@ -107,7 +116,7 @@ proptest! {
     fn pages_come_back((header, runs, payload) in frame()) {
         prop_assert!(payload.len() <= pages::MAX_PAYLOAD_BYTES);
         // The runs of an earlier frame are removed.
-        let mut read = vec![Run { first_page: 9, pages: 9, content: Content::Hole }];
+        let mut read = vec![PageRun { first_page: 9, pages: 9, content: Content::Hole }];
         let (decoded, data) = PagesHeader::decode(&payload, &mut read).unwrap();
         prop_assert_eq!((decoded, &read), (header, &runs));
         prop_assert_eq!(data, &payload[payload.len() - data_bytes(&runs)..]);
@@ -204,8 +213,8 @@ proptest! {
         (which, first_page, hash, pages) in any::<(u16, u64, [u8; 16], [u64; CHUNK_WORDS])>(),
         record in prop::collection::vec(any::<u8>(), 0..40),
     ) {
-        for library in [Library::Template(which), Library::Block(which)] {
-            let reference = Reference { library, first_page, hash };
+        for content_source in [ContentSource::Template(which), ContentSource::Block(which)] {
+            let reference = Reference { content_source, first_page, hash };
             prop_assert_eq!(Reference::decode(&reference.encode()), Ok(reference));
         }
         prop_assert_eq!(decode_missing(&encode_missing(first_page, &pages)), Ok((first_page, pages)));
@@ -272,12 +281,12 @@ fn deep_json_is_refused() {
 #[test]
 fn the_largest_frame_fits_its_limit() {
     let runs: Vec<_> = (0..limits::CHUNK_PAGES as u16)
-        .map(|first_page| Run { first_page, pages: 1, content: Content::Data })
+        .map(|first_page| PageRun { first_page, pages: 1, content: Content::Data })
         .collect();
     let mut payload = Vec::new();
     PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 }.encode(&runs, &mut payload);
     payload.resize(payload.len() + data_bytes(&runs), 0);
     assert_eq!(payload.len(), pages::MAX_PAYLOAD_BYTES);
-    assert!(Header::new(Kind::Pages, payload.len()).is_ok());
+    assert!(Header::new(FrameKind::Pages, payload.len()).is_ok());
     assert!(PagesHeader::decode(&payload, &mut Vec::new()).is_ok());
 }

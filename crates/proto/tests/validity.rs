@@ -1,6 +1,6 @@
 //! Contents that messages must not have.
 
-use proto::message::{DiskWish, Message, Proposal, ProposedDisk, RamBlock};
+use proto::message::{DiskMode, Message, Proposal, ProposedDisk, RamBlock};
 use proto::{Epoch, Generation, Incarnation, Invalid, limits};
 use whimbrel_proto as proto;
 
@@ -164,7 +164,7 @@ fn disks() {
         name: name.into(),
         bytes,
         allocated_bytes: 0,
-        wanted: DiskWish::Auto,
+        wanted: DiskMode::Auto,
         leaves_snapshots: false,
     };
     let with = |disks: Vec<ProposedDisk>| changed(|proposal| proposal.disks = disks);

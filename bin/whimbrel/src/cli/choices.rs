@@ -1,6 +1,6 @@
 //! Choices for a migration, as words of the command line.
 
-use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
+use agent::api::{Deltas, DiskMode, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -148,7 +148,7 @@ pub(crate) enum DisksArg {
     Copy,
 }
 
-impl From<DisksArg> for DiskWish {
+impl From<DisksArg> for DiskMode {
     fn from(arg: DisksArg) -> Self {
         match arg {
             DisksArg::Auto => Self::Auto,

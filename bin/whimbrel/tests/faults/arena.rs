@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use agent::register::SqliteRegister;
 use lab::{Device, Direction, Disk, disk};
 use proto::HostId;
-use proto::message::{Ownership, RegisterRequest};
+use proto::message::{Ownership, RegistryRequest};
 use serde_json::Value;
 
 use crate::common::faults::{Harness, Held};
@@ -111,7 +111,7 @@ impl Arena {
                 offer: None,
                 released: false,
             };
-            register.apply(&RegisterRequest::CompareAndSet { vm, expected, new }).unwrap();
+            register.apply(&RegistryRequest::CompareAndSet { vm, expected, new }).unwrap();
         }
     }
 

@@ -9,7 +9,7 @@ mod injuries;
 
 use common::replay::{decisions, is_replayed};
 use common::{Agent, Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
-use engine::naming::Next;
+use engine::naming::DiscardDecision;
 use engine::precopy::Decision;
 use serde_json::Value;
 use tracee::maps::{self, Backing};
@@ -49,7 +49,7 @@ fn came_after_the_guest(report: &Value) {
     assert!(matches!(decisions(&traces).last(), Some(Decision::PostCopy { .. })), "{report:#}");
     assert!(traces.others.push.is_some(), "{report:#}");
     let naming = traces.others.naming.unwrap();
-    assert_eq!(naming.decisions().next(), Some(&Next::Name), "{report:#}");
+    assert_eq!(naming.decisions().next(), Some(&DiscardDecision::Name), "{report:#}");
 }
 
 /// Asserts that the guest is whole, and that its QEMU has no remains: it can be migrated like any other, and compared.
@@ -138,7 +138,11 @@ fn what_rounds_do_not_bring_comes_after_the_guest() {
     assert!(passes.max() >= Some(2), "{report:#}");
     let naming = is_replayed(&report).others.naming.unwrap();
     let [.., before, last] = &naming.entries[..] else { panic!("{report:#}") };
-    assert_eq!((before.decision, last.decision), (Next::Name, Next::Stop), "{report:#}");
+    assert_eq!(
+        (before.decision, last.decision),
+        (DiscardDecision::Name, DiscardDecision::Stop),
+        "{report:#}"
+    );
     assert!(last.observed.pages < before.observed.pages, "most is taken away before the stop: {report:#}");
     is_whole_and_goes_on(&cluster);
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use engine::handover::Role;
-use proto::message::{DiskWish, Finding, Severity};
+use proto::message::{DiskMode, Finding, Severity};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
@@ -264,10 +264,10 @@ pub struct MigrateRequest {
     pub allow_options: Vec<String>,
     /// Choice between sharing and copying disks.
     #[serde(default)]
-    pub disks: DiskWish,
+    pub disks: DiskMode,
     /// The choice for single disks, by their names in the description.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub disk: BTreeMap<String, DiskWish>,
+    pub disk: BTreeMap<String, DiskMode>,
     /// Copy disks without the internal snapshots of their images.
     #[serde(default)]
     pub leave_snapshots: bool,
@@ -297,7 +297,7 @@ impl MigrateRequest {
             soft_pages: None,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
-            disks: DiskWish::Auto,
+            disks: DiskMode::Auto,
             disk: BTreeMap::new(),
             leave_snapshots: false,
         }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use block::volume::Group;
+use block::volume::VolumeGroup;
 use proto::{HostId, limits};
 use serde::Deserialize;
 
@@ -339,7 +339,7 @@ impl Checks<'_> {
             (None, Some(_)) if !matches!(format, None | Some(PoolFormat::Raw)) => {
                 wrong("format", "volumes hold raw bytes; write \"raw\", or nothing")
             }
-            (None, Some(name)) => pool(Storage::Volumes(Group { name, thin_pool })),
+            (None, Some(name)) => pool(Storage::Volumes(VolumeGroup { name, thin_pool })),
             _ => {
                 Err(self.wrong(&["disks", "pool"], "needs a `directory` or a `volume_group`, one of the two"))
             }

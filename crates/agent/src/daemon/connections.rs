@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Illegal, Move, Step, Terms};
+use engine::handover::{Illegal, MigrationTerms, Move, Step};
 use link::{Arrival, Connection, Incoming, Rejected};
-use proto::message::{Message, Verdict, WantedPage};
+use proto::message::{Message, PageRequest, Verdict};
 use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
@@ -244,7 +244,7 @@ impl Daemon {
 }
 
 /// Returns the engine's answer for a source whose migration is over.
-fn decided(terms: &Terms, state: &SourceState, epoch: Epoch) -> Message {
+fn decided(terms: &MigrationTerms, state: &SourceState, epoch: Epoch) -> Message {
     let answer = |effect| match effect {
         SourceEffect::Answer(verdict) => Some(Message::Verdict { epoch, verdict }),
         SourceEffect::AskDestination => Some(Message::Inquire { epoch }),
@@ -264,10 +264,10 @@ fn moved<S, E>(step: Result<Step<S, E>, Illegal>) -> Option<Move<S, E>> {
 
 /// Returns the engine's answers for a destination whose migration is over.
 fn said(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
-    (why, untrusted): (Option<&str>, Option<WantedPage>),
+    (why, untrusted): (Option<&str>, Option<PageRequest>),
 ) -> Vec<Message> {
     let epoch = terms.epoch();
     // An event that changes the state is answered by its driver, after the journal has it.

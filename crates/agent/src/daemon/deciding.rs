@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use engine::handover::recover::{Advice, Choice, Decision, advise_destination, advise_source};
+use engine::handover::recover::{Advice, Choice, OperatorDecision, advise_destination, advise_source};
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::{HostId, MigrationId};
 
@@ -61,7 +61,7 @@ impl Daemon {
     /// depends on where it ran last. Returns none if the migration failed early: the images at the destination are
     /// removed then.
     fn copied_disks(&self, record: &MigrationRecord) -> Option<String> {
-        let Terms { source, destination, .. } = &record.terms;
+        let MigrationTerms { source, destination, .. } = &record.terms;
         let images = match &record.state {
             State::Source(
                 SourceState::Committed { .. }
@@ -89,7 +89,7 @@ impl Daemon {
     }
 
     /// Sends a decision to a driver, and waits until it is carried out, or known to be impossible.
-    fn carry_out(&self, before: &MigrationRecord, decision: Decision) {
+    fn carry_out(&self, before: &MigrationRecord, decision: OperatorDecision) {
         let id = before.id();
         let heard = match self.mailbox(id) {
             Some(Mail::Source(mailbox)) => {
@@ -123,18 +123,22 @@ fn copied_to(images: &[String], source: &HostId, destination: &HostId) -> String
 }
 
 /// Returns the requested decision; none for a request to ask the peers again.
-fn wanted(request: &RecoverRequest) -> Option<Decision> {
+fn wanted(request: &RecoverRequest) -> Option<OperatorDecision> {
     match (request.action, request.register) {
         (RecoverAction::Ask, _) => None,
-        (RecoverAction::RunHere, RegisterSay::Asked) => Some(Decision::RunHere { force: false }),
-        (RecoverAction::RunHere, RegisterSay::Overruled) => Some(Decision::RunHere { force: true }),
-        (RecoverAction::RunHere, RegisterSay::None) => Some(Decision::WithoutRegister { run_here: true }),
-        (RecoverAction::GiveUpHere, RegisterSay::None) => Some(Decision::WithoutRegister { run_here: false }),
-        (RecoverAction::GiveUpHere, _) => Some(Decision::RunElsewhere),
+        (RecoverAction::RunHere, RegisterSay::Asked) => Some(OperatorDecision::RunHere { force: false }),
+        (RecoverAction::RunHere, RegisterSay::Overruled) => Some(OperatorDecision::RunHere { force: true }),
+        (RecoverAction::RunHere, RegisterSay::None) => {
+            Some(OperatorDecision::WithoutRegister { run_here: true })
+        }
+        (RecoverAction::GiveUpHere, RegisterSay::None) => {
+            Some(OperatorDecision::WithoutRegister { run_here: false })
+        }
+        (RecoverAction::GiveUpHere, _) => Some(OperatorDecision::RunElsewhere),
     }
 }
 
-fn choice(advice: &Advice, decision: Decision) -> Option<&Choice> {
+fn choice(advice: &Advice, decision: OperatorDecision) -> Option<&Choice> {
     advice.choices.iter().find(|choice| choice.decision == decision)
 }
 
@@ -152,13 +156,13 @@ fn described(choice: &Choice) -> String {
 }
 
 /// Returns the command line options for a decision.
-fn options(decision: Decision) -> &'static str {
+fn options(decision: OperatorDecision) -> &'static str {
     match decision {
-        Decision::RunHere { force: false } => "--run-here",
-        Decision::RunHere { force: true } => "--run-here --even-against-the-register",
-        Decision::RunElsewhere => "--give-up",
-        Decision::WithoutRegister { run_here: true } => "--run-here --without-the-register",
-        Decision::WithoutRegister { run_here: false } => "--give-up --without-the-register",
+        OperatorDecision::RunHere { force: false } => "--run-here",
+        OperatorDecision::RunHere { force: true } => "--run-here --even-against-the-register",
+        OperatorDecision::RunElsewhere => "--give-up",
+        OperatorDecision::WithoutRegister { run_here: true } => "--run-here --without-the-register",
+        OperatorDecision::WithoutRegister { run_here: false } => "--give-up --without-the-register",
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::source::SourceState;
 use proto::message::{Finding, Proposal};
 use proto::{MigrationId, VmName};
@@ -96,7 +96,7 @@ impl Daemon {
             journal.learn_epoch(&request.vm, epoch).map_err(|error| internal(&error))?;
         }
         let epoch = journal.next_epoch(&request.vm).map_err(|error| internal(&error))?;
-        let terms = Terms {
+        let terms = MigrationTerms {
             migration: MigrationId { vm: request.vm.clone(), epoch },
             source: self.context.config.host.clone(),
             destination: request.to.clone(),
@@ -133,7 +133,7 @@ impl Daemon {
     /// Journals PREPARED and starts a driver. Everything that the driver needs is reserved before that.
     pub(super) fn set_out(
         self: &Arc<Self>,
-        terms: Terms,
+        terms: MigrationTerms,
         vm: source::SourceVm,
         proposal: Proposal,
         controls: Arc<Controls>,
@@ -156,7 +156,7 @@ impl Daemon {
     /// Creates a driver for a source, and the handle to reach it.
     pub(super) fn source_driver(
         &self,
-        terms: Terms,
+        terms: MigrationTerms,
         state: SourceState,
         vm: Option<source::SourceVm>,
         controls: Arc<Controls>,

@@ -3,7 +3,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
 use link::Connection;
 use proto::MigrationId;
@@ -240,7 +240,7 @@ impl Daemon {
     /// Creates a driver for a destination, and the handle to reach it.
     pub(super) fn destination_driver(
         &self,
-        terms: Terms,
+        terms: MigrationTerms,
         state: DestinationState,
         proposal: Proposal,
     ) -> (destination::Driver, Driven) {

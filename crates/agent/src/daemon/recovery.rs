@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use engine::handover::Found;
+use engine::handover::QemuAtStart;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::MigrationId;
@@ -106,8 +106,8 @@ impl Daemon {
             });
             let found = match vm {
                 Some(vm) => driver.found(vm),
-                None if rebooted => Found::Rebooted,
-                None => Found::Gone,
+                None if rebooted => QemuAtStart::Rebooted,
+                None => QemuAtStart::Gone,
             };
             driver.run_on(found);
         });
@@ -219,11 +219,11 @@ enum LookError {
 
 /// Returns the state of a source whose QEMU is gone. Entries that may be missing after a reboot matter only if the
 /// destination had accepted, which is synced before anything is sent.
-fn left_of_source(details: Option<&Details>, boot_id: &str) -> Found {
+fn left_of_source(details: Option<&Details>, boot_id: &str) -> QemuAtStart {
     if details.is_some_and(|details| details.accepted && details.boot_id != boot_id) {
-        Found::Rebooted
+        QemuAtStart::Rebooted
     } else {
-        Found::Gone
+        QemuAtStart::Gone
     }
 }
 
@@ -240,9 +240,9 @@ mod tests {
             process: None,
             vm_ended: false,
         };
-        assert_eq!(left_of_source(None, "this"), Found::Gone);
-        assert_eq!(left_of_source(Some(&details(false)), "this"), Found::Gone);
-        assert_eq!(left_of_source(Some(&details(true)), "this"), Found::Rebooted);
-        assert_eq!(left_of_source(Some(&details(true)), "last"), Found::Gone);
+        assert_eq!(left_of_source(None, "this"), QemuAtStart::Gone);
+        assert_eq!(left_of_source(Some(&details(false)), "this"), QemuAtStart::Gone);
+        assert_eq!(left_of_source(Some(&details(true)), "this"), QemuAtStart::Rebooted);
+        assert_eq!(left_of_source(Some(&details(true)), "last"), QemuAtStart::Gone);
     }
 }

@@ -180,7 +180,7 @@ fn one_silent_qemu_keeps_no_agent_from_its_work() {
     let daemon = daemon(&world);
     let (qemu, ready) = left_ready(&world);
     let other = MigrationId { vm: proto::VmName::new("db").unwrap(), epoch: Epoch(4) };
-    let other_terms = engine::handover::Terms { migration: other.clone(), ..terms("a", "b") };
+    let other_terms = engine::handover::MigrationTerms { migration: other.clone(), ..terms("a", "b") };
     let state = State::Source(SourceState::Prepared { run: true });
     let new = crate::journal::NewMigration { terms: &other_terms, state, proposal: &proposal() };
     world.context.journal.begin(&new).unwrap();
@@ -291,14 +291,14 @@ fn another_register_than_a_migration_s_is_not_asked() {
     let (_answer, answers) = std::sync::mpsc::channel();
     let register = crate::testing::SlowRegister { asked, answers: Mutex::new(answers) };
     let world = World::with(Some(Arc::new(register)));
-    let terms = engine::handover::Terms {
+    let terms = engine::handover::MigrationTerms {
         register: Some(Epoch(0)),
         witness: Some(host("elsewhere")),
         ..terms("b", "a")
     };
     let request = engine::handover::register::read(&terms);
     let answer = crate::owners::ask(&world.context, &terms, &request);
-    assert_eq!(answer, engine::handover::register::RegisterAnswer::Unreachable);
+    assert_eq!(answer, engine::handover::register::RegistryAnswer::Unreachable);
     assert!(questions.try_recv().is_err(), "its word does not count");
     // Users see which one is missing.
     let daemon = daemon(&world);

@@ -5,7 +5,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use engine::handover::Found;
+use engine::handover::QemuAtStart;
 use engine::handover::destination::DestinationEvent;
 use proto::message::{Finding, RamBlock as ProposedBlock, Severity};
 use proto::{Generation, Incarnation, MigrationId};
@@ -361,18 +361,18 @@ impl Arriving {
     }
 
     /// Returns the state of this QEMU, for an agent that was started anew.
-    pub(crate) fn found(&mut self) -> Found {
+    pub(crate) fn found(&mut self) -> QemuAtStart {
         if hold::is_held(&self.process) {
-            return Found::Paused;
+            return QemuAtStart::Paused;
         }
         if self.traces.awaited.is_some() {
-            return if self.process.is_alive() { Found::Paused } else { Found::Gone };
+            return if self.process.is_alive() { QemuAtStart::Paused } else { QemuAtStart::Gone };
         }
         match self.qmp().and_then(qemu::control::status) {
-            Ok(status) if status.running => Found::Running,
-            Ok(_) => Found::Paused,
-            Err(_) if self.process.is_alive() => Found::Paused,
-            Err(_) => Found::Gone,
+            Ok(status) if status.running => QemuAtStart::Running,
+            Ok(_) => QemuAtStart::Paused,
+            Err(_) if self.process.is_alive() => QemuAtStart::Paused,
+            Err(_) => QemuAtStart::Gone,
         }
     }
 
@@ -441,7 +441,7 @@ fn remove_directory(directory: &Path) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
         if SERVED.iter().any(|served| name.to_string_lossy().starts_with(served)) {
-            block::image::end_unused(&entry.path());
+            block::image::end_unused_server(&entry.path());
         }
     }
     match fs::remove_dir_all(directory) {

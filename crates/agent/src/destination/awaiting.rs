@@ -20,9 +20,9 @@ use std::time::Duration;
 use ::memory::ram::{RamError, RamRegion};
 use ::memory::{Awaited, BlockWriter, DirtyBitmap, Ledger, Switch, TakesAway, decode_set, encode_set};
 use link::{Connection, Handle, Incoming, LinkError, Reader, Writer};
-use proto::awaited::{BadAwaited, ENTRY_BYTES, decode_page};
-use proto::limits::{AWAITED_BYTES, BLOB_BYTES, CHUNK_BYTES, PAGE_BYTES, WANTED_PAGES};
-use proto::message::{Finding, Message, Severity, WantedPage};
+use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
+use proto::limits::{BLOB_BYTES, CHUNK_BYTES, MISSING_PAGES_BYTES, PAGE_BYTES, REQUESTED_PAGES};
+use proto::message::{Finding, Message, PageRequest, Severity};
 use serde::{Deserialize, Serialize};
 use tracee::{AddressRange, Injector, LeftUserfaultfd, MissingError, MissingPages, Process};
 use tracing::{info, warn};
@@ -157,7 +157,7 @@ pub(super) fn try_out(
     vm: &Arriving,
     writers: &[Box<dyn BlockWriter>],
 ) -> Result<(), AwaitError> {
-    if longest_list(writers.iter().map(|writer| writer.bytes())) > AWAITED_BYTES {
+    if longest_list(writers.iter().map(|writer| writer.bytes())) > MISSING_PAGES_BYTES {
         return Err(AwaitError::TooMuch);
     }
     let is_fixed = |writer: &dyn BlockWriter| writer.is_ram() && writer.takes_away() == TakesAway::Never;
@@ -281,7 +281,7 @@ impl Awaiting {
     }
 
     /// Returns a page that was present although it was still to arrive.
-    pub(super) fn untrusted(&self) -> Option<WantedPage> {
+    pub(super) fn untrusted(&self) -> Option<PageRequest> {
         self.pages.untrusted()
     }
 
@@ -373,7 +373,7 @@ enum PageError {
     #[error("the page stream failed")]
     Stream(#[from] LinkError),
     #[error("what came on the page stream is no page")]
-    Bad(#[from] BadAwaited),
+    Bad(#[from] BadMissingPages),
     #[error("a page of block {block} that is not there: {page}")]
     Outside { block: u16, page: u64 },
     #[error("a message where pages have to come")]
@@ -414,9 +414,9 @@ struct Connected {
 
 impl PageStream {
     /// Sends page requests; requests that are lost are sent again on the next connection.
-    fn ask(&self, wanted: &[WantedPage]) {
+    fn ask(&self, wanted: &[PageRequest]) {
         let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for pages in wanted.chunks(WANTED_PAGES) {
+        for pages in wanted.chunks(REQUESTED_PAGES) {
             let Some(connected) = &mut *stream else { return };
             if connected.writer.send(&Message::Want { pages: pages.to_vec() }).is_err() {
                 connected.handle.shutdown();
@@ -442,7 +442,7 @@ mod tests {
     /// Otherwise the source would find the list too long when the guest is stopped already.
     #[test]
     fn more_memory_than_a_list_can_name_is_said_before_the_stop() {
-        assert!(longest_list([4 << 40, 1 << 40].into_iter()) < AWAITED_BYTES);
-        assert!(longest_list([4 << 40, 4 << 40].into_iter()) > AWAITED_BYTES);
+        assert!(longest_list([4 << 40, 1 << 40].into_iter()) < MISSING_PAGES_BYTES);
+        assert!(longest_list([4 << 40, 4 << 40].into_iter()) > MISSING_PAGES_BYTES);
     }
 }

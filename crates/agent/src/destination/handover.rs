@@ -7,7 +7,7 @@ mod peer;
 
 use std::time::{Duration, Instant};
 
-use engine::handover::Found;
+use engine::handover::QemuAtStart;
 use engine::handover::destination::{DestinationEvent, DestinationState};
 use proto::message::Finding;
 use tracing::{error, info, warn};
@@ -30,13 +30,13 @@ impl Driver {
     }
 
     /// Resumes a migration that a previous agent left behind.
-    pub(crate) fn run_on(mut self, found: Found) -> DestinationState {
+    pub(crate) fn run_on(mut self, found: QemuAtStart) -> DestinationState {
         self.take(&DestinationEvent::Restarted(found));
         self.settle()
     }
 
     /// Takes over the QEMU that a previous agent had started, and returns its state.
-    pub(crate) fn found(&mut self, mut vm: Arriving) -> Found {
+    pub(crate) fn found(&mut self, mut vm: Arriving) -> QemuAtStart {
         let found = vm.found();
         self.vm = Some(vm);
         self.watch_found();
@@ -170,7 +170,7 @@ impl Driver {
                     self.control = None;
                     self.heard = Instant::now();
                     info!(migration = %self.terms.migration, error, "the control stream was lost");
-                    if self.state.in_doubt() {
+                    if self.state.is_in_doubt() {
                         self.take(&DestinationEvent::Repeat);
                     }
                 }
@@ -198,7 +198,7 @@ impl Driver {
             return self.hear_of_cont();
         }
         if std::mem::take(&mut self.look_again) {
-            let found = self.vm.as_mut().map_or(Found::Gone, Arriving::found);
+            let found = self.vm.as_mut().map_or(QemuAtStart::Gone, Arriving::found);
             return self.take(&DestinationEvent::Restarted(found));
         }
         let timeouts = &self.context.config.timeouts;

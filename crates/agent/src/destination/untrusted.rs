@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationReport, DestinationState};
 use proto::limits::PAGE_BYTES;
-use proto::message::{Finding, RamBlock as ProposedBlock, Severity, WantedPage};
+use proto::message::{Finding, PageRequest, RamBlock as ProposedBlock, Severity};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing::{error, warn};
@@ -32,7 +32,7 @@ use crate::journal::{Durability, MigrationRecord};
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Untrusted {
     /// The first page that was found, or one of those that arrived with it and lie behind it.
-    pub(crate) page: WantedPage,
+    pub(crate) page: PageRequest,
     /// True if the guest was stopped because of the page: it is not stopped again if a user lets it go on.
     pub(super) is_stopped: bool,
 }
@@ -100,7 +100,7 @@ impl Driver {
 }
 
 /// Returns a message about the page.
-pub(crate) fn said(WantedPage { block, page }: WantedPage, ram: &[ProposedBlock]) -> String {
+pub(crate) fn said(PageRequest { block, page }: PageRequest, ram: &[ProposedBlock]) -> String {
     let name = ram.get(usize::from(block)).map_or("?", |block| &*block.name);
     let offset = page * PAGE_BYTES;
     format!(
@@ -110,7 +110,7 @@ pub(crate) fn said(WantedPage { block, page }: WantedPage, ram: &[ProposedBlock]
 }
 
 /// Returns the page that the journal has for an arrived or arriving VM.
-pub(crate) fn of_record(record: &MigrationRecord) -> Option<WantedPage> {
+pub(crate) fn of_record(record: &MigrationRecord) -> Option<PageRequest> {
     traces(record)?.awaited?.untrusted.map(|untrusted| untrusted.page)
 }
 

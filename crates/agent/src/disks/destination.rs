@@ -10,7 +10,7 @@ use ::memory::BlockWriter;
 use ::memory::ram::RamError;
 use block::image::{self, Format, ImageError, Server};
 use block::nbd::{Client, NbdError};
-use block::reading::Reading;
+use block::reading::ImageReader;
 use block::thin::NewVolume;
 use proto::limits::CHUNK_BYTES;
 
@@ -143,7 +143,8 @@ impl Images {
         let (place, socket) = (&disk.place, directory.join("compare.sock"));
         let disk_bytes = place.is_device().then_some(disk.bytes);
         let (image, format) = (place.path.to_string_lossy(), place.format.as_str());
-        let mut reading = Reading::open(&image, format, disk_bytes.map(|bytes| 0..bytes), &socket, patience)?;
+        let mut reading =
+            ImageReader::open(&image, format, disk_bytes.map(|bytes| 0..bytes), &socket, patience)?;
         let ours =
             reading.hash_chunks(CHUNK_BYTES, first_chunk..first_chunk.saturating_add(theirs.len() as u64))?;
         verification::different(&called(&disk.name), first_chunk, &ours, theirs)
@@ -161,8 +162,8 @@ impl Images {
         self.flushing.end()?;
         for Image { disk, server, .. } in self.images {
             let Some(server) = Arc::into_inner(server) else {
-                let said = "a writer is left; please report this".to_owned();
-                return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.place.path, said });
+                let message = "a writer is left; please report this".to_owned();
+                return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.place.path, message });
             };
             server.finish()?;
             if disk.place.format == Format::Raw && !disk.place.is_device() {

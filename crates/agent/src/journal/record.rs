@@ -2,7 +2,7 @@
 
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
-use engine::handover::{Role, Terms};
+use engine::handover::{MigrationTerms, Role};
 use proto::message::Proposal;
 use proto::{HostId, MigrationId};
 use rusqlite::Row;
@@ -15,7 +15,7 @@ use crate::progress::Standing;
 #[derive(Clone, Debug)]
 pub struct NewMigration<'a> {
     /// The terms of both sides.
-    pub terms: &'a Terms,
+    pub terms: &'a MigrationTerms,
     /// This side's first state.
     pub state: State,
     /// The source's proposal.
@@ -76,7 +76,7 @@ impl State {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MigrationRecord {
     /// The terms of both sides.
-    pub terms: Terms,
+    pub terms: MigrationTerms,
     /// State of the handover on this side.
     pub state: State,
     /// True until [`Journal::close`]: the agent or an operator still has something to do.

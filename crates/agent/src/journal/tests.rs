@@ -2,7 +2,7 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::message::Proposal;
@@ -28,8 +28,8 @@ fn id(vm: &str, epoch: u64) -> MigrationId {
     MigrationId { vm: name(vm), epoch: Epoch(epoch) }
 }
 
-fn terms(id: &MigrationId) -> Terms {
-    Terms {
+fn terms(id: &MigrationId) -> MigrationTerms {
+    MigrationTerms {
         migration: id.clone(),
         source: HostId::new("alpha").unwrap(),
         destination: HostId::new("beta").unwrap(),

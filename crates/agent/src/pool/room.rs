@@ -136,7 +136,7 @@ impl Pool {
 
     /// Returns the reason for which nothing more may be written to the pool, if there is one.
     pub(super) fn shortage(&self, room: &Room) -> Option<String> {
-        let is_short = |usage: &Usage| usage.is_beyond(self.keep_free_percent);
+        let is_short = |usage: &Usage| usage.is_below_reserve(self.keep_free_percent);
         let percent = self.keep_free_percent;
         let short = |what: &str, usage: &Usage| {
             format!("{what}{}: {usage} are in use, and {percent} % stay free", self.called())
@@ -159,14 +159,14 @@ fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Findin
 
 #[cfg(test)]
 mod tests {
-    use block::volume::Group;
+    use block::volume::VolumeGroup;
 
     use super::*;
 
     const MIB: u64 = 1 << 20;
 
     fn pool() -> Pool {
-        let group = Group { name: "vg0".to_owned(), thin_pool: Some("thin".to_owned()) };
+        let group = VolumeGroup { name: "vg0".to_owned(), thin_pool: Some("thin".to_owned()) };
         Pool { storage: Storage::Volumes(group), keep_free_percent: 10 }
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use proto::MigrationId;
-use proto::message::{CopiedDisk, DiskWish, Finding, ProposedDisk, Severity};
+use proto::message::{CopiedDisk, DiskMode, Finding, ProposedDisk, Severity};
 use qemu::cmdline::Given;
 use qemu::command::{HostRules, NewImage};
 use qemu::describe::{Disk, VmDescription};
@@ -66,7 +66,7 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
         return Err(Problem::new(Kind::BadRequest, error, advice));
     }
     let is_copied =
-        |disk: &&&Disk| request.disk.get(&disk.name).unwrap_or(&request.disks) != &DiskWish::Shared;
+        |disk: &&&Disk| request.disk.get(&disk.name).unwrap_or(&request.disks) != &DiskMode::Shared;
     let unreadable = |disk: &&&Disk| disk.part.as_ref().is_some_and(|part| part.offset_bytes.is_none());
     if request.verify
         && let Some(disk) = written.iter().filter(is_copied).find(unreadable)
@@ -126,9 +126,9 @@ pub(super) fn plan(
     for wanted in proposed {
         let Some(disk) = vm.disks.iter().find(|disk| disk.name == wanted.name) else { continue };
         let is_copied = match wanted.wanted {
-            DiskWish::Shared => false,
-            DiskWish::Copy => true,
-            DiskWish::Auto => pool.is_some() && is_elsewhere(disk, sights),
+            DiskMode::Shared => false,
+            DiskMode::Copy => true,
+            DiskMode::Auto => pool.is_some() && is_elsewhere(disk, sights),
         };
         if !is_copied {
             continue;

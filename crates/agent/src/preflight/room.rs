@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use block::image::ImageError;
-use proto::message::{DiskWish, ProposedDisk};
+use proto::message::{DiskMode, ProposedDisk};
 use qemu::describe::Disk;
 
 use super::disks::unique;
@@ -31,7 +31,7 @@ pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &P
     // Another check of the same VM may run at the same time.
     let socket = &run_dir.join(unique()).with_extension(SOCKET);
     let deadline = Instant::now() + PATIENCE;
-    for wanted in proposed.iter_mut().filter(|disk| disk.wanted != DiskWish::Shared) {
+    for wanted in proposed.iter_mut().filter(|disk| disk.wanted != DiskMode::Shared) {
         let disk = disks.iter().find(|disk| disk.name == wanted.name && !disk.encrypted);
         let Some(image) = disk.and_then(DiskImage::of) else { continue };
         match content_bytes(&image, socket, deadline) {
@@ -53,7 +53,7 @@ pub(crate) fn end_looks(run_dir: &Path) {
     let Ok(entries) = std::fs::read_dir(run_dir) else { return };
     let sockets = entries.flatten().map(|entry| entry.path());
     for socket in sockets.filter(|path| path.extension().is_some_and(|end| end == SOCKET)) {
-        block::image::end_unused(&socket);
+        block::image::end_unused_server(&socket);
         if let Err(error) = std::fs::remove_file(&socket) {
             tracing::debug!(socket = %socket.display(), %error, "it was removed already");
         }

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use engine::handover::register::{RegisterAnswer, apply};
+use engine::handover::register::{RegistryAnswer, apply};
 use proto::VmName;
-use proto::message::{Ownership, RegisterReply, RegisterRequest};
+use proto::message::{Ownership, RegistryReply, RegistryRequest};
 use rusqlite::{Connection, OptionalExtension, TransactionBehavior};
 
 use super::Register;
@@ -103,10 +103,10 @@ impl SqliteRegister {
     }
 
     /// Carries a request out, synced.
-    pub fn apply(&self, request: &RegisterRequest) -> Result<RegisterReply, RegisterError> {
+    pub fn apply(&self, request: &RegistryRequest) -> Result<RegistryReply, RegisterError> {
         let not_done = |source| RegisterError::NotDone { path: self.path.clone(), source };
         let damaged = |source| RegisterError::Record { path: self.path.clone(), source };
-        let (RegisterRequest::Read { vm } | RegisterRequest::CompareAndSet { vm, .. }) = request;
+        let (RegistryRequest::Read { vm } | RegistryRequest::CompareAndSet { vm, .. }) = request;
 
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         // Immediate: no other writer changes a record between comparing and setting, in this process or another one.
@@ -152,14 +152,14 @@ impl SqliteRegister {
 }
 
 impl Register for SqliteRegister {
-    fn ask(&self, request: &RegisterRequest) -> RegisterAnswer {
+    fn ask(&self, request: &RegistryRequest) -> RegistryAnswer {
         match self.apply(request) {
-            Ok(reply) => RegisterAnswer::from_reply(request, reply),
+            Ok(reply) => RegistryAnswer::from_reply(request, reply),
             Err(error) => {
                 tracing::error!(error = crate::api::with_causes(&error), "register");
                 match error {
-                    RegisterError::Unknown { .. } => RegisterAnswer::Unknown,
-                    _ => RegisterAnswer::Unreachable,
+                    RegisterError::Unknown { .. } => RegistryAnswer::Unknown,
+                    _ => RegistryAnswer::Unreachable,
                 }
             }
         }

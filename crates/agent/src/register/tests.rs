@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use engine::handover::register::enrol;
 use link::{Arrival, Endpoint, Incoming, Listener, Peer, Security, Serving};
 use proto::Purpose;
-use proto::message::{Message, RegisterReply};
+use proto::message::{Message, RegistryReply};
 
 use super::*;
 
@@ -29,8 +29,8 @@ fn owned(epoch: u64, owner: &str) -> Ownership {
     Ownership { epoch: Epoch(epoch), owner: host(owner), offer: None, released: false }
 }
 
-fn stands(epoch: u64, owner: &str) -> RegisterAnswer {
-    RegisterAnswer::Stands(Some(owned(epoch, owner)))
+fn stands(epoch: u64, owner: &str) -> RegistryAnswer {
+    RegistryAnswer::Stands(Some(owned(epoch, owner)))
 }
 
 fn endpoint(name: &str) -> Endpoint {
@@ -53,7 +53,7 @@ fn client(name: &str, witness: &Peer) -> WitnessClient {
 fn a_record_is_compared_before_it_is_set() {
     let folder = tempfile::tempdir().unwrap();
     let register = SqliteRegister::open(folder.path()).unwrap();
-    assert_eq!(register.read(&web()), RegisterAnswer::Stands(None));
+    assert_eq!(register.read(&web()), RegistryAnswer::Stands(None));
     assert_eq!(register.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
     let from_alpha = Some((Epoch(1), host("alpha")));
     assert_eq!(register.compare_and_set(&web(), None, owned(2, "beta")), stands(1, "alpha"), "not compared");
@@ -74,7 +74,7 @@ fn of_many_who_want_it_one_gets_it() {
     let winners = Mutex::new(Vec::new());
     for epoch in 0..20 {
         let owner = match doors[0].read(&web()) {
-            RegisterAnswer::Stands(Some(record)) => record.owner,
+            RegistryAnswer::Stands(Some(record)) => record.owner,
             other => panic!("{other:?}"),
         };
         let start = Barrier::new(8);
@@ -84,12 +84,12 @@ fn of_many_who_want_it_one_gets_it() {
                 scope.spawn(move || {
                     let me = format!("h{n}");
                     start.wait();
-                    let request = RegisterRequest::CompareAndSet {
+                    let request = RegistryRequest::CompareAndSet {
                         vm: web(),
                         expected: Some((Epoch(epoch), owner)),
                         new: owned(epoch + 1, &me),
                     };
-                    if door.apply(&request).unwrap() == RegisterReply::Set {
+                    if door.apply(&request).unwrap() == RegistryReply::Set {
                         winners.lock().unwrap().push((epoch, me));
                     }
                 });
@@ -107,18 +107,18 @@ fn victim_that_sets_until_it_is_killed() {
     let Ok(directory) = std::env::var("WHIMBREL_TEST_REGISTER") else { return };
     let register = SqliteRegister::open(Path::new(&directory)).unwrap();
     let mut record = match register.read(&web()) {
-        RegisterAnswer::Stands(Some(record)) => record,
+        RegistryAnswer::Stands(Some(record)) => record,
         _ => owned(0, "alpha"),
     };
     register.ask(&enrol(web(), record.epoch, record.owner.clone()));
     loop {
         let new = owned(record.epoch.0 + 1, "alpha");
-        let request = RegisterRequest::CompareAndSet {
+        let request = RegistryRequest::CompareAndSet {
             vm: web(),
             expected: Some((record.epoch, record.owner.clone())),
             new: new.clone(),
         };
-        assert_eq!(register.apply(&request).unwrap(), RegisterReply::Set);
+        assert_eq!(register.apply(&request).unwrap(), RegistryReply::Set);
         println!("set {}", new.epoch);
         record = new;
     }
@@ -142,7 +142,7 @@ fn a_killed_register_keeps_what_it_has_answered() {
         let last = lines.filter_map(number).last().unwrap_or(reached);
 
         let register = SqliteRegister::open(folder.path()).unwrap();
-        let RegisterAnswer::Stands(Some(record)) = register.read(&web()) else {
+        let RegistryAnswer::Stands(Some(record)) = register.read(&web()) else {
             panic!("the record is lost")
         };
         assert!(record.epoch.0 == last || record.epoch.0 == last + 1, "{} after {last}", record.epoch);
@@ -164,7 +164,7 @@ fn a_witness_answers_over_the_network_and_hosts_have_a_say_in_their_own_only() {
     let expected = Some((Epoch(1), host("alpha")));
     assert_eq!(
         other.compare_and_set(&web(), expected.clone(), owned(2, "beta")),
-        RegisterAnswer::Unreachable,
+        RegistryAnswer::Unreachable,
         "a third host gives what is not its own"
     );
     assert_eq!(beta.compare_and_set(&web(), expected, owned(2, "beta")), stands(2, "beta"));
@@ -178,7 +178,7 @@ fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
     // No server: certainly not carried out.
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let nobody = Peer { host: host("witness"), address: closed.to_string() };
-    assert_eq!(client("alpha", &nobody).read(&web()), RegisterAnswer::Unreachable);
+    assert_eq!(client("alpha", &nobody).read(&web()), RegistryAnswer::Unreachable);
 
     // Carried out, and the answer is lost.
     let folder = tempfile::tempdir().unwrap();
@@ -190,12 +190,12 @@ fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
             behind.apply(&request).unwrap();
         }
     });
-    assert_eq!(client("alpha", &peer).ask(&enrol(web(), Epoch(1), host("alpha"))), RegisterAnswer::Unknown);
+    assert_eq!(client("alpha", &peer).ask(&enrol(web(), Epoch(1), host("alpha"))), RegistryAnswer::Unknown);
     assert_eq!(register.read(&web()), stands(1, "alpha"), "it had been carried out");
 
     // Received, not carried out, no answer: the client cannot distinguish this from the case before.
     let (_serving, peer) = witness(|arrival| drop(arrival.accept().unwrap().recv(None)));
-    assert_eq!(client("beta", &peer).read(&web()), RegisterAnswer::Unknown);
+    assert_eq!(client("beta", &peer).read(&web()), RegistryAnswer::Unknown);
 }
 
 #[test]
@@ -215,16 +215,16 @@ fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
         let _ = connection.recv(None);
         // Answers the first request only when the client has given it up.
         let _ = held.lock().unwrap().recv();
-        let _ = connection.send(&Message::Registered(RegisterReply::Set));
+        let _ = connection.send(&Message::Registered(RegistryReply::Set));
     });
     let hasty = WitnessClient::new(endpoint("beta"), peer.clone(), LONG, Duration::from_millis(50));
     let take = |epoch| hasty.compare_and_set(&web(), Some((Epoch(epoch), host("alpha"))), owned(9, "beta"));
-    assert_eq!(take(1), RegisterAnswer::Unknown);
+    assert_eq!(take(1), RegistryAnswer::Unknown);
     release.send(()).unwrap();
     let patient = client("beta", &peer);
     assert_eq!(patient.read(&web()), stands(1, "alpha"));
     let answer = take(7);
-    assert!(matches!(answer, RegisterAnswer::Unknown) || answer == stands(1, "alpha"), "{answer:?}");
+    assert!(matches!(answer, RegistryAnswer::Unknown) || answer == stands(1, "alpha"), "{answer:?}");
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use engine::handover::register::RegisterAnswer as Answer;
+use engine::handover::register::RegistryAnswer as Answer;
 use link::{Arrival, Connection, Endpoint, Incoming, LinkError, Peer};
-use proto::message::{Message, RegisterReply, RegisterRequest};
+use proto::message::{Message, RegistryReply, RegistryRequest};
 use proto::{HostId, Purpose};
 
 use super::Register;
@@ -72,8 +72,8 @@ impl WitnessClient {
     fn exchange(
         &self,
         connection: &mut Connection,
-        request: &RegisterRequest,
-    ) -> Result<RegisterReply, Answer> {
+        request: &RegistryRequest,
+    ) -> Result<RegistryReply, Answer> {
         if let Err(error) = connection.send(&Message::Register(request.clone())) {
             // The socket has not accepted all of the frame, so the witness cannot have the request.
             tracing::warn!(error = with_causes(&error), "the register cannot be asked");
@@ -94,7 +94,7 @@ impl WitnessClient {
 }
 
 impl Register for WitnessClient {
-    fn ask(&self, request: &RegisterRequest) -> Answer {
+    fn ask(&self, request: &RegistryRequest) -> Answer {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(mut connection) = self.connection(kept.take()) else { return Answer::Unreachable };
         match self.exchange(&mut connection, request) {
@@ -141,7 +141,7 @@ impl WitnessServer {
         loop {
             let message = match connection.recv(None) {
                 Ok(Incoming::Message(message)) => message,
-                Ok(Incoming::Blob(_)) => return Err(LinkError::NotExpected(proto::frame::Kind::Blob)),
+                Ok(Incoming::Blob(_)) => return Err(LinkError::NotExpected(proto::frame::FrameKind::Blob)),
                 Err(LinkError::Ended) => return Ok(()),
                 Err(error) => return Err(error),
             };
@@ -161,14 +161,14 @@ impl WitnessServer {
     }
 
     /// Returns the reply, or none if the outcome is not known here either.
-    fn answer(&self, host: &HostId, request: &RegisterRequest) -> Option<RegisterReply> {
+    fn answer(&self, host: &HostId, request: &RegistryRequest) -> Option<RegistryReply> {
         if let Some(reason) = not_theirs(host, request) {
             tracing::warn!(%host, ?request, "refused");
-            return Some(RegisterReply::Failed { reason });
+            return Some(RegistryReply::Failed { reason });
         }
         match self.register.apply(request) {
             Ok(reply) => {
-                if reply == RegisterReply::Set {
+                if reply == RegistryReply::Set {
                     tracing::info!(%host, ?request, "set");
                 }
                 Some(reply)
@@ -179,7 +179,7 @@ impl WitnessServer {
             }
             Err(error) => {
                 tracing::error!(%host, error = with_causes(&error), "register");
-                Some(RegisterReply::Failed { reason: error.to_string() })
+                Some(RegistryReply::Failed { reason: error.to_string() })
             }
         }
     }
@@ -187,8 +187,8 @@ impl WitnessServer {
 
 /// Returns the reason for which a host may not make a request: a host may change only records that it owns, or make
 /// itself the owner, but not act between two other hosts.
-fn not_theirs(host: &HostId, request: &RegisterRequest) -> Option<String> {
-    let RegisterRequest::CompareAndSet { vm, expected, new } = request else { return None };
+fn not_theirs(host: &HostId, request: &RegistryRequest) -> Option<String> {
+    let RegistryRequest::CompareAndSet { vm, expected, new } = request else { return None };
     let gives = expected.as_ref().is_some_and(|(_, owner)| owner == host);
     let takes = new.owner == *host;
     (!gives && !takes).then(|| format!("{host} is neither the owner of {vm} nor to become it"))

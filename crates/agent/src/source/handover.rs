@@ -8,7 +8,7 @@ mod postcopy;
 
 use std::time::{Duration, Instant};
 
-use engine::handover::Found;
+use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::Proposal;
 use tracing::{error, info, warn};
@@ -110,7 +110,7 @@ impl Driver {
     }
 
     /// Attaches the QEMU that an agent before this one was moving; returns its state.
-    pub(crate) fn found(&mut self, mut vm: SourceVm) -> Found {
+    pub(crate) fn found(&mut self, mut vm: SourceVm) -> QemuAtStart {
         vm.watch(self.inbox.mailbox());
         let found = vm.found();
         self.vm = Some(vm);
@@ -119,13 +119,14 @@ impl Driver {
 
     /// Records that the QEMU that an agent before this one was moving is gone, and if the destination may have all of
     /// its guest. Unless this host was rebooted, the journal has COMMITTED if it was ever written.
-    pub(crate) fn found_gone(&mut self, found: Found, details: Option<&Details>) -> Found {
-        self.may_have_all = found != Found::Gone || details.is_none_or(|details| details.later.is_none());
+    pub(crate) fn found_gone(&mut self, found: QemuAtStart, details: Option<&Details>) -> QemuAtStart {
+        self.may_have_all =
+            found != QemuAtStart::Gone || details.is_none_or(|details| details.later.is_none());
         found
     }
 
     /// Continues a migration that an agent before this one left behind.
-    pub(crate) fn run_on(mut self, found: Found) -> SourceState {
+    pub(crate) fn run_on(mut self, found: QemuAtStart) -> SourceState {
         if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
             self.because("the source's agent was restarted during the migration");
         }
@@ -172,7 +173,7 @@ impl Driver {
             self.take(&SourceEvent::ContactLostForGood);
         } else if std::mem::take(&mut self.effects_failed) {
             // As after a restart: QEMU is frozen before GO is sent.
-            let found = self.vm.as_mut().map_or(Found::Gone, SourceVm::found);
+            let found = self.vm.as_mut().map_or(QemuAtStart::Gone, SourceVm::found);
             self.take(&SourceEvent::Restarted(found));
         } else {
             self.take(&SourceEvent::Repeat);

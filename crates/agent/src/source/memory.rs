@@ -12,7 +12,8 @@ use ::memory::{
 };
 use block::nbd::NbdError;
 use engine::precopy::{
-    Aim, ByHybrid, ByPattern, ByRounds, BySla, ByTarget, FixedCost, OnLimit, RoundObservation, Traced, Ways,
+    Aim, AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, RoundCountPolicy,
+    RoundObservation, SlaPolicy, TargetPolicy, TracedPolicy,
 };
 use engine::throttle::Cap;
 use qemu::qmp::{Qmp, QmpError};
@@ -376,7 +377,7 @@ impl DirtyLog for Log<'_> {
 
 /// Returns the policy that decides when to stop the guest, for the actions (slowing down, post-copy) that are possible
 /// with it.
-pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
+pub(crate) fn policy(aims: &Aims, ways: AvailableStrategies, fixed: FixedCost) -> TracedPolicy {
     let goal = aim(aims);
     let on_limit = match aims.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
@@ -385,15 +386,17 @@ pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
     };
     match aims.policy {
         StopPolicy::Pattern => {
-            let policy = ByPattern::new(goal, on_limit, fixed).sampling(aims.sampling);
+            let policy = PatternPolicy::new(goal, on_limit, fixed).sampling(aims.sampling);
             // With throttled writes, a guest may write less the longer the migration lasts.
             let is_throttled = aims.throttle_writes != ThrottleWrites::Off;
-            Traced::new(if is_throttled { policy.throttling_writes() } else { policy })
+            TracedPolicy::new(if is_throttled { policy.with_write_throttle() } else { policy })
         }
-        StopPolicy::Target => Traced::new(ByTarget::new(goal, on_limit)),
-        StopPolicy::Rounds => Traced::new(ByRounds::default()),
-        StopPolicy::Hybrid => Traced::new(ByHybrid::new(goal, aims.hybrid_passes, fixed)),
-        StopPolicy::Sla => Traced::new(BySla::new(goal, ways, on_limit, fixed).sampling(aims.sampling)),
+        StopPolicy::Target => TracedPolicy::new(TargetPolicy::new(goal, on_limit)),
+        StopPolicy::Rounds => TracedPolicy::new(RoundCountPolicy::default()),
+        StopPolicy::Hybrid => TracedPolicy::new(HybridPolicy::new(goal, aims.hybrid_passes, fixed)),
+        StopPolicy::Sla => {
+            TracedPolicy::new(SlaPolicy::new(goal, ways, on_limit, fixed).sampling(aims.sampling))
+        }
     }
 }
 

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use ::memory::TrackedRam;
 use engine::handover::source::{SourceEvent, SourceState};
 use link::Writer;
-use proto::message::{Acceptance, CopiedDisk, DiskWish, Finding, Message, ProposedDisk, Severity};
+use proto::message::{Acceptance, CopiedDisk, DiskMode, Finding, Message, ProposedDisk, Severity};
 use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
@@ -229,7 +229,7 @@ impl Driver {
                 });
                 self.accepted()?;
                 let left_out = |disk: &&ProposedDisk| {
-                    disk.wanted == DiskWish::Copy && copied.iter().all(|copied| copied.name != disk.name)
+                    disk.wanted == DiskMode::Copy && copied.iter().all(|copied| copied.name != disk.name)
                 };
                 if let Some(disk) = proposed.iter().find(left_out) {
                     let reason =
@@ -244,7 +244,7 @@ impl Driver {
                 }
                 self.takes_away = takes_away;
                 self.may_post_copy = post_copy && self.controls.aims().may_post_copy();
-                let codecs = codecs.iter().filter_map(|name| Codec::of_name(name)).collect();
+                let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
                 Ok(Accepted { copied, references, templates, codecs, deltas })
             }
             Message::Reject { findings, largest_epoch } => {

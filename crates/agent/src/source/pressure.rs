@@ -1,8 +1,8 @@
 //! Cost of copying for the guest on a busy host, and the restraint that limits it.
 
 use ::memory::SenderHandle;
-use engine::pressure::{Pressure, Restraint, Waited};
-use engine::trace::Traced;
+use engine::pressure::{Restraint, RestraintPolicy, SchedulingTimes};
+use engine::trace::TracedPolicy;
 use tracee::{Process, ProcessError};
 
 use super::vm::{SourceVm, VmError};
@@ -15,13 +15,13 @@ pub(crate) struct Watch {
     /// Threads of the guest's processors.
     threads: Vec<u32>,
     /// Their running and waiting times until the last sample.
-    last: Waited,
+    last: SchedulingTimes,
     allowed_permille: u64,
     /// The policy; none before anything was copied.
-    policy: Option<Traced<Pressure>>,
+    policy: Option<TracedPolicy<RestraintPolicy>>,
     waiting: Waiting,
     /// Running and waiting times while the guest was copied and not held to a limit.
-    since: Waited,
+    since: SchedulingTimes,
     was_held: bool,
 }
 
@@ -43,11 +43,11 @@ impl Watch {
         let mut watch = Self {
             process,
             threads,
-            last: Waited::default(),
+            last: SchedulingTimes::default(),
             allowed_permille,
             policy: None,
             waiting: Waiting::default(),
-            since: Waited::default(),
+            since: SchedulingTimes::default(),
             was_held: false,
         };
         watch.last = watch.now();
@@ -55,7 +55,7 @@ impl Watch {
     }
 
     /// Returns the policy that restrains copying; none before anything was copied.
-    pub(crate) fn policy(&self) -> Option<&Traced<Pressure>> {
+    pub(crate) fn policy(&self) -> Option<&TracedPolicy<RestraintPolicy>> {
         self.policy.as_ref()
     }
 
@@ -67,7 +67,7 @@ impl Watch {
             let before = between(self.last, now);
             self.waiting.before_permille = before.permille();
             self.last = now;
-            Traced::new(Pressure::new(self.allowed_permille, before, sender.threads()))
+            TracedPolicy::new(RestraintPolicy::new(self.allowed_permille, before, sender.threads()))
         });
         let Restraint { nice, threads, interval_factor: _ } = policy.policy().restraint();
         sender.gives_way_by(nice);
@@ -104,8 +104,8 @@ impl Watch {
     }
 
     /// Returns the sum of the processors' running and waiting times. A processor that was unplugged counts as zero.
-    fn now(&self) -> Waited {
-        let mut all = Waited::default();
+    fn now(&self) -> SchedulingTimes {
+        let mut all = SchedulingTimes::default();
         for times in self.threads.iter().filter_map(|thread| self.process.thread_times(*thread).ok()) {
             all.ran_ns += times.ran.as_nanos() as u64;
             all.waited_ns += times.waited.as_nanos() as u64;
@@ -117,8 +117,8 @@ impl Watch {
 /// Minimum duration of a sample: a shorter one is chance, because a turn of the scheduler lasts some milliseconds.
 const LEAST_NS: u64 = 100_000_000;
 
-fn between(before: Waited, now: Waited) -> Waited {
-    Waited {
+fn between(before: SchedulingTimes, now: SchedulingTimes) -> SchedulingTimes {
+    SchedulingTimes {
         ran_ns: now.ran_ns.saturating_sub(before.ran_ns),
         waited_ns: now.waited_ns.saturating_sub(before.waited_ns),
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{Known, NAME_BYTES, PageName};
 use engine::handover::source::SourceEvent;
-use proto::limits::{PAGE_BYTES, SOUGHT_PAGES, TOLD_TEMPLATES};
+use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, QUERIED_PAGES};
 use proto::message::Message;
 use qemu::describe::VmDescription;
 use rustix::process::setpriority_process;
@@ -132,7 +132,7 @@ impl Driver {
                 other => return Err(unexpected(&other)),
             };
             // Answers beyond the limits are not remembered, but received to their end.
-            let is_too_much = template >= TOLD_TEMPLATES || pages >= TOLD_PAGES;
+            let is_too_much = template >= ADVERTISED_TEMPLATES || pages >= TOLD_PAGES;
             for run in runs.into_iter().filter(|_| !is_too_much) {
                 let digits = run.names.as_bytes().chunks_exact(2 * NAME_BYTES);
                 let names = digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();
@@ -193,7 +193,7 @@ struct TemplateRun {
 fn some_names(cargo: &Cargo) -> Result<Vec<String>, ::memory::RamError> {
     let (disks, readers) = (cargo.first_of_disks(), cargo.readers());
     let all: u64 = disks.iter().map(::memory::DirtyBitmap::count).sum();
-    let step = all.div_ceil(SOUGHT_PAGES as u64 / 2).max(1);
+    let step = all.div_ceil(QUERIED_PAGES as u64 / 2).max(1);
     let mut names = Vec::new();
     let mut page = [0; PAGE_BYTES as usize];
     let mut seen = 0;

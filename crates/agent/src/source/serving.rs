@@ -19,12 +19,12 @@ use ::memory::{
     SourceRam, decode_set,
 };
 use engine::push::{Part, Push};
-use engine::trace::Traced;
+use engine::trace::TracedPolicy;
 use link::{Connection, Handle, Incoming, LinkError, RateLimit, Reader, Writer};
 use proto::Generation;
 use proto::awaited::encode_page;
 use proto::limits::PAGE_BYTES;
-use proto::message::{Message, WantedPage};
+use proto::message::{Message, PageRequest};
 use tracing::info;
 
 use super::inbox::{Mailbox, Notice};
@@ -61,11 +61,11 @@ pub(super) struct Counted {
     /// Pages that remain to be pushed.
     left: Left,
     /// Push policy; it begins anew with each set of connections.
-    push: Mutex<Traced<Push>>,
+    push: Mutex<TracedPolicy<Push>>,
 }
 
 impl Counted {
-    pub(super) fn push(&self) -> MutexGuard<'_, Traced<Push>> {
+    pub(super) fn push(&self) -> MutexGuard<'_, TracedPolicy<Push>> {
         self.push.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -76,7 +76,7 @@ impl Later {
             wanted: AtomicU64::new(0),
             pushed: AtomicU64::new(0),
             left,
-            push: Mutex::new(Traced::new(Push::default())),
+            push: Mutex::new(TracedPolicy::new(Push::default())),
         });
         let (before, began) = (PostCopy::default(), Instant::now());
         Self { readers, counted, recency, rate, packing: None, before, began, serving: None, lost: None }
@@ -183,7 +183,7 @@ enum Ended {
     #[error("the destination's list of pages was damaged on its way")]
     Digest,
     #[error("the destination wants page {} of block {}, which is not there", .0.page, .0.block)]
-    Outside(WantedPage),
+    Outside(PageRequest),
     #[error("the guest's memory cannot be read")]
     Ram(#[from] RamError),
     #[error("no thread to push pages in")]
@@ -257,7 +257,7 @@ fn push(
     counted: &Counted,
     rate: &RateLimit,
 ) -> Result<(), SendError> {
-    counted.push().begin_anew();
+    counted.push().reset();
     let mut most_pages = counted.push().policy().pages();
     let _lets_go = LetsGo(rate);
     while let Some(part) = remaining.take(most_pages) {

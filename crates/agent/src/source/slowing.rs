@@ -5,8 +5,8 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use engine::precopy::RoundObservation;
-use engine::throttle::processors::{CpuDrain, CpuLook, CpuObservation, Wish};
-use engine::trace::Traced;
+use engine::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy, ThrottleDemand};
+use engine::trace::TracedPolicy;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
 
 use super::throttling::Drained;
@@ -22,7 +22,7 @@ pub(crate) struct Slowing {
     limit: CpuLimit,
     /// Guard that lifts the limit if this process ends. It follows `limit`: it is dismissed after the limit is lifted.
     _guard: Dismissed,
-    policy: Traced<CpuDrain>,
+    policy: TracedPolicy<CpuThrottlePolicy>,
     /// CPU time of each processor at the last sample, and the sample's time.
     last: Option<(Vec<Duration>, Instant)>,
     drained: Drained,
@@ -64,7 +64,7 @@ impl Slowing {
             threads,
             limit,
             _guard: Dismissed(Some(guard)),
-            policy: Traced::new(CpuDrain::default()),
+            policy: TracedPolicy::new(CpuThrottlePolicy::default()),
             last: None,
             drained: Drained::default(),
             us_per_s: None,
@@ -77,7 +77,7 @@ impl Slowing {
     }
 
     /// Returns the policy that decides the limit.
-    pub(crate) fn policy(&self) -> &Traced<CpuDrain> {
+    pub(crate) fn policy(&self) -> &TracedPolicy<CpuThrottlePolicy> {
         &self.policy
     }
 
@@ -86,10 +86,10 @@ impl Slowing {
     pub(crate) fn look(
         &mut self,
         round: &RoundObservation,
-        wish: Wish,
+        wish: ThrottleDemand,
     ) -> Result<Option<Change>, SlowingError> {
         let seen = self.see(round)?;
-        let us_per_s = self.policy.decide_on(CpuLook { wish, seen });
+        let us_per_s = self.policy.decide_on(CpuSample { wish, seen });
         if us_per_s == self.us_per_s {
             return Ok(None);
         }
@@ -116,7 +116,7 @@ impl Slowing {
         Ok(Some(CpuObservation {
             used_us_per_s: used_us_per_s.collect(),
             // Slower processors write less to disks, too, but those have a throttle of their own.
-            dirtied_bytes_per_s: round.of_memory().dirty_rate_bytes_per_s(),
+            dirtied_bytes_per_s: round.without_disks().dirty_rate_bytes_per_s(),
             drained_bytes_per_s,
         }))
     }
@@ -126,7 +126,7 @@ impl Slowing {
     pub(crate) fn lift(&mut self) -> Result<(), SlowingError> {
         self.limit.set(None)?;
         (self.us_per_s, self.last) = (None, None);
-        self.policy.begin_anew();
+        self.policy.reset();
         Ok(())
     }
 }

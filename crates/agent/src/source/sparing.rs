@@ -7,11 +7,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{Counted, Deltas, DeltasCounted, Known, Packing, Referred};
-use engine::compression::{Chooser, Decision, Observation, WAYS};
-use engine::referring::{Passed, Referring};
-use engine::trace::Traced;
+use engine::compression::{CompressionObservation, CompressionPolicy, Decision, WAYS};
+use engine::referring::{ReferenceObservation, ReferencePolicy};
+use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;
-use proto::packed::{Codec, Compression as Way, Trial};
+use proto::packed::{Codec, Compression as Way, CompressionTrial};
 
 use super::references::SharedImages;
 use super::{Aims, Controls, Telemetry};
@@ -197,7 +197,7 @@ impl Means {
 }
 
 /// Notes the picked compression in the report.
-fn tell(decision: &Decision, controls: &Controls) {
+fn update_report(decision: &Decision, controls: &Controls) {
     let picked = PickedWay {
         at_us: controls.requested.elapsed().as_micros() as u64,
         way: decision.way.to_string(),
@@ -216,8 +216,8 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
     let (stop, stopped) = mpsc::channel();
     let looks = move || {
         let now = || Look::now(&packing, means.referred());
-        let mut chooser = Traced::<Chooser>::new(Chooser::default());
-        let mut referring = Traced::<Referring>::new(Referring::default());
+        let mut chooser = TracedPolicy::<CompressionPolicy>::new(CompressionPolicy::default());
+        let mut referring = TracedPolicy::<ReferencePolicy>::new(ReferencePolicy::default());
         let mut before = now();
         let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
@@ -225,7 +225,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
             let now = now();
             if now.referred.interruptions != before.referred.interruptions {
                 // A connection was lost: the missing answers do not measure the destination's speed.
-                referring.begin_anew();
+                referring.reset();
                 before = now;
                 if is_slow {
                     means.refer_memory();
@@ -246,9 +246,9 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
             }
             controls.report(|report| {
                 let told = &mut report.traces.others;
-                chooser.tell(&mut told.compression);
+                chooser.update_report(&mut told.compression);
                 if is_slow {
-                    referring.tell(&mut told.referring);
+                    referring.update_report(&mut told.referring);
                 }
             });
             before = now;
@@ -272,7 +272,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
             packing.set_ways(decision.way, decision.standing_way);
             if decision.way != present {
                 present = decision.way;
-                tell(&decision, &controls);
+                update_report(&decision, &controls);
             }
         }
     };
@@ -297,8 +297,8 @@ impl Look {
         self.counted.data_bytes + self.referred.taken_bytes + self.referred.refused_bytes
     }
 
-    fn passed_since(&self, before: &Self, decision: &Decision, is_awaited: bool) -> Passed {
-        Passed {
+    fn passed_since(&self, before: &Self, decision: &Decision, is_awaited: bool) -> ReferenceObservation {
+        ReferenceObservation {
             interval_ns: self.at.duration_since(before.at).as_nanos() as u64,
             data_bytes: self.counted.data_bytes - before.counted.data_bytes,
             referred_bytes: self.referred.taken_bytes - before.referred.taken_bytes,
@@ -309,12 +309,12 @@ impl Look {
         }
     }
 
-    fn since(&self, before: &Self, workers: u32, trials: Vec<Trial>) -> Observation {
+    fn since(&self, before: &Self, workers: u32, trials: Vec<CompressionTrial>) -> CompressionObservation {
         let (now, then) = (&self.counted, &before.counted);
         let (interval, data_bytes) = (self.at.duration_since(before.at), now.data_bytes - then.data_bytes);
         // Between references there may be too little data for a conclusion about the link.
         let tells = data_bytes >= LEAST_DATA_BYTES || interval >= LONGEST;
-        Observation {
+        CompressionObservation {
             interval_ns: interval.as_nanos() as u64,
             workers,
             data_bytes: if tells { data_bytes } else { 0 },

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ::memory::RoundStats;
 use engine::throttle::{Cap, Drain, Threshold, WriteObservation, WriteThrottle};
-use engine::trace::Traced;
+use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::{WriteCap, Written};
@@ -20,7 +20,7 @@ const LONG_US: u64 = 500_000;
 /// Throttle of the guest's writes, adapted at every sample.
 #[derive(Debug)]
 pub(crate) struct Throttling {
-    policy: Traced<WriteThrottle>,
+    policy: TracedPolicy<WriteThrottle>,
     /// Writes before copying began.
     first: Option<Written>,
     last: Option<Look>,
@@ -66,12 +66,12 @@ impl Throttling {
             ThrottleWrites::Drain => WriteThrottle::Drain(Drain::default()),
             ThrottleWrites::Threshold => WriteThrottle::Threshold(Threshold::default()),
         };
-        let policy = Traced::new(policy);
+        let policy = TracedPolicy::new(policy);
         Some(Self { policy, first: None, last: None, cap: Cap::default(), drained: Drained::default() })
     }
 
     /// Returns the policy that decides the cap.
-    pub(crate) fn policy(&self) -> &Traced<WriteThrottle> {
+    pub(crate) fn policy(&self) -> &TracedPolicy<WriteThrottle> {
         &self.policy
     }
 

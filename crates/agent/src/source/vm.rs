@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ::memory::DirtyBitmap;
-use engine::handover::Found;
+use engine::handover::QemuAtStart;
 use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, Disks, StateError, StateFile};
@@ -199,15 +199,15 @@ impl SourceVm {
     }
 
     /// Returns the state in which a restarted agent finds the VM. A process that is frozen by SIGSTOP is not queried.
-    pub(crate) fn found(&mut self) -> Found {
+    pub(crate) fn found(&mut self) -> QemuAtStart {
         if !self.is_alive() {
-            Found::Gone
+            QemuAtStart::Gone
         } else if hold::is_held(&self.process) {
-            Found::Paused
+            QemuAtStart::Paused
         } else if self.is_running().unwrap_or(false) {
-            Found::Running
+            QemuAtStart::Running
         } else {
-            Found::Paused
+            QemuAtStart::Paused
         }
     }
 

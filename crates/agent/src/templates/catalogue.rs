@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 
 use ::memory::{NAME_BYTES, PageName};
 use block::image::ImageError;
-use block::reading::Reading;
-use proto::limits::{KNOWN_PAGES, PAGE_BYTES};
+use block::reading::ImageReader;
+use proto::limits::{PAGE_BYTES, TEMPLATE_PAGES};
 
 /// Extension of an unfinished catalogue.
 pub(super) const UNFINISHED: &str = "unfinished";
@@ -105,7 +105,7 @@ impl Catalogue {
     /// Reads a whole template, and stores its catalogue in a file. After an error something may be left beside that
     /// file.
     pub(super) fn make(
-        template: &mut Reading,
+        template: &mut ImageReader,
         identity: Identity,
         file: &Path,
     ) -> Result<Self, CatalogueError> {
@@ -116,7 +116,7 @@ impl Catalogue {
     /// Reads these extents, which are all data of the template, and stores their catalogue; `each` receives the names
     /// as they are found, and may end the reading.
     pub(super) fn make_telling<E: From<CatalogueError>>(
-        template: &mut Reading,
+        template: &mut ImageReader,
         extents: Vec<Range<u64>>,
         identity: Identity,
         file: &Path,
@@ -163,7 +163,7 @@ impl Catalogue {
 /// Reads these extents of a template, and passes the names of their pages, in ascending order and some at a time, to
 /// `each`; zero pages are omitted.
 pub(super) fn name_pages<E: From<CatalogueError>>(
-    template: &mut Reading,
+    template: &mut ImageReader,
     extents: Vec<Range<u64>>,
     mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
 ) -> Result<(), E> {
@@ -208,7 +208,7 @@ impl Writing {
     /// Adds the next page; pages must be added in ascending order.
     fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
         let run = &mut self.run;
-        if page != run.first_page + run.names.len() as u64 || run.names.len() == KNOWN_PAGES {
+        if page != run.first_page + run.names.len() as u64 || run.names.len() == TEMPLATE_PAGES {
             run.write(&mut self.out)?;
             *run = Run { first_page: page, names: Vec::new() };
         }
@@ -247,7 +247,7 @@ impl Run {
         from.read_exact(&mut first_page)?;
         from.read_exact(&mut pages)?;
         let pages = u32::from_le_bytes(pages) as usize;
-        if pages > KNOWN_PAGES {
+        if pages > TEMPLATE_PAGES {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let mut names = vec![0; pages * NAME_BYTES];
@@ -289,9 +289,9 @@ mod tests {
         path
     }
 
-    fn reading(path: &Path) -> Reading {
+    fn reading(path: &Path) -> ImageReader {
         let socket = path.with_extension("sock");
-        Reading::open(&path.to_string_lossy(), "raw", None, &socket, std::time::Duration::from_secs(30))
+        ImageReader::open(&path.to_string_lossy(), "raw", None, &socket, std::time::Duration::from_secs(30))
             .unwrap()
     }
 

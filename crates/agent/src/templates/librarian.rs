@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use block::image::ImageError;
-use block::reading::Reading;
+use block::reading::ImageReader;
 use tracing::{info, warn};
 
 use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED};
@@ -55,7 +55,7 @@ impl Librarian {
             warn!(place = %place.display(), "there are no templates: see [disks] templates in the configuration");
         }
         // Left by an agent that was killed as it began to read.
-        block::image::end_unused(&directory.join(READING));
+        block::image::end_unused_server(&directory.join(READING));
         Self { places, directory, patience, shelf }
     }
 
@@ -176,8 +176,8 @@ pub(super) fn open(
     format: &str,
     socket: &Path,
     patience: Duration,
-) -> Result<Reading, ImageError> {
-    Reading::open(&template.to_string_lossy(), format, None, socket, patience)
+) -> Result<ImageReader, ImageError> {
+    ImageReader::open(&template.to_string_lossy(), format, None, socket, patience)
 }
 
 /// Returns the format of a template, by its name.

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ::memory::{Known, PageName};
 use block::image::ImageError;
-use block::reading::Reading;
-use proto::limits::{PAGE_BYTES, SHARED_IMAGES, TOLD_TEMPLATES};
+use block::reading::ImageReader;
+use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, SHARED_IMAGES};
 use qemu::describe::Disk;
 use tracing::debug;
 
@@ -105,7 +105,7 @@ impl Shared {
     pub(super) fn new(directory: PathBuf, sockets: &Path, patience: Duration) -> Self {
         let socket = sockets.join(SOCKET);
         // Left by an agent that was killed as it began to read.
-        block::image::end_unused(&socket);
+        block::image::end_unused_server(&socket);
         Self { directory, socket, patience, alone: Mutex::default() }
     }
 
@@ -115,7 +115,7 @@ impl Shared {
     pub(super) fn learn(&self, images: &[SharedImage], memory_bytes: u64, known: &Weak<Known>) -> Learnt {
         let mut learning = Learning { known, learnt: Learnt::default() };
         let mut unread: Vec<(u16, &SharedImage)> = Vec::new();
-        for (number, image) in (TOLD_TEMPLATES..).zip(images) {
+        for (number, image) in (ADVERTISED_TEMPLATES..).zip(images) {
             if unread.iter().any(|(_, other)| other.path == image.path) {
                 continue;
             }
@@ -175,7 +175,7 @@ impl Shared {
         }
         fs::create_dir_all(&self.directory)
             .map_err(|source| CatalogueError::Keep { path: self.directory.clone(), source })?;
-        let mut reading = Reading::open_alone(&image.path, &image.format, &self.socket, self.patience)?;
+        let mut reading = ImageReader::open_layer(&image.path, &image.format, &self.socket, self.patience)?;
         let extents = reading.allocated(0..reading.size_bytes())?;
         let data_bytes: u64 = extents.iter().map(|extent| extent.end - extent.start).sum();
         if data_bytes > most_bytes {
@@ -396,21 +396,24 @@ mod tests {
         let told = Told::new(directory.path().to_owned(), PATIENCE, images);
         let mut bytes = vec![7; PAGE];
         for _ in 0..2 {
-            told.read(TOLD_TEMPLATES + 1, 3, &mut bytes).unwrap();
+            told.read(ADVERTISED_TEMPLATES + 1, 3, &mut bytes).unwrap();
             assert_eq!(bytes, page(3));
             // The image above it has no data.
-            told.read(TOLD_TEMPLATES, 3, &mut bytes).unwrap();
+            told.read(ADVERTISED_TEMPLATES, 3, &mut bytes).unwrap();
             assert_eq!(bytes, vec![0; PAGE]);
             told.close();
         }
-        for (image, first_page) in
-            [(TOLD_TEMPLATES, 16), (TOLD_TEMPLATES + 1, u64::MAX), (TOLD_TEMPLATES + 2, 0), (0, 0)]
-        {
+        for (image, first_page) in [
+            (ADVERTISED_TEMPLATES, 16),
+            (ADVERTISED_TEMPLATES + 1, u64::MAX),
+            (ADVERTISED_TEMPLATES + 2, 0),
+            (0, 0),
+        ] {
             assert!(told.read(image, first_page, &mut bytes).is_err(), "{image} {first_page}");
         }
         // It is read as it is now, whatever it was.
         fs::File::options().write(true).open(&base.path).unwrap().write_all_at(&page(99), 0).unwrap();
-        told.read(TOLD_TEMPLATES + 1, 0, &mut bytes).unwrap();
+        told.read(ADVERTISED_TEMPLATES + 1, 0, &mut bytes).unwrap();
         assert_eq!(bytes, page(99));
     }
 }

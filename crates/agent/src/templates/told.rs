@@ -12,8 +12,8 @@ use ::memory::PageName;
 use ::memory::ram::RamError;
 use block::image::ImageError;
 use block::nbd::NbdError;
-use block::reading::Reading;
-use proto::limits::{KNOWN_PAGES, PAGE_BYTES, TOLD_TEMPLATES};
+use block::reading::ImageReader;
+use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, TEMPLATE_PAGES};
 use proto::message::{Message, NamedRun};
 use tracing::{info, warn};
 
@@ -44,7 +44,7 @@ pub(crate) struct Told {
 enum Open {
     /// Nothing was read yet.
     Not(Source),
-    Reading(Reading),
+    ImageReader(ImageReader),
     /// It cannot be opened, or answered late, so that the next bytes on the connection are undefined. It is not tried
     /// again, because each try takes time.
     Dead,
@@ -86,7 +86,7 @@ impl Told {
         let sought: HashSet<PageName> = sought.iter().filter_map(|name| from_hex(name)).collect();
         let (mut messages, mut chosen) = (Vec::new(), Vec::new());
         let mut told = HashSet::new();
-        for (template, catalogue) in templates.having(&sought).into_iter().take(TOLD_TEMPLATES.into()) {
+        for (template, catalogue) in templates.having(&sought).into_iter().take(ADVERTISED_TEMPLATES.into()) {
             match known(chosen.len() as u16, &catalogue, &mut told) {
                 Ok(known) if known.is_empty() => {}
                 Ok(known) => {
@@ -110,7 +110,7 @@ impl Told {
         let mut closed = std::mem::take(&mut *lock(&self.templates));
         for (image, open) in &self.shared {
             let mut open = lock(open);
-            if matches!(*open, Open::Reading(_)) {
+            if matches!(*open, Open::ImageReader(_)) {
                 let reading = std::mem::replace(&mut *open, Open::Not(Source::Shared(image.clone())));
                 closed.push(Arc::new(Mutex::new(reading)));
             }
@@ -122,14 +122,14 @@ impl Told {
     }
 
     fn find(&self, template: u16) -> Option<Arc<Mutex<Open>>> {
-        match template.checked_sub(TOLD_TEMPLATES) {
+        match template.checked_sub(ADVERTISED_TEMPLATES) {
             Some(shared) => self.shared.get(usize::from(shared)).map(|(_, open)| Arc::clone(open)),
             None => lock(&self.templates).get(usize::from(template)).map(Arc::clone),
         }
     }
 
     /// Opens a template; returns none if it must not be opened.
-    fn open(&self, source: &Source, template: u16) -> Option<Result<Reading, ImageError>> {
+    fn open(&self, source: &Source, template: u16) -> Option<Result<ImageReader, ImageError>> {
         // The server of a closed one may not have ended yet.
         let number = self.opened.fetch_add(1, Ordering::Relaxed);
         let socket = self.directory.join(format!("template-{template}-{number}.sock"));
@@ -139,7 +139,7 @@ impl Told {
                 (*is_left || is_whole(path)).then(|| open(path, format, &socket, self.patience))
             }
             Source::Shared(SharedImage { path, format, .. }) => {
-                Some(Reading::open_alone(path, format, &socket, self.patience))
+                Some(ImageReader::open_layer(path, format, &socket, self.patience))
             }
         }
     }
@@ -156,7 +156,7 @@ fn known(template: u16, catalogue: &Catalogue, told: &mut HashSet<PageName>) -> 
             if told.len() as u64 >= TOLD_PAGES || !told.insert(name) {
                 continue;
             }
-            if pages == KNOWN_PAGES {
+            if pages == TEMPLATE_PAGES {
                 messages.push(Message::Known { template, runs: std::mem::take(&mut runs), last: false });
                 pages = 0;
             }
@@ -191,9 +191,9 @@ impl ::memory::Templates for Told {
         if let Open::Not(source) = &*open {
             let opened = self.open(source, template);
             *open = Open::Dead;
-            *open = Open::Reading(opened.ok_or_else(nowhere)?.map_err(failed)?);
+            *open = Open::ImageReader(opened.ok_or_else(nowhere)?.map_err(failed)?);
         }
-        let Open::Reading(reading) = &mut *open else { return Err(nowhere()) };
+        let Open::ImageReader(reading) = &mut *open else { return Err(nowhere()) };
         let end = first_page.checked_mul(PAGE_BYTES).and_then(|offset| offset.checked_add(into.len() as u64));
         end.filter(|end| *end <= reading.size_bytes()).ok_or_else(nowhere)?;
         let read = reading.read(first_page * PAGE_BYTES, into);

@@ -7,7 +7,7 @@ use super::wire::{
     Cursor, FIXED_NEWSTYLE, GREETING, INFO_EXPORT, NO_ZEROES, OPTION, OPTION_GO, OPTION_REPLY,
     OPTION_SET_META_CONTEXT, OPTION_STRUCTURED_REPLY, REPLY_ACK, REPLY_ERROR, REPLY_INFO, REPLY_META_CONTEXT,
 };
-use super::{NbdError, read_payload, said};
+use super::{NbdError, message_suffix, read_payload};
 
 /// Opens an export. Returns its length in bytes, and the server's number for the context.
 pub(super) fn open(
@@ -90,7 +90,7 @@ fn option(
         let payload = read_payload(socket, fields.u32().unwrap_or_default())?;
         match kind {
             REPLY_ACK => return Ok(Ok(())),
-            kind if kind >= REPLY_ERROR => return Ok(Err(said(&payload))),
+            kind if kind >= REPLY_ERROR => return Ok(Err(message_suffix(&payload))),
             kind => take(kind, &payload)?,
         }
     }

@@ -29,7 +29,7 @@ pub const HOLE: u32 = 1;
 pub const ZERO: u32 = 2;
 /// Context for the depth in the chain of backing files: 0 nowhere, 1 the image itself, 2 the one below it. Served if
 /// the export was added with `allocation-depth`.
-pub const DEPTH: &str = "qemu:allocation-depth";
+pub const ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
 /// Status bit of a [`dirty_bitmap`]: written.
 pub const DIRTY: u32 = 1;
 
@@ -112,7 +112,7 @@ pub struct Client {
 
 impl Client {
     /// Opens an export; with a context, [`status`](Self::status) can be requested. Neither the connect nor a request
-    /// takes longer than `patience`.
+    /// takes longer than `timeout`.
     ///
     /// # Errors
     /// Fails if there is no such server, export or context.
@@ -120,12 +120,12 @@ impl Client {
         path: &Path,
         export: &str,
         context: Option<&str>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, NbdError> {
         let connect = |source| NbdError::Connect { path: path.to_owned(), source };
         let socket = UnixStream::connect(path).map_err(connect)?;
-        socket.set_read_timeout(Some(patience))?;
-        socket.set_write_timeout(Some(patience))?;
+        socket.set_read_timeout(Some(timeout))?;
+        socket.set_write_timeout(Some(timeout))?;
         let (size_bytes, context) = handshake::open(&socket, export, context)?;
         Ok(Self { socket, size_bytes, context, cookie: 0 })
     }
@@ -352,12 +352,12 @@ impl Chunk {
         let errno = fields.u32().unwrap_or_default() as i32;
         let len = fields.u16().unwrap_or_default();
         let text = fields.bytes(len.into()).unwrap_or_default();
-        Ok(Some((errno, said(text))))
+        Ok(Some((errno, message_suffix(text))))
     }
 }
 
 /// Formats a server's message as the end of a sentence.
-fn said(text: &[u8]) -> String {
+fn message_suffix(text: &[u8]) -> String {
     if text.is_empty() { String::new() } else { format!(": {}", String::from_utf8_lossy(text)) }
 }
 

@@ -1,7 +1,7 @@
 use super::*;
 
 const MB: u64 = 1_000_000;
-const LOOK_NS: u64 = 50_000_000;
+const SAMPLE_NS: u64 = 50_000_000;
 const WORKERS: u64 = 4;
 /// Processor time of handling a byte, in nanoseconds.
 const HANDLING: f64 = 0.5;
@@ -35,24 +35,24 @@ impl World {
     }
 
     /// Returns the counters of an interval with this way.
-    fn interval(&self, decision: &Decision) -> Observation {
+    fn interval(&self, decision: &Decision) -> CompressionObservation {
         let way = WAYS.iter().position(|way| *way == decision.way).unwrap();
-        let seconds = LOOK_NS as f64 / 1e9;
+        let seconds = SAMPLE_NS as f64 / 1e9;
         let data = self.rate(way) * seconds;
         let cpu = data * (HANDLING + PACKING[way]);
-        let all = LOOK_NS as f64 * WORKERS as f64;
+        let all = SAMPLE_NS as f64 * WORKERS as f64;
         let is_cpu_bound = self.processors * 1e9 / (HANDLING + PACKING[way]) <= self.rate(way) * 1.001;
         let trial = |tried: &Compression| {
             let way = WAYS.iter().position(|way| way == tried).unwrap();
-            Trial {
+            CompressionTrial {
                 way: *tried,
                 data_bytes: 262_144,
                 packed_bytes: (262_144.0 * self.ratios[way]) as u64,
                 pack_ns: (262_144.0 * PACKING[way]) as u64,
             }
         };
-        Observation {
-            interval_ns: LOOK_NS,
+        CompressionObservation {
+            interval_ns: SAMPLE_NS,
             workers: WORKERS as u32,
             data_bytes: data as u64,
             wire_bytes: (data * self.ratios[way]) as u64,
@@ -60,14 +60,14 @@ impl World {
             cpu_ns: cpu as u64,
             blocked_ns: if is_cpu_bound { 0 } else { (all - cpu) as u64 },
             peer_waited_ns: (all * (1.0 - self.rate(way) / self.peer_bytes_per_s)) as u64,
-            idle_ns: (LOOK_NS as f64 * self.processors - cpu).max(0.0) as u64,
+            idle_ns: (SAMPLE_NS as f64 * self.processors - cpu).max(0.0) as u64,
             trials: decision.try_out.iter().map(trial).collect(),
         }
     }
 }
 
 /// Returns the ways that are chosen, sample by sample.
-fn run(chooser: &mut Chooser, world: &World, looks: u32) -> Vec<Compression> {
+fn run(chooser: &mut CompressionPolicy, world: &World, looks: u32) -> Vec<Compression> {
     let mut decision = Decision { way: WAYS[chooser.present], ..Decision::default() };
     (0..looks)
         .map(|_| {
@@ -80,7 +80,7 @@ fn run(chooser: &mut Chooser, world: &World, looks: u32) -> Vec<Compression> {
 /// Returns the way that is chosen in the end. Where processors are the bottleneck, the policy checks now and then
 /// whether the link carries more than before.
 fn settles(world: &World) -> Compression {
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     let ways = run(&mut chooser, world, 200);
     assert!(chooser.is_informed || !chooser.link_is_slow, "what it picks counts");
     let taken = |way: Compression| ways[40..].iter().filter(|one| **one == way).count();
@@ -92,11 +92,11 @@ fn settles(world: &World) -> Compression {
 #[test]
 fn a_link_that_nobody_waits_for_is_left_alone() {
     let world = World::new(100_000, 2.0);
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     for look in 1..=100 {
         let decision = chooser.decide(&world.interval(&Decision::default()));
         // It has not reported idle time; at first it may only not have reported it yet.
-        let is_informed = look >= BUSY_LOOKS;
+        let is_informed = look >= BUSY_SAMPLES;
         let nothing = Decision { peer_is_busy: true, is_informed, ..Decision::default() };
         assert_eq!(decision, nothing, "nothing is even tried out");
     }
@@ -112,14 +112,14 @@ fn pages_are_looked_at_where_the_link_is_slow_and_from_then_on() {
         (World { peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) }, false),
         (World { peer_bytes_per_s: 0.9e9, ..World::new(1_200, 3.5) }, false),
     ] {
-        let mut chooser = Chooser::default();
+        let mut chooser = CompressionPolicy::default();
         run(&mut chooser, &world, 10);
         assert_eq!(chooser.link_is_slow, slow, "{world:?}");
         run(&mut chooser, &World { peer_bytes_per_s: 1e12, ..World::new(100_000, 2.0) }, 10);
         assert_eq!(chooser.link_is_slow, slow, "{world:?}");
     }
     let slow = World::new(118, 2.0);
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     assert!(!chooser.decide(&slow.interval(&Decision::default())).link_is_slow, "one look may be wrong");
 }
 
@@ -139,7 +139,7 @@ fn the_slower_the_link_the_harder_it_is_tried() {
 #[test]
 fn a_guest_that_stands_still_is_not_kept_waiting_by_hard_ways() {
     let standing = |world: &World| {
-        let mut chooser = Chooser::default();
+        let mut chooser = CompressionPolicy::default();
         run(&mut chooser, world, 60);
         WAYS[chooser.standing]
     };
@@ -164,19 +164,19 @@ fn a_busy_host_compresses_less() {
 #[test]
 fn a_destination_without_a_pause_is_not_burdened() {
     let world = World { peer_bytes_per_s: 0.9e9, ..World::new(1_200, 3.5) };
-    let ways = run(&mut Chooser::default(), &world, 100);
+    let ways = run(&mut CompressionPolicy::default(), &world, 100);
     assert!(ways.iter().all(|way| *way == Compression::None), "{ways:?}");
     // A destination that cannot follow compressed data.
     let world = World { peer_bytes_per_s: 2e9, ..World::new(1_200, 3.5) };
-    let ways = run(&mut Chooser::default(), &world, 30);
+    let ways = run(&mut CompressionPolicy::default(), &world, 30);
     assert!(ways.contains(&Compression::Lz4) && ways[29] == Compression::None, "{ways:?}");
 }
 
 /// A destination acknowledges several frames at once, and reports its idle time with them.
 #[test]
-fn what_is_told_in_lumps_is_no_lack_of_pauses() {
+fn idle_time_reported_in_bursts_counts() {
     let world = World::new(118, 2.0);
-    let (mut chooser, mut decision) = (Chooser::default(), Decision::default());
+    let (mut chooser, mut decision) = (CompressionPolicy::default(), Decision::default());
     let mut untold_ns = 0;
     for look in 0..60 {
         let mut observed = world.interval(&decision);
@@ -189,7 +189,7 @@ fn what_is_told_in_lumps_is_no_lack_of_pauses() {
 
 #[test]
 fn it_follows_a_link_that_changes() {
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     run(&mut chooser, &World::new(12, 2.0), 60);
     assert_eq!(WAYS[chooser.present], Compression::Zstd(7));
     // No worker waits for a link that became faster; its rate is found out step by step.
@@ -207,7 +207,7 @@ fn it_follows_a_link_that_changes() {
 #[test]
 fn a_host_without_idle_processors_tries_nothing() {
     let world = World { processors: 1.0, peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) };
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     for _ in 0..100 {
         let observed = world.interval(&Decision::default());
         assert!(observed.blocked_ns > 0 && observed.peer_waited_ns > 0);
@@ -219,9 +219,9 @@ fn a_host_without_idle_processors_tries_nothing() {
 /// Memory whose parts differ: a trial may have seen the part that does not compress, and noise behind text is no
 /// reason to send the text behind it uncompressed.
 #[test]
-fn noise_here_and_there_does_not_keep_text_from_being_compressed() {
+fn scattered_noise_does_not_stop_compression_of_text() {
     let (text, noise) = (World::new(12, 2.0), World { ratios: NOISE, ..World::new(12, 2.0) });
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     let ways = run(&mut chooser, &noise, 10);
     assert!(ways.iter().all(|way| *way == Compression::None), "{ways:?}");
     for _ in 0..10 {
@@ -236,7 +236,7 @@ fn noise_here_and_there_does_not_keep_text_from_being_compressed() {
 #[test]
 fn text_behind_much_noise_is_compressed_at_once() {
     let (text, noise) = (World::new(12, 2.0), World { ratios: NOISE, ..World::new(12, 2.0) });
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     for _ in 0..3 {
         let ways = run(&mut chooser, &text, 60);
         assert!(ways[5..].iter().all(|way| *way != Compression::None), "{ways:?}");
@@ -248,10 +248,10 @@ fn text_behind_much_noise_is_compressed_at_once() {
 /// Text for which the destination has no time: it is known to compress, and is no reason to try all ways again before
 /// their time.
 #[test]
-fn what_compresses_and_is_not_worth_it_is_tried_as_seldom_as_anything() {
+fn compressible_data_is_not_retried_early_if_it_does_not_pay() {
     let taken = World::new(1_200, 3.5);
     let world = World { peer_bytes_per_s: 0.9e9, ..taken };
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     run(&mut chooser, &taken, 30);
     run(&mut chooser, &world, 10);
     let mut decision = Decision { way: WAYS[chooser.present], ..Decision::default() };
@@ -260,14 +260,14 @@ fn what_compresses_and_is_not_worth_it_is_tried_as_seldom_as_anything() {
         assert_eq!(decision.way, Compression::None);
         decision.try_out.len() > 1
     };
-    let tried = (0..5 * TRIAL_LOOKS).filter(|_| tries_all()).count();
+    let tried = (0..5 * TRIAL_SAMPLES).filter(|_| tries_all()).count();
     assert!((1..=5).contains(&tried), "{tried}");
 }
 
 /// Text, and then noise: the result of a way on the noise is known at the next sample, too.
 #[test]
-fn content_that_changes_is_followed_without_going_back_and_forth() {
-    let mut chooser = Chooser::default();
+fn changing_content_is_followed_without_oscillation() {
+    let mut chooser = CompressionPolicy::default();
     run(&mut chooser, &World::new(118, 2.0), 60);
     let noise = World { ratios: NOISE, ..World::new(118, 2.0) };
     let ways = run(&mut chooser, &noise, 200);
@@ -278,10 +278,10 @@ fn content_that_changes_is_followed_without_going_back_and_forth() {
 
 #[test]
 fn what_a_link_may_carry_has_its_bounds() {
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     run(&mut chooser, &World::new(118, 2.0), 20);
     // An hour of samples in which no worker waits.
-    let calm = Observation {
+    let calm = CompressionObservation {
         blocked_ns: 0,
         ..World::new(118, 2.0).interval(&Decision { way: Compression::Zstd(3), ..Decision::default() })
     };
@@ -294,11 +294,14 @@ fn what_a_link_may_carry_has_its_bounds() {
 
 #[test]
 fn an_interval_without_data_changes_nothing() {
-    let mut chooser = Chooser::default();
+    let mut chooser = CompressionPolicy::default();
     run(&mut chooser, &World::new(118, 2.0), 60);
     let before = chooser.clone();
-    let decision =
-        chooser.decide(&Observation { interval_ns: LOOK_NS, workers: 4, ..Observation::default() });
+    let decision = chooser.decide(&CompressionObservation {
+        interval_ns: SAMPLE_NS,
+        workers: 4,
+        ..CompressionObservation::default()
+    });
     assert_eq!((decision.way, chooser.present), (WAYS[before.present], before.present));
     assert_eq!(chooser.link_bytes_per_s, before.link_bytes_per_s);
 }

@@ -25,13 +25,13 @@
 
 mod step;
 
-use proto::message::{RegisterRequest, Verdict};
+use proto::message::{RegistryRequest, Verdict};
 use proto::{Epoch, Incarnation};
 use serde::{Deserialize, Serialize};
 
-use super::recover::Decision;
-use super::register::{RegisterAnswer, Use};
-use super::{Found, Ignored, Illegal, Role, Step, Terms};
+use super::recover::OperatorDecision;
+use super::register::{RegistryAnswer, RequestPurpose};
+use super::{Ignored, Illegal, MigrationTerms, QemuAtStart, Role, Step};
 
 /// State of the destination, as the journal keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -158,11 +158,11 @@ pub enum DestinationEvent {
     /// QEMU has refused `cont`, or it could not be sent at all: no vCPU has run.
     ContFailed,
     /// The agent has started and has loaded the state from the journal.
-    Restarted(Found),
+    Restarted(QemuAtStart),
     /// The registry has answered, or has failed to answer.
-    RegisterSays(RegisterAnswer),
+    RegisterSays(RegistryAnswer),
     /// An operator has decided.
-    OperatorDecides(Decision),
+    OperatorDecides(OperatorDecision),
     /// Timer: the state's request is to be repeated.
     Repeat,
 }
@@ -188,9 +188,9 @@ pub enum DestinationEffect {
     /// effect.
     Register {
         /// Purpose of the request.
-        why: Use,
+        why: RequestPurpose,
         /// The request.
-        request: RegisterRequest,
+        request: RegistryRequest,
     },
     /// QMP `cont`; ends in `Contd`, `ContFailed` or `QemuDied`.
     Cont,
@@ -267,7 +267,7 @@ impl DestinationState {
     }
 
     /// Returns true if this copy of the guest may neither be run nor discarded before a decision arrives.
-    pub fn in_doubt(&self) -> bool {
+    pub fn is_in_doubt(&self) -> bool {
         matches!(self, Self::Ready { .. } | Self::Taking { .. })
     }
 
@@ -317,8 +317,8 @@ impl DestinationEvent {
     }
 }
 
-impl From<(Use, RegisterRequest)> for DestinationEffect {
-    fn from((why, request): (Use, RegisterRequest)) -> Self {
+impl From<(RequestPurpose, RegistryRequest)> for DestinationEffect {
+    fn from((why, request): (RequestPurpose, RegistryRequest)) -> Self {
         Self::Register { why, request }
     }
 }
@@ -350,7 +350,7 @@ impl DestinationEffect {
 ///
 /// [`Illegal`] where the event cannot happen in the state; the state stays as it is.
 pub fn destination(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {

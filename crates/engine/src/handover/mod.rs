@@ -36,7 +36,7 @@
 //!    with the host. The rule behind it: entries that let a vCPU of the *source* run again are durable, because its
 //!    RAM does not outlive a crash of the host but its disks do; `PREPARED` is durable because it makes a rebooted
 //!    host ask first.
-//! 4. **After a restart** the agent loads the last entry and its [`Terms`], searches the QEMU and feeds `Restarted`
+//! 4. **After a restart** the agent loads the last entry and its [`MigrationTerms`], searches the QEMU and feeds `Restarted`
 //!    before anything else. Unfinished effects are not remembered; every state repeats what is necessary, so all
 //!    effects must be harmless when done twice.
 //! 5. **Messages** of a peer go to the state machine of their epoch, out of the journal if need be: a source that has
@@ -62,13 +62,13 @@ pub mod table;
 
 use std::fmt;
 
-use proto::message::RegisterRequest;
+use proto::message::RegistryRequest;
 use proto::{Epoch, HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
 /// Data on which both hosts agreed when they prepared; journalled with PREPARED and the same throughout a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Terms {
+pub struct MigrationTerms {
     /// The VM and the epoch of this attempt.
     pub migration: MigrationId,
     /// The host at which the VM runs.
@@ -83,7 +83,7 @@ pub struct Terms {
     pub witness: Option<HostId>,
 }
 
-impl Terms {
+impl MigrationTerms {
     /// Returns the epoch of this attempt.
     pub fn epoch(&self) -> Epoch {
         self.migration.epoch
@@ -112,7 +112,7 @@ impl fmt::Display for Role {
 /// State of its QEMU that an agent finds when it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Found {
+pub enum QemuAtStart {
     /// The process lives and its vCPUs run.
     Running,
     /// The process lives and its vCPUs do not run, or it is held by SIGSTOP and cannot be asked.
@@ -159,9 +159,9 @@ impl<S, E> Move<S, E> {
     }
 
     /// Adds a request to the registry, where there is one.
-    fn asking(self, why: register::Use, request: Option<RegisterRequest>) -> Self
+    fn asking(self, why: register::RequestPurpose, request: Option<RegistryRequest>) -> Self
     where
-        E: From<(register::Use, RegisterRequest)>,
+        E: From<(register::RequestPurpose, RegistryRequest)>,
     {
         match request {
             Some(request) => self.when("register").then([E::from((why, request))]),

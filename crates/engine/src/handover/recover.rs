@@ -6,14 +6,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Terms;
+use super::MigrationTerms;
 use super::destination::DestinationState;
 use super::source::SourceState;
 
 /// Decision of an operator, at either host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "decision", rename_all = "kebab-case")]
-pub enum Decision {
+pub enum OperatorDecision {
     /// The guest is to run at this host.
     RunHere {
         /// At the source: also if the destination owns the VM in the registry.
@@ -32,7 +32,7 @@ pub enum Decision {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
     /// The decision.
-    pub decision: Decision,
+    pub decision: OperatorDecision,
     /// Its consequence.
     pub then: String,
     /// Condition under which it is right, and the damage if the condition does not hold.
@@ -58,7 +58,7 @@ const GONE: &str = "only if the register is lost for good, or has been made anew
                     this decision, and may give the VM to the other host";
 
 /// Returns the advice for the source's operator.
-pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
+pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
     let there = &terms.destination;
     let epoch = terms.epoch();
     match state {
@@ -68,7 +68,7 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
                 format!("some of its memory was only on this host when {there} was last heard of"),
             ],
             unknown: vec![format!("whether {there} has all of it by now")],
-            choices: vec![elsewhere(terms)],
+            choices: vec![run_elsewhere_choice(terms)],
         },
         SourceState::Committed { incarnation, .. } => Advice {
             known: vec![
@@ -79,7 +79,7 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
                 "the guest does not run on this host; its memory is held as it was when it was stopped"
                     .to_owned(),
                 format!("neither RUNNING nor REFUSED of epoch {epoch} has arrived"),
-                register_line(terms),
+                registry_line(terms),
             ],
             unknown: vec![format!(
                 "whether the guest runs on {there}, and whether it has written to its disks"
@@ -92,20 +92,20 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
                 "the guest does not run on this host".to_owned(),
             ],
             unknown: vec!["what the register will say".to_owned()],
-            choices: [(!force).then(|| forced(terms))]
+            choices: [(!force).then(|| forced_choice(terms))]
                 .into_iter()
                 .flatten()
-                .chain(unregistered(terms))
+                .chain(choices_without_registry(terms))
                 .collect(),
         },
         SourceState::Bereft { .. } => Advice {
             known: vec![
                 format!("this host's copy of the guest was lost during migration {}", terms.migration),
                 format!("no entry says that the guest ran on after it was stopped for {there}"),
-                register_line(terms),
+                registry_line(terms),
             ],
             unknown: vec![format!("whether {there} has a complete copy, and whether it runs")],
-            choices: bereft_choices(terms),
+            choices: qemu_lost_choices(terms),
         },
         SourceState::Idle
         | SourceState::Prepared { .. }
@@ -122,7 +122,7 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
 }
 
 /// Returns the advice for the destination's operator.
-pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
+pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> Advice {
     let there = &terms.source;
     let epoch = terms.epoch();
     match state {
@@ -133,7 +133,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
                     terms.migration
                 ),
                 "it has never run, and nothing here says whether it is to run".to_owned(),
-                register_line(terms),
+                registry_line(terms),
             ],
             unknown: vec![format!("whether {there} committed epoch {epoch}, or went on running the guest")],
             choices: ready_choices(terms, *run),
@@ -146,21 +146,21 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
             unknown: vec!["what it will say".to_owned()],
             choices: vec![
                 Choice {
-                    decision: Decision::RunElsewhere,
+                    decision: OperatorDecision::RunElsewhere,
                     then: format!(
                         "the register is told that {there} has the guest, and this copy is thrown away"
                     ),
                     risk: format!("if {there} does not come back, this was the only copy"),
                 },
                 Choice {
-                    decision: Decision::WithoutRegister { run_here: true },
+                    decision: OperatorDecision::WithoutRegister { run_here: true },
                     then: "the guest runs here from the moment at which it was stopped".to_owned(),
                     risk: format!(
                         "right only if it has not been taken back by {there}, and {GONE}. {TWO}: {there}"
                     ),
                 },
                 Choice {
-                    decision: Decision::WithoutRegister { run_here: false },
+                    decision: OperatorDecision::WithoutRegister { run_here: false },
                     then: format!("this copy is thrown away and {there}, when it comes back, is told so"),
                     risk: format!("{GONE}. If {there} does not come back, this was the only copy"),
                 },
@@ -173,7 +173,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
             ],
             unknown: vec!["what it will say".to_owned()],
             choices: vec![Choice {
-                decision: Decision::WithoutRegister { run_here: false },
+                decision: OperatorDecision::WithoutRegister { run_here: false },
                 then: format!("{there} is told that this copy cannot run, without the register's word"),
                 risk: GONE.to_owned(),
             }],
@@ -182,7 +182,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
             known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
             unknown: vec![format!("whether the guest had run here: {there} may know, and is being asked")],
             choices: vec![Choice {
-                decision: Decision::RunElsewhere,
+                decision: OperatorDecision::RunElsewhere,
                 then: format!(
                     "{there} is not asked any more: it keeps what it has, what becomes of that is decided there, and what \
                      copied disks left here stays"
@@ -198,7 +198,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
                 "whether the guest had run here: the register of owners is being asked, and {there}"
             )],
             choices: vec![Choice {
-                decision: Decision::WithoutRegister { run_here: false },
+                decision: OperatorDecision::WithoutRegister { run_here: false },
                 then: format!(
                     "{there} is told that this copy is gone and may have run; it keeps its own, and its operator decides"
                 ),
@@ -240,7 +240,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
     }
 }
 
-fn ready_choices(terms: &Terms, run: bool) -> Vec<Choice> {
+fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
     let there = &terms.source;
     let then = if run {
         "the guest runs here from the moment at which it was stopped"
@@ -256,20 +256,21 @@ fn ready_choices(terms: &Terms, run: bool) -> Vec<Choice> {
         ),
     };
     let mut choices = vec![
-        run_here(Decision::RunHere { force: false }, ""),
+        run_here(OperatorDecision::RunHere { force: false }, ""),
         Choice {
-            decision: Decision::RunElsewhere,
+            decision: OperatorDecision::RunElsewhere,
             then: format!("this copy is thrown away and {there}, when it comes back, is told so"),
             risk: format!("if {there} does not come back, this was the only copy"),
         },
     ];
     if terms.register.is_some() {
-        choices.push(run_here(Decision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
+        choices
+            .push(run_here(OperatorDecision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
     }
     choices
 }
 
-fn starting_choices(terms: &Terms) -> Vec<Choice> {
+fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.source;
     let give_up = |decision, only: &str| Choice {
         decision,
@@ -278,37 +279,39 @@ fn starting_choices(terms: &Terms) -> Vec<Choice> {
             "right only if the guest has not run here: otherwise its disks do not fit {there}'s memory{only}"
         ),
     };
-    let mut choices = vec![give_up(Decision::RunElsewhere, "")];
+    let mut choices = vec![give_up(OperatorDecision::RunElsewhere, "")];
     if terms.register.is_some() {
         choices.push(Choice {
-            decision: Decision::WithoutRegister { run_here: true },
+            decision: OperatorDecision::WithoutRegister { run_here: true },
             then: "the guest is continued here".to_owned(),
             risk: format!(
                 "right only if {there}'s operator has not taken it back, and {GONE}. {TWO}: {there}"
             ),
         });
-        choices.push(give_up(Decision::WithoutRegister { run_here: false }, &format!(". And {GONE}")));
+        choices
+            .push(give_up(OperatorDecision::WithoutRegister { run_here: false }, &format!(". And {GONE}")));
     }
     choices
 }
 
-fn bereft_choices(terms: &Terms) -> Vec<Choice> {
+fn qemu_lost_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.destination;
     let run_here = |decision, only: &str| Choice {
         decision,
         then: "this host owns the VM again; start it from its disks".to_owned(),
         risk: format!("what the guest had only in memory is lost. {only}{TWO}: {there}"),
     };
-    let mut choices = vec![run_here(Decision::RunHere { force: false }, "")];
+    let mut choices = vec![run_here(OperatorDecision::RunHere { force: false }, "")];
     if terms.register.is_some() {
         choices.push(run_here(
-            Decision::RunHere { force: true },
+            OperatorDecision::RunHere { force: true },
             &format!("The register gives the VM to this host even if {there} has taken it. "),
         ));
-        choices.push(run_here(Decision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
+        choices
+            .push(run_here(OperatorDecision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
     }
     choices.push(Choice {
-        decision: Decision::RunElsewhere,
+        decision: OperatorDecision::RunElsewhere,
         then: format!("this host forgets the VM; {there} keeps what it has"),
         risk: format!("if {there} has no complete copy, nobody has one"),
     });
@@ -316,16 +319,16 @@ fn bereft_choices(terms: &Terms) -> Vec<Choice> {
 }
 
 /// Returns the source's two decisions without the registry.
-fn unregistered(terms: &Terms) -> [Choice; 2] {
+fn choices_without_registry(terms: &MigrationTerms) -> [Choice; 2] {
     let there = &terms.destination;
     [
         Choice {
-            decision: Decision::WithoutRegister { run_here: true },
+            decision: OperatorDecision::WithoutRegister { run_here: true },
             then: "the guest continues here from the moment at which it was stopped".to_owned(),
             risk: format!("right only if it never ran on {there}, and {GONE}. {TWO}: {there}"),
         },
         Choice {
-            decision: Decision::WithoutRegister { run_here: false },
+            decision: OperatorDecision::WithoutRegister { run_here: false },
             then: format!("what is held here is thrown away; {there} has the guest"),
             risk: format!(
                 "if {there} has it not, or cannot run it, its memory is lost and it has to be started from its disks; \
@@ -335,33 +338,33 @@ fn unregistered(terms: &Terms) -> [Choice; 2] {
     ]
 }
 
-fn committed_choices(terms: &Terms) -> Vec<Choice> {
+fn committed_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.destination;
     let mut choices = vec![if terms.register.is_some() {
         Choice {
-            decision: Decision::RunHere { force: false },
+            decision: OperatorDecision::RunHere { force: false },
             then: format!("the register is asked; the guest continues here if {there} has not taken it"),
             risk: "none: exactly one side succeeds".to_owned(),
         }
     } else {
         Choice {
-            decision: Decision::RunHere { force: false },
+            decision: OperatorDecision::RunHere { force: false },
             then: "the guest continues here from the moment at which it was stopped".to_owned(),
             risk: format!("right only if it never ran on {there}. {TWO}: {there}"),
         }
     }];
     if terms.register.is_some() {
-        let [run_here, _] = unregistered(terms);
-        choices.extend([forced(terms), run_here]);
+        let [run_here, _] = choices_without_registry(terms);
+        choices.extend([forced_choice(terms), run_here]);
     }
-    choices.push(elsewhere(terms));
+    choices.push(run_elsewhere_choice(terms));
     choices
 }
 
-fn elsewhere(terms: &Terms) -> Choice {
+fn run_elsewhere_choice(terms: &MigrationTerms) -> Choice {
     let there = &terms.destination;
     Choice {
-        decision: Decision::RunElsewhere,
+        decision: OperatorDecision::RunElsewhere,
         then: format!("the copy held here is thrown away; {there} has the guest"),
         risk: format!(
             "if {there} cannot run it, or has not all of its memory yet, its memory is lost and it has to be started \
@@ -370,10 +373,10 @@ fn elsewhere(terms: &Terms) -> Choice {
     }
 }
 
-fn forced(terms: &Terms) -> Choice {
+fn forced_choice(terms: &MigrationTerms) -> Choice {
     let there = &terms.destination;
     Choice {
-        decision: Decision::RunHere { force: true },
+        decision: OperatorDecision::RunHere { force: true },
         then: format!("this host takes the VM in the register, even from {there}, and continues the guest"),
         risk: format!(
             "right only if {there} took it and never ran it: a guest that ran there has changed its disks. {TWO}: \
@@ -382,7 +385,7 @@ fn forced(terms: &Terms) -> Choice {
     }
 }
 
-fn register_line(terms: &Terms) -> String {
+fn registry_line(terms: &MigrationTerms) -> String {
     if terms.register.is_some() {
         "a register of owners is configured: no side runs the guest without winning there".to_owned()
     } else {

@@ -23,26 +23,26 @@
 //! An *offer* beside (b, source) records that the source has journalled COMMITTED. It is a GO that a destination can
 //! read when the source's host is lost.
 
-use proto::message::{Offer, Ownership, RegisterReply, RegisterRequest};
+use proto::message::{Offer, Ownership, RegistryReply, RegistryRequest};
 use proto::{Epoch, HostId, Incarnation, VmName};
 use serde::{Deserialize, Serialize};
 
-use super::Terms;
+use super::MigrationTerms;
 
 /// Processes a request. Returns the reply, and the record to store if it changes.
-pub fn apply(request: &RegisterRequest, record: Option<&Ownership>) -> (RegisterReply, Option<Ownership>) {
-    let stands = |record: Option<&Ownership>| RegisterReply::Stands { record: record.cloned() };
+pub fn apply(request: &RegistryRequest, record: Option<&Ownership>) -> (RegistryReply, Option<Ownership>) {
+    let stands = |record: Option<&Ownership>| RegistryReply::Stands { record: record.cloned() };
     match request {
-        RegisterRequest::Read { .. } => (stands(record), None),
-        RegisterRequest::CompareAndSet { expected, new, .. } => {
+        RegistryRequest::Read { .. } => (stands(record), None),
+        RegistryRequest::CompareAndSet { expected, new, .. } => {
             let found = record.map(|record| (record.epoch, &record.owner));
             if found != expected.as_ref().map(|(epoch, owner)| (*epoch, owner)) {
                 (stands(record), None)
             } else if found.is_some_and(|(epoch, _)| new.epoch < epoch) {
                 let reason = format!("epoch {} would follow a later one; epochs only grow", new.epoch);
-                (RegisterReply::Failed { reason }, None)
+                (RegistryReply::Failed { reason }, None)
             } else {
-                (RegisterReply::Set, Some(new.clone()))
+                (RegistryReply::Set, Some(new.clone()))
             }
         }
     }
@@ -51,7 +51,7 @@ pub fn apply(request: &RegisterRequest, record: Option<&Ownership>) -> (Register
 /// Knowledge of an agent after a request to the registry.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum RegisterAnswer {
+pub enum RegistryAnswer {
     /// The present record.
     Stands(Option<Ownership>),
     /// The request was not carried out: there was no connection, or the registry has reported that.
@@ -60,24 +60,24 @@ pub enum RegisterAnswer {
     Unknown,
 }
 
-impl RegisterAnswer {
+impl RegistryAnswer {
     /// Returns the answer that follows from a reply.
-    pub fn from_reply(request: &RegisterRequest, reply: RegisterReply) -> Self {
+    pub fn from_reply(request: &RegistryRequest, reply: RegistryReply) -> Self {
         match (reply, request) {
-            (RegisterReply::Set, RegisterRequest::CompareAndSet { new, .. }) => {
+            (RegistryReply::Set, RegistryRequest::CompareAndSet { new, .. }) => {
                 Self::Stands(Some(new.clone()))
             }
-            (RegisterReply::Stands { record }, _) => Self::Stands(record),
-            (RegisterReply::Failed { .. }, _) => Self::Unreachable,
+            (RegistryReply::Stands { record }, _) => Self::Stands(record),
+            (RegistryReply::Failed { .. }, _) => Self::Unreachable,
             // A peer that answers a read with `Set` has returned no information.
-            (RegisterReply::Set, RegisterRequest::Read { .. }) => Self::Unknown,
+            (RegistryReply::Set, RegistryRequest::Read { .. }) => Self::Unknown,
         }
     }
 }
 
 /// Meaning of a record for one migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum RecordMeaning {
     /// Neither host has acquired this epoch.
     Open {
         /// The epoch in which the source owns the VM.
@@ -96,29 +96,29 @@ pub enum Standing {
 }
 
 /// Interprets a record.
-pub fn standing(terms: &Terms, record: Option<&Ownership>) -> Standing {
-    let Some(record) = record else { return Standing::Foreign };
+pub fn interpret_record(terms: &MigrationTerms, record: Option<&Ownership>) -> RecordMeaning {
+    let Some(record) = record else { return RecordMeaning::Foreign };
     if record.epoch > terms.epoch() {
         // A third host has it by a migration of this one's source, or by a false claim: the registry does not show
         // which. The source does, when it is asked.
         let ours = record.owner == terms.source || record.owner == terms.destination;
-        if ours { Standing::MovedOn } else { Standing::Foreign }
+        if ours { RecordMeaning::MovedOn } else { RecordMeaning::Foreign }
     } else if record.epoch == terms.epoch() {
         match &record.owner {
-            owner if *owner == terms.destination => Standing::Destination,
-            owner if *owner == terms.source => Standing::Source,
-            _ => Standing::Foreign,
+            owner if *owner == terms.destination => RecordMeaning::Destination,
+            owner if *owner == terms.source => RecordMeaning::Source,
+            _ => RecordMeaning::Foreign,
         }
     } else if record.owner == terms.source {
-        Standing::Open { since: record.epoch, offer: record.offer.as_deref().cloned() }
+        RecordMeaning::Open { since: record.epoch, offer: record.offer.as_deref().cloned() }
     } else {
-        Standing::Foreign
+        RecordMeaning::Foreign
     }
 }
 
 /// Purpose of a request to the registry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Use {
+pub enum RequestPurpose {
     /// Read the record.
     Read,
     /// Record COMMITTED for a destination that cannot ask. Best effort.
@@ -129,7 +129,7 @@ pub enum Use {
     GiveBack,
 }
 
-impl Use {
+impl RequestPurpose {
     /// Returns the effect's name in the table.
     pub fn name(self) -> &'static str {
         match self {
@@ -143,8 +143,8 @@ impl Use {
 
 /// Returns the request that enters a VM, which the registry does not know yet, with its owner. For adoption, not for a
 /// migration.
-pub fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegisterRequest {
-    RegisterRequest::CompareAndSet {
+pub fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegistryRequest {
+    RegistryRequest::CompareAndSet {
         vm,
         expected: None,
         new: Ownership { epoch, owner, offer: None, released: false },
@@ -152,39 +152,39 @@ pub fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegisterRequest {
 }
 
 /// Returns the request for the record.
-pub fn read(terms: &Terms) -> RegisterRequest {
-    RegisterRequest::Read { vm: terms.migration.vm.clone() }
+pub fn read(terms: &MigrationTerms) -> RegistryRequest {
+    RegistryRequest::Read { vm: terms.migration.vm.clone() }
 }
 
 /// Returns the request (since, source) → (since, source) with an offer.
-pub fn offer(terms: &Terms, since: Epoch, incarnation: &Incarnation, run: bool) -> RegisterRequest {
+pub fn offer(terms: &MigrationTerms, since: Epoch, incarnation: &Incarnation, run: bool) -> RegistryRequest {
     let offer = Offer { epoch: terms.epoch(), incarnation: incarnation.clone(), run };
     change(terms, (since, &terms.source), (since, &terms.source), Some(offer))
 }
 
 /// Returns the request (since, source) → (e, destination).
-pub fn take_by_destination(terms: &Terms, since: Epoch) -> RegisterRequest {
+pub fn acquire_by_destination(terms: &MigrationTerms, since: Epoch) -> RegistryRequest {
     change(terms, (since, &terms.source), (terms.epoch(), &terms.destination), None)
 }
 
 /// Returns the request (since, source) → (e, source).
-pub fn take_by_source(terms: &Terms, since: Epoch) -> RegisterRequest {
+pub fn acquire_by_source(terms: &MigrationTerms, since: Epoch) -> RegistryRequest {
     change(terms, (since, &terms.source), (terms.epoch(), &terms.source), None)
 }
 
 /// Returns the request (e, destination) → (e, source), which the destination makes to return the VM, and an operator
 /// to force that.
-pub fn give_back(terms: &Terms) -> RegisterRequest {
+pub fn return_to_source(terms: &MigrationTerms) -> RegistryRequest {
     change(terms, (terms.epoch(), &terms.destination), (terms.epoch(), &terms.source), None)
 }
 
 fn change(
-    terms: &Terms,
+    terms: &MigrationTerms,
     from: (Epoch, &HostId),
     to: (Epoch, &HostId),
     offer: Option<Offer>,
-) -> RegisterRequest {
-    RegisterRequest::CompareAndSet {
+) -> RegistryRequest {
+    RegistryRequest::CompareAndSet {
         vm: terms.migration.vm.clone(),
         expected: Some((from.0, from.1.clone())),
         new: Ownership { epoch: to.0, owner: to.1.clone(), offer: offer.map(Box::new), released: false },

@@ -24,13 +24,13 @@
 
 mod step;
 
-use proto::message::{RegisterRequest, Verdict};
+use proto::message::{RegistryRequest, Verdict};
 use proto::{Epoch, Incarnation};
 use serde::{Deserialize, Serialize};
 
-use super::recover::Decision;
-use super::register::{RegisterAnswer, Use};
-use super::{Found, Ignored, Illegal, Role, Step, Terms};
+use super::recover::OperatorDecision;
+use super::register::{RegistryAnswer, RequestPurpose};
+use super::{Ignored, Illegal, MigrationTerms, QemuAtStart, Role, Step};
 
 /// State of the source, as the journal keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -153,13 +153,13 @@ pub enum SourceEvent {
     /// `cont` has failed.
     ContinueFailed,
     /// The agent has started and has loaded the state from the journal.
-    Restarted(Found),
+    Restarted(QemuAtStart),
     /// The destination has been unreachable for longer than the configured limit.
     ContactLostForGood,
     /// The registry has answered, or has failed to answer.
-    RegisterSays(RegisterAnswer),
+    RegisterSays(RegistryAnswer),
     /// An operator has decided.
-    OperatorDecides(Decision),
+    OperatorDecides(OperatorDecision),
     /// Timer: the state's request is to be repeated.
     Repeat,
 }
@@ -203,9 +203,9 @@ pub enum SourceEffect {
     /// effect.
     Register {
         /// Purpose of the request.
-        why: Use,
+        why: RequestPurpose,
         /// The request.
-        request: RegisterRequest,
+        request: RegistryRequest,
     },
     /// Report to the user.
     Report(SourceReport),
@@ -331,8 +331,8 @@ impl SourceEvent {
     }
 }
 
-impl From<(Use, RegisterRequest)> for SourceEffect {
-    fn from((why, request): (Use, RegisterRequest)) -> Self {
+impl From<(RequestPurpose, RegistryRequest)> for SourceEffect {
+    fn from((why, request): (RequestPurpose, RegistryRequest)) -> Self {
         Self::Register { why, request }
     }
 }
@@ -368,7 +368,7 @@ impl SourceEffect {
 ///
 /// [`Illegal`] where the event cannot happen in the state; the state stays as it is.
 pub fn source(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> Result<Step<SourceState, SourceEffect>, Illegal> {

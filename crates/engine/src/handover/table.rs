@@ -10,10 +10,10 @@ use proto::message::{Offer, Ownership, Verdict};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use super::recover::Decision;
-use super::register::RegisterAnswer;
+use super::recover::OperatorDecision;
+use super::register::RegistryAnswer;
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
-use super::{Found, Illegal, Move, Role, Step, Terms};
+use super::{Illegal, MigrationTerms, Move, QemuAtStart, Role, Step};
 
 /// One legal transition.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -173,12 +173,12 @@ const EPOCH: Epoch = Epoch(7);
 const BASE: Epoch = Epoch(4);
 
 /// Returns terms with a registry and without. (All names pass the check; a test shows that the table is not empty.)
-fn sample_terms() -> Vec<Terms> {
+fn sample_terms() -> Vec<MigrationTerms> {
     let names = (VmName::new("vm"), HostId::new("source"), HostId::new("destination"));
     let (Ok(vm), Ok(source), Ok(destination)) = names else { return vec![] };
     let migration = MigrationId { vm, epoch: EPOCH };
-    let terms = Terms { migration, source, destination, register: None, witness: None };
-    vec![Terms { register: Some(BASE), ..terms.clone() }, terms]
+    let terms = MigrationTerms { migration, source, destination, register: None, witness: None };
+    vec![MigrationTerms { register: Some(BASE), ..terms.clone() }, terms]
 }
 
 fn incarnation(pid: u32) -> Incarnation {
@@ -230,18 +230,19 @@ fn destination_states() -> Vec<DestinationState> {
     ]
 }
 
-const FOUND: [Found; 4] = [Found::Running, Found::Paused, Found::Gone, Found::Rebooted];
+const FOUND: [QemuAtStart; 4] =
+    [QemuAtStart::Running, QemuAtStart::Paused, QemuAtStart::Gone, QemuAtStart::Rebooted];
 
-const DECISIONS: [Decision; 5] = [
-    Decision::RunHere { force: false },
-    Decision::RunHere { force: true },
-    Decision::RunElsewhere,
-    Decision::WithoutRegister { run_here: true },
-    Decision::WithoutRegister { run_here: false },
+const DECISIONS: [OperatorDecision; 5] = [
+    OperatorDecision::RunHere { force: false },
+    OperatorDecision::RunHere { force: true },
+    OperatorDecision::RunElsewhere,
+    OperatorDecision::WithoutRegister { run_here: true },
+    OperatorDecision::WithoutRegister { run_here: false },
 ];
 
 /// Returns every answer of a registry that a role may distinguish; none if there is no registry.
-fn answers(terms: &Terms) -> Vec<RegisterAnswer> {
+fn answers(terms: &MigrationTerms) -> Vec<RegistryAnswer> {
     let Some(base) = terms.register else { return vec![] };
     let owned = |epoch, owner: &HostId, offer| {
         Some(Ownership { epoch, owner: owner.clone(), offer, released: false })
@@ -261,13 +262,13 @@ fn answers(terms: &Terms) -> Vec<RegisterAnswer> {
         HostId::new("third").ok().and_then(|third| owned(EPOCH.next(), &third, None)),
         None,
     ]
-    .map(RegisterAnswer::Stands)
+    .map(RegistryAnswer::Stands)
     .into_iter()
-    .chain([RegisterAnswer::Unreachable, RegisterAnswer::Unknown])
+    .chain([RegistryAnswer::Unreachable, RegistryAnswer::Unknown])
     .collect()
 }
 
-fn source_events(terms: &Terms) -> Vec<SourceEvent> {
+fn source_events(terms: &MigrationTerms) -> Vec<SourceEvent> {
     use SourceEvent as On;
     let epoch = EPOCH;
     let mut events = vec![];
@@ -291,7 +292,7 @@ fn source_events(terms: &Terms) -> Vec<SourceEvent> {
     events
 }
 
-fn destination_events(terms: &Terms) -> Vec<DestinationEvent> {
+fn destination_events(terms: &MigrationTerms) -> Vec<DestinationEvent> {
     use DestinationEvent as On;
     let epoch = EPOCH;
     let says = |verdict| On::SourceSays { epoch, verdict };

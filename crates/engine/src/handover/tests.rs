@@ -1,17 +1,17 @@
 use proptest::prelude::*;
-use proto::message::{Ownership, RegisterReply, Verdict};
+use proto::message::{Ownership, RegistryReply, Verdict};
 use proto::{Generation, Incarnation, VmName};
 
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use super::recover::{Choice, Decision, advise_destination, advise_source};
-use super::register::{RegisterAnswer, Standing, apply};
+use super::recover::{Choice, OperatorDecision, advise_destination, advise_source};
+use super::register::{RecordMeaning, RegistryAnswer, apply};
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
 use super::*;
 
 const EPOCH: Epoch = Epoch(7);
 
-fn terms(register: Option<Epoch>) -> Terms {
-    Terms {
+fn terms(register: Option<Epoch>) -> MigrationTerms {
+    MigrationTerms {
         migration: MigrationId { vm: VmName::new("vm").unwrap(), epoch: EPOCH },
         source: HostId::new("a").unwrap(),
         destination: HostId::new("b").unwrap(),
@@ -37,7 +37,7 @@ fn moved<S: fmt::Debug, E: fmt::Debug>(step: Result<Step<S, E>, Illegal>) -> Mov
 }
 
 /// Feeds a sequence of events to the source, and returns the names of all effects.
-fn walk_source(terms: &Terms, events: Vec<SourceEvent>) -> (SourceState, Vec<&'static str>) {
+fn walk_source(terms: &MigrationTerms, events: Vec<SourceEvent>) -> (SourceState, Vec<&'static str>) {
     let start = (SourceState::Idle, vec![]);
     events.into_iter().fold(start, |(state, mut names), event| {
         let step = moved(source(terms, &state, &event));
@@ -46,7 +46,10 @@ fn walk_source(terms: &Terms, events: Vec<SourceEvent>) -> (SourceState, Vec<&'s
     })
 }
 
-fn walk_destination(terms: &Terms, events: Vec<DestinationEvent>) -> (DestinationState, Vec<&'static str>) {
+fn walk_destination(
+    terms: &MigrationTerms,
+    events: Vec<DestinationEvent>,
+) -> (DestinationState, Vec<&'static str>) {
     let start = (DestinationState::Idle, vec![]);
     events.into_iter().fold(start, |(state, mut names), event| {
         let step = moved(destination(terms, &state, &event));
@@ -98,11 +101,11 @@ fn a_paused_guest_stays_paused() {
         let terms = terms(register);
         let source_owns =
             Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None, released: false };
-        let returned = On::RegisterSays(RegisterAnswer::Stands(Some(source_owns)));
+        let returned = On::RegisterSays(RegistryAnswer::Stands(Some(source_owns)));
         let mut ends = vec![
             vec![begin(), On::Cancel],
             vec![begin(), stop(), On::PeerLost],
-            vec![begin(), stop(), On::Restarted(Found::Paused)],
+            vec![begin(), stop(), On::Restarted(QemuAtStart::Paused)],
             vec![begin(), stop(), ready(), On::Refused { epoch: EPOCH }],
             vec![begin(), stop(), ready(), On::Running { epoch: EPOCH }],
         ];
@@ -122,7 +125,7 @@ fn a_paused_guest_stays_paused() {
         if register.is_some() {
             let owned =
                 Ownership { epoch: EPOCH, owner: terms.destination.clone(), offer: None, released: false };
-            events.push(DestinationEvent::RegisterSays(RegisterAnswer::Stands(Some(owned))));
+            events.push(DestinationEvent::RegisterSays(RegistryAnswer::Stands(Some(owned))));
         }
         let (state, effects) = walk_destination(&terms, events);
         assert_eq!(state.name(), "active");
@@ -184,10 +187,10 @@ fn states_survive_the_journal() {
 }
 
 #[test]
-fn operators_are_told_of_the_risk() {
+fn advice_names_the_risk() {
     let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
     let without = advise_source(&terms(None), &committed);
-    let run_here = Decision::RunHere { force: false };
+    let run_here = OperatorDecision::RunHere { force: false };
     let choice = without.choices.iter().find(|choice| choice.decision == run_here).unwrap();
     assert!(choice.risk.contains("two copies write to the same disks"), "{choice:?}");
     let with = advise_source(&terms(Some(Epoch(3))), &committed);
@@ -221,15 +224,15 @@ fn a_guest_that_has_run_there_is_never_run_here() {
             let choices = advise_source(&terms, &ran).choices;
             assert_eq!(
                 choices.iter().map(|choice| choice.decision).collect::<Vec<_>>(),
-                [Decision::RunElsewhere]
+                [OperatorDecision::RunElsewhere]
             );
             let owned = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None, released: false };
             for event in [
-                SourceEvent::OperatorDecides(Decision::RunHere { force: true }),
-                SourceEvent::OperatorDecides(Decision::WithoutRegister { run_here: true }),
+                SourceEvent::OperatorDecides(OperatorDecision::RunHere { force: true }),
+                SourceEvent::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }),
                 SourceEvent::ContactLostForGood,
-                SourceEvent::RegisterSays(RegisterAnswer::Stands(Some(owned))),
-                SourceEvent::Restarted(Found::Paused),
+                SourceEvent::RegisterSays(RegistryAnswer::Stands(Some(owned))),
+                SourceEvent::Restarted(QemuAtStart::Paused),
                 SourceEvent::QemuDied,
                 SourceEvent::Repeat,
             ] {
@@ -285,7 +288,7 @@ fn every_advised_decision_is_legal() {
 #[test]
 fn a_register_that_is_lost_leaves_a_way_out() {
     let without = |choices: Vec<Choice>| {
-        choices.iter().any(|choice| matches!(choice.decision, Decision::WithoutRegister { .. }))
+        choices.iter().any(|choice| matches!(choice.decision, OperatorDecision::WithoutRegister { .. }))
     };
     let one = || incarnation(1);
     for (register, expected) in [(Some(Epoch(3)), true), (None, false)] {
@@ -315,11 +318,11 @@ fn a_register_that_is_lost_leaves_a_way_out() {
 
 /// A rebooted host without a registry waits for the source's answer before it removes a half-made image.
 #[test]
-fn a_rebooted_destination_asks_the_source_and_clears_up_if_that_has_aborted() {
+fn a_rebooted_destination_discards_if_the_source_has_aborted() {
     let terms = terms(None);
     let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
     for before in [DestinationState::Prepared, ready] {
-        let booted = moved(destination(&terms, &before, &DestinationEvent::Restarted(Found::Rebooted)));
+        let booted = moved(destination(&terms, &before, &DestinationEvent::Restarted(QemuAtStart::Rebooted)));
         assert_eq!(booted.to, DestinationState::Bereft);
         assert!(booted.effects.contains(&DestinationEffect::AskSource));
     }
@@ -348,20 +351,20 @@ fn the_register_does_not_go_back() {
         |epoch, owner: &HostId| Ownership { epoch, owner: owner.clone(), offer: None, released: false };
     let enrol = register::enrol(terms.migration.vm.clone(), Epoch(3), terms.source.clone());
     let (reply, first) = apply(&enrol, None);
-    assert_eq!((reply, first.clone()), (RegisterReply::Set, Some(owned(Epoch(3), &terms.source))));
+    assert_eq!((reply, first.clone()), (RegistryReply::Set, Some(owned(Epoch(3), &terms.source))));
     // A VM that has a record is not entered again.
     let (reply, none) = apply(&enrol, first.as_ref());
-    assert_eq!((reply, none), (RegisterReply::Stands { record: first.clone() }, None));
-    let take = register::take_by_destination(&terms, Epoch(3));
+    assert_eq!((reply, none), (RegistryReply::Stands { record: first.clone() }, None));
+    let take = register::acquire_by_destination(&terms, Epoch(3));
     let (reply, second) = apply(&take, first.as_ref());
-    assert_eq!((reply, second), (RegisterReply::Set, Some(owned(EPOCH, &terms.destination))));
-    let backwards = RegisterRequest::CompareAndSet {
+    assert_eq!((reply, second), (RegistryReply::Set, Some(owned(EPOCH, &terms.destination))));
+    let backwards = RegistryRequest::CompareAndSet {
         vm: terms.migration.vm.clone(),
         expected: Some((EPOCH, terms.destination.clone())),
         new: owned(Epoch(6), &terms.source),
     };
     let (reply, none) = apply(&backwards, Some(&owned(EPOCH, &terms.destination)));
-    assert!(matches!(reply, RegisterReply::Failed { .. }), "{reply:?}");
+    assert!(matches!(reply, RegistryReply::Failed { .. }), "{reply:?}");
     assert_eq!(none, None);
 }
 
@@ -371,8 +374,8 @@ fn a_third_host_in_the_register_decides_nothing() {
     let terms = terms(Some(Epoch(3)));
     let record =
         Ownership { epoch: Epoch(8), owner: HostId::new("c").unwrap(), offer: None, released: false };
-    assert_eq!(register::standing(&terms, Some(&record)), Standing::Foreign);
-    let says = RegisterAnswer::Stands(Some(record));
+    assert_eq!(register::interpret_record(&terms, Some(&record)), RecordMeaning::Foreign);
+    let says = RegistryAnswer::Stands(Some(record));
     let states = [
         DestinationState::Ready { incarnation: incarnation(1), run: true },
         DestinationState::Taking { incarnation: incarnation(1), run: true },
@@ -390,13 +393,13 @@ fn a_third_host_in_the_register_decides_nothing() {
 fn an_older_attempt_s_end_does_not_stop_this_one() {
     let terms = terms(Some(Epoch(3)));
     let moved_on = Ownership { epoch: Epoch(5), owner: terms.source.clone(), offer: None, released: false };
-    let says = RegisterAnswer::Stands(Some(moved_on.clone()));
+    let says = RegistryAnswer::Stands(Some(moved_on.clone()));
     let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
     let step = moved(destination(&terms, &taking, &DestinationEvent::RegisterSays(says)));
     let [DestinationEffect::Register { request, .. }] = &step.effects[..] else { panic!("{step:?}") };
     let (reply, record) = apply(request, Some(&moved_on));
-    assert_eq!(reply, RegisterReply::Set);
-    assert_eq!(register::standing(&terms, record.as_ref()), Standing::Destination);
+    assert_eq!(reply, RegistryReply::Set);
+    assert_eq!(register::interpret_record(&terms, record.as_ref()), RecordMeaning::Destination);
 }
 
 proptest! {
@@ -406,9 +409,9 @@ proptest! {
     fn exactly_one_side_wins(picks in prop::collection::vec(0..4_usize, 0..24)) {
         let terms = terms(Some(Epoch(3)));
         let requests = [
-            register::take_by_destination(&terms, Epoch(3)),
-            register::take_by_source(&terms, Epoch(3)),
-            register::give_back(&terms),
+            register::acquire_by_destination(&terms, Epoch(3)),
+            register::acquire_by_source(&terms, Epoch(3)),
+            register::return_to_source(&terms),
             register::offer(&terms, Epoch(3), &incarnation(1), true),
         ];
         let mut record = Ownership { epoch: Epoch(3), owner: terms.source.clone(), offer: None, released: false };
@@ -416,13 +419,13 @@ proptest! {
         for pick in picks {
             let before = record.clone();
             let (reply, new) = apply(&requests[pick], Some(&record));
-            let answer = RegisterAnswer::from_reply(&requests[pick], reply);
+            let answer = RegistryAnswer::from_reply(&requests[pick], reply);
             record = new.unwrap_or(record);
-            prop_assert_eq!(answer, RegisterAnswer::Stands(Some(record.clone())));
-            let now = register::standing(&terms, Some(&record));
-            prop_assert!(!source_has_it || now == Standing::Source);
+            prop_assert_eq!(answer, RegistryAnswer::Stands(Some(record.clone())));
+            let now = register::interpret_record(&terms, Some(&record));
+            prop_assert!(!source_has_it || now == RecordMeaning::Source);
             prop_assert!(record.epoch >= before.epoch);
-            source_has_it = now == Standing::Source;
+            source_has_it = now == RecordMeaning::Source;
         }
     }
 
@@ -467,8 +470,8 @@ fn an_operator_leaves_a_paused_guest_paused() {
         let ready = moved(destination(&terms, &DestinationState::Prepared, &loaded)).to;
         moved(destination(&terms, &ready, &DestinationEvent::OperatorDecides(decision)))
     };
-    let here = Decision::RunHere { force: false };
-    let unregistered = Decision::WithoutRegister { run_here: true };
+    let here = OperatorDecision::RunHere { force: false };
+    let unregistered = OperatorDecision::WithoutRegister { run_here: true };
     for run in [true, false] {
         for (register, decision) in [(None, here), (Some(Epoch(3)), unregistered)] {
             let step = decide(register, run, decision);
@@ -481,7 +484,7 @@ fn an_operator_leaves_a_paused_guest_paused() {
 }
 
 #[test]
-fn an_entry_that_does_not_say_whether_the_guest_ran_is_of_one_that_ran() {
+fn an_entry_without_a_run_flag_means_a_running_guest() {
     let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
     let mut entry = serde_json::to_value(&ready).unwrap();
     entry.as_object_mut().unwrap().remove("run").unwrap();

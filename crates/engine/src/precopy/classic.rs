@@ -4,30 +4,30 @@ use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::FixedCost;
-use super::leaving::Leaving;
+use super::postcopy_start::PostCopyStart;
 use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
 /// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as the remaining pages take less than the downtime limit at
 /// the rate of the last round, and sends rounds until then. Here it has a limit of rounds, like every policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ByTarget {
+pub struct TargetPolicy {
     aim: Aim,
     on_limit: OnLimit,
     #[serde(skip)]
-    leaving: Leaving,
+    postcopy_start: PostCopyStart,
 }
 
 /// KVM's rule has no fixed cost of a stop.
-const NOTHING: FixedCost = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 };
+const NO_FIXED_COST: FixedCost = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 };
 
-impl ByTarget {
+impl TargetPolicy {
     /// Creates the policy.
     pub fn new(aim: Aim, on_limit: OnLimit) -> Self {
-        Self { aim, on_limit, leaving: Leaving::default() }
+        Self { aim, on_limit, postcopy_start: PostCopyStart::default() }
     }
 }
 
-impl Policy for ByTarget {
+impl Policy for TargetPolicy {
     fn aim(&mut self, aim: Aim) {
         self.aim = aim;
     }
@@ -44,9 +44,12 @@ impl Policy for ByTarget {
         }
         match self.on_limit {
             OnLimit::Stop if is_last && observed.round > 0 => stop,
-            OnLimit::PostCopy if is_last && observed.round > 0 => {
-                self.leaving.decide(observed, expected_downtime_ns, &NOTHING, self.aim.max_downtime_ns)
-            }
+            OnLimit::PostCopy if is_last && observed.round > 0 => self.postcopy_start.decide(
+                observed,
+                expected_downtime_ns,
+                &NO_FIXED_COST,
+                self.aim.max_downtime_ns,
+            ),
             OnLimit::Abort if is_last && observed.round > 0 => Decision::GiveUp {
                 reason: GiveUp {
                     limit: Limit::Rounds,
@@ -68,23 +71,23 @@ impl Policy for ByTarget {
 /// Xen's rule (section IX of the same; the figures are those of Xen's tools): stops when almost no pages remain, or
 /// after many rounds, or when several times the memory was sent, whatever the downtime is then.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ByRounds {
+pub struct RoundCountPolicy {
     #[serde(skip)]
     memory_pages: u64,
     #[serde(skip)]
     sent_pages: u64,
 }
 
-impl ByRounds {
+impl RoundCountPolicy {
     /// Limit on the number of rounds.
-    pub const MOST_ROUNDS: u32 = 29;
+    pub const MAX_ROUNDS: u32 = 29;
     /// Limit on the pages sent, as a multiple of the memory.
-    pub const MOST_TIMES: u64 = 3;
+    pub const MAX_MEMORY_MULTIPLE: u64 = 3;
     /// Number of remaining pages below which the guest is stopped.
     pub const FEW_PAGES: u64 = 50;
 }
 
-impl Policy for ByRounds {
+impl Policy for RoundCountPolicy {
     /// Does nothing: the rule has no goals.
     fn aim(&mut self, _: Aim) {}
 
@@ -98,8 +101,8 @@ impl Policy for ByRounds {
             self.memory_pages = self.sent_pages;
         }
         let is_over = observed.dirty_pages < Self::FEW_PAGES
-            || observed.round >= Self::MOST_ROUNDS
-            || self.sent_pages > self.memory_pages.saturating_mul(Self::MOST_TIMES);
+            || observed.round >= Self::MAX_ROUNDS
+            || self.sent_pages > self.memory_pages.saturating_mul(Self::MAX_MEMORY_MULTIPLE);
         if observed.round > 0 && is_over {
             Decision::StopAndCopy { expected_downtime_ns, pattern: None }
         } else {
@@ -142,23 +145,23 @@ mod tests {
     #[test]
     fn kvm_s_rule_is_the_allowed_downtime() {
         let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 10, ..Aim::default() };
-        let mut policy = ByTarget::new(aim, OnLimit::Abort);
+        let mut policy = TargetPolicy::new(aim, OnLimit::Abort);
         assert!(!stops(policy.decide(&observed(0, 0, 5))));
         assert!(!stops(policy.decide(&observed(1, 30, 1_000))));
         assert!(stops(policy.decide(&observed(2, 29, 30))));
         assert!(matches!(policy.decide(&observed(10, 30, 30)), Decision::GiveUp { .. }));
-        assert!(stops(ByTarget::new(aim, OnLimit::Stop).decide(&observed(10, 30, 30))));
+        assert!(stops(TargetPolicy::new(aim, OnLimit::Stop).decide(&observed(10, 30, 30))));
         assert!(!stops(policy.decide(&observed(3, 1, 0))), "nothing is known of the link");
     }
 
     #[test]
     fn xen_s_rule_is_a_count() {
-        let mut policy = ByRounds::default();
+        let mut policy = RoundCountPolicy::default();
         assert!(!stops(policy.decide(&observed(1, 900, 1_000))));
         assert!(!stops(policy.decide(&observed(2, 900, 1_000))));
         assert!(!stops(policy.decide(&observed(3, 900, 1_000))));
         assert!(stops(policy.decide(&observed(4, 900, 1))), "more than three times the memory");
-        assert!(stops(ByRounds::default().decide(&observed(1, 49, 1_000))));
-        assert!(stops(ByRounds::default().decide(&observed(29, 900, 1_000))));
+        assert!(stops(RoundCountPolicy::default().decide(&observed(1, 49, 1_000))));
+        assert!(stops(RoundCountPolicy::default().decide(&observed(29, 900, 1_000))));
     }
 }

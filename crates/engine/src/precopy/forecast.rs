@@ -104,7 +104,7 @@ pub(super) struct Forecast {
 impl Forecast {
     /// Learns from a round.
     pub(super) fn learn(&mut self, observed: &RoundObservation) {
-        let Some(pages) = telling_pages(observed) else { return };
+        let Some(pages) = informative_pages(observed) else { return };
         self.sum_bytes = self.sum_bytes / 2 + guest_bytes(pages);
         self.sum_ns = self.sum_ns / 2 + u128::from(observed.duration_ns);
         let is_full = observed.spared_pages <= pages / 2;
@@ -123,7 +123,7 @@ impl Forecast {
         let left = guest_bytes(observed.dirty_pages);
         let at = |bytes, ns| time_for(left, bytes, ns);
         let last =
-            telling_pages(observed).and_then(|pages| at(guest_bytes(pages), observed.duration_ns.into()));
+            informative_pages(observed).and_then(|pages| at(guest_bytes(pages), observed.duration_ns.into()));
         let mean = at(self.sum_bytes, self.sum_ns);
         let full = time_for(guest_bytes(observed.unknown_pages), self.full_bytes, self.full_ns);
         let expected = match (last, mean) {
@@ -136,17 +136,17 @@ impl Forecast {
 
 /// Returns the pages of a round that show how fast pages are sent; none where nearly all were empty, because finding
 /// that out took the time.
-fn telling_pages(observed: &RoundObservation) -> Option<u64> {
-    const TELLING_SHARE: u64 = 32;
+fn informative_pages(observed: &RoundObservation) -> Option<u64> {
+    const INFORMATIVE_SHARE: u64 = 32;
     let pages = observed.pages_sent.saturating_sub(observed.empty_pages);
-    (observed.empty_pages == 0 || pages >= observed.pages_sent / TELLING_SHARE).then_some(pages)
+    (observed.empty_pages == 0 || pages >= observed.pages_sent / INFORMATIVE_SHARE).then_some(pages)
 }
 
 /// Returns the time by which the next round would shorten the sending of the last pages, which is now `pages_ns`.
 pub(super) fn gain_ns(observed: &RoundObservation, pages_ns: u64) -> u64 {
     // A round takes some time beside sending: the drain before it, the scan after it.
-    let beside_ns = observed.interval_ns.saturating_sub(observed.duration_ns);
-    let next_ns = u128::from(pages_ns.saturating_add(beside_ns));
+    let overhead_ns = observed.interval_ns.saturating_sub(observed.duration_ns);
+    let next_ns = u128::from(pages_ns.saturating_add(overhead_ns));
     // Pages that were left to a later round were not written during this one.
     let written = u128::from(observed.dirty_pages.saturating_sub(observed.left_pages));
     let written_ns =

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
-use super::leaving::Leaving;
+use super::postcopy_start::PostCopyStart;
 use super::{Aim, Decision, Held, Policy, RoundObservation};
 
 /// Sends all of memory once, or several times, while the guest runs at the source; the remaining pages are sent while
@@ -13,7 +13,7 @@ use super::{Aim, Decision, Held, Policy, RoundObservation};
 /// If the remaining pages take no longer than the fixed part of the stop, the guest is stopped for them: it then
 /// needs both hosts no longer than necessary.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ByHybrid {
+pub struct HybridPolicy {
     aim: Aim,
     passes: u32,
     fixed: FixedCost,
@@ -21,17 +21,17 @@ pub struct ByHybrid {
     #[serde(skip)]
     forecast: Forecast,
     #[serde(skip)]
-    leaving: Leaving,
+    postcopy_start: PostCopyStart,
 }
 
-impl ByHybrid {
+impl HybridPolicy {
     /// Creates a policy that begins post-copy after `passes` passes; with 0 nothing is sent before the stop.
     pub fn new(aim: Aim, passes: u32, fixed: FixedCost) -> Self {
-        Self { aim, passes, fixed, forecast: Forecast::default(), leaving: Leaving::default() }
+        Self { aim, passes, fixed, forecast: Forecast::default(), postcopy_start: PostCopyStart::default() }
     }
 }
 
-impl Policy for ByHybrid {
+impl Policy for HybridPolicy {
     /// Sets the goals. The downtime is the fixed part, and the pages of disks that cannot be sent before the stop.
     fn aim(&mut self, aim: Aim) {
         self.aim = aim;
@@ -55,7 +55,7 @@ impl Policy for ByHybrid {
         } else if pages_ns <= fixed_ns {
             Decision::StopAndCopy { expected_downtime_ns: stop_ns, pattern: None }
         } else {
-            self.leaving.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
+            self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
         }
     }
 }
@@ -71,10 +71,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_after_the_passes_goes_after_the_guest_unless_it_is_little() {
+    fn remaining_pages_are_sent_in_post_copy_unless_few() {
         for passes in [0, 1, 3] {
             for (dirty_pages, is_little) in [(100, true), (14_999, true), (15_001, false), (1 << 30, false)] {
-                let mut policy = ByHybrid::new(Aim::default(), passes, FixedCost::default());
+                let mut policy = HybridPolicy::new(Aim::default(), passes, FixedCost::default());
                 for round in 0..passes {
                     let next = policy.decide(&observed(round, dirty_pages));
                     assert!(matches!(next, Decision::NextRound { .. }), "{next:?}");

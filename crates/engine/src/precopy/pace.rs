@@ -35,7 +35,7 @@ impl Pace {
             let pages = u128::from(link_bytes_per_s) * u128::from(interval_ns)
                 / 1_000_000_000
                 / u128::from(PAGE_BYTES);
-            self.pages = (pages > 0).then(|| whole(pages as f64));
+            self.pages = (pages > 0).then(|| at_least_a_chunk(pages as f64));
             return self.pages;
         }
         if observed.pages_sent > 0 {
@@ -46,7 +46,7 @@ impl Pace {
             let line = self.line().map(|line| line.at(interval_ns)).zip(mean);
             let now = line.map(|(line, mean)| line.clamp(mean / 2.0, mean * 2.0)).or(mean);
             // Line 37 of the algorithm.
-            let smoothed = |before: u64, now: f64| whole((before as f64 + 3.0 * now) / 4.0);
+            let smoothed = |before: u64, now: f64| at_least_a_chunk((before as f64 + 3.0 * now) / 4.0);
             self.pages = self.pages.zip(now).map(|(before, now)| smoothed(before, now)).or(self.pages);
         }
         self.pages
@@ -54,11 +54,11 @@ impl Pace {
 
     /// Returns the time that a round takes beside sending, in nanoseconds; 0 as long as that is not known. Rounds of
     /// nearly the same length do not reveal it.
-    pub(super) fn beside_ns(&self) -> u64 {
+    pub(super) fn overhead_ns(&self) -> u64 {
         let pages = || self.samples.iter().map(|(pages, _)| *pages);
         let (least, most) = (pages().min().unwrap_or(0), pages().max().unwrap_or(0));
         let line = self.line().filter(|_| most - least >= most / 4);
-        line.map_or(0, |line| line.beside_ns as u64)
+        line.map_or(0, |line| line.overhead_ns as u64)
     }
 
     /// Returns the line through the samples; none if its slope or height is impossible.
@@ -72,9 +72,9 @@ impl Pace {
         let variance = both(&|x, _| (x - pages_mean) * (x - pages_mean));
         let covariance = both(&|x, y| (x - pages_mean) * (y - ns_mean));
         let ns_per_page = covariance / variance;
-        let beside_ns = ns_mean - ns_per_page * pages_mean;
-        let is_sound = variance > 0.0 && ns_per_page > 0.0 && beside_ns >= 0.0;
-        is_sound.then_some(Line { beside_ns, ns_per_page })
+        let overhead_ns = ns_mean - ns_per_page * pages_mean;
+        let is_sound = variance > 0.0 && ns_per_page > 0.0 && overhead_ns >= 0.0;
+        is_sound.then_some(Line { overhead_ns, ns_per_page })
     }
 
     fn by_mean(&self, interval_ns: u64) -> Option<f64> {
@@ -90,19 +90,19 @@ impl Pace {
 #[derive(Clone, Copy, Debug)]
 struct Line {
     /// Duration of a round without pages, in nanoseconds.
-    beside_ns: f64,
+    overhead_ns: f64,
     ns_per_page: f64,
 }
 
 impl Line {
     /// Returns the number of pages of a round that takes `ns`.
     fn at(self, ns: u64) -> f64 {
-        (ns as f64 - self.beside_ns).max(0.0) / self.ns_per_page
+        (ns as f64 - self.overhead_ns).max(0.0) / self.ns_per_page
     }
 }
 
 /// Rounds down, but to a chunk at least: an interval that sends nothing would stop all progress.
-fn whole(pages: f64) -> u64 {
+fn at_least_a_chunk(pages: f64) -> u64 {
     (pages as u64).max(CHUNK_PAGES)
 }
 
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn of_all_of_memory_the_bytes_tell_and_then_the_pages() {
+    fn the_first_interval_follows_bytes_and_later_ones_pages() {
         let mut pace = Pace::default();
         // A million pages in ten seconds, most of them zeros: the link carried 10,000 a second.
         let first = pace.learn(&sent(1_000_000, 10 * SECOND), 10_000 * PAGE_BYTES, SECOND);
@@ -128,30 +128,34 @@ mod tests {
 
     /// A quarter of a second is spent beside sending, and 10,000 pages take a second.
     #[test]
-    fn what_a_round_takes_beside_sending_is_not_the_price_of_pages() {
+    fn overhead_of_rounds_is_not_attributed_to_pages() {
         let mut pace = Pace::default();
         pace.learn(&sent(10_000, SECOND), 10_000 * PAGE_BYTES, SECOND);
-        assert_eq!(pace.beside_ns(), 0);
+        assert_eq!(pace.overhead_ns(), 0);
         let time = |pages: u64| SECOND / 4 + pages * 100_000;
         let mut said = 0;
         for pages in [3_000, 9_000, 4_000, 5_000, 8_000, 6_000, 9_000, 7_000] {
             said = pace.learn(&sent(pages, time(pages)), 0, SECOND).unwrap();
         }
         assert!((7_400..=7_600).contains(&said), "{said}");
-        assert!((pace.beside_ns() as i64 - (SECOND / 4) as i64).abs() < 1_000_000, "{}", pace.beside_ns());
+        assert!(
+            (pace.overhead_ns() as i64 - (SECOND / 4) as i64).abs() < 1_000_000,
+            "{}",
+            pace.overhead_ns()
+        );
     }
 
     /// The regression of rounds that differ by chance would attribute all of their time to the part beside sending.
     #[test]
-    fn rounds_of_nearly_the_same_length_do_not_tell_what_goes_beside() {
+    fn rounds_of_nearly_equal_length_do_not_reveal_overhead() {
         let mut pace = Pace::default();
         pace.learn(&sent(10_000, SECOND), 10_000 * PAGE_BYTES, SECOND);
         for (more_pages, more_ns) in [(0, 0), (100, 1), (50, 2), (120, 3), (10, 0), (90, 4), (30, 1), (70, 2)]
         {
             pace.learn(&sent(10_000 + more_pages, SECOND + more_ns * 1_000_000), 0, SECOND);
         }
-        assert!(pace.line().is_some_and(|line| line.beside_ns > 0.5e9), "{pace:?}");
-        assert_eq!(pace.beside_ns(), 0);
+        assert!(pace.line().is_some_and(|line| line.overhead_ns > 0.5e9), "{pace:?}");
+        assert_eq!(pace.overhead_ns(), 0);
     }
 
     #[test]
@@ -163,7 +167,7 @@ mod tests {
         for (pages, ns) in [(1_000, SECOND), (10_000, SECOND / 10), (0, 7), (20_000, SECOND / 20)] {
             pace.learn(&sent(pages, ns), 0, SECOND);
         }
-        assert_eq!(pace.beside_ns(), 0);
+        assert_eq!(pace.overhead_ns(), 0);
         assert!(pace.learn(&sent(1, u64::MAX), 0, SECOND).unwrap() >= CHUNK_PAGES);
         assert!(pace.learn(&sent(u64::MAX, 1), 0, SECOND).is_some());
     }

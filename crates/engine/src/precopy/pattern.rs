@@ -6,8 +6,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast, gain_ns};
-use super::leaving::Leaving;
 use super::pace::Pace;
+use super::postcopy_start::PostCopyStart;
 use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
 /// Pattern of a guest's writes where rounds do not shorten the downtime any more (Ibrahim et al., section VII, Fig.
@@ -63,13 +63,13 @@ impl Sampling {
     /// A scan costs some milliseconds: the scan itself, the drain, the last pages' round trip to the destination.
     pub const SHORTEST_NS: u64 = 100_000_000;
     /// Shortest interval, in scans: a guest of a TiB takes a second for one.
-    pub const SCANS: u64 = 16;
+    pub const MIN_SCANS: u64 = 16;
     /// Shortest interval, as a multiple of the time that a round takes beside sending.
-    pub const BESIDE: u64 = 8;
+    pub const MIN_OVERHEADS: u64 = 8;
 
     /// Returns the interval for a link's rate. It is longer for a guest so large that scans take long, and on a link
     /// so long that a round waits a while for its last acknowledgement.
-    fn interval_ns(&self, link_bytes_per_s: u64, scan_ns: u64, beside_ns: u64) -> u64 {
+    fn interval_ns(&self, link_bytes_per_s: u64, scan_ns: u64, overhead_ns: u64) -> u64 {
         let by_rate = || {
             let ns = (u128::from(Self::INTERVAL_BYTES) * 1_000_000_000).checked_div(link_bytes_per_s.into());
             ns.and_then(|ns| u64::try_from(ns).ok())
@@ -77,7 +77,9 @@ impl Sampling {
                 .clamp(Self::SHORTEST_NS, Self::LONGEST_NS)
         };
         let wanted = if self.interval_ns > 0 { self.interval_ns } else { by_rate() };
-        wanted.max(scan_ns.saturating_mul(Self::SCANS)).max(beside_ns.saturating_mul(Self::BESIDE))
+        wanted
+            .max(scan_ns.saturating_mul(Self::MIN_SCANS))
+            .max(overhead_ns.saturating_mul(Self::MIN_OVERHEADS))
     }
 }
 
@@ -89,11 +91,11 @@ impl Default for Sampling {
 }
 
 /// Divisor of the downtime: a round that shortens the downtime by less than this part is not worth it.
-const LEAST_GAIN: u64 = 8;
+const MIN_GAIN_DIVISOR: u64 = 8;
 /// Number of scans that show pattern b or c: a single one may be chance.
-const CERTAIN_ROUNDS: u32 = 2;
+const CERTAIN_SCANS: u32 = 2;
 /// Longest downtime, as a multiple of the time for which a pattern was seen.
-const SEEN_BEFORE: u64 = 2;
+const MAX_DOWNTIME_PER_SEEN: u64 = 2;
 
 /// Stops when the expected downtime is within the limit and another round would not make it much shorter; beyond the
 /// limit, when the pattern of the guest's writes shows that rounds will not reach it.
@@ -136,7 +138,7 @@ const SEEN_BEFORE: u64 = 2;
 /// A migration is given up when rounds have not helped for as long as six passes over the dirty pages take: a new
 /// attempt costs all of memory, so a guest gets some time to become calmer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ByPattern {
+pub struct PatternPolicy {
     aim: Aim,
     on_limit: OnLimit,
     fixed: FixedCost,
@@ -153,7 +155,7 @@ pub struct ByPattern {
     #[serde(skip)]
     link_bytes_per_s: u64,
     #[serde(skip)]
-    looks: Looks,
+    scans: ScanHistory,
     /// Fewest dirty pages at the end of a pass.
     #[serde(skip)]
     fewest_dirty: Option<u64>,
@@ -166,10 +168,10 @@ pub struct ByPattern {
     #[serde(skip)]
     stuck_ns: u64,
     #[serde(skip)]
-    leaving: Leaving,
+    postcopy_start: PostCopyStart,
 }
 
-impl ByPattern {
+impl PatternPolicy {
     /// Number of rounds without progress before a migration is given up, each of the length of a pass over the dirty
     /// pages.
     pub const PATIENCE_ROUNDS: u32 = 6;
@@ -186,19 +188,19 @@ impl ByPattern {
             forecast: Forecast::default(),
             pace: Pace::default(),
             link_bytes_per_s: 0,
-            looks: Looks::default(),
+            scans: ScanHistory::default(),
             fewest_dirty: None,
             passes: 0,
             stuck_rounds: 0,
             stuck_ns: 0,
-            leaving: Leaving::default(),
+            postcopy_start: PostCopyStart::default(),
         }
     }
 
     /// Expects a throttle on the guest's writes to disks, which becomes stricter as long as necessary: rounds in which
     /// most dirty pages belong to disks make progress in the end.
     #[must_use]
-    pub fn throttling_writes(self) -> Self {
+    pub fn with_write_throttle(self) -> Self {
         Self { throttles_writes: true, ..self }
     }
 
@@ -215,7 +217,7 @@ impl ByPattern {
     }
 
     /// Returns the present goals.
-    pub fn aim_of(&self) -> Aim {
+    pub fn current_goals(&self) -> Aim {
         self.aim
     }
 
@@ -244,7 +246,7 @@ impl ByPattern {
     }
 }
 
-impl Policy for ByPattern {
+impl Policy for PatternPolicy {
     fn aim(&mut self, aim: Aim) {
         self.aim = aim;
     }
@@ -253,7 +255,7 @@ impl Policy for ByPattern {
         if held != Held::Slower {
             return;
         }
-        (self.looks, self.fewest_dirty) = (Looks::default(), None);
+        (self.scans, self.fewest_dirty) = (ScanHistory::default(), None);
         (self.stuck_rounds, self.stuck_ns) = (0, 0);
     }
 
@@ -274,22 +276,23 @@ impl Policy for ByPattern {
             };
         }
         let sampling = self.sampling;
-        let interval = |beside_ns| sampling.interval_ns(self.link_bytes_per_s, observed.scan_ns, beside_ns);
-        let interval_ns = interval(self.pace.beside_ns());
+        let interval =
+            |overhead_ns| sampling.interval_ns(self.link_bytes_per_s, observed.scan_ns, overhead_ns);
+        let interval_ns = interval(self.pace.overhead_ns());
         let pace_pages = self.pace.learn(observed, self.link_bytes_per_s, interval_ns);
         let most_pages = pace_pages.filter(|pages| *pages < observed.dirty_pages);
         let progress = self.has_progressed(observed);
-        let pattern = self.looks.recognise(observed, interval_ns, &sampling);
+        let pattern = self.scans.recognise(observed, interval_ns, &sampling);
 
         let is_last = observed.round >= self.aim.max_rounds;
         let is_worth_it = !is_last
             && progress != Some(false)
-            && gain_ns(observed, pages_ns) >= (expected_downtime_ns / LEAST_GAIN).max(1);
+            && gain_ns(observed, pages_ns) >= (expected_downtime_ns / MIN_GAIN_DIVISOR).max(1);
         let has_settled = matches!(pattern, Some(Pattern::Stable | Pattern::Resent));
         let is_stuck = has_settled || progress == Some(false);
         self.count_stuck(is_stuck, progress, observed.interval_ns);
-        let is_certain = pattern == Some(Pattern::Stable) || self.stuck_rounds >= CERTAIN_ROUNDS;
-        let was_seen = self.stuck_ns.saturating_mul(SEEN_BEFORE) >= pages_ns;
+        let is_certain = pattern == Some(Pattern::Stable) || self.stuck_rounds >= CERTAIN_SCANS;
+        let was_seen = self.stuck_ns.saturating_mul(MAX_DOWNTIME_PER_SEEN) >= pages_ns;
         let is_over = is_stuck && pattern.is_some() && is_certain && was_seen;
         let waits_for_disks = self.throttles_writes && observed.disk_pages >= observed.dirty_pages / 2;
         let has_patience = waits_for_disks
@@ -308,8 +311,8 @@ impl Policy for ByPattern {
         }
         match (self.on_limit, limit) {
             (OnLimit::Stop, limit) if is_over || limit.is_some() => stop,
-            (OnLimit::PostCopy, limit) if is_over || limit.is_some() || self.leaving.has_begun() => {
-                self.leaving.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
+            (OnLimit::PostCopy, limit) if is_over || limit.is_some() || self.postcopy_start.has_begun() => {
+                self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
             }
             (OnLimit::Abort, Some(limit)) => Decision::GiveUp {
                 reason: GiveUp {
@@ -326,9 +329,9 @@ impl Policy for ByPattern {
 
 /// The last scans, the oldest first: the number of modified pages, and the pages sent before each scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Looks(VecDeque<(u64, u64)>);
+struct ScanHistory(VecDeque<(u64, u64)>);
 
-impl Looks {
+impl ScanHistory {
     fn recognise(
         &mut self,
         observed: &RoundObservation,

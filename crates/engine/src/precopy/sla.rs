@@ -5,15 +5,15 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
-use super::leaving::{Leaving, downtime_ns};
-use super::{Aim, ByPattern, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
-use crate::throttle::processors::CpuDrain;
+use super::postcopy_start::{PostCopyStart, downtime_ns};
+use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, PatternPolicy, Policy, RoundObservation};
+use crate::throttle::processors::CpuThrottlePolicy;
 
 /// Ways to continue a migration, in ascending order of the cost for the guest; the last needs both hosts while the
 /// guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Way {
+pub enum MigrationStrategy {
     /// Rounds until few enough pages remain.
     PreCopy,
     /// Rounds with a CPU throttle.
@@ -24,7 +24,7 @@ pub enum Way {
 
 /// Ways that are available for a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ways {
+pub struct AvailableStrategies {
     /// True if a CPU throttle is available.
     pub slow_down: bool,
     /// True if post-copy is available.
@@ -33,7 +33,7 @@ pub struct Ways {
 
 /// Expected outcome of a way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct ExpectedOutcome {
     /// Downtime, in nanoseconds.
     pub downtime_ns: u64,
     /// Time from the request until everything is at the destination, in nanoseconds.
@@ -44,18 +44,18 @@ pub struct Outcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outlook {
     /// The chosen way.
-    pub chosen: Way,
+    pub chosen: MigrationStrategy,
     /// True if the chosen way keeps both limits; if false, none of the others does.
-    pub is_kept: bool,
+    pub is_feasible: bool,
     /// Rounds without a CPU throttle.
-    pub pre_copy: Option<Outcome>,
+    pub pre_copy: Option<ExpectedOutcome>,
     /// Rounds with a CPU throttle.
-    pub slowed_down: Option<Outcome>,
+    pub slowed_down: Option<ExpectedOutcome>,
     /// Post-copy now.
-    pub post_copy: Option<Outcome>,
+    pub post_copy: Option<ExpectedOutcome>,
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for MigrationStrategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::PreCopy => "rounds",
@@ -69,19 +69,19 @@ impl fmt::Display for Way {
 impl fmt::Display for Outlook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.chosen)?;
-        if !self.is_kept {
+        if !self.is_feasible {
             f.write_str(", for as long as there is time: no way is expected to keep the limits")?;
         }
         let all = [
-            (Way::PreCopy, self.pre_copy),
-            (Way::SlowedDown, self.slowed_down),
-            (Way::PostCopy, self.post_copy),
+            (MigrationStrategy::PreCopy, self.pre_copy),
+            (MigrationStrategy::SlowedDown, self.slowed_down),
+            (MigrationStrategy::PostCopy, self.post_copy),
         ];
         for (number, (way, outcome)) in all.into_iter().enumerate() {
             f.write_str(if number == 0 { "; expected of " } else { ", of " })?;
             match outcome {
                 None => write!(f, "{way} nothing")?,
-                Some(Outcome { downtime_ns, total_ns }) => write!(
+                Some(ExpectedOutcome { downtime_ns, total_ns }) => write!(
                     f,
                     "{way} {} ms of downtime and {}.{} s in all",
                     downtime_ns / 1_000_000,
@@ -112,17 +112,17 @@ impl fmt::Display for Outlook {
 /// Where the round sent pages that are never written, as in the first pass, the share is not known, and rounds are not
 /// expected to converge.
 ///
-/// Within the downtime limit it continues as [`ByPattern`] does, while there is time. One scan may be chance: the way
+/// Within the downtime limit it continues as [`PatternPolicy`] does, while there is time. One scan may be chance: the way
 /// changes when two scans agree, or when there is no time for a second. A CPU throttle stays on.
 ///
 /// If no way keeps both limits it continues, with a CPU throttle if possible, as long as there is time and rounds
 /// are allowed, because a guest may become calmer; then it applies the user's choice for the limit, early enough for
 /// the time to be kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BySla {
-    rounds: ByPattern,
+pub struct SlaPolicy {
+    rounds: PatternPolicy,
     aim: Aim,
-    ways: Ways,
+    ways: AvailableStrategies,
     on_limit: OnLimit,
     fixed: FixedCost,
     // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
@@ -130,34 +130,35 @@ pub struct BySla {
     forecast: Forecast,
     /// The present way.
     #[serde(skip)]
-    way: Option<Way>,
+    way: Option<MigrationStrategy>,
     /// The way that the last scan proposed instead.
     #[serde(skip)]
-    proposed: Option<Way>,
+    proposed: Option<MigrationStrategy>,
     #[serde(skip)]
     outlook: Option<Outlook>,
     /// True if the CPU throttle is on.
     #[serde(skip)]
-    is_held: bool,
+    is_throttled: bool,
     /// True once a scan has shown the share of a round that becomes dirty again.
     #[serde(skip)]
-    has_seen: bool,
+    is_share_known: bool,
     #[serde(skip)]
-    leaving: Leaving,
+    postcopy_start: PostCopyStart,
 }
 
 /// Highest share of dirty pages after a round, in thousandths of the pages sent, at which rounds converge.
-const MOST_SHARE: u128 = 900;
-/// Dirty rate of a throttled guest, in thousandths of the sending rate ([`CpuDrain`]).
-const SLOWED_SHARE: u128 = 500;
+const MAX_SHARE: u128 = 900;
+/// Dirty rate of a throttled guest, in thousandths of the sending rate ([`CpuThrottlePolicy`]).
+const THROTTLED_SHARE: u128 = 500;
 /// Highest number of expected rounds of a way.
-const MOST_ROUNDS: u32 = 100;
+const MAX_ROUNDS: u32 = 100;
 
-impl BySla {
+impl SlaPolicy {
     /// Creates the policy. It keeps `aim.max_total_ns`, or has no time limit if that is absent.
-    pub fn new(aim: Aim, ways: Ways, on_limit: OnLimit, fixed: FixedCost) -> Self {
+    pub fn new(aim: Aim, ways: AvailableStrategies, on_limit: OnLimit, fixed: FixedCost) -> Self {
         // The inner policy decides on rounds, never on giving up.
-        let rounds = ByPattern::new(patient(aim), OnLimit::Abort, fixed).with_patience(u32::MAX);
+        let rounds =
+            PatternPolicy::new(without_round_limit(aim), OnLimit::Abort, fixed).with_patience(u32::MAX);
         Self {
             rounds,
             aim,
@@ -168,9 +169,9 @@ impl BySla {
             way: None,
             proposed: None,
             outlook: None,
-            is_held: false,
-            has_seen: false,
-            leaving: Leaving::default(),
+            is_throttled: false,
+            is_share_known: false,
+            postcopy_start: PostCopyStart::default(),
         }
     }
 
@@ -190,25 +191,30 @@ impl BySla {
         self.aim.max_total_ns.unwrap_or(u64::MAX)
     }
 
-    fn keeps(&self, outcome: Outcome) -> bool {
+    fn is_within_limits(&self, outcome: ExpectedOutcome) -> bool {
         outcome.downtime_ns <= self.aim.max_downtime_ns && outcome.total_ns <= self.max_total_ns()
     }
 
     /// Returns the outcome of rounds that leave `share` of the pages they send, in thousandths; none if they do not
     /// converge.
-    fn rounds_outcome(&self, observed: &RoundObservation, pages_ns: u64, share: u128) -> Option<Outcome> {
-        if share > MOST_SHARE {
+    fn rounds_outcome(
+        &self,
+        observed: &RoundObservation,
+        pages_ns: u64,
+        share: u128,
+    ) -> Option<ExpectedOutcome> {
+        if share > MAX_SHARE {
             return None;
         }
         let scans_ns = observed.scan_ns.saturating_mul(2);
-        let beside_ns = observed.interval_ns.saturating_sub(observed.duration_ns);
+        let overhead_ns = observed.interval_ns.saturating_sub(observed.duration_ns);
         let (mut left_ns, mut total_ns) = (pages_ns, observed.elapsed_ns);
-        for _ in 0..MOST_ROUNDS {
+        for _ in 0..MAX_ROUNDS {
             let downtime_ns = self.fixed.downtime_ns(left_ns).saturating_add(scans_ns);
             if downtime_ns <= self.aim.max_downtime_ns {
-                return Some(Outcome { downtime_ns, total_ns: total_ns.saturating_add(downtime_ns) });
+                return Some(ExpectedOutcome { downtime_ns, total_ns: total_ns.saturating_add(downtime_ns) });
             }
-            let round_ns = left_ns.saturating_add(beside_ns);
+            let round_ns = left_ns.saturating_add(overhead_ns);
             total_ns = total_ns.saturating_add(round_ns);
             left_ns = u64::try_from(u128::from(round_ns) * share / 1000).unwrap_or(u64::MAX);
         }
@@ -223,12 +229,13 @@ impl BySla {
         if observed.left_pages == 0 {
             return Some(share);
         }
-        let came_back = (written * 2000).checked_div(observed.pages_sent.into()).filter(|_| self.has_seen)?;
-        Some(share.max(came_back))
+        let redirtied =
+            (written * 2000).checked_div(observed.pages_sent.into()).filter(|_| self.is_share_known)?;
+        Some(share.max(redirtied))
     }
 
     /// Returns the expected outcomes of all ways, and the choice.
-    fn look_ahead(&self, observed: &RoundObservation, pages_ns: u64) -> Outlook {
+    fn compute_outlook(&self, observed: &RoundObservation, pages_ns: u64) -> Outlook {
         let share = self.share(observed, pages_ns);
         let of_disks = |share: u128| {
             let disk_pages = u128::from(observed.disk_pages.min(observed.dirty_pages));
@@ -237,32 +244,41 @@ impl BySla {
         let slowed = |share: u128| {
             // Slower processors write less to memory; disks have a throttle of their own.
             let of_disks = of_disks(share);
-            let of_memory = share - of_disks;
-            of_disks + SLOWED_SHARE.max(of_memory / u128::from(CpuDrain::LEAST_SHARE)).min(of_memory)
+            let without_disks = share - of_disks;
+            of_disks
+                + THROTTLED_SHARE
+                    .max(without_disks / u128::from(CpuThrottlePolicy::MIN_SHARE_DIVISOR))
+                    .min(without_disks)
         };
         let outcome = |share| self.rounds_outcome(observed, pages_ns, share);
-        let pre_copy = share.filter(|_| !self.is_held).and_then(outcome);
+        let pre_copy = share.filter(|_| !self.is_throttled).and_then(outcome);
         // The measured share already is that of a throttled guest.
-        let slowed_share = if self.is_held { share } else { share.map(slowed) };
+        let slowed_share = if self.is_throttled { share } else { share.map(slowed) };
         let slowed_down = slowed_share.filter(|_| self.ways.slow_down).and_then(outcome);
         let downtime_ns = downtime_ns(observed, pages_ns, &self.fixed);
         let total_ns = observed.elapsed_ns.saturating_add(self.fixed.downtime_ns(0)).saturating_add(pages_ns);
-        let post_copy = self.ways.post_copy.then_some(Outcome { downtime_ns, total_ns });
+        let post_copy = self.ways.post_copy.then_some(ExpectedOutcome { downtime_ns, total_ns });
 
-        let all = [(Way::PreCopy, pre_copy), (Way::SlowedDown, slowed_down), (Way::PostCopy, post_copy)];
-        let kept = all.into_iter().find(|(_, outcome)| outcome.is_some_and(|outcome| self.keeps(outcome)));
-        let (chosen, is_kept) = kept.map_or((self.patient_way(), false), |(way, _)| (way, true));
-        Outlook { chosen, is_kept, pre_copy, slowed_down, post_copy }
+        let all = [
+            (MigrationStrategy::PreCopy, pre_copy),
+            (MigrationStrategy::SlowedDown, slowed_down),
+            (MigrationStrategy::PostCopy, post_copy),
+        ];
+        let kept = all
+            .into_iter()
+            .find(|(_, outcome)| outcome.is_some_and(|outcome| self.is_within_limits(outcome)));
+        let (chosen, is_feasible) = kept.map_or((self.fallback_strategy(), false), |(way, _)| (way, true));
+        Outlook { chosen, is_feasible, pre_copy, slowed_down, post_copy }
     }
 
     /// Returns the way for the case that none keeps the limits.
-    fn patient_way(&self) -> Way {
-        if self.ways.slow_down { Way::SlowedDown } else { Way::PreCopy }
+    fn fallback_strategy(&self) -> MigrationStrategy {
+        if self.ways.slow_down { MigrationStrategy::SlowedDown } else { MigrationStrategy::PreCopy }
     }
 
     /// Starts post-copy, or sends the rounds of disks before it.
-    fn leave(&mut self, observed: &RoundObservation, pages_ns: u64) -> Decision {
-        self.leaving.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
+    fn start_post_copy(&mut self, observed: &RoundObservation, pages_ns: u64) -> Decision {
+        self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
     }
 
     /// Returns true if there is no time for another scan before the remaining pages have to be sent.
@@ -273,23 +289,23 @@ impl BySla {
 }
 
 /// Removes the limit of rounds.
-fn patient(aim: Aim) -> Aim {
+fn without_round_limit(aim: Aim) -> Aim {
     Aim { max_rounds: u32::MAX, ..aim }
 }
 
-impl Policy for BySla {
+impl Policy for SlaPolicy {
     fn aim(&mut self, aim: Aim) {
         self.aim = aim;
-        self.rounds.aim(patient(aim));
+        self.rounds.aim(without_round_limit(aim));
     }
 
     fn held(&mut self, held: Held) {
         self.rounds.held(held);
         // Two consecutive scans have to be of the same guest.
-        (self.is_held, self.proposed) = (held == Held::Slower, None);
+        (self.is_throttled, self.proposed) = (held == Held::Slower, None);
         if held == Held::ForGood {
             self.ways.slow_down = false;
-            self.way = self.way.filter(|way| *way != Way::SlowedDown);
+            self.way = self.way.filter(|way| *way != MigrationStrategy::SlowedDown);
         }
     }
 
@@ -313,35 +329,35 @@ impl Policy for BySla {
         let slow = |way| Decision::NextRound {
             expected_downtime_ns,
             most_pages,
-            slow: way == Way::SlowedDown,
+            slow: way == MigrationStrategy::SlowedDown,
             disks_alone: false,
         };
         if expected_downtime_ns <= self.aim.max_downtime_ns {
             // Another round would be worth it, if there is time for it.
-            return if is_last_moment { stop } else { slow(self.way.unwrap_or(Way::PreCopy)) };
+            return if is_last_moment { stop } else { slow(self.way.unwrap_or(MigrationStrategy::PreCopy)) };
         }
-        let mut outlook = self.look_ahead(observed, pages_ns);
-        self.has_seen = true;
-        if is_last_moment && outlook.post_copy.is_some_and(|outcome| self.keeps(outcome)) {
+        let mut outlook = self.compute_outlook(observed, pages_ns);
+        self.is_share_known = true;
+        if is_last_moment && outlook.post_copy.is_some_and(|outcome| self.is_within_limits(outcome)) {
             // The other ways need another scan, and that may find more pages.
-            outlook.chosen = Way::PostCopy;
+            outlook.chosen = MigrationStrategy::PostCopy;
         }
         let is_certain = self.proposed == Some(outlook.chosen) || is_last_moment;
         self.proposed = Some(outlook.chosen);
-        let before = self.way.unwrap_or(Way::PreCopy);
+        let before = self.way.unwrap_or(MigrationStrategy::PreCopy);
         let wanted = outlook.chosen;
         if outlook.chosen != before && !is_certain {
             outlook.chosen = before;
         }
         let mut kept_by_disks = None;
-        if outlook.chosen == Way::PostCopy || self.leaving.has_begun() {
-            let left = self.leave(observed, pages_ns);
+        if outlook.chosen == MigrationStrategy::PostCopy || self.postcopy_start.has_begun() {
+            let left = self.start_post_copy(observed, pages_ns);
             if matches!(left, Decision::GiveUp { .. }) {
                 // Its disks prevent post-copy: the migration continues without it as long as there is time.
-                self.leaving = Leaving::default();
-                (outlook.chosen, outlook.is_kept) = match wanted {
-                    Way::PostCopy => (self.patient_way(), false),
-                    other => (other, outlook.is_kept),
+                self.postcopy_start = PostCopyStart::default();
+                (outlook.chosen, outlook.is_feasible) = match wanted {
+                    MigrationStrategy::PostCopy => (self.fallback_strategy(), false),
+                    other => (other, outlook.is_feasible),
                 };
                 kept_by_disks = Some(left);
             } else {
@@ -351,13 +367,13 @@ impl Policy for BySla {
         }
         (self.way, self.outlook) = (Some(outlook.chosen), Some(outlook));
         let is_last_round = observed.round >= self.aim.max_rounds;
-        if !is_last_round && (outlook.is_kept || !is_last_moment) {
+        if !is_last_round && (outlook.is_feasible || !is_last_moment) {
             return slow(outlook.chosen);
         }
         match (self.on_limit, kept_by_disks) {
             (OnLimit::Stop, _) => stop,
             (_, Some(gave_up)) => gave_up,
-            (OnLimit::PostCopy, None) => self.leave(observed, pages_ns),
+            (OnLimit::PostCopy, None) => self.start_post_copy(observed, pages_ns),
             (OnLimit::Abort, None) => give_up(if is_last_round { Limit::Rounds } else { Limit::Total }),
         }
     }

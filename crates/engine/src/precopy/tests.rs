@@ -26,8 +26,8 @@ fn free() -> FixedCost {
     FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 }
 }
 
-pub(super) fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> ByPattern {
-    ByPattern::new(
+pub(super) fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> PatternPolicy {
+    PatternPolicy::new(
         Aim { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds, ..Aim::default() },
         on_limit,
         free(),
@@ -45,7 +45,7 @@ fn expected(decision: Decision) -> u64 {
 
 /// Rounds of deltas are quick. Unknown pages are not.
 #[test]
-fn pages_that_have_to_go_in_full_are_expected_to_take_as_long_as_such_pages_did() {
+fn full_pages_are_expected_to_take_as_long_as_before() {
     const MS: u64 = 1_000_000;
     let mut policy = policy(300, 30, OnLimit::Abort);
     // 32 pages in a millisecond.
@@ -83,7 +83,7 @@ fn references_of_the_first_round_do_not_make_the_link_quicker() {
 
 /// One bad moment does not keep the objective out of reach, also if nothing else was measured yet.
 #[test]
-fn the_fixed_cost_is_what_the_best_of_the_last_migrations_showed() {
+fn the_fixed_cost_is_the_best_of_the_last_migrations() {
     let mut history = CostHistory::default();
     let guess = FixedCost::default();
     assert_eq!(history.estimate(), guess);
@@ -126,7 +126,7 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
 /// are written in a millisecond.
 fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
     let aim = Aim { max_downtime_ns: 300_000_000, max_rounds, ..Aim::default() };
-    let mut policy = ByPattern::new(aim, OnLimit::Abort, fixed);
+    let mut policy = PatternPolicy::new(aim, OnLimit::Abort, fixed);
     let (mut n, mut left) = (1, 10_000);
     loop {
         let duration_ms = left / 10;
@@ -180,7 +180,7 @@ fn the_time_between_rounds_counts() {
 fn saving_counts_where_it_takes_longer_than_the_last_pages() {
     let fixed = FixedCost { save_ns: 5_000_000, ..free() };
     let decide = |dirty| {
-        expected(ByPattern::new(Aim::default(), OnLimit::Abort, fixed).decide(&round(1, dirty, 1000, 10)))
+        expected(PatternPolicy::new(Aim::default(), OnLimit::Abort, fixed).decide(&round(1, dirty, 1000, 10)))
     };
     assert_eq!((decide(0), decide(400), decide(600)), (5_000_000, 5_000_000, 6_000_000));
 }
@@ -189,7 +189,7 @@ fn saving_counts_where_it_takes_longer_than_the_last_pages() {
 fn the_fixed_part_counts() {
     let aim = Aim::default();
     let fixed = FixedCost { load_ns: aim.max_downtime_ns, ..free() };
-    let decide = |fixed| ByPattern::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
+    let decide = |fixed| PatternPolicy::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
     assert!(matches!(decide(free()), Decision::StopAndCopy { .. }));
     assert!(matches!(decide(fixed), Decision::NextRound { .. }));
 }
@@ -249,7 +249,7 @@ fn rounds_that_do_not_shrink_end_it() {
 
 #[test]
 fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
-    let mut policy = Traced::new(policy(1, 100, OnLimit::Abort));
+    let mut policy = TracedPolicy::new(policy(1, 100, OnLimit::Abort));
     let observed = |n| round(n, 1000, 10_000, 100);
     assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
     let aim = Aim { max_downtime_ns: 10_000_000, max_rounds: 100, ..Aim::default() };
@@ -266,16 +266,16 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
 #[test]
 fn every_policy_can_be_replayed() {
     let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 5, ..Aim::default() };
-    let ways = Ways { slow_down: true, post_copy: true };
+    let ways = AvailableStrategies { slow_down: true, post_copy: true };
     let policies: [AnyPolicy; 5] = [
-        ByHybrid::new(aim, 4, free()).into(),
-        BySla::new(aim, ways, OnLimit::Abort, free()).into(),
-        ByPattern::new(aim, OnLimit::Stop, free()).into(),
-        ByTarget::new(aim, OnLimit::Abort).into(),
-        ByRounds::default().into(),
+        HybridPolicy::new(aim, 4, free()).into(),
+        SlaPolicy::new(aim, ways, OnLimit::Abort, free()).into(),
+        PatternPolicy::new(aim, OnLimit::Stop, free()).into(),
+        TargetPolicy::new(aim, OnLimit::Abort).into(),
+        RoundCountPolicy::default().into(),
     ];
     for policy in policies {
-        let mut traced = Traced::new(policy);
+        let mut traced = TracedPolicy::new(policy);
         for (n, dirty) in
             [(0, 90_000), (1, 50_000), (1, 30_000), (2, 9_000), (3, 100_000), (5, 90_000), (6, 10)]
         {
@@ -313,14 +313,14 @@ fn what_is_seen_of_memory_is_without_what_waits_of_disks() {
         ..round(2, 1_500, 10_000, 1_000)
     };
     assert_eq!(seen.dirty_rate_bytes_per_s(), 500 * PAGE_BYTES);
-    assert_eq!(seen.of_memory().dirty_rate_bytes_per_s(), 400 * PAGE_BYTES);
+    assert_eq!(seen.without_disks().dirty_rate_bytes_per_s(), 400 * PAGE_BYTES);
 }
 
 /// The throttle slows writes to disks down, not those to memory.
 #[test]
-fn rounds_lead_further_where_writes_become_slower_and_they_are_what_is_left() {
+fn rounds_make_progress_while_the_disk_throttle_acts() {
     let decided = |disk_pages| {
-        let mut policy = policy(1, 1_000, OnLimit::Abort).throttling_writes();
+        let mut policy = policy(1, 1_000, OnLimit::Abort).with_write_throttle();
         let looks = (1..200).map(|n| RoundObservation { disk_pages, ..round(n, 100_000, 100_000, 1_000) });
         looks.map(|look| policy.decide(&look)).find(|next| matches!(next, Decision::GiveUp { .. }))
     };
@@ -331,15 +331,15 @@ fn rounds_lead_further_where_writes_become_slower_and_they_are_what_is_left() {
 
 /// A policy that recognizes pattern c has to observe the pages that were sent again.
 #[test]
-fn who_knows_the_pattern_is_shown_what_was_sent_again() {
-    let (aim, ways) = (Aim::default(), Ways { slow_down: false, post_copy: false });
+fn pattern_c_policies_observe_resent_pages() {
+    let (aim, ways) = (Aim::default(), AvailableStrategies { slow_down: false, post_copy: false });
     let resent = |n| RoundObservation { resent_pages: 900, left_pages: 10, ..round(n, 900, 1000, 100) };
     let policies: [AnyPolicy; 2] = [
-        ByPattern::new(aim, OnLimit::Abort, free()).into(),
-        BySla::new(aim, ways, OnLimit::Abort, free()).into(),
+        PatternPolicy::new(aim, OnLimit::Abort, free()).into(),
+        SlaPolicy::new(aim, ways, OnLimit::Abort, free()).into(),
     ];
     for policy in policies {
-        let mut traced = Traced::new(policy);
+        let mut traced = TracedPolicy::new(policy);
         let seen: Vec<_> = (1..=3).map(|n| traced.decide(&resent(n))).collect();
         let is_named = seen
             .iter()

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Aim, ByHybrid, ByPattern, ByRounds, BySla, ByTarget, Decision, Held, Outlook, Policy, RoundObservation,
+    Aim, Decision, Held, HybridPolicy, Outlook, PatternPolicy, Policy, RoundCountPolicy, RoundObservation,
+    SlaPolicy, TargetPolicy,
 };
 use crate::trace::{self, Decider};
 
@@ -13,15 +14,15 @@ use crate::trace::{self, Decider};
 #[allow(clippy::large_enum_variant, reason = "a migration has one")]
 pub enum AnyPolicy {
     /// Detection of patterns.
-    Pattern(ByPattern),
+    Pattern(PatternPolicy),
     /// Pre-copy first, then post-copy.
-    Hybrid(ByHybrid),
+    Hybrid(HybridPolicy),
     /// Choice of the way that keeps the limits.
-    Sla(BySla),
+    Sla(SlaPolicy),
     /// KVM's rule.
-    Target(ByTarget),
+    Target(TargetPolicy),
     /// Xen's rule.
-    Rounds(ByRounds),
+    Rounds(RoundCountPolicy),
 }
 
 impl Policy for AnyPolicy {
@@ -56,32 +57,32 @@ impl Policy for AnyPolicy {
     }
 }
 
-impl From<ByPattern> for AnyPolicy {
-    fn from(policy: ByPattern) -> Self {
+impl From<PatternPolicy> for AnyPolicy {
+    fn from(policy: PatternPolicy) -> Self {
         Self::Pattern(policy)
     }
 }
 
-impl From<ByHybrid> for AnyPolicy {
-    fn from(policy: ByHybrid) -> Self {
+impl From<HybridPolicy> for AnyPolicy {
+    fn from(policy: HybridPolicy) -> Self {
         Self::Hybrid(policy)
     }
 }
 
-impl From<BySla> for AnyPolicy {
-    fn from(policy: BySla) -> Self {
+impl From<SlaPolicy> for AnyPolicy {
+    fn from(policy: SlaPolicy) -> Self {
         Self::Sla(policy)
     }
 }
 
-impl From<ByTarget> for AnyPolicy {
-    fn from(policy: ByTarget) -> Self {
+impl From<TargetPolicy> for AnyPolicy {
+    fn from(policy: TargetPolicy) -> Self {
         Self::Target(policy)
     }
 }
 
-impl From<ByRounds> for AnyPolicy {
-    fn from(policy: ByRounds) -> Self {
+impl From<RoundCountPolicy> for AnyPolicy {
+    fn from(policy: RoundCountPolicy) -> Self {
         Self::Rounds(policy)
     }
 }
@@ -89,7 +90,7 @@ impl From<ByRounds> for AnyPolicy {
 /// Event that a policy observes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "kebab-case")]
-pub enum Happened {
+pub enum PolicyEvent {
     /// The goals changed.
     Aim(Aim),
     /// The CPU throttle changed.
@@ -105,19 +106,19 @@ pub enum Happened {
 }
 
 impl Decider for AnyPolicy {
-    type Observed = Happened;
+    type Observed = PolicyEvent;
     /// Decision after a round; other events lead to none.
     type Decision = Option<Decision>;
 
     /// Practically all entries: the report has a line for each round anyway, and questions are about the last
     /// decision.
-    const KEPT: usize = 10_000;
+    const MAX_ENTRIES: usize = 10_000;
 
-    fn decide(&mut self, happened: &Happened) -> Option<Decision> {
+    fn decide(&mut self, happened: &PolicyEvent) -> Option<Decision> {
         match happened {
-            Happened::Aim(aim) => self.aim(*aim),
-            Happened::Held { held } => self.held(*held),
-            Happened::Round { observed } => return Some(Policy::decide(self, observed)),
+            PolicyEvent::Aim(aim) => self.aim(*aim),
+            PolicyEvent::Held { held } => self.held(*held),
+            PolicyEvent::Round { observed } => return Some(Policy::decide(self, observed)),
         }
         None
     }
@@ -140,29 +141,29 @@ impl AnyPolicy {
 pub type Trace = trace::Trace<AnyPolicy>;
 
 /// A stop policy that records its trace.
-pub type Traced = trace::Traced<AnyPolicy>;
+pub type TracedPolicy = trace::TracedPolicy<AnyPolicy>;
 
-impl Traced {
+impl TracedPolicy {
     /// Sets changed goals, which apply from the next decision on.
     pub fn aim(&mut self, aim: Aim) {
         let last = self.trace().entries.iter().rev().find_map(|entry| match entry.observed {
-            Happened::Aim(aim) => Some(aim),
+            PolicyEvent::Aim(aim) => Some(aim),
             _ => None,
         });
         if last != Some(aim) {
-            self.decide_on(Happened::Aim(aim));
+            self.decide_on(PolicyEvent::Aim(aim));
         }
     }
 
     /// Records a change of the CPU throttle.
     pub fn held(&mut self, held: Held) {
-        self.decide_on(Happened::Held { held });
+        self.decide_on(PolicyEvent::Held { held });
     }
 
     /// Decides after a round.
     pub fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let decision = Policy::decide(&mut self.policy, observed);
-        self.keep(Happened::Round { observed: *observed }, Some(decision));
+        self.record(PolicyEvent::Round { observed: *observed }, Some(decision));
         decision
     }
 

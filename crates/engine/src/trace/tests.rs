@@ -1,14 +1,14 @@
 use proptest::prelude::*;
-use proto::packed::Trial;
+use proto::packed::CompressionTrial;
 
 use super::*;
-use crate::bulk::{Ahead, DiskRound};
-use crate::compression::{Chooser, Observation, WAYS};
-use crate::precopy::{Aim, AnyPolicy, ByRounds, Happened, Held, RoundObservation};
-use crate::pressure::{Pressure, Waited};
+use crate::bulk::{DiskRound, DisksFirstPolicy};
+use crate::compression::{CompressionObservation, CompressionPolicy, WAYS};
+use crate::precopy::{Aim, AnyPolicy, Held, PolicyEvent, RoundCountPolicy, RoundObservation};
+use crate::pressure::{RestraintPolicy, SchedulingTimes};
 use crate::push::{Part, Push};
-use crate::referring::{Passed, Referring};
-use crate::throttle::processors::{CpuDrain, CpuLook, CpuObservation, Wish};
+use crate::referring::{ReferenceObservation, ReferencePolicy};
+use crate::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy, ThrottleDemand};
 use crate::throttle::{Drain, Threshold, WriteObservation, WriteThrottle};
 
 /// Numbers of a realistic size: no counter reaches more.
@@ -22,17 +22,17 @@ fn several<T: Debug>(of: impl Strategy<Value = T>) -> impl Strategy<Value = Vec<
 
 /// Shows the observations to a policy, which is reset before those in `forgets`. Returns its trace.
 fn traced<P: Decider>(policy: P, seen: Vec<P::Observed>, forgets: &[usize]) -> Trace<P> {
-    let mut traced = Traced::new(policy);
-    let mut told = None;
+    let mut traced = TracedPolicy::new(policy);
+    let mut reported = None;
     for (number, observed) in seen.into_iter().enumerate() {
         if forgets.contains(&number) {
-            traced.begin_anew();
+            traced.reset();
         }
         traced.decide_on(observed);
-        traced.tell(&mut told);
+        traced.update_report(&mut reported);
     }
-    traced.tell(&mut told);
-    assert_eq!(told.as_ref(), Some(traced.trace()), "who was told look by look knows as much");
+    traced.update_report(&mut reported);
+    assert_eq!(reported.as_ref(), Some(traced.trace()), "who was told look by look knows as much");
     traced.trace().clone()
 }
 
@@ -44,10 +44,10 @@ fn is_replayed<P: Decider>(trace: &Trace<P>) {
     assert_eq!(read.replay(), read, "{text}");
 }
 
-fn any_observation() -> impl Strategy<Value = Observation> {
+fn any_observation() -> impl Strategy<Value = CompressionObservation> {
     let trial =
         (0..WAYS.len(), number(), number(), number()).prop_map(|(way, data_bytes, packed_bytes, pack_ns)| {
-            Trial { way: WAYS[way], data_bytes, packed_bytes, pack_ns }
+            CompressionTrial { way: WAYS[way], data_bytes, packed_bytes, pack_ns }
         });
     let counted = (number(), number(), number(), number(), number(), number(), number(), number());
     (counted, 0..8_u32, prop::collection::vec(trial, 0..5)).prop_map(
@@ -55,7 +55,7 @@ fn any_observation() -> impl Strategy<Value = Observation> {
             (interval_ns, data_bytes, wire_bytes, pack_ns, cpu_ns, blocked_ns, peer_waited_ns, idle_ns),
             workers,
             trials,
-        )| Observation {
+        )| CompressionObservation {
             interval_ns,
             workers,
             data_bytes,
@@ -74,7 +74,7 @@ proptest! {
     #[test]
     fn of_disks_ahead(memory_bytes in number(), seen in several((number(), number()))) {
         let of = |(dirty_bytes, sent_bytes)| DiskRound { dirty_bytes, sent_bytes };
-        is_replayed(&traced(Ahead { memory_bytes }, seen.into_iter().map(of).collect(), &[]));
+        is_replayed(&traced(DisksFirstPolicy { memory_bytes }, seen.into_iter().map(of).collect(), &[]));
     }
 
     #[test]
@@ -101,25 +101,25 @@ proptest! {
         )),
         lifted in several(0..40_usize),
     ) {
-        let of = |((is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuLook {
-            wish: Wish { is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns },
+        let of = |((is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuSample {
+            wish: ThrottleDemand { is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns },
             seen: Option::map(seen, |(used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| {
                 CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s }
             }),
         };
-        is_replayed(&traced(CpuDrain::default(), seen.into_iter().map(of).collect(), &lifted));
+        is_replayed(&traced(CpuThrottlePolicy::default(), seen.into_iter().map(of).collect(), &lifted));
     }
 
     #[test]
     fn of_pressure(allowed in 0..1000_u64, before in number(), seen in several((number(), number()))) {
-        let of = |(ran_ns, waited_ns)| Waited { ran_ns, waited_ns };
-        let policy = Pressure::new(allowed, of((before, before / 3)), 4);
+        let of = |(ran_ns, waited_ns)| SchedulingTimes { ran_ns, waited_ns };
+        let policy = RestraintPolicy::new(allowed, of((before, before / 3)), 4);
         is_replayed(&traced(policy, seen.into_iter().map(of).collect(), &[]));
     }
 
     #[test]
     fn of_compression(seen in several(any_observation())) {
-        is_replayed(&traced(Chooser::default(), seen, &[]));
+        is_replayed(&traced(CompressionPolicy::default(), seen, &[]));
     }
 
     #[test]
@@ -127,11 +127,11 @@ proptest! {
         seen in several((number(), number(), number(), number(), any::<bool>(), prop::option::of(number()))),
         cuts in several(0..40_usize),
     ) {
-        let of = |(interval_ns, data_bytes, referred_bytes, refused_bytes, is_awaited, link_bytes_per_s)| Passed {
+        let of = |(interval_ns, data_bytes, referred_bytes, refused_bytes, is_awaited, link_bytes_per_s)| ReferenceObservation {
             interval_ns, data_bytes, referred_bytes, refused_bytes, is_awaited, link_bytes_per_s,
             peer_is_busy: data_bytes % 2 == 0,
         };
-        is_replayed(&traced(Referring::default(), seen.into_iter().map(of).collect(), &cuts));
+        is_replayed(&traced(ReferencePolicy::default(), seen.into_iter().map(of).collect(), &cuts));
     }
 
     #[test]
@@ -151,30 +151,36 @@ proptest! {
 #[test]
 fn a_long_trace_says_how_much_of_it_is_missing() {
     let more = 7;
-    let seen = (0..Pressure::KEPT as u64 + more).map(|n| Waited { ran_ns: 9 << 20, waited_ns: n << 20 });
-    let trace = traced(Pressure::new(50, Waited::default(), 4), seen.collect(), &[2, Pressure::KEPT + 2]);
-    assert_eq!((trace.entries.len(), trace.left_out), (Pressure::KEPT, more));
+    let seen = (0..RestraintPolicy::MAX_ENTRIES as u64 + more)
+        .map(|n| SchedulingTimes { ran_ns: 9 << 20, waited_ns: n << 20 });
+    let trace = traced(
+        RestraintPolicy::new(50, SchedulingTimes::default(), 4),
+        seen.collect(),
+        &[2, RestraintPolicy::MAX_ENTRIES + 2],
+    );
+    assert_eq!((trace.entries.len(), trace.left_out), (RestraintPolicy::MAX_ENTRIES, more));
     assert_eq!(trace.entries.iter().filter(|entry| entry.anew).count(), 1);
     is_replayed(&trace);
     let traces =
         Traces { others: Others { pressure: Some(trace), ..Others::default() }, ..Traces::default() };
     let [replayed] = &traces.compare()[..] else { panic!("{:?}", traces.compare()) };
-    assert_eq!((replayed.decisions, replayed.left_out), (Pressure::KEPT, more));
+    assert_eq!((replayed.decisions, replayed.left_out), (RestraintPolicy::MAX_ENTRIES, more));
     assert_eq!(replayed.differences, []);
 }
 
 /// A reset before an observation is repeated in the replay.
 #[test]
-fn who_begins_anew_does_so_again() {
-    let fast = CpuLook {
-        wish: Wish { is_chosen: true, ..Wish::default() },
+fn a_reset_is_replayed() {
+    let fast = CpuSample {
+        wish: ThrottleDemand { is_chosen: true, ..ThrottleDemand::default() },
         seen: Some(CpuObservation {
             used_us_per_s: vec![1_000_000],
             dirtied_bytes_per_s: 200 << 20,
             drained_bytes_per_s: 100 << 20,
         }),
     };
-    let mut trace = traced(CpuDrain::default(), vec![fast.clone(), CpuLook::default(), fast], &[1]);
+    let mut trace =
+        traced(CpuThrottlePolicy::default(), vec![fast.clone(), CpuSample::default(), fast], &[1]);
     assert_eq!(trace.decisions().copied().collect::<Vec<_>>(), [Some(250_000), None, Some(250_000)]);
     is_replayed(&trace);
     trace.entries[1].anew = false;
@@ -182,11 +188,12 @@ fn who_begins_anew_does_so_again() {
 }
 
 #[test]
-fn a_decision_that_would_be_another_one_now_is_told() {
+fn a_changed_decision_is_reported() {
     let looks =
-        |n| Happened::Round { observed: RoundObservation { round: n, ..RoundObservation::default() } };
-    let seen = vec![Happened::Aim(Aim::default()), looks(0), Happened::Held { held: Held::Slower }, looks(1)];
-    let stop = traced(AnyPolicy::from(ByRounds::default()), seen, &[]);
+        |n| PolicyEvent::Round { observed: RoundObservation { round: n, ..RoundObservation::default() } };
+    let seen =
+        vec![PolicyEvent::Aim(Aim::default()), looks(0), PolicyEvent::Held { held: Held::Slower }, looks(1)];
+    let stop = traced(AnyPolicy::from(RoundCountPolicy::default()), seen, &[]);
     is_replayed(&stop);
     let push = traced(
         Push::default(),
@@ -214,7 +221,7 @@ fn a_decision_that_would_be_another_one_now_is_told() {
 
 /// A report from before other traces existed, and before a trace had a limited length.
 #[test]
-fn a_trace_of_a_report_is_read_as_ever() {
+fn traces_of_old_reports_are_readable() {
     let text = r#"{ "total_us": 1, "traces": [{
         "policy": { "policy": "rounds" },
         "entries": [

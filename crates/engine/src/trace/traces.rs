@@ -5,15 +5,15 @@ use std::fmt::{self, Debug};
 use serde::{Deserialize, Serialize};
 
 use super::{Decider, Trace};
-use crate::bulk::Ahead;
-use crate::compression::Chooser;
-use crate::naming::Naming;
+use crate::bulk::DisksFirstPolicy;
+use crate::compression::CompressionPolicy;
+use crate::naming::DiscardPolicy;
 use crate::precopy;
-use crate::pressure::Pressure;
+use crate::pressure::RestraintPolicy;
 use crate::push::Push;
-use crate::referring::Referring;
+use crate::referring::ReferencePolicy;
 use crate::throttle::WriteThrottle;
-use crate::throttle::processors::CpuDrain;
+use crate::throttle::processors::CpuThrottlePolicy;
 
 /// Observations and decisions of all policies of a migration, enough to replay all decisions. A report contains them,
 /// among other data.
@@ -34,25 +34,25 @@ pub struct Traces {
 pub struct Others {
     /// The moment at which memory begins after rounds of disks alone.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub disks: Option<Trace<Ahead>>,
+    pub disks: Option<Trace<DisksFirstPolicy>>,
     /// Limit on the guest's write rate to its disks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub writes: Option<Trace<WriteThrottle>>,
     /// Limit on the processor time of the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub slowing: Option<Trace<CpuDrain>>,
+    pub slowing: Option<Trace<CpuThrottlePolicy>>,
     /// Restraint of copying.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub pressure: Option<Trace<Pressure>>,
+    pub pressure: Option<Trace<RestraintPolicy>>,
     /// Choice of the compression.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub compression: Option<Trace<Chooser>>,
+    pub compression: Option<Trace<CompressionPolicy>>,
     /// Use of page references.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub referring: Option<Trace<Referring>>,
+    pub referring: Option<Trace<ReferencePolicy>>,
     /// Post-copy: discards before the stop.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub naming: Option<Trace<Naming>>,
+    pub naming: Option<Trace<DiscardPolicy>>,
     /// Post-copy: size and rate of the parts that are pushed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub push: Option<Trace<Push>>,

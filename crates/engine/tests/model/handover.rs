@@ -1,14 +1,14 @@
 //! The handover as a stateright model: possible events in a world, and properties that always hold.
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use engine::handover::recover::Decision;
-use engine::handover::register::RegisterAnswer;
+use engine::handover::recover::OperatorDecision;
+use engine::handover::register::RegistryAnswer;
 use engine::handover::source::{SourceEvent, SourceState};
 use stateright::{Model, Property};
 
 use crate::heal;
 use crate::mutation::Rules;
-use crate::words;
+use crate::overrides;
 use crate::world::{Budget, Life, Packet, Qemu, Side, World};
 
 pub(crate) struct Handover {
@@ -18,32 +18,32 @@ pub(crate) struct Handover {
 }
 
 /// Number of effects after which an agent is killed, if at all.
-pub(crate) type Die = Option<usize>;
+pub(crate) type KillPoint = Option<usize>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Act {
-    Begin(Die),
-    Stop(Die),
+    Begin(KillPoint),
+    Stop(KillPoint),
     SendAll,
-    Deliver(Packet, bool, Die),
+    Deliver(Packet, bool, KillPoint),
     Lose(Packet),
-    Repeat(Side, Die),
-    SourceCont(Die),
+    Repeat(Side, KillPoint),
+    SourceCont(KillPoint),
     SourceContFails,
-    DestinationCont(Die),
-    DestinationContFails(Die),
-    Complete(Die),
+    DestinationCont(KillPoint),
+    DestinationContFails(KillPoint),
+    Complete(KillPoint),
     Crash(Side),
     CrashHost(Side, usize),
     HostGone(Side),
-    Restart(Side, Die),
-    KillSourceQemu(Die),
-    KillDestinationQemu(Die),
-    Trouble(Trouble, Die),
+    Restart(Side, KillPoint),
+    KillSourceQemu(KillPoint),
+    KillDestinationQemu(KillPoint),
+    Trouble(Trouble, KillPoint),
     ForeignCont,
-    Decide(Side, Decision),
+    Decide(Side, OperatorDecision),
     LoseRegister,
-    Say(Side, Decision),
+    Override(Side, OperatorDecision),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -86,7 +86,7 @@ impl Model for Handover {
         let left = &world.budget;
         let (source, destination) = (&world.source, &world.destination);
         // Every action of an agent may end with its death after some of its effects.
-        let mut killable = |act: &dyn Fn(Die) -> Act| {
+        let mut killable = |act: &dyn Fn(KillPoint) -> Act| {
             acts.push(act(None));
             if left.agent_crashes > 0 {
                 acts.extend((0..MOST_EFFECTS).map(|effects| act(Some(effects))));
@@ -166,13 +166,15 @@ impl Model for Handover {
             }
         }
         if left.decisions > 0 {
-            acts.push(Act::Decide(Side::Source, Decision::RunHere { force: false }));
+            acts.push(Act::Decide(Side::Source, OperatorDecision::RunHere { force: false }));
         }
         if left.registers_lost > 0 {
             acts.push(Act::LoseRegister);
         }
-        if left.words > 0 {
-            acts.extend(words::words(world).into_iter().map(|(side, word)| Act::Say(side, word)));
+        if left.overrides > 0 {
+            acts.extend(
+                overrides::overrides(world).into_iter().map(|(side, word)| Act::Override(side, word)),
+            );
         }
         if left.foreign_conts > 0 && world.source_qemu == Qemu::Paused {
             acts.push(Act::ForeignCont);
@@ -217,7 +219,7 @@ impl Model for Handover {
             // After an operator's decision the two hosts may contradict one another: the connection is closed then.
             Property::<Self>::always(LEGAL, |_, world| world.ghost.word || world.ghost.illegal.is_none()),
         ];
-        if self.budget.decisions + self.budget.words == 0 {
+        if self.budget.decisions + self.budget.overrides == 0 {
             all.push(Property::<Self>::always(ONE_RUNS, |model, world| heal::one_runs(&model.rules, world)));
             all.push(Property::<Self>::always(LAST_COPY, |model, world| {
                 heal::last_copy(&model.rules, world)
@@ -253,7 +255,7 @@ pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
 
 impl Handover {
     /// Performs an action, and charges it to the budget. Returns the point at which an agent was to be killed.
-    fn perform(&self, world: &mut World, act: Act) -> Die {
+    fn perform(&self, world: &mut World, act: Act) -> KillPoint {
         let rules = &self.rules;
         match act {
             Act::Begin(die) => {
@@ -367,9 +369,9 @@ impl Handover {
                 world.register_lost = true;
                 None
             }
-            Act::Say(side, word) => {
-                world.budget.words -= 1;
-                words::say(rules, world, side, word);
+            Act::Override(side, word) => {
+                world.budget.overrides -= 1;
+                overrides::apply_override(rules, world, side, word);
                 None
             }
             Act::Decide(side, decision) => {
@@ -393,8 +395,8 @@ impl Handover {
 }
 
 impl Trouble {
-    fn happen(self, rules: &Rules, world: &mut World, die: Die) {
-        let unknown = RegisterAnswer::Unknown;
+    fn happen(self, rules: &Rules, world: &mut World, die: KillPoint) {
+        let unknown = RegistryAnswer::Unknown;
         match self {
             Self::SourceCancelled => world.feed_source_if(rules, &SourceEvent::Cancel, die),
             Self::SourceLosesPeer => {

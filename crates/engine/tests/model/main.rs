@@ -18,8 +18,8 @@ extern crate whimbrel_engine as engine;
 mod handover;
 mod heal;
 mod mutation;
+mod overrides;
 mod planted;
-mod words;
 mod world;
 
 use std::collections::BTreeSet;
@@ -32,8 +32,8 @@ use engine::handover::{Role, Step, table};
 use stateright::{Checker, HasDiscoveries, Model};
 
 use handover::{Handover, THREW_AWAY};
-use mutation::{HONEST, Rules};
-use words::WORDS;
+use mutation::{CORRECT, Rules};
+use overrides::OVERRIDES;
 use world::Budget;
 
 // ---- runs
@@ -48,7 +48,7 @@ const NONE: Budget = Budget {
     troubles: 0,
     foreign_conts: 0,
     decisions: 0,
-    words: 0,
+    overrides: 0,
     registers_lost: 0,
     post_copy: false,
     attempts: 1,
@@ -61,7 +61,7 @@ fn soak() -> bool {
 
 /// Runs to the end of the bounds, and asserts that every property holds.
 fn holds(name: &str, budget: Budget, register: bool) {
-    let checker = Handover { rules: HONEST, budget, register }.checker().threads(2).spawn_bfs().join();
+    let checker = Handover { rules: CORRECT, budget, register }.checker().threads(2).spawn_bfs().join();
     println!(
         "{name}: {} states, depth {}, register {register}, {budget:?}",
         checker.unique_state_count(),
@@ -133,7 +133,7 @@ fn a_second_attempt_follows() {
 }
 
 #[test]
-fn somebody_else_continues_the_source() {
+fn another_program_continues_the_source() {
     both("foreign cont", Budget { agent_crashes: 1, foreign_conts: 1, ..NONE });
     both("foreign cont, QEMU lost", Budget { agent_crashes: 1, foreign_conts: 1, qemu_deaths: 1, ..NONE });
     both("foreign cont, host lost", Budget { foreign_conts: 1, host_crashes: 1, ..NONE });
@@ -153,7 +153,7 @@ fn operators_decide() {
 fn no_operator_makes_images_of_a_guest_that_has_run_be_removed() {
     let budget = Budget { host_crashes: 1, decisions: 1, troubles: 1, in_flight: 2, ..NONE };
     for post_copy in [false, true] {
-        let model = Handover { rules: HONEST, budget: Budget { post_copy, ..budget }, register: false };
+        let model = Handover { rules: CORRECT, budget: Budget { post_copy, ..budget }, register: false };
         let checker = model.checker().threads(2).finish_when(HasDiscoveries::All).spawn_bfs().join();
         println!("{} states", checker.unique_state_count());
         assert!(checker.discovery(THREW_AWAY).is_none(), "{:?}", checker.discovery(THREW_AWAY));
@@ -240,9 +240,9 @@ fn the_model_takes_the_table() {
     // Decisions of operators need the registry.
     let said = [
         Budget { agent_crashes: 1, troubles: 1, decisions: 2, in_flight: 2, ..NONE },
-        Budget { troubles: 1, ..WORDS },
-        Budget { qemu_deaths: 1, ..WORDS },
-        Budget { host_crashes: 1, ..WORDS },
+        Budget { troubles: 1, ..OVERRIDES },
+        Budget { qemu_deaths: 1, ..OVERRIDES },
+        Budget { host_crashes: 1, ..OVERRIDES },
     ];
     let with_and_without = runs.into_iter().flat_map(|budget| [(budget, false), (budget, true)]);
     for (budget, register) in with_and_without.chain(said.map(|budget| (budget, true))) {

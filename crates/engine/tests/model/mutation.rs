@@ -1,9 +1,9 @@
 //! Planted errors: replacements of the engine's functions, each with one difference.
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use engine::handover::register::RegisterAnswer;
+use engine::handover::register::RegistryAnswer;
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Found, Illegal, Move, Step, Terms};
+use engine::handover::{Illegal, MigrationTerms, Move, QemuAtStart, Step};
 use proto::message::Verdict;
 
 use crate::world::incarnation;
@@ -14,8 +14,8 @@ pub(crate) type DestinationStep = Result<Step<DestinationState, DestinationEffec
 /// The two functions under test, and the behaviour of the source's agent that the model needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules {
-    pub(crate) source: fn(&Terms, &SourceState, &SourceEvent) -> SourceStep,
-    pub(crate) destination: fn(&Terms, &DestinationState, &DestinationEvent) -> DestinationStep,
+    pub(crate) source: fn(&MigrationTerms, &SourceState, &SourceEvent) -> SourceStep,
+    pub(crate) destination: fn(&MigrationTerms, &DestinationState, &DestinationEvent) -> DestinationStep,
     /// HELD: data that the destination needs for READY is only sent when the guest has not run since the stop, and its
     /// QEMU is held, so that no program can continue it any more.
     pub(crate) holds: bool,
@@ -24,7 +24,7 @@ pub(crate) struct Rules {
 }
 
 /// The engine's own rules.
-pub(crate) const HONEST: Rules = Rules { source, destination, holds: true, tells: true };
+pub(crate) const CORRECT: Rules = Rules { source, destination, holds: true, tells: true };
 
 #[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
 fn to<S, E>(to: S, effects: Vec<E>) -> Result<Step<S, E>, Illegal> {
@@ -47,7 +47,7 @@ fn change<S, E>(
 
 /// The source continues by itself after COMMITTED.
 pub(crate) fn source_continues_after_committed(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
@@ -66,7 +66,7 @@ pub(crate) fn source_continues_after_committed(
 
 /// The source treats INCOMPLETE like RUNNING.
 pub(crate) fn source_ends_at_incomplete(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
@@ -78,7 +78,7 @@ pub(crate) fn source_ends_at_incomplete(
 
 /// The destination sends RUNNING when `cont` has returned, even if pages are missing.
 pub(crate) fn destination_says_running_too_early(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -91,7 +91,11 @@ pub(crate) fn destination_says_running_too_early(
 }
 
 /// The source sends GO before COMMITTED is in the journal.
-pub(crate) fn source_sends_go_first(terms: &Terms, state: &SourceState, event: &SourceEvent) -> SourceStep {
+pub(crate) fn source_sends_go_first(
+    terms: &MigrationTerms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
     let step = source(terms, state, event);
     if !matches!((state, event), (SourceState::Stopped { .. }, SourceEvent::Ready { .. })) {
         return step;
@@ -105,7 +109,7 @@ pub(crate) fn source_sends_go_first(terms: &Terms, state: &SourceState, event: &
 
 /// The source does not hold its QEMU.
 pub(crate) fn source_does_not_hold_qemu(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
@@ -114,7 +118,7 @@ pub(crate) fn source_does_not_hold_qemu(
 
 /// The source reclaims the VM although the registry has not confirmed that.
 pub(crate) fn source_reclaims_without_winning(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
@@ -133,7 +137,7 @@ pub(crate) fn source_reclaims_without_winning(
 
 /// ABORTED is not synced before the guest continues.
 pub(crate) fn source_does_not_sync_aborted(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
@@ -150,7 +154,7 @@ pub(crate) fn source_does_not_sync_aborted(
 
 /// The source aborts although it was restarted in COMMITTED.
 pub(crate) fn source_aborts_when_restarted(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
@@ -165,7 +169,7 @@ pub(crate) fn source_aborts_when_restarted(
 
 /// The destination discards in doubt.
 pub(crate) fn destination_discards_in_doubt(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -183,7 +187,7 @@ pub(crate) fn destination_discards_in_doubt(
 
 /// The destination runs the guest in doubt.
 pub(crate) fn destination_runs_in_doubt(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -199,7 +203,7 @@ pub(crate) fn destination_runs_in_doubt(
 
 /// The destination accepts GO for another incarnation and epoch.
 pub(crate) fn destination_obeys_any_go(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -215,7 +219,7 @@ pub(crate) fn destination_obeys_any_go(
 
 /// The destination sends `cont` without asking the registry.
 pub(crate) fn destination_skips_register(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -224,7 +228,7 @@ pub(crate) fn destination_skips_register(
         DestinationEvent::Go { .. } | DestinationEvent::SourceSays { verdict: Verdict::Committed { .. }, .. }
     );
     if told && matches!(state, DestinationState::Ready { .. }) {
-        destination(&Terms { register: None, ..terms.clone() }, state, event)
+        destination(&MigrationTerms { register: None, ..terms.clone() }, state, event)
     } else {
         destination(terms, state, event)
     }
@@ -232,7 +236,7 @@ pub(crate) fn destination_skips_register(
 
 /// The destination sends READY before it is in the journal.
 pub(crate) fn destination_sends_ready_first(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -245,7 +249,7 @@ pub(crate) fn destination_sends_ready_first(
 
 /// STARTING is not in the journal when `cont` is sent.
 pub(crate) fn destination_does_not_journal_starting(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -258,7 +262,7 @@ pub(crate) fn destination_does_not_journal_starting(
 
 /// A destination in `Taking` refuses without returning the VM in the registry.
 pub(crate) fn destination_refuses_and_keeps(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -273,13 +277,13 @@ pub(crate) fn destination_refuses_and_keeps(
 
 /// A destination on a rebooted host believes the journal to be complete.
 pub(crate) fn destination_trusts_a_rebooted_journal(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
     match event {
-        DestinationEvent::Restarted(Found::Rebooted) => {
-            destination(terms, state, &DestinationEvent::Restarted(Found::Gone))
+        DestinationEvent::Restarted(QemuAtStart::Rebooted) => {
+            destination(terms, state, &DestinationEvent::Restarted(QemuAtStart::Gone))
         }
         _ => destination(terms, state, event),
     }
@@ -287,7 +291,7 @@ pub(crate) fn destination_trusts_a_rebooted_journal(
 
 /// A destination on a rebooted host sends CRASHED while it asks a source that may be bereft, too.
 pub(crate) fn destination_says_crashed_while_it_asks(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -302,7 +306,7 @@ pub(crate) fn destination_says_crashed_while_it_asks(
 
 /// A source that continues after COMMITTED answers the same as one that has never committed.
 pub(crate) fn source_says_aborted_after_it_returned(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
@@ -317,7 +321,7 @@ pub(crate) fn source_says_aborted_after_it_returned(
 
 /// A destination that has crashed sends REFUSED.
 pub(crate) fn destination_refuses_after_cont(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -337,7 +341,7 @@ pub(crate) fn destination_refuses_after_cont(
 
 /// A destination that has refused accepts GO.
 pub(crate) fn destination_runs_a_refused_copy(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
@@ -355,16 +359,16 @@ pub(crate) fn destination_runs_a_refused_copy(
 
 /// A destination that does not expect the registry's record to have changed since pre-flight.
 pub(crate) fn destination_knows_preflight_only(
-    terms: &Terms,
+    terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
     match (state, event) {
         (
             DestinationState::Taking { .. },
-            DestinationEvent::RegisterSays(RegisterAnswer::Stands(Some(record))),
+            DestinationEvent::RegisterSays(RegistryAnswer::Stands(Some(record))),
         ) if record.epoch < terms.epoch() && Some(record.epoch) != terms.register => {
-            destination(terms, state, &DestinationEvent::RegisterSays(RegisterAnswer::Unreachable))
+            destination(terms, state, &DestinationEvent::RegisterSays(RegistryAnswer::Unreachable))
         }
         _ => destination(terms, state, event),
     }

@@ -3,10 +3,10 @@
 
 mod acts;
 
-use engine::handover::Terms;
+use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
-use proto::message::{Offer, Ownership, RegisterRequest};
+use proto::message::{Offer, Ownership, RegistryRequest};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
 /// Bounds on the faults and events of a run. Everything else may happen at any time.
@@ -32,7 +32,7 @@ pub(crate) struct Budget {
     /// Decisions of operators.
     pub(crate) decisions: u8,
     /// Decisions of operators against the registry or without it.
-    pub(crate) words: u8,
+    pub(crate) overrides: u8,
     /// Registries that never answer again.
     pub(crate) registers_lost: u8,
     /// True if pages are missing when the guest already runs at the destination (post-copy).
@@ -262,8 +262,8 @@ fn side(host: &HostId) -> Side {
     if host.as_str() == "s" { Side::Source } else { Side::Destination }
 }
 
-pub(crate) fn terms(epoch: u8, base: u8, register: bool) -> Terms {
-    Terms {
+pub(crate) fn terms(epoch: u8, base: u8, register: bool) -> MigrationTerms {
+    MigrationTerms {
         migration: MigrationId { vm: VmName::new("v").expect("a name"), epoch: Epoch(epoch.into()) },
         source: host(Side::Source),
         destination: host(Side::Destination),
@@ -297,21 +297,21 @@ fn large(record: Record) -> Ownership {
     }
 }
 
-fn small_op(request: &RegisterRequest) -> Op {
+fn small_op(request: &RegistryRequest) -> Op {
     match request {
-        RegisterRequest::Read { .. } => Op::Read,
-        RegisterRequest::CompareAndSet { expected, new, .. } => {
+        RegistryRequest::Read { .. } => Op::Read,
+        RegistryRequest::CompareAndSet { expected, new, .. } => {
             let (epoch, owner) = expected.as_ref().expect("only adoption expects nothing");
             Op::Set { expected: (epoch.0 as u8, side(owner)), new: small(new) }
         }
     }
 }
 
-fn large_op(op: Op) -> RegisterRequest {
+fn large_op(op: Op) -> RegistryRequest {
     let vm = VmName::new("v").expect("a name");
     match op {
-        Op::Read => RegisterRequest::Read { vm },
-        Op::Set { expected: (epoch, owner), new } => RegisterRequest::CompareAndSet {
+        Op::Read => RegistryRequest::Read { vm },
+        Op::Set { expected: (epoch, owner), new } => RegistryRequest::CompareAndSet {
             vm,
             expected: Some((Epoch(epoch.into()), host(owner))),
             new: large(new),

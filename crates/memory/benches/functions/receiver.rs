@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use link::LinkError;
 use proto::Generation;
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES};
-use proto::pages::{Content, PagesHeader, Run, encode_round_end};
+use proto::pages::{Content, PageRun, PagesHeader, encode_round_end};
 use whimbrel_memory::{
     BlockWriter, DataStream, DestinationRam, FRAME_PAGES, FrameSink, FrameSource, HangUp, RamError, Receiver,
     ReceiverEvent, open_destination,
@@ -36,7 +36,7 @@ struct Source {
 }
 
 impl FrameSource for Source {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError> {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError> {
         if let Some(lent) = self.lent.take() {
             std::mem::swap(payload, &mut self.frames[lent]);
         }
@@ -50,7 +50,7 @@ impl FrameSource for Source {
             self.next = 0;
             payload.clear();
             payload.extend(encode_round_end(self.seq, self.round));
-            return Ok(Kind::RoundEnd);
+            return Ok(FrameKind::RoundEnd);
         }
         self.next += 1;
         self.lent = Some(frame);
@@ -59,7 +59,7 @@ impl FrameSource for Source {
         payload[..8].copy_from_slice(&self.seq.to_le_bytes());
         payload[8..12].copy_from_slice(&self.round.to_le_bytes());
         payload[16..24].copy_from_slice(&(chunk as u64).to_le_bytes());
-        Ok(Kind::Pages)
+        Ok(FrameKind::Pages)
     }
 
     fn has_more(&mut self) -> bool {
@@ -72,7 +72,7 @@ struct Sink;
 impl FrameSink for Sink {
     fn set_deadline(&mut self, _: Option<Instant>) {}
 
-    fn send(&mut self, _: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, _: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
         black_box(payload);
         Ok(())
     }
@@ -124,8 +124,8 @@ impl BlockWriter for Nowhere {
 /// All pages of a chunk, in frames as a sender makes them.
 fn frames(kind: &str) -> Vec<Vec<u8>> {
     let run =
-        |first: u64, pages: u64, content| Run { first_page: first as u16, pages: pages as u16, content };
-    let frames: Vec<Vec<Run>> = match kind {
+        |first: u64, pages: u64, content| PageRun { first_page: first as u16, pages: pages as u16, content };
+    let frames: Vec<Vec<PageRun>> = match kind {
         "data" => (0..CHUNK_PAGES)
             .step_by(FRAME_PAGES as usize)
             .map(|first| vec![run(first, FRAME_PAGES, Content::Data)])
@@ -141,7 +141,7 @@ fn frames(kind: &str) -> Vec<Vec<u8>> {
             .collect(),
         other => panic!("no kind {other}"),
     };
-    let payload = |runs: Vec<Run>| {
+    let payload = |runs: Vec<PageRun>| {
         let mut payload = Vec::new();
         PagesHeader { seq: 0, round: 0, block: 0, chunk: 0 }.encode(&runs, &mut payload);
         let data = runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes());

@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, mpsc};
 use std::time::Instant;
 
 use link::LinkError;
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Compression;
 use proto::pages::{Ack, decode_round_end};
@@ -26,11 +26,11 @@ struct Sink(mpsc::Sender<Vec<u8>>);
 impl FrameSink for Sink {
     fn set_deadline(&mut self, _: Option<Instant>) {}
 
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let seq = match kind {
-            Kind::RoundEnd => Some(decode_round_end(payload[0]).unwrap().0),
+            FrameKind::RoundEnd => Some(decode_round_end(payload[0]).unwrap().0),
             // Before the sender waits for it.
-            Kind::Pages => {
+            FrameKind::Pages => {
                 payload[0].first_chunk().map(|seq| u64::from_le_bytes(*seq)).filter(|seq| seq % 1024 == 0)
             }
             _ => None,
@@ -50,9 +50,9 @@ impl FrameSink for Sink {
 struct Source(mpsc::Receiver<Vec<u8>>);
 
 impl FrameSource for Source {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError> {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError> {
         *payload = self.0.recv().map_err(|_| LinkError::Ended)?;
-        Ok(Kind::Ack)
+        Ok(FrameKind::Ack)
     }
 
     fn has_more(&mut self) -> bool {

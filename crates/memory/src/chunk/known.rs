@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use proto::delta::{Delta, MOST_PIECES};
-use proto::pages::{Content, Run};
-use proto::reference::{Library, REFERENCE_BYTES, Reference};
+use proto::delta::{Delta, MAX_PIECES};
+use proto::pages::{Content, PageRun};
+use proto::reference::{ContentSource, REFERENCE_BYTES, Reference};
 
 use super::{FrameBuilder, PAGE};
 use crate::clock::timed;
@@ -78,7 +78,7 @@ pub(super) struct OpenReference {
     /// Position of the pages in the buffer, and their names, because a reference that is too short becomes data again.
     from: usize,
     names: Vec<PageName>,
-    library: Library,
+    content_source: ContentSource,
     first_page: u64,
     /// Number of pages so far.
     pages: u64,
@@ -108,7 +108,7 @@ impl FrameBuilder {
     /// Encodes a page as a delta if its changed pieces are known and few enough; otherwise keeps it as data.
     fn change_or_keep(&mut self, page: u64, from: usize, (deltas, marks): (&Deltas, &mut ChunkMarks)) {
         let bytes = &self.data[from..from + PAGE];
-        let changed = marks.renew(page, bytes).filter(|changed| changed.count_ones() <= MOST_PIECES);
+        let changed = marks.renew(page, bytes).filter(|changed| changed.count_ones() <= MAX_PIECES);
         let Some(changed) = changed else { return self.keep(page..page + 1, from) };
         self.delta.clear();
         Delta::encode(bytes, deltas.page_hash(bytes), changed, &mut self.delta);
@@ -151,11 +151,13 @@ impl FrameBuilder {
 
     /// Returns the page's location at the destination, preferably the one that continues the open reference.
     fn look_up(&self, name: PageName, page: u64, refer: &Refer<'_>) -> Option<Place> {
-        let is_there = |place: &Place| match place.library {
-            Library::Template(_) => true,
+        let is_there = |place: &Place| match place.content_source {
+            ContentSource::Template(_) => true,
             // The page was rewritten with its old content: the destination has it at the place to which it was sent.
-            Library::Block(block) if block == refer.block && place.page == refer.base_page + page => true,
-            Library::Block(block) => (refer.is_there)(block, place.page),
+            ContentSource::Block(block) if block == refer.block && place.page == refer.base_page + page => {
+                true
+            }
+            ContentSource::Block(block) => (refer.is_there)(block, place.page),
         };
         let mut places = refer.known.find(name).filter(is_there);
         let first = places.next()?;
@@ -171,20 +173,21 @@ impl FrameBuilder {
         let next = self.runs.last().map(|run| u64::from(run.first_page + run.pages));
         next == Some(page)
             && self.open.as_ref().is_some_and(|open| {
-                open.library == place.library && open.first_page + open.pages == place.page
+                open.content_source == place.content_source && open.first_page + open.pages == place.page
             })
     }
 
     fn refer(&mut self, page: u64, from: usize, place: Place, name: PageName, hash: &PageHash) {
         if !self.goes_on(page, place) {
             self.close();
-            let Place { library, page: first_page } = place;
+            let Place { content_source, page: first_page } = place;
             // The record overwrites a page that was checked already.
             let record = self.filled;
             self.filled += REFERENCE_BYTES;
-            self.runs.push(Run { first_page: page as u16, pages: 0, content: Content::Reference });
+            self.runs.push(PageRun { first_page: page as u16, pages: 0, content: Content::Reference });
             let (names, hash) = (Vec::new(), RunHash::default());
-            self.open = Some(OpenReference { record, from, names, library, first_page, pages: 0, hash });
+            self.open =
+                Some(OpenReference { record, from, names, content_source, first_page, pages: 0, hash });
         }
         if let (Some(open), Some(run)) = (&mut self.open, self.runs.last_mut()) {
             open.hash.add(hash);
@@ -197,7 +200,7 @@ impl FrameBuilder {
     /// Writes the record of the open reference, if there is one; a reference that is too short becomes data again.
     pub(super) fn close(&mut self) {
         let Some(open) = self.open.take() else { return };
-        let OpenReference { record, from, names, library, first_page, pages, hash } = open;
+        let OpenReference { record, from, names, content_source, first_page, pages, hash } = open;
         let Some(run) = self.runs.last().copied() else { return };
         let first = u64::from(run.first_page);
         if pages < LEAST_REFERRED {
@@ -207,7 +210,7 @@ impl FrameBuilder {
             self.names.extend((first..).zip(names));
             return;
         }
-        let reference = Reference { library, first_page, hash: hash.finish() };
+        let reference = Reference { content_source, first_page, hash: hash.finish() };
         self.data[record..record + REFERENCE_BYTES].copy_from_slice(&reference.encode());
         self.presumed.referred.insert(&ChunkPages::from_range(first..first + pages));
         self.referred.extend((first..).zip(names));

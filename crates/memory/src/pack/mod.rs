@@ -17,7 +17,7 @@ use std::fmt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 
-use proto::packed::{Codec, Compression, Trial};
+use proto::packed::{Codec, Compression, CompressionTrial};
 
 use crate::clock::{cpu_ns, timed, waited};
 use crate::lock;
@@ -39,7 +39,7 @@ pub struct Packing {
     most_workers: AtomicU16,
     orders: Mutex<Orders>,
     counters: Counters,
-    trials: Mutex<Vec<Trial>>,
+    trials: Mutex<Vec<CompressionTrial>>,
     /// Idle encoders. The higher levels need some megabytes each, and there are more streams than simultaneous
     /// compressions.
     encoders: Mutex<Vec<Encoders>>,
@@ -164,7 +164,7 @@ impl Packing {
     }
 
     /// Returns the trials since the last call.
-    pub fn take_trials(&self) -> Vec<Trial> {
+    pub fn take_trials(&self) -> Vec<CompressionTrial> {
         std::mem::take(&mut lock(&self.trials))
     }
 
@@ -289,14 +289,14 @@ impl Packer {
         encoders: &mut Encoders,
         way: Compression,
         data: &[u8],
-    ) -> Trial {
+    ) -> CompressionTrial {
         let began = cpu_ns();
         let packed = encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
         let pack_ns = cpu_ns().saturating_sub(began);
         packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
         // Data that is not worth it is sent uncompressed.
         let packed_bytes = if packing.worth.holds(data.len(), packed) { packed } else { data.len() } as u64;
-        Trial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns }
+        CompressionTrial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns }
     }
 }
 

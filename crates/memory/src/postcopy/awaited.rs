@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use proto::limits::PAGE_BYTES;
-use proto::message::WantedPage;
+use proto::message::PageRequest;
 use tracee::{AddressRange, MissingError, MissingPages};
 use tracing::warn;
 
@@ -45,7 +45,7 @@ pub struct Awaited<P> {
     /// True if another agent began this post-copy phase.
     is_taken_over: bool,
     /// The first page that was found present although it was missing.
-    untrusted: OnceLock<WantedPage>,
+    untrusted: OnceLock<PageRequest>,
     /// Callback for the arrival of the last page, and for the first page that was found present.
     tell: Box<dyn Fn() + Send + Sync>,
 }
@@ -131,7 +131,7 @@ impl<P: Placer> Awaited<P> {
     ///
     /// # Errors
     /// If zeros cannot be placed, or the address is outside the guest's memory: then a thread waits for ever.
-    pub fn touched(&self, address: u64) -> Result<Option<WantedPage>, MissingError> {
+    pub fn touched(&self, address: u64) -> Result<Option<PageRequest>, MissingError> {
         let found = (0_u16..).zip(&self.blocks).find(|(_, block)| block.region.range().contains(address));
         let Some((number, block)) = found else {
             return Err(MissingError::Lost { range: AddressRange::with_len(address, PAGE_BYTES) });
@@ -144,21 +144,21 @@ impl<P: Placer> Awaited<P> {
         }
         let is_new = !pages.asked.contains(page);
         pages.asked.set(page..page + 1);
-        Ok(is_new.then_some(WantedPage { block: number, page }))
+        Ok(is_new.then_some(PageRequest { block: number, page }))
     }
 
     /// Returns the requested pages that are still missing, to be requested again over new connections.
-    pub fn asked(&self) -> Vec<WantedPage> {
+    pub fn asked(&self) -> Vec<PageRequest> {
         let of = |(number, block): (u16, &AwaitedBlock)| {
             let runs: Vec<_> = lock(&block.pages).asked.runs().collect();
-            runs.into_iter().flatten().map(move |page| WantedPage { block: number, page })
+            runs.into_iter().flatten().map(move |page| PageRequest { block: number, page })
         };
         (0_u16..).zip(&self.blocks).flat_map(of).collect()
     }
 
     /// Returns the first page that was found present although it was missing, written by an unknown party: this page or
     /// one of those that arrived with it. It stays as it is and is no longer waited for, but its content is wrong.
-    pub fn untrusted(&self) -> Option<WantedPage> {
+    pub fn untrusted(&self) -> Option<PageRequest> {
         self.untrusted.get().copied()
     }
 
@@ -170,7 +170,7 @@ impl<P: Placer> Awaited<P> {
         }
         let (name, there) = (&self.blocks[block].region.name, pages.end - pages.start - missing);
         warn!(block = name, first = pages.start, there, "a page that was to come was there");
-        let first = WantedPage { block: block as u16, page: pages.start };
+        let first = PageRequest { block: block as u16, page: pages.start };
         if self.untrusted.set(first).is_ok() {
             (self.tell)();
         }

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Mutex;
 
-use proto::message::WantedPage;
+use proto::message::PageRequest;
 
 use crate::dirty::DirtyBitmap;
 use crate::lock;
@@ -120,9 +120,9 @@ impl Remaining {
     }
 
     /// Removes pages that are sent on request; those behind them are next.
-    pub fn take_out(&self, asked: &[WantedPage]) {
+    pub fn take_out(&self, asked: &[PageRequest]) {
         let mut left = lock(&self.0);
-        for &WantedPage { block, page } in asked {
+        for &PageRequest { block, page } in asked {
             let block = usize::from(block);
             let Some(pages) = left.tiers.first().and_then(|tier| tier.get(block)).map(DirtyBitmap::pages)
             else {
@@ -228,8 +228,8 @@ mod tests {
         owed.blocks().iter().enumerate().flat_map(of).collect()
     }
 
-    fn wanted(block: u16, page: u64) -> WantedPage {
-        WantedPage { block, page }
+    fn wanted(block: u16, page: u64) -> PageRequest {
+        PageRequest { block, page }
     }
 
     #[test]

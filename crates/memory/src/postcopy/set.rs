@@ -1,6 +1,6 @@
 //! Encoding of sets of pages for messages.
 
-use proto::awaited::{AwaitedChunk, BadAwaited};
+use proto::awaited::{BadMissingPages, MissingChunk};
 use proto::limits::CHUNK_PAGES;
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
@@ -10,7 +10,7 @@ use crate::dirty::{ChunkPages, DirtyBitmap};
 pub enum BadSet {
     /// The bytes are no valid entries.
     #[error(transparent)]
-    Entries(#[from] BadAwaited),
+    Entries(#[from] BadMissingPages),
     /// Chunks that do not ascend.
     #[error("chunk {chunk} of block {block} comes after a later one, or twice")]
     Order {
@@ -32,7 +32,7 @@ pub enum BadSet {
 /// Encodes all chunks that have pages in the sets.
 pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
     let of_block = |(block, pages): (u16, &DirtyBitmap)| -> Vec<u8> {
-        let entry = |chunk| AwaitedChunk { block, chunk, pages: *pages.chunk(chunk).words() }.encode();
+        let entry = |chunk| MissingChunk { block, chunk, pages: *pages.chunk(chunk).words() }.encode();
         pages.dirty_chunks().flat_map(entry).collect()
     };
     (0_u16..).zip(blocks).flat_map(of_block).collect()
@@ -56,7 +56,7 @@ pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Resul
 /// If the bytes name pages that these blocks do not have.
 pub fn decode_chunks(bytes: &[u8], blocks: &[DirtyBitmap]) -> Result<Vec<(usize, u64, ChunkPages)>, BadSet> {
     let mut last = None;
-    let checked = |AwaitedChunk { block, chunk, pages }| {
+    let checked = |MissingChunk { block, chunk, pages }| {
         if last.replace((block, chunk)).is_some_and(|last| last >= (block, chunk)) {
             return Err(BadSet::Order { block, chunk });
         }
@@ -66,7 +66,7 @@ pub fn decode_chunks(bytes: &[u8], blocks: &[DirtyBitmap]) -> Result<Vec<(usize,
         let all = ChunkPages::from_range(0..set.pages() - chunk * CHUNK_PAGES);
         if pages.is_within(&all) { Ok((usize::from(block), chunk, pages)) } else { Err(outside) }
     };
-    AwaitedChunk::decode_all(bytes)?.into_iter().map(checked).collect()
+    MissingChunk::decode_all(bytes)?.into_iter().map(checked).collect()
 }
 
 #[cfg(test)]

@@ -6,11 +6,11 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use proto::delta::Delta;
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::packed::Packed;
-use proto::pages::{Ack, BadPages, Content, PagesHeader, Run, decode_round_end};
-use proto::reference::{Library, Reference, encode_missing};
+use proto::pages::{Ack, BadPages, Content, PageRun, PagesHeader, decode_round_end};
+use proto::reference::{ContentSource, Reference, encode_missing};
 use tracing::debug;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -81,18 +81,18 @@ impl StreamWorker {
                     self.waited += waited;
                 }
                 match kind.map_err(ReceiveError::Stream)? {
-                    Kind::Pages => {
+                    FrameKind::Pages => {
                         let (header, data) = PagesHeader::decode(&payload, &mut runs)?;
                         self.apply(header, &runs, data, payload.len())
                     }
-                    Kind::Packed => {
+                    FrameKind::Packed => {
                         let packed = Packed::decode(&payload, &mut runs)?;
                         let data = self.unpacker.unpack(packed.codec, packed.bytes, packed.data_bytes)?;
                         let applied = self.apply(packed.header, &runs, &data, payload.len());
                         self.unpacker.take_back(data);
                         applied
                     }
-                    Kind::RoundEnd => self.end_round(&payload),
+                    FrameKind::RoundEnd => self.end_round(&payload),
                     kind => Err(ReceiveError::UnexpectedFrame(kind)),
                 }
             });
@@ -114,7 +114,7 @@ impl StreamWorker {
         }
         let waited_us = u32::try_from(self.waited.as_micros()).unwrap_or(u32::MAX);
         let ack = Ack { seq: self.applied, waited_us };
-        let sent = self.sink.send(Kind::Ack, &[&ack.encode()]);
+        let sent = self.sink.send(FrameKind::Ack, &[&ack.encode()]);
         sent.and_then(|()| self.sink.flush()).map_err(ReceiveError::Stream)?;
         self.acked = self.applied;
         self.bytes_since_ack = 0;
@@ -128,7 +128,7 @@ impl StreamWorker {
     fn apply(
         &mut self,
         header: PagesHeader,
-        runs: &[Run],
+        runs: &[PageRun],
         data: &[u8],
         frame_bytes: usize,
     ) -> Result<(), ReceiveError> {
@@ -209,7 +209,7 @@ impl StreamWorker {
         }
         if !missing.is_empty() {
             let payload = encode_missing(seq, missing.words());
-            self.sink.send(Kind::Missing, &[&payload]).map_err(ReceiveError::Stream)?;
+            self.sink.send(FrameKind::Missing, &[&payload]).map_err(ReceiveError::Stream)?;
         }
         if writer.is_ram() && !self.brought_ram {
             self.brought_ram = true;
@@ -236,12 +236,12 @@ impl StreamWorker {
 
     /// Reads the pages of a reference; returns true if they have the expected content.
     fn follow(&mut self, shared: &Shared, reference: &Reference) -> bool {
-        let read = match reference.library {
-            Library::Template(which) => match &shared.presumed.templates {
+        let read = match reference.content_source {
+            ContentSource::Template(which) => match &shared.presumed.templates {
                 Some(templates) => templates.read(which, reference.first_page, &mut self.found),
                 None => return false,
             },
-            Library::Block(which) => shared.read(which, reference.first_page, &mut self.found),
+            ContentSource::Block(which) => shared.read(which, reference.first_page, &mut self.found),
         };
         match read {
             Ok(()) => is_meant(reference, &self.found),
@@ -273,7 +273,7 @@ impl StreamWorker {
         let mut rest = changes;
         for (page, bytes) in pages.clone().zip(self.found.chunks_exact_mut(PAGE)) {
             let delta = Delta::take(&mut rest)?;
-            delta.put_into(bytes);
+            delta.apply_to(bytes);
             if xxh3_64_with_seed(bytes, seed) == delta.hash {
                 good.insert(&ChunkPages::from_range(page..page + 1));
             }

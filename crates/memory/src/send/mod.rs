@@ -36,7 +36,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 use link::LinkError;
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::STREAMS;
 use proto::pages::BadPages;
 
@@ -100,7 +100,7 @@ pub enum SendError {
         /// Number of the stream.
         stream: u16,
         /// Kind of the received frame.
-        kind: Kind,
+        kind: FrameKind,
     },
     /// The destination sent an acknowledgement that cannot be decoded.
     #[error("bad acknowledgement on data stream {stream}")]

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
 use link::LinkError;
-use proto::frame::{HEADER_BYTES, Kind};
+use proto::frame::{FrameKind, HEADER_BYTES};
 use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
@@ -354,7 +354,7 @@ impl Shared {
 
     fn end_round(&self, stream: u16, outlet: &mut Outlet, round: u32) -> Result<(), SendError> {
         let seq = self.enter(stream, outlet, InFlight::RoundEnd)?;
-        let sent = outlet.sink.send(Kind::RoundEnd, &[&encode_round_end(seq, round)]);
+        let sent = outlet.sink.send(FrameKind::RoundEnd, &[&encode_round_end(seq, round)]);
         sent.and_then(|()| outlet.sink.flush()).map_err(|source| not_sent(stream, source))?;
         self.counters.sent_bytes(HEADER_BYTES + ROUND_END_BYTES);
         Ok(())
@@ -378,8 +378,8 @@ impl Shared {
         let mut done = Vec::new();
         let cause = loop {
             match source.receive(&mut payload) {
-                Ok(Kind::Ack) => {}
-                Ok(Kind::Missing) => match self.take_missing(stream, &payload) {
+                Ok(FrameKind::Ack) => {}
+                Ok(FrameKind::Missing) => match self.take_missing(stream, &payload) {
                     Ok(()) => continue,
                     Err(cause) => break cause,
                 },

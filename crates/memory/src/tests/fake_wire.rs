@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use link::LinkError;
-use proto::frame::{HEADER_BYTES, Header, Kind};
+use proto::frame::{FrameKind, HEADER_BYTES, Header};
 
 use crate::{DataStream, FrameSink, FrameSource, HangUp};
 
@@ -43,7 +43,7 @@ impl FrameSink for Sink {
         self.deadline = deadline;
     }
 
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let len = payload.iter().map(|part| part.len()).sum();
         let mut header = Header::new(kind, len).map_err(LinkError::TooLong)?.encode();
         if self.corrupt_after == Some(0) {
@@ -87,7 +87,7 @@ impl FrameSink for Sink {
 pub(super) struct Source(BufReader<UnixStream>);
 
 impl FrameSource for Source {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError> {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError> {
         if self.0.fill_buf().map_err(LinkError::Lost)?.is_empty() {
             return Err(LinkError::Ended);
         }

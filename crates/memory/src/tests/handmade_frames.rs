@@ -6,10 +6,10 @@ use std::sync::mpsc::{self, Receiver as Inbox};
 use link::LinkError;
 use proto::Generation;
 use proto::delta::{Delta, HEAD_BYTES, PIECE_BYTES};
-use proto::frame::{Header, Kind};
+use proto::frame::{FrameKind, Header};
 use proto::limits::CHUNK_PAGES;
 use proto::packed::Codec;
-use proto::pages::{Ack, BadPages, Content, PagesHeader, Run, encode_round_end};
+use proto::pages::{Ack, BadPages, Content, PageRun, PagesHeader, encode_round_end};
 use proto::reference::decode_missing;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -44,7 +44,7 @@ fn presuming(generation: u64, presumed: Presumed) -> Bench {
     Bench { ram, receiver, peer: end(near, WHOLE), raw, events }
 }
 
-fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[Run]) -> Vec<u8> {
+fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[PageRun]) -> Vec<u8> {
     let mut payload = Vec::new();
     PagesHeader { seq, round, block, chunk }.encode(runs, &mut payload);
     let data = runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes()).sum::<u64>();
@@ -53,19 +53,19 @@ fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[Run]) -> Vec<u8> 
 }
 
 /// A packed frame whose data consists of the given bytes.
-fn packed(codec: Codec, runs: &[Run], bytes: &[u8]) -> Vec<u8> {
+fn packed(codec: Codec, runs: &[PageRun], bytes: &[u8]) -> Vec<u8> {
     let mut payload = codec.encode().to_vec();
     PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 }.encode(runs, &mut payload);
     payload.extend_from_slice(bytes);
     payload
 }
 
-fn data(first_page: u16, pages: u16) -> Run {
-    Run { first_page, pages, content: Content::Data }
+fn data(first_page: u16, pages: u16) -> PageRun {
+    PageRun { first_page, pages, content: Content::Data }
 }
 
 impl Bench {
-    fn send(&mut self, kind: Kind, payload: &[u8]) {
+    fn send(&mut self, kind: FrameKind, payload: &[u8]) {
         self.peer.sink.send(kind, &[payload]).unwrap();
         self.peer.sink.flush().unwrap();
     }
@@ -79,7 +79,7 @@ impl Bench {
 
     fn acked(&mut self) -> u64 {
         let mut payload = Vec::new();
-        assert_eq!(self.peer.source.receive(&mut payload).unwrap(), Kind::Ack);
+        assert_eq!(self.peer.source.receive(&mut payload).unwrap(), FrameKind::Ack);
         Ack::decode(&payload).unwrap().seq
     }
 
@@ -101,7 +101,7 @@ fn frames_that_do_not_fit_end_the_stream_and_change_nothing() {
         (frame(1, 1, 0, u64::MAX / 2 + 1, &[data(0, 1)]), |e| matches!(e, ReceiveError::Outside { .. })),
         (frame(1, 1, 1, 1, &[]), |e| matches!(e, ReceiveError::Outside { .. })),
         (frame(1, 1, 1, 0, &[data(0, 2)]), |e| matches!(e, ReceiveError::Outside { .. })),
-        (frame(1, 1, 1, 0, &[Run { first_page: 1, pages: 1, content: Content::Hole }]), |e| {
+        (frame(1, 1, 1, 0, &[PageRun { first_page: 1, pages: 1, content: Content::Hole }]), |e| {
             matches!(e, ReceiveError::Outside { .. })
         }),
         (frame(1, 1, 0, 1, &[data(0, 1)]), |e| matches!(e, ReceiveError::WrongStream { stream: 0, .. })),
@@ -112,7 +112,7 @@ fn frames_that_do_not_fit_end_the_stream_and_change_nothing() {
     ];
     for (index, (payload, check)) in cases.into_iter().enumerate() {
         let mut bench = bench(1);
-        bench.send(Kind::Pages, &payload);
+        bench.send(FrameKind::Pages, &payload);
         let cause = bench.broken();
         assert!(check(&cause), "case {index}: {cause:?}");
         assert!(!cause.is_connection() && bench.untouched());
@@ -124,7 +124,7 @@ fn frames_that_do_not_fit_end_the_stream_and_change_nothing() {
 /// A frame with the given bytes as deltas.
 fn changed(pages: u16, pieces: u16, changes: &[u8]) -> Vec<u8> {
     let mut payload = Vec::new();
-    let runs = [Run { first_page: 4, pages, content: Content::Delta { pieces } }];
+    let runs = [PageRun { first_page: 4, pages, content: Content::Delta { pieces } }];
     PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 }.encode(&runs, &mut payload);
     payload.extend_from_slice(changes);
     payload
@@ -151,21 +151,21 @@ fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
     ];
     for (index, payload) in cases.into_iter().enumerate() {
         let mut bench = bench(1);
-        bench.send(Kind::Pages, &payload);
+        bench.send(FrameKind::Pages, &payload);
         let cause = bench.broken();
         assert!(matches!(cause, ReceiveError::BadFrame(_)) && bench.untouched(), "case {index}: {cause:?}");
     }
     // The last case, whole: there is no page to apply it to, and so the page is missing.
     let mut bench = bench(1);
-    bench.send(Kind::Pages, &changed(1, 2, &one));
+    bench.send(FrameKind::Pages, &changed(1, 2, &one));
     let mut payload = Vec::new();
-    assert_eq!(bench.peer.source.receive(&mut payload).unwrap(), Kind::Missing);
+    assert_eq!(bench.peer.source.receive(&mut payload).unwrap(), FrameKind::Missing);
     assert_eq!(decode_missing(&payload).unwrap(), (1, *ChunkPages::from_range(4..5).words()));
     assert_eq!(bench.acked(), 1);
     assert!(bench.untouched());
     // A receiver that does not accept deltas.
     let mut bench = presuming(1, Presumed::default());
-    bench.send(Kind::Pages, &changed(1, 2, &one));
+    bench.send(FrameKind::Pages, &changed(1, 2, &one));
     let cause = bench.broken();
     assert!(matches!(cause, ReceiveError::BadFrame(BadPages::Delta)) && bench.untouched(), "{cause:?}");
 }
@@ -185,20 +185,20 @@ fn a_frame_may_have_a_bit_of_everything() {
         Delta::encode(&page(word), xxh3_64_with_seed(&page(word), PAGE_SEED), 1, changes);
     }
     bench.ram.0[0].guest_writes(3, 1, 100);
-    let delta = |first_page| Run { first_page, pages: 2, content: Content::Delta { pieces: 2 } };
-    let zeros = Run { first_page: 6, pages: 1, content: Content::Zero };
+    let delta = |first_page| PageRun { first_page, pages: 2, content: Content::Delta { pieces: 2 } };
+    let zeros = PageRun { first_page: 6, pages: 1, content: Content::Zero };
     let mut payload = Vec::new();
     let header = PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 };
-    let filled = Run { first_page: 8, pages: 2, content: Content::Filled };
+    let filled = PageRun { first_page: 8, pages: 2, content: Content::Filled };
     let runs = [data(0, 1), delta(1), delta(3), data(5, 1), zeros, data(7, 1), filled, data(10, 1)];
     header.encode(&runs, &mut payload);
     let [one, other] = &changes;
     for part in [&page(10)[..], one, other, one, other, &page(11), &page(12), b"whimbrel", &page(13)] {
         payload.extend_from_slice(part);
     }
-    bench.send(Kind::Pages, &payload);
+    bench.send(FrameKind::Pages, &payload);
     let mut answer = Vec::new();
-    assert_eq!(bench.peer.source.receive(&mut answer).unwrap(), Kind::Missing);
+    assert_eq!(bench.peer.source.receive(&mut answer).unwrap(), FrameKind::Missing);
     assert_eq!(decode_missing(&answer).unwrap(), (1, *ChunkPages::from_range(3..4).words()));
     assert_eq!(bench.acked(), 1);
     let mut old = page(1);
@@ -224,7 +224,7 @@ fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
     let none: Check = |e| matches!(e, ReceiveError::BadFrame(BadPages::Packed));
     let one = [data(0, 1)];
     let two = [data(0, 2)];
-    let hole = [Run { first_page: 1, pages: 1, content: Content::Hole }];
+    let hole = [PageRun { first_page: 1, pages: 1, content: Content::Hole }];
     let cases: Vec<(Vec<u8>, Check)> = vec![
         // Of another codec, cut off, changed.
         (packed(Codec::Lz4, &one, &zstd), codec),
@@ -246,7 +246,7 @@ fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
     ];
     for (index, (payload, check)) in cases.into_iter().enumerate() {
         let mut bench = bench(1);
-        bench.send(Kind::Packed, &payload);
+        bench.send(FrameKind::Packed, &payload);
         let cause = bench.broken();
         assert!(check(&cause), "case {index}: {cause:?}");
         assert!(!cause.is_connection() && bench.untouched(), "case {index}");
@@ -254,7 +254,7 @@ fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
     // Valid data is accepted.
     for (codec, bytes) in [(Codec::Lz4, lz4), (Codec::Zstd, zstd)] {
         let mut bench = bench(1);
-        bench.send(Kind::Packed, &packed(codec, &one, &bytes));
+        bench.send(FrameKind::Packed, &packed(codec, &one, &bytes));
         assert_eq!(bench.acked(), 1);
         assert_eq!(bench.ram.0[0].contents(0).unwrap()[..], page);
     }
@@ -264,9 +264,9 @@ fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
 fn a_frame_twice_is_refused_and_the_first_stays() {
     let mut bench = bench(1);
     let once = frame(1, 1, 0, 0, &[data(0, 1)]);
-    bench.send(Kind::Pages, &once);
+    bench.send(FrameKind::Pages, &once);
     assert_eq!(bench.acked(), 1);
-    bench.send(Kind::Pages, &once);
+    bench.send(FrameKind::Pages, &once);
     assert!(matches!(bench.broken(), ReceiveError::WrongSeq { expected: 2, found: 1 }));
     assert_eq!(bench.receiver.applied_pages(), 1);
 }
@@ -274,9 +274,9 @@ fn a_frame_twice_is_refused_and_the_first_stays() {
 #[test]
 fn rounds_do_not_go_back() {
     let mut bench = bench(1);
-    bench.send(Kind::Pages, &frame(1, 3, 0, 0, &[data(0, 1)]));
-    bench.send(Kind::RoundEnd, &encode_round_end(2, 3));
-    bench.send(Kind::Pages, &frame(3, 3, 0, 0, &[data(0, 1)]));
+    bench.send(FrameKind::Pages, &frame(1, 3, 0, 0, &[data(0, 1)]));
+    bench.send(FrameKind::RoundEnd, &encode_round_end(2, 3));
+    bench.send(FrameKind::Pages, &frame(3, 3, 0, 0, &[data(0, 1)]));
     assert!(matches!(bench.broken(), ReceiveError::WrongRound { at_least: 4, found: 3 }));
     // The round has not ended on the other stream.
     assert_eq!(bench.receiver.completed_round(), 0);
@@ -289,8 +289,8 @@ fn acknowledgements_are_batched_and_never_owed_while_waiting() {
     let mut bench = bench(1);
     let mut bytes = Vec::new();
     for seq in 1..=50 {
-        let payload = frame(seq, 1, 0, 0, &[Run { first_page: 3, pages: 2, content: Content::Zero }]);
-        bytes.extend_from_slice(&Header::new(Kind::Pages, payload.len()).unwrap().encode());
+        let payload = frame(seq, 1, 0, 0, &[PageRun { first_page: 3, pages: 2, content: Content::Zero }]);
+        bytes.extend_from_slice(&Header::new(FrameKind::Pages, payload.len()).unwrap().encode());
         bytes.extend_from_slice(&payload);
     }
     Sink::new(bench.raw.try_clone().unwrap(), WHOLE).send_bytes(&bytes);
@@ -305,8 +305,8 @@ fn acknowledgements_are_batched_and_never_owed_while_waiting() {
 #[test]
 fn the_first_frame_is_acknowledged_though_there_is_more() {
     let mut bench = bench(1);
-    let payload = frame(1, 1, 0, 0, &[Run { first_page: 3, pages: 2, content: Content::Zero }]);
-    let mut bytes = Header::new(Kind::Pages, payload.len()).unwrap().encode().to_vec();
+    let payload = frame(1, 1, 0, 0, &[PageRun { first_page: 3, pages: 2, content: Content::Zero }]);
+    let mut bytes = Header::new(FrameKind::Pages, payload.len()).unwrap().encode().to_vec();
     bytes.extend_from_slice(&payload);
     // The beginning of the next frame.
     bytes.push(0);
@@ -317,8 +317,8 @@ fn the_first_frame_is_acknowledged_though_there_is_more() {
 #[test]
 fn other_frames_and_early_ends_are_told() {
     let mut one = bench(1);
-    one.send(Kind::Message, b"{}");
-    assert!(matches!(one.broken(), ReceiveError::UnexpectedFrame(Kind::Message)));
+    one.send(FrameKind::Message, b"{}");
+    assert!(matches!(one.broken(), ReceiveError::UnexpectedFrame(FrameKind::Message)));
     let mut two = bench(1);
     two.peer.hang_up.hang_up();
     assert!(matches!(two.broken(), ReceiveError::Stream(LinkError::Ended)));
@@ -349,7 +349,7 @@ fn streams_of_other_generations_and_surplus_ones_are_not_taken() {
 #[test]
 fn a_round_that_was_cut_off_never_ends() {
     let mut bench = bench(1);
-    bench.send(Kind::RoundEnd, &encode_round_end(1, 1));
+    bench.send(FrameKind::RoundEnd, &encode_round_end(1, 1));
     assert_eq!(bench.acked(), 1);
     bench.receiver.begin(Generation(2));
     let mut peers = Vec::new();
@@ -360,7 +360,7 @@ fn a_round_that_was_cut_off_never_ends() {
     }
     for (stream, complete) in [(1, 0), (0, 2)] {
         std::mem::swap(&mut bench.peer, &mut peers[stream]);
-        bench.send(Kind::RoundEnd, &encode_round_end(1, 2));
+        bench.send(FrameKind::RoundEnd, &encode_round_end(1, 2));
         assert_eq!(bench.acked(), 1);
         assert_eq!(bench.receiver.completed_round(), complete);
     }
@@ -373,7 +373,7 @@ fn a_round_that_was_cut_off_never_ends() {
 fn after_it_was_shut_nothing_is_applied() {
     let mut bench = bench(1);
     bench.receiver.shut();
-    bench.send(Kind::Pages, &frame(1, 1, 0, 0, &[data(0, 1)]));
+    bench.send(FrameKind::Pages, &frame(1, 1, 0, 0, &[data(0, 1)]));
     // The receiver hangs up instead of answering.
     assert!(bench.peer.source.receive(&mut Vec::new()).is_err());
     assert!(bench.untouched());

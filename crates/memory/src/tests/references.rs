@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::PAGE_BYTES;
 use proto::pages::{Ack, PagesHeader};
 use proto::reference::encode_missing;
@@ -241,16 +241,16 @@ fn pages_that_were_sent_cannot_be_missed() {
         let sender = Sender::saving(source.readers(), referring(known), vec![near]).unwrap();
         let peer = std::thread::spawn(move || {
             let (mut payload, mut runs) = (Vec::new(), Vec::new());
-            assert_eq!(far.source.receive(&mut payload).unwrap(), Kind::Pages);
+            assert_eq!(far.source.receive(&mut payload).unwrap(), FrameKind::Pages);
             let (header, _) = PagesHeader::decode(&payload, &mut runs).unwrap();
             for _ in 0..times {
-                far.sink.send(Kind::Missing, &[&encode_missing(header.seq, pages.words())]).unwrap();
+                far.sink.send(FrameKind::Missing, &[&encode_missing(header.seq, pages.words())]).unwrap();
             }
-            far.sink.send(Kind::Ack, &[&Ack { seq: header.seq, waited_us: 0 }.encode()]).unwrap();
+            far.sink.send(FrameKind::Ack, &[&Ack { seq: header.seq, waited_us: 0 }.encode()]).unwrap();
             far.sink.flush().unwrap();
             // Until the sender has processed everything.
             while far.source.receive(&mut payload).is_ok() {
-                let _ = far.sink.send(Kind::Ack, &[&Ack { seq: header.seq + 1, waited_us: 0 }.encode()]);
+                let _ = far.sink.send(FrameKind::Ack, &[&Ack { seq: header.seq + 1, waited_us: 0 }.encode()]);
                 let _ = far.sink.flush();
             }
         });

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use link::LinkError;
 use proto::Generation;
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, Content, PagesHeader};
 use rustix::process::{geteuid, getpriority_process};
@@ -62,7 +62,7 @@ impl FrameSink for Watched {
         self.0.set_deadline(deadline);
     }
 
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
         self.1.send(getpriority_process(None).unwrap()).unwrap();
         self.0.send(kind, payload)
     }
@@ -176,14 +176,14 @@ fn a_wrong_acknowledgement_is_an_error_and_counts_for_nothing() {
         let (near, far) = UnixStream::pair().unwrap();
         let sender = Sender::start(ram.readers(), vec![end(near, WHOLE)]).unwrap();
         let mut far = Sink::new(far, WHOLE);
-        far.send(Kind::Ack, &[&Ack { seq: wrong, waited_us: 0 }.encode()]).unwrap();
+        far.send(FrameKind::Ack, &[&Ack { seq: wrong, waited_us: 0 }.encode()]).unwrap();
         far.flush().unwrap();
         let interrupted = sender.send_round(all(&ram)).unwrap_err();
         let cause = &interrupted.cause;
         assert!(matches!(cause, SendError::WrongAck { seq, .. } if *seq == wrong), "{cause:?}");
         assert_eq!(interrupted.owed.pages(), 3);
     }
-    for (kind, payload) in [(Kind::RoundEnd, &[0; 12][..]), (Kind::Ack, &[0; 7])] {
+    for (kind, payload) in [(FrameKind::RoundEnd, &[0; 12][..]), (FrameKind::Ack, &[0; 7])] {
         let ram = FakeRam::new(&[3]);
         let (sender, mut far) = sender(&ram, 1);
         far[0].sink.send(kind, &[payload]).unwrap();
@@ -207,11 +207,11 @@ fn what_was_sent_but_not_acknowledged_is_owed() {
         let DataStream { mut source, mut sink, hang_up } = far.remove(0);
         let (mut payload, mut runs) = (Vec::new(), Vec::new());
         let mut first = 0;
-        while source.receive(&mut payload).unwrap() == Kind::Pages {
+        while source.receive(&mut payload).unwrap() == FrameKind::Pages {
             PagesHeader::decode(&payload, &mut runs).unwrap();
             if first == 0 {
                 first = runs.iter().map(|run| u64::from(run.pages)).sum();
-                sink.send(Kind::Ack, &[&Ack { seq: 1, waited_us: 0 }.encode()]).unwrap();
+                sink.send(FrameKind::Ack, &[&Ack { seq: 1, waited_us: 0 }.encode()]).unwrap();
                 sink.flush().unwrap();
             }
         }
@@ -240,8 +240,8 @@ fn each_chunk_has_its_stream_and_is_told_in_ascending_order_of_pages() {
                 loop {
                     seq += 1;
                     let kind = far.source.receive(&mut payload).unwrap();
-                    if kind == Kind::RoundEnd {
-                        far.sink.send(Kind::Ack, &[&Ack { seq, waited_us: 0 }.encode()]).unwrap();
+                    if kind == FrameKind::RoundEnd {
+                        far.sink.send(FrameKind::Ack, &[&Ack { seq, waited_us: 0 }.encode()]).unwrap();
                         far.sink.flush().unwrap();
                         return (far, pages);
                     }
@@ -279,8 +279,8 @@ fn contents_are_told_apart() {
         let mut seq = 0;
         loop {
             seq += 1;
-            if far[0].source.receive(&mut payload).unwrap() == Kind::RoundEnd {
-                far[0].sink.send(Kind::Ack, &[&Ack { seq, waited_us: 0 }.encode()]).unwrap();
+            if far[0].source.receive(&mut payload).unwrap() == FrameKind::RoundEnd {
+                far[0].sink.send(FrameKind::Ack, &[&Ack { seq, waited_us: 0 }.encode()]).unwrap();
                 far[0].sink.flush().unwrap();
                 return (far, all);
             }

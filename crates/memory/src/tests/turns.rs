@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use link::LinkError;
 use proto::Generation;
-use proto::frame::Kind;
+use proto::frame::FrameKind;
 use proto::limits::CHUNK_PAGES;
 use proto::pages::PagesHeader;
 
@@ -59,8 +59,8 @@ impl FrameSink for Watched {
         self.sink.set_deadline(deadline);
     }
 
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
-        if kind == Kind::RoundEnd {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
+        if kind == FrameKind::RoundEnd {
             return self.sink.send(kind, payload);
         }
         let sending = self.seen.sending.fetch_add(1, Ordering::SeqCst) + 1;

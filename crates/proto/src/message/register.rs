@@ -33,7 +33,7 @@ pub struct Offer {
 /// Request to the ownership registry. Every change compares first, and the answer contains the record that was found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "kebab-case")]
-pub enum RegisterRequest {
+pub enum RegistryRequest {
     /// Returns the record.
     Read {
         /// The VM.
@@ -53,7 +53,7 @@ pub enum RegisterRequest {
 /// Answer of the ownership registry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]
-pub enum RegisterReply {
+pub enum RegistryReply {
     /// Present record, for a read and for a comparison that failed.
     Stands {
         /// The record.

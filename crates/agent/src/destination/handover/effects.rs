@@ -4,10 +4,10 @@
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use engine::handover::register::RegisterAnswer;
+use engine::handover::register::RegistryAnswer;
 use engine::handover::{Illegal, Role, Step};
 use proto::Epoch;
-use proto::message::{Message, RegisterRequest};
+use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::cpu::CpuTime;
@@ -159,19 +159,19 @@ impl Driver {
         }
     }
 
-    fn ask_register(&mut self, request: RegisterRequest) {
+    fn ask_register(&mut self, request: RegistryRequest) {
         if let Some(request) = self.register.question(request) {
             self.send_to_register(request);
         }
     }
 
-    pub(super) fn send_to_register(&mut self, request: RegisterRequest) {
+    pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
             mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
         };
         if !owners::ask_aside(&self.context, &self.terms, request, answered) {
-            self.follow_ups.push_back(DestinationEvent::RegisterSays(RegisterAnswer::Unreachable));
+            self.follow_ups.push_back(DestinationEvent::RegisterSays(RegistryAnswer::Unreachable));
             // The state machine asks again; the waiting request is sent then.
             drop(self.register.answered());
         }

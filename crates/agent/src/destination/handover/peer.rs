@@ -148,7 +148,7 @@ fn kind(message: &Message) -> String {
 /// Asks the source's agent for the state in its journal; it may not know either, and ask back.
 fn question(
     context: &crate::context::Context,
-    terms: &engine::handover::Terms,
+    terms: &engine::handover::MigrationTerms,
     address: &str,
 ) -> Result<DestinationEvent, String> {
     let purpose = Purpose::Handover { migration: terms.migration.clone() };

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
 use engine::handover::destination::DestinationState;
-use engine::handover::recover::Decision;
-use engine::handover::register::RegisterAnswer;
+use engine::handover::recover::OperatorDecision;
+use engine::handover::register::RegistryAnswer;
 use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
@@ -23,7 +23,7 @@ fn driver(world: &World, state: DestinationState, vm: Option<Arriving>) -> (Driv
 
 fn driver_of(
     world: &World,
-    terms: engine::handover::Terms,
+    terms: engine::handover::MigrationTerms,
     state: DestinationState,
     vm: Option<Arriving>,
 ) -> (Driver, Peer) {
@@ -118,7 +118,8 @@ fn what_the_journal_did_not_take_is_taken_again() {
     world.context.journal.refuse_writes(true);
     driver.notice(Notice::Event(DestinationEvent::QemuDied));
     // Messages that are received in between are not applied either, and do not replace the pending event.
-    driver.notice(Notice::Event(DestinationEvent::OperatorDecides(Decision::RunHere { force: false })));
+    driver
+        .notice(Notice::Event(DestinationEvent::OperatorDecides(OperatorDecision::RunHere { force: false })));
     assert_eq!(world.state().name(), "ready");
     world.context.journal.refuse_writes(false);
     let settled = thread::spawn(move || driver.settle());
@@ -153,11 +154,11 @@ fn the_register_is_asked_again_for_what_the_journal_did_not_take() {
     let (answer, answers) = mpsc::channel();
     let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
     let (qemu, vm, incarnation) = arrived(&world);
-    let terms = engine::handover::Terms { register: Some(Epoch(0)), ..terms("b", "a") };
+    let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("b", "a") };
     let taking = DestinationState::Taking { incarnation, run: true };
     let (mut driver, _source) = driver_of(&world, terms, taking, Some(vm));
     let owner = |name| {
-        RegisterAnswer::Stands(Some(Ownership {
+        RegistryAnswer::Stands(Some(Ownership {
             epoch: Epoch(1),
             owner: host(name),
             offer: None,
@@ -181,7 +182,7 @@ fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
     world.context.journal.refuse_writes(true);
-    driver.notice(Notice::Event(DestinationEvent::OperatorDecides(Decision::RunElsewhere)));
+    driver.notice(Notice::Event(DestinationEvent::OperatorDecides(OperatorDecision::RunElsewhere)));
     world.context.journal.refuse_writes(false);
     let told = driver.publisher.now().message.unwrap();
     assert!(told.starts_with("the decision was not carried out"), "{told}");
@@ -313,7 +314,7 @@ fn a_copy_that_is_held_is_found_without_letting_it_hear_anything() {
     drop(vm);
     let connections = qemu.monitor().connections;
     let mut found = Arriving::find(traces, PATIENCE).unwrap();
-    assert_eq!(found.found(), Found::Paused);
+    assert_eq!(found.found(), QemuAtStart::Paused);
     assert!(qemu.is_held());
     assert_eq!(qemu.monitor().connections, connections);
 }
@@ -440,7 +441,7 @@ fn a_guest_with_a_page_that_cannot_be_trusted_is_stopped_once_and_told_of() {
     let State::Destination(state) = world.state() else { panic!("no destination") };
     assert!(matches!(state, DestinationState::Completing { .. }), "{state:?}");
     qemu.monitor().ignores = None;
-    let page = Some(proto::message::WantedPage { block: 0, page: 7 });
+    let page = Some(proto::message::PageRequest { block: 0, page: 7 });
     source
         .hear_until(|message| matches!(message, Message::Incomplete { untrusted, .. } if *untrusted == page));
     source.hear_until(|message| matches!(message, Message::Running { untrusted, .. } if *untrusted == page));

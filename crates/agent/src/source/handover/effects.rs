@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
 
-use engine::handover::register::{RegisterAnswer, Use};
+use engine::handover::register::{RegistryAnswer, RequestPurpose};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, Role, Step};
-use proto::message::{Message, RegisterRequest};
+use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::fault::Faults;
@@ -122,7 +122,7 @@ impl Machine for Driver {
                     self.still_records = !vm.forget_recording(disks);
                     // Sockets of an agent before this one; this agent's are gone by now.
                     let _ = std::fs::remove_file(self.disk_socket());
-                    block::image::end_unused(&self.compare_socket());
+                    block::image::end_unused_server(&self.compare_socket());
                 }
             }
             SourceEffect::SendGo { incarnation, run } => {
@@ -186,8 +186,8 @@ impl Driver {
         }
     }
 
-    fn ask_register(&mut self, why: Use, request: RegisterRequest) {
-        if why == Use::Offer {
+    fn ask_register(&mut self, why: RequestPurpose, request: RegistryRequest) {
+        if why == RequestPurpose::Offer {
             self.offer(request);
         } else if let Some(request) = self.register.question(request) {
             self.send_to_register(request);
@@ -195,7 +195,7 @@ impl Driver {
     }
 
     /// Sends an offer without waiting for its result. One offer is in progress at a time, and the state repeats it.
-    fn offer(&mut self, request: RegisterRequest) {
+    fn offer(&mut self, request: RegistryRequest) {
         if self.offering.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -211,13 +211,13 @@ impl Driver {
         }
     }
 
-    pub(super) fn send_to_register(&mut self, request: RegisterRequest) {
+    pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
             mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
         };
         if !owners::ask_aside(&self.context, &self.terms, request, answered) {
-            self.follow_ups.push_back(SourceEvent::RegisterSays(RegisterAnswer::Unreachable));
+            self.follow_ups.push_back(SourceEvent::RegisterSays(RegistryAnswer::Unreachable));
             // The state machine asks again; a waiting question is sent then.
             drop(self.register.answered());
         }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::{Saving, Sender};
-use engine::handover::Found;
+use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};
-use proto::message::{Message, Proposal, WantedPage};
+use proto::message::{Message, PageRequest, Proposal};
 use tracing::{info, warn};
 
 use crate::destination::untrusted;
@@ -25,7 +25,7 @@ impl Driver {
 
     /// Attaches the VM like [`found`](Self::found); the pages that the destination's guest may need become readable
     /// again.
-    pub(crate) fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> Found {
+    pub(crate) fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> QemuAtStart {
         let later = details.and_then(|details| details.later.as_ref());
         if let Some(regions) = later.filter(|_| self.may_be_needed()) {
             let regions: Vec<_> = regions.iter().map(ram::KeptRegion::region).collect();
@@ -151,7 +151,7 @@ impl Driver {
     }
 
     /// Records that the destination found a page present that post-copy was to send, and has stopped the guest.
-    pub(super) fn came_untrusted(&mut self, page: Option<WantedPage>) {
+    pub(super) fn came_untrusted(&mut self, page: Option<PageRequest>) {
         let Some(page) = page.filter(|_| !self.came_untrusted) else { return };
         self.came_untrusted = true;
         let ram = self.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
@@ -167,7 +167,7 @@ impl Driver {
         self.controls.report(|report| {
             let left_pages = report.post_copy.map_or(0, |before| before.left_pages);
             report.post_copy = Some(later.so_far(left_pages));
-            later.counted.push().tell(&mut report.traces.others.push);
+            later.counted.push().update_report(&mut report.traces.others.push);
         });
     }
 }

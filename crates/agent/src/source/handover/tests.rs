@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
-use engine::handover::register::RegisterAnswer;
+use engine::handover::register::RegistryAnswer;
 use engine::handover::source::SourceState;
 use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
@@ -51,7 +51,7 @@ fn driver(world: &World, state: SourceState, qemu: Option<&Qemu>) -> (Driver, Ma
 
 fn driver_of(
     world: &World,
-    terms: engine::handover::Terms,
+    terms: engine::handover::MigrationTerms,
     state: SourceState,
     qemu: Option<&Qemu>,
 ) -> (Driver, Mailbox, Arc<Controls>) {
@@ -250,7 +250,7 @@ fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
 fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_nothing_else() {
     let world = World::new();
     let (driver, ..) = driver(&world, committed(), None);
-    let settled = thread::spawn(move || driver.run_on(Found::Gone));
+    let settled = thread::spawn(move || driver.run_on(QemuAtStart::Gone));
     let is_go = |message: &Message| matches!(message, Message::Go { .. });
     let mut peer = world.accept();
     peer.hear_until(is_go);
@@ -338,7 +338,7 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     let (answer, answers) = mpsc::channel();
     let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
     let state = SourceState::Reclaiming { incarnation: Some(incarnation()), run: true, force: false };
-    let terms = engine::handover::Terms { register: Some(Epoch(0)), ..terms("a", "b") };
+    let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("a", "b") };
     let (driver, mailbox, _) = driver_of(&world, terms, state, None);
     for _ in 0..5 {
         mailbox.put(Notice::Event(SourceEvent::Repeat));
@@ -351,10 +351,10 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     assert_eq!(replied.recv_timeout(crate::testing::PATIENCE).unwrap(), verdict);
     questions.recv_timeout(crate::testing::PATIENCE).unwrap();
     assert_eq!(questions.try_recv(), Err(mpsc::TryRecvError::Empty), "one at a time");
-    answer.send(RegisterAnswer::Unreachable).unwrap();
+    answer.send(RegistryAnswer::Unreachable).unwrap();
     questions.recv_timeout(crate::testing::PATIENCE).expect("the one that has waited is asked now");
     let ours = Ownership { epoch: id(1).epoch, owner: host("a"), offer: None, released: false };
-    answer.send(RegisterAnswer::Stands(Some(ours))).unwrap();
+    answer.send(RegistryAnswer::Stands(Some(ours))).unwrap();
     assert_eq!(settled.join().unwrap(), SourceState::Returned);
 }
 
@@ -363,18 +363,18 @@ fn one_offer_is_on_its_way_at_a_time() {
     let (asked, questions) = mpsc::channel();
     let (answer, answers) = mpsc::channel();
     let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
-    let terms = engine::handover::Terms { register: Some(Epoch(0)), ..terms("a", "b") };
+    let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("a", "b") };
     let (mut driver, ..) = driver_of(&world, terms, committed(), None);
     for _ in 0..5 {
         driver.take(&SourceEvent::Repeat);
     }
     questions.recv_timeout(crate::testing::PATIENCE).unwrap();
     assert_eq!(questions.try_recv(), Err(mpsc::TryRecvError::Empty), "one at a time");
-    answer.send(RegisterAnswer::Unreachable).unwrap();
+    answer.send(RegistryAnswer::Unreachable).unwrap();
     crate::testing::eventually("it can be offered again", || !driver.offering.load(Ordering::Acquire));
     driver.take(&SourceEvent::Repeat);
     questions.recv_timeout(crate::testing::PATIENCE).expect("it is offered again");
-    answer.send(RegisterAnswer::Unreachable).unwrap();
+    answer.send(RegistryAnswer::Unreachable).unwrap();
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ::memory::{Cut, FirstPass, Owed, PartAround, Place, Recent, RoundStats};
-use engine::precopy::{Sampling, Traced};
+use engine::precopy::{Sampling, TracedPolicy};
 
 use super::rounds::Looked;
 use crate::source::memory::Cargo;
@@ -13,7 +13,7 @@ use crate::source::memory::Cargo;
 /// In the first pass, which sends all of memory, pages that the guest writes in the meantime are left for later:
 /// otherwise they would have to be sent twice ([`FirstPass`]).
 pub(super) struct Course {
-    pub(super) policy: Traced,
+    pub(super) policy: TracedPolicy,
     /// Number of completed passes over the dirty pages.
     pub(super) passes: u32,
     first_pass: FirstPass,
@@ -42,7 +42,7 @@ pub(super) struct Share {
 }
 
 impl Course {
-    pub(super) fn new(policy: Traced, sampling: Sampling, passes: u32) -> Self {
+    pub(super) fn new(policy: TracedPolicy, sampling: Sampling, passes: u32) -> Self {
         let history = if policy.has_history() { sampling.history } else { 0 };
         let interval_ns = if sampling.interval_ns > 0 { sampling.interval_ns } else { Sampling::LONGEST_NS };
         Self {
@@ -82,14 +82,14 @@ impl Course {
             && let Some(part) = self.first_pass.take_part()
         {
             let (looked, later) = looked.divided(cargo, |readable| readable.only(part));
-            let least = Duration::from_micros(looked.scan.duration_us) * Sampling::SCANS as u32;
+            let least = Duration::from_micros(looked.scan.duration_us) * Sampling::MIN_SCANS as u32;
             self.planned = self.first_pass.part(least) * self.interval_factor;
             return Share { looked, later: Some(later), until: Some(Instant::now() + self.planned) };
         }
         if std::mem::take(&mut self.disks_alone) {
             let mut of_disks = looked.readable.owed().blocks().to_vec();
-            for of_memory in of_disks.iter_mut().take(cargo.ram_blocks()) {
-                of_memory.clear(0..of_memory.pages());
+            for without_disks in of_disks.iter_mut().take(cargo.ram_blocks()) {
+                without_disks.clear(0..without_disks.pages());
             }
             self.next = Some((self.place, false));
             let (looked, later) = looked.divided(cargo, |readable| readable.only(&of_disks));

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use ::memory::{Owed, Place, Sender};
 use block::nbd::NbdError;
-use engine::bulk::{Ahead, DiskRound, Next};
+use engine::bulk::{DiskRound, DisksFirstPolicy, NextPhase};
 use engine::handover::source::SourceEvent;
-use engine::trace::Traced;
+use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;
-use proto::message::{CopiedDisk, DiskWish};
+use proto::message::{CopiedDisk, DiskMode};
 use qemu::describe::VmDescription;
 use qemu::preflight::OpenFiles;
 use qemu::preflight::files::files_not_open;
@@ -125,7 +125,7 @@ impl Driver {
         for wanted in copied {
             let disk = description.iter().flat_map(|vm| &vm.disks).find(|disk| disk.name == wanted.name);
             let mut proposed = self.proposal.iter().flat_map(|proposal| &proposal.disks);
-            let proposed = proposed.find(|disk| disk.name == wanted.name && disk.wanted != DiskWish::Shared);
+            let proposed = proposed.find(|disk| disk.name == wanted.name && disk.wanted != DiskMode::Shared);
             let place = disk.and_then(|disk| disk.nodes.as_ref());
             match place.zip(proposed).filter(|_| seen.insert(&wanted.name)) {
                 Some((place, proposed)) => {
@@ -168,15 +168,15 @@ impl Driver {
         }
         let mut owed = cargo.disks_alone();
         let mut sent_bytes = None;
-        let mut ahead = Traced::new(Ahead { memory_bytes: cargo.total_ram_bytes() });
+        let mut ahead = TracedPolicy::new(DisksFirstPolicy { memory_bytes: cargo.total_ram_bytes() });
         loop {
             let looked = self.look(owed, cargo)?;
             let dirty_bytes = looked.readable.pages() * PAGE_BYTES;
             if let Some(sent_bytes) = sent_bytes {
                 let observed = DiskRound { dirty_bytes, sent_bytes };
                 let next = ahead.decide_on(observed);
-                self.controls.report(|report| ahead.tell(&mut report.traces.others.disks));
-                if next == Next::Memory {
+                self.controls.report(|report| ahead.update_report(&mut report.traces.others.disks));
+                if next == NextPhase::Memory {
                     return Ok((sender, looked.readable.give_up()));
                 }
             }
@@ -238,7 +238,8 @@ impl Driver {
         let monitor = self.vm()?.monitor().map_err(|error| cannot(&error))?;
         let cap = cargo.throttle(monitor);
         if let Some(throttling) = cargo.throttling() {
-            self.controls.report(|report| throttling.policy().tell(&mut report.traces.others.writes));
+            self.controls
+                .report(|report| throttling.policy().update_report(&mut report.traces.others.writes));
         }
         if let Some(cap) = cap.map_err(|error| cannot(&error))? {
             let said = match (cap.bytes_per_s, cap.writes_per_s) {

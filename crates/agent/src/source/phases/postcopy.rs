@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use ::memory::{DirtyBitmap, Owed, Readable, Sender, Sent, encode_set};
 use engine::handover::source::SourceEvent;
-use engine::naming::{Naming, Next, Unnamed};
-use engine::trace::Traced;
+use engine::naming::{DiscardDecision, DiscardPolicy, PendingDiscard};
+use engine::trace::TracedPolicy;
 use proto::Generation;
-use proto::limits::TAKEN_AWAY_BYTES;
+use proto::limits::DISCARD_BYTES;
 use proto::message::Message;
 
 use super::rounds::Looked;
@@ -28,7 +28,7 @@ const LISTS: usize = 16;
 /// Pages that the destination was asked to discard while the guest ran at the source.
 #[derive(Debug)]
 pub(in crate::source) struct Named {
-    policy: Traced<Naming>,
+    policy: TracedPolicy<DiscardPolicy>,
     pages: Vec<DirtyBitmap>,
     /// Pages among them that no round can have sent again since.
     away: Vec<DirtyBitmap>,
@@ -41,7 +41,7 @@ pub(in crate::source) struct Named {
 
 impl Named {
     pub(in crate::source) fn none() -> Self {
-        let policy = Traced::new(Naming::default());
+        let policy = TracedPolicy::new(DiscardPolicy::default());
         Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
     }
 
@@ -57,7 +57,7 @@ impl Named {
 
     /// Begins a new series of discards, independent of earlier ones.
     fn begin(&mut self) {
-        self.policy.begin_anew();
+        self.policy.reset();
         self.took = Duration::ZERO;
     }
 
@@ -71,7 +71,7 @@ impl Named {
         unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
         let pages = unnamed.iter().map(DirtyBitmap::count).sum();
         let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
-        (self.policy.decide_on(Unnamed { pages, took_ns }) == Next::Name).then_some(unnamed)
+        (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Name).then_some(unnamed)
     }
 
     fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
@@ -103,7 +103,7 @@ impl Driver {
         while self.control.is_some() && self.takes_away {
             let owed = &looked.readable.owed().blocks()[..cargo.ram_blocks()];
             let unnamed = self.named.next(owed, self.generation);
-            self.controls.report(|report| self.named.policy.tell(&mut report.traces.others.naming));
+            self.controls.report(|report| self.named.policy.update_report(&mut report.traces.others.naming));
             let Some(unnamed) = unnamed else { break };
             cargo.withdraw_marks(&unnamed);
             match self.have_taken_away(&unnamed) {
@@ -128,7 +128,7 @@ impl Driver {
         let set = encode_set(pages);
         let mut took = Duration::ZERO;
         let mut unanswered = 0;
-        for list in set.chunks(TAKEN_AWAY_BYTES as usize) {
+        for list in set.chunks(DISCARD_BYTES as usize) {
             if unanswered == LISTS {
                 took += self.hear_taken_away()?;
                 unanswered -= 1;

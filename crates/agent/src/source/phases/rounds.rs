@@ -6,8 +6,10 @@ use ::memory::{
     Cut, DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
 };
 use engine::handover::source::SourceEvent;
-use engine::precopy::{CostHistory, Decision, Held, Outlook, RoundObservation, Trace, Traced, Ways};
-use engine::throttle::processors::Wish;
+use engine::precopy::{
+    AvailableStrategies, CostHistory, Decision, Held, Outlook, RoundObservation, Trace, TracedPolicy,
+};
+use engine::throttle::processors::ThrottleDemand;
 use tracing::info;
 
 use super::course::{Course, Share};
@@ -210,7 +212,7 @@ impl Driver {
     /// Creates a scheduler whose policy has no observations yet, after `passes` passes.
     fn new_course(&self, passes: u32) -> Course {
         let aims = self.controls.aims();
-        let ways = Ways { slow_down: self.slowing.is_some(), post_copy: self.may_post_copy };
+        let ways = AvailableStrategies { slow_down: self.slowing.is_some(), post_copy: self.may_post_copy };
         let policy = memory::policy(&aims, ways, self.fixed_costs(|history| history.estimate()));
         self.controls.report(|report| report.traces.stop.push(policy.trace().clone()));
         Course::new(policy, aims.sampling, passes)
@@ -219,7 +221,7 @@ impl Driver {
     /// Decides the next step, after a round and the dirty scan that followed it.
     fn decide(
         &mut self,
-        policy: &mut Traced,
+        policy: &mut TracedPolicy,
         sent: &memory::SentRound,
         looked: &Looked,
         cargo: &Cargo,
@@ -237,7 +239,7 @@ impl Driver {
         self.tell_of_way(before, policy.outlook());
         match decision {
             Decision::NextRound { most_pages, expected_downtime_ns, slow, disks_alone } => {
-                let wish = Wish {
+                let wish = ThrottleDemand {
                     is_chosen: slow,
                     is_asked_for: aims.throttle_cpu != ThrottleCpu::Off,
                     passes: sent.pass,
@@ -267,16 +269,16 @@ impl Driver {
     /// Notes a change of the way that the policy has chosen, and the reason.
     fn tell_of_way(&self, before: Option<Outlook>, now: Option<Outlook>) {
         let Some(now) = now else { return };
-        if before.is_none_or(|before| (before.chosen, before.is_kept) != (now.chosen, now.is_kept)) {
+        if before.is_none_or(|before| (before.chosen, before.is_feasible) != (now.chosen, now.is_feasible)) {
             self.note("way", now.to_string());
         }
     }
 
     /// Throttles the guest's processors as the policy decides, if they may be slowed down; returns the change.
-    fn slow_down(&mut self, observed: &RoundObservation, wish: Wish) -> Option<Held> {
+    fn slow_down(&mut self, observed: &RoundObservation, wish: ThrottleDemand) -> Option<Held> {
         let slowing = self.slowing.as_mut()?;
         let change = slowing.look(observed, wish);
-        self.controls.report(|report| slowing.policy().tell(&mut report.traces.others.slowing));
+        self.controls.report(|report| slowing.policy().update_report(&mut report.traces.others.slowing));
         match change {
             Ok(None) => None,
             Ok(Some(change)) => {
@@ -383,7 +385,7 @@ impl Driver {
         self.controls.report(|report| {
             report.waiting = Some(waiting);
             if let Some(policy) = pressure.policy() {
-                policy.tell(&mut report.traces.others.pressure);
+                policy.update_report(&mut report.traces.others.pressure);
             }
         });
     }

@@ -2,28 +2,29 @@
 
 #![allow(clippy::match_same_arms, reason = "one arm for each case, with its own reason")]
 
-mod ways;
+mod shared;
 
 use proto::Incarnation;
 use proto::message::Verdict;
 
 use super::DestinationEffect as Do;
 use super::DestinationEvent as On;
-use super::DestinationReport as Say;
+use super::DestinationReport as Notice;
 use super::DestinationState as In;
-use crate::handover::recover::Decision;
-use crate::handover::register::{self, Standing, Use};
-use crate::handover::{Found, Ignored, Move, Step, Terms};
+use crate::handover::recover::OperatorDecision;
+use crate::handover::register::{self, RecordMeaning, RequestPurpose};
+use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
 
-use ways::{
-    Heard, activate, ask, bereave, cont_again, crash, discard, enter, give_back, heard, ignored, lost, moved,
-    obey, refuse, refuse_through_register, refuse_unregistered, run_incomplete, start, stay,
+use shared::{
+    RegistryResult, activate, ask, cont_again, crash, crash_with_host, discard, enter, enter_qemu_lost,
+    follow_go, ignored, interpret, moved, refuse, refuse_through_registry, refuse_without_registry,
+    return_to_source, run_incomplete, start, stay,
 };
 
 type Moved = Move<In, Do>;
-type Taken = Option<Step<In, Do>>;
+type TransitionResult = Option<Step<In, Do>>;
 
-pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
+pub(super) fn step(terms: &MigrationTerms, state: &In, event: &On) -> TransitionResult {
     match state {
         In::Idle => idle(event),
         In::Prepared => prepared(terms, event),
@@ -35,13 +36,13 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
         In::Completing { incarnation } => completing(incarnation, event),
         In::Active { incarnation } => active(incarnation, event),
         In::Refusing => refusing(terms, event),
-        In::Refused | In::Discarded => gone(state, event),
-        In::Bereft => bereft(terms, event),
+        In::Refused | In::Discarded => final_without_guest(state, event),
+        In::Bereft => qemu_lost(terms, event),
         In::Crashed { ran } => crashed(*ran, event),
     }
 }
 
-fn idle(event: &On) -> Taken {
+fn idle(event: &On) -> TransitionResult {
     match event {
         On::Prepare => moved(enter(In::Prepared)),
         // PREPARED is synced before the source is notified, so an epoch that is not in the journal was never prepared.
@@ -52,7 +53,7 @@ fn idle(event: &On) -> Taken {
     }
 }
 
-fn prepared(terms: &Terms, event: &On) -> Taken {
+fn prepared(terms: &MigrationTerms, event: &On) -> TransitionResult {
     match event {
         On::Loaded { incarnation, run } => {
             let incarnation = incarnation.clone();
@@ -62,183 +63,203 @@ fn prepared(terms: &Terms, event: &On) -> Taken {
             )
         }
         // READY was never sent: no other program depends on this copy.
-        On::AbortReceived { .. } => moved(discard(Say::Discarded)),
-        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::Discarded)),
+        On::AbortReceived { .. } => moved(discard(Notice::Discarded)),
+        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Notice::Discarded)),
         On::Failed | On::Cancel | On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::QemuDied => {
-            moved(discard(Say::Discarded).then([Do::SendRefused]))
+            moved(discard(Notice::Discarded).then([Do::SendRefused]))
         }
-        On::Restarted(Found::Running | Found::Paused | Found::Gone) => {
-            moved(discard(Say::Discarded).when("same-boot").then([Do::SendRefused]))
+        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused | QemuAtStart::Gone) => {
+            moved(discard(Notice::Discarded).when("same-boot").then([Do::SendRefused]))
         }
-        On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
+        On::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
         On::Asked { .. } => ignored(Ignored::NotYet),
         On::Repeat => stay(In::Prepared),
         _ => None,
     }
 }
 
-fn ready(terms: &Terms, incarnation: &Incarnation, ran: bool, event: &On) -> Taken {
+fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &On) -> TransitionResult {
     let state = || In::Ready { incarnation: incarnation.clone(), run: ran };
     let here = || Move::to(state());
     let ready = || Do::SendReady { incarnation: incarnation.clone() };
     let read = || terms.register.map(|_| register::read(terms));
     match event {
         On::Go { incarnation: named, run, .. } if named == incarnation => {
-            moved(obey(terms, incarnation, *run))
+            moved(follow_go(terms, incarnation, *run))
         }
         // Starts nothing, and reports the incarnation of this host.
         On::Go { .. } => moved(here().when("other-incarnation").then([ready()])),
         On::SourceSays { verdict: Verdict::Committed { incarnation: named, run }, .. } => {
             let told = if named == incarnation {
-                obey(terms, incarnation, *run)
+                follow_go(terms, incarnation, *run)
             } else {
                 here().when("other-incarnation").then([ready()])
             };
             moved(told.within("committed"))
         }
-        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
-        On::SourceSays { verdict: Verdict::Returned, .. } => moved(discard(Say::SourceKept).when("returned")),
-        On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
-        On::SourceSays { verdict: Verdict::Undecided, .. } => {
-            moved(here().when("undecided").asking(Use::Read, read()))
+        On::SourceSays { verdict: Verdict::Aborted, .. } => {
+            moved(discard(Notice::SourceKept).when("aborted"))
         }
-        On::RegisterSays(answer) => match heard(terms, answer) {
-            Heard::Record(Standing::Open { offer: Some(offer), .. })
+        On::SourceSays { verdict: Verdict::Returned, .. } => {
+            moved(discard(Notice::SourceKept).when("returned"))
+        }
+        On::AbortReceived { .. } => moved(discard(Notice::SourceKept)),
+        On::SourceSays { verdict: Verdict::Undecided, .. } => {
+            moved(here().when("undecided").asking(RequestPurpose::Read, read()))
+        }
+        On::RegisterSays(answer) => match interpret(terms, answer) {
+            RegistryResult::Record(RecordMeaning::Open { offer: Some(offer), .. })
                 if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
             {
-                moved(obey(terms, incarnation, offer.run).within("offered"))
+                moved(follow_go(terms, incarnation, offer.run).within("offered"))
             }
             // The source has reclaimed it, or has owned it since in a later epoch.
-            Heard::Record(Standing::Source | Standing::MovedOn) => {
-                moved(discard(Say::SourceKept).when("source-owns"))
+            RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
+                moved(discard(Notice::SourceKept).when("source-owns"))
             }
-            Heard::Record(Standing::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            RegistryResult::Record(RecordMeaning::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
             }
             // This host has not acquired ownership: a record that names it is not this incarnation's.
-            Heard::Record(Standing::Destination) => None,
-            Heard::Record(Standing::Open { .. }) | Heard::Unreachable | Heard::Unknown => {
-                moved(here().when("otherwise"))
-            }
+            RegistryResult::Record(RecordMeaning::Destination) => None,
+            RegistryResult::Record(RecordMeaning::Open { .. })
+            | RegistryResult::Unreachable
+            | RegistryResult::Unknown => moved(here().when("otherwise")),
         },
         On::Asked { .. } => moved(here().then([ready()])),
-        On::Repeat => moved(here().then([ready(), Do::AskSource]).asking(Use::Read, read())),
-        On::Restarted(Found::Paused) => {
+        On::Repeat => moved(here().then([ready(), Do::AskSource]).asking(RequestPurpose::Read, read())),
+        On::Restarted(QemuAtStart::Paused) => {
             let ask_all = [ready(), Do::AskSource];
-            moved(here().when("paused").then(ask_all).asking(Use::Read, read()))
+            moved(here().when("paused").then(ask_all).asking(RequestPurpose::Read, read()))
         }
         // It cannot run any more, and has not: no `cont` was ever sent.
         On::QemuDied => moved(refuse()),
-        On::Restarted(Found::Gone) => moved(refuse().when("qemu-gone")),
-        On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
+        On::Restarted(QemuAtStart::Gone) => moved(refuse().when("qemu-gone")),
+        On::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
         // Another program has continued it. That is no state of this protocol.
-        On::Restarted(Found::Running) => None,
-        On::OperatorDecides(Decision::RunHere { .. }) => {
-            moved(obey(terms, incarnation, ran).within("run-here"))
+        On::Restarted(QemuAtStart::Running) => None,
+        On::OperatorDecides(OperatorDecision::RunHere { .. }) => {
+            moved(follow_go(terms, incarnation, ran).within("run-here"))
         }
-        On::OperatorDecides(Decision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
-        On::OperatorDecides(Decision::WithoutRegister { run_here: true }) => {
+        On::OperatorDecides(OperatorDecision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }) => {
             moved(start(incarnation, ran).within("run-here").within("without-register"))
         }
-        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
-        On::ContactLostForGood if terms.register.is_some() => moved(here().asking(Use::Read, read())),
-        On::ContactLostForGood => moved(here().when("no-register").then([Do::Report(Say::OperatorNeeded)])),
-        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
+            moved(refuse_without_registry())
+        }
+        On::ContactLostForGood if terms.register.is_some() => {
+            moved(here().asking(RequestPurpose::Read, read()))
+        }
+        On::ContactLostForGood => {
+            moved(here().when("no-register").then([Do::Report(Notice::OperatorNeeded)]))
+        }
+        On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         // In doubt: neither silence nor a failure of anything but QEMU decides.
         On::Failed | On::PeerSilent | On::PeerLost => stay(state()),
         _ => None,
     }
 }
 
-fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
+fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &On) -> TransitionResult {
     let state = || In::Taking { incarnation: incarnation.clone(), run };
     let here = || Move::to(state());
-    let take = |since| ask(Use::Take, Some(register::take_by_destination(terms, since)));
-    let read = || ask(Use::Read, Some(register::read(terms)));
+    let take = |since| ask(RequestPurpose::Take, Some(register::acquire_by_destination(terms, since)));
+    let read = || ask(RequestPurpose::Read, Some(register::read(terms)));
     match event {
-        On::RegisterSays(answer) => match heard(terms, answer) {
-            Heard::Record(Standing::Destination) => moved(start(incarnation, run).within("destination-owns")),
-            Heard::Record(Standing::Open { since, .. }) => moved(here().when("open").then(take(since))),
-            Heard::Record(Standing::Source | Standing::MovedOn) => {
-                moved(discard(Say::SourceKept).when("source-owns"))
+        On::RegisterSays(answer) => match interpret(terms, answer) {
+            RegistryResult::Record(RecordMeaning::Destination) => {
+                moved(start(incarnation, run).within("destination-owns"))
             }
-            Heard::Record(Standing::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            RegistryResult::Record(RecordMeaning::Open { since, .. }) => {
+                moved(here().when("open").then(take(since)))
             }
-            Heard::Unknown => moved(here().when("unknown").then(read())),
-            Heard::Unreachable => moved(here().when("unreachable")),
+            RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
+                moved(discard(Notice::SourceKept).when("source-owns"))
+            }
+            RegistryResult::Record(RecordMeaning::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+            }
+            RegistryResult::Unknown => moved(here().when("unknown").then(read())),
+            RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
         On::Repeat => moved(here().then(terms.register.and_then(take))),
-        On::Restarted(Found::Paused) => moved(here().when("paused").then(read())),
+        On::Restarted(QemuAtStart::Paused) => moved(here().when("paused").then(read())),
         // `cont` was not sent: otherwise STARTING would be in the journal.
-        On::QemuDied => moved(give_back(terms)),
-        On::Restarted(Found::Gone) => moved(give_back(terms).when("qemu-gone")),
-        On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
-        On::OperatorDecides(Decision::RunElsewhere) => moved(give_back(terms).when("run-elsewhere")),
-        On::OperatorDecides(Decision::RunHere { .. }) => moved(here().when("run-here").then(read())),
-        On::OperatorDecides(Decision::WithoutRegister { run_here: true }) => {
+        On::QemuDied => moved(return_to_source(terms)),
+        On::Restarted(QemuAtStart::Gone) => moved(return_to_source(terms).when("qemu-gone")),
+        On::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
+        On::OperatorDecides(OperatorDecision::RunElsewhere) => {
+            moved(return_to_source(terms).when("run-elsewhere"))
+        }
+        On::OperatorDecides(OperatorDecision::RunHere { .. }) => moved(here().when("run-here").then(read())),
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }) => {
             moved(start(incarnation, run).within("run-here").within("without-register"))
         }
-        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
+            moved(refuse_without_registry())
+        }
         // The source may have reclaimed it in the meantime; the registry has the answer.
         On::AbortReceived { .. } => moved(here().then(read())),
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(here().when("aborted").then(read())),
         On::SourceSays { verdict: Verdict::Returned, .. } => moved(here().when("returned").then(read())),
         On::Go { .. } | On::SourceSays { .. } => ignored(Ignored::TooLate),
         On::Asked { .. } => ignored(Ignored::NotYet),
-        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state()),
         _ => None,
     }
 }
 
-fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -> Taken {
+fn starting(terms: &MigrationTerms, incarnation: &Incarnation, again: bool, event: &On) -> TransitionResult {
     let state = |again| In::Starting { incarnation: incarnation.clone(), again };
     match event {
         On::Contd { missing: true } => moved(run_incomplete(incarnation).when("missing")),
         On::Contd { missing: false } => moved(activate(incarnation)),
-        On::Restarted(Found::Running) => moved(activate(incarnation).when("running")),
+        On::Restarted(QemuAtStart::Running) => moved(activate(incarnation).when("running")),
         // `cont` may have been sent or not. Sending it again is safe while this host owns the guest, but an operator
         // may have returned it to the source since.
-        On::Restarted(Found::Paused) => moved(cont_again(terms, enter(state(true))).within("paused")),
+        On::Restarted(QemuAtStart::Paused) => moved(cont_again(terms, enter(state(true))).within("paused")),
         On::Repeat if again => moved(cont_again(terms, Move::to(state(true))).within("again")),
-        On::RegisterSays(answer) if again => match heard(terms, answer) {
-            Heard::Record(Standing::Destination) => {
+        On::RegisterSays(answer) if again => match interpret(terms, answer) {
+            RegistryResult::Record(RecordMeaning::Destination) => {
                 moved(Move::to(state(true)).when("destination-owns").then([Do::Cont]))
             }
             // It was given to the source in conflict with the earlier record: it may have run here.
-            Heard::Record(Standing::Source | Standing::MovedOn) => moved(lost().when("source-owns")),
-            Heard::Record(Standing::Open { .. } | Standing::Foreign) => {
-                moved(Move::to(state(true)).when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
+                moved(crash_with_host().when("source-owns"))
             }
-            Heard::Unknown => {
-                let read = ask(Use::Read, Some(register::read(terms)));
+            RegistryResult::Record(RecordMeaning::Open { .. } | RecordMeaning::Foreign) => {
+                moved(Move::to(state(true)).when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+            }
+            RegistryResult::Unknown => {
+                let read = ask(RequestPurpose::Read, Some(register::read(terms)));
                 moved(Move::to(state(true)).when("unknown").then(read))
             }
-            Heard::Unreachable => moved(Move::to(state(true)).when("unreachable")),
+            RegistryResult::Unreachable => moved(Move::to(state(true)).when("unreachable")),
         },
         On::ContFailed if again => {
-            moved(Move::to(state(true)).when("again").then([Do::Report(Say::ContFailed)]))
+            moved(Move::to(state(true)).when("again").then([Do::Report(Notice::ContFailed)]))
         }
-        On::ContFailed => moved(refuse_through_register(terms).within("first")),
+        On::ContFailed => moved(refuse_through_registry(terms).within("first")),
         // The operator's assurance that it never ran replaces the proof.
-        On::OperatorDecides(Decision::RunElsewhere) if again => {
-            moved(refuse_through_register(terms).within("again").within("run-elsewhere"))
+        On::OperatorDecides(OperatorDecision::RunElsewhere) if again => {
+            moved(refuse_through_registry(terms).within("again").within("run-elsewhere"))
         }
-        On::OperatorDecides(Decision::WithoutRegister { run_here: true }) if again => {
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }) if again => {
             let to = Move::to(state(true)).when("without-register").when("run-here").when("again");
             moved(to.then([Do::Cont]))
         }
-        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) if again => {
-            moved(refuse_unregistered().when("again"))
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) if again => {
+            moved(refuse_without_registry().when("again"))
         }
         On::QemuDied => moved(crash(false)),
-        On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(false).when("qemu-gone")),
-        On::Cancel => moved(Move::to(state(again)).then([Do::Report(Say::TooLate)])),
+        On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(crash(false).when("qemu-gone")),
+        On::Cancel => moved(Move::to(state(again)).then([Do::Report(Notice::TooLate)])),
         On::Go { .. } | On::Asked { .. } => ignored(Ignored::NotYet),
         On::SourceSays { verdict: Verdict::Committed { .. }, .. } => ignored(Ignored::NotYet),
         On::SourceSays { verdict: Verdict::Undecided, .. } | On::RegisterSays(_) => ignored(Ignored::TooLate),
-        On::OperatorDecides(_) => moved(Move::to(state(again)).then([Do::Report(Say::TooLate)])),
+        On::OperatorDecides(_) => moved(Move::to(state(again)).then([Do::Report(Notice::TooLate)])),
         On::Repeat => moved(Move::to(state(again)).when("first")),
         On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state(again)),
         // An honest source does not abort what it has committed, but an operator can.
@@ -247,21 +268,21 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
 }
 
 /// The guest runs here for good. RUNNING is not sent yet because the source has to keep its pages.
-fn completing(incarnation: &Incarnation, event: &On) -> Taken {
+fn completing(incarnation: &Incarnation, event: &On) -> TransitionResult {
     let here = || Move::to(In::Completing { incarnation: incarnation.clone() });
     match event {
         On::Completed => {
             let state = In::Active { incarnation: incarnation.clone() };
-            moved(enter(state).then([Do::SendRunning, Do::Report(Say::Active)]))
+            moved(enter(state).then([Do::SendRunning, Do::Report(Notice::Active)]))
         }
         On::Go { .. } | On::Asked { .. } => moved(here().then([Do::SendIncomplete])),
-        On::Restarted(Found::Running | Found::Paused) => {
+        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
             moved(here().when("qemu-lives").then([Do::SendIncomplete]))
         }
         On::QemuDied => moved(crash(true)),
-        On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(true).when("qemu-gone")),
-        On::ContactLostForGood => moved(here().then([Do::Report(Say::SourceNeeded)])),
-        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(crash(true).when("qemu-gone")),
+        On::ContactLostForGood => moved(here().then([Do::Report(Notice::SourceNeeded)])),
+        On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         On::SourceSays { verdict: Verdict::Aborted | Verdict::Returned, .. } | On::AbortReceived { .. } => {
             None
         }
@@ -270,53 +291,61 @@ fn completing(incarnation: &Incarnation, event: &On) -> Taken {
     }
 }
 
-fn active(incarnation: &Incarnation, event: &On) -> Taken {
+fn active(incarnation: &Incarnation, event: &On) -> TransitionResult {
     let here = || Move::to(In::Active { incarnation: incarnation.clone() });
     match event {
         On::Go { .. } | On::Asked { .. } => moved(here().then([Do::SendRunning])),
-        On::Restarted(Found::Running | Found::Paused) => {
+        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
             moved(here().when("qemu-lives").then([Do::SendRunning]))
         }
         On::QemuDied => moved(crash(true)),
-        On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(true).when("qemu-gone")),
+        On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(crash(true).when("qemu-gone")),
         On::SourceSays { verdict: Verdict::Aborted | Verdict::Returned, .. } | On::AbortReceived { .. } => {
             None
         }
         On::Prepare | On::Loaded { .. } => None,
-        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         _ => ignored(Ignored::TooLate),
     }
 }
 
-fn refusing(terms: &Terms, event: &On) -> Taken {
+fn refusing(terms: &MigrationTerms, event: &On) -> TransitionResult {
     let here = || Move::to(In::Refusing);
-    let give_back = || ask(Use::GiveBack, Some(register::give_back(terms)));
+    let return_to_source = || ask(RequestPurpose::GiveBack, Some(register::return_to_source(terms)));
     match event {
-        On::RegisterSays(answer) => match heard(terms, answer) {
-            Heard::Record(Standing::Source | Standing::MovedOn) => moved(refuse().when("source-owns")),
-            Heard::Record(Standing::Destination) => moved(here().when("destination-owns").then(give_back())),
+        On::RegisterSays(answer) => match interpret(terms, answer) {
+            RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
+                moved(refuse().when("source-owns"))
+            }
+            RegistryResult::Record(RecordMeaning::Destination) => {
+                moved(here().when("destination-owns").then(return_to_source()))
+            }
             // Not acquired, but a request of this host's may still be in transit: rule it out.
-            Heard::Record(Standing::Open { since, .. }) => {
-                let shut = register::take_by_source(terms, since);
-                moved(here().when("open").then(ask(Use::GiveBack, Some(shut))))
+            RegistryResult::Record(RecordMeaning::Open { since, .. }) => {
+                let shut = register::acquire_by_source(terms, since);
+                moved(here().when("open").then(ask(RequestPurpose::GiveBack, Some(shut))))
             }
-            Heard::Record(Standing::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            RegistryResult::Record(RecordMeaning::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
             }
-            Heard::Unknown => moved(here().when("unknown").then(ask(Use::Read, Some(register::read(terms))))),
-            Heard::Unreachable => moved(here().when("unreachable")),
+            RegistryResult::Unknown => {
+                moved(here().when("unknown").then(ask(RequestPurpose::Read, Some(register::read(terms)))))
+            }
+            RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
-        On::Repeat | On::Restarted(_) => moved(here().then(give_back())),
+        On::Repeat | On::Restarted(_) => moved(here().then(return_to_source())),
         On::Go { .. } | On::Asked { .. } => ignored(Ignored::NotYet),
         On::Prepare | On::Loaded { .. } => None,
-        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
-        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
+            moved(refuse_without_registry())
+        }
+        On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         _ => ignored(Ignored::TooLate),
     }
 }
 
 /// Refused or discarded: this host has not run the guest and never will.
-fn gone(state: &In, event: &On) -> Taken {
+fn final_without_guest(state: &In, event: &On) -> TransitionResult {
     let here = || Move::to(state.clone());
     match event {
         On::Go { .. } | On::Asked { .. } => moved(here().then([Do::SendRefused])),
@@ -330,36 +359,40 @@ fn gone(state: &In, event: &On) -> Taken {
 /// The copy is lost, and perhaps entries that it has run. Only proof that it never ran permits the removal of its
 /// images. That is a registry in which ownership was never acquired for it; or a source that is ABORTED, which has
 /// never committed, as long as this host does not send CRASHED, upon which a source that is bereft itself aborts.
-fn bereft(terms: &Terms, event: &On) -> Taken {
+fn qemu_lost(terms: &MigrationTerms, event: &On) -> TransitionResult {
     let here = || Move::to(In::Bereft);
-    let read = || ask(Use::Read, Some(register::read(terms)));
+    let read = || ask(RequestPurpose::Read, Some(register::read(terms)));
     match event {
-        On::RegisterSays(answer) => match heard(terms, answer) {
-            Heard::Record(Standing::Destination) => moved(lost().when("destination-owns")),
+        On::RegisterSays(answer) => match interpret(terms, answer) {
+            RegistryResult::Record(RecordMeaning::Destination) => {
+                moved(crash_with_host().when("destination-owns"))
+            }
             // The record may also stem from an operator's decision against the registry: the source knows which.
-            Heard::Record(Standing::Source | Standing::MovedOn) => {
+            RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
                 moved(here().when("source-owns").then([Do::AskSource]))
             }
             // Ownership was never acquired, so it never ran.
-            Heard::Record(Standing::Open { .. }) => moved(give_back(terms).when("open")),
-            Heard::Record(Standing::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            RegistryResult::Record(RecordMeaning::Open { .. }) => moved(return_to_source(terms).when("open")),
+            RegistryResult::Record(RecordMeaning::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
             }
-            Heard::Unknown => moved(here().when("unknown").then(read())),
-            Heard::Unreachable => moved(here().when("unreachable")),
+            RegistryResult::Unknown => moved(here().when("unknown").then(read())),
+            RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
-        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
-        On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
-        On::SourceSays { verdict: Verdict::Returned, .. } => moved(lost().when("returned")),
+        On::SourceSays { verdict: Verdict::Aborted, .. } => {
+            moved(discard(Notice::SourceKept).when("aborted"))
+        }
+        On::AbortReceived { .. } => moved(discard(Notice::SourceKept)),
+        On::SourceSays { verdict: Verdict::Returned, .. } => moved(crash_with_host().when("returned")),
         // The source's operator decides then.
-        On::OperatorDecides(Decision::RunElsewhere) if terms.register.is_none() => {
-            moved(lost().when("no-register").when("run-elsewhere"))
+        On::OperatorDecides(OperatorDecision::RunElsewhere) if terms.register.is_none() => {
+            moved(crash_with_host().when("no-register").when("run-elsewhere"))
         }
-        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => {
-            moved(lost().when("without-register").when("run-elsewhere"))
+        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
+            moved(crash_with_host().when("without-register").when("run-elsewhere"))
         }
-        On::OperatorDecides(_) | On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
-        On::ContactLostForGood => moved(here().then([Do::Report(Say::OperatorNeeded)])),
+        On::OperatorDecides(_) | On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
+        On::ContactLostForGood => moved(here().then([Do::Report(Notice::OperatorNeeded)])),
         On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
         On::QemuDied => ignored(Ignored::TooLate),
         On::Repeat | On::Restarted(_) if terms.register.is_some() => {
@@ -367,21 +400,21 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
         }
         On::Repeat | On::Restarted(_) => moved(here().when("no-register").then([Do::AskSource])),
         // Only a source that knows no more than this host asks: the answer is unknown.
-        On::Asked { .. } => moved(lost()),
+        On::Asked { .. } => moved(crash_with_host()),
         // The registry's record has precedence over a source that has committed.
         On::Go { .. } | On::SourceSays { .. } if terms.register.is_some() => ignored(Ignored::NotYet),
         On::SourceSays { verdict: Verdict::Committed { .. }, .. } => {
-            moved(lost().when("no-register").when("committed"))
+            moved(crash_with_host().when("no-register").when("committed"))
         }
         On::SourceSays { verdict: Verdict::Undecided, .. } => {
             moved(here().when("no-register").when("undecided"))
         }
-        On::Go { .. } => moved(lost().when("no-register")),
+        On::Go { .. } => moved(crash_with_host().when("no-register")),
         _ => None,
     }
 }
 
-fn crashed(ran: bool, event: &On) -> Taken {
+fn crashed(ran: bool, event: &On) -> TransitionResult {
     let here = || Move::to(In::Crashed { ran });
     match event {
         // This host has owned it and still does: the source's copy is out of date.

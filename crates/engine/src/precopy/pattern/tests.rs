@@ -49,7 +49,7 @@ fn pattern_of(decision: Decision) -> Option<Pattern> {
 
 /// Fig. 10 a: all pages that are sent are written again at once.
 #[test]
-fn a_guest_that_writes_as_fast_as_the_link_carries_is_recognised() {
+fn a_guest_that_writes_as_fast_as_the_link_is_recognised() {
     let (looks, decision) = patterns(1_800, OnLimit::Stop, |sent| (sent, 0));
     assert_eq!((looks, pattern_of(decision)), (2, Some(Pattern::Stable)));
     // The guest would have to stand still for a second: a pattern that was seen for two tenths of one may be over
@@ -69,7 +69,7 @@ fn a_guest_that_is_not_to_stand_still_for_long_gets_time() {
         matches!(decision, Decision::GiveUp { reason: GiveUp { limit: Limit::NotShrinking, .. } }),
         "{decision:?}"
     );
-    assert_eq!(looks, 1 + 10 * ByPattern::PATIENCE_ROUNDS);
+    assert_eq!(looks, 1 + 10 * PatternPolicy::PATIENCE_ROUNDS);
     // A burst that is over in time.
     let mut look = 0;
     let (_, decision) = patterns(10_000, OnLimit::Abort, |sent| {
@@ -82,7 +82,7 @@ fn a_guest_that_is_not_to_stand_still_for_long_gets_time() {
 /// A slow pass through much memory is no standstill, although only a tenth less remains after each interval; and its
 /// parts do not count as rounds.
 #[test]
-fn a_guest_that_writes_little_beside_what_is_sent_is_not_taken_for_one_that_is_stuck() {
+fn a_slow_pass_over_much_memory_is_no_standstill() {
     for on_limit in [OnLimit::Abort, OnLimit::Stop] {
         let (looks, decision) = patterns(10_000, on_limit, |sent| (sent / 4, 0));
         assert_eq!(pattern_of(decision), Some(Pattern::Drained));

@@ -3,8 +3,8 @@ use proto::limits::PAGE_BYTES;
 use super::*;
 
 const MS: u64 = 1_000_000;
-const ALL: Ways = Ways { slow_down: true, post_copy: true };
-const NOTHING: Ways = Ways { slow_down: false, post_copy: false };
+const ALL: AvailableStrategies = AvailableStrategies { slow_down: true, post_copy: true };
+const NOTHING: AvailableStrategies = AvailableStrategies { slow_down: false, post_copy: false };
 
 /// A guest of 200,000 pages, on a link that carries 100 of them in a millisecond.
 #[derive(Clone, Copy)]
@@ -20,7 +20,7 @@ const SENT_PER_MS: u64 = 100;
 
 /// Simulates a migration. Returns the last decision, its time, and whether the guest was slowed down. As in the agent,
 /// pages that are written wait until the others have been sent, and are sent in parts after that.
-fn moved(writer: Writer, policy: BySla) -> (Decision, u64, bool) {
+fn moved(writer: Writer, policy: SlaPolicy) -> (Decision, u64, bool) {
     let mut policy = policy;
     let own = writer.own_pages as f64;
     let (mut round, mut cold, mut hot, mut elapsed_ms) = (0, PAGES, own, 0);
@@ -71,10 +71,10 @@ fn moved(writer: Writer, policy: BySla) -> (Decision, u64, bool) {
     }
 }
 
-fn sla(max_downtime_ms: u64, max_total_ms: u64, ways: Ways, on_limit: OnLimit) -> BySla {
+fn sla(max_downtime_ms: u64, max_total_ms: u64, ways: AvailableStrategies, on_limit: OnLimit) -> SlaPolicy {
     let max_total_ns = Some(max_total_ms * MS);
     let aim = Aim { max_downtime_ns: max_downtime_ms * MS, max_total_ns, ..Aim::default() };
-    BySla::new(aim, ways, on_limit, FixedCost::default())
+    SlaPolicy::new(aim, ways, on_limit, FixedCost::default())
 }
 
 const CALM: Writer = Writer { own_pages: 100_000, pages_per_ms: 20 };
@@ -90,7 +90,7 @@ fn a_calm_guest_goes_by_rounds() {
 }
 
 #[test]
-fn one_that_writes_faster_than_the_link_carries_is_slowed_down_where_there_is_time() {
+fn a_fast_writer_is_throttled_where_there_is_time() {
     let (end, ms, was_slow) = moved(FAST, sla(100, 20_000, ALL, OnLimit::Abort));
     assert!(
         matches!(end, Decision::StopAndCopy { expected_downtime_ns, .. } if expected_downtime_ns <= 100 * MS)
@@ -100,17 +100,18 @@ fn one_that_writes_faster_than_the_link_carries_is_slowed_down_where_there_is_ti
 
 /// The first pass takes 2 s, and its remaining pages 1 s; with a CPU throttle it would take longer.
 #[test]
-fn where_there_is_not_pages_come_after_it() {
+fn a_fast_writer_without_time_moves_by_post_copy() {
     let (end, ms, was_slow) = moved(FAST, sla(100, 3_500, ALL, OnLimit::Abort));
     assert!(matches!(end, Decision::PostCopy { .. }), "{end:?} after {ms}");
     assert!(!was_slow && ms + 1_000 <= 3_500, "after {ms}");
     // There is no other way either for a guest that must not be slowed down.
-    let (end, ms, _) = moved(FAST, sla(100, 60_000, Ways { slow_down: false, ..ALL }, OnLimit::Abort));
+    let (end, ms, _) =
+        moved(FAST, sla(100, 60_000, AvailableStrategies { slow_down: false, ..ALL }, OnLimit::Abort));
     assert!(matches!(end, Decision::PostCopy { .. }), "{end:?} after {ms}");
 }
 
 #[test]
-fn where_nothing_keeps_the_limits_what_was_said_is_done_in_time() {
+fn the_action_at_the_limit_is_taken_in_time() {
     let at_limit = |on_limit| moved(FAST, sla(100, 8_000, NOTHING, on_limit));
     let (end, ms, _) = at_limit(OnLimit::Abort);
     assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Total, .. } }), "{end:?}");
@@ -124,7 +125,7 @@ fn where_nothing_keeps_the_limits_what_was_said_is_done_in_time() {
 #[test]
 fn there_may_be_all_the_time_there_is() {
     let aim = Aim { max_downtime_ns: 100 * MS, ..Aim::default() };
-    let policy = BySla::new(aim, ALL, OnLimit::Abort, FixedCost::default());
+    let policy = SlaPolicy::new(aim, ALL, OnLimit::Abort, FixedCost::default());
     assert!(matches!(moved(FAST, policy), (Decision::StopAndCopy { .. }, _, true)));
 }
 
@@ -140,7 +141,7 @@ fn one_look_may_be_chance() {
     assert!(!slow(policy.decide(&look(1, 150_000, 1_000))));
     assert_eq!(
         policy.outlook().map(|outlook| (outlook.chosen, outlook.pre_copy)),
-        Some((Way::PreCopy, None))
+        Some((MigrationStrategy::PreCopy, None))
     );
     assert!(!slow(policy.decide(&look(2, 10_000, 2_000))));
     assert!(!slow(policy.decide(&look(3, 150_000, 3_000))));
@@ -176,7 +177,7 @@ fn nothing_is_expected_of_rounds_before_one_was_seen() {
 #[test]
 fn rounds_have_a_limit_too() {
     let aim = Aim { max_downtime_ns: MS, ..Aim::default() };
-    let (end, ..) = moved(FAST, BySla::new(aim, ALL, OnLimit::Abort, FixedCost::default()));
+    let (end, ..) = moved(FAST, SlaPolicy::new(aim, ALL, OnLimit::Abort, FixedCost::default()));
     assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
 }
 
@@ -190,7 +191,7 @@ fn disks_that_become_no_less_leave_the_other_ways() {
         elapsed_ns: elapsed_ms * MS,
         ..super::super::tests::round(number, dirty_pages, 100_000, 1_000)
     };
-    let ways = Ways { slow_down: false, post_copy: true };
+    let ways = AvailableStrategies { slow_down: false, post_copy: true };
     let ahead = |on_limit| {
         let mut policy = sla(300, 60_000, ways, on_limit);
         policy.decide(&look(1, 10_000, 1_000_000, 1_000));
@@ -199,7 +200,7 @@ fn disks_that_become_no_less_leave_the_other_ways() {
         policy
     };
     // It may be a hiccup: two more rounds of disks alone.
-    let is_no_less_by_chance = |policy: &mut BySla| {
+    let is_no_less_by_chance = |policy: &mut SlaPolicy| {
         for number in [3, 4] {
             let ahead = policy.decide(&look(number, 900_000, 1_000_000, u64::from(number) * 1_000));
             assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
@@ -211,8 +212,8 @@ fn disks_that_become_no_less_leave_the_other_ways() {
         let goes_on = policy.decide(&look(5, 900_000, 1_000_000, 5_000));
         assert!(matches!(goes_on, Decision::NextRound { disks_alone: false, .. }), "{goes_on:?}");
         assert_eq!(
-            policy.outlook().map(|outlook| (outlook.chosen, outlook.is_kept)),
-            Some((Way::PreCopy, false))
+            policy.outlook().map(|outlook| (outlook.chosen, outlook.is_feasible)),
+            Some((MigrationStrategy::PreCopy, false))
         );
         let end = policy.decide(&look(6, 950_000, 1_000_000, 59_500));
         match on_limit {
@@ -225,7 +226,10 @@ fn disks_that_become_no_less_leave_the_other_ways() {
     is_no_less_by_chance(&mut policy);
     let calm = policy.decide(&look(5, 39_000, 40_000, 5_000));
     assert!(matches!(calm, Decision::NextRound { disks_alone: false, .. }), "{calm:?}");
-    assert_eq!(policy.outlook().map(|outlook| (outlook.chosen, outlook.is_kept)), Some((Way::PreCopy, true)));
+    assert_eq!(
+        policy.outlook().map(|outlook| (outlook.chosen, outlook.is_feasible)),
+        Some((MigrationStrategy::PreCopy, true))
+    );
 }
 
 /// Dirty pages of disks are sent while the guest stands still, and slower processors do not write fewer of them.

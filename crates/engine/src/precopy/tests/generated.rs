@@ -35,21 +35,21 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
     )
 }
 
-fn any_policy() -> impl Strategy<Value = ByPattern> {
+fn any_policy() -> impl Strategy<Value = PatternPolicy> {
     let number = || prop_oneof![Just(0), Just(u64::MAX), 0..1_000_000_000_u64];
     (number(), 0..60_u32, any::<bool>(), number(), number(), 0..10_u32).prop_map(
         |(max_downtime_ns, max_rounds, stop, load_ns, stop_ns, patience)| {
             let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
             let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
-            ByPattern::new(Aim { max_downtime_ns, max_rounds, ..Aim::default() }, on_limit, fixed)
+            PatternPolicy::new(Aim { max_downtime_ns, max_rounds, ..Aim::default() }, on_limit, fixed)
                 .with_patience(patience)
         },
     )
 }
 
 /// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends the migration.
-fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> Traced {
-    let mut policy = Traced::new(policy);
+fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> TracedPolicy {
+    let mut policy = TracedPolicy::new(policy);
     for (n, observed) in (0..).zip(seen) {
         if !matches!(policy.decide(&RoundObservation { round: n, ..*observed }), Decision::NextRound { .. }) {
             break;
@@ -58,7 +58,7 @@ fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> Traced {
     policy
 }
 
-fn decisions(traced: &Traced) -> Vec<Decision> {
+fn decisions(traced: &TracedPolicy) -> Vec<Decision> {
     traced.trace().decisions().copied().flatten().collect()
 }
 
@@ -70,7 +70,7 @@ proptest! {
         policy in any_policy(),
         seen in prop::collection::vec(any_observation(), 62),
     ) {
-        let max_rounds = policy.aim_of().max_rounds;
+        let max_rounds = policy.current_goals().max_rounds;
         let traced = run(policy, &seen);
         let decisions = decisions(&traced);
         let ended = decisions.iter().position(|d| !matches!(d, Decision::NextRound { .. }));
@@ -90,9 +90,9 @@ proptest! {
     ) {
         let aim = Aim { max_downtime_ns, max_rounds, ..Aim::default() };
         let rules: [(AnyPolicy, u32, u32); 3] = [
-            (ByTarget::new(aim, OnLimit::Stop).into(), 1, max_rounds.max(1)),
-            (ByRounds::default().into(), 1, ByRounds::MOST_ROUNDS),
-            (ByHybrid::new(aim, passes, FixedCost::default()).into(), passes, passes),
+            (TargetPolicy::new(aim, OnLimit::Stop).into(), 1, max_rounds.max(1)),
+            (RoundCountPolicy::default().into(), 1, RoundCountPolicy::MAX_ROUNDS),
+            (HybridPolicy::new(aim, passes, FixedCost::default()).into(), passes, passes),
         ];
         for (policy, least, most) in rules {
             let traced = run(policy, &seen);
@@ -118,7 +118,7 @@ proptest! {
         let on_limit = [OnLimit::Stop, OnLimit::PostCopy, OnLimit::Abort][usize::from(way_out)];
         let aim = Aim { max_downtime_ns, max_total_ns: Some(max_total_ns), ..Aim::default() };
         let traced =
-            run(BySla::new(aim, Ways { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
+            run(SlaPolicy::new(aim, AvailableStrategies { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
         let decisions = decisions(&traced);
         for (round, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
             let goes_on = matches!(decision, Decision::NextRound { .. });

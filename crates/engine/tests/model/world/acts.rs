@@ -1,11 +1,11 @@
 //! Events in the world: the engine's functions are called, and their effects are performed.
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState};
-use engine::handover::recover::Decision;
-use engine::handover::register::{self, RegisterAnswer};
+use engine::handover::recover::OperatorDecision;
+use engine::handover::register::{self, RegistryAnswer};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceState};
-use engine::handover::{Found, Step};
-use proto::message::{RegisterReply, Verdict};
+use engine::handover::{QemuAtStart, Step};
+use proto::message::{RegistryReply, Verdict};
 
 use super::*;
 use crate::mutation::Rules;
@@ -379,7 +379,7 @@ impl World {
             Packet::AskDestination(e) => to_destination(self, DestinationEvent::Asked { epoch: epoch(e) }),
             Packet::Request(from, e, op) => self.ask_register(from, e, op),
             Packet::Reply(to, _, record) => {
-                let answer = RegisterAnswer::Stands(Some(large(record)));
+                let answer = RegistryAnswer::Stands(Some(large(record)));
                 match to {
                     Side::Source => to_source(self, SourceEvent::RegisterSays(answer)),
                     Side::Destination => to_destination(self, DestinationEvent::RegisterSays(answer)),
@@ -421,14 +421,14 @@ impl World {
             self.register = Some(small(&new));
         }
         let answer = match reply {
-            RegisterReply::Failed { .. } => RegisterAnswer::Unreachable,
-            reply => RegisterAnswer::from_reply(&request, reply),
+            RegistryReply::Failed { .. } => RegistryAnswer::Unreachable,
+            reply => RegistryAnswer::from_reply(&request, reply),
         };
         let (life, epoch) = match from {
             Side::Source => (self.source.life, self.source.epoch),
             Side::Destination => (self.destination.life, self.destination.epoch),
         };
-        if let (RegisterAnswer::Stands(Some(owned)), Life::Up, true) = (answer, life, epoch == asked) {
+        if let (RegistryAnswer::Stands(Some(owned)), Life::Up, true) = (answer, life, epoch == asked) {
             self.send(Packet::Reply(from, epoch, small(&owned)));
         }
     }
@@ -458,7 +458,7 @@ impl World {
         self.feed_destination(rules, &DestinationEvent::Completed, die_after);
     }
 
-    pub(crate) fn decide(&mut self, rules: &Rules, side: Side, decision: Decision) {
+    pub(crate) fn decide(&mut self, rules: &Rules, side: Side, decision: OperatorDecision) {
         match side {
             Side::Source => self.feed_source(rules, &SourceEvent::OperatorDecides(decision), None),
             Side::Destination => {
@@ -468,11 +468,11 @@ impl World {
     }
 }
 
-fn found(qemu: Qemu, rebooted: bool, held: bool) -> Found {
+fn found(qemu: Qemu, rebooted: bool, held: bool) -> QemuAtStart {
     match qemu {
-        Qemu::Gone if rebooted => Found::Rebooted,
-        Qemu::Gone => Found::Gone,
-        Qemu::Running if !held => Found::Running,
-        Qemu::Running | Qemu::Paused => Found::Paused,
+        Qemu::Gone if rebooted => QemuAtStart::Rebooted,
+        Qemu::Gone => QemuAtStart::Gone,
+        Qemu::Running if !held => QemuAtStart::Running,
+        Qemu::Running | Qemu::Paused => QemuAtStart::Paused,
     }
 }

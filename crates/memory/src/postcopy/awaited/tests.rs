@@ -48,7 +48,7 @@ fn address(page: u64) -> u64 {
 #[test]
 fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
     let awaited = awaited();
-    let page = |page| WantedPage { block: 1, page };
+    let page = |page| PageRequest { block: 1, page };
     assert_eq!(awaited.touched(address(7)).unwrap(), Some(page(7)));
     assert_eq!(awaited.touched(address(7)).unwrap(), None);
     assert_eq!(awaited.touched(address(900)).unwrap(), Some(page(900)));
@@ -99,7 +99,7 @@ fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
         } else {
             writer.write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
         }
-        assert_eq!(awaited.untrusted(), Some(WantedPage { block: 0, page: 7 }));
+        assert_eq!(awaited.untrusted(), Some(PageRequest { block: 0, page: 7 }));
         assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (1, 1));
         assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
         writer.write(900 * PAGE_BYTES, &[5; PAGE]).unwrap();

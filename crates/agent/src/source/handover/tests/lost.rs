@@ -50,7 +50,7 @@ fn a_guest_that_is_lost_before_committed_is_nobodys_where_pages_were_to_come_aft
         let (mut driver, ..) = driver(&world, STOPPED, None);
         let (boot_id, process) = (world.context.boot_id.clone(), None);
         let details = Details { boot_id, accepted: true, later, process, vm_ended: false };
-        let found = driver.found_gone(Found::Gone, Some(&details));
+        let found = driver.found_gone(QemuAtStart::Gone, Some(&details));
         let settled = thread::spawn(move || driver.run_on(found));
         let mut peer = world.accept();
         if is_lost {

@@ -7,21 +7,21 @@ use super::{Decision, GiveUp, Limit, RoundObservation};
 /// because QEMU would read missing data. So rounds of disks alone are sent first, as long as each leaves fewer pages
 /// than the one before.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Leaving {
+pub(super) struct PostCopyStart {
     last_disks_ns: Option<u64>,
     /// Consecutive scans that found no fewer pages.
-    no_less: u32,
+    scans_without_progress: u32,
 }
 
 /// Number of consecutive scans without fewer pages that are no accident: after a short round one hiccup is enough for
 /// a single one.
-const CERTAIN_LOOKS: u32 = 3;
+const CERTAIN_SCANS: u32 = 3;
 
 /// Divisor of the fixed downtime: a part that is no longer than this quotient is not noticed beside the fixed
 /// downtime.
-const LITTLE: u64 = 8;
+const UNNOTICED_DIVISOR: u64 = 8;
 
-impl Leaving {
+impl PostCopyStart {
     /// Returns true if the start of post-copy was decided: until then nothing else is decided.
     pub(super) fn has_begun(&self) -> bool {
         self.last_disks_ns.is_some()
@@ -37,13 +37,13 @@ impl Leaving {
     ) -> Decision {
         let disks_ns = disks_ns(observed, pages_ns);
         let expected_downtime_ns = downtime_ns(observed, pages_ns, fixed);
-        let is_little = disks_ns <= fixed.downtime_ns(0) / LITTLE;
+        let is_little = disks_ns <= fixed.downtime_ns(0) / UNNOTICED_DIVISOR;
         let is_less = self.last_disks_ns.is_none_or(|last| disks_ns < last - last / 8);
         // The least: a scan that found many more pages for a moment does not predict the next one.
         self.last_disks_ns = Some(self.last_disks_ns.map_or(disks_ns, |last| last.min(disks_ns)));
-        self.no_less = if is_less { 0 } else { self.no_less + 1 };
+        self.scans_without_progress = if is_less { 0 } else { self.scans_without_progress + 1 };
         let would_take_too_long = expected_downtime_ns > max_downtime_ns;
-        if !is_little && (is_less || would_take_too_long && self.no_less < CERTAIN_LOOKS) {
+        if !is_little && (is_less || would_take_too_long && self.scans_without_progress < CERTAIN_SCANS) {
             Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false, disks_alone: true }
         } else if is_little || !would_take_too_long {
             Decision::PostCopy { expected_downtime_ns }
@@ -73,46 +73,49 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// Decides with `disk_pages` dirty pages of disks, where a hundred pages take a millisecond.
-    fn decided(leaving: &mut Leaving, disk_pages: u64) -> Decision {
+    fn decided(postcopy_start: &mut PostCopyStart, disk_pages: u64) -> Decision {
         let observed = RoundObservation { disk_pages, dirty_pages: 100_000, ..RoundObservation::default() };
-        leaving.decide(&observed, 1_000 * MS, &FixedCost::default(), 300 * MS)
+        postcopy_start.decide(&observed, 1_000 * MS, &FixedCost::default(), 300 * MS)
     }
 
     #[test]
     fn disks_go_ahead_for_as_long_as_they_become_less() {
-        let mut leaving = Leaving::default();
-        assert!(!leaving.has_begun());
+        let mut postcopy_start = PostCopyStart::default();
+        assert!(!postcopy_start.has_begun());
         for disk_pages in [90_000, 40_000, 20_000, 1_000] {
-            let next = decided(&mut leaving, disk_pages);
+            let next = decided(&mut postcopy_start, disk_pages);
             assert!(matches!(next, Decision::NextRound { disks_alone: true, .. }), "{disk_pages}: {next:?}");
-            assert!(leaving.has_begun());
+            assert!(postcopy_start.has_begun());
         }
-        let next = decided(&mut leaving, 100);
+        let next = decided(&mut postcopy_start, 100);
         assert_eq!(next, Decision::PostCopy { expected_downtime_ns: 15 * MS }, "less than saving takes");
     }
 
     #[test]
     fn what_is_left_of_them_is_waited_for_where_that_is_allowed() {
-        let mut leaving = Leaving::default();
-        decided(&mut leaving, 20_000);
+        let mut postcopy_start = PostCopyStart::default();
+        decided(&mut postcopy_start, 20_000);
         assert_eq!(
-            decided(&mut leaving, 20_000),
+            decided(&mut postcopy_start, 20_000),
             Decision::PostCopy { expected_downtime_ns: 213 * MS },
             "no less than before"
         );
-        let mut leaving = Leaving::default();
-        decided(&mut leaving, 40_000);
+        let mut postcopy_start = PostCopyStart::default();
+        decided(&mut postcopy_start, 40_000);
         for more in [90_000, 40_000] {
-            let next = decided(&mut leaving, more);
+            let next = decided(&mut postcopy_start, more);
             assert!(matches!(next, Decision::NextRound { disks_alone: true, .. }), "{next:?}");
         }
-        let Decision::GiveUp { reason } = decided(&mut leaving, 40_000) else { panic!("too long") };
+        let Decision::GiveUp { reason } = decided(&mut postcopy_start, 40_000) else { panic!("too long") };
         assert_eq!(reason.limit, Limit::Disks);
         assert!(reason.to_string().contains("--throttle-writes"), "{reason}");
     }
 
     #[test]
     fn a_guest_without_disks_leaves_at_once() {
-        assert_eq!(decided(&mut Leaving::default(), 0), Decision::PostCopy { expected_downtime_ns: 15 * MS });
+        assert_eq!(
+            decided(&mut PostCopyStart::default(), 0),
+            Decision::PostCopy { expected_downtime_ns: 15 * MS }
+        );
     }
 }

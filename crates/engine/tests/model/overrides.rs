@@ -2,40 +2,40 @@
 //! their stated condition holds.
 
 use engine::handover::destination::{DestinationEvent, DestinationState, destination};
-use engine::handover::recover::{Decision, advise_destination, advise_source};
+use engine::handover::recover::{OperatorDecision, advise_destination, advise_source};
 use engine::handover::source::{SourceEvent, SourceState, source};
 
-use crate::mutation::{DestinationStep, HONEST, Rules, SourceStep};
+use crate::mutation::{CORRECT, DestinationStep, Rules, SourceStep};
 use crate::world::{Budget, Life, Qemu, Side, World, terms};
 use crate::{NONE, found, handover, holds};
 
 /// Returns the decisions that an operator may make now, and be right.
-pub(crate) fn words(world: &World) -> Vec<(Side, Decision)> {
+pub(crate) fn overrides(world: &World) -> Vec<(Side, OperatorDecision)> {
     let register = world.register.is_some();
-    let mut words = Vec::new();
+    let mut overrides = Vec::new();
     if world.source.life == Life::Up {
         let terms = terms(world.source.epoch, world.source.base, register);
         for choice in advise_source(&terms, &world.source.state).choices {
-            words.push((Side::Source, choice.decision));
+            overrides.push((Side::Source, choice.decision));
         }
     }
     if world.destination.life == Life::Up {
         let terms = terms(world.destination.epoch, world.destination.base, register);
         for choice in advise_destination(&terms, &world.destination.state).choices {
-            words.push((Side::Destination, choice.decision));
+            overrides.push((Side::Destination, choice.decision));
         }
     }
-    words.retain(|(side, decision)| is_word(*decision) && is_right(world, *side, *decision));
-    words
+    overrides.retain(|(side, decision)| is_override(*decision) && is_right(world, *side, *decision));
+    overrides
 }
 
-fn is_word(decision: Decision) -> bool {
-    matches!(decision, Decision::RunHere { force: true } | Decision::WithoutRegister { .. })
+fn is_override(decision: OperatorDecision) -> bool {
+    matches!(decision, OperatorDecision::RunHere { force: true } | OperatorDecision::WithoutRegister { .. })
 }
 
-fn is_right(world: &World, side: Side, decision: Decision) -> bool {
-    let gone = world.register_lost || decision == Decision::RunHere { force: true };
-    let run_here = decision != Decision::WithoutRegister { run_here: false };
+fn is_right(world: &World, side: Side, decision: OperatorDecision) -> bool {
+    let gone = world.register_lost || decision == OperatorDecision::RunHere { force: true };
+    let run_here = decision != OperatorDecision::WithoutRegister { run_here: false };
     let ran_there = world.ghost.destination.ran && world.same_attempt();
     gone && match side {
         Side::Source => !run_here || (world.destination.life == Life::Gone && !ran_there),
@@ -50,7 +50,7 @@ fn is_right(world: &World, side: Side, decision: Decision) -> bool {
 }
 
 /// Makes a decision. One without the registry has to end the wait for it.
-pub(crate) fn say(rules: &Rules, world: &mut World, side: Side, decision: Decision) {
+pub(crate) fn apply_override(rules: &Rules, world: &mut World, side: Side, decision: OperatorDecision) {
     world.ghost.word = true;
     world.decide(rules, side, decision);
     let waits = match side {
@@ -63,30 +63,32 @@ pub(crate) fn say(rules: &Rules, world: &mut World, side: Side, decision: Decisi
             _ => false,
         },
     };
-    world.ghost.still_waits |= waits && matches!(decision, Decision::WithoutRegister { .. });
+    world.ghost.still_waits |= waits && matches!(decision, OperatorDecision::WithoutRegister { .. });
 }
 
 /// One decision, where the registry may be lost and a host gone.
-pub(crate) const WORDS: Budget = Budget { words: 1, registers_lost: 1, hosts_gone: 1, in_flight: 2, ..NONE };
+pub(crate) const OVERRIDES: Budget =
+    Budget { overrides: 1, registers_lost: 1, hosts_gone: 1, in_flight: 2, ..NONE };
 
 #[test]
 fn a_word_that_is_right_harms_nothing() {
-    holds("words", Budget { troubles: 1, ..WORDS }, true);
-    holds("words, agents die", Budget { agent_crashes: 1, in_flight: 1, ..WORDS }, true);
-    holds("words, QEMUs die", Budget { qemu_deaths: 1, ..WORDS }, true);
-    holds("words, hosts crash", Budget { host_crashes: 1, ..WORDS }, true);
+    holds("words", Budget { troubles: 1, ..OVERRIDES }, true);
+    holds("words, agents die", Budget { agent_crashes: 1, in_flight: 1, ..OVERRIDES }, true);
+    holds("words, QEMUs die", Budget { qemu_deaths: 1, ..OVERRIDES }, true);
+    holds("words, hosts crash", Budget { host_crashes: 1, ..OVERRIDES }, true);
 }
 
 #[test]
 fn finds_a_source_that_waits_for_a_register_that_is_lost() {
     let waits: fn(&_, &_, &_) -> SourceStep = |terms, state, event| match (state, event) {
-        (SourceState::Reclaiming { .. }, SourceEvent::OperatorDecides(Decision::WithoutRegister { .. })) => {
-            source(terms, state, &SourceEvent::Cancel)
-        }
+        (
+            SourceState::Reclaiming { .. },
+            SourceEvent::OperatorDecides(OperatorDecision::WithoutRegister { .. }),
+        ) => source(terms, state, &SourceEvent::Cancel),
         _ => source(terms, state, event),
     };
-    let rules = Rules { source: waits, ..HONEST };
-    found(rules, Budget { troubles: 1, ..WORDS }, true, &[handover::STILL_WAITS]);
+    let rules = Rules { source: waits, ..CORRECT };
+    found(rules, Budget { troubles: 1, ..OVERRIDES }, true, &[handover::STILL_WAITS]);
 }
 
 #[test]
@@ -94,10 +96,10 @@ fn finds_a_destination_that_waits_for_a_register_that_is_lost() {
     let waits: fn(&_, &_, &_) -> DestinationStep = |terms, state, event| match (state, event) {
         (
             DestinationState::Taking { .. },
-            DestinationEvent::OperatorDecides(Decision::WithoutRegister { .. }),
+            DestinationEvent::OperatorDecides(OperatorDecision::WithoutRegister { .. }),
         ) => destination(terms, state, &DestinationEvent::Cancel),
         _ => destination(terms, state, event),
     };
-    let rules = Rules { destination: waits, ..HONEST };
-    found(rules, Budget { troubles: 1, ..WORDS }, true, &[handover::STILL_WAITS]);
+    let rules = Rules { destination: waits, ..CORRECT };
+    found(rules, Budget { troubles: 1, ..OVERRIDES }, true, &[handover::STILL_WAITS]);
 }

@@ -1,20 +1,20 @@
 //! Transitions that several of the destination's states share, and helpers.
 
 use proto::Incarnation;
-use proto::message::RegisterRequest;
+use proto::message::RegistryRequest;
 
-use super::{Do, In, Moved, Say, Taken};
-use crate::handover::register::{self, RegisterAnswer, Standing, Use};
-use crate::handover::{Ignored, Move, Step, Terms};
+use super::{Do, In, Moved, Notice, TransitionResult};
+use crate::handover::register::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
+use crate::handover::{Ignored, MigrationTerms, Move, Step};
 
 /// Follows GO, from the source, the registry's offer, or an operator.
-pub(super) fn obey(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
-    let take = terms.register.map(|since| register::take_by_destination(terms, since));
+pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Moved {
+    let take = terms.register.map(|since| register::acquire_by_destination(terms, since));
     match take {
         None => start(incarnation, run).within("no-register"),
         take => enter(In::Taking { incarnation: incarnation.clone(), run })
             .when("register")
-            .then(ask(Use::Take, take)),
+            .then(ask(RequestPurpose::Take, take)),
     }
 }
 
@@ -29,9 +29,9 @@ pub(super) fn start(incarnation: &Incarnation, run: bool) -> Moved {
 }
 
 /// Sends another `cont`, after the registry has confirmed the owner again.
-pub(super) fn cont_again(terms: &Terms, to: Moved) -> Moved {
+pub(super) fn cont_again(terms: &MigrationTerms, to: Moved) -> Moved {
     if terms.register.is_some() {
-        to.when("register").then(ask(Use::Read, Some(register::read(terms))))
+        to.when("register").then(ask(RequestPurpose::Read, Some(register::read(terms))))
     } else {
         to.when("no-register").then([Do::Cont])
     }
@@ -41,7 +41,7 @@ pub(super) fn activate(incarnation: &Incarnation) -> Moved {
     enter(In::Active { incarnation: incarnation.clone() }).then([
         Do::Announce,
         Do::SendRunning,
-        Do::Report(Say::Active),
+        Do::Report(Notice::Active),
     ])
 }
 
@@ -51,52 +51,56 @@ pub(super) fn run_incomplete(incarnation: &Incarnation) -> Moved {
         // QEMU may be waiting for a page, and answer late.
         Do::SendIncomplete,
         Do::Announce,
-        Do::Report(Say::Incomplete),
+        Do::Report(Notice::Incomplete),
     ])
 }
 
-pub(super) fn refuse_through_register(terms: &Terms) -> Moved {
-    if terms.register.is_some() { give_back(terms).when("register") } else { refuse().when("no-register") }
+pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> Moved {
+    if terms.register.is_some() {
+        return_to_source(terms).when("register")
+    } else {
+        refuse().when("no-register")
+    }
 }
 
-pub(super) fn give_back(terms: &Terms) -> Moved {
-    enter(In::Refusing).then(ask(Use::GiveBack, Some(register::give_back(terms))))
+pub(super) fn return_to_source(terms: &MigrationTerms) -> Moved {
+    enter(In::Refusing).then(ask(RequestPurpose::GiveBack, Some(register::return_to_source(terms))))
 }
 
 /// REFUSED is sent only when no process remains that could hold the disks' locks.
 pub(super) fn refuse() -> Moved {
-    enter(In::Refused).then([Do::Discard, Do::SendRefused, Do::Report(Say::Refused)])
+    enter(In::Refused).then([Do::Discard, Do::SendRefused, Do::Report(Notice::Refused)])
 }
 
 /// REFUSED by the operator's decision: the registry, which would have to record it first, is lost.
-pub(super) fn refuse_unregistered() -> Moved {
+pub(super) fn refuse_without_registry() -> Moved {
     refuse().when("without-register").when("run-elsewhere")
 }
 
-pub(super) fn discard(why: Say) -> Moved {
+pub(super) fn discard(why: Notice) -> Moved {
     enter(In::Discarded).then([Do::Discard, Do::Report(why)])
 }
 
 pub(super) fn crash(ran: bool) -> Moved {
     let tell = if ran { Do::SendRunning } else { Do::SendCrashed };
-    enter(In::Crashed { ran }).then([tell, Do::Report(Say::Crashed)])
+    enter(In::Crashed { ran }).then([tell, Do::Report(Notice::Crashed)])
 }
 
 /// The copy is lost with its host: it is unknown whether it has run.
-pub(super) fn lost() -> Moved {
-    enter(In::Crashed { ran: false }).then([Do::SendCrashed, Do::Report(Say::Lost)])
+pub(super) fn crash_with_host() -> Moved {
+    enter(In::Crashed { ran: false }).then([Do::SendCrashed, Do::Report(Notice::Lost)])
 }
 
 /// The host has booted since PREPARED: the copy is lost, and later entries may be. The registry has recorded whether
 /// it can have run, or the source knows that it cannot have.
-pub(super) fn bereave(terms: &Terms) -> Moved {
+pub(super) fn enter_qemu_lost(terms: &MigrationTerms) -> Moved {
     let bereft = enter(In::Bereft);
     match terms.register {
         Some(_) => bereft
             .when("register")
-            .then([Do::Report(Say::Bereft)])
-            .then(ask(Use::Read, Some(register::read(terms)))),
-        None => bereft.when("no-register").then([Do::AskSource, Do::Report(Say::Bereft)]),
+            .then([Do::Report(Notice::Bereft)])
+            .then(ask(RequestPurpose::Read, Some(register::read(terms)))),
+        None => bereft.when("no-register").then([Do::AskSource, Do::Report(Notice::Bereft)]),
     }
 }
 
@@ -106,35 +110,37 @@ pub(super) fn enter(state: In) -> Moved {
     Move::to(state.clone()).then([Do::Journal { state, durable }])
 }
 
-pub(super) fn ask(why: Use, request: Option<RegisterRequest>) -> Option<Do> {
+pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Do> {
     request.map(|request| Do::Register { why, request })
 }
 
-pub(super) enum Heard {
-    Record(Standing),
+pub(super) enum RegistryResult {
+    Record(RecordMeaning),
     Unreachable,
     Unknown,
 }
 
-pub(super) fn heard(terms: &Terms, answer: &RegisterAnswer) -> Heard {
+pub(super) fn interpret(terms: &MigrationTerms, answer: &RegistryAnswer) -> RegistryResult {
     match answer {
-        RegisterAnswer::Stands(record) => Heard::Record(register::standing(terms, record.as_ref())),
-        RegisterAnswer::Unreachable => Heard::Unreachable,
-        RegisterAnswer::Unknown => Heard::Unknown,
+        RegistryAnswer::Stands(record) => {
+            RegistryResult::Record(register::interpret_record(terms, record.as_ref()))
+        }
+        RegistryAnswer::Unreachable => RegistryResult::Unreachable,
+        RegistryAnswer::Unknown => RegistryResult::Unknown,
     }
 }
 
 #[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-pub(super) fn moved(to: Moved) -> Taken {
+pub(super) fn moved(to: Moved) -> TransitionResult {
     Some(Step::Moved(to))
 }
 
 /// Stays in the state; the event is legal and has no effects.
-pub(super) fn stay(state: In) -> Taken {
+pub(super) fn stay(state: In) -> TransitionResult {
     moved(Move::to(state))
 }
 
 #[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-pub(super) fn ignored(why: Ignored) -> Taken {
+pub(super) fn ignored(why: Ignored) -> TransitionResult {
     Some(Step::Ignored(why))
 }

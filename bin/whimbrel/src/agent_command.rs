@@ -25,7 +25,7 @@ pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failu
         return Ok(Code::Done);
     }
     log(command.log_format);
-    tracee::heap::share_one_arena();
+    tracee::allocator::share_one_arena();
     let failed = |source| Failure::System { what: "cannot wait for signals", source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
     // Registered before the agent starts, so that a signal in that moment is not lost.

@@ -101,7 +101,7 @@ pub fn guard_main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Some(monitor) => find::connect_at(process.pid(), monitor, PATIENCE)
             .and_then(|mut monitor| recording::lift_caps(&mut monitor))
             .map_err(|error| crate::chain(&error)),
-        None => CpuLimit::end_left(&process).map_err(|error| crate::chain(&error)),
+        None => CpuLimit::end_leftover(&process).map_err(|error| crate::chain(&error)),
     };
     match lifted {
         Ok(_) => ExitCode::SUCCESS,

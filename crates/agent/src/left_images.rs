@@ -398,7 +398,7 @@ fn holders(path: &Path) -> Vec<String> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(|entry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
         let is_other = pid != std::process::id();
-        (is_other && has_it(&entry.path())).then(|| qemu::preflight::facts::named(pid))
+        (is_other && has_it(&entry.path())).then(|| qemu::preflight::facts::process_label(pid))
     });
     let loops = fs::read_dir("/sys/block").into_iter().flatten().flatten().filter_map(|entry| {
         let backing = fs::read_to_string(entry.path().join("loop/backing_file")).ok()?;

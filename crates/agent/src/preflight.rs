@@ -217,7 +217,7 @@ pub(crate) fn destination(
         )
     };
     here.log_dir = Some(traces.log_directory.clone());
-    let sights = files::see_files(&files, &here, &shared(context));
+    let sights = files::inspect_files(&files, &here, &shared(context));
     let disks = disks::plan(context.config.pool.as_ref(), id, &theirs.vm, &proposal.disks, &sights);
     let files = disks::still_needed(files, &theirs.vm, &disks.copied);
     here.images = disks.copied.iter().map(|disk| (disk.name.clone(), disk.new_image())).collect();
@@ -239,7 +239,7 @@ pub(crate) fn destination(
     let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
     let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
     let owed_image_bytes = arrivals.owed_image_bytes();
-    ours.look_at_memory(owed_bytes);
+    ours.refresh_memory(owed_bytes);
     let images = disks.images();
     let room = disks.room(context.config.pool.as_ref(), owed_image_bytes);
     let mut others = Vec::new();

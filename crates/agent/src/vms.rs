@@ -103,7 +103,7 @@ fn enter(
         return Ok((same, Vec::new()));
     }
     no_open_migration(context, &name)?;
-    let described = qemu::describe::describe(qmp, &process.origin())
+    let described = qemu::describe::describe(qmp, &process.start_command())
         .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, advice(&name)))?;
     let mut findings = preflight::description_findings(&described, allowed);
     // Adopting risks nothing: a blocker of a migration is only a warning here.
@@ -403,7 +403,7 @@ pub(crate) fn detail(context: &Context, record: &VmRecord, summary: VmSummary) -
     let described = (|| {
         let process = find::find(&Selector::Pid(record.pid)).ok()?;
         let mut qmp = find::connect_at(record.pid, &record.qmp, GLANCE).ok()?;
-        let described = qemu::describe::describe(&mut qmp, &process.origin()).ok()?;
+        let described = qemu::describe::describe(&mut qmp, &process.start_command()).ok()?;
         let blocks = qemu::ram::ram_blocks(&mut qmp, record.pid).ok()?;
         Some((process, described, blocks))
     })();

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use qemu::units::When;
+use qemu::units::RestartTime;
 
 /// Source text that precedes a finding's code, without white space.
 const BEFORE: [&str; 9] = [
@@ -60,7 +60,9 @@ fn every_finding_stands_in_the_manual() {
     let mut codes = BTreeSet::new();
     codes_below(&crates.join("qemu/src"), &mut codes);
     codes_below(&crates.join("agent/src"), &mut codes);
-    codes.extend([When::AtOnce, When::AtBoot, When::Unknown].map(|when| when.code().to_owned()));
+    codes.extend(
+        [RestartTime::AtOnce, RestartTime::AtBoot, RestartTime::Unknown].map(|when| when.code().to_owned()),
+    );
     assert!(codes.len() > 75, "the search finds too few: {codes:?}");
     let missing: Vec<_> = codes.iter().filter(|code| !manual.contains(&format!("`{code}`"))).collect();
     assert!(missing.is_empty(), "{missing:?}");

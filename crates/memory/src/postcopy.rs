@@ -1,7 +1,7 @@
 //! Post-copy: the guest runs at the destination already, and some of its pages are still missing there.
 //!
 //! At the destination [`Awaited`] has the set of missing pages. A thread that touches a missing page waits
-//! ([`tracee::MissingPages`]). Such a wait is either for a page that will arrive, which is requested, or for one that
+//! ([`tracee::PageFaultHandler`]). Such a wait is either for a page that will arrive, which is requested, or for one that
 //! the source will not send, because it is empty: that is filled with zeros at once. Pages arrive as in any round, and
 //! are placed instead of written.
 //!

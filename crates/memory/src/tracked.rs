@@ -49,7 +49,7 @@ struct TrackedBlock {
 
 impl TrackedRam {
     /// Starts tracking every write to the regions; all of their pages have to be sent once. The userfaultfd has to be
-    /// one of the process itself, see [`tracee::Injector::take_userfaultfd`].
+    /// one of the process itself, see [`tracee::Injector::create_userfaultfd`].
     ///
     /// # Errors
     /// No tracking remains after an error.

@@ -47,7 +47,7 @@ impl Move {
     /// Begins with a source that writes nothing by itself.
     fn begin_calm(source: Victim, destination: Victim, tls: bool) -> (Self, Owed) {
         let regions = source.regions();
-        let uffd = injector().take_userfaultfd(&source.process).unwrap();
+        let uffd = injector().create_userfaultfd(&source.process).unwrap();
         let log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
         let ram: SourceRam = open_source(&source.process, &regions).unwrap().into();
         let writers = open_destination(&destination.process, &destination.regions()).unwrap();
@@ -412,7 +412,7 @@ fn pages_are_counted_as_they_are_found() {
     let mut source = Victim::start("memfd", 8 * MIB);
     source.order(&format!("write 0 {} 5", 8 * MIB));
     let regions = source.regions();
-    let uffd = injector().take_userfaultfd(&source.process).unwrap();
+    let uffd = injector().create_userfaultfd(&source.process).unwrap();
     let mut log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
     let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::DirtyBitmap::new(one.bytes)).collect();
     let soft = Arc::new(Soft::new(regions.iter().map(|one| one.bytes)));

@@ -11,7 +11,7 @@ use crate::options::Value;
 
 /// Treatment of an option when the guest moves to another host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Policy {
+pub enum OptionPolicy {
     /// Copied unchanged.
     Keep,
     /// Copied, with paths, sockets and similar values changed to fit the other host.
@@ -24,20 +24,20 @@ pub enum Policy {
 
 /// An entry of the table of QEMU's options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Known {
+pub struct OptionSpec {
     /// Name without the dash.
     pub name: &'static str,
     /// True if a value follows the option.
-    pub takes_value: bool,
+    pub has_value: bool,
     /// Key that may be omitted at the start of the value.
     pub implied: Option<&'static str>,
     /// Treatment on another host.
-    pub policy: Policy,
+    pub policy: OptionPolicy,
 }
 
 /// One option of a command line.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Given {
+pub struct QemuOption {
     /// Name without the dash. Where QEMU has two names, one is used for both (`M` is `machine`).
     pub name: String,
     /// Text that follows the option.
@@ -45,7 +45,7 @@ pub struct Given {
     pub value: Option<String>,
 }
 
-impl Given {
+impl QemuOption {
     /// Returns an option with a value.
     pub fn new(name: &str, value: impl Into<String>) -> Self {
         Self { name: name.to_owned(), value: Some(value.into()) }
@@ -57,43 +57,43 @@ impl Given {
     }
 
     /// Returns the parsed value.
-    pub fn parsed(&self) -> Value {
-        let implied = known(&self.name).and_then(|known| known.implied);
+    pub fn parse_value(&self) -> Value {
+        let implied = option_spec(&self.name).and_then(|option_spec| option_spec.implied);
         Value::parse(self.value.as_deref().unwrap_or_default(), implied)
     }
 }
 
-const fn keep(name: &'static str) -> Known {
-    Known { name, takes_value: true, implied: None, policy: Policy::Keep }
+const fn keep(name: &'static str) -> OptionSpec {
+    OptionSpec { name, has_value: true, implied: None, policy: OptionPolicy::Keep }
 }
 
-const fn flag(name: &'static str) -> Known {
-    Known { name, takes_value: false, implied: None, policy: Policy::Keep }
+const fn flag(name: &'static str) -> OptionSpec {
+    OptionSpec { name, has_value: false, implied: None, policy: OptionPolicy::Keep }
 }
 
-const fn rewrite(name: &'static str, implied: Option<&'static str>) -> Known {
-    Known { name, takes_value: true, implied, policy: Policy::Rewrite }
+const fn rewrite(name: &'static str, implied: Option<&'static str>) -> OptionSpec {
+    OptionSpec { name, has_value: true, implied, policy: OptionPolicy::Rewrite }
 }
 
-const fn drop(name: &'static str, takes_value: bool, why: &'static str) -> Known {
-    Known { name, takes_value, implied: None, policy: Policy::Drop(why) }
+const fn drop(name: &'static str, has_value: bool, why: &'static str) -> OptionSpec {
+    OptionSpec { name, has_value, implied: None, policy: OptionPolicy::Drop(why) }
 }
 
-const fn refuse(name: &'static str, takes_value: bool, why: &'static str) -> Known {
-    Known { name, takes_value, implied: None, policy: Policy::Refuse(why) }
+const fn refuse(name: &'static str, has_value: bool, why: &'static str) -> OptionSpec {
+    OptionSpec { name, has_value, implied: None, policy: OptionPolicy::Refuse(why) }
 }
 
 const DEBUGGING: &str = "it serves debugging on the old host";
-const STARTING: &str = "it says how the guest was started, which is over";
+const START_ONLY: &str = "it says how the guest was started, which is over";
 const XEN: &str = "guests of Xen are not supported";
 
 /// The options that are known.
-pub const OPTIONS: &[Known] = &[
+pub const OPTIONS: &[OptionSpec] = &[
     // The machine.
     rewrite("machine", Some("type")),
     keep("accel"),
     keep("cpu"),
-    Known { implied: Some("cpus"), ..keep("smp") },
+    OptionSpec { implied: Some("cpus"), ..keep("smp") },
     keep("numa"),
     keep("m"),
     keep("global"),
@@ -186,12 +186,12 @@ pub const OPTIONS: &[Known] = &[
     drop("mem-path", true, "the plan for memory says what it is made of"),
     flag("mem-prealloc"),
     drop("S", false, "the new QEMU always waits"),
-    drop("incoming", true, STARTING),
-    drop("loadvm", true, STARTING),
-    drop("preconfig", false, STARTING),
+    drop("incoming", true, START_ONLY),
+    drop("loadvm", true, START_ONLY),
+    drop("preconfig", false, START_ONLY),
     drop("daemonize", false, "the agent starts QEMU in a session of its own"),
     drop("pidfile", true, "the agent knows its processes"),
-    drop("writeconfig", true, STARTING),
+    drop("writeconfig", true, START_ONLY),
     drop("D", true, DEBUGGING),
     drop("d", true, DEBUGGING),
     drop("dfilter", true, DEBUGGING),
@@ -224,12 +224,12 @@ pub const OPTIONS: &[Known] = &[
 ];
 
 /// Returns the table's entry for an option.
-pub fn known(name: &str) -> Option<&'static Known> {
-    OPTIONS.iter().find(|known| known.name == name)
+pub fn option_spec(name: &str) -> Option<&'static OptionSpec> {
+    OPTIONS.iter().find(|option_spec| option_spec.name == name)
 }
 
 /// Maps QEMU's alternative names to one name.
-fn canonical(name: &str) -> &str {
+fn canonical_name(name: &str) -> &str {
     match name {
         "M" => "machine",
         "nouserconfig" => "no-user-config",
@@ -240,28 +240,28 @@ fn canonical(name: &str) -> &str {
 /// Parses the arguments (without the program). An argument without a dash is a disk image, as in
 /// QEMU. An unknown option is assumed to have a value when the next argument does not look like an
 /// option; it is refused later anyway, unless it is allowed by name.
-pub fn parse(arguments: &[String]) -> Vec<Given> {
+pub fn parse(arguments: &[String]) -> Vec<QemuOption> {
     let mut given = Vec::new();
     let mut rest = arguments.iter().peekable();
     while let Some(argument) = rest.next() {
         let name = argument.strip_prefix("--").or_else(|| argument.strip_prefix('-'));
         let Some(name) = name.filter(|name| !name.is_empty()) else {
-            given.push(Given::new("hda", argument.as_str()));
+            given.push(QemuOption::new("hda", argument.as_str()));
             continue;
         };
-        let name = canonical(name).to_owned();
-        let takes_value = known(&name).map_or_else(
+        let name = canonical_name(name).to_owned();
+        let has_value = option_spec(&name).map_or_else(
             || rest.peek().is_some_and(|next| !next.starts_with('-')),
-            |known| known.takes_value,
+            |option_spec| option_spec.has_value,
         );
-        let value = if takes_value { rest.next().cloned() } else { None };
-        given.push(Given { name, value });
+        let value = if has_value { rest.next().cloned() } else { None };
+        given.push(QemuOption { name, value });
     }
     given
 }
 
 /// Converts options back to arguments.
-pub fn arguments(given: &[Given]) -> Vec<String> {
+pub fn arguments(given: &[QemuOption]) -> Vec<String> {
     given
         .iter()
         .flat_map(|option| [Some(format!("-{}", option.name)), option.value.clone()])
@@ -281,18 +281,18 @@ mod tests {
     fn names_values_and_images() {
         let given = parse(&words("-M q35 --enable-kvm -m 512 disk.img -S -frobnicate 7 -wibble -usb"));
         let expected = [
-            Given::new("machine", "q35"),
-            Given::flag("enable-kvm"),
-            Given::new("m", "512"),
-            Given::new("hda", "disk.img"),
-            Given::flag("S"),
-            Given::new("frobnicate", "7"),
-            Given::flag("wibble"),
-            Given::flag("usb"),
+            QemuOption::new("machine", "q35"),
+            QemuOption::flag("enable-kvm"),
+            QemuOption::new("m", "512"),
+            QemuOption::new("hda", "disk.img"),
+            QemuOption::flag("S"),
+            QemuOption::new("frobnicate", "7"),
+            QemuOption::flag("wibble"),
+            QemuOption::flag("usb"),
         ];
         assert_eq!(given, expected);
         assert_eq!(arguments(&given[..3]), words("-machine q35 -enable-kvm -m 512"));
-        assert_eq!(given[0].parsed().get("type").as_deref(), Some("q35"));
+        assert_eq!(given[0].parse_value().get("type").as_deref(), Some("q35"));
     }
 
     #[test]

@@ -19,7 +19,7 @@
 
 mod chardevs;
 mod disks;
-mod outside;
+mod net_and_display;
 mod ram;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,8 +28,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::cmdline::{self, Given, Policy};
-use crate::describe::{Problem, VmDescription, WHOLE_FILES, names_a_file};
+use crate::cmdline::{self, OptionPolicy, QemuOption};
+use crate::describe::{FILE_OPTIONS, Problem, VmDescription, is_file_key};
 pub use disks::NewImage;
 
 /// Label of our own monitor.
@@ -41,7 +41,7 @@ pub const LOG_FILE: &str = "whimbrel-qemu.log";
 /// Socket through which the device state is loaded, in a guest's run directory.
 const STATE_FILE: &str = "whimbrel-state.sock";
 /// Names that a guest's own sockets and logs never get.
-const OURS: [&str; 3] = [QMP_FILE, LOG_FILE, STATE_FILE];
+const RESERVED_NAMES: [&str; 3] = [QMP_FILE, LOG_FILE, STATE_FILE];
 /// Longest path of a unix socket, in bytes.
 const MAX_SOCKET_PATH: usize = 107;
 
@@ -99,7 +99,7 @@ impl HostRules {
     }
 
     /// Returns the path on this host for a path of the source host.
-    pub fn path_here(&self, path: &str) -> String {
+    pub fn local_path(&self, path: &str) -> String {
         let rule = self
             .disk_dirs
             .iter()
@@ -152,20 +152,20 @@ fn join(problems: &[Problem]) -> String {
 /// # Errors
 /// Lists all obstacles, not only the first.
 pub fn build(vm: &VmDescription, rules: &HostRules) -> Result<BuiltCommand, CommandError> {
-    let mut build = Build::new(vm, rules);
+    let mut build = CommandBuilder::new(vm, rules);
     for option in &vm.options {
         build.option(option);
     }
     build.terminal();
     build.memory();
-    build.all_images_are_used();
+    build.check_images_used();
     build.finish()
 }
 
-struct Build<'a> {
+struct CommandBuilder<'a> {
     vm: &'a VmDescription,
     rules: &'a HostRules,
-    out: Vec<Given>,
+    out: Vec<QemuOption>,
     problems: Vec<Problem>,
     notes: Vec<String>,
     warnings: Vec<Problem>,
@@ -176,7 +176,7 @@ struct Build<'a> {
     images_used: BTreeMap<String, usize>,
 }
 
-impl<'a> Build<'a> {
+impl<'a> CommandBuilder<'a> {
     fn new(vm: &'a VmDescription, rules: &'a HostRules) -> Self {
         Self {
             vm,
@@ -186,7 +186,7 @@ impl<'a> Build<'a> {
             notes: Vec::new(),
             warnings: Vec::new(),
             logs: Vec::new(),
-            names: OURS.map(str::to_owned).into(),
+            names: RESERVED_NAMES.map(str::to_owned).into(),
             images_used: BTreeMap::new(),
         }
     }
@@ -195,12 +195,12 @@ impl<'a> Build<'a> {
         self.problems.push(Problem::new(code, what, what_to_do));
     }
 
-    fn option(&mut self, option: &Given) {
+    fn option(&mut self, option: &QemuOption) {
         if self.rules.allows(&option.name) {
             self.out.push(option.clone());
             return;
         }
-        let Some(known) = cmdline::known(&option.name) else {
+        let Some(option_spec) = cmdline::option_spec(&option.name) else {
             self.problem(
                 "option-unknown",
                 format!("option -{} is not known here", option.name),
@@ -208,32 +208,32 @@ impl<'a> Build<'a> {
             );
             return;
         };
-        match known.policy {
-            Policy::Keep => self.out.push(option.clone()),
-            Policy::Drop(_) => {}
-            Policy::Refuse(why) => self.problem(
+        match option_spec.policy {
+            OptionPolicy::Keep => self.out.push(option.clone()),
+            OptionPolicy::Drop(_) => {}
+            OptionPolicy::Refuse(why) => self.problem(
                 "option-refused",
                 format!("option -{} cannot go along: {why}", option.name),
                 "start the guest without it, or allow it by name",
             ),
-            Policy::Rewrite => {
-                if let Some(option) = self.rewritten(option) {
+            OptionPolicy::Rewrite => {
+                if let Some(option) = self.rewrite(option) {
                     self.out.push(option);
                 }
             }
         }
     }
 
-    fn rewritten(&mut self, option: &Given) -> Option<Given> {
+    fn rewrite(&mut self, option: &QemuOption) -> Option<QemuOption> {
         match option.name.as_str() {
             // The data directories of this host's QEMU apply.
-            "L" => (self.rules.data_dirs.is_empty() && self.same_program()).then(|| option.clone()),
+            "L" => (self.rules.data_dirs.is_empty() && self.is_same_program()).then(|| option.clone()),
             "serial" | "parallel" | "debugcon" | "monitor" | "qmp" | "qmp-pretty" => {
                 self.short_chardev(option)
             }
             "chardev" => self.chardev(option),
             "mon" => {
-                let ours = option.parsed().get("chardev").as_deref() == Some(MONITOR_ID);
+                let ours = option.parse_value().get("chardev").as_deref() == Some(MONITOR_ID);
                 (!ours).then(|| option.clone())
             }
             "netdev" | "nic" | "net" => Some(self.network(option)),
@@ -242,32 +242,32 @@ impl<'a> Build<'a> {
             "spice" => Some(self.spice(option)),
             "object" => self.object(option),
             "machine" => Some(self.machine(option)),
-            name if name == "bios" || WHOLE_FILES.contains(&name) => {
+            name if name == "bios" || FILE_OPTIONS.contains(&name) => {
                 let path = option.value.as_deref()?;
-                Some(Given::new(name, self.path_here(path)))
+                Some(QemuOption::new(name, self.local_path(path)))
             }
             "drive" | "blockdev" => match self.copied(option) {
-                disks::Copied::No => Some(self.with_paths(option)),
-                disks::Copied::Replaced { disk, by } => {
+                disks::DiskRewrite::No => Some(self.rewrite_paths(option)),
+                disks::DiskRewrite::Replaced { disk, by } => {
                     *self.images_used.entry(disk).or_default() += 1;
                     Some(by)
                 }
-                disks::Copied::Gone => None,
+                disks::DiskRewrite::Gone => None,
             },
-            _ => Some(self.with_paths(option)),
+            _ => Some(self.rewrite_paths(option)),
         }
     }
 
-    fn same_program(&self) -> bool {
+    fn is_same_program(&self) -> bool {
         self.rules.qemu_binary == self.vm.program.binary
     }
 
     /// Translates the paths of files that an option names.
-    fn with_paths(&mut self, option: &Given) -> Given {
-        let mut value = option.parsed();
+    fn rewrite_paths(&mut self, option: &QemuOption) -> QemuOption {
+        let mut value = option.parse_value();
         let mut changed = Vec::new();
         value.map_texts(&mut |key, text| {
-            let here = names_a_file(&option.name, key).then(|| self.path_here(text))?;
+            let here = is_file_key(&option.name, key).then(|| self.local_path(text))?;
             (here != text).then(|| {
                 changed.push(text.to_owned());
                 here
@@ -277,7 +277,7 @@ impl<'a> Build<'a> {
         for file in changed.iter().filter(|_| disk) {
             self.check_backing(file);
         }
-        if changed.is_empty() { option.clone() } else { Given::new(&option.name, value.to_string()) }
+        if changed.is_empty() { option.clone() } else { QemuOption::new(&option.name, value.to_string()) }
     }
 
     /// Reports a problem if an image at another path has backing files: it still names them by their old paths.
@@ -297,8 +297,8 @@ impl<'a> Build<'a> {
         }
     }
 
-    fn path_here(&self, path: &str) -> String {
-        self.rules.path_here(path)
+    fn local_path(&self, path: &str) -> String {
+        self.rules.local_path(path)
     }
 
     /// Returns a path with this file name in the log directory; each call returns a different path.
@@ -344,8 +344,8 @@ impl<'a> Build<'a> {
         new
     }
 
-    fn machine(&mut self, option: &Given) -> Given {
-        let value = option.parsed();
+    fn machine(&mut self, option: &QemuOption) -> QemuOption {
+        let value = option.parse_value();
         for key in ["memory-encryption", "confidential-guest-support"] {
             if value.get(key).is_some() {
                 self.problem(
@@ -355,24 +355,24 @@ impl<'a> Build<'a> {
                 );
             }
         }
-        self.with_paths(option)
+        self.rewrite_paths(option)
     }
 
     /// Replaces a source's terminal with a file on this host.
     fn terminal(&mut self) {
-        let has = |out: &[Given], name: &str| out.iter().any(|option| option.name == name);
+        let has = |out: &[QemuOption], name: &str| out.iter().any(|option| option.name == name);
         if has(&self.out, "nographic") && !has(&self.out, "nodefaults") {
             if !has(&self.out, "serial") {
                 let file = self.log("serial0.log");
                 self.notes.push(format!("the first serial port writes to {file}"));
-                self.out.push(Given::new("serial", format!("file:{file}")));
+                self.out.push(QemuOption::new("serial", format!("file:{file}")));
             }
             if !has(&self.out, "monitor") {
-                self.out.push(Given::new("monitor", "none"));
+                self.out.push(QemuOption::new("monitor", "none"));
             }
         }
         if !has(&self.out, "display") && !has(&self.out, "nographic") {
-            self.out.push(Given::new("display", "none"));
+            self.out.push(QemuOption::new("display", "none"));
         }
     }
 
@@ -412,7 +412,7 @@ impl<'a> Build<'a> {
 /// QEMU waits for that connection (`wait=on`) before it initialises anything else. Without `wait=on` it accepts the
 /// connection while both its main loop and the monitor's own thread watch the socket, and on a busy host it then sends
 /// two greetings, or never answers the first command (seen with 7.2, once in 150 starts). A QEMU whose starter has
-/// died in the meantime waits for ever; it is found by this option ([`crate::find::with_own_monitor`]).
+/// died in the meantime waits for ever; it is found by this option ([`crate::find::find_by_own_monitor`]).
 pub fn monitor(path: &Path) -> [String; 4] {
     [
         "-chardev".to_owned(),

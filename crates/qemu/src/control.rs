@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::qmp::{Asked, Qmp, QmpError};
+use crate::qmp::{PendingCommand, Qmp, QmpError};
 
 /// Run state of the guest as QEMU reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -102,30 +102,34 @@ pub fn open_files(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
 pub fn stop(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
     let began = SystemTime::now();
     qmp.run("stop", Value::Null)?;
-    Ok(qmp.last_said("STOP").and_then(|stopped| stopped.duration_since(began).ok()))
+    Ok(qmp.last_event_time("STOP").and_then(|stopped| stopped.duration_since(began).ok()))
 }
 
 /// Resumes the virtual CPUs. QEMU first acquires the images' locks if it had released them. Returns the time since
 /// QEMU's event RESUME, which QEMU sends before the devices resume, and they resume before the virtual CPUs.
 pub fn cont(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
-    let asked = ask_to_cont(qmp)?;
+    let asked = send_cont(qmp)?;
     let deadline = Instant::now() + qmp.timeout();
-    hear_of_cont(qmp, &asked, deadline)
+    wait_cont(qmp, &asked, deadline)
 }
 
 /// Sends `cont` without waiting for the answer: QEMU may have to wait for something before it answers, and the caller
 /// has to provide that.
-pub fn ask_to_cont(qmp: &mut Qmp) -> Result<Asked, QmpError> {
-    qmp.ask("cont", Value::Null)
+pub fn send_cont(qmp: &mut Qmp) -> Result<PendingCommand, QmpError> {
+    qmp.send_command("cont", Value::Null)
 }
 
-/// Waits for the answer to [`ask_to_cont`], and returns what [`cont`] returns.
+/// Waits for the answer to [`send_cont`], and returns what [`cont`] returns.
 ///
 /// # Errors
 /// [`QmpError::Timeout`] after the deadline; the answer may still arrive later.
-pub fn hear_of_cont(qmp: &mut Qmp, asked: &Asked, deadline: Instant) -> Result<Option<Duration>, QmpError> {
-    qmp.hear::<Value>(asked, deadline)?;
-    let resumed = qmp.last_said("RESUME").filter(|resumed| *resumed >= asked.at());
+pub fn wait_cont(
+    qmp: &mut Qmp,
+    asked: &PendingCommand,
+    deadline: Instant,
+) -> Result<Option<Duration>, QmpError> {
+    qmp.wait_answer::<Value>(asked, deadline)?;
+    let resumed = qmp.last_event_time("RESUME").filter(|resumed| *resumed >= asked.at());
     Ok(resumed.and_then(|resumed| resumed.elapsed().ok()))
 }
 

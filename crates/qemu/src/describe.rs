@@ -27,12 +27,12 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::cmdline::{self, Given};
+use crate::cmdline::{self, QemuOption};
 use crate::qmp::{Qmp, QmpError};
 use crate::tree::{DeviceTree, device_tree};
 
-use live::Live;
-pub use secrets::without_secrets;
+use live::LiveState;
+pub use secrets::redact_secrets;
 
 /// Version of the format of [`VmDescription`].
 pub const SCHEMA: u32 = 1;
@@ -61,7 +61,7 @@ pub struct VmDescription {
     /// All devices that the guest sees.
     pub devices: DeviceTree,
     /// Command line that would start the guest in its current state, on this host.
-    pub options: Vec<Given>,
+    pub options: Vec<QemuOption>,
     /// Reasons why the guest cannot be moved; empty if it can.
     pub problems: Vec<Problem>,
 }
@@ -240,7 +240,7 @@ impl std::fmt::Display for Problem {
 
 /// Program, arguments and directory of a QEMU process, from `/proc` (see [`crate::find`]).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Origin {
+pub struct StartCommand {
     /// Path of the program.
     pub binary: PathBuf,
     /// Arguments, without the program's name.
@@ -253,16 +253,16 @@ pub struct Origin {
 ///
 /// # Errors
 /// Only if the monitor fails. Obstacles to moving the guest are part of the result.
-pub fn describe(qmp: &mut Qmp, origin: &Origin) -> Result<VmDescription, QmpError> {
+pub fn describe(qmp: &mut Qmp, start_command: &StartCommand) -> Result<VmDescription, QmpError> {
     let tree = device_tree(qmp)?;
-    let mut live = Live::ask(qmp)?;
+    let mut live = LiveState::query(qmp)?;
     live.add_usb_ports(&tree);
     let mut problems = Vec::new();
-    let mut options = cmdline::parse(&origin.arguments);
+    let mut options = cmdline::parse(&start_command.arguments);
     machine::refresh(&mut options, &live);
     blocks::normalise(&mut options);
-    absolute_paths(&mut options, &origin.working_dir);
-    let mut names = blocks::refresh(&mut options, &live, &origin.working_dir, &mut problems);
+    absolute_paths(&mut options, &start_command.working_dir);
+    let mut names = blocks::refresh(&mut options, &live, &start_command.working_dir, &mut problems);
     let plugged = devices::refresh(&mut options, &live, &names, &mut problems);
     for device in plugged {
         options.push(devices::describe(qmp, device, &live, &mut names)?);
@@ -275,22 +275,22 @@ pub fn describe(qmp: &mut Qmp, origin: &Origin) -> Result<VmDescription, QmpErro
             "wait until it has ended, or cancel it (block-job-cancel)",
         ));
     }
-    devices::refuse(&options, &mut problems);
-    Ok(assemble(origin, live, &names, tree, options, problems))
+    devices::report_refused(&options, &mut problems);
+    Ok(assemble(start_command, live, &names, tree, options, problems))
 }
 
 fn assemble(
-    origin: &Origin,
-    live: Live,
-    names: &blocks::Names,
+    start_command: &StartCommand,
+    live: LiveState,
+    names: &blocks::NodeNames,
     devices: DeviceTree,
-    options: Vec<Given>,
+    options: Vec<QemuOption>,
     problems: Vec<Problem>,
 ) -> VmDescription {
     let disks = live
         .backends
         .iter()
-        .map(|backend| blocks::disk(backend, &live, names, &origin.working_dir))
+        .map(|backend| blocks::disk(backend, &live, names, &start_command.working_dir))
         .collect();
     let block = |(name, page_size_bytes)| MemoryBlock { name, page_size_bytes };
     VmDescription {
@@ -298,9 +298,9 @@ fn assemble(
         name: live.name,
         uuid: live.uuid,
         program: Program {
-            binary: origin.binary.clone(),
+            binary: start_command.binary.clone(),
             version: live.version.to_string(),
-            working_dir: origin.working_dir.clone(),
+            working_dir: start_command.working_dir.clone(),
         },
         machine: Machine {
             machine_type: live.machine_type,
@@ -346,7 +346,7 @@ pub(crate) fn absolute(path: &str, working_dir: &Path) -> String {
 }
 
 /// Returns true if a key of an option names a file of the host.
-pub(crate) fn names_a_file(option: &str, key: &str) -> bool {
+pub(crate) fn is_file_key(option: &str, key: &str) -> bool {
     let last = key.rsplit('.').next().unwrap_or(key);
     match option {
         // In a -blockdev `file` is the name of a node.
@@ -364,22 +364,22 @@ pub(crate) fn names_a_file(option: &str, key: &str) -> bool {
 }
 
 /// Options whose whole value names a file.
-pub(crate) const WHOLE_FILES: &[&str] = &["kernel", "initrd", "dtb", "shim", "option-rom"];
+pub(crate) const FILE_OPTIONS: &[&str] = &["kernel", "initrd", "dtb", "shim", "option-rom"];
 
-fn absolute_paths(options: &mut [Given], working_dir: &Path) {
+fn absolute_paths(options: &mut [QemuOption], working_dir: &Path) {
     for option in options {
         let Some(text) = &option.value else { continue };
-        if WHOLE_FILES.contains(&option.name.as_str()) {
+        if FILE_OPTIONS.contains(&option.name.as_str()) {
             option.value = Some(absolute(text, working_dir));
             continue;
         }
         // QEMU looks for firmware and key maps in its data directories first.
-        let mut value = option.parsed();
+        let mut value = option.parse_value();
         let name = option.name.clone();
         let mut changed = false;
         value.map_texts(&mut |key, text| {
             let keeps_directory = key.ends_with("romfile") || key.ends_with("firmware");
-            if !names_a_file(&name, key) || (keeps_directory && !text.contains('/')) {
+            if !is_file_key(&name, key) || (keeps_directory && !text.contains('/')) {
                 return None;
             }
             let new = absolute(text, working_dir);

@@ -32,7 +32,7 @@ use serde_json::{Value, json};
 pub use incoming::{Incoming, LoadError};
 
 use crate::control;
-use crate::qmp::{Qmp, QmpError, decoded};
+use crate::qmp::{Qmp, QmpError, decode};
 
 /// Maximum accepted length of a device state, in bytes; usual are tens to hundreds of KiB.
 pub const MAX_STATE_BYTES: u64 = 256 << 20;
@@ -73,23 +73,23 @@ pub enum StateError {
 
 /// Ownership of the disk images of a stopped guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Disks {
+pub enum DiskOwnership {
     /// This QEMU holds them, because the guest ran here.
     Held,
     /// An earlier save released them, or this QEMU never acquired them since the guest arrived; `cont` acquires them.
-    GivenUp,
+    Released,
 }
 
 /// Queries the ownership of the disk images of a guest that is stopped. A guest that ran until a moment
-/// ago holds them ([`Disks::Held`]), and the query is not needed.
-pub fn disks(qmp: &mut Qmp) -> Result<Disks, QmpError> {
+/// ago holds them ([`DiskOwnership::Held`]), and the query is not needed.
+pub fn disks(qmp: &mut Qmp) -> Result<DiskOwnership, QmpError> {
     let nodes: Vec<BlockNode> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     // QEMU reports it from 10.0 on.
     let mut told = nodes.iter().filter_map(|node| node.active).peekable();
     if told.peek().is_some() {
-        return Ok(if told.any(|active| active) { Disks::Held } else { Disks::GivenUp });
+        return Ok(if told.any(|active| active) { DiskOwnership::Held } else { DiskOwnership::Released });
     }
-    let graph: Graph = qmp.execute("x-debug-query-block-graph", json!({}))?;
+    let graph: PermissionGraph = qmp.execute("x-debug-query-block-graph", json!({}))?;
     Ok(graph.disks(&nodes))
 }
 
@@ -102,51 +102,52 @@ struct BlockNode {
 
 /// Permissions of users of block nodes. No user may write to a node that was released, or not acquired yet.
 #[derive(Debug, Deserialize)]
-struct Graph {
-    nodes: Vec<GraphNode>,
-    edges: Vec<GraphEdge>,
+struct PermissionGraph {
+    nodes: Vec<PermissionNode>,
+    edges: Vec<PermissionEdge>,
 }
 
 #[derive(Debug, Deserialize)]
-struct GraphNode {
+struct PermissionNode {
     id: u64,
     r#type: String,
     name: String,
 }
 
 #[derive(Debug, Deserialize)]
-struct GraphEdge {
+struct PermissionEdge {
     parent: u64,
     child: u64,
     perm: Vec<String>,
 }
 
-impl GraphEdge {
-    fn may_write(&self) -> bool {
+impl PermissionEdge {
+    fn can_write(&self) -> bool {
         self.perm.iter().any(|what| what == "write")
     }
 }
 
-impl Graph {
-    /// Returns [`Disks::Held`] only if all images are proved to be held, because releasing them a second time kills
+impl PermissionGraph {
+    /// Returns [`DiskOwnership::Held`] only if all images are proved to be held, because releasing them a second time kills
     /// QEMU. The other mistake only leaves locks until this QEMU ends, and a guest that is paused does not need them.
     ///
     /// So one released disk decides (others were plugged in since, or acquired again to be copied), and so does an
     /// image whose ownership cannot be determined, because it is only read, or no device uses it.
-    fn disks(&self, nodes: &[BlockNode]) -> Disks {
+    fn disks(&self, nodes: &[BlockNode]) -> DiskOwnership {
         let node = |id: u64| self.nodes.iter().find(|node| node.id == id);
         // Exports for copied disks have no name.
-        let is_device = |edge: &&GraphEdge| {
+        let is_device = |edge: &&PermissionEdge| {
             node(edge.parent).is_some_and(|node| node.r#type == "block-backend" && !node.name.is_empty())
         };
         let is_used = |image: &BlockNode| {
             let leads_to_it =
-                |edge: &GraphEdge| node(edge.child).is_some_and(|node| node.name == image.node_name);
+                |edge: &PermissionEdge| node(edge.child).is_some_and(|node| node.name == image.node_name);
             self.edges.iter().any(leads_to_it)
         };
         let mut devices = self.edges.iter().filter(is_device).peekable();
-        let held = devices.peek().is_some() && devices.all(GraphEdge::may_write) && nodes.iter().all(is_used);
-        if held { Disks::Held } else { Disks::GivenUp }
+        let held =
+            devices.peek().is_some() && devices.all(PermissionEdge::can_write) && nodes.iter().all(is_used);
+        if held { DiskOwnership::Held } else { DiskOwnership::Released }
     }
 }
 
@@ -194,17 +195,17 @@ impl StateFile {
     ///
     /// # Errors
     /// [`StateError::NotStopped`] if the guest runs, or if it is stopped for another reason than a `stop` command.
-    pub fn capture(&mut self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
+    pub fn capture(&mut self, qmp: &mut Qmp, disks: DiskOwnership) -> Result<Vec<u8>, StateError> {
         let failed = |what| move |source| StateError::File { what, source };
         let name = format!("/dev/fdset/{}", self.set);
         // "Live" means: release the disks.
-        let order = json!({ "filename": name, "live": disks == Disks::Held });
+        let order = json!({ "filename": name, "live": disks == DiskOwnership::Held });
         let answers = qmp.execute_all([("query-status", Value::Null), ("xen-save-devices-state", order)])?;
         let mut answers = answers.into_iter();
         let (Some(status), Some(saved)) = (answers.next(), answers.next()) else {
             return Err(StateError::Format { what: "QEMU did not answer".to_owned() });
         };
-        let status: control::Status = decoded("query-status", status?)?;
+        let status: control::Status = decode("query-status", status?)?;
         if !status.is_paused() {
             return Err(StateError::NotStopped { status: status.status });
         }
@@ -226,7 +227,7 @@ impl StateFile {
 }
 
 /// Saves the device state of a stopped guest, and returns it as QEMU wrote it: all steps of [`StateFile`].
-pub fn capture(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
+pub fn capture(qmp: &mut Qmp, disks: DiskOwnership) -> Result<Vec<u8>, StateError> {
     let mut file = StateFile::prepare(qmp)?;
     let raw = file.capture(qmp, disks);
     // The file is removed whether saving worked or not, and the error of saving is returned first.
@@ -241,7 +242,7 @@ pub fn capture(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
 ///
 /// # Errors
 /// If QEMU refuses, or has ended.
-pub fn try_saving(qmp: &mut Qmp) -> Result<(), QmpError> {
+pub fn try_save(qmp: &mut Qmp) -> Result<(), QmpError> {
     qmp.run("xen-save-devices-state", json!({ "filename": "/dev/null", "live": false }))
 }
 
@@ -266,7 +267,7 @@ pub fn complete(raw: &[u8], machine_type: &str) -> Result<Vec<u8>, StateError> {
     if !(1..256).contains(&machine_type.len()) {
         return Err(wrong("the machine type's name is empty or too long"));
     }
-    let mut out = beginning(machine_type);
+    let mut out = state_prefix(machine_type);
     out.reserve_exact(sections.len() + 16);
     out.extend_from_slice(sections);
     out.push(DESCRIPTION);
@@ -276,7 +277,7 @@ pub fn complete(raw: &[u8], machine_type: &str) -> Result<Vec<u8>, StateError> {
 }
 
 /// Returns the first bytes of the state of a machine of that type.
-fn beginning(machine_type: &str) -> Vec<u8> {
+fn state_prefix(machine_type: &str) -> Vec<u8> {
     let mut out = HEADER.to_vec();
     out.push(CONFIGURATION);
     out.extend_from_slice(&(machine_type.len() as u32).to_be_bytes());
@@ -315,7 +316,7 @@ mod tests {
 
     /// Graphs as QEMU 7.2 shows them.
     #[test]
-    fn the_permissions_tell_whose_the_disks_are() {
+    fn permissions_show_the_ownership_of_disks() {
         const DISK: u64 = 0;
         const CD: u64 = 1;
         // Device or export to format, or format to file.
@@ -336,7 +337,8 @@ mod tests {
                     _ => json!({"parent": node + 3, "child": 5, "perm": perm}),
                 })
                 .collect();
-            let graph: Graph = serde_json::from_value(json!({"nodes": nodes, "edges": edges})).unwrap();
+            let graph: PermissionGraph =
+                serde_json::from_value(json!({"nodes": nodes, "edges": edges})).unwrap();
             let nodes = names.map(|name| json!({ "node-name": name }));
             let nodes: Vec<BlockNode> = serde_json::from_value(json!(nodes)).unwrap();
             graph.disks(&nodes)
@@ -347,26 +349,26 @@ mod tests {
         let ran = [&[("device", CD, read)], &alone[..]].concat();
         // The ownership of a read-only image is unknown: it may have been released, and the disk acquired again to be
         // copied.
-        assert_eq!(whose(&ran), Disks::GivenUp);
+        assert_eq!(whose(&ran), DiskOwnership::Released);
         let saved =
             [("device", DISK, &[][..]), ("device", CD, &[]), ("format", DISK, read), ("format", CD, &[])];
-        assert_eq!(whose(&saved), Disks::GivenUp);
+        assert_eq!(whose(&saved), DiskOwnership::Released);
         let arrived = [("device", DISK, read), ("device", CD, read), ("format", DISK, read)];
-        assert_eq!(whose(&arrived), Disks::GivenUp);
+        assert_eq!(whose(&arrived), DiskOwnership::Released);
         // Nor is that of an image that no device uses.
-        assert_eq!(whose(&alone), Disks::GivenUp);
+        assert_eq!(whose(&alone), DiskOwnership::Released);
         let disk = [("device", DISK, write), ("device", CD, write), ("format", DISK, write)];
-        assert_eq!(whose(&disk), Disks::Held);
+        assert_eq!(whose(&disk), DiskOwnership::Held);
         // The disk is copied.
-        assert_eq!(whose(&[&disk[..], &[("export", DISK, read)]].concat()), Disks::Held);
+        assert_eq!(whose(&[&disk[..], &[("export", DISK, read)]].concat()), DiskOwnership::Held);
         // Another disk was plugged in since.
-        assert_eq!(whose(&[&saved[..], &disk[..1]].concat()), Disks::GivenUp);
+        assert_eq!(whose(&[&saved[..], &disk[..1]].concat()), DiskOwnership::Released);
         // There are no nodes.
-        assert_eq!(whose(&[]), Disks::GivenUp);
+        assert_eq!(whose(&[]), DiskOwnership::Released);
     }
 
     #[test]
-    fn what_is_no_state_is_refused() {
+    fn invalid_states_are_refused() {
         for raw in [
             &b""[..],
             b"QEVM",

@@ -73,7 +73,7 @@ pub(crate) struct Caps {
 }
 
 /// Queries all drives.
-pub(crate) fn ask(qmp: &mut Qmp) -> Result<Vec<Drive>, QmpError> {
+pub(crate) fn query(qmp: &mut Qmp) -> Result<Vec<Drive>, QmpError> {
     qmp.execute(QUERY_BLOCK, Value::Null)
 }
 
@@ -96,7 +96,7 @@ pub fn media(qmp: &mut Qmp) -> Result<Media, QmpError> {
         let medium = drive.medium.map(|medium| (medium.node, medium.file, medium.image.bytes));
         ((drive.device, drive.name), medium)
     };
-    let mut media: Vec<_> = ask(qmp)?.into_iter().map(of).collect();
+    let mut media: Vec<_> = query(qmp)?.into_iter().map(of).collect();
     media.sort();
     Ok(Media(media))
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cmdline::{self, Given};
-use crate::describe::{Origin, absolute};
+use crate::cmdline::{self, QemuOption};
+use crate::describe::{StartCommand, absolute};
 use crate::process::start_time_ticks;
 use crate::qmp::{Qmp, QmpError};
 
@@ -54,8 +54,8 @@ pub struct QemuProcess {
 
 impl QemuProcess {
     /// Returns the program, arguments and directory, for [`crate::describe::describe`].
-    pub fn origin(&self) -> Origin {
-        Origin {
+    pub fn start_command(&self) -> StartCommand {
+        StartCommand {
             binary: self.binary.clone(),
             arguments: self.arguments.clone(),
             working_dir: self.working_dir.clone(),
@@ -63,7 +63,7 @@ impl QemuProcess {
     }
 
     /// Returns true if libvirt started the process.
-    pub fn is_libvirts(&self) -> bool {
+    pub fn is_managed_by_libvirt(&self) -> bool {
         let of_libvirt = |text: &str| text.contains("libvirt") || text.contains("charmonitor");
         self.arguments.iter().any(|argument| of_libvirt(argument))
     }
@@ -204,7 +204,7 @@ pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindErro
     for monitor in monitors {
         // A held monitor greets no second client: a short wait suffices.
         let patience = if monitor.held { timeout.min(Duration::from_millis(200)) } else { timeout };
-        let path = reachable(process.pid, &monitor.path);
+        let path = reachable_path(process.pid, &monitor.path);
         match connect_at(process.pid, &path, patience) {
             Ok(qmp) => return Ok(qmp),
             Err(error) => last = Some(error),
@@ -212,7 +212,7 @@ pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindErro
     }
     Err(match last {
         None => FindError::NoMonitor { which },
-        Some(_) if process.is_libvirts() => FindError::HeldByLibvirt { which },
+        Some(_) if process.is_managed_by_libvirt() => FindError::HeldByLibvirt { which },
         Some(source) => FindError::Held { which, source },
     })
 }
@@ -228,13 +228,13 @@ pub fn connect_at(pid: u32, path: &Path, timeout: Duration) -> Result<Qmp, QmpEr
 
 /// Returns the path as this process can open it: QEMU may run in another mount namespace, where the same path is
 /// another file.
-pub(crate) fn reachable(pid: u32, path: &Path) -> PathBuf {
+pub(crate) fn reachable_path(pid: u32, path: &Path) -> PathBuf {
     let through = PathBuf::from(format!("/proc/{pid}/root{}", path.display()));
-    if sees_the_same_files(pid) || !through.exists() { path.to_owned() } else { through }
+    if has_same_root(pid) || !through.exists() { path.to_owned() } else { through }
 }
 
 /// Returns true if a process has this one's mount namespace and root directory.
-fn sees_the_same_files(pid: u32) -> bool {
+fn has_same_root(pid: u32) -> bool {
     let same = |what: &str| {
         let of = |process: &str| std::fs::metadata(format!("/proc/{process}/{what}")).ok();
         let id = |found: std::fs::Metadata| (found.dev(), found.ino());
@@ -245,7 +245,7 @@ fn sees_the_same_files(pid: u32) -> bool {
 
 /// Finds the process that was started with our own monitor at `path` ([`crate::command::monitor`]), even if it does not
 /// listen there. Other processes that name that path (`socat`, an editor) do not match.
-pub fn with_own_monitor(path: &Path) -> Option<u32> {
+pub fn find_by_own_monitor(path: &Path) -> Option<u32> {
     let prefix = crate::command::monitor_prefix(path);
     let pids = std::fs::read_dir("/proc").ok()?.flatten();
     pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
@@ -305,19 +305,19 @@ fn split_cmdline(bytes: &[u8]) -> Vec<String> {
     words
 }
 
-fn guest_name(given: &[Given]) -> Option<String> {
+fn guest_name(given: &[QemuOption]) -> Option<String> {
     let option = given.iter().rev().find(|option| option.name == "name")?;
     let value = crate::options::Value::parse(option.value.as_deref()?, Some("guest"));
     value.get("guest").filter(|name| !name.is_empty())
 }
 
 /// Returns the monitors on the command line, with the state of the process's sockets.
-fn monitors(pid: u32, given: &[Given], working_dir: &Path) -> Vec<Monitor> {
+fn monitors(pid: u32, given: &[QemuOption], working_dir: &Path) -> Vec<Monitor> {
     let sockets = Sockets::of(pid);
     let chardevs: BTreeMap<String, crate::options::Value> = given
         .iter()
         .filter(|option| option.name == "chardev")
-        .filter_map(|option| Some((option.parsed().get("id")?, option.parsed())))
+        .filter_map(|option| Some((option.parse_value().get("id")?, option.parse_value())))
         .collect();
     let mut paths: Vec<PathBuf> = Vec::new();
     for option in given {
@@ -332,7 +332,7 @@ fn monitors(pid: u32, given: &[Given], working_dir: &Path) -> Vec<Monitor> {
                 }
             }
             "mon" => {
-                let mon = option.parsed();
+                let mon = option.parse_value();
                 let control = mon.get("mode").as_deref() == Some("control");
                 let chardev = mon.get("chardev").filter(|_| control);
                 chardev.and_then(|id| chardevs.get(&id)).and_then(|chardev| sockets.path_of(chardev))

@@ -36,13 +36,13 @@ pub enum PortError {
     },
     /// Another client is connected: QEMU accepts one client per socket.
     #[error("somebody else is connected to port {name}")]
-    Taken {
+    InUse {
         /// Name of the port.
         name: String,
     },
     /// No program in the guest has opened it.
     #[error("nobody in the guest has opened port {name}; is whimbrel-guest running there?")]
-    NobodyThere {
+    NotOpened {
         /// Name of the port.
         name: String,
     },
@@ -58,7 +58,7 @@ pub enum PortError {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case")]
-struct Chardev {
+struct PortChardev {
     label: String,
     filename: String,
     #[serde(default)]
@@ -82,19 +82,19 @@ pub fn connect(
     name: &str,
 ) -> Result<Option<UnixStream>, PortError> {
     let Some(chardev) = chardev_of(devices, name) else { return Ok(None) };
-    let chardevs: Vec<Chardev> = qmp.execute("query-chardev", Value::Null)?;
+    let chardevs: Vec<PortChardev> = qmp.execute("query-chardev", Value::Null)?;
     let Some(chardev) = chardevs.into_iter().find(|one| one.label == chardev) else { return Ok(None) };
     let name = name.to_owned();
     let Some((path, is_free)) = socket_of(&chardev.filename) else {
         return Err(PortError::NoSocket { name, to: chardev.filename });
     };
     if !is_free {
-        return Err(PortError::Taken { name });
+        return Err(PortError::InUse { name });
     }
     if !chardev.frontend_open {
-        return Err(PortError::NobodyThere { name });
+        return Err(PortError::NotOpened { name });
     }
-    let path = find::reachable(pid, Path::new(path));
+    let path = find::reachable_path(pid, Path::new(path));
     let connected = connect_by(&path, Instant::now() + qmp.timeout()).and_then(|stream| {
         // As with monitors: a process whose socket has replaced this QEMU's is not used.
         let listener = getsockopt(&stream, PeerCredentials)
@@ -102,7 +102,7 @@ pub fn connect(
             .pid()
             .unsigned_abs();
         let is_ours = listener == pid || !find::is_qemu(listener);
-        if is_ours { Ok(stream) } else { Err(QmpError::Another { path, pid: listener }) }
+        if is_ours { Ok(stream) } else { Err(QmpError::WrongProcess { path, pid: listener }) }
     });
     connected.map(Some).map_err(|source| PortError::Connect { name, source })
 }
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_read_as_qemu_tells_of_them() {
+    fn sockets_are_parsed_as_qemu_reports_them() {
         assert_eq!(socket_of("disconnected:unix:/run/a,b.sock,server=on"), Some(("/run/a,b.sock", true)));
         assert_eq!(socket_of("unix:/run/a.sock,server=on"), Some(("/run/a.sock", false)));
         for other in

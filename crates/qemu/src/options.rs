@@ -325,7 +325,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn what_is_read_is_written_back(items in proptest::collection::vec(("[a-z]{1,5}", "[a-z,=]{0,6}"), 1..5)) {
+        fn values_are_written_back_unchanged(items in proptest::collection::vec(("[a-z]{1,5}", "[a-z,=]{0,6}"), 1..5)) {
             let value = Value::Items(items.into_iter().map(|(key, value)| Item { key, value: Some(value) }).collect());
             proptest::prop_assert_eq!(Value::parse(&value.to_string(), None), value);
         }

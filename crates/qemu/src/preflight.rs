@@ -26,10 +26,10 @@ pub use checks::run_state_refusal;
 use crate::describe::{Problem, VmDescription};
 use crate::ram::RamBlock;
 use crate::tree::Difference;
-use crate::units::StartsAgain;
+use crate::units::RestartRisk;
 use facts::{HostFacts, Mappers};
 pub use identity::FileIdentity;
-pub use open_files::{OpenFiles, StrayFile};
+pub use open_files::{MismatchedFile, OpenFiles};
 
 /// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -98,15 +98,15 @@ pub struct SourceFacts {
     #[serde(default)]
     pub stuck_queues: Vec<String>,
     /// Units that would start the guest a second time.
-    pub starts_again: Vec<StartsAgain>,
+    pub starts_again: Vec<RestartRisk>,
     /// Paths of its images that do not lead to the files that QEMU has open ([`files::files_not_open`]).
     #[serde(default)]
-    pub files_not_open: Vec<StrayFile>,
+    pub files_not_open: Vec<MismatchedFile>,
 }
 
 /// A disk or another file that the guest needs of its host, as the destination sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DiskSight {
+pub struct DestinationFile {
     /// Path on the source, or address of a network disk.
     pub path: String,
     /// Option that names it, if it only has to exist; none for a disk.
@@ -129,7 +129,7 @@ pub struct DiskSight {
 
 /// Properties of a QEMU program, reported without a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Emulator {
+pub struct QemuInfo {
     /// Version, `major.minor.micro`.
     pub version: String,
     /// Machine types that it supports.
@@ -150,7 +150,7 @@ pub struct DestinationFacts {
     /// Size in bytes of the huge pages for the guest's memory.
     pub hugepage_bytes: Option<u64>,
     /// Disks and needed files, as this host sees them.
-    pub disks: Vec<DiskSight>,
+    pub disks: Vec<DestinationFile>,
     /// Interfaces that the guest's networks need and that do not exist.
     pub missing_interfaces: Vec<String>,
     /// Problems with which [`crate::command::build`] refuses the guest.
@@ -172,7 +172,7 @@ impl DestinationFacts {
 
     /// Reads the available memory anew and subtracts memory that is reserved for other guests, of the kind that this
     /// guest needs.
-    pub fn look_at_memory(&mut self, owed_bytes: u64) {
+    pub fn refresh_memory(&mut self, owed_bytes: u64) {
         let now = HostFacts::gather();
         self.host = now;
         match self.hugepage_bytes {
@@ -208,7 +208,7 @@ pub fn check(source: &SourceFacts, destination: &DestinationFacts) -> Vec<Findin
     checks::processor(source, destination, &mut findings);
     checks::memory(source, destination, &mut findings);
     disks::check(destination, &mut findings);
-    checks::surroundings(source, destination, &mut findings);
+    checks::environment(source, destination, &mut findings);
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
     findings.dedup();
     findings

@@ -90,7 +90,7 @@ pub struct Launch {
 
 /// A QEMU that this process started. Dropping it leaves QEMU running.
 #[derive(Debug)]
-pub struct Started {
+pub struct StartedQemu {
     /// Process id.
     pub pid: u32,
     /// Start time, in clock ticks since boot: together with `pid` it identifies the process
@@ -101,7 +101,7 @@ pub struct Started {
     exited: Receiver<ExitStatus>,
 }
 
-impl Started {
+impl StartedQemu {
     /// Waits until the process has ended; returns `None` if it has not by the deadline.
     pub fn wait(&self, deadline: Instant) -> Option<ExitStatus> {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -114,14 +114,14 @@ impl Started {
 /// # Errors
 /// Includes the end of QEMU's log (port in use, no memory, unknown option); no process is left
 /// running.
-pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), StartError> {
+pub fn start(launch: &Launch, deadline: Instant) -> Result<(StartedQemu, Qmp), StartError> {
     let (program, arguments) = launch.argv.split_first().ok_or(StartError::Empty)?;
     let log = open_log(&launch.log).map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
     let logs = log.try_clone().map(|other| (Stdio::from(other), Stdio::from(log)));
     let (out, err) = logs.map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
     // A socket of an earlier QEMU would only confuse the wait.
     let _ = std::fs::remove_file(&launch.qmp);
-    let mut command = match launch.scope.as_deref().filter(|_| systemd_runs()) {
+    let mut command = match launch.scope.as_deref().filter(|_| is_systemd_running()) {
         Some(scope) => {
             let mut command = Command::new("systemd-run");
             // The agent manages its control groups: the guest's processors may have to be slowed down there.
@@ -151,7 +151,7 @@ pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), Start
             let _ = tell.send(status);
         }
     });
-    let started = Started {
+    let started = StartedQemu {
         pid,
         start_time_ticks: start_time_ticks(pid).unwrap_or(0),
         log: launch.log.clone(),
@@ -166,7 +166,7 @@ pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), Start
     }
 }
 
-fn wait_for_monitor(launch: &Launch, started: &Started, deadline: Instant) -> Result<Qmp, StartError> {
+fn wait_for_monitor(launch: &Launch, started: &StartedQemu, deadline: Instant) -> Result<Qmp, StartError> {
     let pause = Duration::from_millis(5);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -204,7 +204,7 @@ fn kill(pid: u32) {
 }
 
 /// Returns true if systemd is this host's init.
-pub(crate) fn systemd_runs() -> bool {
+pub(crate) fn is_systemd_running() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
 
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_log_tells_what_went_wrong_and_not_that_qemu_waited() {
+    fn log_tail_omits_the_message_about_waiting() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("log");
         assert_eq!(log_tail(&path), "");

@@ -46,13 +46,13 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A command that was sent and may not be answered yet.
 #[derive(Debug)]
-pub struct Asked {
+pub struct PendingCommand {
     command: String,
     id: u64,
     at: SystemTime,
 }
 
-impl Asked {
+impl PendingCommand {
     /// Returns the time at which the command was sent, by the clock of QEMU's events.
     pub fn at(&self) -> SystemTime {
         self.at
@@ -86,7 +86,7 @@ impl Qmp {
     /// listen.
     ///
     /// # Errors
-    /// [`QmpError::Another`] for such a process.
+    /// [`QmpError::WrongProcess`] for such a process.
     pub fn connect_if(
         path: &Path,
         timeout: Duration,
@@ -99,7 +99,7 @@ impl Qmp {
         // The number is 0 for a process of another PID namespace; no process has that number here.
         let pid = listener.pid().unsigned_abs();
         if !wanted(pid) {
-            return Err(QmpError::Another { path: path.to_owned(), pid });
+            return Err(QmpError::WrongProcess { path: path.to_owned(), pid });
         }
         let mut qmp = Self {
             stream,
@@ -161,12 +161,12 @@ impl Qmp {
         self.exchange(command, args, None, deadline)
     }
 
-    /// Sends a command without waiting for the answer; [`Qmp::hear`] waits for it, once or repeatedly.
-    pub fn ask(&mut self, command: &str, args: Value) -> Result<Asked, QmpError> {
+    /// Sends a command without waiting for the answer; [`Qmp::wait_answer`] waits for it, once or repeatedly.
+    pub fn send_command(&mut self, command: &str, args: Value) -> Result<PendingCommand, QmpError> {
         let at = SystemTime::now();
         let (id, line) = self.message(command, args);
         self.send(command, &line, None, Instant::now() + self.timeout)?;
-        Ok(Asked { command: command.to_owned(), id, at })
+        Ok(PendingCommand { command: command.to_owned(), id, at })
     }
 
     /// Waits for the answer to a command that was sent. No other command may be sent before it has arrived:
@@ -174,7 +174,11 @@ impl Qmp {
     ///
     /// # Errors
     /// [`QmpError::Timeout`] after the deadline; the answer may still arrive later.
-    pub fn hear<T: DeserializeOwned>(&mut self, asked: &Asked, deadline: Instant) -> Result<T, QmpError> {
+    pub fn wait_answer<T: DeserializeOwned>(
+        &mut self,
+        asked: &PendingCommand,
+        deadline: Instant,
+    ) -> Result<T, QmpError> {
         self.answer(&asked.command, asked.id, deadline)
     }
 
@@ -192,17 +196,17 @@ impl Qmp {
 
     /// Runs a command of the human monitor and returns its output. QEMU prints errors of the human
     /// monitor too: the caller has to check the text.
-    pub fn human(&mut self, command_line: &str) -> Result<String, QmpError> {
+    pub fn hmp(&mut self, command_line: &str) -> Result<String, QmpError> {
         self.execute("human-monitor-command", json!({ "command-line": command_line }))
     }
 
     /// Runs several commands of the human monitor and returns the output of each, in their order.
-    pub fn human_all(&mut self, command_lines: &[String]) -> Result<Vec<String>, QmpError> {
+    pub fn hmp_all(&mut self, command_lines: &[String]) -> Result<Vec<String>, QmpError> {
         let command = |line: &String| ("human-monitor-command", json!({ "command-line": line }));
         let answers = self.execute_all(command_lines.iter().map(command))?;
         answers
             .into_iter()
-            .map(|answer| answer.and_then(|value| decoded("human-monitor-command", value)))
+            .map(|answer| answer.and_then(|value| decode("human-monitor-command", value)))
             .collect()
     }
 
@@ -279,12 +283,12 @@ impl Qmp {
     }
 
     /// Discards the collected events with that name, e.g. before a command whose event is then waited for.
-    pub fn forget_events(&mut self, name: &str) {
+    pub fn discard_events(&mut self, name: &str) {
         self.events.retain(|event| event.name != name);
     }
 
     /// Returns the time of the last collected event with that name, by the host's wall clock.
-    pub fn last_said(&self, name: &str) -> Option<SystemTime> {
+    pub fn last_event_time(&self, name: &str) -> Option<SystemTime> {
         let event = self.events.iter().rev().find(|event| event.name == name)?;
         Some(SystemTime::UNIX_EPOCH + Duration::from_micros(event.timestamp_us))
     }
@@ -329,11 +333,11 @@ impl Qmp {
                 other => other,
             })?;
             match Reply::of(message, id)? {
-                Reply::Ours(Ok(value)) => {
+                Reply::Matched(Ok(value)) => {
                     tracing::trace!(command, duration_us = started.elapsed().as_micros() as u64, "answered");
-                    return decoded(command, value);
+                    return decode(command, value);
                 }
-                Reply::Ours(Err((class, desc))) => {
+                Reply::Matched(Err((class, desc))) => {
                     return Err(QmpError::CommandFailed { command: command.to_owned(), class, desc });
                 }
                 Reply::Stale => {}
@@ -468,7 +472,7 @@ fn timeout(waiting_for: &str) -> QmpError {
 }
 
 /// Decodes an answer to the expected type.
-pub(crate) fn decoded<T: DeserializeOwned>(command: &str, value: Value) -> Result<T, QmpError> {
+pub(crate) fn decode<T: DeserializeOwned>(command: &str, value: Value) -> Result<T, QmpError> {
     serde_json::from_value(value).map_err(|source| QmpError::Answer { command: command.to_owned(), source })
 }
 

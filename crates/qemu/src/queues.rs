@@ -10,12 +10,12 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::cmdline::Given;
+use crate::cmdline::QemuOption;
 use crate::options;
 use crate::qmp::{Qmp, QmpError};
 
 /// Time for which a queue must be unchanged to count as stuck.
-const STILL: Duration = Duration::from_secs(1);
+const STUCK_AFTER: Duration = Duration::from_secs(1);
 
 /// Progress of one queue of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +51,7 @@ struct QueueStatus {
 
 impl Queue {
     /// Returns true if the driver needs an interrupt and got none, as far as one sample shows.
-    fn seems_stuck(&self) -> bool {
+    fn is_seemingly_stuck(&self) -> bool {
         let unseen = u64::from(self.used.wrapping_sub(self.used_event));
         self.in_flight == 0 && (1..=self.entries).contains(&unseen)
     }
@@ -62,13 +62,13 @@ impl Queue {
 ///
 /// # Errors
 /// If the monitor fails.
-pub fn stuck(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
+pub fn find_stuck(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     let mut seem_stuck = disk_queues(qmp)?;
-    seem_stuck.retain(Queue::seems_stuck);
+    seem_stuck.retain(Queue::is_seemingly_stuck);
     if seem_stuck.is_empty() {
         return Ok(Vec::new());
     }
-    thread::sleep(STILL);
+    thread::sleep(STUCK_AFTER);
     let later = disk_queues(qmp)?;
     let still = seem_stuck.iter().filter(|queue| later.contains(queue));
     Ok(still.map(|queue| format!("queue {} of {}", queue.number, queue.device)).collect())
@@ -117,7 +117,7 @@ fn queue(qmp: &mut Qmp, path: &str, number: u64) -> Result<Option<Queue>, QmpErr
     }
     // The field follows flags, index and the entries of the ring of available requests.
     let at = status.avail + 4 + 2 * status.entries;
-    let printed = qmp.human(&format!("xp /1hx {at:#x}"))?;
+    let printed = qmp.hmp(&format!("xp /1hx {at:#x}"))?;
     Ok(half_word(&printed).map(|used_event| Queue {
         device: path.trim_end_matches("/virtio-backend").to_owned(),
         number,
@@ -136,8 +136,10 @@ fn half_word(printed: &str) -> Option<u16> {
 
 /// Returns true if an emulated guest's locked instructions are no barriers for QEMU's other threads: if there can
 /// be only one processor, or all run in one thread.
-pub fn may_become_stuck(accelerator: &str, options: &[Given]) -> bool {
-    let of = |name: &'static str| options.iter().filter(move |option| option.name == name).map(Given::parsed);
+pub fn can_become_stuck(accelerator: &str, options: &[QemuOption]) -> bool {
+    let of = |name: &'static str| {
+        options.iter().filter(move |option| option.name == name).map(QemuOption::parse_value)
+    };
     let is_single = |value: options::Value| value.get("thread").as_deref() == Some("single");
     let has_icount = options.iter().any(|option| option.name == "icount");
     accelerator == "tcg" && (possible_processors(of("smp")) < 2 || has_icount || of("accel").any(is_single))
@@ -157,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_is_told_from_what_rests() {
+    fn stuck_queues_are_distinguished_from_idle_ones() {
         let queue = |in_flight, used: u16, used_event: u16| Queue {
             device: "/machine/peripheral/d".to_owned(),
             number: 0,
@@ -176,17 +178,21 @@ mod tests {
             (0, 3, 65_530, true),
             (0, 7, 8, false),
         ] {
-            assert_eq!(queue(in_flight, used, used_event).seems_stuck(), is_stuck, "{used} {used_event}");
+            assert_eq!(
+                queue(in_flight, used, used_event).is_seemingly_stuck(),
+                is_stuck,
+                "{used} {used_event}"
+            );
         }
         assert_eq!(half_word("0000000007d1a204: 0x1f0a\r\n"), Some(0x1f0a));
         assert_eq!(half_word("Cannot access memory"), None);
     }
 
     #[test]
-    fn who_may_become_stuck() {
+    fn emulated_guests_on_one_thread_can_become_stuck() {
         let may = |words: &str| {
             let words: Vec<_> = words.split_whitespace().map(str::to_owned).collect();
-            may_become_stuck("tcg", &crate::cmdline::parse(&words))
+            can_become_stuck("tcg", &crate::cmdline::parse(&words))
         };
         for one in
             ["", "-smp 1", "-smp cpus=1,maxcpus=1", "-smp 4 -accel tcg,thread=single", "-smp 2 -icount 3"]
@@ -196,6 +202,6 @@ mod tests {
         for more in ["-smp 2", "-smp 1,maxcpus=2", "-smp sockets=1,cores=2,threads=1", "-smp 1 -smp 2"] {
             assert!(!may(more), "{more}");
         }
-        assert!(!may_become_stuck("kvm", &[]));
+        assert!(!can_become_stuck("kvm", &[]));
     }
 }

@@ -112,7 +112,7 @@ pub struct RamBlock {
 
 /// One line of `x-query-ramblock`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Listed {
+struct ListedBlock {
     name: String,
     page_size_bytes: u64,
     offset: u64,
@@ -148,7 +148,7 @@ pub fn ram_blocks_from_heap(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, Ra
 
 fn checked(
     qmp: &mut Qmp,
-    listed: &[Listed],
+    listed: &[ListedBlock],
     addresses: Vec<u64>,
     maps: &Maps,
 ) -> Result<Vec<RamBlock>, RamError> {
@@ -157,7 +157,7 @@ fn checked(
         .zip(addresses)
         .map(|(block, address)| located(block, address, maps))
         .collect::<Result<Vec<_>, _>>()?;
-    no_overlap(&blocks)?;
+    check_no_overlap(&blocks)?;
     cross_check(qmp, &blocks)?;
     Ok(blocks)
 }
@@ -169,15 +169,15 @@ fn checked(
 /// # Errors
 /// [`RamError::Contradiction`] at the first difference.
 pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError> {
-    let mut tree = qmp.human(TREE)?;
-    let mut looks = 0;
+    let mut tree = qmp.hmp(MEMORY_TREE)?;
+    let mut samples = 0;
     loop {
         let (compared, tree_after) = compare(qmp, &tree, blocks)?;
-        looks += 1;
+        samples += 1;
         match compared {
             // While the guest boots, its firmware opens and closes windows: the first answer may be outdated when
             // the second one arrives.
-            Err(_) if tree_after != tree && looks < MOST_LOOKS => tree = tree_after,
+            Err(_) if tree_after != tree && samples < MAX_SAMPLES => tree = tree_after,
             compared => return compared,
         }
     }
@@ -185,7 +185,7 @@ pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError
 
 /// A piece of a block, at the address where the guest sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen {
+pub struct GuestMapping {
     /// First guest-physical address.
     pub guest_address: u64,
     /// Length in bytes.
@@ -201,27 +201,32 @@ pub struct Seen {
 ///
 /// # Errors
 /// If QEMU cannot be queried.
-pub fn seen_by_guest(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<Vec<Seen>, RamError> {
-    let tree = qmp.human(TREE)?;
+pub fn guest_mappings(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<Vec<GuestMapping>, RamError> {
+    let tree = qmp.hmp(MEMORY_TREE)?;
     Ok(seen(&tree, blocks))
 }
 
-fn seen(tree: &str, blocks: &[RamBlock]) -> Vec<Seen> {
+fn seen(tree: &str, blocks: &[RamBlock]) -> Vec<GuestMapping> {
     let range = |range: text::GuestRange| {
-        let name = &named(blocks, &range.name)?.name;
+        let name = &block_of_region(blocks, &range.name)?.name;
         let block = blocks.iter().position(|block| block.name == *name)?;
         let bytes = range.last.checked_sub(range.start)?.checked_add(1)?;
         let end = range.offset.checked_add(bytes)?;
         let inside = end <= blocks[block].used_bytes;
-        inside.then_some(Seen { guest_address: range.start, bytes, block, offset_bytes: range.offset })
+        inside.then_some(GuestMapping {
+            guest_address: range.start,
+            bytes,
+            block,
+            offset_bytes: range.offset,
+        })
     };
     text::guest_ranges(tree).into_iter().filter_map(range).collect()
 }
 
 /// Command that prints the guest's memory map.
-const TREE: &str = "info mtree -f";
+const MEMORY_TREE: &str = "info mtree -f";
 /// Maximum number of samples of a map that changes.
-const MOST_LOOKS: usize = 20;
+const MAX_SAMPLES: usize = 20;
 
 /// Compares blocks with the output of `gpa2hva` for a map; returns the map after that, too.
 fn compare(
@@ -231,15 +236,15 @@ fn compare(
 ) -> Result<(Result<usize, RamError>, String), RamError> {
     let mut places = Vec::new();
     for range in text::guest_ranges(tree) {
-        let Some(block) = named(blocks, &range.name) else { continue };
+        let Some(block) = block_of_region(blocks, &range.name) else { continue };
         let last_page = range.last & !0xfff;
         places.push((block, range.start, block.host_address + range.offset));
         places.push((block, last_page, block.host_address + range.offset + (last_page - range.start)));
     }
     let mut questions: Vec<String> =
         places.iter().map(|(_, guest, _)| format!("gpa2hva 0x{guest:x}")).collect();
-    questions.push(TREE.to_owned());
-    let mut answers = qmp.human_all(&questions)?;
+    questions.push(MEMORY_TREE.to_owned());
+    let mut answers = qmp.hmp_all(&questions)?;
     let tree_after = answers.pop().unwrap_or_default();
     let mut compared = 0;
     for ((block, guest, expected), said) in places.into_iter().zip(answers) {
@@ -267,7 +272,7 @@ pub(crate) fn names(table: &str) -> Vec<(String, u64)> {
 /// Returns the block behind a memory region with that name. The name of a device's block has the
 /// device's path before the region's name (`0000:00:02.0/vga.vram`); two devices with equal regions
 /// cannot be distinguished.
-fn named<'a>(blocks: &'a [RamBlock], region: &str) -> Option<&'a RamBlock> {
+fn block_of_region<'a>(blocks: &'a [RamBlock], region: &str) -> Option<&'a RamBlock> {
     let is_it = |block: &&RamBlock| {
         block.name == region
             || block
@@ -279,13 +284,13 @@ fn named<'a>(blocks: &'a [RamBlock], region: &str) -> Option<&'a RamBlock> {
     found.next().filter(|_| found.next().is_none())
 }
 
-fn list(qmp: &mut Qmp) -> Result<Vec<Listed>, RamError> {
+fn list(qmp: &mut Qmp) -> Result<Vec<ListedBlock>, RamError> {
     let answer: Value = qmp.execute("x-query-ramblock", Value::Null)?;
     let table = answer.get("human-readable-text").and_then(Value::as_str).unwrap_or_default();
     text::blocks(table).map_err(|what| RamError::Text { what })
 }
 
-fn located(block: &Listed, address: u64, maps: &Maps) -> Result<RamBlock, RamError> {
+fn located(block: &ListedBlock, address: u64, maps: &Maps) -> Result<RamBlock, RamError> {
     let wrong = |what| RamError::Contradiction { block: block.name.clone(), what };
     let mapping = maps.at(address).ok_or_else(|| wrong(format!("{address:#x} is not mapped")))?;
     if mapping.start != address && mapping.inode == 0 {
@@ -318,7 +323,7 @@ fn located(block: &Listed, address: u64, maps: &Maps) -> Result<RamBlock, RamErr
     })
 }
 
-fn no_overlap(blocks: &[RamBlock]) -> Result<(), RamError> {
+fn check_no_overlap(blocks: &[RamBlock]) -> Result<(), RamError> {
     let mut sorted: Vec<&RamBlock> = blocks.iter().collect();
     sorted.sort_by_key(|block| block.host_address);
     for pair in sorted.windows(2) {
@@ -363,8 +368,12 @@ mod tests {
                     \x20 00000000fffc0000-00000000ffffffff (prio 0, rom): pc.bios\n\
                     \x20 0000000100000000-000000017fffffff (prio 0, ram): pc.ram @0000000080000000\n\
                     \x20 0000000200000000-00000002ffffffff (prio 0, ram): pc.ram @0000000080000000\n";
-        let seen =
-            |guest_address, bytes, block, offset_bytes| Seen { guest_address, bytes, block, offset_bytes };
+        let seen = |guest_address, bytes, block, offset_bytes| GuestMapping {
+            guest_address,
+            bytes,
+            block,
+            offset_bytes,
+        };
         let expected =
             [seen(0, 2 << 30, 1, 0), seen(0xfd00_0000, 1 << 24, 0, 0), seen(4 << 30, 2 << 30, 1, 2 << 30)];
         assert_eq!(super::seen(tree, &blocks), expected);
@@ -380,16 +389,16 @@ mod tests {
         };
         let (old, new) = (map("pc.rom", 0x18000), map("pc.ram", 0xd8000));
         let (mut qmp, thread, _dir) = fake(move |fake| {
-            let asked = fake.hear();
+            let asked = fake.receive();
             fake.answer(&asked["id"], &json!(old));
             for _ in 0..if settles { 2 } else { 1 } {
                 for (guest, host) in [(0xd8000, 0x7f00_000d_8000_u64), (0xdb000, 0x7f00_000d_b000)] {
-                    let asked = fake.hear();
+                    let asked = fake.receive();
                     assert_eq!(asked["arguments"]["command-line"], format!("gpa2hva {guest:#x}"));
                     let said = format!("Host virtual address for {guest:#x} (pc.ram) is {host:#x}");
                     fake.answer(&asked["id"], &json!(said));
                 }
-                let asked = fake.hear();
+                let asked = fake.receive();
                 fake.answer(&asked["id"], &json!(if settles { &new } else { &old }));
             }
         });
@@ -408,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_that_changed_meanwhile_is_looked_at_again() {
+    fn a_map_that_changed_is_sampled_again() {
         assert_eq!(checked(true).unwrap(), 2);
         assert!(matches!(checked(false), Err(RamError::Contradiction { .. })));
     }

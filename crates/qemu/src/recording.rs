@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Every object that is created in QEMU has a name that begins with [`PREFIX`], by which an agent finds the objects of
-//! an earlier one ([`remove_leavings`]).
+//! an earlier one ([`remove_leftovers`]).
 
 mod throttle;
 
@@ -22,7 +22,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::drives::{self, Drive, Medium, QUERY_BLOCK};
-use crate::qmp::{Qmp, QmpError, decoded};
+use crate::qmp::{Qmp, QmpError, decode};
 use throttle::Throttle;
 pub use throttle::{WriteCap, Written};
 
@@ -35,12 +35,12 @@ pub const PREFIX: &str = "whimbrel-";
 #[must_use]
 pub fn granularity_bytes(disk_bytes: u64) -> u64 {
     const PAGE_BYTES: u64 = 4 << 10;
-    const MOST_UNITS: u64 = 1 << 28;
-    (disk_bytes / MOST_UNITS).next_power_of_two().max(PAGE_BYTES)
+    const MAX_BITS: u64 = 1 << 28;
+    (disk_bytes / MAX_BITS).next_power_of_two().max(PAGE_BYTES)
 }
 
 /// Maximum time for QEMU to end an export whose client has closed its connection.
-const EXPORT_PATIENCE: Duration = Duration::from_secs(10);
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Error: writes are not recorded.
 #[derive(Debug, thiserror::Error)]
@@ -49,7 +49,7 @@ pub enum RecordError {
     #[error(
         "this QEMU's NBD server is in use (a backup, a mirror): {0}; wait until that is done, or end it with nbd-server-stop"
     )]
-    ServerTaken(String),
+    ServerInUse(String),
     /// A disk has changed, so not all writes to it are recorded.
     #[error("disk {node} {what}")]
     Changed {
@@ -74,7 +74,7 @@ pub struct RecordedDisk {
 
 /// Export and bitmap that are served after a [`freeze`](Recording::freeze), one for each disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Frozen {
+pub struct FrozenBitmap {
     /// Name of the export that serves the bitmap.
     pub export: String,
     /// Name of the bitmap.
@@ -86,9 +86,9 @@ pub struct Frozen {
 pub struct Recording {
     disks: Vec<RecordedDisk>,
     /// Number of the bitmap that records.
-    turn: u64,
+    bitmap_number: u64,
     /// Exports of the last frozen bitmaps, which exist until the next freeze.
-    frozen: Vec<Frozen>,
+    frozen: Vec<FrozenBitmap>,
     throttle: Throttle,
 }
 
@@ -106,10 +106,11 @@ impl Recording {
         // Bitmaps before anything else: by them an agent finds everything that an agent that dies has left.
         let add: Vec<Value> = disks.iter().map(|disk| add_bitmap(disk, 0)).collect();
         qmp.run("transaction", json!({ "actions": add }))?;
-        let mut recording = Self { disks, turn: 0, frozen: Vec::new(), throttle: Throttle::default() };
+        let mut recording =
+            Self { disks, bitmap_number: 0, frozen: Vec::new(), throttle: Throttle::default() };
         if let Err(error) = start_server(qmp, listener) {
             // The server may belong to another client, so it is not stopped. The first error is returned.
-            let _ = remove_leavings(qmp);
+            let _ = remove_leftovers(qmp);
             return Err(error);
         }
         match recording.serve(qmp) {
@@ -126,9 +127,9 @@ impl Recording {
             let name = Self::data_export(number);
             ("block-export-add", export(&disk.node, &name, json!({ "allocation-depth": true })))
         });
-        all_done(qmp, exports)?;
+        run_all(qmp, exports)?;
         self.throttle = Throttle::find(qmp, self.disks.iter().map(|disk| disk.node.as_str()))?;
-        self.check(drives::ask(qmp)?)
+        self.check(drives::query(qmp)?)
     }
 
     /// Returns the number of writes and bytes that the guest has written to the disks since its start.
@@ -137,14 +138,14 @@ impl Recording {
     }
 
     /// Returns true if the disk with this index is capped, and its writes counted: no other client has throttled it.
-    pub fn holds(&self, disk: usize) -> bool {
-        self.throttle.holds(disk)
+    pub fn is_capped(&self, disk: usize) -> bool {
+        self.throttle.is_capped(disk)
     }
 
     /// Limits the guest's writes to all of the disks together, until the recording ends. A disk that another client
     /// has throttled keeps its caps.
     pub fn cap_writes(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
-        self.throttle.keep(qmp, cap)
+        self.throttle.apply(qmp, cap)
     }
 
     /// Compares the disks with those that devices use now. A snapshot puts another node above the one that is
@@ -177,9 +178,9 @@ impl Recording {
     ///
     /// # Errors
     /// If a disk has changed since the beginning, or QEMU refuses.
-    pub fn freeze(&mut self, qmp: &mut Qmp) -> Result<&[Frozen], RecordError> {
+    pub fn freeze(&mut self, qmp: &mut Qmp) -> Result<&[FrozenBitmap], RecordError> {
         self.thaw(qmp)?;
-        let (old, new) = (self.turn, self.turn + 1);
+        let (old, new) = (self.bitmap_number, self.bitmap_number + 1);
         let mut actions = Vec::new();
         for disk @ RecordedDisk { node, .. } in &self.disks {
             actions.push(add_bitmap(disk, new));
@@ -190,8 +191,8 @@ impl Recording {
         }
         // All commands at once, so that no process has to wake up in between. The disks' state is queried last, so
         // that it holds for everything that was recorded.
-        let frozen: Vec<Frozen> = (0..self.disks.len())
-            .map(|disk| Frozen { export: format!("{PREFIX}written-{disk}-{old}"), bitmap: bitmap(old) })
+        let frozen: Vec<FrozenBitmap> = (0..self.disks.len())
+            .map(|disk| FrozenBitmap { export: format!("{PREFIX}written-{disk}-{old}"), bitmap: bitmap(old) })
             .collect();
         let exports = frozen.iter().zip(&self.disks).map(|(frozen, disk)| {
             ("block-export-add", export(&disk.node, &frozen.export, json!({ "bitmaps": [frozen.bitmap] })))
@@ -202,9 +203,9 @@ impl Recording {
         let looked = answers.pop();
         self.frozen = frozen;
         answers.into_iter().try_for_each(|answer| answer.map(drop))?;
-        self.turn = new;
+        self.bitmap_number = new;
         if let Some(looked) = looked {
-            self.check(decoded(QUERY_BLOCK, looked?)?)?;
+            self.check(decode(QUERY_BLOCK, looked?)?)?;
         }
         Ok(&self.frozen)
     }
@@ -221,7 +222,7 @@ impl Recording {
     pub fn end(mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let lifted = self.throttle.lift(qmp);
         let stopped = qmp.run("nbd-server-stop", Value::Null);
-        let removed = remove_leavings(qmp).map(drop);
+        let removed = remove_leftovers(qmp).map(drop);
         lifted.and(stopped).and(removed)
     }
 }
@@ -236,7 +237,7 @@ fn start_server(qmp: &mut Qmp, listener: BorrowedFd<'_>) -> Result<(), RecordErr
     let _ = qmp.run("closefd", json!({ "fdname": name }));
     Err(match error {
         QmpError::CommandFailed { desc, .. } if desc.contains("already running") => {
-            RecordError::ServerTaken(desc)
+            RecordError::ServerInUse(desc)
         }
         error => error.into(),
     })
@@ -244,7 +245,7 @@ fn start_server(qmp: &mut Qmp, listener: BorrowedFd<'_>) -> Result<(), RecordErr
 
 /// Lifts caps, and removes exports and bitmaps, that any agent made for a recording. Returns true if there were any;
 /// whether the server itself is ours, too, cannot be determined.
-pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
+pub fn remove_leftovers(qmp: &mut Qmp) -> Result<bool, QmpError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "kebab-case")]
     struct Node {
@@ -284,8 +285,8 @@ pub fn lift_caps(qmp: &mut Qmp) -> Result<bool, QmpError> {
 
 /// Ends a recording that an earlier agent left, with its server, unless another client uses that. Returns true
 /// if there was one.
-pub fn end_left(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    let found = remove_leavings(qmp)?;
+pub fn end_leftover(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    let found = remove_leftovers(qmp)?;
     if found && exports(qmp)?.is_empty() {
         match qmp.run("nbd-server-stop", Value::Null) {
             // The earlier agent died before it had started the server, or after it had stopped it.
@@ -301,7 +302,7 @@ fn end_exports(qmp: &mut Qmp, names: &[String]) -> Result<(), QmpError> {
     let orders = names.iter().map(|name| ("block-export-del", json!({ "id": name, "mode": "hard" })));
     // An export that is gone already, or being removed, is no failure.
     qmp.execute_all(orders)?;
-    let deadline = Instant::now() + EXPORT_PATIENCE;
+    let deadline = Instant::now() + EXPORT_TIMEOUT;
     while exports(qmp)?.iter().any(|left| names.contains(left)) {
         // QEMU sends an event when one is gone; events of other exports do not matter here.
         qmp.wait_event("BLOCK_EXPORT_DELETED", deadline)?;
@@ -318,17 +319,18 @@ fn exports(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     Ok(exports.into_iter().map(|export| export.id).collect())
 }
 
-fn bitmap(turn: u64) -> String {
-    format!("{PREFIX}{turn}")
+fn bitmap(bitmap_number: u64) -> String {
+    format!("{PREFIX}{bitmap_number}")
 }
 
-fn add_bitmap(RecordedDisk { node, bytes }: &RecordedDisk, turn: u64) -> Value {
-    let data = json!({ "node": node, "name": bitmap(turn), "granularity": granularity_bytes(*bytes) });
+fn add_bitmap(RecordedDisk { node, bytes }: &RecordedDisk, bitmap_number: u64) -> Value {
+    let data =
+        json!({ "node": node, "name": bitmap(bitmap_number), "granularity": granularity_bytes(*bytes) });
     json!({ "type": "block-dirty-bitmap-add", "data": data })
 }
 
-fn bitmap_action(kind: &str, node: &str, turn: u64) -> Value {
-    json!({ "type": kind, "data": { "node": node, "name": bitmap(turn) } })
+fn bitmap_action(kind: &str, node: &str, bitmap_number: u64) -> Value {
+    json!({ "type": kind, "data": { "node": node, "name": bitmap(bitmap_number) } })
 }
 
 fn export(node: &str, name: &str, more: Value) -> Value {
@@ -340,7 +342,7 @@ fn export(node: &str, name: &str, more: Value) -> Value {
 }
 
 /// Runs all commands; the first refusal is the error.
-fn all_done<'a>(qmp: &mut Qmp, commands: impl IntoIterator<Item = (&'a str, Value)>) -> Result<(), QmpError> {
+fn run_all<'a>(qmp: &mut Qmp, commands: impl IntoIterator<Item = (&'a str, Value)>) -> Result<(), QmpError> {
     qmp.execute_all(commands)?.into_iter().try_for_each(|answer| answer.map(drop))
 }
 

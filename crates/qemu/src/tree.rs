@@ -15,24 +15,24 @@ use serde::{Deserialize, Serialize};
 use crate::qmp::{Qmp, QmpError, Version};
 
 /// Properties that name a device's back end.
-const OF_HOST: &[&str] = &[
+const HOST_PROPERTIES: &[&str] = &[
     "drive", "netdev", "chardev", "iothread", "audiodev", "romfile", "fsdev", "memdev", "rng", "logfile",
     "filename", "file", "display",
 ];
 /// Properties that the running guest sets: they belong to its state, not to its devices.
-const OF_GUEST: &[&str] = &["busnr", "MCFG", "smb_io_base", "hpet-offset-saved", "attached"];
+const GUEST_PROPERTIES: &[&str] = &["busnr", "MCFG", "smb_io_base", "hpet-offset-saved", "attached"];
 /// Properties that are part of [`Device::place`], where the actual value counts, not the requested
 /// one.
-const OF_PLACE: &[&str] = &["addr", "port", "nr", "unit", "scsi-id", "lun"];
+const ADDRESS_PROPERTIES: &[&str] = &["addr", "port", "nr", "unit", "scsi-id", "lun"];
 
 /// Properties for the geometry of a disk.
-pub(crate) const GEOMETRY: &[&str] = &["cyls", "heads", "secs", "bios-chs-trans"];
+pub(crate) const GEOMETRY_PROPERTIES: &[&str] = &["cyls", "heads", "secs", "bios-chs-trans"];
 
 /// Length of `isa-applesmc`'s key in bytes.
 const OSK_BYTES: usize = 64;
 
 /// Properties of virtio devices that the kernel of the host decides where vhost-net serves them.
-pub const OF_VHOST: &[&str] =
+pub const VHOST_PROPERTIES: &[&str] =
     &["queue_reset", "packed", "event_idx", "indirect_desc", "mrg_rxbuf", "iommu_platform", "hash", "rss"];
 
 /// One device.
@@ -107,7 +107,7 @@ impl std::fmt::Display for Difference {
 
 /// Reads the device tree of a QEMU.
 pub fn device_tree(qmp: &mut Qmp) -> Result<DeviceTree, QmpError> {
-    Ok(DeviceTree::parse(&qmp.human("info qtree")?))
+    Ok(DeviceTree::parse(&qmp.hmp("info qtree")?))
 }
 
 /// Returns the differences between two trees; empty if the guest cannot distinguish them. If the
@@ -122,7 +122,7 @@ pub fn compare_device_trees(first: &DeviceTree, second: &DeviceTree) -> Vec<Diff
         };
         for (property, value) in &one.properties {
             let Some(others) = other.properties.get(property) else { continue };
-            if value != others && !is_left_out(property) {
+            if value != others && !is_ignored(property) {
                 differences.push(Difference::Property {
                     device: one.label(),
                     property: property.clone(),
@@ -137,8 +137,8 @@ pub fn compare_device_trees(first: &DeviceTree, second: &DeviceTree) -> Vec<Diff
     differences
 }
 
-fn is_left_out(property: &str) -> bool {
-    [OF_HOST, OF_GUEST, OF_PLACE].iter().any(|list| list.contains(&property))
+fn is_ignored(property: &str) -> bool {
+    [HOST_PROPERTIES, GUEST_PROPERTIES, ADDRESS_PROPERTIES].iter().any(|list| list.contains(&property))
 }
 
 /// Reads the trees of two QEMUs and compares them.
@@ -155,7 +155,9 @@ pub fn compare(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Difference
 pub fn differences(first: &DeviceTree, second: &DeviceTree, same_version: bool) -> Vec<Difference> {
     let mut differences = compare_device_trees(first, second);
     differences.retain(|difference| match difference {
-        Difference::Property { property, .. } => same_version || OF_VHOST.contains(&property.as_str()),
+        Difference::Property { property, .. } => {
+            same_version || VHOST_PROPERTIES.contains(&property.as_str())
+        }
         Difference::Missing { .. } | Difference::Added { .. } => true,
     });
     differences
@@ -164,10 +166,10 @@ pub fn differences(first: &DeviceTree, second: &DeviceTree, same_version: bool) 
 impl DeviceTree {
     /// Returns true if this is still the same machine: the same devices with all their properties except those that
     /// the guest itself sets, which may change at any time (for example at a reboot).
-    pub fn is_still(&self, earlier: &Self) -> bool {
+    pub fn is_same_machine(&self, earlier: &Self) -> bool {
         let of_machine = |device: &Device| {
             let mut device = device.clone();
-            device.properties.retain(|property, _| !OF_GUEST.contains(&property.as_str()));
+            device.properties.retain(|property, _| !GUEST_PROPERTIES.contains(&property.as_str()));
             device
         };
         self.devices.iter().map(of_machine).eq(earlier.devices.iter().map(of_machine))
@@ -273,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_follows_a_key_in_memory_is_no_part_of_it() {
+    fn memory_after_the_key_is_not_part_of_it() {
         let key = "This is a dummy key. Enter the real key using the -osk parameter";
         let osk = |value: &str| {
             let tree =
@@ -347,20 +349,20 @@ mod tests {
     #[test]
     fn a_guest_that_boots_again_is_the_same_machine() {
         let tree = DeviceTree::parse(TEXT);
-        let is_still = |from: &str, to: &str| {
+        let is_same_machine = |from: &str, to: &str| {
             assert!(TEXT.contains(from));
-            DeviceTree::parse(&TEXT.replacen(from, to, 1)).is_still(&tree)
+            DeviceTree::parse(&TEXT.replacen(from, to, 1)).is_same_machine(&tree)
         };
-        assert!(is_still("busnr = 0 (0x0)", "busnr = 7 (0x7)"));
-        assert!(is_still("MCFG = -1 (0xffffffffffffffff)", "MCFG = 2952790016 (0xb0000000)"));
+        assert!(is_same_machine("busnr = 0 (0x0)", "busnr = 7 (0x7)"));
+        assert!(is_same_machine("MCFG = -1 (0xffffffffffffffff)", "MCFG = 2952790016 (0xb0000000)"));
         // Unlike between two hosts, a device's back end counts.
-        assert!(!is_still("\"n0\"", "\"n1\""));
-        assert!(!is_still("34:56", "34:57"));
-        assert!(!is_still("      dev: smbus-eeprom, id \"\"\n        address = 81 (0x51)\n", ""));
+        assert!(!is_same_machine("\"n0\"", "\"n1\""));
+        assert!(!is_same_machine("34:56", "34:57"));
+        assert!(!is_same_machine("      dev: smbus-eeprom, id \"\"\n        address = 81 (0x51)\n", ""));
     }
 
     #[test]
-    fn what_the_guest_sees_counts() {
+    fn differences_visible_to_the_guest_are_found() {
         let tree = DeviceTree::parse(TEXT);
         let other = |from: &str, to: &str| {
             assert!(TEXT.contains(from));
@@ -378,7 +380,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn nothing_that_is_printed_panics(text in "( {0,4}(dev: |bus: )?[a-z=\", ]{0,12}\n){0,12}") {
+        fn no_printed_text_panics(text in "( {0,4}(dev: |bus: )?[a-z=\", ]{0,12}\n){0,12}") {
             let tree = DeviceTree::parse(&text);
             proptest::prop_assert_eq!(compare_device_trees(&tree, &tree), []);
         }

@@ -7,7 +7,7 @@ use std::process::Command;
 use serde::{Deserialize, Serialize};
 
 use crate::find::QemuProcess;
-use crate::process::systemd_runs;
+use crate::process::is_systemd_running;
 
 /// Values of `Restart` with which systemd starts a unit again when its QEMU is ended by SIGKILL.
 const RESTARTS: &[&str] = &["always", "on-failure", "on-abnormal", "on-abort"];
@@ -16,9 +16,9 @@ const STARTED_BY: &[&str] = &["WantedBy", "RequiredBy", "UpheldBy", "BoundBy", "
 
 /// A way in which a guest would be started a second time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StartsAgain {
+pub struct RestartRisk {
     /// Time at which it happens.
-    pub when: When,
+    pub when: RestartTime,
     /// Description of the finding.
     pub what: String,
     /// Remedy.
@@ -28,7 +28,7 @@ pub struct StartsAgain {
 /// Time at which a guest would be started a second time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum When {
+pub enum RestartTime {
     /// Immediately, when its QEMU ends on this host.
     AtOnce,
     /// At a boot of the host, or at another event for which the unit is started.
@@ -37,7 +37,7 @@ pub enum When {
     Unknown,
 }
 
-impl When {
+impl RestartTime {
     /// Returns the code of the finding.
     pub fn code(self) -> &'static str {
         match self {
@@ -49,8 +49,8 @@ impl When {
 }
 
 /// Returns the ways in which the unit of a process would start its guest a second time.
-pub fn starts_again(process: &QemuProcess) -> Vec<StartsAgain> {
-    let Some(unit) = process.unit.as_ref().filter(|_| systemd_runs()) else { return Vec::new() };
+pub fn starts_again(process: &QemuProcess) -> Vec<RestartRisk> {
+    let Some(unit) = process.unit.as_ref().filter(|_| is_systemd_running()) else { return Vec::new() };
     let mut command = Command::new("systemctl");
     if let Some(user) = process.unit_of_user {
         command.arg("--user").env("XDG_RUNTIME_DIR", format!("/run/user/{user}"));
@@ -59,10 +59,10 @@ pub fn starts_again(process: &QemuProcess) -> Vec<StartsAgain> {
     let Ok(output) = command.args(["show", &properties, "--", unit]).output() else { return Vec::new() };
     let whose = process.unit_of_user.map_or(String::new(), |user| format!(" of user {user}"));
     if output.status.success() {
-        return of_unit(unit, &whose, &String::from_utf8_lossy(&output.stdout));
+        return parse_unit(unit, &whose, &String::from_utf8_lossy(&output.stdout));
     }
-    let unknown = process.unit_of_user.map(|_| StartsAgain {
-        when: When::Unknown,
+    let unknown = process.unit_of_user.map(|_| RestartRisk {
+        when: RestartTime::Unknown,
         what: format!("the systemd{whose} does not say whether unit {unit} would start the guest again"),
         what_to_do: "make sure that the unit is disabled and has Restart=no".to_owned(),
     });
@@ -70,7 +70,7 @@ pub fn starts_again(process: &QemuProcess) -> Vec<StartsAgain> {
 }
 
 /// Parses the output of `systemctl show` for a unit.
-fn of_unit(unit: &str, whose: &str, shown: &str) -> Vec<StartsAgain> {
+fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
     let user = if whose.is_empty() { "" } else { " --user" };
     let properties: BTreeMap<&str, &str> = shown
         .lines()
@@ -79,8 +79,8 @@ fn of_unit(unit: &str, whose: &str, shown: &str) -> Vec<StartsAgain> {
         .collect();
     let mut found = Vec::new();
     if let Some(restart) = properties.get("Restart").filter(|restart| RESTARTS.contains(restart)) {
-        found.push(StartsAgain {
-            when: When::AtOnce,
+        found.push(RestartRisk {
+            when: RestartTime::AtOnce,
             what: format!(
                 "systemd unit {unit}{whose} has Restart={restart} and would start the guest again as soon as it has moved"
             ),
@@ -92,8 +92,8 @@ fn of_unit(unit: &str, whose: &str, shown: &str) -> Vec<StartsAgain> {
         STARTED_BY.iter().filter_map(|name| Some(format!("{name}={}", properties.get(name)?))).collect();
     if is_enabled || !starters.is_empty() {
         let why = if is_enabled { "is enabled".to_owned() } else { format!("has {}", starters.join(", ")) };
-        found.push(StartsAgain {
-            when: When::AtBoot,
+        found.push(RestartRisk {
+            when: RestartTime::AtBoot,
             what: format!(
                 "systemd unit {unit}{whose} {why} and would start a second copy of the guest when this host boots"
             ),
@@ -110,9 +110,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_starts_a_guest_again_is_found() {
-        let found = |shown: &str| -> Vec<When> {
-            of_unit("web.service", "", shown).into_iter().map(|found| found.when).collect()
+    fn restart_risks_are_found() {
+        let found = |shown: &str| -> Vec<RestartTime> {
+            parse_unit("web.service", "", shown).into_iter().map(|found| found.when).collect()
         };
         let static_unit = "Restart=no\nUnitFileState=static\nWantedBy=\nRequiredBy=\nTriggeredBy=\n";
         assert_eq!(found(static_unit), []);
@@ -120,22 +120,22 @@ mod tests {
         // A SIGKILL is no success.
         assert_eq!(found("Restart=on-success\nUnitFileState=transient\n"), []);
         for restart in RESTARTS {
-            assert_eq!(found(&format!("Restart={restart}\n")), [When::AtOnce]);
+            assert_eq!(found(&format!("Restart={restart}\n")), [RestartTime::AtOnce]);
         }
         for state in ["enabled", "enabled-runtime"] {
-            assert_eq!(found(&format!("Restart=no\nUnitFileState={state}\n")), [When::AtBoot]);
+            assert_eq!(found(&format!("Restart=no\nUnitFileState={state}\n")), [RestartTime::AtBoot]);
         }
         for started_by in STARTED_BY {
             assert_eq!(
                 found(&format!("Restart=no\nUnitFileState=static\n{started_by}=x.target\n")),
-                [When::AtBoot]
+                [RestartTime::AtBoot]
             );
         }
         assert_eq!(
             found("Restart=always\nUnitFileState=enabled\nWantedBy=x.target\n"),
-            [When::AtOnce, When::AtBoot]
+            [RestartTime::AtOnce, RestartTime::AtBoot]
         );
-        let of_user = of_unit("web.service", " of user 7", "Restart=no\nUnitFileState=enabled\n");
+        let of_user = parse_unit("web.service", " of user 7", "Restart=no\nUnitFileState=enabled\n");
         assert!(of_user[0].what_to_do.contains("systemctl --user disable web.service"), "{of_user:?}");
     }
 }

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::cmdline::{self, Policy};
+use crate::cmdline::{self, OptionPolicy};
 use crate::command::{LOG_FILE, QMP_FILE, monitor};
 use crate::process::Launch;
 
@@ -131,8 +131,8 @@ impl VmFile {
                 "daemonize" | "pidfile" => "the agent keeps track of its processes",
                 "incoming" | "loadvm" => "a guest of a file is started anew",
                 "name" => "the name is that of the key `name`",
-                name => match cmdline::known(name).map(|known| known.policy) {
-                    Some(Policy::Refuse(why)) => why,
+                name => match cmdline::option_spec(name).map(|option_spec| option_spec.policy) {
+                    Some(OptionPolicy::Refuse(why)) => why,
                     _ => continue,
                 },
             };

@@ -38,7 +38,7 @@ fn scans(benches: &mut Benches) {
                     let mut victim = Victim::start(&["mode-memory"]);
                     let range = victim.map(kind, BYTES);
                     victim.ask(&format!("write 0 {BYTES} 1"));
-                    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+                    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
                     let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
                     let memory = RemoteMemory::new(&victim.process).unwrap();
                     let written: Vec<AddressRange> = every.map_or(Vec::new(), |every| {
@@ -68,7 +68,7 @@ fn scan_of_a_large_range(benches: &mut Benches) {
     benches.timed_in_part("scan, 4 GiB/64 pages", Amount::Of(LARGE / PAGE_SIZE, "page"), || {
         let mut victim = Victim::start(&["mode-memory"]);
         let range = victim.map("anonymous", LARGE);
-        let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+        let uffd = injector().create_userfaultfd(&victim.process).unwrap();
         let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
         let memory = RemoteMemory::new(&victim.process).unwrap();
         let written: Vec<AddressRange> = (range.start..range.end)

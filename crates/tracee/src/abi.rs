@@ -41,7 +41,7 @@ const _: () = assert!(
 );
 const _: () = assert!(linux_raw_sys::ioctl::UFFDIO_WAKE == opcode::read::<uffdio_range>(0xAA, 0x02) as u32);
 
-/// Features of a userfaultfd that [`crate::MissingPages`] requests: threads also wait for pages of shared memory.
+/// Features of a userfaultfd that [`crate::PageFaultHandler`] requests: threads also wait for pages of shared memory.
 pub(crate) const MISSING_FEATURES: u64 = raw::UFFD_FEATURE_MISSING_SHMEM as u64;
 /// Calls that it needs for each range.
 pub(crate) const PLACING_CALLS: u64 =

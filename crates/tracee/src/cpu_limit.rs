@@ -11,7 +11,7 @@
 //! thread stands still for long.
 //!
 //! The threads return to their original groups when the limit is dropped. If this process dies they keep the last limit
-//! until another process calls [`CpuLimit::end_left`], which several may do at once.
+//! until another process calls [`CpuLimit::end_leftover`], which several may do at once.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,16 +25,16 @@ use crate::{Process, ProcessError};
 pub const PERIOD: Duration = Duration::from_millis(24);
 
 /// Minimum time in a period that the kernel accepts, in microseconds.
-const LEAST_QUOTA_US: u64 = 1_000;
+const MIN_QUOTA_US: u64 = 1_000;
 
 /// Prefix of the names of this crate's groups; the numbers of the process and of the thread follow.
-const NAME: &str = "whimbrel-cpu-";
+const GROUP_PREFIX: &str = "whimbrel-cpu-";
 /// Suffix of the names if the controller was enabled in the group above, and has to be disabled there.
-const SWITCHED_ON: &str = "-on";
+const ENABLED_SUFFIX: &str = "-on";
 
 /// Maximum number of passes that move threads back, because threads in the group may have started others in the
 /// meantime.
-const ROUNDS: u32 = 100;
+const MAX_PASSES: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Error: threads cannot be limited.
@@ -80,12 +80,12 @@ pub enum CpuLimitError {
 
 /// Versions of control groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     One,
     Two,
 }
 
-impl Version {
+impl CgroupVersion {
     /// Returns the name of the file that lists a group's threads.
     fn threads(self) -> &'static str {
         match self {
@@ -99,13 +99,13 @@ impl Version {
 #[derive(Debug)]
 pub struct CpuLimit {
     /// One group for each thread.
-    groups: Vec<Group>,
+    groups: Vec<LimitGroup>,
 }
 
 /// A group that this process created for one thread.
 #[derive(Debug)]
-struct Group {
-    version: Version,
+struct LimitGroup {
+    version: CgroupVersion,
     path: PathBuf,
 }
 
@@ -121,7 +121,7 @@ impl CpuLimit {
         // Dropped after an error, it moves the threads back.
         let mut this = Self { groups: Vec::new() };
         for (thread, (version, home)) in threads.iter().zip(homes) {
-            let group = Group::make(version, &home, &format!("{}{thread}", name_of(process)))?;
+            let group = LimitGroup::make(version, &home, &format!("{}{thread}", group_prefix(process)))?;
             let list = group.path.join(version.threads());
             this.groups.push(group);
             write(&list, &thread.to_string())?;
@@ -132,15 +132,15 @@ impl CpuLimit {
     /// Limits each thread to this processor time, in microseconds per second; none means no limit.
     pub fn set(&self, us_per_s: Option<u64>) -> Result<(), CpuLimitError> {
         let period_us = PERIOD.as_micros() as u64;
-        let quota_us = us_per_s.map(|us| (us.saturating_mul(period_us) / 1_000_000).max(LEAST_QUOTA_US));
+        let quota_us = us_per_s.map(|us| (us.saturating_mul(period_us) / 1_000_000).max(MIN_QUOTA_US));
         self.groups.iter().try_for_each(|group| group.set(quota_us))
     }
 
     /// Ends limits that another process has left: moves the process's threads back to their original groups. Returns
     /// true if there were any.
-    pub fn end_left(process: &Process) -> Result<bool, CpuLimitError> {
+    pub fn end_leftover(process: &Process) -> Result<bool, CpuLimitError> {
         let Ok(mounts) = Mounts::of_this_process() else { return Ok(false) };
-        let name = name_of(process);
+        let name = group_prefix(process);
         let is_ours =
             |path: &Path| path.file_name().is_some_and(|last| last.to_string_lossy().starts_with(&name));
         let mut homes = BTreeMap::new();
@@ -158,20 +158,20 @@ impl CpuLimit {
             .into_iter()
             .flat_map(|(home, version)| {
                 let paths: Vec<_> = groups_in(&home).map(|name| home.join(name)).collect();
-                paths.into_iter().map(move |path| Group { version, path })
+                paths.into_iter().map(move |path| LimitGroup { version, path })
             })
             .filter(|group| is_ours(&group.path))
             .collect();
         // First all limits are lifted; an error with one group does not prevent the handling of the others.
-        let lifted = groups.iter().map(|group| unless_gone(group.set(None))).fold(Ok(()), Result::and);
-        let ended = groups.iter().map(|group| unless_gone(group.end())).fold(Ok(()), Result::and);
+        let lifted = groups.iter().map(|group| ignore_gone(group.set(None))).fold(Ok(()), Result::and);
+        let ended = groups.iter().map(|group| ignore_gone(group.end())).fold(Ok(()), Result::and);
         lifted.and(ended)?;
         Ok(!groups.is_empty())
     }
 }
 
 impl Drop for CpuLimit {
-    /// Errors are ignored; [`CpuLimit::end_left`] reports them.
+    /// Errors are ignored; [`CpuLimit::end_leftover`] reports them.
     fn drop(&mut self) {
         for group in &self.groups {
             let _ = group.set(None);
@@ -180,11 +180,11 @@ impl Drop for CpuLimit {
     }
 }
 
-impl Group {
+impl LimitGroup {
     /// Creates a group below another one, or reuses one that was left there, without a limit.
-    fn make(version: Version, home: &Path, name: &str) -> Result<Self, CpuLimitError> {
+    fn make(version: CgroupVersion, home: &Path, name: &str) -> Result<Self, CpuLimitError> {
         let mut name = name.to_owned();
-        if version == Version::Two {
+        if version == CgroupVersion::Two {
             let has_cpu = |file: &str| {
                 let words = fs::read_to_string(home.join(file)).unwrap_or_default();
                 words.split_whitespace().any(|word| word == "cpu")
@@ -193,16 +193,20 @@ impl Group {
                 return Err(CpuLimitError::NoController { group: home.to_owned() });
             }
             // The last of several guests that share the group disables it, whichever that is.
-            if !has_cpu("cgroup.subtree_control") || groups_in(home).any(|name| name.ends_with(SWITCHED_ON)) {
-                name += SWITCHED_ON;
+            if !has_cpu("cgroup.subtree_control")
+                || groups_in(home).any(|name| name.ends_with(ENABLED_SUFFIX))
+            {
+                name += ENABLED_SUFFIX;
             }
         }
         let group = Self { version, path: home.join(name) };
         make_directory(&group.path)?;
         let made = match version {
-            Version::One => write(&group.path.join("cpu.cfs_period_us"), &PERIOD.as_micros().to_string()),
+            CgroupVersion::One => {
+                write(&group.path.join("cpu.cfs_period_us"), &PERIOD.as_micros().to_string())
+            }
             // A group that has threads itself may have only threaded groups below it.
-            Version::Two => write(&group.path.join("cgroup.type"), "threaded")
+            CgroupVersion::Two => write(&group.path.join("cgroup.type"), "threaded")
                 .and_then(|()| write(&home.join("cgroup.subtree_control"), "+cpu")),
         };
         match made.and_then(|()| group.set(None)) {
@@ -216,8 +220,10 @@ impl Group {
 
     fn set(&self, quota_us: Option<u64>) -> Result<(), CpuLimitError> {
         let (file, limited, unlimited) = match self.version {
-            Version::One => ("cpu.cfs_quota_us", quota_us.map(|us| us.to_string()), "-1"),
-            Version::Two => ("cpu.max", quota_us.map(|us| format!("{us} {}", PERIOD.as_micros())), "max"),
+            CgroupVersion::One => ("cpu.cfs_quota_us", quota_us.map(|us| us.to_string()), "-1"),
+            CgroupVersion::Two => {
+                ("cpu.max", quota_us.map(|us| format!("{us} {}", PERIOD.as_micros())), "max")
+            }
         };
         let path = self.path.join(file);
         match write(&path, limited.as_deref().unwrap_or(unlimited)) {
@@ -241,7 +247,7 @@ impl Group {
         };
         // Threads that were started by those in the group are in it as well, maybe since it was read; and a thread
         // that is ending stays.
-        for round in 0..ROUNDS {
+        for round in 0..MAX_PASSES {
             let threads = fs::read_to_string(&list).map_err(failed("read", &list))?;
             if threads.trim().is_empty() {
                 break;
@@ -259,27 +265,29 @@ impl Group {
             }
         }
         fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?;
-        if self.path.to_string_lossy().ends_with(SWITCHED_ON) {
-            switch_off(home);
+        if self.path.to_string_lossy().ends_with(ENABLED_SUFFIX) {
+            disable_controller(home);
         }
         Ok(())
     }
 }
 
 /// Returns the prefix of the names of a process's groups.
-fn name_of(process: &Process) -> String {
-    format!("{NAME}{}-", process.pid())
+fn group_prefix(process: &Process) -> String {
+    format!("{GROUP_PREFIX}{}-", process.pid())
 }
 
 /// Returns the names of this crate's groups below one.
 fn groups_in(home: &Path) -> impl Iterator<Item = String> {
     let entries = fs::read_dir(home).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(NAME))
+    entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.starts_with(GROUP_PREFIX))
 }
 
 /// Stops the delegation of the controller by the parent group, unless another guest's group needs it: its limit would
 /// be lost, and the kernel would not report it.
-fn switch_off(home: &Path) {
+fn disable_controller(home: &Path) {
     if groups_in(home).next().is_none() {
         let _ = write(&home.join("cgroup.subtree_control"), "-cpu");
     }
@@ -287,7 +295,7 @@ fn switch_off(home: &Path) {
 
 /// Mount point of the file system of control groups.
 struct Mounts {
-    version: Version,
+    version: CgroupVersion,
     /// Group that is visible at the mount point.
     root: PathBuf,
     point: PathBuf,
@@ -297,14 +305,14 @@ impl Mounts {
     fn of_this_process() -> Result<Self, CpuLimitError> {
         let path = PathBuf::from("/proc/self/mountinfo");
         match fs::read_to_string(&path) {
-            Ok(text) => Self::among(&text).ok_or(CpuLimitError::Unsupported),
+            Ok(text) => Self::parse(&text).ok_or(CpuLimitError::Unsupported),
             Err(source) => Err(CpuLimitError::Io { action: "read", path, source }),
         }
     }
 
     /// Returns the mount that limits processors: that of version one, if there is one, because a controller exists in
     /// one version only.
-    fn among(mountinfo: &str) -> Option<Self> {
+    fn parse(mountinfo: &str) -> Option<Self> {
         let mounts = mountinfo.lines().filter_map(|line| {
             let (place, kind) = line.split_once(" - ")?;
             let mut place = place.split(' ').skip(3).map(unescaped);
@@ -312,24 +320,24 @@ impl Mounts {
             let mut kind = kind.split(' ');
             let (kind, options) = (kind.next()?, kind.nth(1)?);
             let version = match kind {
-                "cgroup" if options.split(',').any(|option| option == "cpu") => Version::One,
-                "cgroup2" => Version::Two,
+                "cgroup" if options.split(',').any(|option| option == "cpu") => CgroupVersion::One,
+                "cgroup2" => CgroupVersion::Two,
                 _ => return None,
             };
             Some(Self { version, root: root.into(), point: point.into() })
         });
-        mounts.min_by_key(|mount| mount.version != Version::One)
+        mounts.min_by_key(|mount| mount.version != CgroupVersion::One)
     }
 
     /// Returns the directory of a thread's group.
-    fn group_of(&self, process: &Process, thread: u32) -> Result<(Version, PathBuf), CpuLimitError> {
+    fn group_of(&self, process: &Process, thread: u32) -> Result<(CgroupVersion, PathBuf), CpuLimitError> {
         let file = process.path(&format!("task/{thread}/cgroup"));
         let text = fs::read_to_string(&file).map_err(|source| CpuLimitError::Io {
             action: "read",
             path: file,
             source,
         })?;
-        let group = group_among(&text, self.version).ok_or(CpuLimitError::Unsupported)?;
+        let group = parse_group(&text, self.version).ok_or(CpuLimitError::Unsupported)?;
         let below = Path::new(group)
             .strip_prefix(&self.root)
             .ok()
@@ -341,13 +349,13 @@ impl Mounts {
 }
 
 /// Returns the group that `/proc/PID/cgroup` names: `9:cpu,cpuacct:/a` of version one, `0::/a` of version two.
-fn group_among(text: &str, version: Version) -> Option<&str> {
+fn parse_group(text: &str, version: CgroupVersion) -> Option<&str> {
     text.lines().find_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
         let (controllers, group) = (parts.next()?, parts.next()?);
         let is_it = match version {
-            Version::One => controllers.split(',').any(|controller| controller == "cpu"),
-            Version::Two => controllers.is_empty(),
+            CgroupVersion::One => controllers.split(',').any(|controller| controller == "cpu"),
+            CgroupVersion::Two => controllers.is_empty(),
         };
         is_it.then_some(group)
     })
@@ -370,7 +378,7 @@ fn unescaped(text: &str) -> String {
 }
 
 /// Ignores the error that a group is gone: another process has removed it at the same time.
-fn unless_gone(done: Result<(), CpuLimitError>) -> Result<(), CpuLimitError> {
+fn ignore_gone(done: Result<(), CpuLimitError>) -> Result<(), CpuLimitError> {
     let gone = [Some(nix::libc::ENOENT), Some(nix::libc::ENODEV)];
     match done {
         Err(CpuLimitError::Io { source, .. }) if gone.contains(&source.raw_os_error()) => Ok(()),
@@ -408,20 +416,23 @@ mod tests {
 
     #[test]
     fn the_version_that_has_the_controller_is_found() {
-        let one = Mounts::among(BOTH).unwrap();
-        assert_eq!((one.version, one.point), (Version::One, "/sys/fs/cgroup/cpu and acct".into()));
-        let two = Mounts::among("32 24 0:28 /a /sys/fs/cgroup rw - cgroup2 cgroup2 rw").unwrap();
-        assert_eq!((two.version, two.root, two.point), (Version::Two, "/a".into(), "/sys/fs/cgroup".into()));
-        assert!(Mounts::among("24 1 0:21 / /proc rw - proc proc rw\nnonsense").is_none());
+        let one = Mounts::parse(BOTH).unwrap();
+        assert_eq!((one.version, one.point), (CgroupVersion::One, "/sys/fs/cgroup/cpu and acct".into()));
+        let two = Mounts::parse("32 24 0:28 /a /sys/fs/cgroup rw - cgroup2 cgroup2 rw").unwrap();
+        assert_eq!(
+            (two.version, two.root, two.point),
+            (CgroupVersion::Two, "/a".into(), "/sys/fs/cgroup".into())
+        );
+        assert!(Mounts::parse("24 1 0:21 / /proc rw - proc proc rw\nnonsense").is_none());
     }
 
     #[test]
     fn a_thread_s_group_is_found() {
         let text = "9:name=systemd:/\n4:cpuset:/x\n3:cpu,cpuacct:/machine/a:b\n0::/y\n";
-        assert_eq!(group_among(text, Version::One), Some("/machine/a:b"));
-        assert_eq!(group_among(text, Version::Two), Some("/y"));
-        assert_eq!(group_among("4:cpuset:/x\n", Version::One), None);
-        assert_eq!(group_among("", Version::Two), None);
+        assert_eq!(parse_group(text, CgroupVersion::One), Some("/machine/a:b"));
+        assert_eq!(parse_group(text, CgroupVersion::Two), Some("/y"));
+        assert_eq!(parse_group("4:cpuset:/x\n", CgroupVersion::One), None);
+        assert_eq!(parse_group("", CgroupVersion::Two), None);
     }
 
     #[test]
@@ -432,7 +443,7 @@ mod tests {
 
     /// Checks the writes to a group of version two, on plain files. `tests/cpu_limit` tests a real one.
     #[test]
-    fn groups_of_version_two_are_told_what_they_have_to_be() {
+    fn groups_of_version_two_get_the_right_settings() {
         let home = tempfile::tempdir().unwrap();
         let path = |name: &str| home.path().join(name);
         let group = path("whimbrel-cpu-7-9-on");
@@ -443,7 +454,7 @@ mod tests {
         for file in ["cgroup.type", "cpu.max", "cgroup.threads"] {
             fs::write(group.join(file), "").unwrap();
         }
-        let make = || Group::make(Version::Two, home.path(), "whimbrel-cpu-7-9");
+        let make = || LimitGroup::make(CgroupVersion::Two, home.path(), "whimbrel-cpu-7-9");
         assert!(matches!(make(), Err(CpuLimitError::NoController { .. })));
         fs::write(path("cgroup.controllers"), "cpu memory pids\n").unwrap();
         let made = make().unwrap();
@@ -465,14 +476,14 @@ mod tests {
             fs::create_dir_all(path("whimbrel-cpu-8-8-on")).unwrap();
             fs::write(path("whimbrel-cpu-8-8-on").join(file), "").unwrap();
         }
-        let another = Group::make(Version::Two, home.path(), "whimbrel-cpu-8-8").unwrap();
+        let another = LimitGroup::make(CgroupVersion::Two, home.path(), "whimbrel-cpu-8-8").unwrap();
         assert_eq!(another.path, path("whimbrel-cpu-8-8-on"));
         fs::remove_dir_all(&group).unwrap();
         fs::write(path("cgroup.subtree_control"), "cpu\n").unwrap();
-        switch_off(home.path());
+        disable_controller(home.path());
         assert_eq!(says(path("cgroup.subtree_control")), "cpu\n");
         fs::remove_dir_all(another.path).unwrap();
-        switch_off(home.path());
+        disable_controller(home.path());
         assert_eq!(says(path("cgroup.subtree_control")), "-cpu");
     }
 }

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_has_it_alone_gets_a_lease() {
+    fn only_an_exclusive_opener_gets_a_lease() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk");
         std::fs::write(&path, "x").unwrap();

@@ -9,12 +9,12 @@
 //! | [`Kernel`] | checks that this kernel has the needed features |
 //! | [`Injector`] | makes the process run single system calls (ptrace, from a small process of its own) |
 //! | [`WriteTracker`] | returns the pages that were written since the last call (userfaultfd, `PAGEMAP_SCAN`) |
-//! | [`MissingPages`] | makes threads wait for missing pages, and places the pages |
+//! | [`PageFaultHandler`] | makes threads wait for missing pages, and places the pages |
 //! | [`CpuLimit`] | limits the processor time of some of its threads (control groups) |
 //! | [`maps`], [`Pagemap`] | memory map, and which pages exist |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
-//! ([`heap`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: none of these operations
+//! ([`allocator`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: none of these operations
 //! has a safe interface.)
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines or migrations. Everything that changes
@@ -22,15 +22,15 @@
 //! missing pages have none, on purpose, and the next process has to undo a limit on processors.
 
 mod abi;
+pub mod allocator;
 mod arch;
 mod cpu_limit;
-mod given_back;
-pub mod heap;
+mod discarded;
 mod inject;
 mod kernel;
 mod lease;
 pub mod maps;
-mod missing;
+mod page_faults;
 mod pagemap;
 mod process;
 mod ram_file;
@@ -41,11 +41,11 @@ mod unsent;
 
 pub use cpu_limit::{CpuLimit, CpuLimitError, PERIOD as CPU_LIMIT_PERIOD};
 #[doc(hidden)]
-pub use inject::holds_a_thread;
-pub use inject::{InjectError, Injector, LeftUserfaultfd, injector_main};
+pub use inject::is_holding_thread;
+pub use inject::{InjectError, Injector, LastingUserfaultfd, injector_main};
 pub use kernel::{Feature, Kernel, MissingFeatures};
 pub use lease::Lease;
-pub use missing::{MissingError, MissingPages};
+pub use page_faults::{PageFaultError, PageFaultHandler};
 pub use pagemap::Pagemap;
 pub use process::{Process, ProcessError, Signal, Status, ThreadTimes};
 pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};

@@ -65,7 +65,7 @@ impl Pagemap {
         match self.scan_populated(range, found) {
             Err(error) if Errno::from_io_error(&error) == Some(Errno::NOTTY) => {
                 found.truncate(from);
-                self.entries(range, &[Entry::Present, Entry::Swapped], found)?;
+                self.entries(range, &[PageEntry::Present, PageEntry::Swapped], found)?;
             }
             scanned => scanned?,
         }
@@ -86,7 +86,7 @@ impl Pagemap {
         })?;
         for part in absent {
             // A page that was swapped in since the scan exists as well.
-            self.entries(part, &[Entry::Present, Entry::Swapped], found)?;
+            self.entries(part, &[PageEntry::Present, PageEntry::Swapped], found)?;
         }
         Ok(())
     }
@@ -96,7 +96,7 @@ impl Pagemap {
     pub(crate) fn entries(
         &self,
         range: AddressRange,
-        wanted: &[Entry],
+        wanted: &[PageEntry],
         found: &mut Vec<AddressRange>,
     ) -> io::Result<()> {
         let mut bytes = vec![0; (range.len() / PAGE_SIZE).min(ENTRIES_PER_STEP) as usize * 8];
@@ -106,7 +106,7 @@ impl Pagemap {
             let bytes = &mut bytes[..pages as usize * 8];
             self.file.read_exact_at(bytes, at / PAGE_SIZE * 8)?;
             for entry in bytes.as_chunks::<8>().0 {
-                if wanted.contains(&Entry::of(u64::from_le_bytes(*entry))) {
+                if wanted.contains(&PageEntry::of(u64::from_le_bytes(*entry))) {
                     found.push(AddressRange::with_len(at, PAGE_SIZE));
                 }
                 at += PAGE_SIZE;
@@ -147,7 +147,7 @@ impl Pagemap {
 
 /// State of a page in an entry of `/proc/PID/pagemap`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Entry {
+pub(crate) enum PageEntry {
     /// Never touched, or discarded.
     Nothing,
     /// Never touched, or discarded, under protection.
@@ -158,7 +158,7 @@ pub(crate) enum Entry {
     Present,
 }
 
-impl Entry {
+impl PageEntry {
     fn of(entry: u64) -> Self {
         const PRESENT: u64 = 1 << 63;
         const SWAPPED: u64 = 1 << 62;
@@ -181,21 +181,21 @@ mod tests {
 
     /// Entries as Linux 6.18 writes them; bits 56 and 57 mean "mapped by this process alone" and "protected".
     #[test]
-    fn entries_are_told_apart() {
+    fn entries_are_distinguished() {
         const ALONE: u64 = 1 << 56;
         const PROTECTED: u64 = 1 << 57;
         for (raw, entry) in [
-            (0, Entry::Nothing),
-            (1 << 62 | PROTECTED | 31, Entry::Marker),
-            (1 << 62 | PROTECTED, Entry::Swapped),
-            (1 << 62 | 77 << 5 | 3, Entry::Swapped),
-            (1 << 63 | ALONE, Entry::Present),
-            (1 << 63 | ALONE | PROTECTED | 0x12_3456, Entry::Present),
+            (0, PageEntry::Nothing),
+            (1 << 62 | PROTECTED | 31, PageEntry::Marker),
+            (1 << 62 | PROTECTED, PageEntry::Swapped),
+            (1 << 62 | 77 << 5 | 3, PageEntry::Swapped),
+            (1 << 63 | ALONE, PageEntry::Present),
+            (1 << 63 | ALONE | PROTECTED | 0x12_3456, PageEntry::Present),
             // One page in 32 has such a frame number.
-            (1 << 63 | ALONE | 0x12_345f, Entry::Present),
-            (1 << 63 | PROTECTED | 31, Entry::Present),
+            (1 << 63 | ALONE | 0x12_345f, PageEntry::Present),
+            (1 << 63 | PROTECTED | 31, PageEntry::Present),
         ] {
-            assert_eq!(Entry::of(raw), entry, "{raw:#x}");
+            assert_eq!(PageEntry::of(raw), entry, "{raw:#x}");
         }
     }
 
@@ -229,14 +229,14 @@ mod tests {
 
     /// Every page of this test's own memory exists, whatever its frame.
     #[test]
-    fn pages_that_are_there_are_found_one_by_one() {
+    fn existing_pages_are_found_one_by_one() {
         const PAGES: u64 = 1024;
         let memory = vec![1_u8; ((PAGES + 1) * PAGE_SIZE) as usize];
         let start = (memory.as_ptr() as u64).next_multiple_of(PAGE_SIZE);
         let range = AddressRange::with_len(start, PAGES * PAGE_SIZE);
         let pagemap = Pagemap::open(&Process::open(std::process::id()).unwrap()).unwrap();
         let mut found = Vec::new();
-        pagemap.entries(range, &[Entry::Present, Entry::Swapped], &mut found).unwrap();
+        pagemap.entries(range, &[PageEntry::Present, PageEntry::Swapped], &mut found).unwrap();
         merge_from(&mut found, 0);
         assert_eq!(found, [range]);
     }

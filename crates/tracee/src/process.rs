@@ -270,7 +270,7 @@ impl Process {
     }
 
     /// Returns the id that a thread has in its own PID namespace.
-    pub fn own_number(&self, thread: u32) -> Result<u32, ProcessError> {
+    pub fn namespace_id(&self, thread: u32) -> Result<u32, ProcessError> {
         let status = self.read_of_thread(thread, "status")?;
         let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
         // Absent in kernels without such namespaces.
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_has_ended_is_gone_and_its_number_means_nothing() {
+    fn a_process_that_has_ended_is_reported_as_gone() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let process = Process::open(child.id()).unwrap();
         assert!(process.is_alive());

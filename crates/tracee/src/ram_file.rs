@@ -202,7 +202,7 @@ impl RamFile {
     }
 
     /// Returns true if [`RamFile::data_runs`] reports holes: not on hugetlbfs, where everything counts as data.
-    pub fn tells_holes(&self) -> bool {
+    pub fn has_hole_info(&self) -> bool {
         self.kind != RamFileKind::Hugetlbfs
     }
 
@@ -256,7 +256,7 @@ impl RamFile {
     /// without reading anything.
     ///
     /// The kernel reports it only to processes that may write the file; for others everything counts as "in memory".
-    pub fn runs_in_memory(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
+    pub fn resident_runs(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
         let pages = residency(&self.file, &range).map_err(|source| RamFileError::Io {
             action: "find what is in memory of",
             offset: range.start,

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn intersection_is_what_both_hold() {
+    fn intersection_contains_common_addresses() {
         let a = AddressRange::new(10, 20);
         assert_eq!(a.intersection(&AddressRange::new(15, 30)), Some(AddressRange::new(15, 20)));
         assert_eq!(a.intersection(&AddressRange::new(20, 30)), None);

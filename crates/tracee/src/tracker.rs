@@ -10,7 +10,7 @@
 //! protected, every page has an entry in the page table, at least a marker; so a page without one
 //! was dropped since (balloon, reclaim), and its mark with it, and counts as written. Discarded
 //! pages that kept a mark of being clean are found among the others that are not present: see
-//! `given_back`.
+//! `discarded`.
 //!
 //! One query covers both, so that the page table is walked once.
 //!
@@ -28,17 +28,17 @@ use std::os::fd::OwnedFd;
 use linux_raw_sys::general as raw;
 
 use crate::abi::{self, ScanQuery};
-use crate::given_back::GivenBack;
+use crate::discarded::DiscardedPages;
 use crate::maps;
-use crate::pagemap::{Entry, Pagemap};
+use crate::pagemap::{PageEntry, Pagemap};
 use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 use crate::{Process, ProcessError, RamFileError, RemoteMemory};
 
 mod start;
 mod walkers;
 
+use start::RemainingSteps;
 pub use start::TrackerStart;
-use start::Work;
 use walkers::Walkers;
 
 /// Error: writes cannot be tracked.
@@ -100,7 +100,7 @@ pub enum TrackError {
 /// Tracks writes to memory of another process until it is dropped.
 #[derive(Debug)]
 pub struct WriteTracker {
-    registered: Registered,
+    registered: Registration,
     pagemap: Pagemap,
     walkers: Walkers,
     memory: RemoteMemory,
@@ -109,7 +109,7 @@ pub struct WriteTracker {
 
 /// Undo guard: the registered ranges, and the only descriptor that keeps them registered.
 #[derive(Debug)]
-struct Registered {
+struct Registration {
     uffd: OwnedFd,
     areas: Vec<Area>,
 }
@@ -120,11 +120,11 @@ struct Area {
     range: AddressRange,
     /// Page size in bytes.
     page_size: u64,
-    given_back: GivenBack,
+    discarded: DiscardedPages,
 }
 
 impl WriteTracker {
-    /// Initialises a fresh userfaultfd of `process` (see [`crate::Injector::take_userfaultfd`]) and
+    /// Initialises a fresh userfaultfd of `process` (see [`crate::Injector::create_userfaultfd`]) and
     /// tracks `ranges` with it. From here on the first scan returns every page that was written
     /// since. The caller has to send all pages once, and must not read them (nor query holes)
     /// before this call.
@@ -158,7 +158,7 @@ impl WriteTracker {
         for &range in ranges {
             found.extend(areas(process, range)?);
         }
-        let registered = Registered { uffd, areas: Vec::new() };
+        let registered = Registration { uffd, areas: Vec::new() };
         let memory = RemoteMemory::new(process)?;
         let walkers = Walkers::default();
         let tracker = Self { registered, pagemap, walkers, memory, process: process.try_clone()? };
@@ -175,7 +175,7 @@ impl WriteTracker {
     /// # Errors
     /// This range is unchanged, and the others stay tracked.
     pub fn add(&mut self, range: AddressRange) -> Result<(), TrackError> {
-        let mut work = Work::new(areas(&self.process, range)?);
+        let mut work = RemainingSteps::new(areas(&self.process, range)?);
         let before = self.registered.areas.len();
         loop {
             match work.step(self) {
@@ -231,7 +231,7 @@ impl WriteTracker {
     fn scan(&mut self, range: AddressRange, dirty: &mut Vec<AddressRange>) -> Result<(), TrackError> {
         let mut absent = Vec::new();
         let mut result = Ok(());
-        for part in self.walkers.walk(&mut self.pagemap, range, take_part) {
+        for part in self.walkers.walk(&mut self.pagemap, range, scan_part) {
             dirty.extend(part.dirty);
             absent.extend(part.absent);
             result = result.and(part.result);
@@ -243,13 +243,13 @@ impl WriteTracker {
         })?;
         merge_from(&mut absent, 0);
         merge_from(dirty, 0);
-        let mut given_back = Vec::new();
+        let mut discarded = Vec::new();
         let areas = self.registered.areas.iter_mut();
         let mut parts = areas.filter_map(|area| Some((area.range.intersection(&range)?, area)));
         let result = parts.try_for_each(|(part, area)| {
-            area.update_given_back(&self.pagemap, part, dirty, &absent, &mut given_back)
+            area.update_discarded(&self.pagemap, part, dirty, &absent, &mut discarded)
         });
-        dirty.append(&mut given_back);
+        dirty.append(&mut discarded);
         result
     }
 
@@ -282,7 +282,7 @@ struct Taken {
     result: io::Result<()>,
 }
 
-fn take_part(pagemap: &mut Pagemap, range: AddressRange) -> Taken {
+fn scan_part(pagemap: &mut Pagemap, range: AddressRange) -> Taken {
     let (mut dirty, mut absent) = (Vec::new(), Vec::new());
     let result = pagemap.scan(range, WRITTEN_OR_ABSENT, |part, categories| {
         // A page that is neither present nor in swap (nor has a marker) has no entry, so it was dropped.
@@ -297,8 +297,8 @@ fn take_part(pagemap: &mut Pagemap, range: AddressRange) -> Taken {
 }
 
 impl Area {
-    /// Calls [`GivenBack::update`]; `absent` may go beyond the range.
-    fn update_given_back(
+    /// Calls [`DiscardedPages::update`]; `absent` may go beyond the range.
+    fn update_discarded(
         &mut self,
         pagemap: &Pagemap,
         range: AddressRange,
@@ -306,19 +306,19 @@ impl Area {
         absent: &[AddressRange],
         dirty: &mut Vec<AddressRange>,
     ) -> Result<(), TrackError> {
-        if self.given_back.needs_nothing() {
+        if self.discarded.is_unneeded() {
             return Ok(());
         }
         let absent = intersect(absent, &[range]);
         let mut swapped = Vec::new();
-        if self.given_back.looks_at_markers() && self.page_size == PAGE_SIZE {
+        if self.discarded.is_marker_based() && self.page_size == PAGE_SIZE {
             let read =
-                absent.iter().try_for_each(|&run| pagemap.entries(run, &[Entry::Swapped], &mut swapped));
+                absent.iter().try_for_each(|&run| pagemap.entries(run, &[PageEntry::Swapped], &mut swapped));
             read.map_err(|source| TrackError::Io { action: "scan", range, source })?;
             merge_from(&mut swapped, 0);
         }
         let absent = subtract(&absent, &swapped);
-        Ok(self.given_back.update(range, written, &absent, dirty)?)
+        Ok(self.discarded.update(range, written, &absent, dirty)?)
     }
 }
 
@@ -326,11 +326,11 @@ const IS_WRITTEN: u64 = raw::PAGE_IS_WRITTEN as u64;
 const IS_SWAPPED: u64 = raw::PAGE_IS_SWAPPED as u64;
 const IS_PRESENT: u64 = raw::PAGE_IS_PRESENT as u64;
 /// Flags: protect the found pages in the same step; return an error if a page is not tracked.
-const TAKE: u64 = (raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC) as u64;
+const SCAN_FLAGS: u64 = (raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC) as u64;
 
 /// Pages that were written, and pages that are not in the page table.
 const WRITTEN_OR_ABSENT: ScanQuery = ScanQuery {
-    flags: TAKE,
+    flags: SCAN_FLAGS,
     inverted: IS_PRESENT,
     required: 0,
     any_of: IS_WRITTEN | IS_PRESENT,
@@ -340,7 +340,7 @@ const WRITTEN_OR_ABSENT: ScanQuery = ScanQuery {
 const ABSENT: ScanQuery =
     ScanQuery { flags: 0, inverted: IS_PRESENT, required: IS_PRESENT, any_of: 0, returned: IS_SWAPPED };
 
-impl Drop for Registered {
+impl Drop for Registration {
     fn drop(&mut self) {
         // Errors are of no use here: when the process has ended there is nothing to undo, and
         // closing the descriptor undoes the rest.
@@ -348,7 +348,7 @@ impl Drop for Registered {
     }
 }
 
-impl Registered {
+impl Registration {
     fn add(&mut self, area: Area) -> Result<(), TrackError> {
         let range = area.range;
         abi::uffd_register_wp(&self.uffd, range.start, range.len()).map_err(|source| {
@@ -394,8 +394,8 @@ fn areas(process: &Process, range: AddressRange) -> Result<Vec<Area>, TrackError
         if !part.is_aligned(page_size) {
             return Err(TrackError::Unaligned { range, page_size });
         }
-        let given_back = GivenBack::new(process, &mapping, page_size)?;
-        areas.push(Area { range: part, page_size, given_back });
+        let discarded = DiscardedPages::new(process, &mapping, page_size)?;
+        areas.push(Area { range: part, page_size, discarded });
         reached = part.end;
     }
     if reached == range.end && !range.is_empty() { Ok(areas) } else { Err(TrackError::NotMapped { range }) }

@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_peer_does_not_take_is_unsent() {
+    fn bytes_that_a_peer_does_not_read_are_unsent() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert_eq!(unsent_bytes(near.as_fd()).unwrap(), 0);

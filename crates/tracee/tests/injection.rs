@@ -24,7 +24,7 @@ fn kinds() -> Vec<String> {
 fn inject(injector: &Injector, victim: &Victim, times: usize) {
     for (name, &thread) in victim.threads.iter().cycle().take(times) {
         injector.use_only_thread(thread);
-        if let Err(error) = injector.take_userfaultfd(&victim.process) {
+        if let Err(error) = injector.create_userfaultfd(&victim.process) {
             panic!("into thread {name}: {error:?}");
         }
     }
@@ -53,14 +53,14 @@ fn ten_thousand_injections_leave_no_trace() {
 
 #[test]
 fn the_injector_is_killed_at_every_step() {
-    killed_at_every_step(|injector, victim| injector.take_userfaultfd(&victim.process).map(|_| None));
+    killed_at_every_step(|injector, victim| injector.create_userfaultfd(&victim.process).map(|_| None));
 }
 
 /// A userfaultfd that was to stay in the process does not, unless an agent uses it.
 #[test]
 fn the_injector_is_killed_at_every_step_of_leaving_one() {
     killed_at_every_step(|injector, victim| {
-        injector.leave_userfaultfd(&victim.process).map(|left| Some(left.there))
+        injector.create_lasting_userfaultfd(&victim.process).map(|left| Some(left.there))
     });
 }
 
@@ -76,7 +76,7 @@ fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>,
         assert!(steps > 10);
         if let Some(there) = left {
             assert_eq!(injector.close_leftovers(&victim.process, &[]).unwrap(), 0, "it is in use");
-            injector.close_left(&victim.process, there).unwrap();
+            injector.close_lasting(&victim.process, there).unwrap();
         }
         assert_eq!(victim.userfaultfds(), 0);
         let thread = victim.threads[&kind];
@@ -89,7 +89,7 @@ fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>,
                 Ok(left) if injector.steps_taken() < step => {
                     injector.die_at_step(0);
                     if let Some(there) = left {
-                        injector.close_left(&victim.process, there).unwrap();
+                        injector.close_lasting(&victim.process, there).unwrap();
                     }
                 }
                 other => panic!("{kind}, step {step}: {other:?}"),
@@ -110,7 +110,7 @@ fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>,
 
 /// Retries, because the kill of the last injector may be detected only now.
 fn inject_after_a_kill(injector: &Injector, victim: &Victim) {
-    while let Err(error) = injector.take_userfaultfd(&victim.process) {
+    while let Err(error) = injector.create_userfaultfd(&victim.process) {
         assert!(matches!(error, InjectError::Killed { .. }), "{error:?}");
     }
 }
@@ -129,7 +129,7 @@ fn the_injector_is_killed_at_any_time() {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let delay = Duration::from_nanos((seed >> 33) % 300_000);
             std::thread::scope(|scope| {
-                let injection = scope.spawn(|| injector.take_userfaultfd(&victim.process));
+                let injection = scope.spawn(|| injector.create_userfaultfd(&victim.process));
                 let began = std::time::Instant::now();
                 while began.elapsed() < delay {
                     std::hint::spin_loop();
@@ -153,7 +153,7 @@ fn the_injector_is_killed_at_any_time() {
 }
 
 #[test]
-fn a_sleep_that_was_continued_once_is_not_cut_short_by_a_killed_injector() {
+fn a_killed_injector_does_not_shorten_a_continued_sleep() {
     let injector = injector();
     // The injector is killed after the call was made and before the thread is restored.
     let victims: Vec<Victim> = (6..12)
@@ -162,9 +162,9 @@ fn a_sleep_that_was_continued_once_is_not_cut_short_by_a_killed_injector() {
             while !victim.process.read("syscall").unwrap().starts_with("230 ") {
                 assert!(victim.process.is_alive());
             }
-            injector.take_userfaultfd(&victim.process).unwrap();
+            injector.create_userfaultfd(&victim.process).unwrap();
             injector.die_at_step(step);
-            injector.take_userfaultfd(&victim.process).unwrap_err();
+            injector.create_userfaultfd(&victim.process).unwrap_err();
             injector.die_at_step(0);
             victim
         })
@@ -187,7 +187,7 @@ fn a_call_that_does_not_return_is_left_to_its_frame() {
     let status = std::fs::read_to_string(path).unwrap();
     assert!(status.contains("TracerPid:\t0\n"), "the injector has let go: {status}");
     assert_eq!(victim.ask("drain"), "goes on");
-    injector.take_userfaultfd(&victim.process).unwrap();
+    injector.create_userfaultfd(&victim.process).unwrap();
     assert_eq!(victim.userfaultfds(), 0);
     victim.assert_well();
 }
@@ -201,7 +201,7 @@ fn a_signal_on_its_way_survives_the_injector() {
         // The first stop, which is that of a signal if one arrives first.
         injector.die_at_step(3);
         for _ in 0..if soak() { 5000 } else { 200 } {
-            let result = injector.take_userfaultfd(&victim.process);
+            let result = injector.create_userfaultfd(&victim.process);
             assert!(matches!(result, Err(InjectError::Killed { .. })), "{result:?}");
         }
         victim.assert_goes_on();

@@ -39,7 +39,7 @@ fn runs_are_read_and_written_in_order() {
 }
 
 #[test]
-fn a_fault_is_told_with_its_address() {
+fn a_fault_is_reported_with_its_address() {
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("anonymous", MIB);
     victim.ask("write 0 1048576 1");
@@ -135,7 +135,7 @@ fn holes_of_anonymous_memory_are_seen_while_it_is_tracked() {
         // If the host has no huge pages left, or none at all, small ones are used.
         let small = [AddressRange::with_len(range.start + 2 * MIB, 8192)];
         assert!(written == expected || written == small, "{written:?}");
-        let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+        let uffd = injector().create_userfaultfd(&victim.process).unwrap();
         let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
         assert_eq!(populated("tracked"), written);
         victim.ask("write 0 1 1");

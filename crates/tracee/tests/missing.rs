@@ -9,7 +9,8 @@ use std::os::unix::net::UnixStream;
 
 use common::{Victim, injector};
 use whimbrel_tracee::{
-    AddressRange, LeftUserfaultfd, MissingError, MissingPages, PAGE_SIZE, RamFile, RemoteMemory, maps,
+    AddressRange, LastingUserfaultfd, PAGE_SIZE, PageFaultError, PageFaultHandler, RamFile, RemoteMemory,
+    maps,
 };
 
 const PAGES: u64 = 512;
@@ -20,7 +21,7 @@ const KINDS: [&str; 3] = ["anonymous", "huge", "memfd"];
 struct Stage {
     victim: Victim,
     range: AddressRange,
-    missing: MissingPages,
+    missing: PageFaultHandler,
     /// Number of the descriptor that was left in the victim.
     there: i32,
     /// Sockets without traffic: a wait on them ends only because of threads.
@@ -37,8 +38,9 @@ impl Stage {
         let mut victim = Victim::start(&["mode-memory"]);
         let range = victim.map(kind, LEN);
         first(&mut victim, range);
-        let LeftUserfaultfd { here, there } = injector().leave_userfaultfd(&victim.process).unwrap();
-        let missing = MissingPages::begin(&victim.process, here, &[range]).unwrap();
+        let LastingUserfaultfd { here, there } =
+            injector().create_lasting_userfaultfd(&victim.process).unwrap();
+        let missing = PageFaultHandler::begin(&victim.process, here, &[range]).unwrap();
         assert_eq!((victim.userfaultfds(), victim.registered()), (1, vec![range]));
         Self { victim, range, missing, there, silence: UnixStream::pair().unwrap() }
     }
@@ -70,7 +72,7 @@ impl Stage {
     /// Ends the wait when all pages are placed; nothing remains.
     fn end(self) {
         self.missing.end().unwrap();
-        injector().close_left(&self.victim.process, self.there).unwrap();
+        injector().close_lasting(&self.victim.process, self.there).unwrap();
         assert_eq!((self.victim.userfaultfds(), self.victim.is_registered()), (0, false));
         self.victim.assert_well();
     }
@@ -81,7 +83,7 @@ fn content(page: u64) -> Vec<u8> {
 }
 
 #[test]
-fn who_touches_a_page_waits_for_it() {
+fn threads_that_touch_a_missing_page_wait() {
     for kind in KINDS {
         let mut stage = Stage::new(kind);
         stage.victim.tell(&format!("read 0 {LEN}"));
@@ -96,7 +98,7 @@ fn who_touches_a_page_waits_for_it() {
 
 /// A page that was placed without a request exists before any thread waits; later writes of the process stay.
 #[test]
-fn a_page_that_is_there_is_left_as_it_is() {
+fn existing_pages_are_not_overwritten() {
     for kind in KINDS {
         let mut stage = Stage::new(kind);
         let half: Vec<_> = (0..PAGES / 2).flat_map(content).collect();
@@ -145,7 +147,7 @@ fn a_stale_page_is_waited_for_once_it_was_taken_away() {
 
 /// A wait that an agent has read and not answered before it died is reported to the next one.
 #[test]
-fn another_one_takes_over() {
+fn another_handler_can_take_over() {
     for kind in KINDS {
         let mut stage = Stage::new(kind);
         stage.victim.tell(&format!("read 0 {LEN}"));
@@ -154,7 +156,7 @@ fn another_one_takes_over() {
         let Stage { missing, victim, range, there, .. } = stage;
         drop(missing);
         assert_eq!((victim.userfaultfds(), victim.registered()), (1, vec![range]));
-        let missing = MissingPages::take_over(&victim.process, there, &[range]).unwrap();
+        let missing = PageFaultHandler::take_over(&victim.process, there, &[range]).unwrap();
         let silence = UnixStream::pair().unwrap();
         let mut stage = Stage { victim, range, missing, there, silence };
         stage.serve(10..PAGES);
@@ -167,15 +169,15 @@ fn another_one_takes_over() {
 /// A range is unmapped, like the memory of an unplugged device: the other threads continue to wait, an agent that takes
 /// over does not manage new memory at that address, and it does not block the end.
 #[test]
-fn memory_that_is_unmapped_meanwhile_is_nobody_s() {
+fn unmapped_memory_is_not_managed_any_more() {
     for kind in KINDS {
         let mut stage = Stage::new(kind);
         let Stage { mut victim, range: first, there, silence, .. } = stage;
         victim.ask(&format!("unmap 0 {LEN}"));
-        let missing = MissingPages::take_over(&victim.process, there, &[first]).unwrap();
+        let missing = PageFaultHandler::take_over(&victim.process, there, &[first]).unwrap();
         let gone = missing.place(first.start, &content(0)).unwrap_err();
-        assert!(matches!(gone, MissingError::Unmapped { .. }), "{gone:?}");
-        assert!(matches!(missing.place_zeros(first), Err(MissingError::Unmapped { .. })));
+        assert!(matches!(gone, PageFaultError::Unmapped { .. }), "{gone:?}");
+        assert!(matches!(missing.place_zeros(first), Err(PageFaultError::Unmapped { .. })));
         assert!(!victim.is_registered());
         missing.end().unwrap();
         stage = Stage { victim, range: first, missing, there, silence };
@@ -206,7 +208,7 @@ fn the_kernel_waits_too() {
 }
 
 #[test]
-fn whoever_waits_can_be_told_to_end() {
+fn a_wait_can_be_ended() {
     let stage = Stage::new("anonymous");
     let (ours, theirs) = UnixStream::pair().unwrap();
     let waits = std::thread::scope(|scope| {
@@ -223,18 +225,22 @@ fn nonsense_is_refused() {
     let mut stage = Stage::new("memfd");
     let beyond = stage.range.end + (1 << 30);
     let page = content(0);
-    assert!(matches!(stage.missing.place(beyond, &page), Err(MissingError::Lost { .. })));
+    assert!(matches!(stage.missing.place(beyond, &page), Err(PageFaultError::Lost { .. })));
     assert!(matches!(
         stage.missing.place(stage.range.start, &page[1..]),
-        Err(MissingError::Unaligned { .. })
+        Err(PageFaultError::Unaligned { .. })
     ));
-    assert!(matches!(stage.missing.place(stage.range.start + 1, &page), Err(MissingError::Unaligned { .. })));
+    assert!(matches!(
+        stage.missing.place(stage.range.start + 1, &page),
+        Err(PageFaultError::Unaligned { .. })
+    ));
     // A range of another userfaultfd.
-    let LeftUserfaultfd { here, there } = injector().leave_userfaultfd(&stage.victim.process).unwrap();
-    let error = MissingPages::begin(&stage.victim.process, here, &[stage.range]).unwrap_err();
-    assert!(matches!(error, MissingError::Taken { .. }), "{error:?}");
-    injector().close_left(&stage.victim.process, there).unwrap();
-    assert!(MissingPages::take_over(&stage.victim.process, there, &[stage.range]).is_err());
+    let LastingUserfaultfd { here, there } =
+        injector().create_lasting_userfaultfd(&stage.victim.process).unwrap();
+    let error = PageFaultHandler::begin(&stage.victim.process, here, &[stage.range]).unwrap_err();
+    assert!(matches!(error, PageFaultError::Taken { .. }), "{error:?}");
+    injector().close_lasting(&stage.victim.process, there).unwrap();
+    assert!(PageFaultHandler::take_over(&stage.victim.process, there, &[stage.range]).is_err());
     stage.missing.place_zeros(stage.range).unwrap();
     stage.victim.ask(&format!("read 0 {LEN}"));
     stage.end();

@@ -21,7 +21,7 @@ fn a_debugger_is_named() {
     let victim = Victim::start(&["mode-quiet"]);
     let pid = Pid::from_raw(victim.process.pid() as i32);
     ptrace::seize(pid, ptrace::Options::empty()).unwrap();
-    let error = injector().take_userfaultfd(&victim.process).unwrap_err();
+    let error = injector().create_userfaultfd(&victim.process).unwrap_err();
     let me = std::process::id();
     assert!(matches!(error, InjectError::Traced { tracer, .. } if tracer == me), "{error:?}");
     assert!(error.to_string().contains(&format!("traced by process {me} (refusals-")), "{error}");
@@ -32,7 +32,7 @@ fn a_process_that_has_ended_is_gone() {
     let mut victim = Victim::start(&["mode-quiet"]);
     victim.child.kill().unwrap();
     victim.child.wait().unwrap();
-    let error = injector().take_userfaultfd(&victim.process).unwrap_err();
+    let error = injector().create_userfaultfd(&victim.process).unwrap_err();
     assert!(matches!(error, InjectError::Process(ProcessError::Gone { .. })), "{error:?}");
 }
 
@@ -46,9 +46,9 @@ fn another_user_may_not() {
     std::fs::copy(env!("CARGO_BIN_EXE_tracee-test-injector"), &program).unwrap();
     let arguments = ["--reuid=65534", "--regid=65534", "--clear-groups"].map(OsString::from);
     let arguments = arguments.into_iter().chain([program.into()]).collect();
-    let error = Injector::new("/usr/bin/setpriv".into(), arguments).take_userfaultfd(&victim.process);
+    let error = Injector::new("/usr/bin/setpriv".into(), arguments).create_userfaultfd(&victim.process);
     assert!(matches!(error, Err(InjectError::NotPermitted { .. })), "{error:?}");
-    injector().take_userfaultfd(&victim.process).unwrap();
+    injector().create_userfaultfd(&victim.process).unwrap();
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn a_process_in_an_uninterruptible_call_is_let_go() {
     let mut victim = Victim::start(&["mode-uninterruptible"]);
     assert_eq!(victim.process.status().unwrap().state, 'D');
     let injector = injector();
-    let error = injector.take_userfaultfd(&victim.process).unwrap_err();
+    let error = injector.create_userfaultfd(&victim.process).unwrap_err();
     assert!(matches!(error, InjectError::Uninterruptible { .. }), "{error:?}");
     // The injector had to end to release it.
     assert_eq!(victim.process.status().unwrap().tracer, None);
@@ -82,7 +82,7 @@ fn a_filter_that_would_refuse_or_kill_is_asked_before() {
     ] {
         for call in [libc::SYS_userfaultfd, libc::SYS_rt_sigreturn] {
             let victim = with_filter(answer, &[call]);
-            let error = injector.take_userfaultfd(&victim.process).unwrap_err();
+            let error = injector.create_userfaultfd(&victim.process).unwrap_err();
             assert!(matches!(error, InjectError::Seccomp { .. }), "{error:?}");
             assert!(error.to_string().contains(text), "{error}");
             victim.assert_well();
@@ -90,12 +90,12 @@ fn a_filter_that_would_refuse_or_kill_is_asked_before() {
     }
     // A filter that allows these calls, like QEMU's own.
     let victim = with_filter(libc::SECCOMP_RET_KILL_PROCESS, &[libc::SYS_execve, libc::SYS_fork]);
-    injector.take_userfaultfd(&victim.process).unwrap();
+    injector.create_userfaultfd(&victim.process).unwrap();
     victim.assert_well();
 }
 
 #[test]
-fn a_call_that_the_kernel_refuses_is_told() {
+fn a_call_that_the_kernel_refuses_is_reported() {
     let victim = Victim::start(&["mode-quiet"]);
     let injector = injector();
     let error = injector.discard(&victim.process, &[AddressRange::new(0x1001, 0x2000)]).unwrap_err();
@@ -107,7 +107,7 @@ fn a_call_that_the_kernel_refuses_is_told() {
 #[test]
 fn a_process_that_dispatches_its_calls_is_refused() {
     let victim = Victim::start(&["mode-dispatch"]);
-    let error = injector().take_userfaultfd(&victim.process).unwrap_err();
+    let error = injector().create_userfaultfd(&victim.process).unwrap_err();
     assert!(matches!(error, InjectError::Dispatched { .. }), "{error:?}");
     victim.assert_well();
 }
@@ -117,7 +117,7 @@ fn a_thread_in_a_restartable_sequence_is_not_diverted() {
     let victim = Victim::start(&["mode-rseq"]);
     let injector = injector();
     // Often the thread is at the start of the sequence: the kernel has just sent it there.
-    let refused = (0..2000).any(|_| match injector.take_userfaultfd(&victim.process) {
+    let refused = (0..2000).any(|_| match injector.create_userfaultfd(&victim.process) {
         Ok(_) => false,
         Err(InjectError::Changed { .. }) => true,
         Err(error) => panic!("{error:?}"),
@@ -187,7 +187,7 @@ fn a_32_bit_program_is_refused() {
     let Some((mut child, process)) = program(1, &[0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7], 29) else {
         return;
     };
-    let error = injector().take_userfaultfd(&process).unwrap_err();
+    let error = injector().create_userfaultfd(&process).unwrap_err();
     // Its vDSO may lack even the instruction.
     assert!(matches!(error, InjectError::Not64Bit { .. } | InjectError::NoGadget { .. }), "{error:?}");
     assert!(process.is_alive());
@@ -196,12 +196,12 @@ fn a_32_bit_program_is_refused() {
 }
 
 #[test]
-fn a_program_without_a_c_library_is_put_back_by_the_injector_alone() {
+fn a_program_without_a_c_library_is_restored() {
     // mov $34, %eax (pause); syscall; jmp back
     let (mut child, process) = program(2, &[0xb8, 34, 0, 0, 0, 0x0f, 0x05, 0xeb, 0xf7], 34).unwrap();
     let injector = injector();
     for _ in 0..100 {
-        injector.take_userfaultfd(&process).unwrap();
+        injector.create_userfaultfd(&process).unwrap();
     }
     let descriptors = process.descriptors().unwrap();
     assert!(!descriptors.iter().any(|(_, target)| target.to_string_lossy().contains("userfaultfd")));
@@ -227,13 +227,13 @@ fn a_stopped_process_stays_stopped() {
         victim.process.signal(Signal::STOP).unwrap();
         wait_for(&victim, 'T');
         for _ in 0..20 {
-            injector.take_userfaultfd(&victim.process).unwrap();
+            injector.create_userfaultfd(&victim.process).unwrap();
             wait_for(&victim, 'T');
         }
         // Also if the injector dies.
         for step in 1..=injector.steps_taken() {
             injector.die_at_step(step);
-            match injector.take_userfaultfd(&victim.process) {
+            match injector.create_userfaultfd(&victim.process) {
                 // A stopped thread stops once more on its way, or not.
                 Ok(_) | Err(InjectError::Killed { .. }) => {}
                 other => panic!("step {step}: {other:?}"),
@@ -264,7 +264,7 @@ fn stops_that_come_in_the_middle_are_not_lost() {
                 process.signal(Signal::STOP).unwrap();
             });
             for _ in 0..3 {
-                injector.take_userfaultfd(&victim.process).unwrap();
+                injector.create_userfaultfd(&victim.process).unwrap();
             }
         });
         while victim.process.status().unwrap().state != 'T' {
@@ -283,9 +283,9 @@ fn a_userfaultfd_of_the_program_itself_is_not_closed() {
     let injector = injector();
     assert_eq!(victim.userfaultfds(), 1);
     // Some that an injector could not close. Each is created when the thread gets to run.
-    injector.take_userfaultfd(&victim.process).unwrap();
+    injector.create_userfaultfd(&victim.process).unwrap();
     injector.die_at_step(injector.steps_taken() / 2);
-    injector.take_userfaultfd(&victim.process).unwrap_err();
+    injector.create_userfaultfd(&victim.process).unwrap_err();
     injector.die_at_step(0);
     while victim.userfaultfds() < 2 {
         std::thread::yield_now();
@@ -301,7 +301,7 @@ fn a_userfaultfd_of_the_program_itself_is_not_closed() {
 }
 
 #[test]
-fn anonymous_memory_is_given_back() {
+fn anonymous_memory_is_discarded() {
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("anonymous", 4 << 20);
     victim.ask(&format!("write 0 {} 1", range.len()));
@@ -326,10 +326,10 @@ fn anonymous_memory_is_given_back() {
 }
 
 #[test]
-fn a_program_that_is_no_injector_is_told() {
+fn a_program_that_is_no_injector_is_reported() {
     let victim = Victim::start(&["mode-quiet"]);
-    let error = Injector::new("/nonexistent/injector".into(), Vec::new()).take_userfaultfd(&victim.process);
+    let error = Injector::new("/nonexistent/injector".into(), Vec::new()).create_userfaultfd(&victim.process);
     assert!(matches!(error, Err(InjectError::Injector { action: "start", .. })), "{error:?}");
-    let error = Injector::new("/bin/true".into(), Vec::new()).take_userfaultfd(&victim.process);
+    let error = Injector::new("/bin/true".into(), Vec::new()).create_userfaultfd(&victim.process);
     assert!(matches!(error, Err(InjectError::Killed { .. })), "{error:?}");
 }

@@ -55,7 +55,7 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
     let mut copier = Copier::start(injector, kind, pages * PAGE_SIZE);
     // The slow and obvious oracle: pages that may have changed since the last round.
     let mut touched: BTreeSet<u64> = BTreeSet::new();
-    let mut given_back: BTreeSet<u64> = BTreeSet::new();
+    let mut discarded: BTreeSet<u64> = BTreeSet::new();
     let mut rounds = 0;
     // Dropping and paging out work on whole pages of the mapping.
     let whole = |page: u64, n: u64| {
@@ -70,10 +70,10 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
                 touched.extend(offset / PAGE_SIZE..=(offset + len - 1) / PAGE_SIZE);
             }
             // A page of a file that was discarded and is read again before the next round is not
-            // detected: a remaining gap of `given_back`.
+            // detected: a remaining gap of `discarded`.
             Step::Read { page, pages } if has_file || unit > PAGE_SIZE => {
-                let given_back = |at: u64| given_back.contains(&at);
-                if !(whole(page, pages).0..whole(page, pages).0 + whole(page, pages).1).any(given_back) {
+                let discarded = |at: u64| discarded.contains(&at);
+                if !(whole(page, pages).0..whole(page, pages).0 + whole(page, pages).1).any(discarded) {
                     copier.tell(&format!("read {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
                 }
             }
@@ -83,7 +83,7 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
             Step::Drop { page, pages } => {
                 let (page, pages) = whole(page, pages);
                 copier.tell(&format!("drop {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
-                given_back.extend(page..page + pages);
+                discarded.extend(page..page + pages);
                 touched.extend(page..page + pages);
             }
             // hugetlbfs with a file: the other remaining gap.
@@ -93,7 +93,7 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
                 copier.tell(&format!("unmap-pages {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
                 touched.extend(page..page + pages);
                 if !shared {
-                    given_back.extend(page..page + pages);
+                    discarded.extend(page..page + pages);
                 }
             }
             Step::PageOut { page, pages } if !huge => {
@@ -122,7 +122,7 @@ fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step])
                     assert!(surplus.is_empty(), "reported, but not touched: {surplus:?}");
                 }
                 touched.clear();
-                given_back.clear();
+                discarded.clear();
             }
         }
     }
@@ -303,7 +303,7 @@ fn no_write_to_a_large_range_is_missed() {
     let injector = injector();
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("anonymous", BYTES);
-    let uffd = injector.take_userfaultfd(&victim.process).unwrap();
+    let uffd = injector.create_userfaultfd(&victim.process).unwrap();
     let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
     let mut dirty = Vec::new();
     // Pages on both sides of every possible cut of the range, and at its ends.
@@ -343,7 +343,7 @@ fn no_write_of_a_running_program_is_missed() {
 
 /// A victim like a guest that arrived by a migration: another process wrote its file, and most of it is not mapped.
 #[test]
-fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
+fn pages_written_from_outside_are_mapped_at_the_start() {
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("memfd", 4 * MIB);
     let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
@@ -356,7 +356,7 @@ fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
         found
     };
     assert_eq!(populated(), []);
-    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
     let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
     assert_eq!(populated(), [AddressRange::with_len(range.start + MIB, MIB)], "and holes stay holes");
     let mut dirty = Vec::new();
@@ -367,7 +367,7 @@ fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
 /// Mapping it would read all of it from the disk at once; and no write is missed without it. A file on a disk stands
 /// for a memfd in swap: of the latter the kernel keeps an arbitrary part in memory.
 #[test]
-fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
+fn pages_not_in_memory_are_not_read_at_the_start() {
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("disk-file", 4 * MIB);
     victim.ask("write 0 2097152 1");
@@ -375,7 +375,7 @@ fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
     let file = RamFile::open(&victim.process, &mapping).unwrap();
     let in_memory = || {
         let mut found = Vec::new();
-        file.runs_in_memory(0..4 * MIB, &mut found).unwrap();
+        file.resident_runs(0..4 * MIB, &mut found).unwrap();
         found
     };
     victim.process.page_out(range).unwrap();
@@ -387,7 +387,7 @@ fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
     let there = MIB..MIB + 3 * PAGE_SIZE;
     assert_eq!(in_memory(), std::slice::from_ref(&there));
 
-    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
     let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
     assert_eq!(in_memory(), [there]);
     let mut populated = Vec::new();
@@ -403,7 +403,7 @@ fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
 
 /// A caller can stop the start between two steps, and nothing remains.
 #[test]
-fn tracking_begins_in_steps_and_can_be_given_up_between_them() {
+fn the_start_of_tracking_can_be_stopped_between_steps() {
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("memfd", 600 * MIB);
     let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
@@ -419,7 +419,7 @@ fn tracking_begins_in_steps_and_can_be_given_up_between_them() {
     };
     let injector = injector();
     let begin = || {
-        WriteTracker::begin(&victim.process, injector.take_userfaultfd(&victim.process).unwrap(), &[range])
+        WriteTracker::begin(&victim.process, injector.create_userfaultfd(&victim.process).unwrap(), &[range])
     };
 
     let mut start = begin().unwrap();

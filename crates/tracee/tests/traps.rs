@@ -24,7 +24,7 @@ struct Planted {
 
 impl Planted {
     fn start(victim: &Victim, range: AddressRange) -> Self {
-        let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+        let uffd = injector().create_userfaultfd(&victim.process).unwrap();
         let features = raw::UFFD_FEATURE_WP_ASYNC | raw::UFFD_FEATURE_WP_UNPOPULATED;
         let features = u64::from(features | raw::UFFD_FEATURE_WP_HUGETLBFS_SHMEM);
         let mut api = raw::uffdio_api { api: u64::from(raw::UFFD_API), features, ioctls: 0 };
@@ -77,7 +77,7 @@ fn ioctl<T>(fd: &impl AsRawFd, request: u64, argument: &mut T) -> i32 {
 }
 
 fn tracker(victim: &Victim, range: AddressRange) -> WriteTracker {
-    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
     WriteTracker::start(&victim.process, uffd, &[range]).unwrap()
 }
 
@@ -169,7 +169,7 @@ fn trap_2_another_process_writes_unseen() {
 
 /// Trap 3: pages without an entry in the page table were dropped, and their marks with them.
 #[test]
-fn trap_3_a_page_that_was_given_back_is_written() {
+fn trap_3_a_discarded_page_counts_as_written() {
     for kind in ["anonymous", "memfd"] {
         let mut victim = Victim::start(&["mode-memory"]);
         let range = victim.map(kind, 8 * MIB);
@@ -191,8 +191,8 @@ fn trap_3_a_page_that_was_given_back_is_written() {
         let mut tracker = tracker(&victim, range);
         assert!(dirty(&mut tracker, range).is_empty());
         victim.ask(&format!("drop {} {}", 2 * MIB, 4 * MIB));
-        let given_back = AddressRange::with_len(range.start + 2 * MIB, 4 * MIB);
-        assert_eq!(dirty(&mut tracker, range), [given_back], "{kind}");
+        let discarded = AddressRange::with_len(range.start + 2 * MIB, 4 * MIB);
+        assert_eq!(dirty(&mut tracker, range), [discarded], "{kind}");
         assert!(dirty(&mut tracker, range).is_empty(), "{kind}: found twice");
         // Written again, discarded again.
         victim.ask(&format!("write {} 1 3", 3 * MIB));

@@ -12,7 +12,7 @@ use whimbrel_tracee::{AddressRange, PAGE_SIZE, ProcessError, TrackError, WriteTr
 const MIB: u64 = 1 << 20;
 
 fn track(victim: &Victim, ranges: &[AddressRange]) -> Result<WriteTracker, TrackError> {
-    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
     WriteTracker::start(&victim.process, uffd, ranges)
 }
 
@@ -36,7 +36,7 @@ fn dropping_the_tracker_leaves_the_process_as_it_was() {
 }
 
 #[test]
-fn a_start_that_fails_leaves_nothing() {
+fn a_failed_start_leaves_nothing_registered() {
     let mut victim = Victim::start(&["mode-memory"]);
     let range = victim.map("anonymous", 4 * MIB);
     let half = AddressRange::with_len(range.start, MIB);

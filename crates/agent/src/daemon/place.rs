@@ -32,7 +32,7 @@ impl Daemon {
                 drop((at_work, held));
                 // Not while another VM is being moved: its driver would wait for the allocator.
                 if daemon.drivers().is_empty() {
-                    tracee::heap::give_back_what_is_free();
+                    tracee::allocator::release_free_memory();
                 }
             }
         };

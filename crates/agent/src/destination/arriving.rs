@@ -11,7 +11,7 @@ use proto::message::{Finding, RamBlock as ProposedBlock, Severity};
 use proto::{Generation, Incarnation, MigrationId};
 use qemu::device_state::Incoming;
 use qemu::process::Launch;
-use qemu::qmp::{Asked, DEFAULT_TIMEOUT, Qmp, QmpError};
+use qemu::qmp::{DEFAULT_TIMEOUT, PendingCommand, Qmp, QmpError};
 use qemu::ram::RamBlock;
 use serde::{Deserialize, Serialize};
 use tracee::{Process, Signal};
@@ -198,7 +198,7 @@ pub(crate) struct Arriving {
     incoming: Option<Incoming>,
     watch: Option<Watch>,
     /// A `cont` that QEMU has not answered yet, and the end of the wait for the answer.
-    asked_to_cont: Option<(Asked, Instant)>,
+    asked_to_cont: Option<(PendingCommand, Instant)>,
 }
 
 impl Arriving {
@@ -286,7 +286,7 @@ impl Arriving {
         let (Some(incoming), Some(qmp)) = (self.incoming.take(), &mut self.qmp) else {
             return Err(ArriveError::Gone);
         };
-        Ok(incoming.load_beside(qmp, state, Instant::now() + patience, meanwhile)?)
+        Ok(incoming.load_while(qmp, state, Instant::now() + patience, meanwhile)?)
     }
 
     /// Returns the timeout of the monitor. A QEMU whose guest lacks pages may block on one of them in any command, and
@@ -313,11 +313,11 @@ impl Arriving {
     pub(crate) fn cont(&mut self) -> Result<OfCont, QmpError> {
         let (asked, until) = match self.asked_to_cont.take() {
             Some(asked) => asked,
-            None => (qemu::control::ask_to_cont(self.qmp()?)?, Instant::now() + DEFAULT_TIMEOUT),
+            None => (qemu::control::send_cont(self.qmp()?)?, Instant::now() + DEFAULT_TIMEOUT),
         };
         let qmp = self.qmp()?;
         let deadline = Instant::now() + qmp.timeout();
-        match qemu::control::hear_of_cont(qmp, &asked, deadline) {
+        match qemu::control::wait_cont(qmp, &asked, deadline) {
             Err(QmpError::Timeout { .. }) if self.traces.awaited.is_some() && Instant::now() < until => {
                 self.asked_to_cont = Some((asked, until));
                 Ok(OfCont::NotYet)
@@ -394,7 +394,7 @@ impl Arriving {
 
 /// Checks that a QEMU with these devices can save their state, as the source's QEMU must.
 fn saves(qmp: &mut Qmp, traces: &Traces) -> Result<(), ArriveError> {
-    let Err(error) = qemu::device_state::try_saving(qmp) else { return Ok(()) };
+    let Err(error) = qemu::device_state::try_save(qmp) else { return Ok(()) };
     let said = qemu::process::log_tail(&traces.log());
     let why = if said.is_empty() { crate::chain(&error) } else { said };
     Err(ArriveError::Refused(vec![Finding {
@@ -454,5 +454,5 @@ fn remove_directory(directory: &Path) {
 
 /// Finds the QEMU that an agent started with a monitor at `path`.
 pub(crate) fn find_by_monitor(path: &Path) -> Option<Process> {
-    qemu::find::with_own_monitor(path).and_then(|pid| Process::open(pid).ok())
+    qemu::find::find_by_own_monitor(path).and_then(|pid| Process::open(pid).ok())
 }

@@ -24,7 +24,7 @@ use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
 use proto::limits::{BLOB_BYTES, CHUNK_BYTES, MISSING_PAGES_BYTES, PAGE_BYTES, REQUESTED_PAGES};
 use proto::message::{Finding, Message, PageRequest, Severity};
 use serde::{Deserialize, Serialize};
-use tracee::{AddressRange, Injector, LeftUserfaultfd, MissingError, MissingPages, Process};
+use tracee::{AddressRange, Injector, LastingUserfaultfd, PageFaultError, PageFaultHandler, Process};
 use tracing::{info, warn};
 
 use super::arriving::Arriving;
@@ -50,7 +50,7 @@ pub(crate) enum AwaitError {
     Inject(#[from] tracee::InjectError),
     /// The kernel refuses the registration of QEMU's memory.
     #[error("the kernel does not let QEMU wait for pages")]
-    Missing(#[from] MissingError),
+    Missing(#[from] PageFaultError),
     /// No page of this RAM block can be discarded.
     #[error("of RAM block {0} no page can be taken away: it is of huge pages, or a private file")]
     Block(String),
@@ -117,7 +117,7 @@ impl AwaitedTrace {
     /// Ends the waits that a previous agent, which found all pages present, may have left registered.
     pub(super) fn end_left(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
         if self.is_open(process) {
-            MissingPages::take_over(process, self.descriptor, &ranges(&self.regions()))?.end()?;
+            PageFaultHandler::take_over(process, self.descriptor, &ranges(&self.regions()))?.end()?;
         }
         self.close(injector, process)
     }
@@ -125,7 +125,7 @@ impl AwaitedTrace {
     /// Closes the descriptor inside QEMU, if it is still open.
     fn close(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
         if self.is_open(process) {
-            injector.close_left(process, self.descriptor)?;
+            injector.close_lasting(process, self.descriptor)?;
         }
         Ok(())
     }
@@ -143,7 +143,7 @@ impl AwaitedTrace {
 
 /// Pages that are still to arrive.
 pub(super) struct Awaiting {
-    pages: Arc<Awaited<MissingPages>>,
+    pages: Arc<Awaited<PageFaultHandler>>,
     trace: AwaitedTrace,
     stream: Arc<PageStream>,
     /// The thread that reads page faults; it ends when this socket closes.
@@ -176,10 +176,10 @@ pub(super) fn try_out(
     if locked.is_some_and(|kib| kib.trim().split(' ').next() != Some("0")) {
         return Err(AwaitError::Locked);
     }
-    let LeftUserfaultfd { here, there } = injector.leave_userfaultfd(&vm.process)?;
+    let LastingUserfaultfd { here, there } = injector.create_lasting_userfaultfd(&vm.process)?;
     let ranges = ranges(&ram::regions(&vm.blocks));
-    let tried = MissingPages::begin(&vm.process, here, &ranges).and_then(|waits| waits.end());
-    injector.close_left(&vm.process, there)?;
+    let tried = PageFaultHandler::begin(&vm.process, here, &ranges).and_then(|waits| waits.end());
+    injector.close_lasting(&vm.process, there)?;
     Ok(tried?)
 }
 
@@ -212,7 +212,7 @@ impl Awaiting {
         let regions = ram::regions(&vm.blocks);
         let awaited = decode_set(set, regions.iter().map(|region| region.bytes))?;
         taken.check(&regions, &awaited)?;
-        let LeftUserfaultfd { here, there } = context.injector.leave_userfaultfd(&vm.process)?;
+        let LastingUserfaultfd { here, there } = context.injector.create_lasting_userfaultfd(&vm.process)?;
         let blocks = regions.iter().zip(writers);
         let kept = blocks.map(|(region, writer)| KeptRegion::awaiting(region, &**writer));
         let trace = AwaitedTrace {
@@ -223,7 +223,7 @@ impl Awaiting {
         };
         let ledger = Ledger::create(&trace.ledger, &awaited)?;
         keep(&trace)?;
-        let placer = MissingPages::begin(&vm.process, here, &ranges(&regions))?;
+        let placer = PageFaultHandler::begin(&vm.process, here, &ranges(&regions))?;
         take_away(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
         are_away((&regions, writers), runs_of(&awaited))?;
         let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;
@@ -243,12 +243,12 @@ impl Awaiting {
         if awaited.iter().all(DirtyBitmap::is_empty) {
             return Ok(None);
         }
-        let placer = MissingPages::take_over(process, trace.descriptor, &ranges(&regions))?;
+        let placer = PageFaultHandler::take_over(process, trace.descriptor, &ranges(&regions))?;
         Self::over(placer, trace.clone(), regions, awaited, ledger, mailbox, true).map(Some)
     }
 
     fn over(
-        placer: MissingPages,
+        placer: PageFaultHandler,
         trace: AwaitedTrace,
         regions: Vec<RamRegion>,
         awaited: Vec<DirtyBitmap>,
@@ -341,14 +341,18 @@ fn ranges(regions: &[RamRegion]) -> Vec<AddressRange> {
 }
 
 /// Requests pages that threads wait for, until the other end of `ended` is closed.
-fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) -> Result<(), MissingError> {
+fn hear(
+    pages: &Awaited<PageFaultHandler>,
+    stream: &PageStream,
+    ended: &UnixStream,
+) -> Result<(), PageFaultError> {
     let mut found = Vec::new();
     while pages.placer().wait(ended, &mut found)? {
         let (mut wanted, mut again) = (Vec::new(), Vec::new());
         for address in found.drain(..) {
             match pages.touched(address) {
                 Ok(page) => wanted.extend(page),
-                Err(MissingError::Ended) => return Ok(()),
+                Err(PageFaultError::Ended) => return Ok(()),
                 Err(error) => {
                     // The thread waits on, and its fault is reported again: there may be memory then.
                     warn!(error = crate::chain(&error), "who waits gets no page");
@@ -360,7 +364,7 @@ fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) 
         if !again.is_empty() {
             thread::sleep(AGAIN);
             for address in again {
-                pages.placer().tell_again(address);
+                pages.placer().report_again(address);
             }
         }
     }

@@ -9,7 +9,7 @@ use ::memory::{BlockReader, DirtyBitmap, LogError, ScanError, ScanStats};
 use block::nbd::{ALLOCATION, Client, DIRTY, Extent, HOLE, NbdError, ZERO, dirty_bitmap};
 use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
-use qemu::recording::{Frozen, RecordError, Recording, WriteCap, Written};
+use qemu::recording::{FrozenBitmap, RecordError, Recording, WriteCap, Written};
 
 use super::served::{Connections, ServedDisk, failed};
 use super::{called, whole_pages};
@@ -151,7 +151,7 @@ impl DiskLog {
             written(&self.socket.0, frozen, self.patience, into)
                 .map_err(|error| failed(&self.names[disk], error.into()))?;
             // Disks that are throttled by others have those others' caps.
-            if self.recording.holds(disk) {
+            if self.recording.is_capped(disk) {
                 self.dirtied_bytes += (into.count() - had) * PAGE_BYTES;
             }
         }
@@ -162,7 +162,7 @@ impl DiskLog {
     /// Returns those disks that another program has throttled: they keep its caps.
     pub(crate) fn throttled_by_others(&self) -> impl Iterator<Item = &str> {
         let names = self.names.iter().enumerate();
-        names.filter(|(disk, _)| !self.recording.holds(*disk)).map(|(_, name)| name.as_str())
+        names.filter(|(disk, _)| !self.recording.is_capped(*disk)).map(|(_, name)| name.as_str())
     }
 
     /// Returns the bytes dirtied by the guest's writes to the other disks since the recording began.
@@ -212,7 +212,7 @@ impl Drop for SocketPath {
 /// Adds the contents of a frozen bitmap.
 fn written(
     socket: &Path,
-    frozen: &Frozen,
+    frozen: &FrozenBitmap,
     patience: Duration,
     into: &mut DirtyBitmap,
 ) -> Result<(), NbdError> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{BlockReader, BlockWriter, DirtyBitmap};
 use block::image::{self, Format, Server};
-use qemu::process::{Launch, Started};
+use qemu::process::{Launch, StartedQemu};
 use qemu::qmp::Qmp;
 use qemu::recording::{RecordedDisk, Recording};
 
@@ -23,7 +23,7 @@ const BYTES: u64 = 9 * MIB + 1536;
 /// A QEMU with one disk, to which it writes like a guest.
 struct Writing {
     qmp: Qmp,
-    started: Started,
+    started: StartedQemu,
     disk: PathBuf,
 }
 
@@ -53,9 +53,8 @@ impl Writing {
     }
 
     fn does(&mut self, what: &str) {
-        let said = self
-            .qmp
-            .human(&format!("qemu-io -d /machine/peripheral-anon/device[0]/virtio-backend \"{what}\""));
+        let said =
+            self.qmp.hmp(&format!("qemu-io -d /machine/peripheral-anon/device[0]/virtio-backend \"{what}\""));
         assert_eq!(said.unwrap(), "");
     }
 

@@ -5,7 +5,7 @@ use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::message::Proposal;
 use proto::{Epoch, MigrationId, VmName};
-use qemu::describe::without_secrets;
+use qemu::describe::redact_secrets;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -47,7 +47,7 @@ impl Journal {
         let state = json(new.state.to_json(), || format!("state of {id}"))?;
         let terms = json(serde_json::to_string(new.terms), || format!("terms of {id}"))?;
         let kept =
-            Proposal { description: without_secrets(&new.proposal.description), ..new.proposal.clone() };
+            Proposal { description: redact_secrets(&new.proposal.description), ..new.proposal.clone() };
         let proposal = json(serde_json::to_string(&kept), || format!("proposal of {id}"))?;
         let now = unix_ms_now() as i64;
         let room = Room::Free(proposal.len());

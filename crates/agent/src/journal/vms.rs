@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use proto::VmName;
-use qemu::describe::without_secrets;
+use qemu::describe::redact_secrets;
 use rusqlite::{OptionalExtension, Row, params};
 use tracee::{Process, ProcessError};
 
@@ -66,7 +66,7 @@ impl Journal {
     }
 
     fn keep_vm(&self, record: &VmRecord, room: impl FnOnce(usize) -> Room) -> Result<(), JournalError> {
-        let description = without_secrets(&record.description).to_string();
+        let description = redact_secrets(&record.description).to_string();
         let room = room(description.len());
         self.write("keep a VM", Durability::Synced, room, |transaction| {
             transaction

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use qemu::command::{HostRules, QMP_FILE};
-use qemu::preflight::{Emulator, gather};
+use qemu::preflight::{QemuInfo, gather};
 use qemu::process::{Launch, StartError};
 use qemu::qmp::{Qmp, QmpError};
 use tracee::{Process, Signal};
@@ -37,7 +37,7 @@ struct File {
 struct Known {
     /// Major and minor number.
     version: Option<(u64, u64)>,
-    emulator: Option<Arc<Emulator>>,
+    emulator: Option<Arc<QemuInfo>>,
 }
 
 impl File {
@@ -75,7 +75,7 @@ impl Emulators {
     }
 
     /// Returns the capabilities of the QEMU that these rules name.
-    pub(super) fn ask(&self, context: &Context, rules: &HostRules) -> Result<Arc<Emulator>, AskError> {
+    pub(super) fn ask(&self, context: &Context, rules: &HostRules) -> Result<Arc<QemuInfo>, AskError> {
         let file = File::of(&rules.qemu_binary).map_err(|source| AskError::File { source })?;
         if let Some(emulator) = self.known().get(&file).and_then(|known| known.emulator.clone()) {
             return Ok(emulator);

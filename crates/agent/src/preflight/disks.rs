@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use proto::MigrationId;
 use proto::message::{CopiedDisk, DiskMode, Finding, ProposedDisk, Severity};
-use qemu::cmdline::Given;
+use qemu::cmdline::QemuOption;
 use qemu::command::{HostRules, NewImage};
 use qemu::describe::{Disk, VmDescription};
 use qemu::options::Value;
-use qemu::preflight::DiskSight;
+use qemu::preflight::DestinationFile;
 use qemu::preflight::files::NeededFile;
 
 use crate::api::{Kind, MigrateRequest, Problem};
@@ -101,7 +101,7 @@ pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
         let layers = disk.layers.iter_mut().map(|layer| &mut layer.file);
         let files =
             disk.file.iter_mut().chain(&mut disk.backing_files).chain(&mut disk.data_files).chain(layers);
-        files.for_each(|file| *file = here.path_here(file));
+        files.for_each(|file| *file = here.local_path(file));
     }
     disk
 }
@@ -120,7 +120,7 @@ pub(super) fn plan(
     id: &MigrationId,
     vm: &VmDescription,
     proposed: &[ProposedDisk],
-    sights: &[DiskSight],
+    sights: &[DestinationFile],
 ) -> DiskPlan {
     let mut plan = DiskPlan::default();
     for wanted in proposed {
@@ -196,7 +196,7 @@ fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
 
 /// Returns a finding for copy-on-read, with which QEMU writes everything that is read from a backing image into the
 /// overlay: to copy the disk would fill it, and the source's storage with it.
-fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
+fn grows_when_it_is_read(disk: &Disk, options: &[QemuOption]) -> Option<Finding> {
     const COPY_ON_READ: &str = "copy-on-read";
     if disk.backing_files.is_empty() {
         return None;
@@ -209,8 +209,8 @@ fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
     let is_above = |given: &Value| {
         disk.nodes.as_ref().is_some_and(|nodes| given.get("node-name").as_ref() == Some(&nodes.top))
     };
-    let is_on = |option: &Given| {
-        let given = option.parsed();
+    let is_on = |option: &QemuOption| {
+        let given = option.parse_value();
         match option.name.as_str() {
             "drive" => is_its(&given) && given.get(COPY_ON_READ).is_some_and(|word| word != "off"),
             "blockdev" => is_above(&given) && given.get("driver").as_deref() == Some(COPY_ON_READ),
@@ -235,7 +235,7 @@ fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
 fn is_read_at_its_peril(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
     const SAFE_SINCE: u32 = 9;
     let major = vm.program.version.split('.').next().and_then(|major| major.parse::<u32>().ok());
-    let is_iothread = |option: &Given| {
+    let is_iothread = |option: &QemuOption| {
         option.name == "object" && option.value.as_ref().is_some_and(|value| value.contains("iothread"))
     };
     if major.is_some_and(|major| major >= SAFE_SINCE) || !vm.options.iter().any(is_iothread) {
@@ -330,14 +330,14 @@ pub(super) fn not_opened(images: &[PathBuf], open: &[String]) -> Option<Finding>
 }
 
 /// True if the disk is known not to be on shared storage. If nothing is known, the user has to choose.
-fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
+fn is_elsewhere(disk: &Disk, sights: &[DestinationFile]) -> bool {
     let Some(file) = &disk.file else { return false };
     let sight = sights.iter().find(|sight| sight.option.is_none() && sight.path == *file);
     sight.is_some_and(|sight| {
         !sight.marked_shared
             && match (&sight.source, &sight.destination) {
                 (Some(ours), Some(theirs)) => {
-                    ours != theirs && !ours.may_be_of_one_server(theirs) && !ours.may_be(theirs)
+                    ours != theirs && !ours.can_be_on_one_server(theirs) && !ours.can_be_same(theirs)
                 }
                 _ => !sight.exists,
             }
@@ -413,7 +413,7 @@ mod tests {
             }),
             ..disk(("one", "/srv/a.qcow2"))
         };
-        let given = |name: &str, value: &str| [Given::new(name, value)];
+        let given = |name: &str, value: &str| [QemuOption::new(name, value)];
         let on = given("drive", "file=/srv/a.qcow2,id=one,copy-on-read=on");
         assert!(grows_when_it_is_read(&over("image"), &on).is_some_and(|it| it.what.contains("base.raw")));
         let alone = Disk { backing_files: Vec::new(), ..over("image") };

@@ -41,7 +41,10 @@ pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<SharedImage> {
         top.chain(disk.data_files.iter().map(move |file| (file, disk.direct)))
     });
     files
-        .map(|(file, is_raw_and_direct)| SharedImage { path: here.path_here(file).into(), is_raw_and_direct })
+        .map(|(file, is_raw_and_direct)| SharedImage {
+            path: here.local_path(file).into(),
+            is_raw_and_direct,
+        })
         .filter(|image| image.path.is_absolute())
         .collect()
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use ::memory::Soft;
 use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Question, VERSION};
 use proto::limits::PAGE_BYTES;
-use qemu::ram::Seen;
+use qemu::ram::GuestMapping;
 
 /// Maximum length of an answer, in lines: more ranges than a guest of some TiB has.
 const MOST_LINES: u64 = 1 << 22;
@@ -101,7 +101,7 @@ impl Guest {
     /// an answer is waited for longer than `patience`.
     pub(super) fn new(
         connection: UnixStream,
-        seen: Vec<Seen>,
+        seen: Vec<GuestMapping>,
         soft: Arc<Soft>,
         cache: Cache,
         patience: Duration,
@@ -182,7 +182,7 @@ enum AnswerError {
 struct Asking {
     connection: UnixStream,
     lines: BufReader<UnixStream>,
-    seen: Vec<Seen>,
+    seen: Vec<GuestMapping>,
     soft: Arc<Soft>,
     desk: Arc<Desk>,
     patience: Duration,
@@ -322,7 +322,7 @@ fn late(error: io::Error) -> AnswerError {
 }
 
 /// Returns the blocks, and the pages in them, that the guest sees at these pages.
-fn places<'a>(seen: &'a [Seen], pages: &'a Pages) -> impl Iterator<Item = (usize, Range<u64>)> + 'a {
+fn places<'a>(seen: &'a [GuestMapping], pages: &'a Pages) -> impl Iterator<Item = (usize, Range<u64>)> + 'a {
     seen.iter().filter_map(|seen| {
         let first = seen.guest_address.div_ceil(PAGE_BYTES);
         let end = (seen.guest_address.checked_add(seen.bytes)?) / PAGE_BYTES;

@@ -46,7 +46,7 @@ pub(crate) struct Tracking(TrackerStart);
 
 impl Tracking {
     pub(crate) fn begin(context: &Context, vm: &SourceVm) -> Result<Self, TrackError> {
-        let userfaultfd = context.injector.take_userfaultfd(&vm.process)?;
+        let userfaultfd = context.injector.create_userfaultfd(&vm.process)?;
         Ok(Self(ram::begin_tracking(&vm.process, userfaultfd, &vm.blocks)?))
     }
 

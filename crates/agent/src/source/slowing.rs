@@ -50,7 +50,7 @@ impl Slowing {
     /// lifts a limit if this agent dies.
     pub(crate) fn begin(vm: &mut SourceVm, helper: &HelperProgram) -> Result<Self, SlowingError> {
         // Groups that an agent before this one has left would contain this one's.
-        CpuLimit::end_left(&vm.process)?;
+        CpuLimit::end_leftover(&vm.process)?;
         let threads = vm.processor_threads()?;
         let process = vm.process.try_clone()?;
         if threads.is_empty() {

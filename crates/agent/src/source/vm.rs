@@ -8,12 +8,12 @@ use ::memory::DirtyBitmap;
 use engine::handover::QemuAtStart;
 use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
-use qemu::device_state::{self, Disks, StateError, StateFile};
+use qemu::device_state::{self, DiskOwnership, StateError, StateFile};
 use qemu::drives::Media;
 use qemu::find;
 use qemu::guest_port::{self, PortError};
 use qemu::qmp::{Qmp, QmpError};
-use qemu::ram::{RamBlock, RamError, Seen};
+use qemu::ram::{GuestMapping, RamBlock, RamError};
 use qemu::tree::DeviceTree;
 use tracee::{CpuLimit, Process, ProcessError, Signal};
 use tracing::{info, warn};
@@ -94,7 +94,7 @@ pub(crate) struct SourceVm {
     /// True if the guest ran at the last query.
     ran: bool,
     /// State of the disk images' ownership at the stop.
-    disks: Disks,
+    disks: DiskOwnership,
     /// File into which QEMU is to save its device state.
     state_file: Option<StateFile>,
     watch: Option<Watch>,
@@ -136,7 +136,7 @@ impl SourceVm {
             media: Media::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
             ran: false,
-            disks: Disks::Held,
+            disks: DiskOwnership::Held,
             state_file: None,
             watch: None,
         })
@@ -218,14 +218,17 @@ impl SourceVm {
 
     /// Connects to a program in the guest over the port with this name, and returns the guest addresses of the memory
     /// blocks, too; none if the guest has no such port, or does not run.
-    pub(crate) fn running_guest(&mut self, name: &str) -> Result<Option<(UnixStream, Vec<Seen>)>, VmError> {
+    pub(crate) fn running_guest(
+        &mut self,
+        name: &str,
+    ) -> Result<Option<(UnixStream, Vec<GuestMapping>)>, VmError> {
         let pid = self.process.pid();
         if !self.is_running()? {
             return Ok(None);
         }
         let qmp = self.qmp.as_mut().ok_or(VmError::Gone)?;
         let Some(connection) = guest_port::connect(qmp, pid, &self.devices, name)? else { return Ok(None) };
-        let seen = qemu::ram::seen_by_guest(qmp, &self.blocks)?;
+        let seen = qemu::ram::guest_mappings(qmp, &self.blocks)?;
         Ok(Some((connection, seen)))
     }
 
@@ -236,13 +239,13 @@ impl SourceVm {
         let threads = self.process.threads()?;
         // A thread that ends in the meantime is no processor.
         let is_one =
-            |thread: &u32| self.process.own_number(*thread).is_ok_and(|number| own.contains(&number));
+            |thread: &u32| self.process.namespace_id(*thread).is_ok_and(|number| own.contains(&number));
         Ok(threads.into_iter().filter(is_one).collect())
     }
 
     /// Ends the limit on the guest's processors that an agent before this one may have left.
     pub(crate) fn end_left_limit(&self) {
-        match CpuLimit::end_left(&self.process) {
+        match CpuLimit::end_leftover(&self.process) {
             Ok(false) => {}
             Ok(true) => {
                 info!(pid = self.process.pid(), "a limit on processors that was left behind was ended");
@@ -262,9 +265,9 @@ impl SourceVm {
     pub(crate) fn stop(&mut self) -> Result<Option<Duration>, VmError> {
         let ran = self.ran;
         let (disks, stopping) = self.ask(|qmp| {
-            qmp.forget_events("RESUME");
+            qmp.discard_events("RESUME");
             if ran {
-                Ok((Disks::Held, qemu::control::stop(qmp)?))
+                Ok((DiskOwnership::Held, qemu::control::stop(qmp)?))
             } else {
                 Ok((device_state::disks(qmp)?, None))
             }
@@ -313,7 +316,7 @@ impl SourceVm {
     /// Ends the recording of writes that an agent before this one may have left: only this agent may record this
     /// guest's writes.
     pub(crate) fn end_left_recording(&mut self) -> Result<(), VmError> {
-        if self.ask(qemu::recording::end_left)? {
+        if self.ask(qemu::recording::end_leftover)? {
             info!(pid = self.process.pid(), "a recording of writes that was left behind was ended");
         }
         Ok(())
@@ -343,7 +346,7 @@ impl SourceVm {
         if self.ask(ram_table)? != self.ram_table {
             return Err(VmError::Changed("the guest's memory".to_owned()));
         }
-        if !self.ask(qemu::tree::device_tree)?.is_still(&self.devices) {
+        if !self.ask(qemu::tree::device_tree)?.is_same_machine(&self.devices) {
             return Err(VmError::Changed("the guest's devices".to_owned()));
         }
         if self.ask(qemu::drives::media)? != self.media {

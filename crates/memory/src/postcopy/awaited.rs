@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use proto::limits::PAGE_BYTES;
 use proto::message::PageRequest;
-use tracee::{AddressRange, MissingError, MissingPages};
+use tracee::{AddressRange, PageFaultError, PageFaultHandler};
 use tracing::warn;
 
 use super::ledger::Ledger;
@@ -18,18 +18,18 @@ use crate::ram::{BlockWriter, RamError, RamRegion};
 /// Places pages for which threads may wait.
 pub trait Placer: Send + Sync {
     /// Places whole pages; pages that are present stay as they are. Returns the number of pages that were missing.
-    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError>;
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, PageFaultError>;
 
     /// Places zeros, in the same way.
-    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError>;
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, PageFaultError>;
 }
 
-impl Placer for MissingPages {
-    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+impl Placer for PageFaultHandler {
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, PageFaultError> {
         Self::place(self, address, pages)
     }
 
-    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, PageFaultError> {
         Self::place_zeros(self, range)
     }
 }
@@ -131,10 +131,10 @@ impl<P: Placer> Awaited<P> {
     ///
     /// # Errors
     /// If zeros cannot be placed, or the address is outside the guest's memory: then a thread waits for ever.
-    pub fn touched(&self, address: u64) -> Result<Option<PageRequest>, MissingError> {
+    pub fn touched(&self, address: u64) -> Result<Option<PageRequest>, PageFaultError> {
         let found = (0_u16..).zip(&self.blocks).find(|(_, block)| block.region.range().contains(address));
         let Some((number, block)) = found else {
-            return Err(MissingError::Lost { range: AddressRange::with_len(address, PAGE_BYTES) });
+            return Err(PageFaultError::Lost { range: AddressRange::with_len(address, PAGE_BYTES) });
         };
         let page = (address - block.region.address) / PAGE_BYTES;
         let mut pages = lock(&block.pages);
@@ -278,7 +278,7 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
             let address = self.block().region.address + start;
             let new = match self.all.placer.place(address, bytes) {
                 Ok(new) => new,
-                Err(MissingError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
+                Err(PageFaultError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
                 Err(_) => {
                     // Some of them may be present now: placing them one by one shows which.
                     self.place_singly(&mut sets, run, address, bytes)?;
@@ -301,7 +301,7 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         for run in runs {
             let new = match self.all.placer.place_zeros(self.addresses(&run)) {
                 Ok(new) => new,
-                Err(MissingError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
+                Err(PageFaultError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
                 Err(_) => {
                     for page in run {
                         let page = page..page + 1;

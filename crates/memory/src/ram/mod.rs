@@ -24,7 +24,7 @@
 use std::io;
 use std::ops::Range;
 
-use tracee::{AddressRange, MissingError, ProcessError, RamFileError, RemoteError};
+use tracee::{AddressRange, PageFaultError, ProcessError, RamFileError, RemoteError};
 
 mod destination;
 mod dropped;
@@ -72,7 +72,7 @@ pub enum RamError {
     Process(#[from] ProcessError),
     /// Pages of a guest that runs already cannot be placed.
     #[error(transparent)]
-    Missing(#[from] MissingError),
+    Missing(#[from] PageFaultError),
     /// Reading the page table, or the map of a file's data, failed.
     #[error("cannot find out where RAM has memory behind it")]
     Present(#[source] io::Error),

@@ -63,7 +63,7 @@ impl BlockReader for FileReader {
 
 /// Returns the first byte in a range of a block, which begins at `base` of a file, that is no hole.
 fn first_data(file: &RamFile, base: u64, range: Range<u64>) -> Result<u64, RamError> {
-    if !file.tells_holes() {
+    if !file.has_hole_info() {
         return Ok(range.start);
     }
     // Threads share the file's position; none of them uses it.

@@ -1,11 +1,11 @@
 //! Character devices: sockets move to the run directory, files to the log directory, and terminals become
 //! files.
 
-use super::{Build, MONITOR_ID};
-use crate::cmdline::Given;
+use super::{CommandBuilder, MONITOR_ID};
+use crate::cmdline::QemuOption;
 
 /// Kinds of character devices that use nothing of the host.
-const PLAIN: &[&str] = &[
+const HOST_INDEPENDENT: &[&str] = &[
     "null",
     "ringbuf",
     "memory",
@@ -23,10 +23,10 @@ const PLAIN: &[&str] = &[
     "dbus",
 ];
 
-impl Build<'_> {
+impl CommandBuilder<'_> {
     /// Translates `-chardev`.
-    pub(super) fn chardev(&mut self, option: &Given) -> Option<Given> {
-        let mut value = option.parsed();
+    pub(super) fn chardev(&mut self, option: &QemuOption) -> Option<QemuOption> {
+        let mut value = option.parse_value();
         let id = value.get("id").unwrap_or_default();
         if id == MONITOR_ID {
             return None;
@@ -39,7 +39,7 @@ impl Build<'_> {
         let kind = value.get("backend").unwrap_or_default();
         match kind.as_str() {
             "file" => {
-                if let Some(path) = value.get("path").filter(|path| moves(path)) {
+                if let Some(path) = value.get("path").filter(|path| is_relocated(path)) {
                     let here = self.log(&path);
                     self.notes.push(format!(
                         "file {path} goes on in {here}, and stays there when the guest leaves"
@@ -51,7 +51,7 @@ impl Build<'_> {
             "socket" => {
                 if value.get("fd").is_some() {
                     // A manager passed this monitor as a descriptor: our monitor replaces it.
-                    return self.passed_descriptor(&id);
+                    return self.rewrite_passed_descriptor(&id);
                 }
                 let listens = value.get("server").as_deref() == Some("on");
                 if let Some(path) = value.get("path").filter(|_| listens) {
@@ -69,7 +69,7 @@ impl Build<'_> {
                 value.set("path", &here);
                 value.remove("signal");
             }
-            _ if PLAIN.contains(&kind.as_str()) => {}
+            _ if HOST_INDEPENDENT.contains(&kind.as_str()) => {}
             _ => {
                 self.problem(
                     "chardev-of-host",
@@ -78,19 +78,21 @@ impl Build<'_> {
                 );
             }
         }
-        Some(Given::new("chardev", value.to_string()))
+        Some(QemuOption::new("chardev", value.to_string()))
     }
 
-    fn passed_descriptor(&mut self, id: &str) -> Option<Given> {
-        let is_monitor = self
-            .vm
-            .options
-            .iter()
-            .any(|option| option.name == "mon" && option.parsed().get("chardev").as_deref() == Some(id));
+    fn rewrite_passed_descriptor(&mut self, id: &str) -> Option<QemuOption> {
+        let is_monitor =
+            self.vm.options.iter().any(|option| {
+                option.name == "mon" && option.parse_value().get("chardev").as_deref() == Some(id)
+            });
         if is_monitor {
             let here = self.socket_in_run_dir(&format!("{id}.sock"));
             let path = here.replace(',', ",,");
-            return Some(Given::new("chardev", format!("socket,id={id},path={path},server=on,wait=off")));
+            return Some(QemuOption::new(
+                "chardev",
+                format!("socket,id={id},path={path},server=on,wait=off"),
+            ));
         }
         self.problem(
             "chardev-descriptor",
@@ -101,7 +103,7 @@ impl Build<'_> {
     }
 
     /// Translates `-serial`, `-monitor` and similar options, which specify a character device in one word.
-    pub(super) fn short_chardev(&mut self, option: &Given) -> Option<Given> {
+    pub(super) fn short_chardev(&mut self, option: &QemuOption) -> Option<QemuOption> {
         let name = option.name.as_str();
         let text = option.value.as_deref().unwrap_or_default();
         let number = self.out.iter().filter(|other| other.name == name).count();
@@ -116,13 +118,13 @@ impl Build<'_> {
                 self.notes.push(format!("-{name} was a terminal and writes to {here}"));
                 // A monitor that shared the terminal is gone with it.
                 if !mux.is_empty() && !self.vm.options.iter().any(|other| other.name == "monitor") {
-                    self.out.push(Given::new("monitor", "none"));
+                    self.out.push(QemuOption::new("monitor", "none"));
                 }
                 format!("file:{here}")
             }
             "file" => {
                 let path = rest.split(',').next().unwrap_or_default();
-                if moves(path) {
+                if is_relocated(path) {
                     let here = self.log(path);
                     self.notes.push(format!(
                         "file {path} goes on in {here}, and stays there when the guest leaves"
@@ -159,11 +161,11 @@ impl Build<'_> {
                 return None;
             }
         };
-        Some(Given::new(name, new))
+        Some(QemuOption::new(name, new))
     }
 }
 
 /// Returns true if a file at this path is replaced by one on this host; a device belongs to the host.
-fn moves(path: &str) -> bool {
+fn is_relocated(path: &str) -> bool {
     !path.starts_with("/dev/")
 }

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::Build;
-use crate::cmdline::Given;
+use super::CommandBuilder;
+use crate::cmdline::QemuOption;
 use crate::describe::Disk;
 use crate::options::Value;
 
@@ -27,7 +27,7 @@ pub struct NewImage {
 
 /// Result of the check whether an option belongs to a copied disk.
 #[derive(Debug)]
-pub(super) enum Copied {
+pub(super) enum DiskRewrite {
     /// The option belongs to no copied disk.
     No,
     /// The option belongs to this disk, and names the new image now.
@@ -35,19 +35,19 @@ pub(super) enum Copied {
         /// Name of the disk.
         disk: String,
         /// Option that replaces it.
-        by: Given,
+        by: QemuOption,
     },
     /// The option created something that the new image does not need.
     Gone,
 }
 
 /// Keys of `-drive` and `-blockdev` for the I/O of the image file that also apply to a new image.
-const KEPT_OF_FILE: &[&str] = &["aio", "locking", "discard", "cache.direct", "cache.no-flush"];
+const KEPT_FILE_KEYS: &[&str] = &["aio", "locking", "discard", "cache.direct", "cache.no-flush"];
 /// Keys of the image's own node that also apply to a new image.
-const KEPT_OF_IMAGE: &[&str] =
+const KEPT_IMAGE_KEYS: &[&str] =
     &["read-only", "auto-read-only", "discard", "detect-zeroes", "cache.direct", "cache.no-flush"];
 /// Keys of the old format that do not apply to the new image's format.
-const OF_FORMAT: &[&str] = &[
+const FORMAT_KEYS: &[&str] = &[
     "backing",
     "backing-file",
     "cache-clean-interval",
@@ -68,9 +68,9 @@ const OF_FORMAT: &[&str] = &[
     "size",
 ];
 
-impl Build<'_> {
-    pub(super) fn copied(&self, option: &Given) -> Copied {
-        let value = option.parsed();
+impl CommandBuilder<'_> {
+    pub(super) fn copied(&self, option: &QemuOption) -> DiskRewrite {
+        let value = option.parse_value();
         if option.name == "drive" {
             let is_it = |disk: &&Disk| match value.get("id") {
                 Some(id) => disk.name == id,
@@ -81,34 +81,34 @@ impl Build<'_> {
             };
             let disk = self.vm.disks.iter().find(is_it);
             let image = disk.and_then(|disk| Some((disk, self.rules.images.get(&disk.name)?)));
-            return image.map_or(Copied::No, |(disk, image)| Copied::Replaced {
+            return image.map_or(DiskRewrite::No, |(disk, image)| DiskRewrite::Replaced {
                 disk: disk.name.clone(),
                 by: drive(option, value, image),
             });
         }
-        let Some(name) = value.get("node-name") else { return Copied::No };
+        let Some(name) = value.get("node-name") else { return DiskRewrite::No };
         let mut used = false;
         for disk in &self.vm.disks {
             let Some(nodes) = &disk.nodes else { continue };
             let below = nodes.below.contains(&name);
             match self.rules.images.get(&disk.name) {
                 Some(image) if nodes.image == name => {
-                    return Copied::Replaced {
+                    return DiskRewrite::Replaced {
                         disk: disk.name.clone(),
                         by: self.blockdev(&value, &name, nodes.below.as_slice(), image),
                     };
                 }
                 Some(_) => used |= below,
                 // Another disk, which is not copied, still needs it.
-                None if below || nodes.image == name => return Copied::No,
+                None if below || nodes.image == name => return DiskRewrite::No,
                 None => {}
             }
         }
-        if used { Copied::Gone } else { Copied::No }
+        if used { DiskRewrite::Gone } else { DiskRewrite::No }
     }
 
     /// Checks that each image has exactly one option: a guest whose disk was copied must not get another disk.
-    pub(super) fn all_images_are_used(&mut self) {
+    pub(super) fn check_images_used(&mut self) {
         for disk in self.rules.images.keys() {
             let options = self.images_used.get(disk).copied().unwrap_or_default();
             if options != 1 {
@@ -122,14 +122,15 @@ impl Build<'_> {
     }
 
     /// Returns the node of an image, with a node for its file below it.
-    fn blockdev(&self, value: &Value, name: &str, below: &[String], image: &NewImage) -> Given {
+    fn blockdev(&self, value: &Value, name: &str, below: &[String], image: &NewImage) -> QemuOption {
         let declared = value.get("file").filter(|file| below.contains(file));
         let file_option = declared.as_ref().and_then(|file| {
-            let names_it = |option: &&Given| option.parsed().get("node-name").as_ref() == Some(file);
+            let names_it =
+                |option: &&QemuOption| option.parse_value().get("node-name").as_ref() == Some(file);
             self.vm.options.iter().filter(|option| option.name == "blockdev").find(names_it)
         });
         let of_file = |key: &str| match file_option {
-            Some(option) => option.parsed().get(key),
+            Some(option) => option.parse_value().get(key),
             None => value.get(&format!("file.{key}")),
         };
         let driver = if image.is_device { "host_device" } else { "file" };
@@ -139,14 +140,14 @@ impl Build<'_> {
         if let Some(name) = declared.clone().or_else(|| value.get("file.node-name")) {
             file.set("node-name", &name);
         }
-        for key in KEPT_OF_FILE {
-            keep(&mut file, key, of_file(key));
+        for key in KEPT_FILE_KEYS {
+            copy_setting(&mut file, key, of_file(key));
         }
         let mut node = Value::Json(Map::new());
         node.set("driver", &image.format);
         node.set("node-name", name);
-        for key in KEPT_OF_IMAGE {
-            keep(&mut node, key, value.get(key));
+        for key in KEPT_IMAGE_KEYS {
+            copy_setting(&mut node, key, value.get(key));
         }
         if let Some(bytes) = image.cut_to_bytes {
             node.set_json("size", bytes.into());
@@ -154,21 +155,21 @@ impl Build<'_> {
         if let (Value::Json(node), Value::Json(file)) = (&mut node, file) {
             node.insert("file".to_owned(), Json::Object(file));
         }
-        Given::new("blockdev", node.to_string())
+        QemuOption::new("blockdev", node.to_string())
     }
 }
 
 /// Copies a setting in the type that QEMU's JSON requires.
-fn keep(node: &mut Value, key: &str, setting: Option<String>) {
+fn copy_setting(node: &mut Value, key: &str, setting: Option<String>) {
     let Some(setting) = setting else { return };
     let is_switch = ["read-only", "auto-read-only", "cache.direct", "cache.no-flush"].contains(&key);
     node.set_json(key, if is_switch { json!(setting == "on") } else { json!(setting) });
 }
 
 /// Returns a `-drive` with its caching and I/O options, and the new image.
-fn drive(option: &Given, mut value: Value, image: &NewImage) -> Given {
+fn drive(option: &QemuOption, mut value: Value, image: &NewImage) -> QemuOption {
     let locking = value.get("file.locking");
-    for key in OF_FORMAT.iter().chain(&["file", "format"]) {
+    for key in FORMAT_KEYS.iter().chain(&["file", "format"]) {
         value.remove(key);
     }
     value.set("file", &image.path.to_string_lossy());
@@ -179,5 +180,5 @@ fn drive(option: &Given, mut value: Value, image: &NewImage) -> Given {
     if let Some(bytes) = image.cut_to_bytes {
         value.set("size", &bytes.to_string());
     }
-    Given { value: Some(value.to_string()), ..option.clone() }
+    QemuOption { value: Some(value.to_string()), ..option.clone() }
 }

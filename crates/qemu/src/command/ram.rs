@@ -4,8 +4,8 @@
 //! (`pc.ram`); a memory object's name is its id (or, in machine types before 4.0, its path
 //! `/objects/ID`): an object of that id in place of the default memory is the same block.
 
-use super::{Build, RamPlan};
-use crate::cmdline::Given;
+use super::{CommandBuilder, RamPlan};
+use crate::cmdline::QemuOption;
 use crate::describe::Problem;
 use crate::options::Value;
 
@@ -13,7 +13,7 @@ use crate::options::Value;
 const PAGE_BYTES: u64 = 4096;
 
 /// Objects that can be created on the destination.
-const OBJECTS: &[&str] = &[
+const SUPPORTED_OBJECTS: &[&str] = &[
     "iothread",
     "main-loop",
     "throttle-group",
@@ -42,10 +42,10 @@ const OBJECTS: &[&str] = &[
     "acpi-generic-initiator",
 ];
 
-impl Build<'_> {
+impl CommandBuilder<'_> {
     /// Translates `-object`.
-    pub(super) fn object(&mut self, option: &Given) -> Option<Given> {
-        let mut value = option.parsed();
+    pub(super) fn object(&mut self, option: &QemuOption) -> Option<QemuOption> {
+        let mut value = option.parse_value();
         let kind = value.get("qom-type").unwrap_or_default();
         let id = value.get("id").unwrap_or_default();
         if kind.starts_with("memory-backend-") {
@@ -58,16 +58,16 @@ impl Build<'_> {
                 return None;
             }
             self.memory_object(&kind, &id, &mut value);
-            return Some(Given::new("object", value.to_string()));
+            return Some(QemuOption::new("object", value.to_string()));
         }
-        if !OBJECTS.contains(&kind.as_str()) && !self.rules.allows(&format!("object:{kind}")) {
+        if !SUPPORTED_OBJECTS.contains(&kind.as_str()) && !self.rules.allows(&format!("object:{kind}")) {
             self.problem(
                 "object-refused",
                 format!("object {id} ({kind}) may belong to this host or keep state outside QEMU"),
                 format!("start the guest without it, or allow it by name (object:{kind})"),
             );
         }
-        Some(self.with_paths(option))
+        Some(self.rewrite_paths(option))
     }
 
     /// Returns true if no device uses a memory object. Only with a device does the object's block get a name, which
@@ -92,7 +92,7 @@ impl Build<'_> {
             RamPlan::Memfd { .. } => "memory-backend-memfd",
             RamPlan::Anonymous => "memory-backend-ram",
         };
-        self.unbound(id, value);
+        self.warn_unbound(id, value);
         // The size and the properties that the guest can notice stay; the origin of the memory does not.
         for key in [
             "mem-path",
@@ -113,12 +113,12 @@ impl Build<'_> {
             value.remove(key);
         }
         value.set("qom-type", target);
-        self.fill(id, value);
+        self.apply_plan(id, value);
     }
 
     /// Adds a warning for memory that is bound to NUMA nodes of the source host. The nodes of the two hosts differ, so
     /// the binding is dropped, and a user may miss it.
-    fn unbound(&mut self, id: &str, value: &Value) {
+    fn warn_unbound(&mut self, id: &str, value: &Value) {
         let is_default = |key: &&str| match value {
             // For an object that was added later QEMU lists the nodes even if there are none.
             Value::Json(map)
@@ -151,7 +151,7 @@ impl Build<'_> {
     }
 
     /// Adds the plan's properties to a memory object.
-    fn fill(&self, id: &str, value: &mut Value) {
+    fn apply_plan(&self, id: &str, value: &mut Value) {
         if let RamPlan::Memfd { hugepage_bytes } = self.rules.ram {
             value.set_json("share", true.into());
             if let Some(size) = hugepage_bytes.and_then(|size| self.hugepage_bytes(id, size)) {
@@ -173,9 +173,9 @@ impl Build<'_> {
         let mut value = Value::parse("memory-backend-memfd", Some("qom-type"));
         value.set("id", &id);
         value.set("size", &format!("{}b", self.vm.memory.base_bytes));
-        self.fill(&id, &mut value);
+        self.apply_plan(&id, &mut value);
         if let Some(machine) = self.out.iter_mut().find(|option| option.name == "machine") {
-            let mut of_machine = machine.parsed();
+            let mut of_machine = machine.parse_value();
             // Settings of -machine for the default memory move to the object.
             for (key, of_object) in [("mem-merge", "merge"), ("dump-guest-core", "dump")] {
                 if let Some(given) = of_machine.get(key) {
@@ -185,13 +185,13 @@ impl Build<'_> {
             of_machine.set("memory-backend", &id);
             machine.value = Some(of_machine.to_string());
         }
-        self.out.insert(0, Given::new("object", value.to_string()));
+        self.out.insert(0, QemuOption::new("object", value.to_string()));
     }
 
     /// Returns true if objects already provide the machine's memory.
     fn has_objects(&self) -> bool {
         self.vm.options.iter().any(|option| match option.name.as_str() {
-            "machine" => option.parsed().get("memory-backend").is_some(),
+            "machine" => option.parse_value().get("memory-backend").is_some(),
             "numa" => option.value.as_deref().is_some_and(|text| text.contains("memdev=")),
             _ => false,
         })

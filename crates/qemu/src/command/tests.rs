@@ -7,7 +7,7 @@ fn vm(arguments: &str) -> VmDescription {
     let options = cmdline::parse(&words);
     let block = |name| MemoryBlock { name, page_size_bytes: 4096 };
     let objects = options.iter().filter(|option| option.name == "object");
-    let used = objects.filter_map(|option| option.parsed().get("id")).filter(|id| id != "unused");
+    let used = objects.filter_map(|option| option.parse_value().get("id")).filter(|id| id != "unused");
     VmDescription {
         schema: SCHEMA,
         name: None,
@@ -282,7 +282,7 @@ fn memory_that_no_device_has_stays_behind() {
 }
 
 #[test]
-fn memory_of_a_device_on_a_bus_goes_along() {
+fn memory_of_a_device_on_a_bus_is_kept() {
     let mut vm = vm(
         "-object memory-backend-ram,id=unused,size=64M -device virtio-mem-pci,memdev=unused -display none",
     );
@@ -294,7 +294,7 @@ fn memory_of_a_device_on_a_bus_goes_along() {
 }
 
 #[test]
-fn what_is_not_known_is_refused_unless_allowed() {
+fn unknown_options_are_refused_unless_allowed() {
     assert_eq!(codes("-frobnicate 3", &rules()), ["option-unknown"]);
     assert_eq!(
         codes("-snapshot -readconfig x -object sev-guest,id=s", &rules()),
@@ -383,7 +383,7 @@ fn a_copied_drive_keeps_its_ways_and_loses_its_old_image() {
 }
 
 #[test]
-fn a_guest_whose_copied_disk_has_no_option_of_its_own_is_not_built() {
+fn a_copied_disk_without_an_option_is_refused() {
     let refused = |arguments: &str, allow: &[&str]| {
         let vm = VmDescription { disks: vec![disk("d0", "/old/a", ("#1", "#1", &["#2"]))], ..vm(arguments) };
         let allow_options = allow.iter().map(|&name| name.to_owned()).collect();

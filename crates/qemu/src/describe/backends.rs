@@ -6,16 +6,16 @@ use std::fmt::Write as _;
 use serde_json::Value as Json;
 
 use super::Problem;
-use super::live::{self, Chardev, Live, Net};
-use crate::cmdline::Given;
+use super::live::{self, LiveChardev, LiveState, NetBackend};
+use crate::cmdline::QemuOption;
 use crate::qmp::{Qmp, QmpError};
 
 /// Character devices that other options (`-serial`, `-qmp`) or QEMU itself create.
-const OF_OTHER_OPTIONS: &[&str] =
+const CHARDEVS_OF_OTHER_OPTIONS: &[&str] =
     &["serial", "parallel", "compat_monitor", "debugcon", "gdb", "virtcon", "sclp", "seabios", "vdagent"];
 
 /// Objects that can be described from their properties.
-const OBJECTS: &[&str] = &[
+const DESCRIBABLE_OBJECTS: &[&str] = &[
     "iothread",
     "main-loop",
     "memory-backend-ram",
@@ -30,23 +30,23 @@ const OBJECTS: &[&str] = &[
 /// Drops the options of removed things, and adds options for new ones.
 pub(super) fn refresh(
     qmp: &mut Qmp,
-    options: &mut Vec<Given>,
-    live: &Live,
+    options: &mut Vec<QemuOption>,
+    live: &LiveState,
     problems: &mut Vec<Problem>,
 ) -> Result<(), QmpError> {
-    let ids = |options: &[Given], name: &str| -> BTreeSet<String> {
+    let ids = |options: &[QemuOption], name: &str| -> BTreeSet<String> {
         options
             .iter()
             .filter(|option| option.name == name)
-            .filter_map(|option| option.parsed().get("id"))
+            .filter_map(|option| option.parse_value().get("id"))
             .collect()
     };
-    let is_there = |option: &Given| {
-        let Some(id) = option.parsed().get("id") else { return true };
+    let is_there = |option: &QemuOption| {
+        let Some(id) = option.parse_value().get("id") else { return true };
         match option.name.as_str() {
             "netdev" => {
                 live.nets.iter().any(|net| net.id == id)
-                    || option.parsed().get("type").as_deref() == Some("hubport")
+                    || option.parse_value().get("type").as_deref() == Some("hubport")
             }
             "chardev" => live.chardevs.iter().any(|chardev| chardev.label == id),
             "object" => live.objects.iter().any(|object| object.id == id),
@@ -56,9 +56,10 @@ pub(super) fn refresh(
     options.retain(is_there);
 
     let netdevs = ids(options, "netdev");
-    let nics: Vec<Given> = options.iter().filter(|o| o.name == "nic" || o.name == "net").cloned().collect();
+    let nics: Vec<QemuOption> =
+        options.iter().filter(|o| o.name == "nic" || o.name == "net").cloned().collect();
     for net in &live.nets {
-        let of_nic = nics.iter().any(|nic| nic.parsed().get("id").is_some_and(|id| id == net.id));
+        let of_nic = nics.iter().any(|nic| nic.parse_value().get("id").is_some_and(|id| id == net.id));
         // A name that QEMU generated belongs to -nic, -net or the default card.
         if netdevs.contains(&net.id) || net.id.starts_with('#') || of_nic {
             continue;
@@ -76,7 +77,7 @@ pub(super) fn refresh(
     let chardevs = ids(options, "chardev");
     for chardev in &live.chardevs {
         let label = chardev.label.as_str();
-        let other = OF_OTHER_OPTIONS.iter().any(|start| label.starts_with(start));
+        let other = CHARDEVS_OF_OTHER_OPTIONS.iter().any(|start| label.starts_with(start));
         if chardevs.contains(label) || other || label.ends_with("-base") {
             continue;
         }
@@ -97,7 +98,7 @@ pub(super) fn refresh(
         if objects.contains(&object.id) || default_ram {
             continue;
         }
-        if !OBJECTS.contains(&object.kind.as_str()) {
+        if !DESCRIBABLE_OBJECTS.contains(&object.kind.as_str()) {
             problems.push(Problem::new(
                 "object-unclear",
                 format!(
@@ -111,13 +112,13 @@ pub(super) fn refresh(
         let mut map = live::object_properties(qmp, object)?;
         map.insert("qom-type".to_owned(), object.kind.clone().into());
         map.insert("id".to_owned(), object.id.clone().into());
-        options.push(Given::new("object", Json::Object(map).to_string()));
+        options.push(QemuOption::new("object", Json::Object(map).to_string()));
     }
     Ok(())
 }
 
 /// Returns the `-netdev` that creates a back end, if `info network` prints enough about it.
-fn netdev(net: &Net, usernet: &str) -> Option<Given> {
+fn netdev(net: &NetBackend, usernet: &str) -> Option<QemuOption> {
     let detail = |key: &str| {
         net.details
             .split(',')
@@ -137,7 +138,7 @@ fn netdev(net: &Net, usernet: &str) -> Option<Given> {
             for forward in forwards(usernet, &net.id) {
                 let _ = write!(text, ",hostfwd={forward}");
             }
-            Some(Given::new("netdev", text))
+            Some(QemuOption::new("netdev", text))
         }
         "tap" => {
             let ifname = detail("ifname")?;
@@ -147,7 +148,7 @@ fn netdev(net: &Net, usernet: &str) -> Option<Given> {
                     let _ = write!(text, ",{key}={script}");
                 }
             }
-            Some(Given::new("netdev", text))
+            Some(QemuOption::new("netdev", text))
         }
         _ => None,
     }
@@ -174,7 +175,7 @@ fn forwards(usernet: &str, id: &str) -> Vec<String> {
 }
 
 /// Returns the `-chardev` that creates a character device, if its name specifies enough.
-fn chardev_option(chardev: &Chardev) -> Option<Given> {
+fn chardev_option(chardev: &LiveChardev) -> Option<QemuOption> {
     let id = chardev.label.replace(',', ",,");
     let name = chardev.filename.strip_prefix("disconnected:").unwrap_or(&chardev.filename);
     let (kind, rest) = name.split_once(':').unwrap_or((name, ""));
@@ -191,7 +192,7 @@ fn chardev_option(chardev: &Chardev) -> Option<Given> {
         }
         _ => return None,
     };
-    Some(Given::new("chardev", text))
+    Some(QemuOption::new("chardev", text))
 }
 
 #[cfg(test)]
@@ -200,7 +201,7 @@ mod tests {
 
     #[test]
     fn back_ends_become_options() {
-        let net = |kind: &str, details: &str| Net {
+        let net = |kind: &str, details: &str| NetBackend {
             id: "n".to_owned(),
             kind: kind.to_owned(),
             details: details.to_owned(),
@@ -211,14 +212,14 @@ mod tests {
   UDP[HOST_FORWARD]  12               *  53         10.0.2.15    53     0     0\n";
         assert_eq!(
             netdev(&net("user", "index=0,type=user,net=10.0.2.0,restrict=off"), usernet),
-            Some(Given::new(
+            Some(QemuOption::new(
                 "netdev",
                 "type=user,id=n,hostfwd=tcp:127.0.0.1:5599-10.0.2.15:22,hostfwd=udp::53-10.0.2.15:53"
             ))
         );
         assert_eq!(
             netdev(&net("tap", "index=0,type=tap,ifname=tap3,script=no,downscript=no"), ""),
-            Some(Given::new("netdev", "type=tap,id=n,ifname=tap3,script=no,downscript=no"))
+            Some(QemuOption::new("netdev", "type=tap,id=n,ifname=tap3,script=no,downscript=no"))
         );
         assert_eq!(netdev(&net("tap", "index=0,type=tap,fd=20"), ""), None);
         assert_eq!(netdev(&net("vde", ""), ""), None);
@@ -227,7 +228,7 @@ mod tests {
     #[test]
     fn character_devices_become_options() {
         let option = |filename: &str| {
-            chardev_option(&Chardev { label: "c".to_owned(), filename: filename.to_owned() })
+            chardev_option(&LiveChardev { label: "c".to_owned(), filename: filename.to_owned() })
                 .and_then(|given| given.value)
         };
         assert_eq!(option("null").as_deref(), Some("backend=null,id=c"));

@@ -11,26 +11,26 @@ use std::path::Path;
 use serde_json::{Map, Value as Json, json};
 
 use super::graph::{Backend, Node};
-use super::live::{Live, LiveDevice};
+use super::live::{LiveDevice, LiveState};
 use super::{Disk, DiskNodes, Layer, Problem, absolute};
-use crate::cmdline::Given;
+use crate::cmdline::QemuOption;
 use crate::options::Value;
 use crate::recording;
 
 /// Drivers that a file name or one child describes fully.
-const FILES: &[&str] = &["file", "host_device", "host_cdrom"];
-const FORMATS: &[&str] =
+const FILE_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
+const FORMAT_DRIVERS: &[&str] =
     &["raw", "qcow2", "qed", "vdi", "vhdx", "vmdk", "vpc", "copy-on-read", "preallocate"];
 
 /// Names of the nodes on the destination.
 #[derive(Debug, Default)]
-pub(super) struct Names {
+pub(super) struct NodeNames {
     renamed: BTreeMap<String, String>,
 }
 
-impl Names {
+impl NodeNames {
     /// Returns the value of a device's `drive` on the destination; `None` if it has none.
-    pub(super) fn drive_of(&self, device: &LiveDevice, live: &Live) -> Option<String> {
+    pub(super) fn drive_of(&self, device: &LiveDevice, live: &LiveState) -> Option<String> {
         let below = format!("{}/", device.path);
         let backend = live.backends.iter().find(|backend| {
             backend.device.as_ref().is_some_and(|path| {
@@ -45,7 +45,7 @@ impl Names {
 }
 
 /// Rewrites the short options (`-hda`, `-cdrom`, …) as `-drive`.
-pub(super) fn normalise(options: &mut [Given]) {
+pub(super) fn normalise(options: &mut [QemuOption]) {
     for option in options {
         let place = match option.name.as_str() {
             "hda" => "index=0,media=disk",
@@ -61,12 +61,12 @@ pub(super) fn normalise(options: &mut [Given]) {
             _ => continue,
         };
         let file = option.value.take().unwrap_or_default().replace(',', ",,");
-        *option = Given::new("drive", format!("{place},file={file}"));
+        *option = QemuOption::new("drive", format!("{place},file={file}"));
     }
 }
 
 /// Returns the description of a disk for reports.
-pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &Path) -> Disk {
+pub(super) fn disk(backend: &Backend, live: &LiveState, names: &NodeNames, working_dir: &Path) -> Disk {
     let file_of = |node: &Node| absolute(&live.file_of(node), working_dir);
     let chain = backend.root.as_ref().map(|root| live.chain(root)).unwrap_or_default();
     let top = chain.first();
@@ -116,15 +116,15 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
 }
 
 /// Filter drivers, which only inspect the I/O of the image below them.
-const FILTERS: &[&str] = &["throttle", "copy-on-read", "preallocate"];
+const FILTER_DRIVERS: &[&str] = &["throttle", "copy-on-read", "preallocate"];
 
 /// Returns the number of nodes of a chain before its first image.
 fn filters(chain: &[&Node]) -> usize {
-    chain.iter().take_while(|node| FILTERS.contains(&node.driver.as_str())).count()
+    chain.iter().take_while(|node| FILTER_DRIVERS.contains(&node.driver.as_str())).count()
 }
 
 /// Returns the images of a chain.
-fn layers(chain: &[&Node], live: &Live, working_dir: &Path) -> Vec<Layer> {
+fn layers(chain: &[&Node], live: &LiveState, working_dir: &Path) -> Vec<Layer> {
     let is_file = |driver: &str| ["file", "host_device"].contains(&driver);
     let mut layers = Vec::new();
     for node in chain.iter().skip(filters(chain)) {
@@ -143,7 +143,7 @@ fn layers(chain: &[&Node], live: &Live, working_dir: &Path) -> Vec<Layer> {
     layers
 }
 
-fn nodes(top: &str, live: &Live, names: &Names) -> DiskNodes {
+fn nodes(top: &str, live: &LiveState, names: &NodeNames) -> DiskNodes {
     let chain = live.chain(top);
     let filters = filters(&chain);
     let image = chain.get(filters).map_or(top, |node| &node.name);
@@ -156,16 +156,16 @@ fn nodes(top: &str, live: &Live, names: &Names) -> DiskNodes {
 
 /// Updates `-drive` and `-blockdev` to the current state.
 pub(super) fn refresh(
-    options: &mut Vec<Given>,
-    live: &Live,
+    options: &mut Vec<QemuOption>,
+    live: &LiveState,
     working_dir: &Path,
     problems: &mut Vec<Problem>,
-) -> Names {
-    let mut work = Work {
+) -> NodeNames {
+    let mut work = BlockRefresh {
         live,
         working_dir,
         problems,
-        names: Names::default(),
+        names: NodeNames::default(),
         declared: BTreeSet::new(),
         devices: Vec::new(),
     };
@@ -176,7 +176,7 @@ pub(super) fn refresh(
     for option in std::mem::take(options) {
         match option.name.as_str() {
             "drive" => {
-                let Some(backend) = work.backend_of(&option.parsed(), &used) else {
+                let Some(backend) = work.backend_of(&option.parse_value(), &used) else {
                     continue;
                 };
                 used.insert(backend.name.clone());
@@ -204,8 +204,8 @@ pub(super) fn refresh(
     work.names
 }
 
-impl Names {
-    fn rename(&mut self, live: &Live) {
+impl NodeNames {
+    fn rename(&mut self, live: &LiveState) {
         let roots = live.backends.iter().filter(|b| b.name.is_empty()).filter_map(|b| b.root.as_ref());
         for root in roots.filter(|root| root.starts_with('#')) {
             let mut number = self.renamed.len();
@@ -217,17 +217,17 @@ impl Names {
     }
 }
 
-struct Work<'a> {
-    live: &'a Live,
+struct BlockRefresh<'a> {
+    live: &'a LiveState,
     working_dir: &'a Path,
     problems: &'a mut Vec<Problem>,
-    names: Names,
+    names: NodeNames,
     declared: BTreeSet<String>,
     /// Devices that QEMU created for drives by itself.
-    devices: Vec<Given>,
+    devices: Vec<QemuOption>,
 }
 
-impl<'a> Work<'a> {
+impl<'a> BlockRefresh<'a> {
     /// Finds the drive that a `-drive` created: by its id, or else by the interface and the image
     /// that is still its top or below it.
     fn backend_of(&self, value: &Value, used: &BTreeSet<String>) -> Option<&'a Backend> {
@@ -287,8 +287,8 @@ impl<'a> Work<'a> {
         absolute(file, self.working_dir)
     }
 
-    fn drive(&mut self, mut option: Given, backend: &Backend) -> Given {
-        let mut value = option.parsed();
+    fn drive(&mut self, mut option: QemuOption, backend: &Backend) -> QemuOption {
+        let mut value = option.parse_value();
         if value.get("if").as_deref() == Some("virtio") {
             // QEMU creates a device for it in the first free slot. It is written out as an option,
             // so that the slot can be specified as well.
@@ -298,7 +298,7 @@ impl<'a> Work<'a> {
             value.set("if", "none");
             value.set("id", &backend.name);
             let drive = backend.name.replace(',', ",,");
-            self.devices.push(Given::new("device", format!("virtio-blk-pci,drive={drive}")));
+            self.devices.push(QemuOption::new("device", format!("virtio-blk-pci,drive={drive}")));
         }
         let Some(root) = backend.root.as_ref().and_then(|root| self.live.nodes.get(root)) else {
             // Ejected.
@@ -310,7 +310,8 @@ impl<'a> Work<'a> {
         };
         let present = self.absolute(&self.live.file_of(root));
         if self.file_of(&value).as_ref() != Some(&present) {
-            if FILES.contains(&root.driver.as_str()) || FORMATS.contains(&root.driver.as_str()) {
+            if FILE_DRIVERS.contains(&root.driver.as_str()) || FORMAT_DRIVERS.contains(&root.driver.as_str())
+            {
                 let (file, format) = if value.get("file").is_some() {
                     ("file", "format")
                 } else {
@@ -319,7 +320,10 @@ impl<'a> Work<'a> {
                 let format = if value.get("driver").is_some() { "driver" } else { format };
                 let file = if value.get("file.filename").is_some() { "file.filename" } else { file };
                 value.set(if file == "file.filename" { file } else { "file" }, &present);
-                value.set(format, if FILES.contains(&root.driver.as_str()) { "raw" } else { &root.driver });
+                value.set(
+                    format,
+                    if FILE_DRIVERS.contains(&root.driver.as_str()) { "raw" } else { &root.driver },
+                );
                 // The new image's header names its own backing files, so the option for the old
                 // image's is dropped.
                 value.remove("backing");
@@ -327,7 +331,7 @@ impl<'a> Work<'a> {
                     value.set("node-name", &root.name);
                 }
             } else {
-                self.cannot(root);
+                self.report_undescribable(root);
             }
         }
         if root.encrypted {
@@ -337,8 +341,8 @@ impl<'a> Work<'a> {
         option
     }
 
-    fn blockdev(&mut self, mut option: Given) -> Option<Given> {
-        let mut value = option.parsed();
+    fn blockdev(&mut self, mut option: QemuOption) -> Option<QemuOption> {
+        let mut value = option.parse_value();
         let name = value.get("node-name")?;
         let node = self.live.nodes.get(&name)?;
         let given = value.get("read-only").as_deref() == Some("on");
@@ -351,7 +355,7 @@ impl<'a> Work<'a> {
     }
 
     /// Adds the `-blockdev`s that create a node and the named ones below it.
-    fn declare(&mut self, name: &str, added: &mut Vec<Given>) {
+    fn declare(&mut self, name: &str, added: &mut Vec<QemuOption>) {
         if !self.declared.insert(name.to_owned()) {
             return;
         }
@@ -359,10 +363,10 @@ impl<'a> Work<'a> {
         let mut map = self.node(node, added);
         let there = self.names.renamed.get(name).map_or(name, String::as_str);
         map.insert("node-name".to_owned(), there.into());
-        added.push(Given::new("blockdev", Json::Object(map).to_string()));
+        added.push(QemuOption::new("blockdev", Json::Object(map).to_string()));
     }
 
-    fn node(&mut self, node: &Node, added: &mut Vec<Given>) -> Map<String, Json> {
+    fn node(&mut self, node: &Node, added: &mut Vec<QemuOption>) -> Map<String, Json> {
         let mut map = Map::new();
         if let Some(Ok(Json::Object(described))) = node.file.strip_prefix("json:").map(serde_json::from_str) {
             map = described;
@@ -379,11 +383,11 @@ impl<'a> Work<'a> {
         if node.encrypted {
             self.encrypted(node);
         }
-        let is_file = FILES.contains(&node.driver.as_str());
+        let is_file = FILE_DRIVERS.contains(&node.driver.as_str());
         if is_file {
             map.entry("filename").or_insert_with(|| absolute(&node.file, self.working_dir).into());
-        } else if !FORMATS.contains(&node.driver.as_str()) {
-            self.cannot(node);
+        } else if !FORMAT_DRIVERS.contains(&node.driver.as_str()) {
+            self.report_undescribable(node);
         }
         for (role, child) in &node.children {
             let described = if self.declared.contains(child) || !child.starts_with('#') {
@@ -399,7 +403,7 @@ impl<'a> Work<'a> {
         map
     }
 
-    fn cannot(&mut self, node: &Node) {
+    fn report_undescribable(&mut self, node: &Node) {
         self.problems.push(Problem::new(
             "disk-unclear",
             format!(

@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use serde_json::Value as Json;
 
 use super::Problem;
-use super::blocks::Names;
-use super::live::{self, Bus, Live, LiveDevice};
-use crate::cmdline::Given;
+use super::blocks::NodeNames;
+use super::live::{self, Bus, LiveDevice, LiveState};
+use crate::cmdline::QemuOption;
 use crate::options::Value;
 use crate::qmp::{Qmp, QmpError};
 use crate::tree::DeviceTree;
 
 /// Devices that cannot be moved, by the prefix of their type's name.
-const REFUSED: &[(&str, &str)] = &[
+const REFUSED_DEVICES: &[(&str, &str)] = &[
     ("vfio-", "it is a device of the host, which writes to the guest's memory by itself"),
     ("pci-assign", "it is a device of the host, which writes to the guest's memory by itself"),
     ("vhost-user-", "its back end is another process, which writes to the guest's memory by itself"),
@@ -42,7 +42,7 @@ const REFUSED: &[(&str, &str)] = &[
 /// Type names that are aliases of others in QEMU.
 const ALIASES: &[(&str, &str)] = &[("e1000-82540em", "e1000"), ("ich9-ahci", "ahci"), ("lsi", "lsi53c895a")];
 
-impl Live {
+impl LiveState {
     /// Adds the USB ports that QEMU chose by itself, which only the tree shows.
     pub(super) fn add_usb_ports(&mut self, tree: &DeviceTree) {
         for device in &mut self.devices {
@@ -63,9 +63,9 @@ impl Live {
 /// Drops devices that were unplugged, sets the addresses of the others, and returns those that were
 /// added later.
 pub(super) fn refresh<'a>(
-    options: &mut Vec<Given>,
-    live: &'a Live,
-    names: &Names,
+    options: &mut Vec<QemuOption>,
+    live: &'a LiveState,
+    names: &NodeNames,
     problems: &mut Vec<Problem>,
 ) -> Vec<&'a LiveDevice> {
     let mut taken: Vec<&str> = Vec::new();
@@ -76,13 +76,13 @@ pub(super) fn refresh<'a>(
             kept.push(option);
             continue;
         }
-        let mut value = option.parsed();
+        let mut value = option.parse_value();
         let driver = value.get("driver").unwrap_or_default();
         let id = value.get("id");
         let alike: Vec<&LiveDevice> = live
             .devices
             .iter()
-            .filter(|device| device.id == id && !device.hotplugged && same_driver(&driver, &device.driver))
+            .filter(|device| device.id == id && !device.hotplugged && is_same_driver(&driver, &device.driver))
             .collect();
         if id.is_none() && alike.len() != expected_of(&expected, &driver) {
             problems.push(Problem::new(
@@ -98,7 +98,7 @@ pub(super) fn refresh<'a>(
         let found = free.clone().find(has_drive).or_else(|| free.next());
         let Some(device) = found else { continue };
         taken.push(&device.path);
-        fix_place(&mut value, device);
+        fix_address(&mut value, device);
         if value.get("drive").is_some()
             && let Some(drive) = names.drive_of(device, live)
         {
@@ -119,10 +119,10 @@ pub(super) fn refresh<'a>(
 }
 
 /// Returns how many devices without an id each type should have, from the options alone.
-fn expected_without_id(options: &[Given]) -> BTreeMap<String, usize> {
+fn expected_without_id(options: &[QemuOption]) -> BTreeMap<String, usize> {
     let mut expected: BTreeMap<String, usize> = BTreeMap::new();
     for option in options {
-        let value = option.parsed();
+        let value = option.parse_value();
         let driver = match option.name.as_str() {
             "device" if value.get("id").is_none() => value.get("driver"),
             // QEMU creates a device of its own for these.
@@ -138,18 +138,18 @@ fn expected_without_id(options: &[Given]) -> BTreeMap<String, usize> {
 
 /// Returns the expected number of devices of one type, under any of its names.
 fn expected_of(expected: &BTreeMap<String, usize>, driver: &str) -> usize {
-    let same = |name: &str| same_driver(name, driver) || same_driver(driver, name);
+    let same = |name: &str| is_same_driver(name, driver) || is_same_driver(driver, name);
     expected.iter().filter(|(name, _)| same(name)).map(|(_, count)| count).sum()
 }
 
-fn same_driver(given: &str, live: &str) -> bool {
+fn is_same_driver(given: &str, live: &str) -> bool {
     let short = |suffix: &str| live.strip_suffix(suffix) == Some(given);
     given == live || short("-pci") || short("-device") || ALIASES.contains(&(given, live))
 }
 
 /// Records the device's address in the option, so that QEMU does not choose it again: after an
 /// unplugging it would choose a different one.
-fn fix_place(value: &mut Value, device: &LiveDevice) {
+fn fix_address(value: &mut Value, device: &LiveDevice) {
     for (key, at) in &device.place {
         if value.get(key).is_none() {
             value.set_json(key, at.clone());
@@ -161,7 +161,7 @@ fn fix_place(value: &mut Value, device: &LiveDevice) {
             value.set_json(key, size.clone());
         }
     }
-    for ability in &device.inabilities {
+    for ability in &device.missing_features {
         if value.get(ability).is_none() {
             value.set_json(ability, false.into());
         }
@@ -186,9 +186,9 @@ fn depth(device: &LiveDevice, all: &[LiveDevice]) -> usize {
 pub(super) fn describe(
     qmp: &mut Qmp,
     device: &LiveDevice,
-    live: &Live,
-    names: &mut Names,
-) -> Result<Given, QmpError> {
+    live: &LiveState,
+    names: &mut NodeNames,
+) -> Result<QemuOption, QmpError> {
     let mut map = live::device_properties(qmp, device)?;
     map.insert("driver".to_owned(), device.driver.clone().into());
     if let Some(id) = &device.id {
@@ -203,14 +203,14 @@ pub(super) fn describe(
     if let Some(drive) = names.drive_of(device, live) {
         map.insert("drive".to_owned(), drive.into());
     }
-    Ok(Given::new("device", Json::Object(map).to_string()))
+    Ok(QemuOption::new("device", Json::Object(map).to_string()))
 }
 
 /// Reports devices that cannot be moved.
-pub(super) fn refuse(options: &[Given], problems: &mut Vec<Problem>) {
+pub(super) fn report_refused(options: &[QemuOption], problems: &mut Vec<Problem>) {
     for option in options {
-        let value = option.parsed();
-        let mut refuse = |what: String, why: &str| {
+        let value = option.parse_value();
+        let mut report_refused = |what: String, why: &str| {
             problems.push(Problem::new(
                 "device-refused",
                 format!("{what} cannot be moved: {why}"),
@@ -220,13 +220,13 @@ pub(super) fn refuse(options: &[Given], problems: &mut Vec<Problem>) {
         match option.name.as_str() {
             "device" => {
                 let driver = value.get("driver").unwrap_or_default();
-                let known = REFUSED.iter().find(|(start, _)| driver.starts_with(start));
+                let known = REFUSED_DEVICES.iter().find(|(start, _)| driver.starts_with(start));
                 if let Some((_, why)) = known {
-                    refuse(format!("device {driver}"), why);
+                    report_refused(format!("device {driver}"), why);
                 }
                 if value.get("blob").as_deref() == Some("on") || value.get("blob").as_deref() == Some("true")
                 {
-                    refuse(
+                    report_refused(
                         format!("device {driver} with blob=on"),
                         "its memory is shared with the host's graphics driver",
                     );
@@ -235,14 +235,14 @@ pub(super) fn refuse(options: &[Given], problems: &mut Vec<Problem>) {
             "netdev" | "nic" => {
                 let kind = value.get("type").unwrap_or_default();
                 if kind.starts_with("vhost-") || kind == "af-xdp" || kind == "netmap" || kind == "passt" {
-                    refuse(
+                    report_refused(
                         format!("network {kind}"),
                         "its back end is outside QEMU and may write to the guest's memory by itself",
                     );
                 }
             }
             "usbdevice" if value.to_string().starts_with("host") => {
-                refuse("a USB device of the host".to_owned(), "it is a device of this host");
+                report_refused("a USB device of the host".to_owned(), "it is a device of this host");
             }
             _ => {}
         }
@@ -254,7 +254,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_moved_is_told() {
+    fn devices_that_cannot_be_moved_are_reported() {
         let options = crate::cmdline::parse(
             &[
                 "-device",
@@ -273,29 +273,29 @@ mod tests {
             .map(str::to_owned),
         );
         let mut problems = Vec::new();
-        refuse(&options, &mut problems);
+        report_refused(&options, &mut problems);
         assert_eq!(problems.len(), 4, "{problems:#?}");
     }
 
     /// With vhost-net the source host's kernel does not have the feature, and the destination's may have
     /// it.
     #[test]
-    fn what_a_device_cannot_do_it_cannot_do_there() {
-        let device = LiveDevice { inabilities: vec!["queue_reset".to_owned()], ..LiveDevice::default() };
+    fn missing_features_stay_missing_on_the_destination() {
+        let device = LiveDevice { missing_features: vec!["queue_reset".to_owned()], ..LiveDevice::default() };
         for (given, there) in [
             ("virtio-net-pci,netdev=n", "virtio-net-pci,netdev=n,queue_reset=off"),
             ("virtio-net-pci,queue_reset=off", "virtio-net-pci,queue_reset=off"),
         ] {
-            let mut value = Given::new("device", given).parsed();
-            fix_place(&mut value, &device);
-            assert_eq!(value.to_string(), Given::new("device", there).parsed().to_string());
+            let mut value = QemuOption::new("device", given).parse_value();
+            fix_address(&mut value, &device);
+            assert_eq!(value.to_string(), QemuOption::new("device", there).parse_value().to_string());
         }
     }
 
     #[test]
     fn short_names_are_known() {
-        assert!(same_driver("virtio-blk", "virtio-blk-pci"));
-        assert!(same_driver("e1000", "e1000"));
-        assert!(!same_driver("virtio-blk", "virtio-net-pci"));
+        assert!(is_same_driver("virtio-blk", "virtio-blk-pci"));
+        assert!(is_same_driver("e1000", "e1000"));
+        assert!(!is_same_driver("virtio-blk", "virtio-net-pci"));
     }
 }

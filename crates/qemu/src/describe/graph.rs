@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::FilePart;
-use super::live::Live;
+use super::live::LiveState;
 use crate::drives::{self, Drive};
 use crate::qmp::{Qmp, QmpError};
 
@@ -93,7 +93,7 @@ impl Node {
     }
 }
 
-impl Live {
+impl LiveState {
     /// Returns the file behind a node: that of the lowest file node under it, because formats with
     /// options report a whole `json:` description as their name.
     pub(super) fn file_of(&self, node: &Node) -> String {
@@ -160,7 +160,7 @@ impl Live {
 }
 
 /// Queries all nodes, the children of each, and the devices' view of them.
-pub(super) fn ask(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>), QmpError> {
+pub(super) fn query(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>), QmpError> {
     #[derive(Deserialize)]
     struct Graph {
         nodes: Vec<GraphNode>,
@@ -201,6 +201,6 @@ pub(super) fn ask(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>
         used_bytes: drive.medium.as_ref().map(|medium| medium.image.used_bytes()),
         root: drive.medium.map(|medium| medium.node),
     };
-    let backends = drives::ask(qmp)?.into_iter().map(backend).collect();
+    let backends = drives::query(qmp)?.into_iter().map(backend).collect();
     Ok((nodes, backends))
 }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::graph::{self, Backend, Node};
 use crate::qmp::{Qmp, QmpError, Version};
-use crate::tree::{GEOMETRY, OF_VHOST};
+use crate::tree::{GEOMETRY_PROPERTIES, VHOST_PROPERTIES};
 
 /// A device that a user requested, on the command line or later.
 #[derive(Debug, Clone, Default)]
@@ -26,7 +26,7 @@ pub(super) struct LiveDevice {
     pub(super) geometry: BTreeMap<String, Value>,
     /// Features that a virtio device does not have. With vhost-net the host's kernel decides about some, and another
     /// host's may have more.
-    pub(super) inabilities: Vec<String>,
+    pub(super) missing_features: Vec<String>,
 }
 
 /// Bus that a device is attached to.
@@ -51,14 +51,14 @@ impl Bus {
 
 /// A network back end, from `info network`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Net {
+pub(super) struct NetBackend {
     pub(super) id: String,
     pub(super) kind: String,
     pub(super) details: String,
 }
 
 #[derive(Debug, Clone, Deserialize)]
-pub(super) struct Chardev {
+pub(super) struct LiveChardev {
     pub(super) label: String,
     pub(super) filename: String,
 }
@@ -72,7 +72,7 @@ pub(super) struct Object {
 
 /// All answers about a guest.
 #[derive(Debug, Clone)]
-pub(super) struct Live {
+pub(super) struct LiveState {
     pub(super) version: Version,
     pub(super) machine_type: String,
     pub(super) default_ram_id: Option<String>,
@@ -87,9 +87,9 @@ pub(super) struct Live {
     pub(super) nodes: BTreeMap<String, Node>,
     pub(super) backends: Vec<Backend>,
     pub(super) jobs: Vec<String>,
-    pub(super) nets: Vec<Net>,
+    pub(super) nets: Vec<NetBackend>,
     pub(super) usernet: String,
-    pub(super) chardevs: Vec<Chardev>,
+    pub(super) chardevs: Vec<LiveChardev>,
     pub(super) objects: Vec<Object>,
     pub(super) ram_blocks: Vec<(String, u64)>,
 }
@@ -104,10 +104,10 @@ struct Property {
 }
 
 /// Properties for a device's address on its bus.
-const PLACES: &[&str] = &["addr", "port", "scsi-id", "channel", "lun", "unit", "nr", "slot"];
+const ADDRESS_PROPERTIES: &[&str] = &["addr", "port", "scsi-id", "channel", "lun", "unit", "nr", "slot"];
 
 /// Properties for a processor's address.
-const CPU_PLACES: &[&str] = &[
+const CPU_ADDRESS_PROPERTIES: &[&str] = &[
     "node-id",
     "drawer-id",
     "book-id",
@@ -119,8 +119,8 @@ const CPU_PLACES: &[&str] = &[
     "thread-id",
 ];
 
-impl Live {
-    pub(super) fn ask(qmp: &mut Qmp) -> Result<Self, QmpError> {
+impl LiveState {
+    pub(super) fn query(qmp: &mut Qmp) -> Result<Self, QmpError> {
         let machine_type = crate::device_state::machine_type(qmp)?;
         let machines: Vec<Value> = qmp.execute("query-machines", Value::Null)?;
         let default_ram_id = machines
@@ -141,7 +141,7 @@ impl Live {
         let ram: Value = qmp.execute("x-query-ramblock", Value::Null)?;
         let ram_text = ram["human-readable-text"].as_str().unwrap_or_default().to_owned();
         let text = |value: &Value| value.as_str().map(str::to_owned);
-        let (nodes, backends) = graph::ask(qmp)?;
+        let (nodes, backends) = graph::query(qmp)?;
         Ok(Self {
             version: qmp.version().clone(),
             machine_type,
@@ -157,8 +157,8 @@ impl Live {
             nodes,
             backends,
             jobs: jobs.iter().map(job).collect(),
-            nets: nets(&qmp.human("info network")?),
-            usernet: qmp.human("info usernet")?,
+            nets: nets(&qmp.hmp("info network")?),
+            usernet: qmp.hmp("info usernet")?,
             chardevs: qmp.execute("query-chardev", Value::Null)?,
             objects: objects(qmp)?,
             ram_blocks: crate::ram::names(&ram_text),
@@ -186,7 +186,7 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
             let Some(driver) = child(&property.kind) else { continue };
             let path = format!("{container}/{}", property.name);
             let (place, geometry) = place_and_geometry(qmp, &path)?;
-            let inabilities = inabilities(qmp, driver, &path)?;
+            let missing_features = missing_features(qmp, driver, &path)?;
             found.push(LiveDevice {
                 id: with_id.then(|| property.name.clone()),
                 driver: driver.to_owned(),
@@ -194,7 +194,7 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
                 bus: bus(qmp, &path)?,
                 place,
                 geometry,
-                inabilities,
+                missing_features,
                 path,
             });
         }
@@ -220,12 +220,14 @@ fn bus(qmp: &mut Qmp, path: &str) -> Result<Option<Bus>, QmpError> {
     Ok(Some(Bus { name: name.to_owned(), path: path.to_owned(), kind }))
 }
 
-fn inabilities(qmp: &mut Qmp, driver: &str, path: &str) -> Result<Vec<String>, QmpError> {
+fn missing_features(qmp: &mut Qmp, driver: &str, path: &str) -> Result<Vec<String>, QmpError> {
     let mut without = Vec::new();
     if !driver.starts_with("virtio-net") {
         return Ok(without);
     }
-    for property in list(qmp, path)?.into_iter().filter(|found| OF_VHOST.contains(&found.name.as_str())) {
+    for property in
+        list(qmp, path)?.into_iter().filter(|found| VHOST_PROPERTIES.contains(&found.name.as_str()))
+    {
         if get(qmp, path, &property.name)? == Value::Bool(false) {
             without.push(property.name);
         }
@@ -238,12 +240,12 @@ type Properties = BTreeMap<String, Value>;
 fn place_and_geometry(qmp: &mut Qmp, path: &str) -> Result<(Properties, Properties), QmpError> {
     let (mut place, mut geometry) = (BTreeMap::new(), BTreeMap::new());
     for property in list(qmp, path)? {
-        if GEOMETRY.contains(&property.name.as_str()) {
+        if GEOMETRY_PROPERTIES.contains(&property.name.as_str()) {
             let value = get(qmp, path, &property.name)?;
             geometry.insert(property.name, value);
             continue;
         }
-        if !PLACES.contains(&property.name.as_str()) {
+        if !ADDRESS_PROPERTIES.contains(&property.name.as_str()) {
             continue;
         }
         let value = get(qmp, path, &property.name)?;
@@ -273,8 +275,8 @@ pub(super) fn device_properties(qmp: &mut Qmp, device: &LiveDevice) -> Result<Ma
     for property in listed {
         let name = property.name.as_str();
         // For a CPU only its address; its features are part of -cpu.
-        if (is_cpu && !CPU_PLACES.contains(&name))
-            || PLACES.contains(&name)
+        if (is_cpu && !CPU_ADDRESS_PROPERTIES.contains(&name))
+            || ADDRESS_PROPERTIES.contains(&name)
             || child(&property.kind).is_some()
         {
             continue;
@@ -341,14 +343,14 @@ fn objects(qmp: &mut Qmp) -> Result<Vec<Object>, QmpError> {
 }
 
 /// Returns the back ends in `info network`, e.g. ` \ n0: index=0,type=user,net=10.0.2.0,restrict=off`.
-fn nets(text: &str) -> Vec<Net> {
+fn nets(text: &str) -> Vec<NetBackend> {
     let net = |line: &str| {
         let line = line.trim().trim_start_matches("\\ ");
         let (id, details) = line.split_once(": ")?;
         // In a hub the port precedes it: `hub0port1: #net185: index=0,…`.
         let (id, details) = details.split_once(": ").unwrap_or((id, details));
         let kind = details.split(',').find_map(|part| part.trim().strip_prefix("type="))?;
-        (kind != "nic" && kind != "hubport").then(|| Net {
+        (kind != "nic" && kind != "hubport").then(|| NetBackend {
             id: id.to_owned(),
             kind: kind.to_owned(),
             details: details.to_owned(),

@@ -2,12 +2,12 @@
 
 use std::fmt::Write as _;
 
-use super::live::Live;
-use crate::cmdline::Given;
+use super::live::LiveState;
+use crate::cmdline::QemuOption;
 
 /// Names the machine by its versioned type: `q35` means another machine in every version of QEMU.
 /// Options that newer versions have removed are written in the newer spelling.
-pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
+pub(super) fn refresh(options: &mut Vec<QemuOption>, live: &LiveState) {
     let mut machine: Option<usize> = None;
     let mut extra = Vec::new();
     for option in options.iter_mut() {
@@ -20,7 +20,7 @@ pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
     options.retain(|option| option.name != "no-acpi" && option.name != "no-hpet");
     for (at, option) in options.iter_mut().enumerate() {
         if option.name == "machine" {
-            let mut value = option.parsed();
+            let mut value = option.parse_value();
             value.remove("type");
             option.value = Some(value.to_string());
             machine = machine.or(Some(at));
@@ -35,7 +35,7 @@ pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
     for (key, value) in extra {
         let _ = write!(text, ",{key}={value}");
     }
-    let whole = Given::new("machine", text);
+    let whole = QemuOption::new("machine", text);
     match machine.and_then(|at| options.get_mut(at)) {
         Some(option) => *option = whole,
         None => options.insert(0, whole),
@@ -44,13 +44,13 @@ pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
 }
 
 /// Returns the accelerator.
-pub(super) fn accelerator(options: &[Given], kvm: bool) -> String {
+pub(super) fn accelerator(options: &[QemuOption], kvm: bool) -> String {
     if kvm {
         return "kvm".to_owned();
     }
     let asked = options.iter().find_map(|option| match option.name.as_str() {
         "accel" => option.value.as_deref()?.split(',').next().map(str::to_owned),
-        "machine" => option.parsed().get("accel"),
+        "machine" => option.parse_value().get("accel"),
         _ => None,
     });
     asked.filter(|accelerator| accelerator != "kvm" && !accelerator.contains(':')).unwrap_or("tcg".to_owned())

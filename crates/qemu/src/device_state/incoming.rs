@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use super::{HEADER, beginning, machine_type, machine_type_of};
+use super::{HEADER, machine_type, machine_type_of, state_prefix};
 use crate::control;
 use crate::process::log_tail;
 use crate::qmp::{Qmp, QmpError};
@@ -108,12 +108,12 @@ impl Incoming {
             json!({ "uri": uri })
         };
         let machine_type = machine_type(qmp)?;
-        let expects_configuration = is_configuration_expected(&qmp.human("info migrate")?);
-        qmp.forget_events("MIGRATION");
+        let expects_configuration = is_configuration_expected(&qmp.hmp("info migrate")?);
+        qmp.discard_events("MIGRATION");
         qmp.run("migrate-incoming", arguments)?;
         let log = log.map(Path::to_owned);
         let incoming = Self { stream, machine_type, expects_configuration, log };
-        incoming.hand_over(&incoming.expected_beginning(), Instant::now() + qmp.timeout()).map_err(failed)?;
+        incoming.send_state(&incoming.expected_prefix(), Instant::now() + qmp.timeout()).map_err(failed)?;
         Ok(incoming)
     }
 
@@ -123,23 +123,23 @@ impl Incoming {
     /// # Errors
     /// [`LoadError::Failed`] with QEMU's reason. That QEMU cannot be used again.
     pub fn load(self, qmp: &mut Qmp, stream: &[u8], deadline: Instant) -> Result<(), LoadError> {
-        self.load_beside(qmp, stream, deadline, || {})
+        self.load_while(qmp, stream, deadline, || {})
     }
 
     /// Like [`load`](Self::load), and runs a closure while QEMU loads.
-    pub fn load_beside(
+    pub fn load_while(
         self,
         qmp: &mut Qmp,
         stream: &[u8],
         deadline: Instant,
         meanwhile: impl FnOnce(),
     ) -> Result<(), LoadError> {
-        let Some(rest) = stream.strip_prefix(&*beginning(&self.machine_type)) else {
+        let Some(rest) = stream.strip_prefix(&*state_prefix(&self.machine_type)) else {
             let found = machine_type_of(stream).unwrap_or("no machine type");
             let reason = format!("it is of {found}, and QEMU is a {}", self.machine_type);
             return Err(LoadError::Failed { reason });
         };
-        let handed = self.hand_over(rest, deadline).and_then(|()| self.stream.shutdown(Shutdown::Write));
+        let handed = self.send_state(rest, deadline).and_then(|()| self.stream.shutdown(Shutdown::Write));
         meanwhile();
         match &handed {
             // QEMU closes the connection as soon as it finds an error: its reason is more precise than ours.
@@ -167,11 +167,11 @@ impl Incoming {
     }
 
     /// Returns the first bytes of a state that this QEMU loads.
-    fn expected_beginning(&self) -> Vec<u8> {
-        if self.expects_configuration { beginning(&self.machine_type) } else { HEADER.to_vec() }
+    fn expected_prefix(&self) -> Vec<u8> {
+        if self.expects_configuration { state_prefix(&self.machine_type) } else { HEADER.to_vec() }
     }
 
-    fn hand_over(&self, stream: &[u8], deadline: Instant) -> io::Result<()> {
+    fn send_state(&self, stream: &[u8], deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         self.stream.set_write_timeout(Some(left.max(std::time::Duration::from_millis(1))))?;
         (&self.stream).write_all(stream)

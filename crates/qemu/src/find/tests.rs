@@ -15,7 +15,7 @@ fn command_lines_keep_empty_words() {
 
 #[test]
 fn names() {
-    let name = |text: &str| guest_name(&[Given::new("name", text)]);
+    let name = |text: &str| guest_name(&[QemuOption::new("name", text)]);
     assert_eq!(name("web1").as_deref(), Some("web1"));
     assert_eq!(name("guest=web1,debug-threads=on").as_deref(), Some("web1"));
     assert_eq!(name("process=x"), None);

@@ -7,17 +7,17 @@ use crate::options::Value;
 use crate::queues;
 use crate::ram::RamBlock;
 use crate::tree::Device;
-use crate::units::When;
+use crate::units::RestartTime;
 
 /// Memory in bytes that a QEMU needs besides the guest's memory: its code, caches, the devices'
 /// buffers.
 const OVERHEAD_BYTES: u64 = 256 << 20;
 /// First kernel with asynchronous write protection and `PAGEMAP_SCAN`.
-const KERNEL_NEEDED: (u64, u64) = (6, 7);
+const MIN_KERNEL: (u64, u64) = (6, 7);
 /// Size of a normal page in bytes.
 const PAGE_BYTES: u64 = 4096;
 /// Oldest QEMU with which this was tested.
-const QEMU_TRIED: (u64, u64) = (7, 2);
+const MIN_TESTED_QEMU: (u64, u64) = (7, 2);
 
 pub(super) type Findings = Vec<Finding>;
 
@@ -65,7 +65,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             "the guest is paused",
             "nothing; it stays paused on the destination until somebody lets it go on",
         ),
-        state => add(findings, Blocker, "run-state", not_moved_in(state), HOW_TO_MOVE_IT),
+        state => add(findings, Blocker, "run-state", not_moved_in(state), RUN_STATE_REMEDY),
     }
     if source.tracer_pid != 0 {
         add(
@@ -90,7 +90,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
         );
     }
     let is_virtio = |device: &Device| device.driver.starts_with("virtio-");
-    if queues::may_become_stuck(&source.vm.machine.accelerator, &source.vm.options)
+    if queues::can_become_stuck(&source.vm.machine.accelerator, &source.vm.options)
         && source.vm.devices.devices.iter().any(is_virtio)
     {
         add(
@@ -103,7 +103,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
         );
     }
     for again in &source.starts_again {
-        let severity = if again.when == When::Unknown { Warning } else { Blocker };
+        let severity = if again.when == RestartTime::Unknown { Warning } else { Blocker };
         add(findings, severity, again.when.code(), &again.what, &again.what_to_do);
     }
     match source.nested_guests {
@@ -125,7 +125,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
     }
 }
 
-const HOW_TO_MOVE_IT: &str = "bring it to run or pause (for io-error: repair the storage and let it go on)";
+const RUN_STATE_REMEDY: &str = "bring it to run or pause (for io-error: repair the storage and let it go on)";
 
 fn not_moved_in(run_state: &str) -> String {
     format!("the guest is in run state {run_state}; only running and paused guests are moved")
@@ -133,7 +133,7 @@ fn not_moved_in(run_state: &str) -> String {
 
 /// Returns the reason why a guest is not moved in a run state, and the remedy, in one line.
 pub fn run_state_refusal(run_state: &str) -> String {
-    format!("{}; {HOW_TO_MOVE_IT}", not_moved_in(run_state))
+    format!("{}; {RUN_STATE_REMEDY}", not_moved_in(run_state))
 }
 
 fn offers_virtualization(source: &SourceFacts) -> bool {
@@ -161,7 +161,7 @@ pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, finding
             "install a QEMU there that has it (usually the same or a newer one)",
         );
     }
-    let (ours, theirs) = (two(&source.vm.program.version), two(&destination.qemu_version));
+    let (ours, theirs) = (major_minor(&source.vm.program.version), major_minor(&destination.qemu_version));
     if theirs < ours {
         add(
             findings,
@@ -182,7 +182,7 @@ pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, finding
             "nothing, unless the guest is to come back: then install the same version on both",
         );
     }
-    if ours < QEMU_TRIED {
+    if ours < MIN_TESTED_QEMU {
         add(
             findings,
             Warning,
@@ -220,7 +220,7 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
                     "the guest sees the host's own processor (-cpu {model}), {}, and the destination has {}{}",
                     here.cpu,
                     there.cpu,
-                    lacking(&gone)
+                    missing_flags(&gone)
                 ),
                 "move it to a host with the same processor, or start it with a named model (-cpu NAME) next time",
             );
@@ -230,13 +230,13 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
             findings,
             Warning,
             "cpu-flags",
-            format!("the destination's processor has less than this one{}", lacking(&gone)),
+            format!("the destination's processor has less than this one{}", missing_flags(&gone)),
             "make sure that the guest's CPU model does not have them; the destination's QEMU will tell when it is started",
         );
     }
     if !kvm
         && (model == "max" || model == "host")
-        && two(&source.vm.program.version) != two(&destination.qemu_version)
+        && major_minor(&source.vm.program.version) != major_minor(&destination.qemu_version)
     {
         add(
             findings,
@@ -259,7 +259,7 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
                 "cpu-features",
                 format!(
                     "the destination cannot give the guest CPU features that it has now{}",
-                    lacking(&lost)
+                    missing_flags(&lost)
                 ),
                 "move it to a host that has them, or start it with a model without them next time",
             );
@@ -267,7 +267,7 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
     }
 }
 
-fn lacking(flags: &[&str]) -> String {
+fn missing_flags(flags: &[&str]) -> String {
     if flags.is_empty() { String::new() } else { format!(" (missing: {})", flags.join(", ")) }
 }
 
@@ -379,8 +379,8 @@ fn blocks(ours: &[RamBlock], theirs: &[RamBlock], findings: &mut Findings) {
 }
 
 /// Checks kernels, networks, displays.
-pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
-    let old = |kernel: &str| two(kernel) < KERNEL_NEEDED;
+pub(super) fn environment(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
+    let old = |kernel: &str| major_minor(kernel) < MIN_KERNEL;
     if old(&source.host.kernel) {
         add(
             findings,
@@ -408,7 +408,7 @@ pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts,
     // A QEMU that drops its privileges itself does so on the destination, too.
     let drops = source.vm.options.iter().any(|option| match option.name.as_str() {
         "runas" => true,
-        "run-with" => option.parsed().get("user").is_some(),
+        "run-with" => option.parse_value().get("user").is_some(),
         _ => false,
     });
     if let Some(user) = source.user.filter(|user| *user != destination.user && !drops) {
@@ -431,7 +431,7 @@ pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts,
     }
     for option in &source.vm.options {
         match option.name.as_str() {
-            "netdev" | "nic" | "net" => network(&option.parsed(), findings),
+            "netdev" | "nic" | "net" => network(&option.parse_value(), findings),
             "vnc" | "spice" => add(
                 findings,
                 Info,
@@ -458,7 +458,7 @@ fn network(value: &Value, findings: &mut Findings) {
 }
 
 /// Returns major and minor of a version or a kernel's release.
-pub(super) fn two(version: &str) -> (u64, u64) {
+pub(super) fn major_minor(version: &str) -> (u64, u64) {
     let mut parts =
         version.split(|letter: char| !letter.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0))

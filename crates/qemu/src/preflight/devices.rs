@@ -1,9 +1,9 @@
 //! Checks of the guest's devices: those that the destination's QEMU would show differently, and those whose state it
 //! does not load.
 
-use super::checks::{add, two};
+use super::checks::{add, major_minor};
 use super::{DestinationFacts, Finding, Severity, SourceFacts};
-use crate::tree::{Difference, GEOMETRY, OF_VHOST};
+use crate::tree::{Difference, GEOMETRY_PROPERTIES, VHOST_PROPERTIES};
 
 /// Devices whose state makes QEMU end instead of loading it: seen with 7.2, and not with 10.0.
 const NOT_LOADED: [&str; 1] = ["isa-cirrus-vga"];
@@ -12,10 +12,10 @@ const LOADED_SINCE: (u64, u64) = (8, 0);
 
 pub(super) fn devices(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Vec<Finding>) {
     let devices = source.vm.options.iter().filter(|option| option.name == "device");
-    let drivers = devices.filter_map(|option| option.parsed().get("driver"));
+    let drivers = devices.filter_map(|option| option.parse_value().get("driver"));
     let version = &destination.qemu_version;
     for driver in drivers.filter(|driver| NOT_LOADED.contains(&driver.as_str())) {
-        if two(version) < LOADED_SINCE {
+        if major_minor(version) < LOADED_SINCE {
             add(
                 findings,
                 Severity::Blocker,
@@ -33,22 +33,22 @@ pub(super) fn devices(source: &SourceFacts, destination: &DestinationFacts, find
             Severity::Blocker,
             "devices-differ",
             format!("the destination would show the guest other devices: {difference}"),
-            mend(difference),
+            remedy(difference),
         );
     }
 }
 
-fn mend(difference: &Difference) -> String {
+fn remedy(difference: &Difference) -> String {
     match difference {
         Difference::Property { property, second, .. }
-            if OF_VHOST.contains(&property.as_str()) && second == "false" =>
+            if VHOST_PROPERTIES.contains(&property.as_str()) && second == "false" =>
         {
             format!(
                 "the destination's kernel cannot do that for vhost-net: start the guest with {property}=off on this \
                  device, or with vhost=off on its network, next time; or run a newer kernel there"
             )
         }
-        Difference::Property { property, .. } if GEOMETRY.contains(&property.as_str()) => {
+        Difference::Property { property, .. } if GEOMETRY_PROPERTIES.contains(&property.as_str()) => {
             "QEMU derives this from the disk's length, which has changed since the guest was started: shut the guest down and \
              start it again, or give the disk a device of its own (-device) with its geometry"
                 .to_owned()

@@ -2,8 +2,8 @@
 
 use super::Severity::{Blocker, Warning};
 use super::checks::{Findings, add};
-use super::{DestinationFacts, DiskSight, FileIdentity, SourceFacts};
-use crate::cmdline::Given;
+use super::{DestinationFacts, DestinationFile, FileIdentity, SourceFacts};
+use crate::cmdline::QemuOption;
 
 /// Checks that the paths of the guest's images lead to the files that its QEMU has open. Otherwise a destination that
 /// opens such a path, and every later operation on the image by its name, would use another file.
@@ -37,8 +37,9 @@ const MOVE_BACK: &str = "move the file that QEMU has open back to that path (`ls
 
 /// True if a drive was given with `snapshot=on`.
 fn has_temporary_drive(source: &SourceFacts) -> bool {
-    let is_temporary =
-        |option: &Given| option.name == "drive" && option.parsed().get("snapshot").as_deref() == Some("on");
+    let is_temporary = |option: &QemuOption| {
+        option.name == "drive" && option.parse_value().get("snapshot").as_deref() == Some("on")
+    };
     source.vm.options.iter().any(is_temporary)
 }
 
@@ -53,8 +54,8 @@ pub(super) fn check(destination: &DestinationFacts, findings: &mut Findings) {
     }
 }
 
-fn file(file: &DiskSight, option: &str, findings: &mut Findings) {
-    let DiskSight { path, path_there, .. } = file;
+fn file(file: &DestinationFile, option: &str, findings: &mut Findings) {
+    let DestinationFile { path, path_there, .. } = file;
     if !file.exists {
         add(
             findings,
@@ -67,8 +68,8 @@ fn file(file: &DiskSight, option: &str, findings: &mut Findings) {
     }
 }
 
-fn one_disk(disk: &DiskSight, findings: &mut Findings) {
-    let DiskSight { path, path_there, .. } = disk;
+fn one_disk(disk: &DestinationFile, findings: &mut Findings) {
+    let DestinationFile { path, path_there, .. } = disk;
     if !disk.exists {
         add(
             findings,
@@ -82,7 +83,7 @@ fn one_disk(disk: &DiskSight, findings: &mut Findings) {
     match (&disk.source, &disk.destination) {
         _ if disk.marked_shared => {}
         (Some(ours), Some(theirs)) if ours == theirs => {}
-        (Some(ours), Some(theirs)) if ours.may_be_of_one_server(theirs) => {
+        (Some(ours), Some(theirs)) if ours.can_be_on_one_server(theirs) => {
             add(
                 findings,
                 Blocker,
@@ -95,7 +96,7 @@ fn one_disk(disk: &DiskSight, findings: &mut Findings) {
             );
             return;
         }
-        (Some(ours), Some(theirs)) if !ours.may_be(theirs) => {
+        (Some(ours), Some(theirs)) if !ours.can_be_same(theirs) => {
             add(
                 findings,
                 Blocker,

@@ -29,10 +29,10 @@ impl MemoryFeatures {
         let read = |name: &str| std::fs::read_to_string(mm.join(name)).unwrap_or_default();
         // Since Linux 6.8 each size has a setting of its own, which may refer to the common one.
         let chosen = |name: &str| {
-            let common = chosen_word(&read(&format!("transparent_hugepage/{name}")));
+            let common = selected_word(&read(&format!("transparent_hugepage/{name}")));
             let bytes: u64 = read("transparent_hugepage/hpage_pmd_size").trim().parse().unwrap_or(0);
             let own = format!("transparent_hugepage/hugepages-{}kB/{name}", bytes >> 10);
-            match chosen_word(&read(&own)) {
+            match selected_word(&read(&own)) {
                 own if own.is_empty() || own == "inherit" || common == "deny" || common == "force" => common,
                 own => own,
             }
@@ -47,7 +47,7 @@ impl MemoryFeatures {
 }
 
 /// Returns the word in brackets among several.
-fn chosen_word(words: &str) -> String {
+fn selected_word(words: &str) -> String {
     let inside = words.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     inside.map_or(String::new(), |(word, _)| word.to_owned())
 }
@@ -143,20 +143,20 @@ pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
     for other in pids.filter(|other| !ours.contains(other)) {
         match crate::maps::Maps::of(other) {
             Ok(maps) if maps.iter().any(|one| files.contains(&(one.device, one.inode))) => {
-                mappers.found.push(named(other));
+                mappers.found.push(process_label(other));
             }
             Ok(_) => {}
             // The process has ended in the meantime.
             Err(_) if !Path::new(&format!("/proc/{other}")).exists() => {}
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
-            Err(_) => mappers.unreadable.push(named(other)),
+            Err(_) => mappers.unreadable.push(process_label(other)),
         }
     }
     mappers
 }
 
 /// Returns the name and number of a process as text for people.
-pub fn named(pid: u32) -> String {
+pub fn process_label(pid: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     format!("{} (process {pid})", name.trim())
 }
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_does_for_memory_is_read() {
+    fn memory_features_of_the_kernel_are_read() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {
             let path = folder.path().join(name);

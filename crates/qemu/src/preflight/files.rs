@@ -5,12 +5,12 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use super::DiskSight;
+use super::DestinationFile;
 use super::identity::FileIdentity;
-use super::open_files::{OpenFiles, StrayFile};
-use crate::cmdline::Given;
+use super::open_files::{MismatchedFile, OpenFiles};
+use crate::cmdline::QemuOption;
 use crate::command::HostRules;
-use crate::describe::{Disk, VmDescription, WHOLE_FILES, names_a_file};
+use crate::describe::{Disk, FILE_OPTIONS, VmDescription, is_file_key};
 
 /// Names for this host in addresses of network disks.
 const LOCAL_NAMES: &[&str] = &["localhost", "ip6-localhost", "localhost.localdomain", "0.0.0.0", "::", "::1"];
@@ -40,10 +40,10 @@ pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
     let mut files: Vec<NeededFile> = Vec::new();
     for disk in &vm.disks {
         for name in names_of(disk) {
-            for place in places(name) {
+            for place in locations(name) {
                 let (path, identity) = match place {
-                    Place::File(path) => (path.clone(), FileIdentity::of(Path::new(&path))),
-                    Place::OfThisHost(address) => (address, None),
+                    ImageLocation::File(path) => (path.clone(), FileIdentity::of(Path::new(&path))),
+                    ImageLocation::HostLocal(address) => (address, None),
                 };
                 if files.iter().all(|file| file.path != path) {
                     let locked = !is_unlocked(vm, &path);
@@ -81,16 +81,16 @@ fn names_of(disk: &Disk) -> impl Iterator<Item = &String> {
 /// Returns the paths of a guest's images that do not lead to the files that its QEMU has open. QEMU keeps the file
 /// that it opened, whatever its name is now, and a program that opens the path gets another one. `open` are QEMU's
 /// open files.
-pub fn files_not_open(vm: &VmDescription, open: &OpenFiles) -> Vec<StrayFile> {
-    let mut found: Vec<StrayFile> = Vec::new();
+pub fn files_not_open(vm: &VmDescription, open: &OpenFiles) -> Vec<MismatchedFile> {
+    let mut found: Vec<MismatchedFile> = Vec::new();
     for disk in &vm.disks {
-        for place in names_of(disk).flat_map(|name| places(name)) {
-            let Place::File(path) = place else { continue };
+        for place in names_of(disk).flat_map(|name| locations(name)) {
+            let ImageLocation::File(path) = place else { continue };
             if found.iter().any(|stray| stray.path == path) || open.has(Path::new(&path)) {
                 continue;
             }
             let is_there = Path::new(&path).exists();
-            found.push(StrayFile { disk: disk.name.clone(), path, is_there });
+            found.push(MismatchedFile { disk: disk.name.clone(), path, is_there });
         }
     }
     found
@@ -98,7 +98,7 @@ pub fn files_not_open(vm: &VmDescription, open: &OpenFiles) -> Vec<StrayFile> {
 
 fn is_unlocked(vm: &VmDescription, path: &str) -> bool {
     vm.options.iter().filter(|option| option.name == "drive" || option.name == "blockdev").any(|option| {
-        let value = option.parsed();
+        let value = option.parse_value();
         let off = ["locking", "file.locking"].iter().any(|key| value.get(key).as_deref() == Some("off"));
         let names = ["file", "filename", "file.filename"];
         off && names.iter().any(|key| value.get(key).as_deref() == Some(path))
@@ -107,7 +107,7 @@ fn is_unlocked(vm: &VmDescription, path: &str) -> bool {
 
 /// Returns files that an option names and that are neither disks nor created anew at the destination (sockets, logs,
 /// RAM): keys and certificates, firmware, tables. Without them QEMU would not start there.
-fn other_files(option: &Given) -> Vec<(String, String)> {
+fn other_files(option: &QemuOption) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut take = |what: String, path: &str| {
         if path.starts_with('/') {
@@ -117,16 +117,16 @@ fn other_files(option: &Given) -> Vec<(String, String)> {
     let name = option.name.as_str();
     match name {
         "drive" | "blockdev" | "chardev" | "netdev" | "nic" | "net" => {}
-        _ if name == "bios" || WHOLE_FILES.contains(&name) => {
+        _ if name == "bios" || FILE_OPTIONS.contains(&name) => {
             take(format!("-{name}"), option.value.as_deref().unwrap_or_default());
         }
         _ => {
-            let mut value = option.parsed();
+            let mut value = option.parse_value();
             let kind = value.get("qom-type").or_else(|| value.get("driver"));
             let what = kind.map_or(format!("-{name}"), |kind| format!("-{name} {kind}"));
             value.map_texts(&mut |key, text| {
                 let made_anew = key.ends_with("mem-path") || (name == "spice" && key == "addr");
-                if names_a_file(name, key) && !made_anew {
+                if is_file_key(name, key) && !made_anew {
                     let several = (name, key) == ("acpitable", "data");
                     text.split(|letter| several && letter == ':').for_each(|path| take(what.clone(), path));
                 }
@@ -139,48 +139,48 @@ fn other_files(option: &Given) -> Vec<(String, String)> {
 
 /// Location of a disk.
 #[derive(Debug, PartialEq, Eq)]
-enum Place {
+enum ImageLocation {
     File(String),
     /// An address that refers to a different host on every host.
-    OfThisHost(String),
+    HostLocal(String),
 }
 
 /// Returns the locations that an image's name stands for, as far as they belong to this host.
-fn places(name: &str) -> Vec<Place> {
+fn locations(name: &str) -> Vec<ImageLocation> {
     if let Some(description) = name.strip_prefix("json:") {
         let mut found = Vec::new();
         if let Ok(description) = serde_json::from_str(description) {
-            described(&description, name, &mut found);
+            collect_locations(&description, name, &mut found);
         }
         return found;
     }
     let plain = ["file:", "host_device:", "host_cdrom:"].iter().find_map(|start| name.strip_prefix(start));
     let plain = plain.unwrap_or(name);
     if plain.starts_with('/') {
-        return vec![Place::File(plain.to_owned())];
+        return vec![ImageLocation::File(plain.to_owned())];
     }
-    if is_of_this_host(name) { vec![Place::OfThisHost(name.to_owned())] } else { Vec::new() }
+    if is_of_this_host(name) { vec![ImageLocation::HostLocal(name.to_owned())] } else { Vec::new() }
 }
 
 /// Collects the locations in a `json:` description.
-fn described(json: &Json, name: &str, found: &mut Vec<Place>) {
+fn collect_locations(json: &Json, name: &str, found: &mut Vec<ImageLocation>) {
     match json {
         Json::Object(map) => {
             for (key, value) in map {
                 let last = key.rsplit('.').next().unwrap_or(key);
                 match (last, value.as_str()) {
-                    ("filename" | "file", Some(text)) => found.extend(places(text)),
+                    ("filename" | "file", Some(text)) => found.extend(locations(text)),
                     ("host", Some(host)) if is_local_name(host) => {
-                        found.push(Place::OfThisHost(name.to_owned()));
+                        found.push(ImageLocation::HostLocal(name.to_owned()));
                     }
                     ("path", Some(path)) if path.starts_with('/') && map_is_socket(map) => {
-                        found.push(Place::OfThisHost(name.to_owned()));
+                        found.push(ImageLocation::HostLocal(name.to_owned()));
                     }
-                    _ => described(value, name, found),
+                    _ => collect_locations(value, name, found),
                 }
             }
         }
-        Json::Array(list) => list.iter().for_each(|value| described(value, name, found)),
+        Json::Array(list) => list.iter().for_each(|value| collect_locations(value, name, found)),
         _ => {}
     }
 }
@@ -218,13 +218,13 @@ fn is_local_name(host: &str) -> bool {
 
 /// Returns the destination's view of the files that a guest needs. `shared` are directories, files and addresses of
 /// the source that a user has declared to be the same on both hosts.
-pub fn see_files(files: &[NeededFile], rules: &HostRules, shared: &[String]) -> Vec<DiskSight> {
+pub fn inspect_files(files: &[NeededFile], rules: &HostRules, shared: &[String]) -> Vec<DestinationFile> {
     let see = |file: &NeededFile| {
         let is_path = file.path.starts_with('/');
-        let there = if is_path { rules.path_here(&file.path) } else { file.path.clone() };
+        let there = if is_path { rules.local_path(&file.path) } else { file.path.clone() };
         let is_marked =
             |word: &String| *word == file.path || (is_path && Path::new(&file.path).starts_with(word));
-        DiskSight {
+        DestinationFile {
             path: file.path.clone(),
             source: file.identity.clone(),
             exists: !is_path || Path::new(&there).exists(),
@@ -260,7 +260,7 @@ mod tests {
             r#"json:{"driver":"nbd","server.type":"unix","server.path":"/run/x"}"#,
             r#"json:{"driver":"nbd","server":{"type":"unix","path":"/run/x"}}"#,
         ] {
-            assert_eq!(places(name), [Place::OfThisHost(name.to_owned())]);
+            assert_eq!(locations(name), [ImageLocation::HostLocal(name.to_owned())]);
         }
         for name in [
             "nbd://storage:10809/x",
@@ -272,13 +272,14 @@ mod tests {
             "json:{",
             "",
         ] {
-            assert_eq!(places(name), []);
+            assert_eq!(locations(name), []);
         }
     }
 
     #[test]
     fn files_under_other_names() {
-        let file = |name: &str| assert_eq!(places(name), [Place::File("/dev/vg/a".to_owned())], "{name}");
+        let file =
+            |name: &str| assert_eq!(locations(name), [ImageLocation::File("/dev/vg/a".to_owned())], "{name}");
         file("/dev/vg/a");
         file("host_device:/dev/vg/a");
         file(r#"json:{"driver":"raw","offset":512,"file":{"driver":"host_device","filename":"/dev/vg/a"}}"#);
@@ -287,7 +288,7 @@ mod tests {
     #[test]
     fn all_files_that_an_option_names() {
         let found = |name: &str, value: &str| {
-            let found = other_files(&Given::new(name, value.to_owned()));
+            let found = other_files(&QemuOption::new(name, value.to_owned()));
             found.into_iter().map(|(option, path)| format!("{option} {path}")).collect::<Vec<_>>()
         };
         assert_eq!(found("kernel", "/boot/vmlinuz"), ["-kernel /boot/vmlinuz"]);

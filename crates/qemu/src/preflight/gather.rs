@@ -1,9 +1,9 @@
 //! Gathering of the facts for [`super::check`], on each host separately.
 
-use super::checks::two;
+use super::checks::major_minor;
 use super::facts::{self, HostFacts};
-use super::files::{NeededFile, files_not_open, see_files};
-use super::{DestinationFacts, Emulator, OpenFiles, SourceFacts};
+use super::files::{NeededFile, files_not_open, inspect_files};
+use super::{DestinationFacts, OpenFiles, QemuInfo, SourceFacts};
 use crate::command::{HostRules, RamPlan};
 use crate::control;
 use crate::describe::{Problem, VmDescription, describe};
@@ -24,7 +24,7 @@ pub fn source(
     process: &QemuProcess,
     ram_blocks: Vec<RamBlock>,
 ) -> Result<SourceFacts, QmpError> {
-    let vm = describe(qmp, &process.origin())?;
+    let vm = describe(qmp, &process.start_command())?;
     // Without a list of descriptors no file is confirmed: each then counts as not open.
     let open = OpenFiles::of(process.pid).unwrap_or_default();
     Ok(SourceFacts {
@@ -37,7 +37,7 @@ pub fn source(
         nested_guests: facts::nested_guests(process.pid),
         user: facts::user(process.pid),
         oom_score_adj: facts::oom_score_adj(process.pid),
-        stuck_queues: queues::stuck(qmp)?,
+        stuck_queues: queues::find_stuck(qmp)?,
         starts_again: units::starts_again(process),
         files_not_open: files_not_open(&vm, &open),
         ram_blocks,
@@ -55,7 +55,7 @@ pub fn missing_interfaces(vm: &VmDescription, rules: &HostRules) -> Vec<String> 
         if !["netdev", "nic", "net"].contains(&option.name.as_str()) {
             return None;
         }
-        let value = option.parsed();
+        let value = option.parse_value();
         let id = value.get("id").unwrap_or_default();
         match value.get("type").as_deref() {
             Some("tap") if value.get("script").as_deref() == Some("no") || value.get("fd").is_some() => {
@@ -76,13 +76,13 @@ pub fn missing_interfaces(vm: &VmDescription, rules: &HostRules) -> Vec<String> 
 ///
 /// # Errors
 /// If the monitor fails.
-pub fn emulator(qmp: &mut Qmp) -> Result<Emulator, QmpError> {
-    Ok(Emulator { version: qmp.version().to_string(), machine_types: control::machine_types(qmp)? })
+pub fn emulator(qmp: &mut Qmp) -> Result<QemuInfo, QmpError> {
+    Ok(QemuInfo { version: qmp.version().to_string(), machine_types: control::machine_types(qmp)? })
 }
 
 /// Gathers the facts of a destination before a QEMU of this kind is started for the guest.
 pub fn destination(
-    emulator: &Emulator,
+    emulator: &QemuInfo,
     vm: &VmDescription,
     files: &[NeededFile],
     rules: &HostRules,
@@ -99,7 +99,7 @@ pub fn destination(
         qemu_version: emulator.version.clone(),
         machine_types: emulator.machine_types.clone(),
         hugepage_bytes,
-        disks: see_files(files, rules, shared),
+        disks: inspect_files(files, rules, shared),
         missing_interfaces: missing_interfaces(vm, rules),
         // The source reports the guest's own problems already.
         problems: problems.into_iter().filter(|problem| !vm.problems.contains(problem)).collect(),
@@ -117,7 +117,7 @@ pub fn started(
     qmp: &mut Qmp,
     ram_blocks: &[RamBlock],
 ) -> Result<(), QmpError> {
-    let same_version = two(&source.vm.program.version) == two(&qmp.version().to_string());
+    let same_version = major_minor(&source.vm.program.version) == major_minor(&qmp.version().to_string());
     let tree = tree::device_tree(qmp)?;
     destination.device_differences = Some(tree::differences(&source.vm.devices, &tree, same_version));
     destination.cpu_unavailable = Some(control::cpu_unavailable_features(qmp)?);

@@ -29,7 +29,7 @@ const BLOCK_DEVICE: &str = "block device";
 /// equal for emulated disks; an NAA of type 3 is chosen locally.
 const WORLD_WIDE: &[&str] = &["naa.2", "naa.5", "naa.6", "eui.", "uuid."];
 /// Maximum depth of stacked device-mapper devices.
-const MOST_LAYERS: usize = 16;
+const MAX_LAYERS: usize = 16;
 
 /// Identity of a file, equal if two hosts see the same file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,14 +95,14 @@ impl FileIdentity {
     }
 
     /// Returns true if two files may be one file of a server that the hosts know by different names.
-    pub fn may_be_of_one_server(&self, other: &Self) -> bool {
+    pub fn can_be_on_one_server(&self, other: &Self) -> bool {
         let of_servers = is_shared(&self.file_system) && is_shared(&other.file_system);
         of_servers && self.inode == other.inode && self.mounted != other.mounted
     }
 
     /// Returns true if both may be the same device although nothing proves it: one of two block devices has no name
     /// that is valid on other hosts.
-    pub fn may_be(&self, other: &Self) -> bool {
+    pub fn can_be_same(&self, other: &Self) -> bool {
         let unnamed = self.host.is_some() || other.host.is_some();
         self.is_block_device() && other.is_block_device() && unnamed && self.host != other.host
     }
@@ -124,7 +124,7 @@ fn world_wide_name(device: &Path, layer: usize) -> Option<String> {
         let text = std::fs::read_to_string(device.join(name)).ok()?;
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
     };
-    if layer > MOST_LAYERS {
+    if layer > MAX_LAYERS {
         return None;
     }
     if let (Some(number), Some(start)) = (read("partition"), read("start")) {
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_told_apart() {
+    fn different_files_have_different_identities() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let one = FileIdentity::of(file.path()).unwrap();
         assert_eq!(FileIdentity::of(file.path()), Some(one.clone()));
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn block_devices_are_known_by_what_the_storage_calls_them() {
+    fn block_devices_are_identified_by_the_storage_name() {
         let (here, there) = (Sys::new(), Sys::new());
         let lun = ("device/wwid", "naa.600a098038314f6a2b5d4c2d4f2d3157");
         here.device("8:16", "sdb", &[lun], &[]);
@@ -272,9 +272,9 @@ mod tests {
             let one = sys.see(number);
             assert_eq!((one.mounted.as_str(), one.host.clone()), (number, Some(this_boot())));
             let elsewhere = FileIdentity { host: Some("another boot".to_owned()), ..one.clone() };
-            assert!(one.may_be(&elsewhere) && !one.may_be(&one));
+            assert!(one.can_be_same(&elsewhere) && !one.can_be_same(&one));
         }
         assert_ne!(sys.see("254:0"), sys.see("8:0"));
-        assert!(!sys.see("254:0").may_be(&sys.see("8:0")), "of one host they are known by number");
+        assert!(!sys.see("254:0").can_be_same(&sys.see("8:0")), "of one host they are known by number");
     }
 }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 /// A path of a guest's image that does not lead to the file that its QEMU has open.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StrayFile {
+pub struct MismatchedFile {
     /// Name of the disk.
     pub disk: String,
     /// The path.
@@ -25,12 +25,12 @@ pub struct StrayFile {
 /// Identity of an open file within its host: a regular file's device and inode, or a block device's number, which is
 /// the same whichever device node was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Open {
+enum OpenFileId {
     File { device: u64, inode: u64 },
     BlockDevice(u64),
 }
 
-impl Open {
+impl OpenFileId {
     fn of(meta: &Metadata) -> Self {
         if meta.file_type().is_block_device() {
             Self::BlockDevice(meta.rdev())
@@ -42,7 +42,7 @@ impl Open {
 
 /// The files and block devices that a process has open.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct OpenFiles(BTreeSet<Open>);
+pub struct OpenFiles(BTreeSet<OpenFileId>);
 
 impl OpenFiles {
     /// Returns the files of a process.
@@ -55,7 +55,7 @@ impl OpenFiles {
             // The link leads to the open file itself, even if its name is gone. A descriptor that was closed since is
             // absent.
             if let Ok(meta) = fs::metadata(entry?.path()) {
-                open.insert(Open::of(&meta));
+                open.insert(OpenFileId::of(&meta));
             }
         }
         Ok(Self(open))
@@ -63,7 +63,7 @@ impl OpenFiles {
 
     /// Returns true if the file at a path, as this process sees it, is among them.
     pub fn has(&self, path: &Path) -> bool {
-        fs::metadata(path).is_ok_and(|meta| self.0.contains(&Open::of(&meta)))
+        fs::metadata(path).is_ok_and(|meta| self.0.contains(&OpenFileId::of(&meta)))
     }
 }
 

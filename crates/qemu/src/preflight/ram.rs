@@ -28,7 +28,7 @@ pub fn choose(source: &SourceFacts, here: &MemoryFeatures) -> (RamPlan, &'static
     if here.huge_pages_anonymous && !here.huge_pages_shared {
         return (RamPlan::Anonymous, "this host has transparent huge pages for anonymous memory alone");
     }
-    if here.ksm && may_be_merged(&source.vm) {
+    if here.ksm && can_be_merged(&source.vm) {
         return (RamPlan::Anonymous, "this host merges equal pages, in anonymous memory alone");
     }
     (memfd, "anonymous memory has no advantage on this host")
@@ -41,15 +41,16 @@ pub fn hugepage_bytes(source: &SourceFacts) -> Option<u64> {
 }
 
 /// Returns true if QEMU offers the guest's memory to KSM. It does unless an option forbids it.
-fn may_be_merged(vm: &VmDescription) -> bool {
-    let refused =
-        |key: &str, option: &crate::cmdline::Given| option.parsed().get(key).as_deref() == Some("off");
+fn can_be_merged(vm: &VmDescription) -> bool {
+    let refused = |key: &str, option: &crate::cmdline::QemuOption| {
+        option.parse_value().get(key).as_deref() == Some("off")
+    };
     let mut options = vm.options.iter();
     !options.any(|option| match option.name.as_str() {
         "machine" => refused("mem-merge", option),
         "object" => {
             let memory =
-                option.parsed().get("qom-type").is_some_and(|kind| kind.starts_with("memory-backend-"));
+                option.parse_value().get("qom-type").is_some_and(|kind| kind.starts_with("memory-backend-"));
             memory && refused("merge", option)
         }
         _ => false,

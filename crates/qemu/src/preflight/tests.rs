@@ -1,10 +1,10 @@
 use super::*;
-use crate::cmdline::Given;
+use crate::cmdline::QemuOption;
 use crate::command::RamPlan;
 use crate::describe::{Machine, Memory, Program, SCHEMA};
 use crate::ram::{MappedFile, RamKind};
 use crate::tree::{DeviceTree, Difference};
-use crate::units::When;
+use crate::units::RestartTime;
 use facts::MemoryFeatures;
 
 fn block(name: &str, bytes: u64) -> RamBlock {
@@ -33,8 +33,8 @@ fn identity(file_system: &str, inode: u64) -> FileIdentity {
     FileIdentity { file_system: file_system.to_owned(), mounted: "server:/x".to_owned(), inode, host: None }
 }
 
-fn disk() -> DiskSight {
-    DiskSight {
+fn disk() -> DestinationFile {
+    DestinationFile {
         path: "/vm/a".to_owned(),
         option: None,
         source: Some(identity("nfs4", 7)),
@@ -126,7 +126,7 @@ fn found(change: impl FnOnce(&mut SourceFacts, &mut DestinationFacts)) -> String
 }
 
 #[test]
-fn nothing_is_found_where_nothing_is() {
+fn equal_hosts_have_no_findings() {
     assert_eq!(found(|_, _| ()), "");
 }
 
@@ -141,22 +141,22 @@ fn the_guest() {
     assert_eq!(found(|s, _| s.tracer_pid = 9), "debugger");
     let again = |when| {
         let (what, what_to_do) = ("unit".to_owned(), "disable it".to_owned());
-        found(move |s, _| s.starts_again.push(StartsAgain { when, what, what_to_do }))
+        found(move |s, _| s.starts_again.push(RestartRisk { when, what, what_to_do }))
     };
     assert_eq!(found(|s, _| s.stuck_queues.push("queue 0 of d".to_owned())), "disk-stuck?");
     let emulated = |driver: &'static str, smp: &'static str| {
         found(move |s, _| {
             s.vm.machine.accelerator = "tcg".to_owned();
-            s.vm.options.push(Given::new("smp", smp));
+            s.vm.options.push(QemuOption::new("smp", smp));
             s.vm.devices = DeviceTree::parse(&format!("bus: main-system-bus\n  dev: {driver}, id \"\"\n"));
         })
     };
     assert_eq!(emulated("virtio-blk-pci", "1"), "virtio-emulated?");
     assert_eq!(emulated("virtio-blk-pci", "1,maxcpus=2"), "");
     assert_eq!(emulated("e1000", "1"), "");
-    assert_eq!(again(When::AtOnce), "restarts");
-    assert_eq!(again(When::AtBoot), "starts-at-boot");
-    assert_eq!(again(When::Unknown), "restarts-unknown?");
+    assert_eq!(again(RestartTime::AtOnce), "restarts");
+    assert_eq!(again(RestartTime::AtBoot), "starts-at-boot");
+    assert_eq!(again(RestartTime::Unknown), "restarts-unknown?");
     assert_eq!(found(|s, _| s.nested_guests = Some(true)), "nested-guests");
     assert_eq!(found(|s, _| s.nested_guests = Some(false)), "");
     assert_eq!(found(|s, _| s.vm.machine.cpu_option = Some("Skylake,+vmx".to_owned())), "nested-possible?");
@@ -234,7 +234,7 @@ fn memories() {
 
 #[test]
 fn storage() {
-    let with = |change: fn(&mut DiskSight)| found(move |_, d| d.disks.iter_mut().for_each(change));
+    let with = |change: fn(&mut DestinationFile)| found(move |_, d| d.disks.iter_mut().for_each(change));
     assert_eq!(with(|disk| disk.exists = false), "disk-missing");
     assert_eq!(with(|disk| disk.destination = Some(identity("nfs4", 8))), "disk-differs");
     assert_eq!(with(|disk| disk.destination = Some(identity("ext4", 7))), "disk-differs");
@@ -284,7 +284,7 @@ fn storage() {
     assert_eq!(pair(device("253:3", Some("a")), device("253:4", Some("a"))), "disk-differs");
     assert_eq!(pair(device("naa.6", None), Some(identity("nfs4", 7))), "disk-differs");
     // Files that only have to exist.
-    let file = |disk: &mut DiskSight| disk.option = Some("-object secret".to_owned());
+    let file = |disk: &mut DestinationFile| disk.option = Some("-object secret".to_owned());
     assert_eq!(found(|_, d| (file(&mut d.disks[0]), d.disks[0].exists = false).1), "file-missing");
     assert_eq!(found(|_, d| (file(&mut d.disks[0]), d.disks[0].source = None).1), "");
     assert_eq!(with(|disk| disk.direct = false), "disk-cached?");
@@ -298,7 +298,7 @@ fn surroundings() {
     assert_eq!(found(|_, d| d.host.kernel = "5.10.0".to_owned()), "kernel-old-there?");
     assert_eq!(found(|_, d| d.missing_interfaces.push("tap0".to_owned())), "interface-missing");
     let option = |name: &'static str, value: &'static str| {
-        found(move |s, _| s.vm.options.push(Given::new(name, value)))
+        found(move |s, _| s.vm.options.push(QemuOption::new(name, value)))
     };
     assert_eq!(option("netdev", "tap,id=a,vhost=on"), "");
     let advice = |property: &'static str| {
@@ -314,15 +314,15 @@ fn surroundings() {
     assert_eq!(option("vnc", ":0"), "display-clients.");
     assert_eq!(found(|s, _| s.user = Some(107)), "user-differs?");
     assert_eq!(found(|s, d| (s.user, d.user) = (Some(107), 107)), "");
-    assert_eq!(found(|s, _| (s.user = Some(107), s.vm.options.push(Given::new("runas", "qemu"))).1), "");
+    assert_eq!(found(|s, _| (s.user = Some(107), s.vm.options.push(QemuOption::new("runas", "qemu"))).1), "");
     assert_eq!(
-        found(|s, _| (s.user = Some(107), s.vm.options.push(Given::new("run-with", "user=qemu"))).1),
+        found(|s, _| (s.user = Some(107), s.vm.options.push(QemuOption::new("run-with", "user=qemu"))).1),
         ""
     );
 }
 
 #[test]
-fn memory_keeps_what_it_had() {
+fn memory_keeps_its_properties() {
     const MEMFD: RamPlan = RamPlan::Memfd { hugepage_bytes: None };
     let chosen = |here: MemoryFeatures, change: fn(&mut SourceFacts)| {
         let (mut source, _) = facts();
@@ -351,8 +351,10 @@ fn memory_keeps_what_it_had() {
     }
 
     let unmerged: [fn(&mut SourceFacts); 2] = [
-        |source| source.vm.options.push(Given::new("machine", "q35,mem-merge=off".to_owned())),
-        |source| source.vm.options.push(Given::new("object", "memory-backend-ram,id=m,merge=off".to_owned())),
+        |source| source.vm.options.push(QemuOption::new("machine", "q35,mem-merge=off".to_owned())),
+        |source| {
+            source.vm.options.push(QemuOption::new("object", "memory-backend-ram,id=m,merge=off".to_owned()))
+        },
     ];
     for change in unmerged {
         assert_eq!(chosen(ksm, change), MEMFD);

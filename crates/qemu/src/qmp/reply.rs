@@ -8,7 +8,7 @@ use super::{Event, QmpError, Version};
 /// Meaning of one line from QEMU.
 pub(super) enum Reply {
     /// The answer to the command that waits: its result, or class and text of the error.
-    Ours(Result<Value, (String, String)>),
+    Matched(Result<Value, (String, String)>),
     /// The answer to a command whose deadline has passed.
     Stale,
     /// An event.
@@ -35,8 +35,8 @@ impl Reply {
             (Some(number), _, _) if number != id => Ok(Self::Stale),
             // Without an id: QEMU could not even parse the command.
             (None, Some((_, desc)), _) => Err(QmpError::Protocol { what: desc }),
-            (Some(_), Some(error), _) => Ok(Self::Ours(Err(error))),
-            (Some(_), None, Some(value)) => Ok(Self::Ours(Ok(value.take()))),
+            (Some(_), Some(error), _) => Ok(Self::Matched(Err(error))),
+            (Some(_), None, Some(value)) => Ok(Self::Matched(Ok(value.take()))),
             _ => Err(QmpError::Protocol { what: "neither answer, error nor event".to_owned() }),
         }
     }

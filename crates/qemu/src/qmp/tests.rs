@@ -19,7 +19,7 @@ impl Fake {
         self.out.write_all(text.as_bytes()).unwrap();
         self.out.write_all(b"\n").unwrap();
     }
-    pub(crate) fn hear(&mut self) -> Value {
+    pub(crate) fn receive(&mut self) -> Value {
         let mut line = String::new();
         self.lines.read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap_or(Value::Null)
@@ -40,7 +40,7 @@ pub(crate) fn fake(
         let (stream, _) = listener.accept().unwrap();
         let mut fake = Fake { lines: BufReader::new(stream.try_clone().unwrap()), out: stream };
         fake.say(GREETING);
-        let hello = fake.hear();
+        let hello = fake.receive();
         fake.answer(&hello["id"], &json!({}));
         script(&mut fake);
     });
@@ -51,21 +51,21 @@ pub(crate) fn fake(
 #[test]
 fn many_commands_are_asked_at_once() {
     let (mut qmp, thread, _dir) = fake(|fake| {
-        let asked: Vec<Value> = (0..3).map(|_| fake.hear()).collect();
+        let asked: Vec<Value> = (0..3).map(|_| fake.receive()).collect();
         for (number, asked) in asked.iter().enumerate() {
             fake.answer(&asked["id"], &json!(format!("{} {number}", asked["arguments"]["command-line"])));
         }
-        let asked: Vec<Value> = (0..2).map(|_| fake.hear()).collect();
+        let asked: Vec<Value> = (0..2).map(|_| fake.receive()).collect();
         fake.say(
             &json!({"error": {"class": "GenericError", "desc": "no"}, "id": asked[0]["id"]}).to_string(),
         );
         fake.answer(&asked[1]["id"], &json!("late"));
-        let asked = fake.hear();
+        let asked = fake.receive();
         fake.answer(&asked["id"], &json!({"status": "running"}));
     });
     let lines = ["a", "b", "c"].map(str::to_owned);
-    assert_eq!(qmp.human_all(&lines).unwrap(), ["\"a\" 0", "\"b\" 1", "\"c\" 2"]);
-    assert!(matches!(qmp.human_all(&lines[..2]), Err(QmpError::CommandFailed { .. })));
+    assert_eq!(qmp.hmp_all(&lines).unwrap(), ["\"a\" 0", "\"b\" 1", "\"c\" 2"]);
+    assert!(matches!(qmp.hmp_all(&lines[..2]), Err(QmpError::CommandFailed { .. })));
     let answer: Value = qmp.execute("query-status", Value::Null).unwrap();
     assert_eq!(answer["status"], "running");
     thread.join().unwrap();
@@ -74,7 +74,7 @@ fn many_commands_are_asked_at_once() {
 #[test]
 fn events_between_are_collected_and_answers_matched() {
     let (mut qmp, thread, _dir) = fake(|fake| {
-        let asked = fake.hear();
+        let asked = fake.receive();
         fake.say(r#"{"event":"STOP","timestamp":{"seconds":1,"microseconds":2}}"#);
         fake.say(r#"{"return":"late","id":999}"#);
         fake.say("");
@@ -93,10 +93,10 @@ fn events_between_are_collected_and_answers_matched() {
 fn a_late_answer_is_not_taken_for_the_next_one() {
     let (go, wait) = std::sync::mpsc::channel();
     let (mut qmp, thread, _dir) = fake(move |fake| {
-        let first = fake.hear();
+        let first = fake.receive();
         wait.recv().unwrap();
         fake.answer(&first["id"], &json!("first"));
-        let second = fake.hear();
+        let second = fake.receive();
         fake.answer(&second["id"], &json!("second"));
     });
     let error = qmp.execute_by::<Value>("slow", Value::Null, Instant::now() + Duration::from_millis(20));
@@ -109,13 +109,13 @@ fn a_late_answer_is_not_taken_for_the_next_one() {
 #[test]
 fn errors_are_typed() {
     let (mut qmp, thread, _dir) = fake(|fake| {
-        let asked = fake.hear();
+        let asked = fake.receive();
         fake.say(
             &json!({"error": {"class": "CommandNotFound", "desc": "no such"}, "id": asked["id"]}).to_string(),
         );
-        let asked = fake.hear();
+        let asked = fake.receive();
         fake.answer(&asked["id"], &json!(17));
-        fake.hear();
+        fake.receive();
     });
     let error = qmp.execute::<Value>("nonsense", Value::Null).unwrap_err();
     assert!(error.is_unknown_command());
@@ -130,7 +130,7 @@ fn errors_are_typed() {
 #[test]
 fn an_endless_line_is_refused() {
     let (mut qmp, thread, _dir) = fake(|fake| {
-        fake.hear();
+        fake.receive();
         let block = vec![b'x'; 1 << 20];
         while fake.out.write_all(&block).is_ok() {}
     });
@@ -157,7 +157,7 @@ fn a_held_monitor_is_busy_even_with_a_full_backlog() {
 }
 
 #[test]
-fn what_is_no_monitor_is_told_apart() {
+fn other_servers_are_not_taken_for_monitors() {
     let dir = tempfile::tempdir().unwrap();
     let error = Qmp::connect(&dir.path().join("none"), Duration::from_secs(1)).unwrap_err();
     assert!(matches!(error, QmpError::Connect { .. }));
@@ -212,7 +212,7 @@ fn a_descriptor_is_passed() {
 proptest::proptest! {
     /// Any line of a monitor is an answer, an event or an error, never a panic.
     #[test]
-    fn nothing_a_monitor_says_panics(text in ".{0,200}", id in 0_u64..4) {
+    fn no_line_of_a_monitor_panics(text in ".{0,200}", id in 0_u64..4) {
         if let Ok(message) = serde_json::from_str::<Value>(&text) {
             let _ = Reply::of(message.clone(), id);
             let _ = parse_greeting(&message);

@@ -40,7 +40,7 @@ pub enum QmpError {
     #[error(
         "the socket {path} belongs to process {pid} and not to the guest's QEMU: start the guest with a path of its own"
     )]
-    Another {
+    WrongProcess {
         /// Path of the socket.
         path: PathBuf,
         /// Process that listens.

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
-use super::{Listed, RamError, proc_error};
+use super::{ListedBlock, RamError, proc_error};
 use crate::maps::{Mapping, Maps};
 
 /// Maximum distance of the name after the lengths, in bytes.
@@ -32,7 +32,7 @@ const OVERLAP_BYTES: usize = 1024;
 const MAX_HEAP_BYTES: u64 = 4 << 30;
 
 /// Returns the address of each listed block, in their order.
-pub(super) fn find(pid: u32, maps: &Maps, listed: &[Listed]) -> Result<Vec<u64>, RamError> {
+pub(super) fn find(pid: u32, maps: &Maps, listed: &[ListedBlock]) -> Result<Vec<u64>, RamError> {
     let memory = File::open(format!("/proc/{pid}/mem")).map_err(proc_error(pid, "mem"))?;
     let mut candidates = vec![BTreeSet::new(); listed.len()];
     // The main arena first: every known QEMU keeps its blocks there.
@@ -73,7 +73,7 @@ fn search_mapping(
     memory: &File,
     mapping: &Mapping,
     maps: &Maps,
-    listed: &[Listed],
+    listed: &[ListedBlock],
     candidates: &mut [BTreeSet<u64>],
 ) {
     let mut buffer = vec![0; CHUNK_BYTES];
@@ -93,7 +93,7 @@ fn search_mapping(
 }
 
 /// Adds to `candidates[i]` every host address in a structure for `listed[i]` in `chunk`.
-fn search(chunk: &[u8], maps: &Maps, listed: &[Listed], candidates: &mut [BTreeSet<u64>]) {
+fn search(chunk: &[u8], maps: &Maps, listed: &[ListedBlock], candidates: &mut [BTreeSet<u64>]) {
     let (words, _) = chunk.as_chunks::<8>();
     let word = |at: usize| words.get(at).map(|bytes| u64::from_le_bytes(*bytes));
     // Nearly no word of a heap equals one of the sizes: one test in a table of 64 bits rejects most of them.
@@ -148,8 +148,8 @@ mod tests {
 7f0020000000-7f0020040000 rw-p 00000000 00:00 0 
 ";
 
-    fn listed(name: &str, offset: u64, max: u64) -> Listed {
-        Listed {
+    fn listed(name: &str, offset: u64, max: u64) -> ListedBlock {
+        ListedBlock {
             name: name.to_owned(),
             page_size_bytes: 4096,
             offset,
@@ -171,14 +171,14 @@ mod tests {
         out
     }
 
-    fn found(chunk: &[u8], blocks: &[Listed]) -> Vec<Vec<u64>> {
+    fn found(chunk: &[u8], blocks: &[ListedBlock]) -> Vec<Vec<u64>> {
         let mut candidates = vec![BTreeSet::new(); blocks.len()];
         search(chunk, &Maps::parse(MAPS), blocks, &mut candidates);
         candidates.into_iter().map(|set| set.into_iter().collect()).collect()
     }
 
     #[test]
-    fn equal_sizes_are_told_apart_by_offset_and_name() {
+    fn equal_sizes_are_distinguished_by_offset_and_name() {
         let blocks = [listed("a.rom", 0x1000_0000, 0x40000), listed("b.rom", 0x2000_0000, 0x40000)];
         let mut chunk = vec![0; 4096];
         chunk.extend(record(0x7f00_1000_0000, 0x1000_0000, 0x40000, "a.rom"));
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_before_the_structure_is_not_taken() {
+    fn pointers_before_the_structure_are_ignored() {
         let block = [listed("a.rom", 0x1000_0000, 0x40000)];
         let mut chunk: Vec<u8> = u64::to_le_bytes(0x7f00_2000_0000).into();
         chunk.extend([0; 24]);

@@ -1,6 +1,6 @@
 //! Parsers of QEMU's human-readable output about memory.
 
-use super::Listed;
+use super::ListedBlock;
 
 /// A range of guest-physical memory that a RAM block backs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub(super) struct GuestRange {
 ///   Block Name    PSize              Offset               Used              Total                HVA  RO
 ///       pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 0x00007faa43e00000  rw
 /// ```
-pub(super) fn blocks(table: &str) -> Result<Vec<Listed>, String> {
+pub(super) fn blocks(table: &str) -> Result<Vec<ListedBlock>, String> {
     let mut lines = table.lines();
     let header = lines.next().unwrap_or_default();
     if !header.contains("Block Name") || !header.contains("Total") {
@@ -35,7 +35,7 @@ pub(super) fn blocks(table: &str) -> Result<Vec<Listed>, String> {
     if listed.is_empty() { Err("it is empty".to_owned()) } else { Ok(listed) }
 }
 
-fn block(line: &str, extra: &[&str]) -> Option<Listed> {
+fn block(line: &str, extra: &[&str]) -> Option<ListedBlock> {
     let mut words: Vec<&str> = line.split_whitespace().collect();
     let mut host_address = None;
     for column in extra.iter().rev() {
@@ -56,7 +56,7 @@ fn block(line: &str, extra: &[&str]) -> Option<Listed> {
     };
     let count: u64 = words.pop()?.parse().ok()?;
     let name = words.join(" ");
-    (used_bytes <= max_bytes).then_some(Listed {
+    (used_bytes <= max_bytes).then_some(ListedBlock {
         name,
         page_size_bytes: count.checked_mul(unit)?,
         offset,
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_without_a_name_are_left_out() {
+    fn blocks_without_a_name_are_omitted() {
         let unused =
             "                            4 KiB  0x0000000004000000 0x0000000004000000 0x0000000004000000\n";
         let listed = blocks(&format!("{OLD}{unused}")).unwrap();
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_an_error() {
+    fn unparsable_tables_are_errors() {
         assert!(blocks("").is_err());
         assert!(blocks(OLD.lines().next().unwrap()).is_err());
         assert!(blocks(&OLD.replace("0x0000000000200000", "much")).is_err());
@@ -191,7 +191,7 @@ FlatView #1
 
     proptest::proptest! {
         #[test]
-        fn nothing_that_is_printed_panics(text in ".{0,300}") {
+        fn no_printed_text_panics(text in ".{0,300}") {
             let _ = blocks(&text);
             let _ = blocks(&format!("Block Name Total HVA\n{text}"));
             let _ = guest_ranges(&format!("AS \"memory\"\n{text}"));

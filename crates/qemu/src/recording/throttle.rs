@@ -51,7 +51,7 @@ impl Medium {
 impl Throttle {
     /// Finds the devices of disks with these top nodes.
     pub(super) fn find<'a>(qmp: &mut Qmp, nodes: impl Iterator<Item = &'a str>) -> Result<Self, QmpError> {
-        let drives = drives::ask(qmp)?;
+        let drives = drives::query(qmp)?;
         let device_of = |node: &str| {
             let has_it = |it: &&Drive| it.medium.as_ref().is_some_and(|it| it.node == node && it.is_free());
             drives.iter().find(has_it)?.device.clone()
@@ -60,14 +60,14 @@ impl Throttle {
     }
 
     /// Returns true if the disk with this index is capped.
-    pub(super) fn holds(&self, disk: usize) -> bool {
+    pub(super) fn is_capped(&self, disk: usize) -> bool {
         self.devices.get(disk).is_some_and(Option::is_some)
     }
 
     /// Returns the guest's total writes.
     pub(super) fn written(&self, qmp: &mut Qmp) -> Result<Written, QmpError> {
         #[derive(Deserialize)]
-        struct Of {
+        struct DeviceStats {
             qdev: Option<String>,
             stats: Stats,
         }
@@ -76,7 +76,7 @@ impl Throttle {
             wr_operations: u64,
             wr_bytes: u64,
         }
-        let all: Vec<Of> = qmp.execute("query-blockstats", Value::Null)?;
+        let all: Vec<DeviceStats> = qmp.execute("query-blockstats", Value::Null)?;
         let ours = all.iter().filter(|of| of.qdev.is_some() && self.devices.contains(&of.qdev));
         Ok(ours.fold(Written::default(), |sum, of| Written {
             writes: sum.writes + of.stats.wr_operations,
@@ -85,12 +85,12 @@ impl Throttle {
     }
 
     /// Applies this cap.
-    pub(super) fn keep(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
+    pub(super) fn apply(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
         if cap == self.cap {
             return Ok(());
         }
         // Another client may have throttled a disk in the meantime: from then on that client owns the caps.
-        let drives = drives::ask(qmp)?;
+        let drives = drives::query(qmp)?;
         let is_free = |device: &String| {
             let is_it = |drive: &&Drive| drive.device.as_ref() == Some(device);
             drives.iter().find(is_it).and_then(|it| it.medium.as_ref()).is_some_and(Medium::is_free)
@@ -122,7 +122,7 @@ fn set<'a>(qmp: &mut Qmp, devices: impl Iterator<Item = &'a String>, cap: WriteC
 
 /// Lifts every cap of ours, whichever agent set it. Returns true if there was one.
 pub(super) fn lift_all(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    let drives = drives::ask(qmp)?;
+    let drives = drives::query(qmp)?;
     let ours = drives.iter().filter(|drive| drive.medium.as_ref().is_some_and(Medium::is_capped_by_us));
     let devices: Vec<&String> = ours.filter_map(|drive| drive.device.as_ref()).collect();
     set(qmp, devices.iter().copied(), WriteCap::default())?;

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use whimbrel_qemu::command::{HostRules, RamPlan, build};
 use whimbrel_qemu::control::{blocked_reasons, cont, stop};
 use whimbrel_qemu::describe::{Disk, VmDescription, describe};
-use whimbrel_qemu::device_state::{Disks, Incoming, capture, complete, machine_type};
+use whimbrel_qemu::device_state::{DiskOwnership, Incoming, capture, complete, machine_type};
 use whimbrel_qemu::find::{Selector, find};
 use whimbrel_qemu::ram::{RamKind, ram_blocks};
 use whimbrel_qemu::tree::{compare, device_tree};
@@ -46,7 +46,7 @@ impl World {
     /// Describes, builds and starts the destination.
     pub(crate) fn rebuild(source: &mut Vm, rules: &HostRules) -> (VmDescription, Vm) {
         let process = find(&Selector::Pid(source.pid())).unwrap();
-        let described = describe(&mut source.qmp, &process.origin()).unwrap();
+        let described = describe(&mut source.qmp, &process.start_command()).unwrap();
         // A description that is sent to another host is the same after decoding.
         let text = serde_json::to_string(&described).unwrap();
         assert_eq!(serde_json::from_str::<VmDescription>(&text).unwrap(), described);
@@ -71,7 +71,7 @@ impl World {
         let incoming = Incoming::prepare(&mut destination.qmp, Some(&destination.started.log)).unwrap();
         stop(&mut source.qmp).unwrap();
         let machine = machine_type(&mut source.qmp).unwrap();
-        let state = complete(&capture(&mut source.qmp, Disks::Held).unwrap(), &machine).unwrap();
+        let state = complete(&capture(&mut source.qmp, DiskOwnership::Held).unwrap(), &machine).unwrap();
         copy_memory(source, destination);
         incoming.load(&mut destination.qmp, &state, deadline()).unwrap();
         assert_memory_equal(source, destination);
@@ -228,7 +228,7 @@ fn snapshots_taken_since_the_start() {
         assert_eq!(layers("b1.qcow2"), qcow2(&["b1.qcow2", "b.qcow2"]));
         assert_eq!(layers("c1.qcow2"), qcow2(&["c1.qcow2"]));
         let process = find(&Selector::Pid(destination.pid())).unwrap();
-        let there = describe(&mut destination.qmp, &process.origin()).unwrap();
+        let there = describe(&mut destination.qmp, &process.start_command()).unwrap();
         // QEMU names nodes by itself, another way each time.
         let without_names = |vm: &VmDescription| {
             vm.disks
@@ -321,7 +321,7 @@ fn plugged_and_unplugged_since_the_start() {
 }
 
 #[test]
-fn what_stands_in_the_way_is_all_told() {
+fn all_obstacles_are_reported() {
     World::each(|world| {
         let boot = ticker_disk(world.dir());
         let share = world.path("");
@@ -340,7 +340,7 @@ fn what_stands_in_the_way_is_all_told() {
             json!({"id": "log", "backend": {"type": "file", "data": {"out": world.path("log")}}}),
         );
         let process = find(&Selector::Pid(source.pid())).unwrap();
-        let described = describe(&mut source.qmp, &process.origin()).unwrap();
+        let described = describe(&mut source.qmp, &process.start_command()).unwrap();
         // Blockers of QEMU that xen-save-devices-state does not check.
         let reasons = blocked_reasons(&mut source.qmp).unwrap();
         assert!(reasons.iter().any(|reason| reason.contains("nvme")), "{reasons:?}");

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use whimbrel_qemu::control::{announce_self, blocked_reasons, cont, drain, status, stop};
 use whimbrel_qemu::device_state::{
-    Disks, Incoming, LoadError, StateError, capture, complete, disks, machine_type,
+    DiskOwnership, Incoming, LoadError, StateError, capture, complete, disks, machine_type,
 };
 use whimbrel_qemu::recording::{RecordedDisk, Recording};
 
@@ -76,7 +76,7 @@ impl Pair {
     /// Stops the source, saves its device state and copies its memory.
     fn save(&mut self) -> Vec<u8> {
         stop(&mut self.source.qmp).unwrap();
-        let raw = capture(&mut self.source.qmp, Disks::Held).unwrap();
+        let raw = capture(&mut self.source.qmp, DiskOwnership::Held).unwrap();
         // After saving, because saving may write guest memory.
         copy_memory(&mut self.source, &mut self.destination);
         raw
@@ -117,7 +117,7 @@ fn locks(path: &Path) -> usize {
 }
 
 fn registers(vm: &mut Vm) -> String {
-    vm.qmp.human("info registers").unwrap()
+    vm.qmp.hmp("info registers").unwrap()
 }
 
 fn instruction_pointer(vm: &mut Vm) -> String {
@@ -138,7 +138,7 @@ fn on_each(options: &str, test: impl Fn(&mut Pair)) {
 const RECIPE: &str = "-S -incoming defer";
 
 #[test]
-fn before_it_is_let_go_nothing_has_happened() {
+fn nothing_happens_before_the_guest_is_resumed() {
     on_each(RECIPE, |pair| {
         assert!(locks(&pair.disk) > 0, "the source holds its image");
         pair.hand_over();
@@ -153,7 +153,7 @@ fn before_it_is_let_go_nothing_has_happened() {
         // No lock is held: the source has released its locks.
         assert_eq!(locks(&disk), 0);
         for vm in [&mut *source, &mut *destination] {
-            assert_eq!(disks(&mut vm.qmp).unwrap(), Disks::GivenUp);
+            assert_eq!(disks(&mut vm.qmp).unwrap(), DiskOwnership::Released);
         }
         // No packet was sent.
         assert_eq!(pair.packets(), 0);
@@ -187,7 +187,7 @@ fn the_source_can_take_the_guest_back() {
         assert!(pair.source.count() > counted);
         // The state can be saved a second time.
         stop(&mut pair.source.qmp).unwrap();
-        assert!(capture(&mut pair.source.qmp, Disks::Held).unwrap().len() > 1000);
+        assert!(capture(&mut pair.source.qmp, DiskOwnership::Held).unwrap().len() > 1000);
     });
 }
 
@@ -195,7 +195,7 @@ fn the_source_can_take_the_guest_back() {
 /// everything, or never held it since it arrived, but not read-only images: QEMU 7.2 would end if those were released
 /// again.
 #[test]
-fn disks_that_are_copied_after_all_were_given_up() {
+fn released_disks_can_be_copied() {
     let exported = |vm: &mut Vm, dir: &Path| {
         let blocks = vm.command("query-block", Value::Null);
         let writable = blocks.as_array().unwrap().iter().filter(|block| block["inserted"]["ro"] == false);
@@ -217,7 +217,7 @@ fn disks_that_are_copied_after_all_were_given_up() {
         let mut pair = Pair::with(&version, RECIPE, true);
         let dir = pair.dir.path().to_owned();
         stop(&mut pair.source.qmp).unwrap();
-        assert!(capture(&mut pair.source.qmp, Disks::Held).unwrap().len() > 1000);
+        assert!(capture(&mut pair.source.qmp, DiskOwnership::Held).unwrap().len() > 1000);
         assert_eq!(locks(&pair.disk), 0);
         for _ in 0..2 {
             let recording = exported(&mut pair.source, &dir);
@@ -249,21 +249,21 @@ fn disks_that_are_copied_after_all_were_given_up() {
 fn a_paused_guest_is_saved_twice_and_moves_on() {
     on_each(RECIPE, |pair| {
         stop(&mut pair.source.qmp).unwrap();
-        for whose in [Disks::Held, Disks::GivenUp, Disks::GivenUp] {
+        for whose in [DiskOwnership::Held, DiskOwnership::Released, DiskOwnership::Released] {
             assert_eq!(disks(&mut pair.source.qmp).unwrap(), whose);
-            assert_eq!(locks(&pair.disk) > 0, whose == Disks::Held);
+            assert_eq!(locks(&pair.disk) > 0, whose == DiskOwnership::Held);
             assert!(capture(&mut pair.source.qmp, whose).unwrap().len() > 1000);
             assert_eq!(locks(&pair.disk), 0);
         }
         cont(&mut pair.source.qmp).unwrap();
         pair.source.wait_ticking();
         stop(&mut pair.source.qmp).unwrap();
-        assert_eq!(disks(&mut pair.source.qmp).unwrap(), Disks::Held);
+        assert_eq!(disks(&mut pair.source.qmp).unwrap(), DiskOwnership::Held);
         assert!(locks(&pair.disk) > 0);
         // The guest arrives, is not resumed, and leaves again.
         pair.hand_over();
-        assert_eq!(disks(&mut pair.destination.qmp).unwrap(), Disks::GivenUp);
-        assert!(capture(&mut pair.destination.qmp, Disks::GivenUp).unwrap().len() > 1000);
+        assert_eq!(disks(&mut pair.destination.qmp).unwrap(), DiskOwnership::Released);
+        assert!(capture(&mut pair.destination.qmp, DiskOwnership::Released).unwrap().len() > 1000);
         assert_eq!(locks(&pair.disk), 0);
         cont(&mut pair.destination.qmp).unwrap();
         assert!(locks(&pair.disk) > 0);
@@ -409,14 +409,16 @@ fn an_incomplete_or_foreign_state_is_refused_with_qemus_reason() {
 }
 
 #[test]
-fn what_we_put_in_is_what_qemu_itself_writes() {
+fn completed_states_equal_those_of_qemu() {
     for version in versions() {
         let dir = tempfile::tempdir().unwrap();
         let mut vm = version.start(dir.path(), "a", &args(DEVICES));
         stop(&mut vm.qmp).unwrap();
-        let state =
-            complete(&capture(&mut vm.qmp, Disks::Held).unwrap(), &machine_type(&mut vm.qmp).unwrap())
-                .unwrap();
+        let state = complete(
+            &capture(&mut vm.qmp, DiskOwnership::Held).unwrap(),
+            &machine_type(&mut vm.qmp).unwrap(),
+        )
+        .unwrap();
         let file = dir.path().join("native");
         vm.command(
             "migrate-set-capabilities",
@@ -455,7 +457,10 @@ fn what_we_put_in_is_what_qemu_itself_writes() {
 #[test]
 fn a_running_guest_is_not_saved() {
     on_each(RECIPE, |pair| {
-        assert!(matches!(capture(&mut pair.source.qmp, Disks::Held), Err(StateError::NotStopped { .. })));
+        assert!(matches!(
+            capture(&mut pair.source.qmp, DiskOwnership::Held),
+            Err(StateError::NotStopped { .. })
+        ));
         drain(&mut pair.source.qmp).unwrap();
         assert_eq!(blocked_reasons(&mut pair.source.qmp).unwrap(), Vec::<String>::new());
         // A destination that does not wait is detected, too.

@@ -14,7 +14,7 @@ use crate::support::{Vm, args, qcow2, versions};
 
 fn disks(vm: &mut Vm) -> Vec<Disk> {
     let process = find(&Selector::Pid(vm.pid())).unwrap();
-    describe(&mut vm.qmp, &process.origin()).unwrap().disks
+    describe(&mut vm.qmp, &process.start_command()).unwrap().disks
 }
 
 fn raw(path: &Path, bytes: u64) {
@@ -61,7 +61,7 @@ fn a_disk_that_is_a_part_of_a_file_is_known() {
 
 /// All files of an image are needed; one that was replaced, deleted or renamed is not mistaken for the open one.
 #[test]
-fn files_are_known_by_what_is_open() {
+fn files_are_identified_by_open_descriptors() {
     for version in versions() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use whimbrel_qemu::cmdline;
 use whimbrel_qemu::command::{HostRules, build, monitor};
-use whimbrel_qemu::device_state::try_saving;
+use whimbrel_qemu::device_state::try_save;
 use whimbrel_qemu::find::{FindError, Selector, connect, connect_at, find, list};
 use whimbrel_qemu::preflight::{Severity, check, check_source, files, gather, is_possible};
 use whimbrel_qemu::process::{Launch, StartError, start};
@@ -55,7 +55,7 @@ fn a_device_that_ends_qemu_when_it_is_saved_is_found_out() {
         for (device, is_saved) in [("e1000", true), ("pci-serial-2x", false), ("vmbus-bridge", false)] {
             let words = format!("-machine pc -m 32 -S -incoming defer -device {device}");
             let mut waiting = version.start(dir.path(), device, &args(&words));
-            assert_eq!(try_saving(&mut waiting.qmp).is_ok(), is_saved, "{device}");
+            assert_eq!(try_save(&mut waiting.qmp).is_ok(), is_saved, "{device}");
         }
     }
 }
@@ -93,7 +93,7 @@ fn a_monitor_of_another_qemu_is_not_taken_for_the_guests() {
     let mut qmp = connect(&elsewhere, Duration::from_secs(20)).unwrap();
     assert_eq!(name(&mut qmp), "elsewhere");
     let error = connect_at(pid, &path, Duration::from_secs(20)).unwrap_err();
-    assert!(matches!(error, QmpError::Another { pid, .. } if pid == first.pid()), "{error}");
+    assert!(matches!(error, QmpError::WrongProcess { pid, .. } if pid == first.pid()), "{error}");
     drop(child);
 
     // A socket that has replaced the first one's. (This test holds the first one's other monitor.)
@@ -102,10 +102,10 @@ fn a_monitor_of_another_qemu_is_not_taken_for_the_guests() {
     let process = find(&Selector::Pid(first.pid())).unwrap();
     let error = connect(&process, Duration::from_millis(50)).unwrap_err();
     let FindError::Held { source, .. } = error else { panic!("{error}") };
-    let theirs = matches!(source, QmpError::Another { pid, .. } if pid == second.pid());
+    let theirs = matches!(source, QmpError::WrongProcess { pid, .. } if pid == second.pid());
     assert!(theirs || matches!(source, QmpError::Busy { .. }), "{source}");
     let error = connect_at(first.pid(), &path, Duration::from_secs(20)).unwrap_err();
-    assert!(matches!(error, QmpError::Another { pid, .. } if pid == second.pid()), "{error}");
+    assert!(matches!(error, QmpError::WrongProcess { pid, .. } if pid == second.pid()), "{error}");
     let mut qmp = connect_at(second.pid(), &path, Duration::from_secs(20)).unwrap();
     assert_eq!(name(&mut qmp), "second");
 }
@@ -156,7 +156,7 @@ fn a_guest_is_found_by_process_socket_and_name() {
 }
 
 #[test]
-fn libvirts_guests_are_told_apart() {
+fn guests_of_libvirt_are_recognised() {
     let Some(version) = versions().pop() else { return };
     let dir = tempfile::tempdir().unwrap();
     // A monitor with libvirt's name.
@@ -185,7 +185,7 @@ fn libvirts_guests_are_told_apart() {
 }
 
 #[test]
-fn what_keeps_qemu_from_starting_is_told() {
+fn errors_at_the_start_are_reported() {
     for version in versions() {
         let dir = tempfile::tempdir().unwrap();
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -259,8 +259,11 @@ fn every_option_of_qemus_help_is_in_the_table() {
                     continue;
                 }
                 seen += 1;
-                let known = cmdline::parse(&[format!("-{name}"), "VALUE".to_owned()]);
-                assert!(cmdline::known(&known[0].name).is_some(), "-{name} of {line:?} is not in the table");
+                let option_spec = cmdline::parse(&[format!("-{name}"), "VALUE".to_owned()]);
+                assert!(
+                    cmdline::option_spec(&option_spec[0].name).is_some(),
+                    "-{name} of {line:?} is not in the table"
+                );
             }
         }
         assert!(seen > 70, "{seen}");
@@ -270,7 +273,7 @@ fn every_option_of_qemus_help_is_in_the_table() {
 /// A blocker that saving the device state does not check (trap 13): an image format that QEMU itself does not
 /// migrate.
 #[test]
-fn what_qemu_itself_would_not_move_is_a_blocker() {
+fn qemus_own_migration_blockers_are_blockers() {
     for version in versions() {
         let dir = tempfile::tempdir().unwrap();
         let image = dir.path().join("d.vdi");

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use block::nbd::{ALLOCATION, ALLOCATION_DEPTH, Client, DIRTY, Extent, HOLE, dirty_bitmap};
 use serde_json::{Value, json};
-use whimbrel_qemu::recording::{RecordError, RecordedDisk, Recording, WriteCap, remove_leavings};
+use whimbrel_qemu::recording::{RecordError, RecordedDisk, Recording, WriteCap, remove_leftovers};
 
 use crate::support::{Version, Vm, args, qcow2, versions};
 
@@ -65,7 +65,7 @@ impl Disks {
     fn write(&mut self, disk: usize, pattern: u8, offset: u64, bytes: u64) {
         let blocks = self.vm.command("query-block", Value::Null);
         let device = blocks[disk]["qdev"].as_str().unwrap();
-        let said = self.vm.qmp.human(&format!("qemu-io -d {device} \"write -P {pattern} {offset} {bytes}\""));
+        let said = self.vm.qmp.hmp(&format!("qemu-io -d {device} \"write -P {pattern} {offset} {bytes}\""));
         // The tool reports the write on its standard output.
         assert_eq!(said.unwrap(), "");
     }
@@ -77,7 +77,7 @@ impl Disks {
     /// Returns the ranges that were written on each disk since the last call, as pairs of start and end.
     fn frozen(&mut self, recording: &mut Recording) -> Vec<Vec<(u64, u64)>> {
         let frozen = recording.freeze(&mut self.vm.qmp).unwrap().to_vec();
-        let of_disk = |frozen: &whimbrel_qemu::recording::Frozen| {
+        let of_disk = |frozen: &whimbrel_qemu::recording::FrozenBitmap| {
             let mut client = self.client(&frozen.export, &dirty_bitmap(&frozen.bitmap));
             let whole = 0..client.size_bytes();
             let extents = client.status(whole).unwrap();
@@ -139,14 +139,14 @@ fn every_write_is_in_exactly_one_round() {
 }
 
 #[test]
-fn a_server_of_somebody_else_is_left_alone() {
+fn an_nbd_server_of_another_client_stays() {
     for version in versions() {
         let mut disks = Disks::new(&version);
         let path = disks.dir.path().join("theirs.sock");
         let address = json!({ "addr": { "type": "unix", "data": { "path": path } } });
         disks.vm.command("nbd-server-start", address);
         let error = disks.begin().unwrap_err();
-        assert!(matches!(error, RecordError::ServerTaken(_)), "{error}");
+        assert!(matches!(error, RecordError::ServerInUse(_)), "{error}");
         disks.is_clean();
         disks.vm.command("nbd-server-stop", Value::Null);
         // The descriptor's name is free again.
@@ -155,7 +155,7 @@ fn a_server_of_somebody_else_is_left_alone() {
 }
 
 #[test]
-fn what_a_dead_agent_left_is_found() {
+fn leftovers_of_a_dead_agent_are_found() {
     for version in versions() {
         let mut disks = Disks::new(&version);
         let mut recording = disks.begin().unwrap();
@@ -163,8 +163,8 @@ fn what_a_dead_agent_left_is_found() {
         let served = recording.freeze(&mut disks.vm.qmp).unwrap()[0].clone();
         let _client = disks.client(&served.export, &dirty_bitmap(&served.bitmap));
         drop(recording);
-        assert!(remove_leavings(&mut disks.vm.qmp).unwrap(), "{}", version.name);
-        assert!(!remove_leavings(&mut disks.vm.qmp).unwrap(), "{}", version.name);
+        assert!(remove_leftovers(&mut disks.vm.qmp).unwrap(), "{}", version.name);
+        assert!(!remove_leftovers(&mut disks.vm.qmp).unwrap(), "{}", version.name);
         disks.is_clean();
         // Its server still runs: an agent that knows that it was ours stops it.
         disks.vm.command("nbd-server-stop", Value::Null);
@@ -187,7 +187,7 @@ fn a_node_that_is_not_there_leaves_nothing() {
 
 /// Writes after a snapshot are in another node than the one that is recorded.
 #[test]
-fn a_disk_that_somebody_changes_meanwhile_is_noticed() {
+fn a_disk_that_changes_is_detected() {
     for version in versions() {
         let mut disks = Disks::new(&version);
         let mut recording = disks.begin().unwrap();
@@ -241,7 +241,7 @@ fn writes_are_counted_and_capped() {
             let blocks = disks.vm.command("query-block", Value::Null);
             let device = blocks[disk]["qdev"].as_str().unwrap();
             for what in [format!("aio_write 0 {bytes}"), "aio_flush".to_owned()] {
-                disks.vm.qmp.human(&format!("qemu-io -d {device} \"{what}\"")).unwrap();
+                disks.vm.qmp.hmp(&format!("qemu-io -d {device} \"{what}\"")).unwrap();
             }
         }
         let after = recording.written(&mut disks.vm.qmp).unwrap();
@@ -279,7 +279,7 @@ fn writes_are_counted_and_capped() {
         assert_eq!(kept(&caps(&mut disks)), (488, 5 * MIB), "{}", version.name);
         // Its agent dies.
         drop(recording);
-        assert!(remove_leavings(&mut disks.vm.qmp).unwrap());
+        assert!(remove_leftovers(&mut disks.vm.qmp).unwrap());
         assert_eq!(kept(&caps(&mut disks)), (0, 5 * MIB), "{}", version.name);
     }
 }

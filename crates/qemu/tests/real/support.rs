@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use whimbrel_qemu::process::{Launch, Started, start};
+use whimbrel_qemu::process::{Launch, StartedQemu, start};
 use whimbrel_qemu::qmp::Qmp;
 use whimbrel_qemu::ram::ram_blocks;
 
@@ -65,7 +65,7 @@ pub(crate) fn versions() -> Vec<Version> {
 /// A running guest, killed when dropped.
 pub(crate) struct Vm {
     pub(crate) qmp: Qmp,
-    pub(crate) started: Started,
+    pub(crate) started: StartedQemu,
     pub(crate) dir: PathBuf,
 }
 

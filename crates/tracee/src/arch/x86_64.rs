@@ -128,7 +128,7 @@ impl Registers {
 
     /// Returns true if the thread was interrupted in the continuation of an earlier call
     /// (`restart_syscall`), whose number only the kernel knows.
-    pub(crate) fn continues_a_call(&self) -> bool {
+    pub(crate) fn is_continuing_call(&self) -> bool {
         self.0.rax as i64 == ERESTART_RESTARTBLOCK && self.0.orig_rax == libc::SYS_restart_syscall as u64
     }
 
@@ -301,9 +301,9 @@ mod tests {
     #[test]
     fn a_call_that_was_continued_is_known_from_the_code_before_it() {
         let continued = registers(ERESTART_RESTARTBLOCK, 219);
-        assert!(continued.continues_a_call());
-        assert!(!registers(ERESTART_RESTARTBLOCK, 7).continues_a_call());
-        assert!(!registers(0, 219).continues_a_call());
+        assert!(continued.is_continuing_call());
+        assert!(!registers(ERESTART_RESTARTBLOCK, 7).is_continuing_call());
+        assert!(!registers(0, 219).is_continuing_call());
         let named = continued.in_named_call([0xb8, 0xe6, 0, 0, 0, 0x0f, 0x05]).unwrap();
         assert_eq!(named.restartable().rax, 230);
         assert!(continued.in_named_call([0x89, 0xf8, 0, 0, 0, 0x0f, 0x05]).is_none());

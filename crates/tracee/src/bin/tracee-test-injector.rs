@@ -14,7 +14,7 @@ use whimbrel_tracee::{AddressRange, Injector, Process, WriteTracker};
 struct NotWhileHolding;
 
 fn check() {
-    if whimbrel_tracee::holds_a_thread() {
+    if whimbrel_tracee::is_holding_thread() {
         std::process::abort();
     }
 }
@@ -42,7 +42,7 @@ fn track(arguments: &[u64]) -> Option<()> {
     let &[pid, start, len] = arguments else { return None };
     let process = Process::open(pid as u32).ok()?;
     let injector = Injector::new(std::env::current_exe().ok()?, Vec::new());
-    let uffd = injector.take_userfaultfd(&process).ok()?;
+    let uffd = injector.create_userfaultfd(&process).ok()?;
     let _tracker = WriteTracker::start(&process, uffd, &[AddressRange::with_len(start, len)]).ok()?;
     println!("ready");
     std::io::stdin().read_to_end(&mut Vec::new()).ok().map(drop)

@@ -14,7 +14,7 @@ use nix::sys::mman::{MlockAllFlags, mlockall};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
 
-use super::thread::{Buffers, Held, Refusal, Steps, Target};
+use super::thread::{Buffers, HeldThread, Refusal, Steps, Target};
 use super::wire::{
     Failure, LASTING_USERFAULTFD_FLAGS, MAX_WORDS, Operation, Reply, Request, USERFAULTFD_FLAGS,
 };
@@ -90,7 +90,7 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
     if request.operation == Operation::Cancel {
         reply.result = Ok(());
         for &thread in &request.threads {
-            let cancelled = Held::cancel(thread, target, buffers, &mut steps, &mut reply.ends);
+            let cancelled = HeldThread::cancel(thread, target, buffers, &mut steps, &mut reply.ends);
             reply.done += u64::from(cancelled);
         }
         reply.steps = steps.taken;
@@ -100,14 +100,21 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
     let mut busy = Vec::with_capacity(request.threads.len());
     let mut first = request.threads.iter().map(|&thread| (thread, true));
     while let Some((thread, only_self_restoring)) = first.next().or_else(|| busy.pop()) {
-        let used =
-            Held::stop(thread, target, &calls, only_self_restoring, buffers, &mut steps, &mut reply.ends)
-                .map(|mut held| {
-                    (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
-                    // `held` is released at the end of this block.
-                    let outcome = run(&mut held, request.operation, &calls, &process);
-                    (outcome, held.is_left())
-                });
+        let used = HeldThread::stop(
+            thread,
+            target,
+            &calls,
+            only_self_restoring,
+            buffers,
+            &mut steps,
+            &mut reply.ends,
+        )
+        .map(|mut held| {
+            (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
+            // `held` is released at the end of this block.
+            let outcome = run(&mut held, request.operation, &calls, &process);
+            (outcome, held.is_in_call())
+        });
         match used {
             Ok((outcome, left)) => {
                 (reply.result, reply.done, descriptor) = outcome;
@@ -122,7 +129,7 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
             }
             Err(Refusal::GiveUp(failure)) => {
                 reply.result = Err(match failure {
-                    Failure::NotPermitted => why_not_permitted(&process, thread),
+                    Failure::NotPermitted => permission_failure(&process, thread),
                     failure => failure,
                 });
                 break;
@@ -137,12 +144,12 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
 fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
     let arguments = &request.arguments[..];
     Some(match request.operation {
-        Operation::TakeUserfaultfd => vec![
+        Operation::CreateUserfaultfd => vec![
             (libc::SYS_userfaultfd as u64, [USERFAULTFD_FLAGS, 0, 0]),
             // With the number that the first call returns.
             (libc::SYS_close as u64, [0; 3]),
         ],
-        Operation::LeaveUserfaultfd => vec![
+        Operation::CreateLastingUserfaultfd => vec![
             (libc::SYS_userfaultfd as u64, [LASTING_USERFAULTFD_FLAGS, 0, 0]),
             // Only if it cannot be duplicated.
             (libc::SYS_close as u64, [0; 3]),
@@ -160,13 +167,13 @@ fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
 /// Makes the calls; returns the result, the number of calls that were made, and the descriptor if
 /// one was requested. For that operation the number is that of the descriptor in the other process.
 fn run(
-    held: &mut Held<'_>,
+    held: &mut HeldThread<'_>,
     operation: Operation,
     calls: &[(u64, [u64; 3])],
     process: &Process,
 ) -> (Result<(), Failure>, u64, Option<OwnedFd>) {
-    if matches!(operation, Operation::TakeUserfaultfd | Operation::LeaveUserfaultfd) {
-        return match take(held, calls, process, operation == Operation::LeaveUserfaultfd) {
+    if matches!(operation, Operation::CreateUserfaultfd | Operation::CreateLastingUserfaultfd) {
+        return match take(held, calls, process, operation == Operation::CreateLastingUserfaultfd) {
             Ok((descriptor, there)) => (Ok(()), there, Some(descriptor)),
             Err(failure) => (Err(failure), 0, None),
         };
@@ -184,7 +191,7 @@ fn run(
 /// Creates a userfaultfd in the other process and duplicates it here; closes it there unless it is to stay. Returns
 /// its number there, too.
 fn take(
-    held: &mut Held<'_>,
+    held: &mut HeldThread<'_>,
     calls: &[(u64, [u64; 3])],
     process: &Process,
     stays: bool,
@@ -207,14 +214,14 @@ fn take(
     Ok((taken?, there))
 }
 
-fn call(held: &mut Held<'_>, number: u64, arguments: [u64; 3]) -> Result<u64, Failure> {
+fn call(held: &mut HeldThread<'_>, number: u64, arguments: [u64; 3]) -> Result<u64, Failure> {
     let result = held.call(number, arguments)?;
     u64::try_from(result).map_err(|_| Failure::Call(result.unsigned_abs()))
 }
 
 /// Returns the reason why a thread may not be seized: another process traces it, it has just ended, or permission is
 /// missing.
-fn why_not_permitted(process: &Process, thread: i32) -> Failure {
+fn permission_failure(process: &Process, thread: i32) -> Failure {
     if !process.is_alive() {
         return Failure::Gone;
     }

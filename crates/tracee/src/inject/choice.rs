@@ -25,7 +25,7 @@ pub(super) fn best_threads(process: &Process) -> Result<Vec<i32>, ProcessError> 
 fn rank(process: &Process, thread: u32) -> Option<u8> {
     let stat = fs::read_to_string(process.path(&format!("task/{thread}/stat"))).ok()?;
     let (_, fields) = stat.rsplit_once(')')?;
-    if is_of_kernel(fields) {
+    if is_kernel_thread(fields) {
         return None;
     }
     match fields.trim_start().chars().next()? {
@@ -40,10 +40,10 @@ fn rank(process: &Process, thread: u32) -> Option<u8> {
 
 /// Returns true if a thread is the kernel's own, which serves a process (vhost, `io_uring`) and never returns to it:
 /// `PF_IO_WORKER`, `PF_USER_WORKER` or `PF_KTHREAD`. `fields` are those of its `stat` from its state on.
-pub(super) fn is_of_kernel(fields: &str) -> bool {
-    const KERNELS: u64 = 0x10 | 0x4000 | 0x20_0000;
+pub(super) fn is_kernel_thread(fields: &str) -> bool {
+    const KERNEL_FLAGS: u64 = 0x10 | 0x4000 | 0x20_0000;
     let flags = fields.split_whitespace().nth(6).and_then(|flags| flags.parse::<u64>().ok());
-    flags.is_some_and(|flags| flags & KERNELS != 0)
+    flags.is_some_and(|flags| flags & KERNEL_FLAGS != 0)
 }
 
 /// Calls that return `EINTR` after every stop, signal(7); those that wait on sockets do so only if
@@ -74,9 +74,9 @@ mod tests {
     #[test]
     fn threads_of_the_kernel_are_not_chosen() {
         // A virtual CPU's, and vhost's worker in Linux 6.12.
-        assert!(!is_of_kernel(" S 1 700 700 0 -1 4194368 0 0 0 0"));
+        assert!(!is_kernel_thread(" S 1 700 700 0 -1 4194368 0 0 0 0"));
         for flags in [0x40_4050_u64, 0x10, 0x20_8040] {
-            assert!(is_of_kernel(&format!(" S 1 700 700 0 -1 {flags} 0 0 0 0")), "{flags:x}");
+            assert!(is_kernel_thread(&format!(" S 1 700 700 0 -1 {flags} 0 0 0 0")), "{flags:x}");
         }
         let me = Process::open(std::process::id()).unwrap();
         assert!(!best_threads(&me).unwrap().is_empty());

@@ -61,7 +61,7 @@ pub use error::InjectError;
 /// Returns true if the injector in this process currently holds a thread of another process. For
 /// tests of the claim that it does not allocate in that state.
 #[doc(hidden)]
-pub fn holds_a_thread() -> bool {
+pub fn is_holding_thread() -> bool {
     thread::is_attached()
 }
 
@@ -97,7 +97,7 @@ impl Drop for Running {
 
 /// A userfaultfd of another process that was left open there.
 #[derive(Debug)]
-pub struct LeftUserfaultfd {
+pub struct LastingUserfaultfd {
     /// Duplicate in this process.
     pub here: OwnedFd,
     /// Number of the descriptor in the other process.
@@ -122,8 +122,8 @@ impl Injector {
     /// Creates a userfaultfd for the memory of `process` and duplicates it here. Inside the process
     /// it is closed again at once: the returned descriptor is the only reference, and all
     /// registrations with it end when it is closed.
-    pub fn take_userfaultfd(&self, process: &Process) -> Result<OwnedFd, InjectError> {
-        let (_, descriptor) = self.inject(process, Operation::TakeUserfaultfd, &[USERFAULTFD_FLAGS])?;
+    pub fn create_userfaultfd(&self, process: &Process) -> Result<OwnedFd, InjectError> {
+        let (_, descriptor) = self.inject(process, Operation::CreateUserfaultfd, &[USERFAULTFD_FLAGS])?;
         descriptor.ok_or_else(|| InjectError::Answer { program: self.program.clone() })
     }
 
@@ -132,8 +132,8 @@ impl Injector {
     ///
     /// # Errors
     /// If the process may not create one: it needs `CAP_SYS_PTRACE`, or `vm.unprivileged_userfaultfd`.
-    pub fn leave_userfaultfd(&self, process: &Process) -> Result<LeftUserfaultfd, InjectError> {
-        let (there, descriptor) = self.inject(process, Operation::LeaveUserfaultfd, &[])?;
+    pub fn create_lasting_userfaultfd(&self, process: &Process) -> Result<LastingUserfaultfd, InjectError> {
+        let (there, descriptor) = self.inject(process, Operation::CreateLastingUserfaultfd, &[])?;
         let not_understood = || InjectError::Answer { program: self.program.clone() };
         let there = i32::try_from(there).map_err(|_| not_understood())?;
         let here = descriptor.ok_or_else(not_understood)?;
@@ -143,11 +143,11 @@ impl Injector {
             call: "userfaultfd",
             source,
         })?;
-        Ok(LeftUserfaultfd { here, there })
+        Ok(LastingUserfaultfd { here, there })
     }
 
     /// Closes a userfaultfd that was left inside `process`.
-    pub fn close_left(&self, process: &Process, there: i32) -> Result<(), InjectError> {
+    pub fn close_lasting(&self, process: &Process, there: i32) -> Result<(), InjectError> {
         let there = u64::try_from(there).unwrap_or(u64::MAX);
         self.inject(process, Operation::Close, &[there]).map(drop)
     }
@@ -156,7 +156,7 @@ impl Injector {
     /// creating and closing one; returns their number.
     ///
     /// A userfaultfd of the process itself is not touched, nor one that was left there by
-    /// [`Injector::leave_userfaultfd`]. They are distinguished by the handshake `UFFDIO_API`: for
+    /// [`Injector::create_lasting_userfaultfd`]. They are distinguished by the handshake `UFFDIO_API`: for
     /// tracking the agent does it only after the descriptor inside is closed, so a leftover never
     /// had it, while a program does it right after creating the descriptor (QEMU creates one only
     /// for its own migration or snapshots). The kernel shows the state in `/proc/PID/fdinfo`.
@@ -181,7 +181,7 @@ impl Injector {
         let mut runnable = Vec::new();
         for thread in process.threads()? {
             let stat = fs::read_to_string(process.path(&format!("task/{thread}/stat"))).unwrap_or_default();
-            if stat.rsplit_once(')').is_some_and(|(_, fields)| choice::is_of_kernel(fields)) {
+            if stat.rsplit_once(')').is_some_and(|(_, fields)| choice::is_kernel_thread(fields)) {
                 continue;
             }
             let call =
@@ -280,7 +280,7 @@ impl Injector {
             threads: threads.to_vec(),
             arguments: arguments.to_vec(),
         };
-        let (reply, descriptor) = self.ask(&request)?;
+        let (reply, descriptor) = self.exchange(&request)?;
         self.steps.store(reply.steps, Ordering::Relaxed);
         match reply.result {
             Ok(()) => Ok((reply.done, descriptor)),
@@ -308,7 +308,7 @@ impl Injector {
     }
 
     /// Sends a request and waits for the answer.
-    fn ask(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>), InjectError> {
+    fn exchange(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>), InjectError> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         // An injector that was killed since the last request is detected here, and replaced.
         if running.as_mut().is_some_and(|running| !matches!(running.child.try_wait(), Ok(None))) {
@@ -376,7 +376,7 @@ impl Injector {
     fn explain(&self, pid: u32, request: &Request, failure: Failure) -> InjectError {
         let error = |number: u64| io::Error::from_raw_os_error(number as i32);
         let call = match request.operation {
-            Operation::TakeUserfaultfd | Operation::LeaveUserfaultfd => "userfaultfd",
+            Operation::CreateUserfaultfd | Operation::CreateLastingUserfaultfd => "userfaultfd",
             Operation::Close => "close",
             Operation::Discard => "madvise",
             Operation::Cancel => "none",

@@ -137,7 +137,7 @@ pub(super) fn rseq_address(thread: i32) -> Option<u64> {
 
 /// Returns true if the thread dispatches its system calls to a handler of its own
 /// (`PR_SET_SYSCALL_USER_DISPATCH`).
-pub(super) fn dispatches_calls(thread: i32) -> bool {
+pub(super) fn has_syscall_dispatch(thread: i32) -> bool {
     // Mode, selector, offset, length.
     let mut configuration = [0u64; 4];
     let size = size_of_val(&configuration);

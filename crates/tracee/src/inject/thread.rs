@@ -36,7 +36,7 @@ const STOP_LIMIT: Duration = Duration::from_millis(500);
 /// Time limit for an injected call.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// No time limit.
-const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
+const NO_LIMIT: Duration = Duration::from_secs(u32::MAX as u64);
 /// Every signal that can be blocked.
 const ALL_SIGNALS: u64 = u64::MAX;
 
@@ -104,7 +104,7 @@ pub(super) enum Refusal {
 }
 
 /// A stopped thread, with all that is needed to restore it.
-pub(super) struct Held<'a> {
+pub(super) struct HeldThread<'a> {
     thread: i32,
     target: Target,
     original: Registers,
@@ -120,7 +120,7 @@ pub(super) struct Held<'a> {
     signal: i32,
 }
 
-impl<'a> Held<'a> {
+impl<'a> HeldThread<'a> {
     /// Stops a thread, wherever it is. Dropping the result resumes it.
     ///
     /// `late` is set if the thread did not stop; then only the end of this process releases it.
@@ -155,7 +155,7 @@ impl<'a> Held<'a> {
         let failed = |error: Errno| TryAnother(Failure::Kernel(error as u64));
         ptrace::interrupt(thread).map_err(failed)?;
         held.steps.step();
-        held.settle().map_err(|no_stop| {
+        held.wait_requested_stop().map_err(|no_stop| {
             *late |= no_stop == NoStop::Late;
             TryAnother(if no_stop == NoStop::Late { Failure::Uninterruptible } else { Failure::Gone })
         })?;
@@ -168,7 +168,7 @@ impl<'a> Held<'a> {
     }
 
     /// Stops a thread and verifies that it can make `calls` (numbers and arguments), on request
-    /// only one that could restore itself; `late` as in [`Held::seize`].
+    /// only one that could restore itself; `late` as in [`HeldThread::seize`].
     pub(super) fn stop(
         thread: i32,
         target: Target,
@@ -181,10 +181,10 @@ impl<'a> Held<'a> {
         use Refusal::{GiveUp, TryAnother};
         let failed = |error: Errno| TryAnother(Failure::Kernel(error as u64));
         let mut held = Self::seize(thread, target, buffers, steps, late)?;
-        if ptrace::dispatches_calls(thread) {
+        if ptrace::has_syscall_dispatch(thread) {
             return Err(GiveUp(Failure::Dispatched));
         }
-        if held.in_restartable_sequence() {
+        if held.is_in_restartable_sequence() {
             return Err(TryAnother(Failure::Busy));
         }
         held.check_seccomp(calls).map_err(GiveUp)?;
@@ -206,7 +206,7 @@ impl<'a> Held<'a> {
         steps: &mut Steps,
         late: &mut bool,
     ) -> bool {
-        let Ok(held) = Held::seize(thread, target, buffers, steps, late) else { return false };
+        let Ok(held) = HeldThread::seize(thread, target, buffers, steps, late) else { return false };
         let Some(sigreturn) = target.sigreturn else { return false };
         let after = target.gadget + arch::SYSCALL.len() as u64;
         let is_ours = |at: &Registers| {
@@ -237,7 +237,7 @@ impl<'a> Held<'a> {
     }
 
     /// Returns true if the thread is still in a call: then only the end of this process releases it.
-    pub(super) fn is_left(&self) -> bool {
+    pub(super) fn is_in_call(&self) -> bool {
         self.left
     }
 
@@ -273,7 +273,7 @@ impl<'a> Held<'a> {
     }
 
     /// Waits for the requested stop; signals that arrive first are passed on to the thread.
-    fn settle(&mut self) -> Result<(), NoStop> {
+    fn wait_requested_stop(&mut self) -> Result<(), NoStop> {
         loop {
             match ptrace::wait_stop(self.thread, STOP_LIMIT)? {
                 Stop::Interrupted => return Ok(()),
@@ -291,7 +291,7 @@ impl<'a> Held<'a> {
         let mut signal = 0;
         loop {
             ptrace::resume_to_call(self.thread, signal).map_err(|_| Failure::Gone)?;
-            let limit = if self.is_self_restoring() { CALL_LIMIT } else { FOR_EVER };
+            let limit = if self.is_self_restoring() { CALL_LIMIT } else { NO_LIMIT };
             match ptrace::wait_stop(self.thread, limit) {
                 Ok(Stop::Call) => return Ok(()),
                 // Another process stops or continues the whole process. The thread runs on all the
@@ -316,7 +316,7 @@ impl<'a> Held<'a> {
 
     /// Returns true if the thread is in a restartable sequence. The kernel would check its place
     /// during the injected call, find it outside, and not restart the sequence later.
-    fn in_restartable_sequence(&self) -> bool {
+    fn is_in_restartable_sequence(&self) -> bool {
         let Some(address) = ptrace::rseq_address(self.thread) else { return false };
         let Some(sequence) = self.read_word(address + 8).filter(|&sequence| sequence != 0) else {
             return false;
@@ -388,9 +388,10 @@ impl<'a> Held<'a> {
         let Some(sigreturn) = self.target.sigreturn else { return false };
         let Ok(len) = ptrace::xstate(self.thread, &mut self.buffers.xstate) else { return false };
         let Some(image) = self.buffers.xstate.get(..len) else { return false };
-        let Some(goes_on) = self.goes_on() else { return false };
+        let Some(resume_registers) = self.resume_registers() else { return false };
         let (pid, out) = (self.target.pid, &mut self.buffers.frame);
-        let Some(placed) = arch::build_frame(out, &goes_on, image, self.signal_mask, sigreturn) else {
+        let Some(placed) = arch::build_frame(out, &resume_registers, image, self.signal_mask, sigreturn)
+        else {
             return false;
         };
         let written = ptrace::read_memory(pid, placed.address, &mut self.buffers.below[..placed.len])
@@ -401,8 +402,8 @@ impl<'a> Held<'a> {
 
     /// Returns the registers with which the thread can continue without the kernel's memory of its
     /// call.
-    fn goes_on(&self) -> Option<Registers> {
-        if !self.original.continues_a_call() {
+    fn resume_registers(&self) -> Option<Registers> {
+        if !self.original.is_continuing_call() {
             return Some(self.original);
         }
         let mut code = [0; arch::BEFORE_NEXT];
@@ -412,7 +413,7 @@ impl<'a> Held<'a> {
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldThread<'_> {
     fn drop(&mut self) {
         if self.left {
             // No process waits for this one any more.

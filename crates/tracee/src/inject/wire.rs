@@ -16,7 +16,7 @@ const MAGIC: u64 = 0x3165_7262_6d69_6877;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     /// Create a userfaultfd, duplicate it here, close it there. Argument: flags of the call.
-    TakeUserfaultfd = 1,
+    CreateUserfaultfd = 1,
     /// Close descriptors. Arguments: their numbers.
     Close = 2,
     /// `madvise(MADV_DONTNEED)`. Arguments: address and length, in turns.
@@ -26,12 +26,12 @@ pub(super) enum Operation {
     Cancel = 4,
     /// Create a userfaultfd, duplicate it here, and leave it open there. The answer's number is that of the descriptor
     /// there.
-    LeaveUserfaultfd = 5,
+    CreateLastingUserfaultfd = 5,
 }
 
 impl Operation {
     const ALL: [Self; 5] =
-        [Self::TakeUserfaultfd, Self::Close, Self::Discard, Self::Cancel, Self::LeaveUserfaultfd];
+        [Self::CreateUserfaultfd, Self::Close, Self::Discard, Self::Cancel, Self::CreateLastingUserfaultfd];
 }
 
 /// A request of the agent.

@@ -28,12 +28,12 @@ const TOUCHED_AT_ONCE: usize = 1024;
 #[derive(Debug)]
 pub struct TrackerStart {
     tracker: WriteTracker,
-    work: Work,
+    work: RemainingSteps,
 }
 
 impl TrackerStart {
     pub(super) fn new(tracker: WriteTracker, areas: Vec<Area>) -> Self {
-        Self { tracker, work: Work::new(areas) }
+        Self { tracker, work: RemainingSteps::new(areas) }
     }
 
     /// Runs the next step; returns true if more remain.
@@ -56,7 +56,7 @@ impl TrackerStart {
 
 /// Remaining work for some areas.
 #[derive(Debug)]
-pub(super) struct Work {
+pub(super) struct RemainingSteps {
     /// Areas that are not registered yet.
     areas: Vec<Area>,
     /// Index of the first of them among the registered ones.
@@ -64,7 +64,7 @@ pub(super) struct Work {
     left: VecDeque<Step>,
 }
 
-/// Areas by their index in [`Work`].
+/// Areas by their index in [`RemainingSteps`].
 #[derive(Debug)]
 enum Step {
     Map { area: usize, slice: AddressRange },
@@ -72,7 +72,7 @@ enum Step {
     Learn { area: usize, slice: AddressRange },
 }
 
-impl Work {
+impl RemainingSteps {
     pub(super) fn new(areas: Vec<Area>) -> Self {
         let slices = || {
             let slices_of = |(index, area): (usize, &Area)| {
@@ -89,12 +89,12 @@ impl Work {
     /// Runs the next step; returns true if more remain.
     pub(super) fn step(&mut self, tracker: &mut WriteTracker) -> Result<bool, TrackError> {
         match self.left.pop_front() {
-            Some(Step::Map { area, slice }) => tracker.map_what_is_in_memory(&self.areas[area], slice)?,
+            Some(Step::Map { area, slice }) => tracker.map_resident_pages(&self.areas[area], slice)?,
             Some(Step::Track) => {
                 self.first = tracker.registered.areas.len();
                 self.areas.drain(..).try_for_each(|area| tracker.registered.add(area))?;
             }
-            Some(Step::Learn { area, slice }) => tracker.learn_given_back(self.first + area, slice)?,
+            Some(Step::Learn { area, slice }) => tracker.record_discarded(self.first + area, slice)?,
             None => {}
         }
         Ok(!self.left.is_empty())
@@ -111,12 +111,12 @@ fn slices(range: AddressRange, page_size: u64) -> impl Iterator<Item = AddressRa
 
 impl WriteTracker {
     /// Runs the first step, for a part of an area.
-    fn map_what_is_in_memory(&mut self, area: &Area, slice: AddressRange) -> Result<(), TrackError> {
-        if !area.given_back.has_file() {
+    fn map_resident_pages(&mut self, area: &Area, slice: AddressRange) -> Result<(), TrackError> {
+        if !area.discarded.has_file() {
             return Ok(());
         }
         let absent = self.absent(slice)?;
-        let there = area.given_back.in_memory_within(slice, &absent)?;
+        let there = area.discarded.resident_within(slice, &absent)?;
         let pages: Vec<_> =
             there.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE as usize)).collect();
         let mut bytes = [0; TOUCHED_AT_ONCE];
@@ -129,10 +129,10 @@ impl WriteTracker {
     }
 
     /// Runs the last step, for a part of an area that is protected.
-    fn learn_given_back(&mut self, area: usize, slice: AddressRange) -> Result<(), TrackError> {
+    fn record_discarded(&mut self, area: usize, slice: AddressRange) -> Result<(), TrackError> {
         let absent = self.absent(slice)?;
         let area = &mut self.registered.areas[area];
-        area.update_given_back(&self.pagemap, slice, &[], &absent, &mut Vec::new())
+        area.update_discarded(&self.pagemap, slice, &[], &absent, &mut Vec::new())
     }
 }
 

@@ -16,7 +16,7 @@ const PART_BYTES: u64 = 1 << 30;
 /// Parts begin at multiples of this, in bytes, where no page can be cut in two, however large it is.
 const CUT_BYTES: u64 = 1 << 30;
 /// Maximum number of parts: more threads obstruct each other.
-const MOST_PARTS: u64 = 16;
+const MAX_PARTS: u64 = 16;
 
 /// The threads of a walk.
 #[derive(Debug, Default)]
@@ -44,7 +44,7 @@ impl Walkers {
             return vec![each(own, range)];
         }
         let processors = *self.processors.get_or_insert_with(processors);
-        let mut parts = parts(range, processors.min(MOST_PARTS)).into_iter();
+        let mut parts = parts(range, processors.min(MAX_PARTS)).into_iter();
         while self.pagemaps.len() + 1 < parts.len()
             && let Ok(pagemap) = own.try_clone()
         {

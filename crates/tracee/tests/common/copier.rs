@@ -18,7 +18,7 @@ pub struct Copier {
     /// The file behind shared memory.
     pub file: Option<RamFile>,
     /// True if pages that are not populated are zero.
-    pub tells_holes: bool,
+    pub has_hole_info: bool,
     pub pagemap: Pagemap,
     pub replica: Vec<u8>,
 }
@@ -31,16 +31,16 @@ impl Copier {
     }
 
     pub fn start_with(injector: &Injector, victim: Victim, range: AddressRange) -> Self {
-        let uffd = injector.take_userfaultfd(&victim.process).unwrap();
+        let uffd = injector.create_userfaultfd(&victim.process).unwrap();
         let tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
         let memory = RemoteMemory::new(&victim.process).unwrap();
         let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
         let file = matches!(mapping.backing, maps::Backing::SharedFile(_))
             .then(|| RamFile::open(&victim.process, &mapping).unwrap());
-        let tells_holes = mapping.backing == maps::Backing::Anonymous;
+        let has_hole_info = mapping.backing == maps::Backing::Anonymous;
         let pagemap = Pagemap::open(&victim.process).unwrap();
         let replica = vec![0xee; range.len() as usize];
-        let mut copier = Self { victim, range, tracker, memory, file, tells_holes, pagemap, replica };
+        let mut copier = Self { victim, range, tracker, memory, file, has_hole_info, pagemap, replica };
         copier.copy(range);
         copier
     }
@@ -53,7 +53,7 @@ impl Copier {
         let mut data = Vec::new();
         if let Some(file) = &self.file {
             file.data_runs(offset(range.start)..offset(range.end), &mut data).unwrap();
-        } else if !self.tells_holes {
+        } else if !self.has_hole_info {
             data.push(offset(range.start)..offset(range.end));
         } else {
             let mut populated = Vec::new();

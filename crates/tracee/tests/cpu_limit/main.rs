@@ -85,13 +85,13 @@ fn threads_are_limited_and_put_back_where_they_were() {
         assert_eq!(group_of(&victim.process, *thread), before);
     }
     assert!(groups.iter().all(|group| !group.exists()));
-    assert!(!CpuLimit::end_left(&victim.process).unwrap());
+    assert!(!CpuLimit::end_leftover(&victim.process).unwrap());
     victim.assert_goes_on();
     victim.assert_well();
 }
 
 #[test]
-fn what_one_that_died_has_left_is_ended() {
+fn limits_of_a_dead_process_are_ended() {
     let Some((mut victim, threads, limit)) = limited() else { return };
     limit.set(Some(50_000)).unwrap();
     let group = directory(&victim.process, threads[0]);
@@ -99,7 +99,7 @@ fn what_one_that_died_has_left_is_ended() {
     std::mem::forget(limit);
     let empty = group.with_file_name(format!("whimbrel-cpu-{}-1", victim.process.pid()));
     fs::create_dir(&empty).unwrap();
-    assert!(CpuLimit::end_left(&victim.process).unwrap());
+    assert!(CpuLimit::end_leftover(&victim.process).unwrap());
     for thread in &threads {
         assert!(!group_of(&victim.process, *thread).contains("whimbrel"));
     }
@@ -110,7 +110,7 @@ fn what_one_that_died_has_left_is_ended() {
 
 /// The next agent and the one that waited for the end of the last one may do so at the same time.
 #[test]
-fn what_was_left_is_ended_by_two_at_once() {
+fn two_can_end_leftover_limits_at_once() {
     // To start a victim needs seconds if there is only an emulated processor.
     let times = if guest::is_this_one() { 3 } else { 20 };
     for _ in 0..times {
@@ -121,7 +121,7 @@ fn what_was_left_is_ended_by_two_at_once() {
         let (process, begin) = (&victim.process, std::sync::Barrier::new(2));
         let end = || {
             begin.wait();
-            CpuLimit::end_left(process).unwrap()
+            CpuLimit::end_leftover(process).unwrap()
         };
         std::thread::scope(|scope| {
             for _ in 0..2 {
@@ -144,7 +144,7 @@ impl Drop for Others {
 
 /// The limit of another program applies as before, while ours is set and after it is lifted.
 #[test]
-fn the_limit_of_somebody_else_stays() {
+fn the_limit_of_another_program_stays() {
     let Some((mut victim, threads, limit)) = limited() else { return };
     let group = directory(&victim.process, threads[0]);
     drop(limit);
@@ -164,7 +164,7 @@ fn the_limit_of_somebody_else_stays() {
     limit.set(Some(250_000)).unwrap();
     assert_eq!(quota(), "70000\n");
     std::mem::forget(limit);
-    assert!(CpuLimit::end_left(&victim.process).unwrap());
+    assert!(CpuLimit::end_leftover(&victim.process).unwrap());
     assert_eq!(quota(), "70000\n");
     for thread in &threads {
         assert_eq!(group_of(&victim.process, *thread), before);
@@ -178,7 +178,7 @@ fn the_limit_of_somebody_else_stays() {
 
 /// The process ends while it is limited: nothing remains.
 #[test]
-fn a_group_goes_with_its_process() {
+fn a_group_is_removed_with_its_process() {
     let Some((victim, threads, limit)) = limited() else { return };
     let group = directory(&victim.process, threads[0]);
     drop(victim);
@@ -188,7 +188,7 @@ fn a_group_goes_with_its_process() {
 
 /// Threads that cannot be limited are in their original groups.
 #[test]
-fn a_thread_that_is_not_there_is_an_error_that_changes_nothing() {
+fn a_missing_thread_is_an_error_that_changes_nothing() {
     let Some((victim, threads, limit)) = limited() else { return };
     drop(limit);
     let nobody = [threads[0], u32::MAX - 1];
@@ -199,7 +199,7 @@ fn a_thread_that_is_not_there_is_an_error_that_changes_nothing() {
 
 /// A process that does nothing but use its processor has to wait.
 #[test]
-fn who_uses_more_than_it_may_waits() {
+fn threads_above_their_limit_wait() {
     let mut busy = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
     let process = Process::open(busy.id()).unwrap();
     match CpuLimit::begin(&process, &[busy.id()]) {

@@ -63,7 +63,7 @@ fn the_group_is_as_it_was() {
 
 /// Two guests in one group: the last of them disables the controller that the first has enabled.
 #[test]
-fn the_end_of_one_limit_leaves_another_guest_s() {
+fn the_end_of_a_limit_keeps_that_of_another_guest() {
     let Some(home) = home() else { return };
     let (mut first, _, first_limit) = limited().unwrap();
     let (mut second, threads, second_limit) = limited().unwrap();
@@ -105,7 +105,7 @@ fn threads_in_groups_of_their_own_go_back_to_them() {
     victim.assert_goes_on();
     // As if this process had been killed.
     std::mem::forget(limit);
-    assert!(CpuLimit::end_left(&victim.process).unwrap());
+    assert!(CpuLimit::end_leftover(&victim.process).unwrap());
     let after: Vec<_> = threads.iter().map(|thread| group_of(&victim.process, *thread)).collect();
     assert_eq!(after, before);
     for group in &groups {

@@ -4,8 +4,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const MIB: u64 = 1 << 20;
 
 /// Memory below and above 4 GiB, and a block before it.
-fn seen() -> Vec<Seen> {
-    let seen = |guest_address, bytes, offset_bytes| Seen { guest_address, bytes, block: 1, offset_bytes };
+fn seen() -> Vec<GuestMapping> {
+    let seen =
+        |guest_address, bytes, offset_bytes| GuestMapping { guest_address, bytes, block: 1, offset_bytes };
     vec![seen(0, 2 * MIB, 0), seen(4 << 30, 2 * MIB, 2 * MIB)]
 }
 
@@ -33,9 +34,9 @@ fn pages_of_the_guest_are_found_in_the_blocks() {
     assert_eq!(at(510..(4 << 18) + 2), [(1, 510..512), (1, 512..514)]);
     assert_eq!(at(600..700), []);
     assert_eq!(at(0..u64::MAX), [(1, 0..512), (1, 512..1024)]);
-    let odd = [Seen { guest_address: 100, bytes: 3 * PAGE_BYTES, block: 0, offset_bytes: 100 }];
+    let odd = [GuestMapping { guest_address: 100, bytes: 3 * PAGE_BYTES, block: 0, offset_bytes: 100 }];
     assert_eq!(places(&odd, &(0..9)).collect::<Vec<_>>(), [(0, 1..3)]);
-    let crooked = [Seen { offset_bytes: 50, ..odd[0].clone() }];
+    let crooked = [GuestMapping { offset_bytes: 50, ..odd[0].clone() }];
     assert_eq!(places(&crooked, &(0..9)).collect::<Vec<_>>(), []);
 }
 

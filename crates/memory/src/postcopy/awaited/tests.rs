@@ -10,7 +10,7 @@ const BASE: u64 = 1 << 30;
 struct Memory(Mutex<BTreeMap<u64, Vec<u8>>>);
 
 impl Placer for Memory {
-    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, PageFaultError> {
         let mut memory = lock(&self.0);
         let before = memory.len();
         for (address, page) in (address..).step_by(PAGE).zip(pages.chunks(PAGE)) {
@@ -19,7 +19,7 @@ impl Placer for Memory {
         Ok((memory.len() - before) as u64)
     }
 
-    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, PageFaultError> {
         self.place(range.start, &vec![0; range.len() as usize])
     }
 }
@@ -151,13 +151,13 @@ fn zeros_that_nobody_waits_for_take_no_memory_where_they_would() {
 struct Narrow(Memory, Mutex<u64>);
 
 impl Placer for Narrow {
-    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, PageFaultError> {
         let mut room = lock(&self.1);
         let mut placed = 0;
         for (address, page) in (address..).step_by(PAGE).zip(pages.chunks(PAGE)) {
             let is_there = lock(&self.0.0).contains_key(&address);
             if !is_there && *room == 0 {
-                return Err(MissingError::Ended);
+                return Err(PageFaultError::Ended);
             }
             let new = self.0.place(address, page)?;
             *room -= new;
@@ -166,7 +166,7 @@ impl Placer for Narrow {
         Ok(placed)
     }
 
-    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, PageFaultError> {
         self.place(range.start, &vec![0; range.len() as usize])
     }
 }
@@ -202,14 +202,14 @@ fn zeros_that_were_placed_before_an_error_are_nobody_elses() {
 struct Unplugged(Memory);
 
 impl Placer for Unplugged {
-    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, PageFaultError> {
         if address < BASE {
-            return Err(MissingError::Unmapped { range: AddressRange::with_len(address, PAGE_BYTES) });
+            return Err(PageFaultError::Unmapped { range: AddressRange::with_len(address, PAGE_BYTES) });
         }
         self.0.place(address, pages)
     }
 
-    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, PageFaultError> {
         self.place(range.start, &vec![0; range.len() as usize])
     }
 }

@@ -30,15 +30,15 @@ use crate::{Process, RamFile, RamFileError};
 
 /// Record of the discarded pages of a range.
 #[derive(Debug)]
-pub(crate) struct GivenBack {
-    sign: Sign,
+pub(crate) struct DiscardedPages {
+    sign: DiscardSign,
     /// Pages that are known to be discarded; sorted and joined.
     known: Vec<AddressRange>,
 }
 
 /// Criterion that distinguishes a discarded page from others that are not present.
 #[derive(Debug)]
-enum Sign {
+enum DiscardSign {
     /// The page has no entry in the page table.
     NoEntry,
     /// The page is a hole in this file, in which the address `start` is at `offset`.
@@ -47,33 +47,33 @@ enum Sign {
     Marker,
 }
 
-impl GivenBack {
+impl DiscardedPages {
     /// Creates an empty record for a part of a mapping with pages of `page_size` bytes.
     pub(crate) fn new(process: &Process, mapping: &Mapping, page_size: u64) -> Result<Self, RamFileError> {
         let sign = match mapping.backing {
-            Backing::Anonymous if page_size == PAGE_SIZE => Sign::NoEntry,
+            Backing::Anonymous if page_size == PAGE_SIZE => DiscardSign::NoEntry,
             Backing::SharedFile(_) if page_size == PAGE_SIZE => {
                 let file = RamFile::open(process, mapping)?;
-                Sign::Hole { file, start: mapping.range.start, offset: mapping.offset }
+                DiscardSign::Hole { file, start: mapping.range.start, offset: mapping.offset }
             }
-            _ => Sign::Marker,
+            _ => DiscardSign::Marker,
         };
         Ok(Self { sign, known: Vec::new() })
     }
 
-    /// Returns true if [`GivenBack::update`] is not needed, because the scan finds all discarded pages.
-    pub(crate) fn needs_nothing(&self) -> bool {
-        matches!(self.sign, Sign::NoEntry)
+    /// Returns true if [`DiscardedPages::update`] is not needed, because the scan finds all discarded pages.
+    pub(crate) fn is_unneeded(&self) -> bool {
+        matches!(self.sign, DiscardSign::NoEntry)
     }
 
-    /// Returns true if the caller must exclude pages in swap from the arguments of [`GivenBack::update`].
-    pub(crate) fn looks_at_markers(&self) -> bool {
-        matches!(self.sign, Sign::Marker)
+    /// Returns true if the caller must exclude pages in swap from the arguments of [`DiscardedPages::update`].
+    pub(crate) fn is_marker_based(&self) -> bool {
+        matches!(self.sign, DiscardSign::Marker)
     }
 
     /// Returns true if there is a file that reports holes.
     pub(crate) fn has_file(&self) -> bool {
-        matches!(self.sign, Sign::Hole { .. })
+        matches!(self.sign, DiscardSign::Hole { .. })
     }
 
     /// Returns the parts of `ranges` that are no holes in the file; nothing if no file reports holes.
@@ -83,7 +83,7 @@ impl GivenBack {
 
     /// Returns the parts of `ranges`, all of them within `slice`, that are no holes in the file and that it has in
     /// memory.
-    pub(crate) fn in_memory_within(
+    pub(crate) fn resident_within(
         &self,
         slice: AddressRange,
         ranges: &[AddressRange],
@@ -92,7 +92,7 @@ impl GivenBack {
         // them.
         let data = self.data_within(ranges)?;
         let in_memory =
-            if data.is_empty() { data.clone() } else { self.ask_file(&[slice], RamFile::runs_in_memory)? };
+            if data.is_empty() { data.clone() } else { self.ask_file(&[slice], RamFile::resident_runs)? };
         Ok(intersect(&data, &in_memory))
     }
 
@@ -101,7 +101,7 @@ impl GivenBack {
         ranges: &[AddressRange],
         question: impl Fn(&RamFile, Range<u64>, &mut Vec<Range<u64>>) -> Result<(), RamFileError>,
     ) -> Result<Vec<AddressRange>, RamFileError> {
-        let Sign::Hole { file, start, offset } = &self.sign else { return Ok(Vec::new()) };
+        let DiscardSign::Hole { file, start, offset } = &self.sign else { return Ok(Vec::new()) };
         let mut found = Vec::new();
         for run in ranges {
             question(file, run.start - start + offset..run.end - start + offset, &mut found)?;
@@ -123,17 +123,17 @@ impl GivenBack {
         // A page that was written is data, even if it was unmapped again and is not present.
         let within = subtract(&intersect(&self.known, &[range]), written);
         let new = subtract(absent, &within);
-        let given_back = match &self.sign {
-            Sign::NoEntry => return Ok(()),
-            Sign::Marker => new,
-            Sign::Hole { .. } => subtract(&new, &self.data_within(&new)?),
+        let discarded = match &self.sign {
+            DiscardSign::NoEntry => return Ok(()),
+            DiscardSign::Marker => new,
+            DiscardSign::Hole { .. } => subtract(&new, &self.data_within(&new)?),
         };
-        dirty.extend(&given_back);
+        dirty.extend(&discarded);
         // Pages that are present again, or data again, are checked anew when they disappear.
         let still = intersect(&within, absent);
         self.known = subtract(&self.known, &[range]);
         self.known.extend(still);
-        self.known.extend(given_back);
+        self.known.extend(discarded);
         merge_from(&mut self.known, 0);
         Ok(())
     }

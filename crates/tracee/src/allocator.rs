@@ -20,7 +20,7 @@ pub fn share_one_arena() {
 
 /// Returns memory that was freed but is still kept to the system: for the time between two migrations, in which an
 /// agent should be small.
-pub fn give_back_what_is_free() {
+pub fn release_free_memory() {
     // SAFETY: acquires the allocator's own locks, and touches no memory that is in use.
     unsafe { libc::malloc_trim(0) };
 }

@@ -1,12 +1,12 @@
 //! Connections of the guest to the outside: networks and displays.
 
-use super::Build;
-use crate::cmdline::Given;
+use super::CommandBuilder;
+use crate::cmdline::QemuOption;
 use crate::options::Value;
 
-impl Build<'_> {
-    pub(super) fn network(&mut self, option: &Given) -> Given {
-        let mut value = option.parsed();
+impl CommandBuilder<'_> {
+    pub(super) fn network(&mut self, option: &QemuOption) -> QemuOption {
+        let mut value = option.parse_value();
         let kind = value.get("type").unwrap_or_default();
         let id = value.get("id").unwrap_or_default();
         match kind.as_str() {
@@ -35,7 +35,7 @@ impl Build<'_> {
                 }
             }
         }
-        Given::new(&option.name, value.to_string())
+        QemuOption::new(&option.name, value.to_string())
     }
 
     fn tap(&mut self, value: &mut Value, id: &str) {
@@ -71,8 +71,8 @@ impl Build<'_> {
         }
     }
 
-    pub(super) fn display(&mut self, option: &Given) -> Option<Given> {
-        let kind = option.parsed().get("type").unwrap_or_default();
+    pub(super) fn display(&mut self, option: &QemuOption) -> Option<QemuOption> {
+        let kind = option.parse_value().get("type").unwrap_or_default();
         if ["none", "vnc", "egl-headless"].contains(&kind.as_str()) {
             return Some(option.clone());
         }
@@ -80,25 +80,25 @@ impl Build<'_> {
         None
     }
 
-    pub(super) fn vnc(&mut self, option: &Given) -> Given {
-        let mut value = option.parsed();
+    pub(super) fn vnc(&mut self, option: &QemuOption) -> QemuOption {
+        let mut value = option.parse_value();
         if let Some(path) = value.get("vnc").and_then(|vnc| vnc.strip_prefix("unix:").map(str::to_owned)) {
             let here = self.socket_in_run_dir(&path);
             value.set("vnc", &format!("unix:{here}"));
         }
         // The key may be omitted, and in old versions must be.
         let text = value.to_string();
-        Given::new("vnc", text.strip_prefix("vnc=").unwrap_or(&text))
+        QemuOption::new("vnc", text.strip_prefix("vnc=").unwrap_or(&text))
     }
 
-    pub(super) fn spice(&mut self, option: &Given) -> Given {
-        let mut value = option.parsed();
+    pub(super) fn spice(&mut self, option: &QemuOption) -> QemuOption {
+        let mut value = option.parse_value();
         if value.get("unix").as_deref() == Some("on")
             && let Some(path) = value.get("addr")
         {
             let here = self.socket_in_run_dir(&path);
             value.set("addr", &here);
         }
-        Given::new("spice", value.to_string())
+        QemuOption::new("spice", value.to_string())
     }
 }

@@ -6,9 +6,9 @@
 //! because its process may have written to it since.
 //!
 //! **There is no undo.** After unregistering, waiting threads read zeros (design, trap 10), so nothing here does that
-//! by itself: a second descriptor stays inside the process ([`crate::Injector::leave_userfaultfd`]), and with it the
-//! threads continue to wait when the agent dies, until another one takes over ([`MissingPages::take_over`]).
-//! [`MissingPages::end`] is for the time when every page has been placed.
+//! by itself: a second descriptor stays inside the process ([`crate::Injector::create_lasting_userfaultfd`]), and with it the
+//! threads continue to wait when the agent dies, until another one takes over ([`PageFaultHandler::take_over`]).
+//! [`PageFaultHandler::end`] is for the time when every page has been placed.
 //!
 //! A range may be unmapped in the meantime, as QEMU does with the memory of a device that is unplugged: no thread can
 //! wait there, and memory that is mapped there later is not managed here.
@@ -24,11 +24,11 @@ use crate::range::{AddressRange, PAGE_SIZE, merge_from};
 use crate::{Process, ProcessError, maps};
 
 /// Maximum number of messages about waits that are read at once.
-const MOST_MESSAGES: usize = 64;
+const MAX_MESSAGES: usize = 64;
 
 /// Error: pages cannot be placed, or threads cannot wait for them.
 #[derive(Debug, thiserror::Error)]
-pub enum MissingError {
+pub enum PageFaultError {
     /// The process could not be inspected.
     #[error("cannot find the userfaultfd that was left inside the process")]
     Process(#[from] ProcessError),
@@ -80,19 +80,19 @@ pub enum MissingError {
 
 /// Ranges of another process in which threads wait for missing pages.
 #[derive(Debug)]
-pub struct MissingPages {
+pub struct PageFaultHandler {
     process: Process,
     uffd: OwnedFd,
     ranges: Vec<AddressRange>,
 }
 
-impl MissingPages {
+impl PageFaultHandler {
     /// Registers these ranges: from now on threads of the process wait for missing pages in them. `uffd` is the
-    /// descriptor of [`crate::Injector::leave_userfaultfd`].
+    /// descriptor of [`crate::Injector::create_lasting_userfaultfd`].
     ///
     /// # Errors
     /// No range is registered then: earlier ones are unregistered again.
-    pub fn begin(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, MissingError> {
+    pub fn begin(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, PageFaultError> {
         let mut this = Self { process: process.try_clone()?, uffd, ranges: Vec::new() };
         for &range in ranges {
             if let Err(error) = this.register(range) {
@@ -104,13 +104,13 @@ impl MissingPages {
         Ok(this)
     }
 
-    fn register(&mut self, range: AddressRange) -> Result<(), MissingError> {
+    fn register(&mut self, range: AddressRange) -> Result<(), PageFaultError> {
         let calls =
             abi::uffd_register_missing(&self.uffd, range.start, range.len()).map_err(
                 |source| match source.raw_os_error() {
-                    Some(nix::libc::EBUSY) => MissingError::Taken { range },
-                    Some(nix::libc::EINVAL | nix::libc::EPERM) => MissingError::Unsupported { range },
-                    _ => MissingError::Io { action: "wait for pages of", range, source },
+                    Some(nix::libc::EBUSY) => PageFaultError::Taken { range },
+                    Some(nix::libc::EINVAL | nix::libc::EPERM) => PageFaultError::Unsupported { range },
+                    _ => PageFaultError::Io { action: "wait for pages of", range, source },
                 },
             )?;
         self.ranges.push(range);
@@ -118,7 +118,7 @@ impl MissingPages {
         if calls & abi::PLACING_CALLS == abi::PLACING_CALLS {
             Ok(())
         } else {
-            Err(MissingError::Unsupported { range })
+            Err(PageFaultError::Unsupported { range })
         }
     }
 
@@ -132,10 +132,10 @@ impl MissingPages {
         process: &Process,
         descriptor: i32,
         ranges: &[AddressRange],
-    ) -> Result<Self, MissingError> {
+    ) -> Result<Self, PageFaultError> {
         let range = ranges.first().copied().unwrap_or_default();
         let failed =
-            |source: io::Error| MissingError::Io { action: "take over the waits for", range, source };
+            |source: io::Error| PageFaultError::Io { action: "take over the waits for", range, source };
         let uffd = pidfd_getfd(process, descriptor, PidfdGetfdFlags::empty());
         let uffd = uffd.map_err(|error| failed(error.into()))?;
         let this = Self { process: process.try_clone()?, uffd, ranges: ranges.to_vec() };
@@ -145,7 +145,7 @@ impl MissingPages {
 
     /// Places whole pages at an address, and wakes the threads that wait for them. Existing pages are not
     /// overwritten. Returns the number of new pages.
-    pub fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+    pub fn place(&self, address: u64, pages: &[u8]) -> Result<u64, PageFaultError> {
         let range = AddressRange::with_len(address, pages.len() as u64);
         let place = |part: AddressRange| {
             let from = (part.start - range.start) as usize;
@@ -155,7 +155,7 @@ impl MissingPages {
     }
 
     /// Places pages of zeros.
-    pub fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+    pub fn place_zeros(&self, range: AddressRange) -> Result<u64, PageFaultError> {
         self.step_by_step(range, |part| abi::uffd_zeropage(&self.uffd, part.start, part.len()))
     }
 
@@ -164,9 +164,9 @@ impl MissingPages {
         &self,
         range: AddressRange,
         mut place: impl FnMut(AddressRange) -> (u64, io::Result<()>),
-    ) -> Result<u64, MissingError> {
+    ) -> Result<u64, PageFaultError> {
         if !range.is_aligned(PAGE_SIZE) {
-            return Err(MissingError::Unaligned { range });
+            return Err(PageFaultError::Unaligned { range });
         }
         let (mut left, mut new) = (range, 0);
         while !left.is_empty() {
@@ -185,18 +185,18 @@ impl MissingPages {
                 }
                 // The process is changing its memory map at this moment.
                 Some(nix::libc::EAGAIN) => std::thread::yield_now(),
-                Some(nix::libc::ESRCH) => return Err(MissingError::Ended),
-                Some(nix::libc::ENOENT) => return Err(self.why_nobody_waits(left)),
-                _ => return Err(MissingError::Io { action: "place pages of", range: left, source }),
+                Some(nix::libc::ESRCH) => return Err(PageFaultError::Ended),
+                Some(nix::libc::ENOENT) => return Err(self.placement_error(left)),
+                _ => return Err(PageFaultError::Io { action: "place pages of", range: left, source }),
             }
         }
         Ok(new)
     }
 
     /// Returns the reason why no page can be placed in a range.
-    fn why_nobody_waits(&self, range: AddressRange) -> MissingError {
+    fn placement_error(&self, range: AddressRange) -> PageFaultError {
         let Some(all) = self.ranges.iter().find(|all| all.contains(range.start)) else {
-            return MissingError::Lost { range };
+            return PageFaultError::Lost { range };
         };
         match self.parts_of(*all) {
             Ok(parts) => {
@@ -205,7 +205,7 @@ impl MissingPages {
                 // All of it is mapped and not registered: another process has unregistered it, and its pages read as
                 // zeros.
                 let is_unmapped = mapped < all.len() && !is_registered;
-                if is_unmapped { MissingError::Unmapped { range } } else { MissingError::Lost { range } }
+                if is_unmapped { PageFaultError::Unmapped { range } } else { PageFaultError::Lost { range } }
             }
             Err(error) => error.into(),
         }
@@ -224,13 +224,13 @@ impl MissingPages {
     }
 
     /// Makes the kernel report waits for the page at this address once more.
-    pub fn tell_again(&self, address: u64) {
+    pub fn report_again(&self, address: u64) {
         // An error means that no thread waits there any more.
         drop(self.wake(AddressRange::with_len(address & !(PAGE_SIZE - 1), PAGE_SIZE)));
     }
 
-    fn wake(&self, range: AddressRange) -> Result<(), MissingError> {
-        abi::uffd_wake(&self.uffd, range.start, range.len()).map_err(|source| MissingError::Io {
+    fn wake(&self, range: AddressRange) -> Result<(), PageFaultError> {
+        abi::uffd_wake(&self.uffd, range.start, range.len()).map_err(|source| PageFaultError::Io {
             action: "wake who waits for",
             range,
             source,
@@ -239,9 +239,9 @@ impl MissingPages {
 
     /// Waits until threads wait for pages, and appends the pages' addresses, each once and ascending. Returns false,
     /// with nothing appended, if `end` becomes readable or its peer has closed it.
-    pub fn wait(&self, end: &impl AsFd, found: &mut Vec<u64>) -> Result<bool, MissingError> {
+    pub fn wait(&self, end: &impl AsFd, found: &mut Vec<u64>) -> Result<bool, PageFaultError> {
         let range = self.ranges.first().copied().unwrap_or_default();
-        let failed = |source: rustix::io::Errno| MissingError::Io {
+        let failed = |source: rustix::io::Errno| PageFaultError::Io {
             action: "hear who waits for",
             range,
             source: source.into(),
@@ -255,7 +255,7 @@ impl MissingPages {
             if !both[1].revents().is_empty() {
                 return Ok(false);
             }
-            let mut messages = [0; MOST_MESSAGES * UFFD_MSG_BYTES];
+            let mut messages = [0; MAX_MESSAGES * UFFD_MSG_BYTES];
             let read = match rustix::io::read(&self.uffd, &mut messages) {
                 Ok(read) => read,
                 // Another reader has read it, or the thread no longer waits.
@@ -284,14 +284,14 @@ impl MissingPages {
 
     /// Unregisters all ranges. Must be called only when every page has been placed: a missing page reads as
     /// zeros from here on. After an error it has to be called again.
-    pub fn end(&self) -> Result<(), MissingError> {
-        let each = self.ranges.iter().map(|range| self.let_go(*range));
+    pub fn end(&self) -> Result<(), PageFaultError> {
+        let each = self.ranges.iter().map(|range| self.unregister_mapped(*range));
         each.fold(Ok(()), Result::and)
     }
 
-    fn let_go(&self, range: AddressRange) -> Result<(), MissingError> {
+    fn unregister_mapped(&self, range: AddressRange) -> Result<(), PageFaultError> {
         let unregister = |range: AddressRange| abi::uffd_unregister(&self.uffd, range.start, range.len());
-        let failed = |source| MissingError::Io { action: "let go of", range, source };
+        let failed = |source| PageFaultError::Io { action: "let go of", range, source };
         match unregister(range) {
             // Nothing is mapped there any more, or memory that does not support missing pages.
             Err(source) if source.raw_os_error() == Some(nix::libc::EINVAL) => {

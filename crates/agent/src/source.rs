@@ -285,7 +285,7 @@ pub(crate) struct Driver {
     /// True if the destination supports post-copy and the goals allow it.
     may_post_copy: bool,
     /// True if the destination discards pages before the guest is stopped.
-    takes_away: bool,
+    can_discard: bool,
     /// Pages that the destination was asked to discard.
     named: phases::Named,
     /// The guest's recent writes, recorded if post-copy is possible.
@@ -365,7 +365,7 @@ impl Driver {
             later: None,
             page_stream: None,
             may_post_copy: false,
-            takes_away: false,
+            can_discard: false,
             named: phases::Named::none(),
             written: ::memory::Recency::default(),
             came_untrusted: false,

@@ -236,8 +236,8 @@ mod tests {
         let told = Told::new(directory.path().to_owned(), PATIENCE, Vec::new());
         let messages = told.choose(&templates, &names((0..1000).step_by(10)));
         let run = |pages: std::ops::Range<u64>| NamedRun { first_page: 1, names: names(pages).concat() };
-        let known = |template, runs| Message::Known { template, runs, last: false };
-        let last = Message::Known { template: 0, runs: Vec::new(), last: true };
+        let known = |template, runs| Message::TemplatePages { template, runs, last: false };
+        let last = Message::TemplatePages { template: 0, runs: Vec::new(), last: true };
         // Pages that are in both are advertised once.
         assert_eq!(messages, [known(0, vec![run(100..1000)]), last.clone()]);
         let mut two = vec![0; 2 * PAGE_BYTES as usize];

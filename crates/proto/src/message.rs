@@ -100,14 +100,14 @@ pub enum Message {
     /// Destination: workers of older generations have ended, and data streams may be opened.
     Resumed,
     /// Source, if the destination has templates: queries them for a sample of the pages of the disks that are copied.
-    /// Answered with [`Message::Known`].
-    Seek {
+    /// Answered with [`Message::TemplatePages`].
+    QueryTemplates {
         /// Names of pages: the first 6 bytes of their BLAKE3, in 12 lower-case hexadecimal digits.
         names: Vec<String>,
     },
-    /// Destination: pages of a template. Several of these messages answer one [`Message::Seek`], each template in
+    /// Destination: pages of a template. Several of these messages answer one [`Message::QueryTemplates`], each template in
     /// order.
-    Known {
+    TemplatePages {
         /// Number of the template, which references use.
         template: u16,
         /// Pages that are not zero pages.
@@ -133,23 +133,23 @@ pub enum Message {
     /// Source: these pages will arrive while the guest runs at the destination (post-copy), because the guest has
     /// written them since they were sent, as far as the source knows while the guest runs here. The destination
     /// discards its versions now, so that this takes no time while the guest is stopped. Entries as for
-    /// [`Message::Awaited`] follow in one `Blob` frame; answered with [`Message::TakenAway`]. The list at the end
+    /// [`Message::MissingPages`] follow in one `Blob` frame; answered with [`Message::Discarded`]. The list at the end
     /// contains these pages, too, unless [`Message::Resume`] is sent before it.
-    TakeAway {
+    Discard {
         /// Length of the entries, in bytes.
         bytes: u64,
         /// BLAKE3 of the entries, in 64 lower-case hexadecimal digits.
         digest: String,
     },
-    /// Destination: answers [`Message::TakeAway`].
-    TakenAway {
+    /// Destination: answers [`Message::Discard`].
+    Discarded {
         /// Duration of the discard, in microseconds.
         duration_us: u64,
     },
     /// List of the missing pages, which arrive while the guest runs (post-copy). Source: before the device state.
     /// Destination: first message on the page stream, in every generation. The entries follow in `Blob` frames; see
     /// [`crate::awaited`].
-    Awaited {
+    MissingPages {
         /// Length of the entries, in bytes.
         bytes: u64,
         /// BLAKE3 of the entries, in 64 lower-case hexadecimal digits.
@@ -158,7 +158,7 @@ pub enum Message {
         round: u32,
     },
     /// Destination, on the page stream: requests these pages, for which a thread waits.
-    Want {
+    RequestPages {
         /// The pages.
         pages: Vec<PageRequest>,
     },
@@ -367,7 +367,7 @@ pub struct ProposedDisk {
     pub wanted: DiskMode,
     /// True if the user accepts that the copy lacks the internal snapshots of the disk's image.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub leaves_snapshots: bool,
+    pub drop_snapshots: bool,
 }
 
 /// Request of a user for a disk.
@@ -394,7 +394,7 @@ pub struct CopiedDisk {
     pub format: String,
     /// True if all of it has to be sent, zeros too, because the new image does not read as zeros before it is written.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub zeros_too: bool,
+    pub send_zeros: bool,
 }
 
 /// Names of neighbouring pages.
@@ -402,7 +402,7 @@ pub struct CopiedDisk {
 pub struct NamedRun {
     /// Number of the first page.
     pub first_page: u64,
-    /// Names as in [`Message::Seek`], one after the other, without a separator.
+    /// Names as in [`Message::QueryTemplates`], one after the other, without a separator.
     pub names: String,
 }
 
@@ -447,9 +447,9 @@ pub struct Acceptance {
     /// True if pages may arrive after the guest, where that was proposed; if false, a finding gives the reason.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub post_copy: bool,
-    /// True if the destination supports [`Message::TakeAway`].
+    /// True if the destination supports [`Message::Discard`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub takes_away: bool,
+    pub can_discard: bool,
 }
 
 /// One result of the pre-flight check.

@@ -105,11 +105,11 @@ impl Message {
     pub fn validate(&self) -> Result<(), Invalid> {
         match self {
             Self::Propose(proposal) => proposal.validate(),
-            Self::Seek { names } => {
+            Self::QueryTemplates { names } => {
                 at_most("pages that are sought", names.len(), limits::QUERIED_PAGES)?;
                 names.iter().try_for_each(|name| hex("a page's name", name, NAME_DIGITS))
             }
-            Self::Known { runs, .. } => {
+            Self::TemplatePages { runs, .. } => {
                 let digits: usize = runs.iter().map(|run| run.names.len()).sum();
                 at_most("pages of a template", digits.div_ceil(NAME_DIGITS), limits::TEMPLATE_PAGES)?;
                 runs.iter().try_for_each(NamedRun::validate)
@@ -124,19 +124,19 @@ impl Message {
                 at_most("different chunks", different_chunks.len(), limits::HASHES)?;
                 different_chunks.iter().try_for_each(|&index| chunk(index))
             }
-            Self::TakeAway { bytes, digest } => {
+            Self::Discard { bytes, digest } => {
                 if !(1..=limits::DISCARD_BYTES).contains(bytes) || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
                     return Err(Invalid::DiscardBytes(*bytes));
                 }
                 hex("the digest of pages to take away", digest, DIGEST_DIGITS)
             }
-            Self::Awaited { bytes, digest, .. } => {
+            Self::MissingPages { bytes, digest, .. } => {
                 if *bytes > limits::MISSING_PAGES_BYTES || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
                     return Err(Invalid::MissingPagesBytes(*bytes));
                 }
                 hex("the digest of pages to come", digest, DIGEST_DIGITS)
             }
-            Self::Want { pages } => {
+            Self::RequestPages { pages } => {
                 at_most("wanted pages", pages.len(), limits::REQUESTED_PAGES)?;
                 pages.iter().try_for_each(|wanted| {
                     block_index(wanted.block)?;
@@ -167,7 +167,7 @@ impl Message {
             Self::Reject { .. }
             | Self::Resume
             | Self::Resumed
-            | Self::TakenAway { .. }
+            | Self::Discarded { .. }
             | Self::Held { .. }
             | Self::Running { .. }
             | Self::Incomplete { .. }

@@ -165,7 +165,7 @@ fn disks() {
         bytes,
         allocated_bytes: 0,
         wanted: DiskMode::Auto,
-        leaves_snapshots: false,
+        drop_snapshots: false,
     };
     let with = |disks: Vec<ProposedDisk>| changed(|proposal| proposal.disks = disks);
     assert_eq!(with(vec![disk("a", 512), disk("b", limits::DISK_BYTES)]), Ok(()));

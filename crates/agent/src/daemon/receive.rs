@@ -81,7 +81,7 @@ impl Daemon {
             deltas: true,
             // The QEMU of the real migration determines whether it is possible.
             post_copy,
-            takes_away: true,
+            can_discard: true,
         })
     }
 
@@ -227,7 +227,7 @@ impl Daemon {
                         codecs: codecs(),
                         deltas: true,
                         post_copy,
-                        takes_away: true,
+                        can_discard: true,
                     });
                     driver.run();
                 }

@@ -297,7 +297,7 @@ impl Awaiting {
         let (reader, mut writer) = connection.split();
         let set = encode_set(&self.pages.set());
         let digest = blake3::hash(&set).to_hex().to_string();
-        writer.send(&Message::Awaited { bytes: set.len() as u64, digest, round })?;
+        writer.send(&Message::MissingPages { bytes: set.len() as u64, digest, round })?;
         set.chunks(BLOB_BYTES).try_for_each(|piece| writer.send_blob(piece))?;
         let (writers, ended, mailbox) = (self.pages.writers(), handle.clone(), self.mailbox.clone());
         let place = move || {
@@ -422,7 +422,7 @@ impl PageStream {
         let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for pages in wanted.chunks(REQUESTED_PAGES) {
             let Some(connected) = &mut *stream else { return };
-            if connected.writer.send(&Message::Want { pages: pages.to_vec() }).is_err() {
+            if connected.writer.send(&Message::RequestPages { pages: pages.to_vec() }).is_err() {
                 connected.handle.shutdown();
                 return;
             }

@@ -134,7 +134,7 @@ impl Driver {
         match self.taken.take(&self.context.injector, vm, writers, set) {
             Ok(()) => {
                 self.context.faults.reach(|| "destination/taken-away".to_owned());
-                self.say(&Message::TakenAway { duration_us: began.elapsed().as_micros() as u64 });
+                self.say(&Message::Discarded { duration_us: began.elapsed().as_micros() as u64 });
             }
             Err(error) => self.fail(&crate::chain(&error)),
         }

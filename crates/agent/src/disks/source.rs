@@ -47,8 +47,8 @@ impl LeavingDisk {
 
 /// Returns the pages of a disk that have to be sent first: those that do not read as zeros, since the new image does,
 /// or all of them.
-pub(crate) fn first_pages(disk: &LeavingDisk, zeros_too: bool) -> Result<DirtyBitmap, NbdError> {
-    if zeros_too {
+pub(crate) fn first_pages(disk: &LeavingDisk, send_zeros: bool) -> Result<DirtyBitmap, NbdError> {
+    if send_zeros {
         return Ok(DirtyBitmap::full(disk.bytes()));
     }
     let mut pages = DirtyBitmap::new(disk.bytes());

@@ -34,7 +34,7 @@ impl Planned {
             name: self.name.clone(),
             path: self.place.path.display().to_string(),
             format: self.place.format.as_str().to_owned(),
-            zeros_too: !self.place.is_blank(),
+            send_zeros: !self.place.is_blank(),
         }
     }
 
@@ -82,7 +82,7 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
         bytes: disk.bytes.unwrap_or_default(),
         allocated_bytes: disk.used_bytes.or(disk.bytes).unwrap_or_default(),
         wanted: request.disk.get(&disk.name).copied().unwrap_or(request.disks),
-        leaves_snapshots: request.leave_snapshots,
+        drop_snapshots: request.leave_snapshots,
     };
     // Two devices on one node are one disk, which both name by the node.
     let mut seen = BTreeSet::new();
@@ -159,7 +159,7 @@ pub(super) fn plan(
             .or_else(|| grows_when_it_is_read(disk, &vm.options));
         plan.findings.extend(peril);
         plan.findings
-            .extend(snapshots_left(disk, wanted.leaves_snapshots).into_iter().chain(bitmaps_left(disk)));
+            .extend(snapshots_left(disk, wanted.drop_snapshots).into_iter().chain(bitmaps_left(disk)));
         let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
         plan.findings.push(finding(
             Severity::Info,

@@ -248,7 +248,7 @@ impl Driver {
             }
             Notice::Message { message: Message::Pong, .. } | Notice::Event(SourceEvent::Repeat) => Ok(None),
             // An answer about templates that arrives after the source stopped waiting.
-            Notice::Message { message: Message::Known { .. }, .. } if !self.seeking => Ok(None),
+            Notice::Message { message: Message::TemplatePages { .. }, .. } if !self.seeking => Ok(None),
             // This concerns another attempt.
             Notice::Message { message: Message::Refused { epoch, .. }, .. } | Notice::Asked { epoch, .. }
                 if epoch != self.terms.epoch() =>

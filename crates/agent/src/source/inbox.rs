@@ -87,7 +87,8 @@ impl Mailbox {
             // Answers about templates arrive before the first round, or late, and then they are useless. The driver
             // waits for the answers to discards between two rounds.
             Notice::Message {
-                message: Message::Ping | Message::Pong | Message::Known { .. } | Message::TakenAway { .. },
+                message:
+                    Message::Ping | Message::Pong | Message::TemplatePages { .. } | Message::Discarded { .. },
                 ..
             }
             | Notice::Event(SourceEvent::Repeat) => false,

@@ -89,8 +89,8 @@ impl Cargo {
         let mut readers = ram::source(&vm.process, &vm.blocks)?;
         let (log, disks) = disks.unzip();
         let mut first_of_disks = Vec::new();
-        for (disk, zeros_too) in disks.into_iter().flatten() {
-            first_of_disks.push(first_pages(&disk, zeros_too)?);
+        for (disk, send_zeros) in disks.into_iter().flatten() {
+            first_of_disks.push(first_pages(&disk, send_zeros)?);
             readers.push(Box::new(disk));
         }
         let ram_bytes = vm.blocks.iter().map(|block| block.used_bytes).collect();

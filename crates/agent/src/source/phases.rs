@@ -213,7 +213,7 @@ impl Driver {
                     qemu_version,
                     findings,
                     post_copy,
-                    takes_away,
+                    can_discard,
                     ..
                 } = acceptance;
                 let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
@@ -242,7 +242,7 @@ impl Driver {
                     );
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
-                self.takes_away = takes_away;
+                self.can_discard = can_discard;
                 self.may_post_copy = post_copy && self.controls.aims().may_post_copy();
                 let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
                 Ok(Accepted { copied, references, templates, codecs, deltas })

@@ -104,7 +104,7 @@ impl Driver {
         let mut taken = Vec::new();
         self.seeking = true;
         let told = self
-            .say(&Message::Seek { names })
+            .say(&Message::QueryTemplates { names })
             .and_then(|()| self.take_down(&mut taken, Instant::now() + patience));
         self.seeking = false;
         let why = match told {
@@ -128,7 +128,7 @@ impl Driver {
         let mut pages = 0;
         loop {
             let (template, runs, last) = match self.hear(deadline)? {
-                Message::Known { template, runs, last } => (template, runs, last),
+                Message::TemplatePages { template, runs, last } => (template, runs, last),
                 other => return Err(unexpected(&other)),
             };
             // Answers beyond the limits are not remembered, but received to their end.

@@ -235,7 +235,7 @@ fn hear_what_is_left(
     readers: &SourceRam,
     recency: &Recency,
 ) -> Result<Remaining, Ended> {
-    let Incoming::Message(Message::Awaited { bytes, digest, round }) = reader.recv(None)? else {
+    let Incoming::Message(Message::MissingPages { bytes, digest, round }) = reader.recv(None)? else {
         return Err(Ended::Message);
     };
     let mut set = Vec::new();
@@ -291,7 +291,7 @@ fn answer(
 ) -> Result<std::convert::Infallible, Ended> {
     let mut bytes = vec![0; PAGE_BYTES as usize];
     loop {
-        let Incoming::Message(Message::Want { pages }) = reader.recv(None)? else {
+        let Incoming::Message(Message::RequestPages { pages }) = reader.recv(None)? else {
             return Err(Ended::Message);
         };
         // Each requested page is sent, even if it was already sent: it is not known how long the transfer lasts.

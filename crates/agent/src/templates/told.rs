@@ -100,7 +100,7 @@ impl Told {
             }
         }
         *lock(&self.templates) = chosen;
-        messages.push(Message::Known { template: 0, runs: Vec::new(), last: true });
+        messages.push(Message::TemplatePages { template: 0, runs: Vec::new(), last: true });
         messages
     }
 
@@ -157,7 +157,11 @@ fn known(template: u16, catalogue: &Catalogue, told: &mut HashSet<PageName>) -> 
                 continue;
             }
             if pages == TEMPLATE_PAGES {
-                messages.push(Message::Known { template, runs: std::mem::take(&mut runs), last: false });
+                messages.push(Message::TemplatePages {
+                    template,
+                    runs: std::mem::take(&mut runs),
+                    last: false,
+                });
                 pages = 0;
             }
             pages += 1;
@@ -165,7 +169,7 @@ fn known(template: u16, catalogue: &Catalogue, told: &mut HashSet<PageName>) -> 
         }
     }
     if !runs.is_empty() {
-        messages.push(Message::Known { template, runs, last: false });
+        messages.push(Message::TemplatePages { template, runs, last: false });
     }
     Ok(messages)
 }

@@ -56,14 +56,14 @@ impl Driver {
             Message::Ping => return self.say(&Message::Pong),
             Message::Pong => return,
             Message::Resume if arriving || self.awaits_on(link) => return self.resume(),
-            Message::Seek { names } if arriving => return self.seek(names),
+            Message::QueryTemplates { names } if arriving => return self.seek(names),
             Message::Verify { block, first_chunk, hashes } if arriving => {
                 return self.verify(block, first_chunk, &hashes);
             }
-            Message::TakeAway { bytes, digest } if arriving => {
+            Message::Discard { bytes, digest } if arriving => {
                 return self.announced(Coming::TakenAway, bytes, digest);
             }
-            Message::Awaited { bytes, digest, .. } if arriving => {
+            Message::MissingPages { bytes, digest, .. } if arriving => {
                 return self.announced(Coming::Awaited, bytes, digest);
             }
             Message::DeviceState { bytes, digest } if arriving => {

@@ -181,7 +181,7 @@ fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without()
         name: "disk0".to_owned(),
         path: "/pool/disk0".to_owned(),
         format: "raw".to_owned(),
-        zeros_too: false,
+        send_zeros: false,
     };
     let accepted =
         Accepted { copied: vec![disk], references: true, templates: 1, codecs: vec![], deltas: false };
@@ -190,7 +190,7 @@ fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without()
         driver.find_out(&accepted, &cargo).map_err(|failure| failure.reason)?;
         driver.open_streams(&cargo).map(drop).map_err(|failure| failure.reason)
     });
-    assert_eq!(control.hear(), Message::Seek { names: vec![] });
+    assert_eq!(control.hear(), Message::QueryTemplates { names: vec![] });
     drop(control);
     let _connections = mended(&world);
     opening.join().unwrap().unwrap();

@@ -145,7 +145,7 @@ impl Driver {
         let recording = Recording::begin(vm.monitor()?, listener.as_fd(), disks)?;
         let log = DiskLog::new(recording, path, names.clone(), patience, guard);
         let open = |(number, disk): (usize, &CopiedDisk)| {
-            Ok((LeavingDisk::open(&disk.name, number, &socket, patience)?, disk.zeros_too))
+            Ok((LeavingDisk::open(&disk.name, number, &socket, patience)?, disk.send_zeros))
         };
         let disks: Result<Vec<_>, NbdError> = copied.iter().enumerate().map(open).collect();
         match disks {

@@ -100,7 +100,7 @@ impl Driver {
     pub(super) fn name_ahead(&mut self, looked: Looked, cargo: &mut Cargo) -> Result<Looked, Failure> {
         let mut looked = looked;
         self.named.begin();
-        while self.control.is_some() && self.takes_away {
+        while self.control.is_some() && self.can_discard {
             let owed = &looked.readable.owed().blocks()[..cargo.ram_blocks()];
             let unnamed = self.named.next(owed, self.generation);
             self.controls.report(|report| self.named.policy.update_report(&mut report.traces.others.naming));
@@ -109,7 +109,7 @@ impl Driver {
             match self.have_taken_away(&unnamed) {
                 Ok(took) => self.named.add(&unnamed, took),
                 Err(Failure { event: event @ (SourceEvent::PeerLost | SourceEvent::PeerSilent), reason }) => {
-                    self.takes_away &= event != SourceEvent::PeerSilent;
+                    self.can_discard &= event != SourceEvent::PeerSilent;
                     self.control = None;
                     self.control_lost = Some(reason);
                     break;
@@ -134,7 +134,7 @@ impl Driver {
                 unanswered -= 1;
             }
             let digest = blake3::hash(list).to_hex().to_string();
-            self.say(&Message::TakeAway { bytes: list.len() as u64, digest })?;
+            self.say(&Message::Discard { bytes: list.len() as u64, digest })?;
             self.send("cannot name pages", |writer| writer.send_blob(list))?;
             unanswered += 1;
         }
@@ -147,7 +147,7 @@ impl Driver {
     fn hear_taken_away(&mut self) -> Result<Duration, Failure> {
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         match self.hear(Instant::now() + patience)? {
-            Message::TakenAway { duration_us } => Ok(Duration::from_micros(duration_us)),
+            Message::Discarded { duration_us } => Ok(Duration::from_micros(duration_us)),
             other => Err(unexpected(&other)),
         }
     }
@@ -223,7 +223,7 @@ impl Driver {
             .map_err(|error| Failure::local("cannot note that pages are left", &error))?;
         self.say_by(Some(self.standstill_ends()));
         let digest = blake3::hash(&set).to_hex().to_string();
-        self.say(&Message::Awaited { bytes: set.len() as u64, digest, round: left.round() })?;
+        self.say(&Message::MissingPages { bytes: set.len() as u64, digest, round: left.round() })?;
         for piece in set.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot name the pages that are left", |writer| writer.send_blob(piece))?;
         }

@@ -208,8 +208,8 @@ impl Limits {
     }
 
     /// Returns the thresholds for compression.
-    pub(crate) fn worth(&self) -> memory::Worth {
-        memory::Worth {
+    pub(crate) fn worth(&self) -> memory::CompressionCriteria {
+        memory::CompressionCriteria {
             least_ratio_percent: self.compression_least_ratio_percent,
             skip_bytes: self.compression_skip_bytes,
         }
@@ -243,8 +243,8 @@ impl Default for Limits {
             guest_wait_percent: 5,
             references: true,
             compression: Compress::Auto,
-            compression_least_ratio_percent: memory::Worth::default().least_ratio_percent,
-            compression_skip_bytes: memory::Worth::default().skip_bytes,
+            compression_least_ratio_percent: memory::CompressionCriteria::default().least_ratio_percent,
+            compression_skip_bytes: memory::CompressionCriteria::default().skip_bytes,
             deltas: Deltas::Auto,
             deltas_memory_mib: 16,
             soft_pages: SoftPages::Free,

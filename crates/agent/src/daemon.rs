@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use link::{Endpoint, Identity, IdentityError, Listener, Peer, Router, Serving, Settings, TlsFiles};
+use link::{Endpoint, Identity, IdentityError, Listener, ListenerHandle, Peer, Router, Settings, TlsFiles};
 use proto::MigrationId;
 use tracee::Injector;
 use tracing::info;
@@ -72,7 +72,7 @@ pub struct HelperProgram {
 /// migrations.
 #[derive(Debug)]
 pub struct Agent {
-    _serving: Serving,
+    _serving: ListenerHandle,
     _api: Server,
 }
 

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use ::memory::ram::{RamError, RamRegion, open_destination, open_source};
-use ::memory::{BlockReader, BlockWriter, LogError, TakesAway, TrackedRam};
+use ::memory::{BlockReader, BlockWriter, DiscardMethod, LogError, TrackedRam};
 use qemu::ram::{RamBlock, RamKind};
 use serde::{Deserialize, Serialize};
 use tracee::{Process, TrackerStart};
@@ -44,7 +44,7 @@ impl KeptRegion {
     /// Returns the location of a block with missing pages.
     pub(crate) fn awaiting(region: &RamRegion, writer: &dyn BlockWriter) -> Self {
         // In anonymous memory zero pages are mapped to the kernel's one page of zeros.
-        let places_zeros = writer.keeps_all() || writer.takes_away() == TakesAway::ByProcess;
+        let places_zeros = writer.is_preallocated() || writer.discard_method() == DiscardMethod::ByProcess;
         Self { places_zeros, ..Self::of(region) }
     }
 

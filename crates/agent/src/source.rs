@@ -85,7 +85,7 @@ pub(crate) struct Aims {
     /// Compression of pages.
     pub(crate) compression: Compress,
     /// Thresholds that decide which data is worth compressing.
-    pub(crate) worth: ::memory::Worth,
+    pub(crate) worth: ::memory::CompressionCriteria,
     /// Use of deltas for pages that are sent again.
     pub(crate) deltas: Deltas,
     /// Memory for the record of sent pages that deltas need, in bytes.
@@ -289,7 +289,7 @@ pub(crate) struct Driver {
     /// Pages that the destination was asked to discard.
     named: phases::Named,
     /// The guest's recent writes, recorded if post-copy is possible.
-    written: ::memory::Recency,
+    written: ::memory::RecentWrites,
     /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
     came_untrusted: bool,
     /// True while the destination's answer about its templates is not complete.
@@ -367,7 +367,7 @@ impl Driver {
             may_post_copy: false,
             can_discard: false,
             named: phases::Named::none(),
-            written: ::memory::Recency::default(),
+            written: ::memory::RecentWrites::default(),
             came_untrusted: false,
             seeking: false,
             asker: None,

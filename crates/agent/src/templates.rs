@@ -5,7 +5,7 @@
 //! change ([`librarian`]). Images that VMs left behind here serve as well ([`left`]).
 //!
 //! A source queries some pages of its disks ([`Message::Seek`](proto::Message::Seek)); the answer is the content of the
-//! templates that have such pages ([`Message::Known`](proto::Message::Known)), and the source sends references to pages
+//! templates that have such pages ([`Message::ContentIndex`](proto::Message::Known)), and the source sends references to pages
 //! of those ([`Told`]). Each referenced page is read and compared before it is used, so that neither a catalogue nor a
 //! template that was changed can do harm.
 
@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
-use ::memory::{Known, NAME_BYTES, PageName};
+use ::memory::{ContentIndex, NAME_BYTES, PageName};
 use proto::limits::PAGE_BYTES;
 use tracing::warn;
 
@@ -99,7 +99,7 @@ impl Templates {
         &self,
         images: &[SharedImage],
         memory_bytes: u64,
-        known: &Weak<Known>,
+        known: &Weak<ContentIndex>,
     ) -> Learnt {
         self.shared.learn(images, memory_bytes, known)
     }

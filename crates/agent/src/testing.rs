@@ -14,7 +14,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
-use link::{Arrival, Connection, Endpoint, Incoming, LinkError, Listener, Rejected, Security, Serving};
+use link::{
+    Arrival, Connection, Endpoint, Incoming, LinkError, Listener, ListenerHandle, Rejected, Security,
+};
 use proto::message::{Message, Proposal};
 use proto::{Epoch, HostId, Incarnation, MigrationId, VmName};
 use serde_json::{Value, json};
@@ -98,7 +100,7 @@ pub(crate) struct World {
     pub(crate) context: Arc<Context>,
     pub(crate) folder: tempfile::TempDir,
     arrivals: Receiver<Connection>,
-    _peer: Serving,
+    _peer: ListenerHandle,
 }
 
 impl World {

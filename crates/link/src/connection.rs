@@ -11,7 +11,7 @@ use proto::{HostId, Message, limits};
 
 use crate::error::LinkError;
 use crate::rate::RateLimit;
-use crate::socket::Counters;
+use crate::socket::ByteCounters;
 use crate::stream::{ByteReader, ByteWriter, Shared};
 
 /// An open connection to an agent whose name and version are known.
@@ -97,7 +97,7 @@ impl Connection {
 #[derive(Clone, Debug)]
 pub struct Handle {
     shared: Weak<Shared>,
-    counters: Arc<Counters>,
+    counters: Arc<ByteCounters>,
 }
 
 impl Handle {
@@ -155,7 +155,7 @@ impl Reader {
             FrameKind::Blob => Ok(Incoming::Blob(std::mem::take(&mut self.payload))),
             kind => Err(LinkError::NotExpected(kind)),
         };
-        self.ended_by(incoming)
+        self.shutdown_on_error(incoming)
     }
 
     fn message(&self) -> Result<Message, LinkError> {
@@ -187,7 +187,7 @@ impl Reader {
             FrameKind::Message => Ok(std::mem::take(&mut self.payload)),
             kind => Err(LinkError::NotExpected(kind)),
         };
-        self.ended_by(json)
+        self.shutdown_on_error(json)
     }
 
     /// Returns the first byte received. See [`ByteReader::first_byte`].
@@ -202,7 +202,7 @@ impl Reader {
     /// Reads a whole frame into `self.payload`.
     fn next_frame(&mut self, deadline: Option<Instant>, max_bytes: usize) -> Result<Header, LinkError> {
         let frame = self.fill_frame(deadline, max_bytes);
-        self.ended_by(frame)
+        self.shutdown_on_error(frame)
     }
 
     fn fill_frame(&mut self, deadline: Option<Instant>, max_bytes: usize) -> Result<Header, LinkError> {
@@ -240,7 +240,7 @@ impl Reader {
 
     /// Shuts the connection down after an error other than a timeout or the peer's orderly end, because the start of
     /// the next frame is unknown then: the other half and the peer have to notice.
-    fn ended_by<T>(&self, result: Result<T, LinkError>) -> Result<T, LinkError> {
+    fn shutdown_on_error<T>(&self, result: Result<T, LinkError>) -> Result<T, LinkError> {
         if let Err(error) = &result
             && !matches!(error, LinkError::TimedOut | LinkError::Ended)
         {

@@ -8,36 +8,36 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 /// and send nothing do not keep the others out.
 #[derive(Debug)]
 pub(crate) struct Gate {
-    inside: Mutex<Inside>,
+    inside: Mutex<GateState>,
     changed: Condvar,
     share: usize,
 }
 
 #[derive(Debug)]
-struct Inside {
+struct GateState {
     /// Free slots; None when closed.
     free: Option<usize>,
     by_address: HashMap<IpAddr, usize>,
 }
 
 /// A slot that is released when dropped.
-pub(crate) struct Place {
+pub(crate) struct HandshakeSlot {
     gate: Arc<Gate>,
     address: Option<IpAddr>,
 }
 
 impl Gate {
     pub(crate) fn new(places: usize) -> Self {
-        let inside = Inside { free: Some(places.max(1)), by_address: HashMap::new() };
+        let inside = GateState { free: Some(places.max(1)), by_address: HashMap::new() };
         Self { inside: Mutex::new(inside), changed: Condvar::new(), share: places.div_ceil(2).max(1) }
     }
 
-    fn inside(&self) -> MutexGuard<'_, Inside> {
+    fn inside(&self) -> MutexGuard<'_, GateState> {
         self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a slot; None when the gate is closed.
-    pub(crate) fn enter(gate: &Arc<Self>) -> Option<Place> {
+    pub(crate) fn acquire(gate: &Arc<Self>) -> Option<HandshakeSlot> {
         let mut inside = gate.inside();
         loop {
             match inside.free {
@@ -45,7 +45,7 @@ impl Gate {
                 Some(0) => inside = gate.changed.wait(inside).unwrap_or_else(PoisonError::into_inner),
                 Some(places) => {
                     inside.free = Some(places - 1);
-                    return Some(Place { gate: Arc::clone(gate), address: None });
+                    return Some(HandshakeSlot { gate: Arc::clone(gate), address: None });
                 }
             }
         }
@@ -57,9 +57,9 @@ impl Gate {
     }
 }
 
-impl Place {
+impl HandshakeSlot {
     /// Records the client's address. False if too many of that address are inside.
-    pub(crate) fn is_for(&mut self, address: IpAddr) -> bool {
+    pub(crate) fn assign_address(&mut self, address: IpAddr) -> bool {
         let mut inside = self.gate.inside();
         let count = inside.by_address.entry(address).or_default();
         let admitted = *count < self.gate.share;
@@ -71,7 +71,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for HandshakeSlot {
     fn drop(&mut self) {
         let mut inside = self.gate.inside();
         if let Some(places) = inside.free.as_mut() {
@@ -100,21 +100,21 @@ mod tests {
         let [noisy, other] = [[10, 0, 0, 1], [10, 0, 0, 2]].map(IpAddr::from);
         let mut inside = Vec::new();
         for _ in 0..2 {
-            let mut place = Gate::enter(&gate).unwrap();
-            assert!(place.is_for(noisy));
-            inside.push(place);
+            let mut slot = Gate::acquire(&gate).unwrap();
+            assert!(slot.assign_address(noisy));
+            inside.push(slot);
         }
-        let mut surplus = Gate::enter(&gate).unwrap();
-        assert!(!surplus.is_for(noisy));
+        let mut surplus = Gate::acquire(&gate).unwrap();
+        assert!(!surplus.assign_address(noisy));
         drop(surplus);
-        let mut place = Gate::enter(&gate).unwrap();
-        assert!(place.is_for(other));
+        let mut slot = Gate::acquire(&gate).unwrap();
+        assert!(slot.assign_address(other));
         inside.clear();
-        let mut again = Gate::enter(&gate).unwrap();
-        assert!(again.is_for(noisy));
-        drop((again, place));
+        let mut again = Gate::acquire(&gate).unwrap();
+        assert!(again.assign_address(noisy));
+        drop((again, slot));
         assert!(gate.inside().by_address.is_empty());
         gate.close();
-        assert!(Gate::enter(&gate).is_none());
+        assert!(Gate::acquire(&gate).is_none());
     }
 }

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 
 use crate::connection::{Connection, Reader, Writer};
 use crate::error::{HandshakeError, LinkError, quoted};
-use crate::identity::{Security, check_name, named_fault};
+use crate::identity::{Security, check_name, peer_fault};
 use crate::socket::Socket;
 use crate::stream::{Shared, negotiate};
 
@@ -71,10 +71,10 @@ pub(crate) fn answer(
         (Security::Plain, PLAIN_GREETING) => None,
         (Security::Tls(identity), TLS_HANDSHAKE) => Some(identity.server()?),
         (Security::Tls(_), PLAIN_GREETING) => {
-            return Err(Greeting::new(socket, None, deadline).refuse_for(HandshakeError::PeerIsPlain));
+            return Err(Greeting::new(socket, None, deadline).refuse_with(HandshakeError::PeerIsPlain));
         }
         (Security::Plain, TLS_HANDSHAKE) => {
-            return Err(Greeting::new(socket, None, deadline).refuse_for(HandshakeError::PeerIsTls));
+            return Err(Greeting::new(socket, None, deadline).refuse_with(HandshakeError::PeerIsTls));
         }
         (_, other) => return Err(HandshakeError::NotAnAgent(other)),
     };
@@ -84,12 +84,12 @@ pub(crate) fn answer(
     if let Some(certificate) = greeting.shared.peer_certificate()
         && let Err(error) = check_name(&certificate, &hello.host)
     {
-        return Err(greeting.refuse_for(error));
+        return Err(greeting.refuse_with(error));
     }
     let theirs = Versions { oldest: hello.oldest, newest: hello.newest };
     match versions.agree(theirs) {
         Some(version) => Ok((greeting, hello, version)),
-        None => Err(greeting.refuse_for(HandshakeError::Version { ours: versions, theirs })),
+        None => Err(greeting.refuse_with(HandshakeError::Version { ours: versions, theirs })),
     }
 }
 
@@ -113,7 +113,7 @@ impl Greeting {
         self.run_tls().map_err(|error| match error {
             LinkError::Tls(source) => match self.reader.first_byte() {
                 Some(PLAIN_GREETING) => HandshakeError::PeerIsPlain,
-                Some(TLS_ALERT | TLS_HANDSHAKE) | None => named_fault(source, peer),
+                Some(TLS_ALERT | TLS_HANDSHAKE) | None => peer_fault(source, peer),
                 Some(other) => HandshakeError::NotAnAgent(other),
             },
             other => other.into(),
@@ -154,7 +154,7 @@ impl Greeting {
     }
 
     /// Sends the peer the reason for which it is refused, and returns the error.
-    fn refuse_for(mut self, error: HandshakeError) -> HandshakeError {
+    fn refuse_with(mut self, error: HandshakeError) -> HandshakeError {
         self.refuse(refusal(&error));
         error
     }

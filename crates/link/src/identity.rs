@@ -182,7 +182,7 @@ impl Identity {
             .ok_or_else(|| IdentityError::Empty { path: path(), what: "certificate" })?;
         match self.verifier.verify_server_cert(own, between, &name, &[], UnixTime::now()) {
             Ok(_) => Ok(()),
-            Err(error) => match named_fault(error, host) {
+            Err(error) => match peer_fault(error, host) {
                 HandshakeError::PeerCertificate(fault) => {
                     Err(IdentityError::Unusable { path: path(), fault })
                 }
@@ -194,13 +194,13 @@ impl Identity {
     /// Creates a TLS session towards a peer whose name is known.
     pub(crate) fn client(&self, peer: &HostId) -> Result<rustls::Connection, HandshakeError> {
         let session = rustls::ClientConnection::new(Arc::clone(&self.client), dns_name(peer)?)?;
-        Ok(sized(session.into()))
+        Ok(limit_buffer(session.into()))
     }
 
     /// Creates a TLS session with a client that has connected.
     pub(crate) fn server(&self) -> Result<rustls::Connection, HandshakeError> {
         let session = rustls::ServerConnection::new(Arc::clone(&self.server))?;
-        Ok(sized(session.into()))
+        Ok(limit_buffer(session.into()))
     }
 }
 
@@ -216,7 +216,7 @@ fn client_config(
     ClientConfig::builder_with_provider(Arc::clone(provider)).with_protocol_versions(&[&TLS13])
 }
 
-fn sized(mut session: rustls::Connection) -> rustls::Connection {
+fn limit_buffer(mut session: rustls::Connection) -> rustls::Connection {
     session.set_buffer_limit(Some(SESSION_BUFFER_BYTES));
     session
 }
@@ -226,11 +226,11 @@ pub(crate) fn check_name(certificate: &CertificateDer<'_>, host: &HostId) -> Res
     let name = dns_name(host)?;
     ParsedCertificate::try_from(certificate)
         .and_then(|parsed| verify_server_name(&parsed, &name))
-        .map_err(|error| named_fault(error, host))
+        .map_err(|error| peer_fault(error, host))
 }
 
 /// Converts a fault of a peer's certificate, with the host's name if the fault is about names.
-pub(crate) fn named_fault(error: rustls::Error, host: &HostId) -> HandshakeError {
+pub(crate) fn peer_fault(error: rustls::Error, host: &HostId) -> HandshakeError {
     match error {
         rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext { presented, .. }) => {
             HandshakeError::WrongName {
@@ -243,8 +243,8 @@ pub(crate) fn named_fault(error: rustls::Error, host: &HostId) -> HandshakeError
 }
 
 /// Extracts the name from rustls' form, `DnsName("host-a")`.
-fn bare_name(told: &str) -> String {
-    told.split('"').nth(1).unwrap_or(told).to_owned()
+fn bare_name(quoted_name: &str) -> String {
+    quoted_name.split('"').nth(1).unwrap_or(quoted_name).to_owned()
 }
 
 fn dns_name(host: &HostId) -> Result<ServerName<'static>, HandshakeError> {

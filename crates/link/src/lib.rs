@@ -39,8 +39,8 @@ pub use connection::{Connection, Handle, Incoming, Reader, Writer};
 pub use endpoint::{Endpoint, Peer, Settings};
 pub use error::{BindError, ConnectError, HandshakeError, LinkError};
 pub use identity::{Identity, IdentityError, Security, TlsFiles};
-pub use listen::{Arrival, Listener, Rejected, Serving};
-pub use rate::{Bucket, RateLimit};
+pub use listen::{Arrival, Listener, ListenerHandle, Rejected};
+pub use rate::{RateLimit, TokenBucket};
 pub use router::{Route, Router};
 
 // Tests inside and outside of the crate share helpers, which call it by its name.

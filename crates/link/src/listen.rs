@@ -57,7 +57,7 @@ pub struct Rejected {
 
 /// A running listener. Ends when stopped or dropped.
 #[derive(Debug)]
-pub struct Serving {
+pub struct ListenerHandle {
     socket: Arc<TcpListener>,
     address: SocketAddr,
     stopped: Arc<AtomicBool>,
@@ -86,11 +86,11 @@ impl Listener {
 
     /// Accepts connections in a thread of its own. The handler is called from one thread for each connection, with the
     /// agent that has passed the handshake or with the reason for which it has not. The handler may block.
-    pub fn serve<H>(self, handler: H) -> Result<Serving, BindError>
+    pub fn serve<H>(self, handler: H) -> Result<ListenerHandle, BindError>
     where
         H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
     {
-        let mut serving = Serving {
+        let mut serving = ListenerHandle {
             gate: Arc::new(Gate::new(self.endpoint.settings.handshakes)),
             socket: Arc::new(self.socket),
             address: self.address,
@@ -118,7 +118,7 @@ fn accept_all<H>(
 ) where
     H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
 {
-    while let Some(mut place) = Gate::enter(gate) {
+    while let Some(mut slot) = Gate::acquire(gate) {
         let (stream, from) = match socket.accept() {
             Ok(accepted) => accepted,
             Err(_) if stopped.load(Ordering::Acquire) => return,
@@ -128,14 +128,14 @@ fn accept_all<H>(
                 continue;
             }
         };
-        if !place.is_for(from.ip()) {
+        if !slot.assign_address(from.ip()) {
             tracing::debug!(%from, "too many connections of one address are in their handshake; closed");
             continue;
         }
         let (endpoint, handler) = (Arc::clone(endpoint), Arc::clone(handler));
         let spawned = thread::Builder::new().name("link-peer".to_owned()).spawn(move || {
             let arrival = receive(stream, from, &endpoint);
-            drop(place);
+            drop(slot);
             handler(arrival);
         });
         if let Err(error) = spawned {
@@ -187,7 +187,7 @@ impl Arrival {
     }
 }
 
-impl Serving {
+impl ListenerHandle {
     /// Returns the bound address, with the port that the system chose.
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -210,7 +210,7 @@ impl Serving {
     }
 }
 
-impl Drop for Serving {
+impl Drop for ListenerHandle {
     fn drop(&mut self) {
         self.end();
     }

@@ -1,6 +1,6 @@
 //! A bandwidth limit that all streams of a migration share and that can be changed while they run.
 //!
-//! [`Bucket`] is the algorithm, without a clock: its input is the time, its output a grant or a waiting time.
+//! [`TokenBucket`] is the algorithm, without a clock: its input is the time, its output a grant or a waiting time.
 //! [`RateLimit`] puts threads to sleep by it.
 //!
 //! The limit counts the bytes written to the sockets: frames with their headers and, with TLS, its records. The headers
@@ -29,7 +29,7 @@ const GRANT_BYTES: u64 = 256 << 10;
 
 /// A token bucket: over any span of time, grants sum up to at most rate × time + burst.
 #[derive(Clone, Debug)]
-pub struct Bucket {
+pub struct TokenBucket {
     /// None for no limit.
     rate_bytes_per_s: Option<u64>,
     burst: Duration,
@@ -39,7 +39,7 @@ pub struct Bucket {
     at: Duration,
 }
 
-impl Bucket {
+impl TokenBucket {
     /// Creates a full bucket. A rate of None or 0 is no limit.
     pub fn new(rate_bytes_per_s: Option<u64>, now: Duration) -> Self {
         let mut bucket = Self {
@@ -107,17 +107,17 @@ impl Bucket {
     }
 }
 
-/// A [`Bucket`] for threads.
+/// A [`TokenBucket`] for threads.
 #[derive(Debug)]
 pub struct RateLimit {
-    state: Mutex<State>,
+    state: Mutex<LimitState>,
     changed: Condvar,
     origin: Instant,
 }
 
 #[derive(Debug)]
-struct State {
-    bucket: Bucket,
+struct LimitState {
+    bucket: TokenBucket,
     /// Limit set by the user, in bytes per second.
     limit: Option<u64>,
     /// Rate that the link carries without a queue, in bytes per second.
@@ -125,7 +125,7 @@ struct State {
     closed: bool,
 }
 
-impl State {
+impl LimitState {
     fn update(&mut self, now: Duration) {
         let rate = self.limit.into_iter().chain(self.pace).min();
         self.bucket.set_burst(if self.pace.is_some() { PACED_BURST } else { BURST }, now);
@@ -137,9 +137,9 @@ impl RateLimit {
     /// Creates a limit in bytes per second; None or 0 for none.
     pub fn new(rate_bytes_per_s: Option<u64>) -> Self {
         let limit = rate_bytes_per_s.filter(|rate| *rate > 0);
-        let bucket = Bucket::new(limit, Duration::ZERO);
+        let bucket = TokenBucket::new(limit, Duration::ZERO);
         Self {
-            state: Mutex::new(State { bucket, limit, pace: None, closed: false }),
+            state: Mutex::new(LimitState { bucket, limit, pace: None, closed: false }),
             changed: Condvar::new(),
             origin: Instant::now(),
         }
@@ -161,7 +161,7 @@ impl RateLimit {
         self.change(|state| state.pace = pace_bytes_per_s.filter(|rate| *rate > 0));
     }
 
-    fn change(&self, change: impl FnOnce(&mut State)) {
+    fn change(&self, change: impl FnOnce(&mut LimitState)) {
         let mut state = self.lock();
         change(&mut state);
         state.update(self.origin.elapsed());
@@ -171,7 +171,7 @@ impl RateLimit {
 
     /// Waits until `bytes` may be sent. False if the limit was closed instead.
     pub fn take(&self, bytes: u64) -> bool {
-        self.take_unless(bytes, &AtomicBool::new(false), None).is_ok()
+        self.take_or_cancel(bytes, &AtomicBool::new(false), None).is_ok()
     }
 
     /// Closes the limit: waiting threads return, and no later call waits.
@@ -180,18 +180,18 @@ impl RateLimit {
         self.changed.notify_all();
     }
 
-    /// Waits like [`RateLimit::take`], but also gives up at the deadline, or when `given_up` is set and
+    /// Waits like [`RateLimit::take`], but also gives up at the deadline, or when `is_cancelled` is set and
     /// [`RateLimit::wake`] is called after that.
-    pub(crate) fn take_unless(
+    pub(crate) fn take_or_cancel(
         &self,
         bytes: u64,
-        given_up: &AtomicBool,
+        is_cancelled: &AtomicBool,
         deadline: Option<Instant>,
     ) -> Result<(), LinkError> {
         let mut left = bytes;
         let mut state = self.lock();
         loop {
-            if state.closed || given_up.load(Ordering::Acquire) {
+            if state.closed || is_cancelled.load(Ordering::Acquire) {
                 return Err(LinkError::Closed);
             }
             match state.bucket.take(left, self.origin.elapsed()) {
@@ -218,7 +218,7 @@ impl RateLimit {
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LimitState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -261,7 +261,7 @@ mod tests {
         #[test]
         fn no_window_gets_more_than_its_rate_and_one_burst(steps in steps(), rate in rate()) {
             let mut now = Duration::ZERO;
-            let mut bucket = Bucket::new(Some(rate), now);
+            let mut bucket = TokenBucket::new(Some(rate), now);
             // For each step: the burst before it, the allowance that it adds (bytes × 10⁹), and the granted bytes (×
             // 10⁹).
             let mut past: Vec<(u128, u128, u128)> = Vec::new();
@@ -298,7 +298,7 @@ mod tests {
 
         #[test]
         fn a_wait_is_long_enough_and_no_longer(rate in rate(), bytes in 1_u64..1 << 22) {
-            let mut bucket = Bucket::new(Some(rate), Duration::ZERO);
+            let mut bucket = TokenBucket::new(Some(rate), Duration::ZERO);
             let wait = loop {
                 if let Err(wait) = bucket.take(bytes, Duration::ZERO) {
                     break wait;
@@ -314,7 +314,7 @@ mod tests {
         #[test]
         fn late_wakeups_cost_little(late_ms in prop::collection::vec(0_u64..20, 64)) {
             let rate = 125_000_000;
-            let mut bucket = Bucket::new(Some(rate), Duration::ZERO);
+            let mut bucket = TokenBucket::new(Some(rate), Duration::ZERO);
             let (mut now, mut sent) = (Duration::ZERO, 0);
             let mut late = late_ms.iter().cycle();
             while now < Duration::from_secs(4) {
@@ -330,7 +330,7 @@ mod tests {
 
     #[test]
     fn a_clock_that_seems_to_go_back_gives_nothing() {
-        let mut bucket = Bucket::new(Some(1_000_000), Duration::from_secs(5));
+        let mut bucket = TokenBucket::new(Some(1_000_000), Duration::from_secs(5));
         while bucket.take(1_000, Duration::from_secs(5)).is_ok() {}
         assert!(bucket.take(1_000, Duration::from_secs(1)).is_err());
         assert!(bucket.take(1_000, Duration::from_secs(5)).is_err());
@@ -370,24 +370,24 @@ mod tests {
             (|limit, _| limit.set_rate(Some(u64::MAX)), true),
             (|limit, _| limit.close(), false),
             (
-                |limit, given_up| {
-                    given_up.store(true, Ordering::Release);
+                |limit, is_cancelled| {
+                    is_cancelled.store(true, Ordering::Release);
                     limit.wake();
                 },
                 false,
             ),
         ];
         for (end, given) in ends {
-            let (limit, given_up) = (RateLimit::new(Some(1)), AtomicBool::new(false));
+            let (limit, is_cancelled) = (RateLimit::new(Some(1)), AtomicBool::new(false));
             thread::scope(|scope| {
                 let waiting: Vec<_> = (0..4)
-                    .map(|_| scope.spawn(|| limit.take_unless(1 << 25, &given_up, None).is_ok()))
+                    .map(|_| scope.spawn(|| limit.take_or_cancel(1 << 25, &is_cancelled, None).is_ok()))
                     .collect();
                 // One thread has received the burst, so that another waits for more.
                 while limit.lock().bucket.level >= u128::from(MIN_BURST_BYTES) * NS_PER_S {
                     thread::yield_now();
                 }
-                end(&limit, &given_up);
+                end(&limit, &is_cancelled);
                 for thread in waiting {
                     assert_eq!(thread.join().unwrap(), given);
                 }

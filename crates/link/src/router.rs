@@ -18,11 +18,11 @@ use crate::listen::Arrival;
 /// Registry of expected data streams.
 #[derive(Clone, Debug, Default)]
 pub struct Router {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<RouterState>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct RouterState {
     expected: BTreeMap<MigrationId, Expected>,
     /// Number of routes created so far.
     routes: u64,
@@ -104,7 +104,7 @@ impl Router {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RouterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -18,7 +18,7 @@ use crate::error::LinkError;
 
 /// Bytes sent and received by a socket, TLS included.
 #[derive(Debug, Default)]
-pub(crate) struct Counters {
+pub(crate) struct ByteCounters {
     pub(crate) sent: AtomicU64,
     pub(crate) received: AtomicU64,
 }
@@ -27,7 +27,7 @@ pub(crate) struct Counters {
 pub(crate) struct Socket {
     stream: TcpStream,
     closed: AtomicBool,
-    counters: Arc<Counters>,
+    counters: Arc<ByteCounters>,
 }
 
 impl AsFd for Socket {
@@ -61,7 +61,7 @@ impl Socket {
         sockopt::set_tcp_user_timeout(&self.stream, whole_ms(stall)).map_err(|errno| self.lost(errno))
     }
 
-    pub(crate) fn counters(&self) -> Arc<Counters> {
+    pub(crate) fn counters(&self) -> Arc<ByteCounters> {
         Arc::clone(&self.counters)
     }
 
@@ -168,7 +168,7 @@ impl Socket {
             }
             let mut control = RecvAncillaryBuffer::default();
             match recvmsg(&self.stream, into, &mut control, flags | RecvFlags::DONTWAIT)
-                .map(|told| told.bytes)
+                .map(|message| message.bytes)
             {
                 // A shutdown on this side also reads as the end.
                 Ok(0) if self.is_closed() => return Err(LinkError::Closed),

@@ -256,7 +256,7 @@ impl ByteWriter {
             if bytes == 0 {
                 return Ok(());
             }
-            self.wait_for_leave(bytes, deadline)?;
+            self.wait_for_rate(bytes, deadline)?;
             match &self.shared.tls {
                 None => self.write_plain(&mut piece, deadline)?,
                 Some(tls) => self.write_tls(tls, &mut piece, deadline)?,
@@ -274,11 +274,11 @@ impl ByteWriter {
         Ok(())
     }
 
-    fn wait_for_leave(&self, bytes: usize, deadline: Option<Instant>) -> Result<(), LinkError> {
+    fn wait_for_rate(&self, bytes: usize, deadline: Option<Instant>) -> Result<(), LinkError> {
         let Some(limit) = self.shared.limit() else { return Ok(()) };
         let bytes = bytes as u64;
         let records = if self.shared.tls.is_some() { bytes.div_ceil(RECORD_BYTES) } else { 0 };
-        limit.take_unless(bytes + records * RECORD_OVERHEAD_BYTES, self.shared.socket.closed(), deadline)
+        limit.take_or_cancel(bytes + records * RECORD_OVERHEAD_BYTES, self.shared.socket.closed(), deadline)
     }
 
     fn write_plain(&self, piece: &mut [IoSlice<'_>], deadline: Option<Instant>) -> Result<(), LinkError> {

@@ -329,7 +329,7 @@ fn shutdown_reaches_a_writer_that_waits_for_its_rate() {
 
 /// Each of these calls would wait for ever otherwise.
 #[test]
-fn a_writers_deadline_ends_the_wait_for_its_peer_and_for_its_rate() {
+fn write_deadline_covers_the_peer_and_the_rate_limit() {
     for (kind, a, _silent) in both_kinds() {
         let (mut reader, mut writer) = a.split();
         writer.set_deadline(Some(Instant::now() + Duration::from_millis(10)));

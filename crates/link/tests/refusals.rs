@@ -17,7 +17,7 @@ use whimbrel_link::{
 };
 
 /// Returns the whole chain of an error, as a user reads it.
-fn told(error: &(dyn Error + 'static)) -> String {
+fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(source) = next {
@@ -43,9 +43,9 @@ fn refused(client: &Endpoint, server: Endpoint) -> (HandshakeError, HandshakeErr
 }
 
 /// Checks that both texts contain the words, and that neither repeats its source.
-fn assert_told(case: &str, (client, server): &(HandshakeError, HandshakeError), words: [&[&str]; 2]) {
+fn assert_messages(case: &str, (client, server): &(HandshakeError, HandshakeError), words: [&[&str]; 2]) {
     for (side, error, words) in [("client", client, words[0]), ("server", server, words[1])] {
-        let text = told(error);
+        let text = error_chain(error);
         for word in words {
             assert!(text.contains(word), "{case}, {side}: {word:?} is missing in {text:?}");
         }
@@ -56,7 +56,7 @@ fn assert_told(case: &str, (client, server): &(HandshakeError, HandshakeError), 
 fn a_plain_client_at_a_tls_server() {
     let errors = refused(&plain("host-a"), Authority::default().endpoint("host-b"));
     assert!(matches!(errors, (HandshakeError::Refused { .. }, HandshakeError::PeerIsPlain)), "{errors:?}");
-    assert_told(
+    assert_messages(
         "plain at TLS",
         &errors,
         [&["demands TLS", "certificates"], &["without TLS", "certificates"]],
@@ -67,7 +67,11 @@ fn a_plain_client_at_a_tls_server() {
 fn a_tls_client_at_a_plain_server() {
     let errors = refused(&Authority::default().endpoint("host-a"), plain("host-b"));
     assert!(matches!(errors, (HandshakeError::PeerIsPlain, HandshakeError::PeerIsTls)), "{errors:?}");
-    assert_told("TLS at plain", &errors, [&["without TLS", "certificates"], &["speaks TLS", "certificates"]]);
+    assert_messages(
+        "TLS at plain",
+        &errors,
+        [&["without TLS", "certificates"], &["speaks TLS", "certificates"]],
+    );
 }
 
 #[test]
@@ -81,7 +85,7 @@ fn a_foreign_authority() {
             matches!(errors, (HandshakeError::PeerCertificate(_), HandshakeError::OwnCertificate(_))),
             "{errors:?}"
         );
-        assert_told(name, &errors, [&["not signed by the authority"], &["not signed by the authority"]]);
+        assert_messages(name, &errors, [&["not signed by the authority"], &["not signed by the authority"]]);
     }
 }
 
@@ -101,7 +105,11 @@ fn a_client_of_a_foreign_authority_at_a_server_that_it_trusts() {
         matches!(errors, (HandshakeError::OwnCertificate(_), HandshakeError::PeerCertificate(_))),
         "{errors:?}"
     );
-    assert_told("foreign client", &errors, [&["does not accept this agent's certificate"], &["not signed"]]);
+    assert_messages(
+        "foreign client",
+        &errors,
+        [&["does not accept this agent's certificate"], &["not signed"]],
+    );
 }
 
 #[test]
@@ -115,9 +123,9 @@ fn expired_certificates() {
         Endpoint::new(host(name), Security::Tls(identity))
     };
     let errors = refused(&expired("host-a"), authority.endpoint("host-b"));
-    assert_told("client's", &errors, [&["certificate", "has expired"], &["certificate", "has expired"]]);
+    assert_messages("client's", &errors, [&["certificate", "has expired"], &["certificate", "has expired"]]);
     let errors = refused(&authority.endpoint("host-a"), expired("host-b"));
-    assert_told("server's", &errors, [&["certificate", "has expired"], &["certificate", "has expired"]]);
+    assert_messages("server's", &errors, [&["certificate", "has expired"], &["certificate", "has expired"]]);
 }
 
 #[test]
@@ -131,14 +139,14 @@ fn wrong_names_are_named() {
         matches!(errors, (HandshakeError::Refused { .. }, HandshakeError::WrongName { .. })),
         "{errors:?}"
     );
-    assert_told("client's", &errors, [&["'host-a'", "'host-x'"], &["'host-a'", "'host-x'"]]);
+    assert_messages("client's", &errors, [&["'host-a'", "'host-x'"], &["'host-a'", "'host-x'"]]);
 
     let errors = refused(&authority.endpoint("host-a"), called("host-b", "host-x"));
     assert!(
         matches!(errors, (HandshakeError::WrongName { .. }, HandshakeError::OwnCertificate(_))),
         "{errors:?}"
     );
-    assert_told("server's", &errors, [&["'host-b'", "'host-x'"], &["names"]]);
+    assert_messages("server's", &errors, [&["'host-b'", "'host-x'"], &["names"]]);
 }
 
 #[test]
@@ -159,7 +167,10 @@ fn another_host_at_the_address() {
         let _connection = server.accept();
         let error = handshake(connecting.join().unwrap());
         assert!(matches!(error, HandshakeError::WrongHost { .. }), "{error:?}");
-        assert!(told(&error).contains("'host-c'") && told(&error).contains("'host-b'"), "{error}");
+        assert!(
+            error_chain(&error).contains("'host-c'") && error_chain(&error).contains("'host-b'"),
+            "{error}"
+        );
     });
 }
 
@@ -190,7 +201,7 @@ fn a_client_without_a_certificate() {
 
     let error = server.arrival().unwrap_err();
     assert!(matches!(error.source, HandshakeError::NoCertificate), "{error:?}");
-    assert!(told(&error).contains("showed no certificate"), "{}", told(&error));
+    assert!(error_chain(&error).contains("showed no certificate"), "{}", error_chain(&error));
 }
 
 /// Two programs of which one speaks older versions than the other.
@@ -222,7 +233,7 @@ fn versions_are_agreed_on_or_refused_in_both_directions() {
                 Versions { oldest: c, newest: d }.to_string(),
             );
             let words: &[&str] = &[&client, &server, "install"];
-            assert_told("version", &errors, [words, words]);
+            assert_messages("version", &errors, [words, words]);
         }
     }
 }
@@ -259,7 +270,7 @@ fn servers_that_are_no_agents_or_no_good_ones() {
 
     let error = connect(greeting(r#"{"answer":"accepted","version":9,"host":"host-b"}"#));
     assert!(
-        matches!(error, HandshakeError::Version { .. }) && told(&error).contains("version 9"),
+        matches!(error, HandshakeError::Version { .. }) && error_chain(&error).contains("version 9"),
         "{error:?}"
     );
     let error = connect(greeting(r#"{"answer":"perhaps"}"#));
@@ -355,7 +366,7 @@ fn a_full_house_lets_nobody_in() {
     let deadline = std::time::Instant::now() + Duration::from_millis(300);
     let error = handshake(plain("host-a").connect(&server.peer(), control(), deadline));
     assert!(matches!(error, HandshakeError::TimedOut), "{error:?}");
-    assert!(server.nobody_has_arrived());
+    assert!(server.has_no_arrival());
     drop(silent);
     // The silent client, and the one that did not wait: its greeting is still there, but no one reads the answer.
     let both =
@@ -400,15 +411,15 @@ fn addresses_that_lead_nowhere() {
     let error = connect(&nobody.to_string());
     assert!(matches!(error, ConnectError::Unreachable { .. }), "{error:?}");
     assert!(
-        told(&error).contains("host-b") && told(&error).contains(&nobody.to_string()),
+        error_chain(&error).contains("host-b") && error_chain(&error).contains(&nobody.to_string()),
         "{}",
-        told(&error)
+        error_chain(&error)
     );
     for address in ["no port", "127.0.0.1", "127.0.0.1:http:1", ""] {
         let error = connect(address);
         assert!(matches!(error, ConnectError::Resolve { .. }), "{address:?}: {error:?}");
         let error = Listener::bind(plain("host-b"), address).unwrap_err();
-        assert!(told(&error).contains(&format!("{address:?}")), "{}", told(&error));
+        assert!(error_chain(&error).contains(&format!("{address:?}")), "{}", error_chain(&error));
     }
 }
 
@@ -417,7 +428,11 @@ fn an_address_that_is_taken() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let error = Listener::bind(plain("host-b"), &address).unwrap_err();
-    assert!(told(&error).contains(&address) && told(&error).contains("another agent"), "{}", told(&error));
+    assert!(
+        error_chain(&error).contains(&address) && error_chain(&error).contains("another agent"),
+        "{}",
+        error_chain(&error)
+    );
 }
 
 #[test]
@@ -452,7 +467,7 @@ fn files_are_named_when_they_are_no_good() {
     let files = |change: &dyn Fn(&mut TlsFiles)| {
         let mut files = good.clone();
         change(&mut files);
-        told(&Identity::load(&files).unwrap_err())
+        error_chain(&Identity::load(&files).unwrap_err())
     };
     for bad in [&missing, &empty, &garbage] {
         for text in [
@@ -474,15 +489,19 @@ fn files_are_named_when_they_are_no_good() {
     let check = |identity: Identity, name: &str| identity.check(&host(name)).unwrap_err();
     let error = check(Identity::load(&good).unwrap(), "host-b");
     assert!(matches!(error, IdentityError::Name { .. }), "{error:?}");
-    assert!(told(&error).contains("'host-a'") && told(&error).contains("'host-b'"), "{}", told(&error));
+    assert!(
+        error_chain(&error).contains("'host-a'") && error_chain(&error).contains("'host-b'"),
+        "{}",
+        error_chain(&error)
+    );
     let error = check(Identity::load(&good).unwrap(), "host_");
     assert!(matches!(error, IdentityError::Name { .. }), "{error:?}");
     let foreign = TlsFiles { ca: other.files(at.path(), &["host-a"], |_| ()).ca, ..good.clone() };
     let error = check(Identity::load(&foreign).unwrap(), "host-a");
-    assert!(told(&error).contains("not signed"), "{}", told(&error));
+    assert!(error_chain(&error).contains("not signed"), "{}", error_chain(&error));
     let expired = authority.spoilt_identity(&["host-a"], |params| {
         params.not_before = rcgen::date_time_ymd(2001, 1, 1);
         params.not_after = rcgen::date_time_ymd(2002, 1, 1);
     });
-    assert!(told(&check(expired, "host-a")).contains("expired"));
+    assert!(error_chain(&check(expired, "host-a")).contains("expired"));
 }

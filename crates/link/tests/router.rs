@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use common::{control, data, host, migration, plain, soon};
 use proto::{Generation, Purpose};
-use whimbrel_link::{ConnectError, Connection, HandshakeError, Listener, Peer, Router, Serving};
+use whimbrel_link::{ConnectError, Connection, HandshakeError, Listener, ListenerHandle, Peer, Router};
 
 /// A listener that passes data streams to the router, and the purposes of all other connections to the test.
-fn routed(router: &Router) -> (Serving, Peer, mpsc::Receiver<Purpose>) {
+fn routed(router: &Router) -> (ListenerHandle, Peer, mpsc::Receiver<Purpose>) {
     let (others, seen) = mpsc::channel();
     let others = std::sync::Mutex::new(others);
     let router = router.clone();

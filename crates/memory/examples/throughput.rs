@@ -15,8 +15,8 @@ use std::time::Instant;
 use common::{Victim, connections};
 use proto::Generation;
 use whimbrel_memory::{
-    DataStream, DirtyBitmap, DirtyLog, Owed, Receiver, ScanError, ScanStats, Sender, Sent, SourceRam,
-    open_destination, open_source,
+    CompletedRound, DataStream, DirtyBitmap, DirtyLog, Owed, Receiver, ScanError, ScanStats, Sender,
+    SourceRam, open_destination, open_source,
 };
 
 /// Reports everything, or one page, as written.
@@ -68,10 +68,10 @@ fn main() {
             sender.send_round(cleared.drain(|| Ok::<_, Infallible>(())).unwrap()).unwrap()
         };
         // The first round also makes the destination's pages.
-        Sent { sender, owed, .. } = round(sender, owed, true);
+        CompletedRound { sender, owed, .. } = round(sender, owed, true);
         let (started, cpu_before) = (Instant::now(), cpu_s());
         for _ in 0..rounds {
-            Sent { sender, owed, .. } = round(sender, owed, true);
+            CompletedRound { sender, owed, .. } = round(sender, owed, true);
         }
         let gigabytes = (bytes * rounds) as f64 / 1e9;
         let rate = gigabytes / started.elapsed().as_secs_f64();
@@ -80,7 +80,7 @@ fn main() {
         for _ in 0..201 {
             let sent = round(sender, owed, false);
             times.push(sent.stats.duration_us);
-            Sent { sender, owed, .. } = sent;
+            CompletedRound { sender, owed, .. } = sent;
         }
         times.sort_unstable();
         println!("{streams:7}  {tls:5} {rate:6.2}  {cpu:8.2}  {:6}", times[100]);

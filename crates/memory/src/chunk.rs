@@ -16,10 +16,10 @@ use crate::ram::zero::{filling, is_zero};
 use crate::ram::{BlockReader, RamError};
 use crate::references::PageName;
 
-mod known;
+mod encodings;
 
-use known::OpenReference;
-pub(crate) use known::{Knowledge, Presumed, Refer};
+use encodings::OpenReference;
+pub(crate) use encodings::{ChunkKnowledge, PresumedPages, ReferenceLookup};
 
 /// Maximum number of pages of data in one frame: 256 KiB.
 pub const FRAME_PAGES: u64 = 64;
@@ -75,7 +75,7 @@ pub(crate) struct FrameBuilder {
     names: Vec<(u64, PageName)>,
     /// Pages that are sent as references, and their names.
     referred: Vec<(u64, PageName)>,
-    presumed: Presumed,
+    presumed: PresumedPages,
     /// Delta of a page, before its place is known to be free.
     delta: Vec<u8>,
     /// Number of frames built.
@@ -102,7 +102,7 @@ impl FrameBuilder {
             open: None,
             names: Vec::new(),
             referred: Vec::new(),
-            presumed: Presumed::NONE,
+            presumed: PresumedPages::NONE,
             delta: Vec::new(),
             frames: 0,
             mark_ns: 0,
@@ -117,12 +117,12 @@ impl FrameBuilder {
         reader: &dyn BlockReader,
         chunk: u64,
         wanted: &ChunkPages,
-        knowledge: &mut Knowledge<'_>,
+        knowledge: &mut ChunkKnowledge<'_>,
     ) -> Result<(ChunkPages, Contents), ReadFailed> {
         self.runs.clear();
         self.names.clear();
         self.referred.clear();
-        self.presumed = Presumed::NONE;
+        self.presumed = PresumedPages::NONE;
         self.filled = 0;
         self.frames += 1;
         self.mark_ns = 0;
@@ -134,7 +134,7 @@ impl FrameBuilder {
         used.remove(&soft);
         for run in used.runs() {
             // Runs ascend in a frame.
-            taken.insert(&self.leave_out(&soft, &taken, run.start));
+            taken.insert(&self.add_soft_holes(&soft, &taken, run.start));
             let end = self.fill_run(reader, base, run.clone(), knowledge)?;
             taken.insert(&ChunkPages::from_range(run.start..end));
             if end < run.end || self.room() == 0 {
@@ -142,7 +142,7 @@ impl FrameBuilder {
             }
         }
         if used.is_within(&taken) {
-            taken.insert(&self.leave_out(&soft, &taken, CHUNK_PAGES));
+            taken.insert(&self.add_soft_holes(&soft, &taken, CHUNK_PAGES));
         }
         self.close();
         soft.retain(&taken);
@@ -172,7 +172,7 @@ impl FrameBuilder {
 
     /// Adds soft pages as holes, whatever their content: those before page `before` that are not yet in the frame.
     /// Returns them.
-    fn leave_out(&mut self, soft: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
+    fn add_soft_holes(&mut self, soft: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
         let mut pages = ChunkPages::from_range(0..before);
         pages.retain(soft);
         pages.remove(taken);
@@ -234,7 +234,7 @@ impl FrameBuilder {
 
     /// Returns the pages that the destination may request, because their bytes are not in the frame, or not all of
     /// them.
-    pub(crate) fn presumed(&self) -> Presumed {
+    pub(crate) fn presumed(&self) -> PresumedPages {
         self.presumed
     }
 
@@ -248,7 +248,7 @@ impl FrameBuilder {
         reader: &dyn BlockReader,
         base: u64,
         run: Range<u64>,
-        knowledge: &mut Knowledge<'_>,
+        knowledge: &mut ChunkKnowledge<'_>,
     ) -> Result<u64, ReadFailed> {
         let mut at = run.start;
         while at < run.end {
@@ -277,7 +277,7 @@ impl FrameBuilder {
         reader: &dyn BlockReader,
         base: u64,
         pages: Range<u64>,
-        knowledge: &mut Knowledge<'_>,
+        knowledge: &mut ChunkKnowledge<'_>,
     ) -> Result<(), ReadFailed> {
         let offset = base + pages.start * PAGE_BYTES;
         let start = self.filled;
@@ -287,34 +287,34 @@ impl FrameBuilder {
         let place = |page: u64| start + (page - pages.start) as usize * PAGE;
         let mut page = pages.start;
         // Each page is checked once: the one that ends a run is the first of the next run.
-        let mut next = Look::at(&self.data[place(page)..place(page + 1)]);
+        let mut next = PagePattern::at(&self.data[place(page)..place(page + 1)]);
         while page < pages.end {
-            let look = next;
+            let pattern = next;
             let mut end = page + 1;
             while end < pages.end {
-                next = Look::at(&self.data[place(end)..place(end + 1)]);
-                if next != look {
+                next = PagePattern::at(&self.data[place(end)..place(end + 1)]);
+                if next != pattern {
                     break;
                 }
                 end += 1;
             }
-            if look == Look::Zeros {
+            if pattern == PagePattern::Zeros {
                 // One query for the whole run, so a hole behind zeros may be sent as zeros, but never zeros as a hole.
                 let present = first_present(reader, base, page..end)?;
                 self.push(page..present, Content::Hole);
                 self.push(present..end, Content::Zero);
-            } else if let Look::Filled(filling) = look {
-                self.fill_with(page..end, filling);
+            } else if let PagePattern::Filled(filling) = pattern {
+                self.add_filling(page..end, filling);
             } else {
-                let Knowledge { refer, marks, .. } = knowledge;
+                let ChunkKnowledge { refer, marks, .. } = knowledge;
                 let marks = marks.as_mut().map(|(deltas, marks)| (*deltas, marks));
                 match (refer, marks) {
-                    (None, None) => self.keep(page..end, place(page)),
-                    (None, Some(marks)) => self.changes_or_keep(page..end, place(page), marks),
+                    (None, None) => self.add_data(page..end, place(page)),
+                    (None, Some(marks)) => self.add_deltas_or_data(page..end, place(page), marks),
                     (Some(refer), mut marks) => {
                         for page in page..end {
                             let marks = marks.as_mut().map(|(deltas, marks)| (*deltas, &mut **marks));
-                            self.refer_or_keep(page, place(page), refer, marks);
+                            self.add_reference_or_data(page, place(page), refer, marks);
                         }
                     }
                 }
@@ -325,7 +325,7 @@ impl FrameBuilder {
     }
 
     /// Appends the filling of pages. Overwrites pages in the buffer that were checked already.
-    fn fill_with(&mut self, pages: Range<u64>, filling: [u8; FILLING_BYTES]) {
+    fn add_filling(&mut self, pages: Range<u64>, filling: [u8; FILLING_BYTES]) {
         self.close();
         self.data[self.filled..self.filled + FILLING_BYTES].copy_from_slice(&filling);
         self.filled += FILLING_BYTES;
@@ -333,7 +333,7 @@ impl FrameBuilder {
     }
 
     /// Moves pages that begin at `from` in the buffer behind those of the frame.
-    fn keep(&mut self, pages: Range<u64>, from: usize) {
+    fn add_data(&mut self, pages: Range<u64>, from: usize) {
         self.close();
         let bytes = (pages.end - pages.start) as usize * PAGE;
         if from != self.filled {
@@ -351,7 +351,7 @@ impl FrameBuilder {
         self.close();
         let count = (pages.end - pages.start) as u16;
         if let Some(last) = self.runs.last_mut()
-            && let Some(content) = together(last.content, content)
+            && let Some(content) = merge_contents(last.content, content)
             && u64::from(last.first_page + last.pages) == pages.start
         {
             last.pages += count;
@@ -364,13 +364,13 @@ impl FrameBuilder {
 
 /// Pattern of a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Look {
+enum PagePattern {
     Zeros,
     Filled([u8; FILLING_BYTES]),
     Other,
 }
 
-impl Look {
+impl PagePattern {
     fn at(page: &[u8]) -> Self {
         if is_zero(page) {
             return Self::Zeros;
@@ -382,7 +382,7 @@ impl Look {
 }
 
 /// Returns the content of two runs joined, if one run can hold both.
-fn together(one: Content, other: Content) -> Option<Content> {
+fn merge_contents(one: Content, other: Content) -> Option<Content> {
     match (one, other) {
         (Content::Delta { pieces }, Content::Delta { pieces: more }) => {
             Some(Content::Delta { pieces: pieces + more })

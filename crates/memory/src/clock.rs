@@ -5,23 +5,23 @@ use std::time::{Duration, Instant};
 use nix::time::{ClockId, clock_gettime};
 
 /// Duration of an action, in nanoseconds.
-pub(crate) struct Took {
+pub(crate) struct Elapsed {
     wall_ns: u64,
     pub(crate) cpu_ns: u64,
 }
 
 /// Runs an action. Returns also the time for which it waited instead of using a processor.
 pub(crate) fn waited<T>(run: impl FnOnce() -> T) -> (T, Duration) {
-    let (done, took) = timed(run);
+    let (done, took) = measure(run);
     (done, Duration::from_nanos(took.wall_ns.saturating_sub(took.cpu_ns)))
 }
 
 /// Runs an action and measures its duration.
-pub(crate) fn timed<T>(run: impl FnOnce() -> T) -> (T, Took) {
+pub(crate) fn measure<T>(run: impl FnOnce() -> T) -> (T, Elapsed) {
     let (began, cpu_began) = (Instant::now(), cpu_ns());
     let done = run();
     let cpu_ns = cpu_ns().saturating_sub(cpu_began);
-    (done, Took { wall_ns: began.elapsed().as_nanos() as u64, cpu_ns })
+    (done, Elapsed { wall_ns: began.elapsed().as_nanos() as u64, cpu_ns })
 }
 
 /// Processor time of this thread, in nanoseconds. Read through the C library, because valgrind does not provide the

@@ -42,14 +42,14 @@ pub struct Deltas {
     blocks: usize,
     /// Seed of the hashes that the destination compares.
     page_seed: u64,
-    marking: Marking,
-    table: Mutex<Table>,
-    counters: Counters,
+    marking: MarkParameters,
+    table: Mutex<MarkTable>,
+    counters: AtomicDeltaCounters,
 }
 
 /// Parameters of the marks.
 #[derive(Clone, Copy, Default)]
-struct Marking {
+struct MarkParameters {
     /// Secret: anyone who knows the seed could search for pieces with the same mark.
     seed: u64,
     /// Bits of a mark. All of them, except in tests that need pieces to be mistaken for one another.
@@ -57,7 +57,7 @@ struct Marking {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct AtomicDeltaCounters {
     pages: AtomicU64,
     refused: AtomicU64,
     bytes: AtomicU64,
@@ -66,7 +66,7 @@ struct Counters {
 
 /// Counters of deltas since the migration began, all streams together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeltasCounted {
+pub struct DeltaCounters {
     /// Pages sent as deltas, without those that the destination refused.
     pub pages: u64,
     /// Size of all deltas before compression, in bytes.
@@ -77,7 +77,7 @@ pub struct DeltasCounted {
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct MarkTable {
     is_on: bool,
     has_ended: bool,
     chunks: HashMap<Key, ChunkMarks>,
@@ -94,7 +94,7 @@ struct Table {
 /// Marks of a chunk's pages, in the table or borrowed by a worker.
 #[derive(Clone, Default)]
 pub(crate) struct ChunkMarks {
-    marking: Marking,
+    marking: MarkParameters,
     era: u64,
     /// The last round in which pages of this chunk are sent, or are to be.
     age: u32,
@@ -111,16 +111,22 @@ impl Deltas {
     /// Creates an empty table; nothing is marked until deltas are [switched on](Self::set). Deltas apply to the first
     /// `blocks` blocks of a migration; marks may use `bytes` bytes. The destination knows the seed.
     pub fn new(blocks: usize, bytes: usize, page_seed: u64) -> Self {
-        let table = Table { free_pages: bytes / MARKS_BYTES, ..Table::default() };
-        let marking = Marking { seed: RandomState::new().hash_one(blocks), bits: u16::MAX };
-        Self { blocks, page_seed, marking, table: Mutex::new(table), counters: Counters::default() }
+        let table = MarkTable { free_pages: bytes / MARKS_BYTES, ..MarkTable::default() };
+        let marking = MarkParameters { seed: RandomState::new().hash_one(blocks), bits: u16::MAX };
+        Self {
+            blocks,
+            page_seed,
+            marking,
+            table: Mutex::new(table),
+            counters: AtomicDeltaCounters::default(),
+        }
     }
 
     /// Creates a table as [`new`](Self::new) does, with marks that have these bits and no others, and are the same each
     /// time.
     #[cfg(test)]
     pub(crate) fn with_bits(blocks: usize, bytes: usize, bits: u16) -> Self {
-        Self { marking: Marking { seed: 7, bits }, ..Self::new(blocks, bytes, tests::PAGE_SEED) }
+        Self { marking: MarkParameters { seed: 7, bits }, ..Self::new(blocks, bytes, tests::PAGE_SEED) }
     }
 
     /// Switches marking and deltas on or off. Off forgets all marks, because pages are then sent without updating them.
@@ -146,7 +152,7 @@ impl Deltas {
         let table = lock(&self.table);
         let known = |block: u16, owed: &DirtyBitmap, chunk: u64| {
             let marks = table.chunks.get(&(block, chunk as u32)).filter(|_| table.is_on);
-            marks.map_or(0, |marks| marks.pages.count_both(&owed.chunk(chunk)))
+            marks.map_or(0, |marks| marks.pages.count_common(&owed.chunk(chunk)))
         };
         let of_block = |(block, owed): (u16, &DirtyBitmap)| {
             owed.count() - owed.dirty_chunks().map(|chunk| known(block, owed, chunk)).sum::<u64>()
@@ -155,11 +161,11 @@ impl Deltas {
     }
 
     /// Returns the counters up to now.
-    pub fn count(&self) -> DeltasCounted {
+    pub fn count(&self) -> DeltaCounters {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counters { pages, refused, bytes, mark_ns } = &self.counters;
+        let AtomicDeltaCounters { pages, refused, bytes, mark_ns } = &self.counters;
         let pages = get(pages).saturating_sub(get(refused));
-        DeltasCounted { pages, bytes: get(bytes), mark_ns: get(mark_ns) }
+        DeltaCounters { pages, bytes: get(bytes), mark_ns: get(mark_ns) }
     }
 
     /// Counts pages that were put into a frame as deltas, with the number of pieces and the processor time of marking
@@ -204,7 +210,7 @@ impl Deltas {
         let known = table.take_out(key);
         let own = if known.is_some() { 0 } else { CHUNK_ROOM };
         let chunk = known.unwrap_or_default();
-        let new = (wanted.count() - wanted.count_both(&chunk.pages)) as usize;
+        let new = (wanted.count() - wanted.count_common(&chunk.pages)) as usize;
         let mut granted = 0;
         if guest_runs && new > 0 {
             table.make_room(new + own, round);
@@ -263,7 +269,7 @@ impl Deltas {
     }
 
     /// Forgets the marks of pages that the destination discards.
-    pub fn withdraw(&self, pages: &[DirtyBitmap]) {
+    pub fn forget_discarded(&self, pages: &[DirtyBitmap]) {
         let mut table = lock(&self.table);
         for (block, pages) in (0..).zip(pages) {
             for chunk in pages.dirty_chunks() {
@@ -284,7 +290,7 @@ impl fmt::Debug for Deltas {
     }
 }
 
-impl Marking {
+impl MarkParameters {
     fn of(self, page: &[u8]) -> impl Iterator<Item = u16> {
         debug_assert_eq!(page.len() as u64, PAGE_BYTES);
         let pieces = page.as_chunks::<PIECE_BYTES>().0.iter();
@@ -292,7 +298,7 @@ impl Marking {
     }
 }
 
-impl Table {
+impl MarkTable {
     fn take_out(&mut self, key: Key) -> Option<ChunkMarks> {
         let chunk = self.chunks.remove(&key)?;
         self.by_age.remove(&(chunk.age, key));

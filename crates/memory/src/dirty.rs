@@ -98,7 +98,7 @@ impl ChunkPages {
     }
 
     /// Returns the number of pages that are in both sets.
-    pub fn count_both(&self, other: &Self) -> u64 {
+    pub fn count_common(&self, other: &Self) -> u64 {
         self.0.iter().zip(other.0).map(|(mine, theirs)| u64::from((mine & theirs).count_ones())).sum()
     }
 
@@ -233,8 +233,8 @@ impl DirtyBitmap {
     }
 
     /// Returns the number of pages that are in both sets.
-    pub fn count_both(&self, other: &Self) -> u64 {
-        self.chunks.iter().zip(&other.chunks).map(|(mine, theirs)| mine.count_both(theirs)).sum()
+    pub fn count_common(&self, other: &Self) -> u64 {
+        self.chunks.iter().zip(&other.chunks).map(|(mine, theirs)| mine.count_common(theirs)).sum()
     }
 
     /// Returns the pages of one chunk; none for a chunk beyond the end.

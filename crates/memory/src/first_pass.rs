@@ -37,7 +37,7 @@ pub struct FirstPass {
 
 /// Consecutive chunks of memory that the guest does not write.
 #[derive(Clone, Debug, Default)]
-struct Quiet {
+struct QuietRange {
     block: usize,
     chunks: Range<u64>,
     /// Number of cold pages in them.
@@ -77,13 +77,13 @@ impl FirstPass {
 
     /// Sets whether free page hints of the guest are still outstanding. Until they arrive, parts go through memory in
     /// order, because the regions far from the guest's writes are the free ones.
-    pub fn free_is_unknown(&mut self, is_unknown: bool) {
+    pub fn set_hints_pending(&mut self, is_unknown: bool) {
         self.is_in_order = is_unknown;
     }
 
     /// Records a dirty scan: the pages found written in each block of memory (the first blocks), and the pages owed.
     /// Returns true if pages of the pass remain.
-    pub fn see(&mut self, owed: &Owed, found: &[DirtyBitmap]) -> bool {
+    pub fn record_scan(&mut self, owed: &Owed, found: &[DirtyBitmap]) -> bool {
         let is_first = self.cold.is_none();
         let cold = self.cold.get_or_insert_with(|| owed.blocks().to_vec());
         cold.iter_mut().zip(found).for_each(|(cold, found)| cold.remove(found));
@@ -92,7 +92,7 @@ impl FirstPass {
             self.is_spreading = true;
             self.cold_first = cold.iter().zip(found).map(|(cold, _)| cold.count()).sum();
         } else {
-            let known: u64 = self.hot.iter().zip(found).map(|(hot, found)| hot.count_both(found)).sum();
+            let known: u64 = self.hot.iter().zip(found).map(|(hot, found)| hot.count_common(found)).sum();
             let all: u64 = found.iter().map(DirtyBitmap::count).sum();
             self.is_spreading = known < all / 2;
             self.hot.iter_mut().zip(found).for_each(|(hot, found)| hot.insert(found));
@@ -101,9 +101,9 @@ impl FirstPass {
     }
 
     /// Returns the pages of each block that the next part sends as far as time allows; None before the first scan.
-    pub fn take_part(&mut self) -> Option<&[DirtyBitmap]> {
+    pub fn next_part(&mut self) -> Option<&[DirtyBitmap]> {
         let cold = self.cold.as_deref()?;
-        self.part_pages = self.far_away(cold).unwrap_or_else(|| cold.to_vec());
+        self.part_pages = self.farthest_pages(cold).unwrap_or_else(|| cold.to_vec());
         Some(&self.part_pages)
     }
 
@@ -136,7 +136,7 @@ impl FirstPass {
 
     /// Returns the pages of memory farthest ahead of the guest's writes, if these move on and there are enough such
     /// pages: the second half of the longest quiet stretch.
-    fn far_away(&self, cold: &[DirtyBitmap]) -> Option<Vec<DirtyBitmap>> {
+    fn farthest_pages(&self, cold: &[DirtyBitmap]) -> Option<Vec<DirtyBitmap>> {
         let of_memory: u64 = cold.iter().zip(&self.hot).map(|(cold, _)| cold.count()).sum();
         let is_busy = |block: &DirtyBitmap, chunk| block.chunk(chunk).count() >= Self::BUSY_PAGES;
         if self.is_in_order
@@ -146,12 +146,12 @@ impl FirstPass {
         {
             return None;
         }
-        let mut longest = Quiet::default();
+        let mut longest = QuietRange::default();
         for (number, (cold, hot)) in cold.iter().zip(&self.hot).enumerate() {
-            let mut quiet = Quiet { block: number, ..Quiet::default() };
+            let mut quiet = QuietRange { block: number, ..QuietRange::default() };
             for chunk in 0..cold.chunks() {
                 if is_busy(hot, chunk) {
-                    quiet = Quiet { block: number, chunks: chunk + 1..chunk + 1, cold: 0 };
+                    quiet = QuietRange { block: number, chunks: chunk + 1..chunk + 1, cold: 0 };
                     continue;
                 }
                 quiet.chunks.end = chunk + 1;
@@ -225,12 +225,12 @@ mod tests {
             loop {
                 let found = self.look();
                 owed.insert(&found);
-                if !pass.see(&Owed::of(vec![owed.clone()]), &[found]) {
+                if !pass.record_scan(&Owed::of(vec![owed.clone()]), &[found]) {
                     return (parts, owed.count());
                 }
                 let planned = pass.part(Duration::ZERO);
                 let most = (planned.as_secs_f64() * self.sent_per_s) as usize;
-                let mut unsent = pass.take_part().unwrap()[0].clone();
+                let mut unsent = pass.next_part().unwrap()[0].clone();
                 let mut part = unsent.emptied();
                 unsent.runs().flatten().take(most).for_each(|page| part.set(page..page + 1));
                 unsent.remove(&part);
@@ -251,16 +251,16 @@ mod tests {
 
     /// Quiet pages may be free, and are kept for later as long as that is unknown.
     #[test]
-    fn parts_go_in_order_until_the_guest_has_said_what_is_free() {
+    fn parts_go_in_order_until_free_page_hints_arrive() {
         let mut pass = FirstPass::new(USUAL);
         let (mut owed, mut found) = (DirtyBitmap::full(1 << 30), DirtyBitmap::new(1 << 30));
         found.set(0..40);
-        assert!(pass.see(&Owed::of(vec![owed.clone()]), &[found.clone()]));
+        assert!(pass.record_scan(&Owed::of(vec![owed.clone()]), &[found.clone()]));
         owed.remove(&found);
-        pass.free_is_unknown(true);
-        assert_eq!(pass.take_part(), Some(&[owed.clone()][..]));
-        pass.free_is_unknown(false);
-        assert!(pass.take_part().is_some_and(|part| part[0].count() < owed.count()));
+        pass.set_hints_pending(true);
+        assert_eq!(pass.next_part(), Some(&[owed.clone()][..]));
+        pass.set_hints_pending(false);
+        assert!(pass.next_part().is_some_and(|part| part[0].count() < owed.count()));
     }
 
     /// 128 of 528 MiB are written over and over, wherever they are, at 150 MiB a second: next to none of these pages is
@@ -284,13 +284,13 @@ mod tests {
 
     /// If the place of the guest's writes reveals nothing, the pass is an ordinary one.
     #[test]
-    fn a_guest_that_writes_everywhere_or_nowhere_has_a_pass_of_few_parts() {
+    fn uniform_or_idle_guest_has_a_pass_of_few_parts() {
         let pages = 2048 * MIB;
         for (hot, written_per_s) in [(0..pages, 1000 * MIB), (0..pages, 100 * MIB), (0..1, 0), (7..8, 1)] {
             let (parts, left) = Guest::new(pages, hot, written_per_s, 118 * MIB).move_it();
             let mut all = DirtyBitmap::new(pages * PAGE_BYTES);
             for part in &parts {
-                assert_eq!(all.count_both(part), 0, "a page went twice");
+                assert_eq!(all.count_common(part), 0, "a page went twice");
                 all.insert(part);
             }
             assert!(all.count() + left >= pages, "a page is lost");
@@ -302,33 +302,33 @@ mod tests {
     fn what_was_cut_off_has_its_turn_again() {
         let all = DirtyBitmap::full(4 * MIB * PAGE_BYTES);
         let mut pass = FirstPass::new(USUAL);
-        assert!(pass.take_part().is_none());
+        assert!(pass.next_part().is_none());
         let mut found = all.emptied();
         found.set(0..2 * MIB);
-        assert!(pass.see(&Owed::of(vec![all.clone()]), &[found.clone()]));
+        assert!(pass.record_scan(&Owed::of(vec![all.clone()]), &[found.clone()]));
         // The half that is farther from where the guest writes.
-        let part = pass.take_part().unwrap()[0].clone();
+        let part = pass.next_part().unwrap()[0].clone();
         assert_eq!((part.count(), part.contains(4 * MIB - 1)), (2 * MIB, true));
         let mut unsent = all.emptied();
         unsent.set(4 * MIB - 3..4 * MIB);
         pass.cut(&Owed::of(vec![unsent.clone()]));
         found.clear_all();
-        assert!(pass.see(&Owed::of(vec![all]), &[found]));
-        assert_eq!(pass.take_part().unwrap(), [unsent]);
+        assert!(pass.record_scan(&Owed::of(vec![all]), &[found]));
+        assert_eq!(pass.next_part().unwrap(), [unsent]);
     }
 
     #[test]
-    fn parts_become_longer_the_more_there_is_and_the_longer_the_link() {
+    fn parts_grow_with_remaining_pages_and_link_delay() {
         let owed = |pages| {
             let mut block = DirtyBitmap::new(8000 * PAGE_BYTES);
             block.set(0..pages);
             Owed::of(vec![block])
         };
         let mut pass = FirstPass::new(USUAL);
-        assert!(pass.see(&owed(8000), &[]));
+        assert!(pass.record_scan(&owed(8000), &[]));
         let mut next = |left: u64, beside_ms: u64| {
             let planned = pass.part(Duration::ZERO);
-            assert!(pass.take_part().is_some());
+            assert!(pass.next_part().is_some());
             pass.sent(&owed(left), 1000, planned, planned + Duration::from_millis(beside_ms));
             (planned.as_millis() as u64, pass.part(Duration::ZERO).as_millis() as u64)
         };

@@ -16,11 +16,11 @@
 //! | [`ram`] | RAM blocks as bytes, at source and destination |
 //! | [`TrackedRam`] | the dirty log of a real QEMU |
 //! | [`send`], [`receive`] | the two ends of the streams |
-//! | [`Known`] | content that the destination has already, and need not be sent |
+//! | [`ContentIndex`] | content that the destination has already, and need not be sent |
 //! | [`Deltas`] | pieces of a page that changed since it was sent |
 //! | [`Packing`] | compression of the data sent |
-//! | [`Soft`] | free page hints of the guest |
-//! | [`Awaited`], [`Remaining`] | pages that arrive after the switchover: post-copy |
+//! | [`SoftPageSet`] | free page hints of the guest |
+//! | [`MissingPages`], [`RemainingPages`] | pages that arrive after the switchover: post-copy |
 //! | [`verify`] | comparison of both sides, by a path of its own |
 //! | [`wire`] | requirements on a connection |
 //!
@@ -29,7 +29,6 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-mod background;
 mod chunk;
 mod clock;
 mod deltas;
@@ -37,41 +36,45 @@ pub mod dirty;
 mod first_pass;
 mod pack;
 mod postcopy;
+mod priority;
 pub mod ram;
 pub mod receive;
-mod recent;
 mod references;
 pub mod round;
 pub mod send;
+mod sent_history;
+mod sent_pages;
 mod soft;
 mod tracked;
 pub mod verify;
-mod went;
 pub mod wire;
 
 pub use chunk::{Contents, FRAME_PAGES};
-pub use deltas::{Deltas, DeltasCounted};
+pub use deltas::{DeltaCounters, Deltas};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
 pub use pack::codec::BadPacked;
-pub use pack::{Counted, Packing, Worth};
+pub use pack::{CompressionCounters, CompressionCriteria, Packing};
 pub use postcopy::{
-    Awaited, BadSet, Ledger, Placer, Recency, Remaining, Switch, decode_chunks, decode_set, encode_set,
+    BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
+    decode_set, encode_set,
 };
-pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, TakesAway, open_destination, open_source};
+pub use ram::{BlockReader, BlockWriter, DiscardMethod, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
-    AttachError, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
+    AcceptedReductions, AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent,
+    ReceiverHandle,
 };
-pub use recent::Recent;
-pub use references::{Known, NAME_BYTES, PageName, Referred, Templates};
+pub use references::{ContentIndex, NAME_BYTES, PageName, ReferenceOutcome, Templates};
 pub use round::{
-    Cleared, Cut, DirtyLog, DrainFailed, Owed, PartAround, Place, Readable, ScanError, ScanFailed, ScanStats,
+    Cleared, DirtyLog, DrainFailed, Owed, PageCursor, PartBoundary, Readable, ScanError, ScanFailed,
+    ScanStats, WrappedPart,
 };
 pub use send::{
-    BlockProgress, Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent,
-    SourceRam, stream_of,
+    BlockProgress, CompletedRound, Interrupted, Progress, Reductions, RoundStats, SendError, Sender,
+    SenderHandle, SourceRam, stream_of,
 };
-pub use soft::Soft;
+pub use sent_history::SentHistory;
+pub use soft::SoftPageSet;
 pub use tracee::TrackError;
 pub use tracked::{LogError, TrackedRam};
 pub use wire::{DataStream, FrameSink, FrameSource, HangUp};

@@ -1,16 +1,16 @@
 //! Post-copy: the guest runs at the destination already, and some of its pages are still missing there.
 //!
-//! At the destination [`Awaited`] has the set of missing pages. A thread that touches a missing page waits
+//! At the destination [`MissingPages`] has the set of missing pages. A thread that touches a missing page waits
 //! ([`tracee::PageFaultHandler`]). Such a wait is either for a page that will arrive, which is requested, or for one that
 //! the source will not send, because it is empty: that is filled with zeros at once. Pages arrive as in any round, and
 //! are placed instead of written.
 //!
-//! At the source, where the guest is stopped for good, [`Remaining`] has the pages still to be sent: requested pages
+//! At the source, where the guest is stopped for good, [`RemainingPages`] has the pages still to be sent: requested pages
 //! first, then those behind them, then those that the guest wrote last.
 //!
 //! | module | content |
 //! |---|---|
-//! | `awaited` | the destination's missing pages |
+//! | `missing_pages` | the destination's missing pages |
 //! | `ledger` | the file that records them for the next agent |
 //! | `remaining` | the source's remaining pages |
 //! | `set` | encoding of sets of pages, for messages and files |
@@ -23,14 +23,14 @@
 //! And no thread reads the set of missing pages while one is placed, so no thread mistakes that page for one that will
 //! not arrive.
 
-mod awaited;
 mod ledger;
+mod missing_pages;
 mod remaining;
 mod set;
 mod switched;
 
-pub use awaited::{Awaited, Placer};
 pub use ledger::Ledger;
-pub use remaining::{Recency, Remaining};
+pub use missing_pages::{MissingPages, Placer};
+pub use remaining::{RecentWrites, RemainingPages};
 pub use set::{BadSet, decode_chunks, decode_set, encode_set};
-pub use switched::Switch;
+pub use switched::WriterSwitch;

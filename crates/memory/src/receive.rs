@@ -28,9 +28,9 @@ use proto::frame::FrameKind;
 use proto::limits::PAGE_BYTES;
 use proto::pages::BadPages;
 
-use crate::background::GivesWay;
 use crate::lock;
-use crate::pack::codec::{BadPacked, Unpacker};
+use crate::pack::codec::{BadPacked, StreamDecompressor};
+use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
 use crate::references::Templates;
 use crate::wire::{DataStream, HangUp, is_transient};
@@ -196,14 +196,14 @@ pub struct Discardable {
 
 /// Abilities of the destination on which a source may rely.
 #[derive(Default)]
-pub struct Presumed {
+pub struct AcceptedReductions {
     /// Further content that references may name.
     pub templates: Option<Arc<dyn Templates>>,
     /// Seed of the page hashes in deltas; None if deltas are not accepted.
     pub delta_seed: Option<u64>,
 }
 
-impl fmt::Debug for Presumed {
+impl fmt::Debug for AcceptedReductions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Presumed").finish_non_exhaustive()
     }
@@ -212,7 +212,7 @@ impl fmt::Debug for Presumed {
 /// Applies the data streams' frames to the destination's RAM. Dropping it ends connections and threads.
 #[derive(Debug)]
 pub struct Receiver {
-    shared: Arc<Shared>,
+    shared: Arc<ReceiverState>,
     generation: Generation,
     workers: Vec<Option<Worker>>,
 }
@@ -228,14 +228,14 @@ impl fmt::Debug for Worker {
     }
 }
 
-struct Shared {
+struct ReceiverState {
     ram: DestinationRam,
-    presumed: Presumed,
+    accepted: AcceptedReductions,
     streams: u16,
     observer: Box<Observer>,
     /// Held for reading while a frame is applied.
     gate: RwLock<Gate>,
-    rounds: Mutex<Rounds>,
+    rounds: Mutex<RoundTracker>,
     /// The generation is being ended: broken streams are not reported.
     ending: AtomicBool,
     pages: AtomicU64,
@@ -253,7 +253,7 @@ enum Gate {
 }
 
 #[derive(Debug)]
-struct Rounds {
+struct RoundTracker {
     /// The newest round of which a frame has arrived.
     newest: u32,
     /// For each stream the last round that it has ended.
@@ -268,7 +268,7 @@ struct Rounds {
     referred: bool,
 }
 
-impl Rounds {
+impl RoundTracker {
     /// Returns the number of a round among those that contained memory.
     fn of_ram(&self, round: u32) -> u32 {
         if self.first_of_ram == 0 { 0 } else { round.saturating_add(1).saturating_sub(self.first_of_ram) }
@@ -282,17 +282,17 @@ impl Receiver {
         streams: u16,
         observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
     ) -> Self {
-        Self::presuming(ram, Presumed::default(), streams, observer)
+        Self::with_reductions(ram, AcceptedReductions::default(), streams, observer)
     }
 
     /// Creates a receiver as [`new`](Self::new) does, for a source that sends references or deltas.
-    pub fn presuming(
+    pub fn with_reductions(
         ram: DestinationRam,
-        presumed: Presumed,
+        accepted: AcceptedReductions,
         streams: u16,
         observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
     ) -> Self {
-        let rounds = Rounds {
+        let rounds = RoundTracker {
             newest: 0,
             ended: vec![0; streams.into()],
             complete: 0,
@@ -300,9 +300,9 @@ impl Receiver {
             began: Instant::now(),
             referred: false,
         };
-        let shared = Shared {
+        let shared = ReceiverState {
             ram,
-            presumed,
+            accepted,
             streams,
             observer: Box::new(observer),
             gate: RwLock::new(Gate::Open),
@@ -358,17 +358,17 @@ impl Receiver {
             bytes_since_ack: 0,
             written: Vec::new(),
             found: Vec::new(),
-            unpacker: Unpacker::default(),
+            unpacker: StreamDecompressor::default(),
             waited: Duration::ZERO,
             acked_at: None,
             acks: 0,
-            gives_way: None,
+            niceness: None,
             brought_ram: false,
         };
         let thread = thread::Builder::new()
             .name(format!("apply-{stream}"))
             .spawn(move || {
-                worker.gives_way = Some(GivesWay::begin());
+                worker.niceness = Some(Niceness::begin());
                 let cause = worker.run();
                 worker.guard.broken(cause);
             })
@@ -423,7 +423,7 @@ impl Drop for Receiver {
 
 /// A view of a [`Receiver`] for its observer.
 #[derive(Clone, Debug)]
-pub struct ReceiverHandle(Arc<Shared>);
+pub struct ReceiverHandle(Arc<ReceiverState>);
 
 impl ReceiverHandle {
     /// Pauses the application of frames while `discard` runs, which receives the zeroed memory that could not be given
@@ -443,7 +443,7 @@ impl ReceiverHandle {
     }
 }
 
-impl Shared {
+impl ReceiverState {
     /// Reads pages of a block in their current state.
     fn read(&self, block: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
         let nowhere = || RamError::Disk(format!("there is no page {first_page} of block {block}").into());
@@ -454,12 +454,12 @@ impl Shared {
         writer.read(offset, into)
     }
 
-    fn tell(self: &Arc<Self>, event: ReceiverEvent) {
+    fn notify(self: &Arc<Self>, event: ReceiverEvent) {
         (self.observer)(event, &ReceiverHandle(Arc::clone(self)));
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for ReceiverState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared").field("rounds", &self.rounds).finish_non_exhaustive()
     }
@@ -467,7 +467,7 @@ impl fmt::Debug for Shared {
 
 /// Reports the end of a worker, in every way in which it may end.
 struct Guard {
-    shared: Arc<Shared>,
+    shared: Arc<ReceiverState>,
     hang_up: Arc<dyn HangUp>,
     generation: Generation,
     stream: u16,
@@ -479,7 +479,7 @@ impl Guard {
         self.hang_up.hang_up();
         if !self.shared.ending.load(Ordering::Acquire) {
             let (generation, stream) = (self.generation, self.stream);
-            self.shared.tell(ReceiverEvent::Broken { generation, stream, cause });
+            self.shared.notify(ReceiverEvent::Broken { generation, stream, cause });
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Content that the destination has already, found by its hash: such pages are sent as references instead of data.
 //!
 //! The source keeps for each page of known content a short name, the beginning of its BLAKE3, and its location: in a
-//! template that the destination advertised ([`Known::learn`]), or in a block of this migration, if the page was sent
-//! before ([`Known::sent`]). A page with the same name is sent as a [`Reference`]. The destination compares a longer
+//! template that the destination advertised ([`ContentIndex::learn`]), or in a block of this migration, if the page was sent
+//! before ([`ContentIndex::sent`]). A page with the same name is sent as a [`Reference`]. The destination compares a longer
 //! hash before it uses the page, and so detects equal names of different pages and pages that are no longer there.
 //!
 //! Therefore a wrong name, or a forgotten one, costs bytes and never a page; a page whose reference was refused once is
@@ -10,7 +10,7 @@
 //!
 //! Memory is bounded: twelve bytes for each known page, half as much again kept free. Of the pages sent, no more are
 //! kept than room was reserved for, and of memory at most 512 MiB. In addition, six bytes for each page of the chunks
-//! that [`Known::sent_of`] covers.
+//! that [`ContentIndex::sent_pages_of`] covers.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,17 +21,17 @@ use proto::reference::{ContentSource, HASH_BYTES, Reference};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::ram::RamError;
-use crate::went::Went;
+use crate::sent_pages::SentPageIndex;
 
 mod table;
 
-use table::Table;
+use table::NameTable;
 
 /// Bytes of a [`PageName`].
 pub const NAME_BYTES: usize = 6;
 
 /// Maximum number of chunks of disks whose sent pages are recorded: 4 GiB, for 6 MiB.
-const TOLD_CHUNKS: usize = ((4 << 30) / CHUNK_BYTES) as usize;
+const MAX_RECORDED_CHUNKS: usize = ((4 << 30) / CHUNK_BYTES) as usize;
 
 /// Maximum number of pages of memory that are remembered as targets of references: 512 MiB, for 2.25 MiB.
 const MEMORY_PAGES: u64 = (512 << 20) / PAGE_BYTES;
@@ -83,7 +83,7 @@ impl RunHash {
 }
 
 /// Returns true if the pages have the hash that the reference states.
-pub(crate) fn is_meant(reference: &Reference, pages: &[u8]) -> bool {
+pub(crate) fn has_expected_hash(reference: &Reference, pages: &[u8]) -> bool {
     let mut hash = RunHash::default();
     pages.chunks_exact(PAGE_BYTES as usize).for_each(|page| hash.add(&page_hash(page)));
     hash.finish() == reference.hash
@@ -100,14 +100,14 @@ pub trait Templates: Send + Sync {
 
 /// Location of a page at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct ContentLocation {
     pub(crate) content_source: ContentSource,
     pub(crate) page: u64,
 }
 
 /// Outcome of references to pages of memory, in bytes of these pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Referred {
+pub struct ReferenceOutcome {
     /// Pages that the destination had.
     pub taken_bytes: u64,
     /// Pages that the destination lacked; they are sent.
@@ -121,14 +121,14 @@ pub struct Referred {
 /// Known content of the destination, shared by all streams and all generations of a migration, until it
 /// [ends](Known::end).
 #[derive(Debug)]
-pub struct Known {
+pub struct ContentIndex {
     ended: AtomicBool,
     /// The first block that is a disk; blocks of memory precede it.
     first_disk: usize,
     /// Number of pages of memory for which room is reserved.
     memory_pages: usize,
     /// True if pages of memory are looked up, too.
-    looks_at_memory: AtomicBool,
+    is_memory_lookup_enabled: AtomicBool,
     /// Pages of memory to which a reference was sent; those whose reference the destination accepted; and those whose
     /// reference it refused.
     referring: AtomicU64,
@@ -137,50 +137,50 @@ pub struct Known {
     interruptions: AtomicU64,
     tables: Mutex<Tables>,
     /// Content of the disks as it was sent.
-    went: Mutex<Went>,
+    sent_pages: Mutex<SentPageIndex>,
     /// Pages to which a reference was refused, for each block.
     refused: Mutex<Vec<DirtyBitmap>>,
 }
 
 #[derive(Debug)]
 struct Tables {
-    templates: Table,
+    templates: NameTable,
     /// Pages of disks that were sent.
-    sent: Table,
+    sent: NameTable,
     /// Pages of memory that were sent, in a table of their own, because they would evict those of disks.
-    memory: Table,
+    memory: NameTable,
 }
 
 impl Tables {
     fn empty() -> Self {
-        Self { templates: Table::new(0), sent: Table::new(0), memory: Table::new(0) }
+        Self { templates: NameTable::new(0), sent: NameTable::new(0), memory: NameTable::new(0) }
     }
 }
 
-impl Known {
+impl ContentIndex {
     /// Creates an empty index. `block_bytes` are the lengths of the blocks; content of blocks from `first_disk` on is
-    /// looked up. Reserves room for `template_pages` pages of templates and `sent_pages` pages that were sent.
+    /// looked up. Reserves room for `template_capacity` pages of templates and `sent_capacity` pages that were sent.
     pub fn new(
         block_bytes: impl IntoIterator<Item = u64>,
         first_disk: usize,
-        template_pages: usize,
-        sent_pages: usize,
+        template_capacity: usize,
+        sent_capacity: usize,
     ) -> Self {
-        let templates = Table::new(template_pages);
-        let tables = Tables { templates, sent: Table::new(sent_pages), ..Tables::empty() };
+        let templates = NameTable::new(template_capacity);
+        let tables = Tables { templates, sent: NameTable::new(sent_capacity), ..Tables::empty() };
         let refused: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
         let memory_pages = refused.iter().take(first_disk).map(DirtyBitmap::pages).sum();
         Self {
             ended: AtomicBool::new(false),
             first_disk,
             memory_pages: MEMORY_PAGES.min(memory_pages) as usize,
-            looks_at_memory: AtomicBool::new(false),
+            is_memory_lookup_enabled: AtomicBool::new(false),
             referring: AtomicU64::new(0),
             taken: AtomicU64::new(0),
             declined: AtomicU64::new(0),
             interruptions: AtomicU64::new(0),
             tables: Mutex::new(tables),
-            went: Mutex::new(Went::new(TOLD_CHUNKS)),
+            sent_pages: Mutex::new(SentPageIndex::new(MAX_RECORDED_CHUNKS)),
             refused: Mutex::new(refused),
         }
     }
@@ -201,7 +201,7 @@ impl Known {
         let mut tables = lock(&self.tables);
         if !self.has_ended() {
             let known = tables.templates.places().count();
-            let larger = Table::new(known + pages);
+            let larger = NameTable::new(known + pages);
             let smaller = std::mem::replace(&mut tables.templates, larger);
             smaller.places().for_each(|(name, place)| tables.templates.put(name, place));
         }
@@ -215,32 +215,32 @@ impl Known {
     /// Starts looking up pages of memory as well: many of them were read by the guest from its disks, and some exist
     /// twice. A lookup costs a hash of each page, and the destination a read for each run of them, so that it pays on a
     /// slow link.
-    pub fn look_at_memory(&self) {
-        let memory = Table::new(self.memory_pages);
+    pub fn enable_memory_lookup(&self) {
+        let memory = NameTable::new(self.memory_pages);
         let mut tables = lock(&self.tables);
-        if !self.has_ended() && !self.looks_at_memory.swap(true, Ordering::AcqRel) {
+        if !self.has_ended() && !self.is_memory_lookup_enabled.swap(true, Ordering::AcqRel) {
             tables.memory = memory;
         }
     }
 
     /// Stops looking up pages of memory, because the destination reads them more slowly than they could be sent.
-    pub fn look_away_from_memory(&self) {
-        self.looks_at_memory.store(false, Ordering::Release);
-        lock(&self.tables).memory = Table::new(0);
+    pub fn disable_memory_lookup(&self) {
+        self.is_memory_lookup_enabled.store(false, Ordering::Release);
+        lock(&self.tables).memory = NameTable::new(0);
     }
 
     /// Returns true if pages of memory are looked up.
-    pub fn looks_at_memory(&self) -> bool {
-        self.looks_at_memory.load(Ordering::Acquire) && !self.has_ended()
+    pub fn is_memory_lookup_enabled(&self) -> bool {
+        self.is_memory_lookup_enabled.load(Ordering::Acquire) && !self.has_ended()
     }
 
     /// Returns the outcome of references to memory.
-    pub fn referred(&self) -> Referred {
+    pub fn referred(&self) -> ReferenceOutcome {
         let [taken, declined, all] = [&self.taken, &self.declined, &self.referring]
             .map(|pages| pages.load(Ordering::Acquire) * PAGE_BYTES);
         let awaited_bytes = all.saturating_sub(taken + declined);
         let interruptions = self.interruptions.load(Ordering::Acquire);
-        Referred { taken_bytes: taken, refused_bytes: declined, awaited_bytes, interruptions }
+        ReferenceOutcome { taken_bytes: taken, refused_bytes: declined, awaited_bytes, interruptions }
     }
 
     /// Records that connections are lost: references sent over them will not be answered. No stream sends during this
@@ -252,7 +252,7 @@ impl Known {
     }
 
     /// Ends references: from the next round on every page is sent. The record of sent pages stays, for
-    /// [`Self::sent_of`].
+    /// [`Self::sent_pages_of`].
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
         *lock(&self.tables) = Tables::empty();
@@ -260,8 +260,8 @@ impl Known {
 
     /// Returns the content of a disk as it was sent, including references: pages by number and name, in the order of
     /// the numbers. Pages sent after [`Self::end`] are missing.
-    pub fn sent_of(&self, block: u16) -> Vec<(u64, PageName)> {
-        lock(&self.went).of(block)
+    pub fn sent_pages_of(&self, block: u16) -> Vec<(u64, PageName)> {
+        lock(&self.sent_pages).of(block)
     }
 
     /// Records pages that were passed to a stream. Of disks, the pages sent last are remembered; of memory, those sent
@@ -277,12 +277,12 @@ impl Known {
     }
 
     /// Counts references to `pages` pages of a block as sent.
-    pub(crate) fn refers(&self, block: u16, pages: u64) {
+    pub(crate) fn count_references_sent(&self, block: u16, pages: u64) {
         self.count(&self.referring, block, pages);
     }
 
     /// Counts `pages` pages of a block as present at the destination by references.
-    pub(crate) fn took(&self, block: u16, pages: u64) {
+    pub(crate) fn count_references_accepted(&self, block: u16, pages: u64) {
         self.count(&self.taken, block, pages);
     }
 
@@ -293,20 +293,20 @@ impl Known {
     }
 
     /// Records pages of a disk that were passed to a stream, as data or as references.
-    pub(crate) fn went(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
+    pub(crate) fn sent_pages(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         if usize::from(block) < self.first_disk {
             return;
         }
-        let mut went = lock(&self.went);
-        pages.for_each(|(page, name)| went.insert(block, page, name));
+        let mut sent_pages = lock(&self.sent_pages);
+        pages.for_each(|(page, name)| sent_pages.insert(block, page, name));
     }
 
     /// Returns the locations at which the destination may have pages of that name: in a template, or in one of the
     /// migration's blocks.
-    pub(crate) fn find(&self, name: PageName) -> impl Iterator<Item = Place> {
+    pub(crate) fn find(&self, name: PageName) -> impl Iterator<Item = ContentLocation> {
         let tables = lock(&self.tables);
         let place = |content_source: fn(u16) -> ContentSource| {
-            move |(which, page)| Place { content_source: content_source(which), page }
+            move |(which, page)| ContentLocation { content_source: content_source(which), page }
         };
         let template = tables.templates.find(name).map(place(ContentSource::Template));
         let [sent, memory] =
@@ -317,7 +317,7 @@ impl Known {
     /// Returns the pages of a chunk that may be sent as references; None if references are not searched for.
     pub(crate) fn allowed(&self, block: u16, chunk: u64) -> Option<ChunkPages> {
         let is_looked_up =
-            usize::from(block) >= self.first_disk || self.looks_at_memory.load(Ordering::Acquire);
+            usize::from(block) >= self.first_disk || self.is_memory_lookup_enabled.load(Ordering::Acquire);
         if !is_looked_up || self.has_ended() {
             return None;
         }
@@ -345,13 +345,13 @@ mod tests {
 
     #[test]
     fn what_was_learnt_is_found() {
-        let known = Known::new([4 << 20, 4 << 20], 1, 100, 100);
+        let known = ContentIndex::new([4 << 20, 4 << 20], 1, 100, 100);
         known.learn(3, 7, [name(1), name(2)]);
         known.learn(4, 70, [name(2)]);
         let sent = |pages: &[(u64, u64)]| {
             let named = || pages.iter().map(|(page, number)| (*page, name(*number)));
             known.sent(1, named());
-            known.went(1, named());
+            known.sent_pages(1, named());
         };
         sent(&[(500, 2), (600, 5)]);
         sent(&[(601, 5)]);
@@ -363,18 +363,18 @@ mod tests {
         assert_eq!(all(5), [(ContentSource::Block(1), 601)]);
         assert_eq!(all(9), []);
         sent(&[(500, 6), (7, 8)]);
-        known.went(1, [(8, name(1))].into_iter());
-        known.went(0, [(8, name(1))].into_iter());
+        known.sent_pages(1, [(8, name(1))].into_iter());
+        known.sent_pages(0, [(8, name(1))].into_iter());
         known.end();
         assert_eq!((all(1), all(5), known.allowed(1, 0)), (Vec::new(), Vec::new(), None));
         let sent = [(7, 8), (8, 1), (500, 6), (600, 5), (601, 5)].map(|(page, number)| (page, name(number)));
-        assert_eq!(known.sent_of(1), sent);
-        assert_eq!(known.sent_of(0), []);
+        assert_eq!(known.sent_pages_of(1), sent);
+        assert_eq!(known.sent_pages_of(0), []);
     }
 
     #[test]
     fn room_is_made_while_pages_are_known() {
-        let known = Known::new([4 << 20], 1, 100, 0);
+        let known = ContentIndex::new([4 << 20], 1, 100, 0);
         known.learn(3, 7, (0..100).map(name));
         known.make_room(2000);
         known.learn(9, 0, (1000..3000).map(name));
@@ -393,10 +393,10 @@ mod tests {
 
     #[test]
     fn what_was_lost_with_a_connection_is_not_awaited() {
-        let known = Known::new([4 << 20, 4 << 20], 1, 0, 0);
-        known.refers(0, 10);
-        known.took(0, 4);
-        let referred = |awaited: u64, interruptions| Referred {
+        let known = ContentIndex::new([4 << 20, 4 << 20], 1, 0, 0);
+        known.count_references_sent(0, 10);
+        known.count_references_accepted(0, 4);
+        let referred = |awaited: u64, interruptions| ReferenceOutcome {
             taken_bytes: 4 * PAGE_BYTES,
             refused_bytes: 0,
             awaited_bytes: awaited * PAGE_BYTES,
@@ -404,13 +404,13 @@ mod tests {
         };
         assert_eq!(known.referred(), referred(6, 0));
         known.interrupt();
-        known.refers(0, 3);
+        known.count_references_sent(0, 3);
         assert_eq!(known.referred(), referred(3, 1));
     }
 
     #[test]
     fn pages_that_were_refused_are_not_looked_up_again() {
-        let known = Known::new([4 << 20, 4 << 20], 1, 0, 0);
+        let known = ContentIndex::new([4 << 20, 4 << 20], 1, 0, 0);
         assert_eq!(known.allowed(0, 0), None);
         assert_eq!(known.allowed(2, 0), None);
         known.refuse(1, 1, &ChunkPages::from_range(3..5));

@@ -135,7 +135,7 @@ impl Owed {
 
     /// Begins a round as [`clear_marks`](Self::clear_marks) does. Returns also the pages found in the first `first`
     /// blocks.
-    pub fn clear_marks_and_tell(
+    pub fn clear_marks_and_report(
         mut self,
         log: &mut dyn DirtyLog,
         first: usize,
@@ -197,7 +197,7 @@ impl Cleared {
 
     /// Allows the pages to be read because the guest had been stopped **before** the marks were cleared: QEMU's `stop`
     /// drains by itself, and since then nothing was submitted.
-    pub fn stopped_before(self) -> Readable {
+    pub fn skip_drain(self) -> Readable {
         Readable { owed: self.owed }
     }
 
@@ -226,7 +226,7 @@ pub struct Readable {
 
 /// Boundary at which a part of a round may end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cut {
+pub enum PartBoundary {
     /// After any page: for memory alone.
     Anywhere,
     /// Between clusters (64 KiB) of the images to which arriving disks are written. A hole in two pieces, neither of
@@ -234,7 +234,7 @@ pub enum Cut {
     BetweenClusters,
 }
 
-impl Cut {
+impl PartBoundary {
     /// Returns the first boundary at or after a page.
     fn at_or_behind(self, page: u64) -> u64 {
         match self {
@@ -246,25 +246,25 @@ impl Cut {
 
 /// Position in all blocks, one after the other, at which a part of a round begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct PageCursor {
     block: usize,
     page: u64,
 }
 
-/// Result of [`Readable::part_around`].
+/// Result of [`Readable::part_wrapping`].
 #[derive(Debug)]
-pub struct PartAround {
+pub struct WrappedPart {
     /// The pages of this round.
     pub readable: Readable,
     /// The other pages.
     pub later: Owed,
     /// Position at which the next part begins.
-    pub next: Place,
+    pub next: PageCursor,
     /// True if this part has reached the end of all blocks.
-    pub is_around: bool,
+    pub has_wrapped: bool,
 }
 
-impl Place {
+impl PageCursor {
     /// Creates a position from a page of a block.
     pub fn at(block: u16, page: u64) -> Self {
         Self { block: block.into(), page }
@@ -275,7 +275,12 @@ impl Readable {
     /// Splits off the first `pages` pages from a position on, extended to the next boundary. The others stay owed if
     /// the caller adds them again ([`Owed::take_back`]). Returns also the beginning of the next part; None if this one
     /// reaches the end.
-    pub fn part(mut self, from: Place, pages: u64, cut: Cut) -> (Self, Owed, Option<Place>) {
+    pub fn part(
+        mut self,
+        from: PageCursor,
+        pages: u64,
+        cut: PartBoundary,
+    ) -> (Self, Owed, Option<PageCursor>) {
         let mut later = self.owed.clone();
         let (mut left, mut next) = (pages, None);
         for (number, (now, later)) in self.owed.blocks.iter_mut().zip(&mut later.blocks).enumerate() {
@@ -296,7 +301,7 @@ impl Readable {
             // Without pages of the next part in this block, that part begins here.
             if left == 0 && next.is_none() {
                 end = cut.at_or_behind(end).min(now.pages());
-                next = Some(Place { block: number, page: end });
+                next = Some(PageCursor { block: number, page: end });
             }
             now.clear(0..start);
             now.clear(end..now.pages());
@@ -307,14 +312,19 @@ impl Readable {
 
     /// Splits off `pages` pages from a position on, continuing from the beginning after the end, so that in consecutive
     /// rounds no page waits for ever. The others stay owed if the caller adds them again ([`Owed::take_back`]).
-    pub fn part_around(self, from: Place, pages: u64, cut: Cut) -> PartAround {
+    pub fn part_wrapping(self, from: PageCursor, pages: u64, cut: PartBoundary) -> WrappedPart {
         let (part, later, next) = self.part(from, pages, cut);
         if let Some(next) = next {
-            return PartAround { readable: part, later, next, is_around: false };
+            return WrappedPart { readable: part, later, next, has_wrapped: false };
         }
         let left = pages.saturating_sub(part.pages());
-        let (more, later, next) = Self { owed: later }.part(Place::default(), left, cut);
-        PartAround { readable: part.and(more.owed()), later, next: next.unwrap_or_default(), is_around: true }
+        let (more, later, next) = Self { owed: later }.part(PageCursor::default(), left, cut);
+        WrappedPart {
+            readable: part.and(more.owed()),
+            later,
+            next: next.unwrap_or_default(),
+            has_wrapped: true,
+        }
     }
 
     /// Removes these pages of each block from the round. They stay owed if the caller adds them again
@@ -368,7 +378,7 @@ impl Readable {
 mod tests {
     use super::*;
 
-    const CUTS: [Cut; 2] = [Cut::Anywhere, Cut::BetweenClusters];
+    const CUTS: [PartBoundary; 2] = [PartBoundary::Anywhere, PartBoundary::BetweenClusters];
 
     struct Log(Vec<u64>, bool);
 
@@ -396,8 +406,8 @@ mod tests {
         let whole = Owed { blocks, round: 7 };
         let sizes = [1, 2, 512, 697, 698, 1000, 1688, 1689, u64::MAX];
         for (size, cut) in sizes.into_iter().flat_map(|size| CUTS.map(|cut| (size, cut))) {
-            let unit = if cut == Cut::Anywhere { 1 } else { 16 };
-            let (mut owed, mut from) = (whole.clone(), Some(Place::default()));
+            let unit = if cut == PartBoundary::Anywhere { 1 } else { 16 };
+            let (mut owed, mut from) = (whole.clone(), Some(PageCursor::default()));
             let mut sent = Owed {
                 blocks: owed.blocks.iter().map(|b| DirtyBitmap::new(b.pages() * 4096)).collect(),
                 round: 7,
@@ -415,8 +425,9 @@ mod tests {
             assert_eq!((count, &sent, owed.pages()), (whole.pages(), &whole, 0), "{size}");
         }
         // Pages before the position have to wait.
-        let from = Place { block: 2, page: 600 };
-        let (part, later, next) = Readable { owed: whole.clone() }.part(from, u64::MAX, Cut::Anywhere);
+        let from = PageCursor { block: 2, page: 600 };
+        let (part, later, next) =
+            Readable { owed: whole.clone() }.part(from, u64::MAX, PartBoundary::Anywhere);
         assert_eq!((part.pages(), later.pages(), next), (900, whole.pages() - 900, None));
     }
 
@@ -431,20 +442,21 @@ mod tests {
             [(400, 400, false), (400, 800, false), (408, 208, true), (400, 608, false), (408, 16, true)],
         ];
         for (cut, expected) in CUTS.into_iter().zip(expected) {
-            let (mut owed, mut place) = (Owed { blocks: vec![block.clone()], round: 7 }, Place::default());
+            let (mut owed, mut place) =
+                (Owed { blocks: vec![block.clone()], round: 7 }, PageCursor::default());
             let parts = expected.map(|_| {
-                let around = Readable { owed: owed.clone() }.part_around(place, 400, cut);
+                let around = Readable { owed: owed.clone() }.part_wrapping(place, 400, cut);
                 let pages = around.readable.pages();
                 assert_eq!(pages + around.later.pages(), 1000);
                 // The guest writes all of them again.
                 owed = around.readable.give_up();
                 owed.take_back(&around.later);
                 place = around.next;
-                (pages, around.next.page, around.is_around)
+                (pages, around.next.page, around.has_wrapped)
             });
             assert_eq!(parts, expected);
-            let all = Readable { owed }.part_around(place, 2000, cut);
-            assert_eq!((all.readable.pages(), all.later.pages(), all.is_around), (1000, 0, true));
+            let all = Readable { owed }.part_wrapping(place, 2000, cut);
+            assert_eq!((all.readable.pages(), all.later.pages(), all.has_wrapped), (1000, 0, true));
         }
     }
 
@@ -469,11 +481,11 @@ mod tests {
         let nothing = Owed { blocks: vec![DirtyBitmap::new(1 << 20)], round: 3 };
         let failed = nothing.clear_marks(&mut Log(vec![1, 5], true)).unwrap_err();
         assert_eq!(failed.owed.pages(), 2);
-        let told = failed.owed.clone().clear_marks_and_tell(&mut Log(vec![1, 9], true), 1).unwrap_err();
-        assert_eq!(told.owed.pages(), 3);
-        let told = failed.owed.clone().clear_marks_and_tell(&mut Log(vec![1, 9], false), 0).unwrap();
-        assert_eq!((told.0.pages(), told.1.len()), (3, 0));
-        let (cleared, found) = failed.owed.clear_marks_and_tell(&mut Log(vec![7], false), 9).unwrap();
+        let reported = failed.owed.clone().clear_marks_and_report(&mut Log(vec![1, 9], true), 1).unwrap_err();
+        assert_eq!(reported.owed.pages(), 3);
+        let reported = failed.owed.clone().clear_marks_and_report(&mut Log(vec![1, 9], false), 0).unwrap();
+        assert_eq!((reported.0.pages(), reported.1.len()), (3, 0));
+        let (cleared, found) = failed.owed.clear_marks_and_report(&mut Log(vec![7], false), 9).unwrap();
         assert_eq!((cleared.pages(), cleared.scan().pages), (3, 1));
         assert!(found[0].count() == 1 && found[0].contains(7));
         let failed = cleared.drain(|| Err(std::io::Error::from(std::io::ErrorKind::TimedOut))).unwrap_err();

@@ -2,7 +2,7 @@
 //!
 //! # Condition for leaving a page out
 //!
-//! The guest is asked after the marks of a round were cleared ([`Soft::begin`], after
+//! The guest is asked after the marks of a round were cleared ([`SoftPageSet::begin`], after
 //! [`Owed::clear_marks`](crate::Owed::clear_marks)). A page that it reports as free was so at some moment after that.
 //! If the page was written after that moment, it has a mark. If not, its content is unobserved: software that allocates
 //! a free page writes it first.
@@ -12,7 +12,7 @@
 //!
 //! An answer may take as long as several rounds. Pages that scans have found since the request count as not free,
 //! whatever the answer reports. When the answer is complete, the pages that it does not name stop being free, too
-//! ([`Soft::end_answer`]): pages about which the guest was wrong, and which have not been sent by then, are sent.
+//! ([`SoftPageSet::end_answer`]): pages about which the guest was wrong, and which have not been sent by then, are sent.
 //!
 //! A soft page is not simply omitted but sent as a hole, which costs next to nothing and becomes zeros at the
 //! destination: a kernel that fills freed pages with zeros, and relies on that, finds zeros. A kernel that fills them
@@ -22,7 +22,7 @@
 //!
 //! # Page cache
 //!
-//! Clean page cache is in use, but the guest can give it back. It is put off ([`Soft::cache`], [`Readable::without`])
+//! Clean page cache is in use, but the guest can give it back. It is put off ([`SoftPageSet::cache`], [`Readable::without`])
 //! and stays owed. Before the stop the guest is asked to give it back, and a round sends the pages that were put off:
 //! pages free by then as holes, all others as they are.
 //!
@@ -37,9 +37,9 @@ use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
 /// Free page hints of the guest, shared by all streams and the thread that requests them.
-pub struct Soft(Mutex<State>);
+pub struct SoftPageSet(Mutex<HintState>);
 
-struct State {
+struct HintState {
     /// Number of the awaited answer. The remainder of an earlier answer does not count, because the pages written since
     /// its request are unknown.
     answer: u64,
@@ -55,7 +55,7 @@ struct State {
     left_out: Vec<DirtyBitmap>,
 }
 
-impl Soft {
+impl SoftPageSet {
     /// Creates an empty set. `block_bytes` are the lengths of the first blocks of a migration; no page of other blocks
     /// is left out.
     pub fn new(block_bytes: impl IntoIterator<Item = u64>) -> Self {
@@ -63,7 +63,7 @@ impl Soft {
         // A random start: an answer requested in another migration may still be under way in the guest, and arrive with
         // it.
         let answer = RandomState::new().hash_one(none.len());
-        Self(Mutex::new(State {
+        Self(Mutex::new(HintState {
             answer,
             has_ended: false,
             free: none.clone(),
@@ -78,7 +78,7 @@ impl Soft {
     /// earlier answer does not count, nor does any page cache that it has named.
     pub fn begin(&self) -> u64 {
         let mut state = lock(&self.0);
-        let State { answer, named, written, cache, .. } = &mut *state;
+        let HintState { answer, named, written, cache, .. } = &mut *state;
         named.iter_mut().chain(written).chain(cache).for_each(DirtyBitmap::clear_all);
         *answer = answer.wrapping_add(1);
         *answer
@@ -88,7 +88,7 @@ impl Soft {
     /// memory's marks has to report them here ([`TrackedRam::tell`](crate::TrackedRam::tell)).
     pub(crate) fn written(&self, block: usize, found: &DirtyBitmap) {
         let mut state = lock(&self.0);
-        let State { has_ended: false, free, written, .. } = &mut *state else { return };
+        let HintState { has_ended: false, free, written, .. } = &mut *state else { return };
         if let Some((free, written)) = free.get_mut(block).zip(written.get_mut(block)) {
             free.remove(found);
             written.insert(found);
@@ -101,7 +101,7 @@ impl Soft {
         if state.answer != answer || state.has_ended || block >= state.free.len() {
             return;
         }
-        let State { free, named, written, .. } = &mut *state;
+        let HintState { free, named, written, .. } = &mut *state;
         let pages = within(pages, &free[block]);
         named[block].set(pages.clone());
         free[block].set(pages.clone());
@@ -125,7 +125,7 @@ impl Soft {
         let mut state = lock(&self.0);
         let is_waited_for = state.answer == answer;
         if is_waited_for {
-            let State { free, named, .. } = &mut *state;
+            let HintState { free, named, .. } = &mut *state;
             free.iter_mut().zip(named).for_each(|(free, named)| free.retain(named));
         }
         is_waited_for
@@ -135,7 +135,7 @@ impl Soft {
     pub fn forget(&self) {
         let mut state = lock(&self.0);
         state.answer = state.answer.wrapping_add(1);
-        let State { free, cache, .. } = &mut *state;
+        let HintState { free, cache, .. } = &mut *state;
         free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
     }
 
@@ -152,10 +152,10 @@ impl Soft {
     }
 
     /// Returns how many of these pages are free.
-    pub fn free_of(&self, pages: &[DirtyBitmap]) -> u64 {
+    pub fn count_free(&self, pages: &[DirtyBitmap]) -> u64 {
         let state = lock(&self.0);
         let both = |(free, pages): (&DirtyBitmap, &DirtyBitmap)| {
-            pages.dirty_chunks().map(|chunk| pages.chunk(chunk).count_both(&free.chunk(chunk))).sum::<u64>()
+            pages.dirty_chunks().map(|chunk| pages.chunk(chunk).count_common(&free.chunk(chunk))).sum::<u64>()
         };
         state.free.iter().zip(pages).map(both).sum()
     }
@@ -191,7 +191,7 @@ fn within(pages: Range<u64>, block: &DirtyBitmap) -> Range<u64> {
     pages.start.min(end)..end
 }
 
-impl fmt::Debug for Soft {
+impl fmt::Debug for SoftPageSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (free, cache) = self.pages();
         f.debug_struct("Soft").field("free", &free).field("cache", &cache).finish_non_exhaustive()
@@ -204,14 +204,14 @@ mod tests {
 
     const CHUNK: u64 = 2 << 20;
 
-    fn look(soft: &Soft, found: Range<u64>) {
+    fn look(soft: &SoftPageSet, found: Range<u64>) {
         let mut these = DirtyBitmap::new(2 * CHUNK);
         these.set(found);
         soft.written(0, &these);
     }
 
     /// Returns true if exactly these pages are free.
-    fn is_free(soft: &Soft, pages: &[Range<u64>]) -> bool {
+    fn is_free(soft: &SoftPageSet, pages: &[Range<u64>]) -> bool {
         let mut these = DirtyBitmap::new(2 * CHUNK);
         for pages in pages {
             these.set(pages.clone());
@@ -220,15 +220,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_free_is_so_until_a_look_finds_it_written() {
-        let soft = Soft::new([2 * CHUNK]);
+    fn free_pages_stay_free_until_a_scan_finds_them_written() {
+        let soft = SoftPageSet::new([2 * CHUNK]);
         let first = soft.begin();
         soft.add_free(first, 0, 500..520);
         soft.add_cache(first, 0, 7..9);
         assert_eq!((soft.pages(), soft.chunk(0, 0).count(), soft.chunk(0, 1).count()), ((20, 2), 12, 8));
         let mut some = DirtyBitmap::new(2 * CHUNK);
         some.set(510..600);
-        assert_eq!(soft.free_of(&[some]), 10);
+        assert_eq!(soft.count_free(&[some]), 10);
         look(&soft, 505..507);
         assert!(is_free(&soft, &[500..505, 507..520]));
         // The guest's report about them may be older than the writes to them.
@@ -253,13 +253,13 @@ mod tests {
 
     #[test]
     fn no_two_migrations_ask_for_the_same_answer() {
-        let first = || Soft::new([CHUNK]).begin();
+        let first = || SoftPageSet::new([CHUNK]).begin();
         assert_ne!(first(), first());
     }
 
     #[test]
     fn a_guest_may_say_anything() {
-        let soft = Soft::new([CHUNK]);
+        let soft = SoftPageSet::new([CHUNK]);
         let answer = soft.begin();
         soft.add_free(answer, 0, 510..u64::MAX);
         soft.add_free(answer, 0, u64::MAX - 1..u64::MAX);
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn while_the_guest_stands_still_nothing_is_left_out() {
-        let soft = Soft::new([CHUNK]);
+        let soft = SoftPageSet::new([CHUNK]);
         let answer = soft.begin();
         soft.add_free(answer, 0, 0..9);
         soft.end();
@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn what_was_left_out_is_so_until_it_is_sent() {
-        let soft = Soft::new([CHUNK]);
+        let soft = SoftPageSet::new([CHUNK]);
         let pages = |range| ChunkPages::from_range(range);
         soft.sent(0, 0, &pages(0..100), &pages(10..50));
         soft.sent(0, 0, &pages(20..30), &ChunkPages::EMPTY);

@@ -9,7 +9,7 @@ use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 use crate::dirty::DirtyBitmap;
 use crate::ram::{DropWatch, RamError, RamRegion, drop_watches};
 use crate::round::{DirtyLog, ScanError, ScanStats};
-use crate::soft::Soft;
+use crate::soft::SoftPageSet;
 
 /// Error of tracking writes to RAM.
 #[derive(Debug, thiserror::Error)]
@@ -33,7 +33,7 @@ pub struct TrackedRam {
     compared: bool,
     blocks: Vec<TrackedBlock>,
     /// Free page hints, which have to learn of written pages.
-    soft: Option<Arc<Soft>>,
+    soft: Option<Arc<SoftPageSet>>,
     /// Reused.
     found: Vec<AddressRange>,
 }
@@ -94,13 +94,13 @@ impl TrackedRam {
     /// all of shared memory, which needs about 0.2 s for a GiB: a page that was given back and read again before a scan
     /// keeps its old contents at the destination. The guest expects nothing of such a page, but a comparison finds the
     /// difference.
-    pub fn will_be_compared(&mut self) {
+    pub fn announce_comparison(&mut self) {
         self.compared = true;
     }
 
     /// Reports all pages found written to `soft` from now on, in the order of the regions. Has to be called before any
     /// page is left out, because these marks cannot be obtained in another way.
-    pub fn tell(&mut self, soft: Arc<Soft>) {
+    pub fn report_to(&mut self, soft: Arc<SoftPageSet>) {
         self.soft = Some(soft);
     }
 

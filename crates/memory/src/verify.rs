@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_told() {
+    fn unreadable_memory_is_an_error() {
         let nowhere = Block { name: "pc.ram".into(), bytes: 4096, address: 4096 };
         let error = hash_block(std::process::id(), &nowhere, 2).unwrap_err();
         assert_eq!((error.block.as_str(), error.address), ("pc.ram", 4096));

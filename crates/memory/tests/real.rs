@@ -16,8 +16,8 @@ use proto::Generation;
 use tracee::{AddressRange, Pagemap, RamFile, maps};
 use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
 use whimbrel_memory::{
-    Cleared, DataStream, DirtyLog, Owed, Receiver, Sender, Soft, SourceRam, TrackedRam, open_destination,
-    open_source,
+    Cleared, DataStream, DirtyLog, Owed, Receiver, Sender, SoftPageSet, SourceRam, TrackedRam,
+    open_destination, open_source,
 };
 
 const MIB: u64 = 1 << 20;
@@ -102,7 +102,7 @@ impl Move {
     /// Runs the last round, with the source stopped.
     fn last_round(&mut self, sender: Sender, owed: Owed) {
         self.source.freeze();
-        let readable = self.clear(owed).stopped_before();
+        let readable = self.clear(owed).skip_drain();
         let sent = sender.send_round(readable).unwrap();
         assert_eq!(sent.owed.pages(), 0);
         assert_eq!(self.receiver.completed_round(), sent.stats.round);
@@ -275,7 +275,7 @@ fn pages_given_back_and_read_again_are_zero_there_too() {
         let owed = cleared.give_up();
         it.source.order(&format!("drop {} {}", 23 * MIB, 3 * MIB));
         it.source.order(&format!("read {} {}", 25 * MIB, 3 * MIB));
-        it.log.will_be_compared();
+        it.log.announce_comparison();
         it.last_round(sender, owed);
         it.assert_equal();
     }
@@ -415,8 +415,8 @@ fn pages_are_counted_as_they_are_found() {
     let uffd = injector().create_userfaultfd(&source.process).unwrap();
     let mut log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
     let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::DirtyBitmap::new(one.bytes)).collect();
-    let soft = Arc::new(Soft::new(regions.iter().map(|one| one.bytes)));
-    log.tell(Arc::clone(&soft));
+    let soft = Arc::new(SoftPageSet::new(regions.iter().map(|one| one.bytes)));
+    log.report_to(Arc::clone(&soft));
     assert_eq!(log.take(&mut into).unwrap().pages, 0);
     let answer = soft.begin();
     soft.add_free(answer, 0, 0..3);

@@ -23,7 +23,7 @@ fn daemon(world: &World) -> Arc<Daemon> {
 }
 
 /// Serves peers.
-fn serve(daemon: &Arc<Daemon>) -> (Serving, SocketAddr) {
+fn serve(daemon: &Arc<Daemon>) -> (ListenerHandle, SocketAddr) {
     let listener = Listener::bind(endpoint("a"), "127.0.0.1:0").unwrap();
     let address = listener.address();
     let daemon = Arc::clone(daemon);

@@ -18,7 +18,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use ::memory::ram::{RamError, RamRegion};
-use ::memory::{Awaited, BlockWriter, DirtyBitmap, Ledger, Switch, TakesAway, decode_set, encode_set};
+use ::memory::{
+    BlockWriter, DirtyBitmap, DiscardMethod, Ledger, MissingPages, WriterSwitch, decode_set, encode_set,
+};
 use link::{Connection, Handle, Incoming, LinkError, Reader, Writer};
 use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
 use proto::limits::{BLOB_BYTES, CHUNK_BYTES, MISSING_PAGES_BYTES, PAGE_BYTES, REQUESTED_PAGES};
@@ -29,7 +31,7 @@ use tracing::{info, warn};
 
 use super::arriving::Arriving;
 use super::inbox::{Mailbox, Notice};
-use super::taking::{TakenAway, are_away, runs_of, take_away};
+use super::taking::{TakenAway, are_away, discard_range, runs_of};
 use super::untrusted::Untrusted;
 use crate::context::Context;
 use crate::ram::{self, KeptRegion};
@@ -143,7 +145,7 @@ impl AwaitedTrace {
 
 /// Pages that are still to arrive.
 pub(super) struct Awaiting {
-    pages: Arc<Awaited<PageFaultHandler>>,
+    pages: Arc<MissingPages<PageFaultHandler>>,
     trace: AwaitedTrace,
     stream: Arc<PageStream>,
     /// The thread that reads page faults; it ends when this socket closes.
@@ -160,11 +162,12 @@ pub(super) fn try_out(
     if longest_list(writers.iter().map(|writer| writer.bytes())) > MISSING_PAGES_BYTES {
         return Err(AwaitError::TooMuch);
     }
-    let is_fixed = |writer: &dyn BlockWriter| writer.is_ram() && writer.takes_away() == TakesAway::Never;
+    let is_fixed =
+        |writer: &dyn BlockWriter| writer.is_ram() && writer.discard_method() == DiscardMethod::Never;
     if let Some(writer) = writers.iter().find(|writer| is_fixed(&***writer)) {
         return Err(AwaitError::Block(writer.name().to_owned()));
     }
-    if writers.iter().any(|writer| writer.takes_away() == TakesAway::FromOutside) {
+    if writers.iter().any(|writer| writer.discard_method() == DiscardMethod::FromOutside) {
         let says = std::fs::read_to_string(SHARED_HUGE_PAGES).unwrap_or_default();
         let chosen = says.split(['[', ']']).nth(1).unwrap_or("never");
         if ["always", "within_size", "force"].contains(&chosen) {
@@ -203,7 +206,7 @@ impl Awaiting {
     pub(super) fn begin(
         context: &Context,
         vm: &Arriving,
-        (writers, switch): (&[Box<dyn BlockWriter>], &Switch),
+        (writers, switch): (&[Box<dyn BlockWriter>], &WriterSwitch),
         set: &[u8],
         taken: &TakenAway,
         mailbox: &Mailbox,
@@ -224,7 +227,7 @@ impl Awaiting {
         let ledger = Ledger::create(&trace.ledger, &awaited)?;
         keep(&trace)?;
         let placer = PageFaultHandler::begin(&vm.process, here, &ranges(&regions))?;
-        take_away(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
+        discard_range(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
         are_away((&regions, writers), runs_of(&awaited))?;
         let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;
         switch.switch(this.pages.writers());
@@ -259,9 +262,10 @@ impl Awaiting {
         let notices = mailbox.clone();
         // The driver may wait for this thread, so the notice is dropped if the inbox is full; the driver also checks by
         // itself.
-        let tell = move || notices.try_put(Notice::Awaited);
+        let tell = move || notices.try_put(Notice::MissingPages);
         let places_zeros: Vec<_> = trace.regions.iter().map(|region| region.places_zeros).collect();
-        let pages = Awaited::new(placer, regions, awaited, tell).kept_in(ledger).placing_zeros(places_zeros);
+        let pages =
+            MissingPages::new(placer, regions, awaited, tell).with_ledger(ledger).placing_zeros(places_zeros);
         let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
         let stream = Arc::new(PageStream::default());
         let (end, ended) = UnixStream::pair()?;
@@ -311,7 +315,7 @@ impl Awaiting {
         let placing =
             thread::Builder::new().name("place".to_owned()).spawn(place).map_err(LinkError::Lost)?;
         self.stream.replace(Some(Connected { writer, handle, placing }));
-        self.stream.ask(&self.pages.asked());
+        self.stream.ask(&self.pages.requested());
         Ok(())
     }
 
@@ -342,7 +346,7 @@ fn ranges(regions: &[RamRegion]) -> Vec<AddressRange> {
 
 /// Requests pages that threads wait for, until the other end of `ended` is closed.
 fn hear(
-    pages: &Awaited<PageFaultHandler>,
+    pages: &MissingPages<PageFaultHandler>,
     stream: &PageStream,
     ended: &UnixStream,
 ) -> Result<(), PageFaultError> {
@@ -350,7 +354,7 @@ fn hear(
     while pages.placer().wait(ended, &mut found)? {
         let (mut wanted, mut again) = (Vec::new(), Vec::new());
         for address in found.drain(..) {
-            match pages.touched(address) {
+            match pages.handle_fault(address) {
                 Ok(page) => wanted.extend(page),
                 Err(PageFaultError::Ended) => return Ok(()),
                 Err(error) => {

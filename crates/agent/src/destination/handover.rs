@@ -177,7 +177,7 @@ impl Driver {
             }
             Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
             // These belong to a replaced generation, or are checked in any case before the next notice.
-            Notice::Broken { .. } | Notice::PageStream { .. } | Notice::Awaited => {}
+            Notice::Broken { .. } | Notice::PageStream { .. } | Notice::MissingPages => {}
             Notice::StorageFailed { error } => self.fail(&error),
         }
     }

@@ -70,7 +70,7 @@ pub(crate) enum Notice {
         error: String,
     },
     /// The last missing page was placed, or a page was present before it arrived.
-    Awaited,
+    MissingPages,
     /// A data stream of a generation failed in a way that new connections do not mend.
     Broken {
         /// The generation.

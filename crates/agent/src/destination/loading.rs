@@ -25,7 +25,7 @@ pub(super) enum Coming {
     /// Pages that are to be discarded, because they will be missing when the guest runs.
     TakenAway,
     /// Pages that are missing when the guest runs.
-    Awaited,
+    MissingPages,
     /// The state of the guest's devices.
     Devices,
 }
@@ -99,7 +99,7 @@ impl Driver {
         if bytes > proto::limits::DEVICE_STATE_BYTES {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
         }
-        let is_of_pages = matches!(what, Coming::TakenAway | Coming::Awaited);
+        let is_of_pages = matches!(what, Coming::TakenAway | Coming::MissingPages);
         if is_of_pages && (bytes == 0 || self.awaiting.is_some() || !self.proposal.post_copy) {
             return self.fail("the source names pages to come where there can be none");
         }
@@ -119,7 +119,7 @@ impl Driver {
         }
         match coming.what {
             Coming::TakenAway => self.take_away(&coming.received),
-            Coming::Awaited => self.await_pages(&coming.received),
+            Coming::MissingPages => self.await_pages(&coming.received),
             Coming::Devices => self.load(&coming.received, digest),
         }
     }

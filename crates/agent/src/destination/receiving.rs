@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{
-    BlockWriter, DataStream, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent,
-    ReceiverHandle, Switch,
+    AcceptedReductions, BlockWriter, DataStream, DestinationRam, Discardable, ReceiveError, Receiver,
+    ReceiverEvent, ReceiverHandle, WriterSwitch,
 };
 use proto::message::Proposal;
 use proto::{Generation, MigrationId};
@@ -36,7 +36,7 @@ pub(crate) struct Receiving {
     /// The blocks that are written.
     ram: DestinationRam,
     /// Switches the writers to placement of pages, once the guest may run.
-    switch: Switch,
+    switch: WriterSwitch,
     /// Templates to which the source may refer.
     told: Arc<Told>,
     /// Watch of the pool of the disks, until all of their content has arrived.
@@ -54,7 +54,7 @@ impl Receiving {
         images: &Images,
         mailbox: Mailbox,
     ) -> Result<Self, ArriveError> {
-        let switch = Switch::default();
+        let switch = WriterSwitch::default();
         let ram = switch.before(crate::ram::destination(&vm.process, &vm.blocks)?);
         let ram: DestinationRam = ram.into_iter().chain(images.writers()).collect();
         let giver = Giver::new(context, vm)?;
@@ -64,7 +64,7 @@ impl Receiving {
         let shared = shared_with_source(proposal);
         let told = Arc::new(Told::new(vm.traces.directory.clone(), patience, shared));
         let templates = Arc::clone(&told);
-        let presumed = Presumed { templates: Some(templates), delta_seed: proposal.delta_seed };
+        let presumed = AcceptedReductions { templates: Some(templates), delta_seed: proposal.delta_seed };
         let (switched, streams) = (switch.clone(), proposal.streams);
         let referred = Arc::clone(&told);
         let corrupt = CorruptFrames::default();
@@ -88,7 +88,7 @@ impl Receiving {
                 tell_of_end(&notices, &corrupt, generation, stream, &cause);
             }
         };
-        let receiver = Receiver::presuming(Arc::clone(&ram), presumed, streams, observer);
+        let receiver = Receiver::with_reductions(Arc::clone(&ram), presumed, streams, observer);
         let (receiver, context) = (Arc::new(Mutex::new(receiver)), Arc::clone(context));
         let has_page_stream = proposal.post_copy;
         let watch = Mutex::new(watch_pool(&context, images, &mailbox)?);
@@ -112,13 +112,13 @@ impl Receiving {
         };
         let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
         let told = Arc::new(Told::new(PathBuf::new(), Duration::ZERO, Vec::new()));
-        let (context, switch) = (Arc::clone(context), Switch::default());
+        let (context, switch) = (Arc::clone(context), WriterSwitch::default());
         let (has_page_stream, watch) = (true, Mutex::default());
         Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told, watch }
     }
 
     /// Returns the blocks that are written, disks last, and the switch to placement.
-    pub(super) fn blocks(&self) -> (&[Box<dyn BlockWriter>], &Switch) {
+    pub(super) fn blocks(&self) -> (&[Box<dyn BlockWriter>], &WriterSwitch) {
         (&self.ram, &self.switch)
     }
 

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use ::memory::ram::{RamError, RamRegion};
-use ::memory::{BlockWriter, DirtyBitmap, TakesAway, decode_chunks};
+use ::memory::{BlockWriter, DirtyBitmap, DiscardMethod, decode_chunks};
 use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
 use tracee::{AddressRange, Injector, Process};
 
@@ -44,7 +44,7 @@ impl TakenAway {
             let first = chunk * CHUNK_PAGES;
             runs.extend(pages.runs().map(|run| (block, first + run.start..first + run.end)));
         }
-        take_away(injector, &vm.process, (&regions, writers), runs)
+        discard_range(injector, &vm.process, (&regions, writers), runs)
     }
 
     /// Forgets the discarded pages: the source sends all of memory again, in rounds or after the guest.
@@ -72,7 +72,7 @@ pub(super) fn runs_of(pages: &[DirtyBitmap]) -> impl Iterator<Item = Run> + '_ {
 }
 
 /// Discards those of these pages, in ascending order, that are present.
-pub(super) fn take_away(
+pub(super) fn discard_range(
     injector: &Injector,
     process: &Process,
     (regions, writers): Blocks<'_>,
@@ -80,13 +80,13 @@ pub(super) fn take_away(
 ) -> Result<(), AwaitError> {
     let (of_process, of_files) = by_way(writers, runs);
     for (block, run) in of_files {
-        writers[block].take_away(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
+        writers[block].discard_range(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
     }
-    let there = there(writers, &of_process)?.into_iter().map(|(block, bytes)| {
+    let mapped_ranges = mapped_ranges(writers, &of_process)?.into_iter().map(|(block, bytes)| {
         let at = |offset| regions[block].address + offset;
         AddressRange::new(at(bytes.start), at(bytes.end))
     });
-    let discarded: Vec<_> = there.collect();
+    let discarded: Vec<_> = mapped_ranges.collect();
     if !discarded.is_empty() {
         injector.discard(process, &discarded)?;
     }
@@ -99,10 +99,10 @@ pub(super) fn are_away(
     runs: impl IntoIterator<Item = Run>,
 ) -> Result<(), AwaitError> {
     let (of_process, of_files) = by_way(writers, runs);
-    let mut first = there(writers, &of_process)?.first().map(|(block, bytes)| (*block, bytes.start));
+    let mut first = mapped_ranges(writers, &of_process)?.first().map(|(block, bytes)| (*block, bytes.start));
     for (block, run) in of_files {
         if first.is_none() {
-            let offset = writers[block].first_there(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
+            let offset = writers[block].first_mapped(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
             first = offset.map(|offset| (block, offset));
         }
     }
@@ -113,16 +113,16 @@ pub(super) fn are_away(
 
 /// Splits the runs into those that QEMU itself has to discard, and the others.
 fn by_way(writers: &[Box<dyn BlockWriter>], runs: impl IntoIterator<Item = Run>) -> (Vec<Run>, Vec<Run>) {
-    runs.into_iter().partition(|(block, _)| writers[*block].takes_away() == TakesAway::ByProcess)
+    runs.into_iter().partition(|(block, _)| writers[*block].discard_method() == DiscardMethod::ByProcess)
 }
 
 /// Returns the present parts of these pages, in bytes of their blocks.
-fn there(writers: &[Box<dyn BlockWriter>], runs: &[Run]) -> Result<Vec<Run>, RamError> {
+fn mapped_ranges(writers: &[Box<dyn BlockWriter>], runs: &[Run]) -> Result<Vec<Run>, RamError> {
     let mut found = Vec::new();
     for (block, close) in close_together(runs) {
         let (first, last) = (&close[0].1, &close[close.len() - 1].1);
-        let there = writers[block].there(first.start * PAGE_BYTES..last.end * PAGE_BYTES)?;
-        let both = close.iter().flat_map(|(_, run)| common(run, &there));
+        let mapped_ranges = writers[block].mapped_ranges(first.start * PAGE_BYTES..last.end * PAGE_BYTES)?;
+        let both = close.iter().flat_map(|(_, run)| common(run, &mapped_ranges));
         found.extend(both.map(|bytes| (block, bytes)));
     }
     Ok(found)
@@ -140,10 +140,13 @@ fn close_together(runs: &[Run]) -> impl Iterator<Item = (usize, &[Run])> {
 }
 
 /// Returns the parts of a run of pages that are in these ascending ranges of bytes.
-fn common<'a>(run: &Range<u64>, there: &'a [Range<u64>]) -> impl Iterator<Item = Range<u64>> + use<'a> {
+fn common<'a>(
+    run: &Range<u64>,
+    mapped_ranges: &'a [Range<u64>],
+) -> impl Iterator<Item = Range<u64>> + use<'a> {
     let bytes = run.start * PAGE_BYTES..run.end * PAGE_BYTES;
-    let from = there.partition_point(|part| part.end <= bytes.start);
-    there[from..]
+    let from = mapped_ranges.partition_point(|part| part.end <= bytes.start);
+    mapped_ranges[from..]
         .iter()
         .take_while(move |part| part.start < bytes.end)
         .map(move |part| part.start.max(bytes.start)..part.end.min(bytes.end))
@@ -193,8 +196,8 @@ mod tests {
     #[test]
     fn what_is_there_of_a_run_is_what_both_have() {
         let page = |pages: Range<u64>| pages.start * PAGE_BYTES..pages.end * PAGE_BYTES;
-        let there = [page(0..2), page(4..6), page(8..20)];
-        let both = |run: Range<u64>| common(&run, &there).collect::<Vec<_>>();
+        let mapped_ranges = [page(0..2), page(4..6), page(8..20)];
+        let both = |run: Range<u64>| common(&run, &mapped_ranges).collect::<Vec<_>>();
         assert_eq!(both(1..9), [page(1..2), page(4..6), page(8..9)]);
         assert_eq!(both(2..4), []);
         assert_eq!(both(10..12), vec![page(10..12)]);

@@ -203,7 +203,7 @@ impl BlockWriter for CopiedDisk {
         &self.served.name
     }
 
-    fn what(&self) -> String {
+    fn description(&self) -> String {
         called(&self.served.name)
     }
 

@@ -65,7 +65,7 @@ impl BlockReader for LeavingDisk {
         &self.0.name
     }
 
-    fn what(&self) -> String {
+    fn description(&self) -> String {
         called(&self.0.name)
     }
 

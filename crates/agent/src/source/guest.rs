@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::Soft;
+use ::memory::SoftPageSet;
 use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Question, VERSION};
 use proto::limits::PAGE_BYTES;
 use qemu::ram::GuestMapping;
@@ -26,7 +26,7 @@ const NOTE_CHARS: usize = 300;
 pub(super) struct Guest {
     desk: Arc<Desk>,
     connection: UnixStream,
-    soft: Arc<Soft>,
+    soft: Arc<SoftPageSet>,
     cache: Cache,
 }
 
@@ -102,7 +102,7 @@ impl Guest {
     pub(super) fn new(
         connection: UnixStream,
         seen: Vec<GuestMapping>,
-        soft: Arc<Soft>,
+        soft: Arc<SoftPageSet>,
         cache: Cache,
         patience: Duration,
     ) -> io::Result<Self> {
@@ -183,7 +183,7 @@ struct Asking {
     connection: UnixStream,
     lines: BufReader<UnixStream>,
     seen: Vec<GuestMapping>,
-    soft: Arc<Soft>,
+    soft: Arc<SoftPageSet>,
     desk: Arc<Desk>,
     patience: Duration,
 }

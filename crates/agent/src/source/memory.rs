@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use ::memory::ram::RamError;
 use ::memory::{
-    Deltas, DirtyBitmap, DirtyLog, Known, Owed, Packing, RoundStats, Saving, ScanError, ScanStats, Soft,
-    SourceRam, TrackedRam,
+    ContentIndex, Deltas, DirtyBitmap, DirtyLog, Owed, Packing, Reductions, RoundStats, ScanError, ScanStats,
+    SoftPageSet, SourceRam, TrackedRam,
 };
 use block::nbd::NbdError;
 use engine::precopy::{
@@ -75,7 +75,7 @@ pub(crate) struct Cargo {
     /// Throttle of writes to the disks, if they are to be capped.
     throttling: Option<Throttling>,
     /// Reductions of the data that is sent.
-    saving: Saving,
+    saving: Reductions,
 }
 
 impl Cargo {
@@ -101,7 +101,7 @@ impl Cargo {
             ram: None,
             disks: log,
             throttling,
-            saving: Saving::default(),
+            saving: Reductions::default(),
         })
     }
 
@@ -110,12 +110,12 @@ impl Cargo {
     }
 
     /// Sends page references from here on for content that the destination already has.
-    pub(crate) fn refer_to(&mut self, known: Known) {
+    pub(crate) fn refer_to(&mut self, known: ContentIndex) {
         self.saving.known = Some(Arc::new(known));
     }
 
     /// Returns the index of content that the destination is known to have.
-    pub(crate) fn known(&self) -> Option<Arc<Known>> {
+    pub(crate) fn known(&self) -> Option<Arc<ContentIndex>> {
         self.saving.known.clone()
     }
 
@@ -148,7 +148,7 @@ impl Cargo {
     /// Forgets the known versions of these pages of memory at the destination.
     pub(crate) fn withdraw_marks(&self, pages: &[::memory::DirtyBitmap]) {
         if let Some(deltas) = &self.saving.deltas {
-            deltas.withdraw(pages);
+            deltas.forget_discarded(pages);
         }
     }
 
@@ -166,13 +166,13 @@ impl Cargo {
 
     /// Leaves out pages from here on that the guest reports as unused. The caller calls this before memory is added,
     /// because the log of memory has to report which of these pages are used again.
-    pub(crate) fn leave_out(&mut self, soft: Arc<Soft>) {
+    pub(crate) fn leave_out(&mut self, soft: Arc<SoftPageSet>) {
         debug_assert!(self.ram.is_none(), "its log tells nobody");
         self.saving.soft = Some(soft);
     }
 
     /// Returns the guest's free page hints, if pages may be left out.
-    pub(crate) fn soft(&self) -> Option<Arc<Soft>> {
+    pub(crate) fn soft(&self) -> Option<Arc<SoftPageSet>> {
         self.saving.soft.clone()
     }
 
@@ -189,7 +189,7 @@ impl Cargo {
         self.saving.soft.as_ref().map_or_else(Vec::new, |soft| soft.left_out())
     }
 
-    pub(crate) fn saving(&self) -> Saving {
+    pub(crate) fn saving(&self) -> Reductions {
         self.saving.clone()
     }
 
@@ -260,7 +260,7 @@ impl Cargo {
     /// Makes memory part of every round from here on; all of memory is owed.
     pub(crate) fn add_memory(&mut self, mut tracked: TrackedRam, owed: &mut Owed) {
         if let Some(soft) = &self.saving.soft {
-            tracked.tell(Arc::clone(soft));
+            tracked.report_to(Arc::clone(soft));
         }
         self.ram = Some(tracked);
         owed.add_all(0..self.ram_bytes.len());
@@ -268,9 +268,9 @@ impl Cargo {
 
     /// Announces that the stopped guest will be compared: the next scan also finds pages that were given back and read
     /// again.
-    pub(crate) fn will_be_compared(&mut self) {
+    pub(crate) fn announce_comparison(&mut self) {
         if let Some(ram) = &mut self.ram {
-            ram.will_be_compared();
+            ram.announce_comparison();
         }
     }
 

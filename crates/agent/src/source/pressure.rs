@@ -70,8 +70,8 @@ impl Watch {
             TracedPolicy::new(RestraintPolicy::new(self.allowed_permille, before, sender.threads()))
         });
         let Restraint { nice, threads, interval_factor: _ } = policy.policy().restraint();
-        sender.gives_way_by(nice);
-        sender.copies_in(threads);
+        sender.set_niceness(nice);
+        sender.limit_copying_threads(threads);
     }
 
     /// Returns the factor by which the interval between two dirty scans is longer than usual.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{Known, NAME_BYTES, PageName};
+use ::memory::{ContentIndex, NAME_BYTES, PageName};
 use engine::handover::source::SourceEvent;
 use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, QUERIED_PAGES};
 use proto::message::Message;
@@ -47,13 +47,13 @@ impl Driver {
     }
 
     /// Returns the index of the content that the destination reports to have.
-    pub(super) fn find_out(&mut self, accepted: &Accepted, cargo: &Cargo) -> Result<Known, Failure> {
+    pub(super) fn find_out(&mut self, accepted: &Accepted, cargo: &Cargo) -> Result<ContentIndex, Failure> {
         let seeks = accepted.templates > 0 && !accepted.copied.is_empty();
         let runs = if seeks { self.seek(cargo)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
         let sent_pages = cargo.first_of_disks().iter().map(::memory::DirtyBitmap::count).sum::<u64>();
         let blocks = cargo.readers();
-        let known = Known::new(
+        let known = ContentIndex::new(
             blocks.iter().map(|block| block.bytes()),
             cargo.ram_blocks(),
             template_pages,
@@ -75,7 +75,7 @@ impl Driver {
 
     /// Remembers the images that the VM has left behind with its disks: the content that was sent is known, and stays
     /// in these images until they are removed. If the VM comes back, that content need not be sent.
-    pub(super) fn remember_images(&self, first_disk: usize, known: &Known) {
+    pub(super) fn remember_images(&self, first_disk: usize, known: &ContentIndex) {
         let described = self.proposal.as_ref().map(|proposal| proposal.description.clone());
         let Some(vm) = described.and_then(|it| serde_json::from_value::<VmDescription>(it).ok()) else {
             return;
@@ -87,7 +87,7 @@ impl Driver {
             let Some((path, format)) = disk.file.as_ref().map(PathBuf::from).zip(disk.format.clone()) else {
                 continue;
             };
-            let pages = u16::try_from(block).map_or_else(|_| Vec::new(), |block| known.sent_of(block));
+            let pages = u16::try_from(block).map_or_else(|_| Vec::new(), |block| known.sent_pages_of(block));
             if FORMATS.contains(&format.as_str()) && !pages.is_empty() {
                 images.push((LeftImage { path, format }, pages));
             }
@@ -158,7 +158,7 @@ pub(super) struct SharedImages {
 impl SharedImages {
     /// Indexes the images' content in a separate thread, until all is known or the index is no longer needed; the
     /// result is noted in the report.
-    pub(super) fn learn(self, known: &Arc<Known>, controls: &Arc<Controls>) {
+    pub(super) fn learn(self, known: &Arc<ContentIndex>, controls: &Arc<Controls>) {
         let (known, controls) = (Arc::downgrade(known), Arc::clone(controls));
         let work = move || {
             // The servers that it starts inherit the niceness. Without permission for that, it works at normal

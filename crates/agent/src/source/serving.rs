@@ -15,8 +15,8 @@ use std::time::Instant;
 
 use ::memory::ram::zero::is_zero;
 use ::memory::{
-    BadSet, Interrupted, Packing, RamError, Recency, Remaining, SendError, Sender, SenderHandle, Sent,
-    SourceRam, decode_set,
+    BadSet, CompletedRound, Interrupted, Packing, RamError, RecentWrites, RemainingPages, SendError, Sender,
+    SenderHandle, SourceRam, decode_set,
 };
 use engine::push::{Part, Push};
 use engine::trace::TracedPolicy;
@@ -36,7 +36,7 @@ pub(super) struct Later {
     pub(super) readers: SourceRam,
     pub(super) counted: Arc<Counted>,
     /// The guest's recent writes, as far as this agent has recorded them.
-    recency: Recency,
+    recency: RecentWrites,
     /// Rate limit of all data streams.
     rate: Arc<RateLimit>,
     /// Compression of the last round, also used for pushed pages.
@@ -71,7 +71,7 @@ impl Counted {
 }
 
 impl Later {
-    pub(super) fn new(readers: SourceRam, recency: Recency, left: Left, rate: Arc<RateLimit>) -> Self {
+    pub(super) fn new(readers: SourceRam, recency: RecentWrites, left: Left, rate: Arc<RateLimit>) -> Self {
         let counted = Arc::new(Counted {
             wanted: AtomicU64::new(0),
             pushed: AtomicU64::new(0),
@@ -192,7 +192,7 @@ enum Ended {
 
 fn serve(
     readers: &SourceRam,
-    recency: &Recency,
+    recency: &RecentWrites,
     sender: Sender,
     page_stream: Connection,
     counted: &Counted,
@@ -233,8 +233,8 @@ fn serve(
 fn hear_what_is_left(
     reader: &mut Reader,
     readers: &SourceRam,
-    recency: &Recency,
-) -> Result<Remaining, Ended> {
+    recency: &RecentWrites,
+) -> Result<RemainingPages, Ended> {
     let Incoming::Message(Message::MissingPages { bytes, digest, round }) = reader.recv(None)? else {
         return Err(Ended::Message);
     };
@@ -247,13 +247,13 @@ fn hear_what_is_left(
         return Err(Ended::Digest);
     }
     let blocks = decode_set(&set, readers.iter().map(|reader| reader.bytes()))?;
-    Ok(Remaining::of(blocks, round, recency))
+    Ok(RemainingPages::of(blocks, round, recency))
 }
 
 /// Pushes the remaining pages, part by part.
 fn push(
     mut sender: Sender,
-    remaining: &Remaining,
+    remaining: &RemainingPages,
     counted: &Counted,
     rate: &RateLimit,
 ) -> Result<(), SendError> {
@@ -267,7 +267,7 @@ fn push(
             let Interrupted { cause, .. } = *interrupted;
             cause
         })?;
-        let Sent { sender: again, owed, stats } = sent;
+        let CompletedRound { sender: again, owed, stats } = sent;
         sender = again;
         counted.pushed.fetch_add(stats.contents.pages(), Ordering::Relaxed);
         remaining.give_back(&owed);
@@ -286,7 +286,7 @@ fn answer(
     reader: &mut Reader,
     writer: &mut Writer,
     readers: &SourceRam,
-    remaining: &Remaining,
+    remaining: &RemainingPages,
     counted: &Counted,
 ) -> Result<std::convert::Infallible, Ended> {
     let mut bytes = vec![0; PAGE_BYTES as usize];
@@ -305,6 +305,6 @@ fn answer(
             writer.send_blob(&encode_page(wanted.block, wanted.page, content))?;
             counted.wanted.fetch_add(1, Ordering::Relaxed);
         }
-        remaining.take_out(&pages);
+        remaining.remove_requested(&pages);
     }
 }

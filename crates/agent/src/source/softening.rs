@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use ::memory::{Owed, Readable, Soft};
+use ::memory::{Owed, Readable, SoftPageSet};
 use guest::protocol::{Cache, PORT};
 
 use super::guest::Guest;
@@ -33,13 +33,13 @@ const ANSWERING: u32 = 5;
 #[derive(Debug)]
 pub(super) struct Softening {
     guest: Guest,
-    soft: Arc<Soft>,
+    soft: Arc<SoftPageSet>,
     cache: Cache,
     /// Time of the last question.
     asked: Option<Instant>,
     /// Page cache that was deferred in the first round. It is owed.
     put_off: Option<Owed>,
-    told: report::Soft,
+    told: report::SoftPageSet,
     controls: Arc<Controls>,
 }
 
@@ -50,7 +50,7 @@ impl Driver {
             return;
         }
         if self.vm.as_ref().is_some_and(|vm| vm.has_guest_port(PORT)) {
-            cargo.leave_out(Arc::new(Soft::new(cargo.ram_bytes().iter().copied())));
+            cargo.leave_out(Arc::new(SoftPageSet::new(cargo.ram_bytes().iter().copied())));
         } else if self.controls.aims().soft_pages != SoftPages::Free {
             self.note(
                 "guest",
@@ -78,7 +78,7 @@ impl Driver {
                 let guest = Guest::new(connection, seen, Arc::clone(&soft), cache, ANSWER);
                 let failed = |error| self.note("guest", format!("it is not asked: {error}"));
                 let guest = guest.map_err(failed).ok()?;
-                let told = report::Soft { wanted, ..report::Soft::default() };
+                let told = report::SoftPageSet { wanted, ..report::SoftPageSet::default() };
                 let controls = Arc::clone(&self.controls);
                 Some(Softening { guest, soft, cache, asked: None, put_off: None, told, controls })
             }
@@ -124,7 +124,7 @@ impl Driver {
         self.note("guest", "gives its page cache back".to_owned());
         let told = softening.ask(true);
         self.hear_guest(softening, told, ANSWER)?;
-        softening.told.given_back_pages = softening.soft.free_of(put_off.blocks());
+        softening.told.given_back_pages = softening.soft.count_free(put_off.blocks());
         Ok(readable.and(&put_off))
     }
 
@@ -179,7 +179,7 @@ impl Drop for Softening {
     /// Adds the statistics to the report.
     fn drop(&mut self) {
         let heard = self.guest.heard();
-        let told = report::Soft {
+        let told = report::SoftPageSet {
             answers: heard.answers,
             longest_answer_us: heard.longest.as_micros() as u64,
             poisoned: heard.poisoned,

@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{Counted, Deltas, DeltasCounted, Known, Packing, Referred};
+use ::memory::{CompressionCounters, ContentIndex, DeltaCounters, Deltas, Packing, ReferenceOutcome};
 use engine::compression::{CompressionObservation, CompressionPolicy, Decision, WAYS};
 use engine::referring::{ReferenceObservation, ReferencePolicy};
 use engine::trace::TracedPolicy;
@@ -50,7 +50,7 @@ struct Means {
     deltas: Option<Arc<Deltas>>,
     /// Page references; none if they are not used. Pages of memory are looked up, and images that both hosts have are
     /// read, only if the link is slow.
-    known: Option<(Arc<Known>, Option<SharedImages>)>,
+    known: Option<(Arc<ContentIndex>, Option<SharedImages>)>,
 }
 
 impl Sparing {
@@ -60,7 +60,7 @@ impl Sparing {
         codecs: &[Codec],
         delta_seed: Option<u64>,
         ram_blocks: usize,
-        known: Option<(Arc<Known>, Option<SharedImages>)>,
+        known: Option<(Arc<ContentIndex>, Option<SharedImages>)>,
         controls: &Arc<Controls>,
         telemetry: &Telemetry,
     ) -> Self {
@@ -122,8 +122,14 @@ impl Drop for Sparing {
         let Means { wanted, packing, deltas, .. } = &self.means;
         self.controls.report(|report| {
             if let Some(packing) = packing.as_ref().filter(|_| *wanted != Compress::Fixed(Way::None)) {
-                let Counted {
-                    opening_bytes, data_bytes, packed_bytes, wire_bytes, pack_ns, trial_ns, ..
+                let CompressionCounters {
+                    opening_bytes,
+                    data_bytes,
+                    packed_bytes,
+                    wire_bytes,
+                    pack_ns,
+                    trial_ns,
+                    ..
                 } = packing.count();
                 let compression = report.compression.get_or_insert_default();
                 let ways = std::mem::take(&mut compression.ways);
@@ -139,7 +145,7 @@ impl Drop for Sparing {
                 };
             }
             if let Some((deltas, told)) = deltas.as_ref().zip(report.deltas.as_mut()) {
-                let DeltasCounted { pages, bytes, mark_ns } = deltas.count();
+                let DeltaCounters { pages, bytes, mark_ns } = deltas.count();
                 *told = report::Deltas {
                     since_us: told.since_us,
                     pages,
@@ -166,22 +172,23 @@ impl Means {
     }
 
     /// Returns the statistics of references to memory.
-    fn referred(&self) -> Referred {
-        self.known.as_ref().map_or_else(Referred::default, |(known, _)| known.referred())
+    fn referred(&self) -> ReferenceOutcome {
+        self.known.as_ref().map_or_else(ReferenceOutcome::default, |(known, _)| known.referred())
     }
 
     fn refer_memory(&self) {
         if let Some((known, _)) = &self.known {
-            known.look_at_memory();
+            known.enable_memory_lookup();
         }
     }
 
     /// Ends references to memory, because the destination reads the content more slowly than the link would carry it.
     fn send_memory(&self, controls: &Controls) {
-        let Some((known, _)) = self.known.as_ref().filter(|(known, _)| known.looks_at_memory()) else {
+        let Some((known, _)) = self.known.as_ref().filter(|(known, _)| known.is_memory_lookup_enabled())
+        else {
             return;
         };
-        known.look_away_from_memory();
+        known.disable_memory_lookup();
         let at_us = controls.requested.elapsed().as_micros() as u64;
         let detail = "memory is not referred to any more: the destination reads it slower than it could be sent, or has other things";
         controls.report(|report| report.event(at_us, "references", detail));
@@ -239,7 +246,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
                 continue;
             }
             looks += 1;
-            let working = packing.working_of(workers).into();
+            let working = packing.active_workers(workers).into();
             let decision = chooser.decide_on(now.since(&before, working, packing.take_trials()));
             if is_slow && !referring.decide_on(now.passed_since(&before, &decision, is_awaited)) {
                 means.send_memory(&controls);
@@ -269,7 +276,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
             if !decision.is_informed {
                 continue;
             }
-            packing.set_ways(decision.way, decision.standing_way);
+            packing.set_compression(decision.way, decision.standing_way);
             if decision.way != present {
                 present = decision.way;
                 update_report(&decision, &controls);
@@ -282,13 +289,13 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
 /// Counters at one moment.
 struct Look {
     at: Instant,
-    counted: Counted,
-    referred: Referred,
+    counted: CompressionCounters,
+    referred: ReferenceOutcome,
     idle_ns: u64,
 }
 
 impl Look {
-    fn now(packing: &Packing, referred: Referred) -> Self {
+    fn now(packing: &Packing, referred: ReferenceOutcome) -> Self {
         Self { at: Instant::now(), counted: packing.count(), referred, idle_ns: cpu::idle_ns() }
     }
 

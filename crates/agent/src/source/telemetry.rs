@@ -116,7 +116,7 @@ impl Telemetry {
                 let span = now.duration_since(before.0).as_secs_f64();
                 let rate = sent_bytes.saturating_sub(before.1) as f64 / span;
                 before = (now, sent_bytes);
-                let (round, blocks) = (sender.progress(), sender.of_blocks());
+                let (round, blocks) = (sender.progress(), sender.block_progress());
                 let later = lock(&later).clone();
                 let left = round.pages.saturating_sub(round.sent.pages()) + later.pages;
                 publisher.update(|progress| {

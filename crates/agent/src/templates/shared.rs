@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use ::memory::{Known, PageName};
+use ::memory::{ContentIndex, PageName};
 use block::image::ImageError;
 use block::reading::ImageReader;
 use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, SHARED_IMAGES};
@@ -112,7 +112,12 @@ impl Shared {
     /// Adds the pages of these images to `known`, those of images with a catalogue first. Returns when all images were
     /// read that are worth it for a guest with `memory_bytes` of memory, or when `known` is not in use any more. An
     /// unchanging image that has been begun is read on for a moment, for later VMs.
-    pub(super) fn learn(&self, images: &[SharedImage], memory_bytes: u64, known: &Weak<Known>) -> Learnt {
+    pub(super) fn learn(
+        &self,
+        images: &[SharedImage],
+        memory_bytes: u64,
+        known: &Weak<ContentIndex>,
+    ) -> Learnt {
         let mut learning = Learning { known, learnt: Learnt::default() };
         let mut unread: Vec<(u16, &SharedImage)> = Vec::new();
         for (number, image) in (ADVERTISED_TEMPLATES..).zip(images) {
@@ -230,13 +235,13 @@ fn identity_of(image: &SharedImage) -> Option<Identity> {
 
 /// Collects the pages that become known, as long as they are needed.
 struct Learning<'a> {
-    known: &'a Weak<Known>,
+    known: &'a Weak<ContentIndex>,
     learnt: Learnt,
 }
 
 impl Learning<'_> {
     fn is_over(&self) -> bool {
-        self.known.upgrade().is_none_or(|known| !known.looks_at_memory())
+        self.known.upgrade().is_none_or(|known| !known.is_memory_lookup_enabled())
     }
 
     /// Begins an image with this many pages.
@@ -294,9 +299,9 @@ mod tests {
         [&number.to_le_bytes()[..], &[1; PAGE - 8]].concat()
     }
 
-    fn known() -> Arc<Known> {
-        let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
-        known.look_at_memory();
+    fn known() -> Arc<ContentIndex> {
+        let known = Arc::new(ContentIndex::new([8 << 20], 1, 0, 0));
+        known.enable_memory_lookup();
         known
     }
 

@@ -12,7 +12,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
 };
 use whimbrel_link::{
-    Arrival, Connection, Endpoint, Identity, Listener, Peer, Rejected, Security, Serving, TlsFiles,
+    Arrival, Connection, Endpoint, Identity, Listener, ListenerHandle, Peer, Rejected, Security, TlsFiles,
 };
 
 /// Maximum time that a test waits for an expected event; no test waits for this to pass.
@@ -105,7 +105,7 @@ pub fn plain(name: &str) -> Endpoint {
 
 /// A listening agent, and its arrivals.
 pub struct Server {
-    pub serving: Serving,
+    pub serving: ListenerHandle,
     pub host: HostId,
     arrivals: Mutex<Receiver<Result<Arrival, Rejected>>>,
 }
@@ -131,7 +131,7 @@ impl Server {
     }
 
     /// Returns true if no connection has arrived yet.
-    pub fn nobody_has_arrived(&self) -> bool {
+    pub fn has_no_arrival(&self) -> bool {
         self.arrivals.lock().unwrap().try_recv().is_err()
     }
 

@@ -12,8 +12,8 @@ use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Compression;
 use proto::pages::{Ack, decode_round_end};
 use whimbrel_memory::{
-    BlockReader, DataStream, Deltas, DirtyBitmap, DirtyLog, FrameSink, FrameSource, HangUp, Owed, Packing,
-    RamError, Saving, ScanError, ScanStats, Sender, Sent, Worth,
+    BlockReader, CompletedRound, CompressionCriteria, DataStream, Deltas, DirtyBitmap, DirtyLog, FrameSink,
+    FrameSource, HangUp, Owed, Packing, RamError, Reductions, ScanError, ScanStats, Sender,
 };
 
 use crate::harness::{Amount, Benches};
@@ -132,7 +132,7 @@ impl DirtyLog for Written {
 }
 
 /// Rounds of the same pages, one for each call.
-fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Saving) -> impl FnMut() {
+fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Reductions) -> impl FnMut() {
     let (acks, arriving) = mpsc::channel();
     let stream = DataStream {
         sink: Box::new(Sink(acks.clone())),
@@ -147,7 +147,7 @@ fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Saving)
     let mut round = move || {
         let (sender, owed) = state.take().unwrap();
         let readable = owed.clear_marks(&mut log).unwrap().drain(|| Ok::<_, Infallible>(())).unwrap();
-        let Sent { sender, owed, .. } = sender.send_round(readable).unwrap();
+        let CompletedRound { sender, owed, .. } = sender.send_round(readable).unwrap();
         state = Some((sender, owed));
     };
     // The first round covers everything.
@@ -160,27 +160,27 @@ pub(crate) fn cases(benches: &mut Benches) {
     for kind in ["zeros", "last byte", "data", "mixed", "holes"] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, build/{kind}"), pages, || {
-            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), Saving::default())
+            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), Reductions::default())
         });
     }
     for way in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, pack/{way}"), pages, || {
-            let packing = Some(Arc::new(Packing::new(way, Worth::default())));
-            let saving = Saving { packing, ..Saving::default() };
+            let packing = Some(Arc::new(Packing::new(way, CompressionCriteria::default())));
+            let saving = Reductions { packing, ..Reductions::default() };
             rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
         });
     }
     benches.counted("frames, pages as they were", Amount::Of(CHUNKS * CHUNK_PAGES, "page"), || {
         let deltas = Deltas::new(1, (CHUNKS * CHUNK_BYTES) as usize / 16, 0);
         deltas.set(true);
-        let saving = Saving { deltas: Some(Arc::new(deltas)), ..Saving::default() };
+        let saving = Reductions { deltas: Some(Arc::new(deltas)), ..Reductions::default() };
         rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
     });
     // The assignment of chunks to streams is computed anew in each round.
     benches.counted("round of few pages/64 in 1 GiB", Amount::Of(1, "round"), || {
         let mut written = DirtyBitmap::new(1 << 30);
         (0..64).for_each(|page| written.set(page * 8 * CHUNK_PAGES..page * 8 * CHUNK_PAGES + 1));
-        rounds("data", 512, written, Saving::default())
+        rounds("data", 512, written, Reductions::default())
     });
 }

@@ -128,14 +128,14 @@ pub enum BadPacked {
 
 /// The decoders of one stream, and a reused buffer.
 #[derive(Default)]
-pub(crate) struct Unpacker {
+pub(crate) struct StreamDecompressor {
     zstd: Option<bulk::Decompressor<'static>>,
     data: Vec<u8>,
 }
 
-impl Unpacker {
+impl StreamDecompressor {
     /// Decompresses data whose decompressed length has to be `bytes`; the caller has checked that length. The buffer is
-    /// returned with [`Unpacker::take_back`].
+    /// returned with [`StreamDecompressor::take_back`].
     pub(crate) fn unpack(&mut self, codec: Codec, packed: &[u8], bytes: usize) -> Result<Vec<u8>, BadPacked> {
         let mut data = std::mem::take(&mut self.data);
         data.clear();
@@ -149,7 +149,7 @@ impl Unpacker {
         if found == bytes { Ok(data) } else { Err(BadPacked::Length { expected: bytes, found }) }
     }
 
-    /// Accepts the buffer of [`Unpacker::unpack`] for reuse.
+    /// Accepts the buffer of [`StreamDecompressor::unpack`] for reuse.
     pub(crate) fn take_back(&mut self, data: Vec<u8>) {
         self.data = data;
     }
@@ -184,7 +184,7 @@ mod tests {
         /// With the same encoders and the same buffers, after any other compression.
         #[test]
         fn what_was_packed_is_unpacked(all in prop::collection::vec((data(), way()), 1..6)) {
-            let (mut encoders, mut packed, mut unpacker) = (Encoders::default(), Vec::new(), Unpacker::default());
+            let (mut encoders, mut packed, mut unpacker) = (Encoders::default(), Vec::new(), StreamDecompressor::default());
             for (data, way) in all {
                 let (codec, bytes) = encoders.encode(way, &data, &mut packed).unwrap();
                 prop_assert_eq!(Some(codec), way.codec());
@@ -202,7 +202,7 @@ mod tests {
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
             announced in 1..100_000_usize,
         ) {
-            let (mut packed, mut unpacker) = (Vec::new(), Unpacker::default());
+            let (mut packed, mut unpacker) = (Vec::new(), StreamDecompressor::default());
             let (codec, bytes) = Encoders::default().encode(way, &data, &mut packed).unwrap();
             packed.truncate(bytes);
             for (at, byte) in changes {
@@ -222,7 +222,7 @@ mod tests {
             announced in 1..100_000_usize,
         ) {
             for codec in Codec::ALL {
-                if let Ok(unpacked) = Unpacker::default().unpack(codec, &bytes, announced) {
+                if let Ok(unpacked) = StreamDecompressor::default().unpack(codec, &bytes, announced) {
                     prop_assert_eq!(unpacked.len(), announced);
                 }
             }

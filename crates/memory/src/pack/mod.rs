@@ -19,12 +19,12 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 
 use proto::packed::{Codec, Compression, CompressionTrial};
 
-use crate::clock::{cpu_ns, timed, waited};
+use crate::clock::{cpu_ns, measure, waited};
 use crate::lock;
 use codec::Encoders;
-use opening::Opening;
+use opening::InitialCompression;
+pub use select::CompressionCriteria;
 use select::Selector;
-pub use select::Worth;
 
 /// Minimum length of data that is compressed, in bytes.
 const LEAST_BYTES: usize = 512;
@@ -34,11 +34,11 @@ const LEAST_TRIAL_BYTES: usize = 32 << 10;
 /// Compression of a migration, shared by all streams of all its generations.
 #[derive(Debug)]
 pub struct Packing {
-    worth: Worth,
+    worth: CompressionCriteria,
     is_opening: AtomicBool,
     most_workers: AtomicU16,
-    orders: Mutex<Orders>,
-    counters: Counters,
+    orders: Mutex<CompressionSettings>,
+    counters: AtomicCompressionCounters,
     trials: Mutex<Vec<CompressionTrial>>,
     /// Idle encoders. The higher levels need some megabytes each, and there are more streams than simultaneous
     /// compressions.
@@ -46,9 +46,9 @@ pub struct Packing {
 }
 
 #[derive(Debug)]
-struct Orders {
+struct CompressionSettings {
     /// State of the opening, until a compression is chosen.
-    opening: Option<Opening>,
+    opening: Option<InitialCompression>,
     way: Compression,
     /// Compression for a stopped guest.
     standing_way: Compression,
@@ -57,7 +57,7 @@ struct Orders {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct AtomicCompressionCounters {
     opening_bytes: AtomicU64,
     data_bytes: AtomicU64,
     tried_bytes: AtomicU64,
@@ -72,7 +72,7 @@ struct Counters {
 
 /// Counters since the migration began, all streams together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
+pub struct CompressionCounters {
     /// Data sent before a compression was chosen, and compressed according to the link's progress, in bytes.
     pub opening_bytes: u64,
     /// Data to be sent, in bytes.
@@ -97,31 +97,31 @@ pub struct Counted {
 
 impl Packing {
     /// Creates a state with a fixed compression.
-    pub fn new(way: Compression, worth: Worth) -> Self {
+    pub fn new(way: Compression, worth: CompressionCriteria) -> Self {
         Self::begin(way, None, worth)
     }
 
     /// Creates a state for a migration whose best compression is still unknown: for the first frames it depends on
     /// whether earlier frames have left this host.
-    pub fn opening(worth: Worth) -> Self {
-        Self::begin(Compression::None, Some(Opening::default()), worth)
+    pub fn opening(worth: CompressionCriteria) -> Self {
+        Self::begin(Compression::None, Some(InitialCompression::default()), worth)
     }
 
-    fn begin(way: Compression, opening: Option<Opening>, worth: Worth) -> Self {
+    fn begin(way: Compression, opening: Option<InitialCompression>, worth: CompressionCriteria) -> Self {
         let is_opening = AtomicBool::new(opening.is_some());
         Self {
             worth,
             is_opening,
             most_workers: AtomicU16::new(u16::MAX),
-            orders: Mutex::new(Orders { opening, way, standing_way: way, to_try: Vec::new() }),
-            counters: Counters::default(),
+            orders: Mutex::new(CompressionSettings { opening, way, standing_way: way, to_try: Vec::new() }),
+            counters: AtomicCompressionCounters::default(),
             trials: Mutex::default(),
             encoders: Mutex::default(),
         }
     }
 
     /// Sets the compression from the next frame of each stream on; `standing_way` is for a stopped guest.
-    pub fn set_ways(&self, way: Compression, standing_way: Compression) {
+    pub fn set_compression(&self, way: Compression, standing_way: Compression) {
         let mut orders = lock(&self.orders);
         self.is_opening.store(false, Ordering::Release);
         (orders.opening, orders.way, orders.standing_way) = (None, way, standing_way);
@@ -153,7 +153,7 @@ impl Packing {
     }
 
     /// Returns how many of `workers` workers work at the same time.
-    pub fn working_of(&self, workers: u16) -> u16 {
+    pub fn active_workers(&self, workers: u16) -> u16 {
         workers.min(self.most_workers.load(Ordering::Relaxed))
     }
 
@@ -169,10 +169,10 @@ impl Packing {
     }
 
     /// Returns the counters up to now.
-    pub fn count(&self) -> Counted {
+    pub fn count(&self) -> CompressionCounters {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.counters;
-        Counted {
+        CompressionCounters {
             opening_bytes: get(&counters.opening_bytes),
             data_bytes: get(&counters.data_bytes),
             tried_bytes: get(&counters.tried_bytes),
@@ -187,19 +187,19 @@ impl Packing {
     }
 
     /// Counts the waiting time that the destination reported.
-    pub(crate) fn peer_waited(&self, us: u32) {
+    pub(crate) fn record_peer_wait(&self, us: u32) {
         self.counters.peer_waited_us.fetch_add(us.into(), Ordering::Relaxed);
     }
 
     /// Runs a worker's action for a frame, and counts its processor time.
-    pub(crate) fn working<T>(&self, work: impl FnOnce() -> T) -> T {
-        let (done, took) = timed(work);
+    pub(crate) fn count_work<T>(&self, work: impl FnOnce() -> T) -> T {
+        let (done, took) = measure(work);
         self.counters.cpu_ns.fetch_add(took.cpu_ns, Ordering::Relaxed);
         done
     }
 
     /// Runs the action that passes a frame to the connection, and counts its waiting time.
-    pub(crate) fn sending<T>(&self, send: impl FnOnce() -> T) -> T {
+    pub(crate) fn count_send<T>(&self, send: impl FnOnce() -> T) -> T {
         let (sent, waited) = waited(send);
         self.counters.blocked_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
         sent
@@ -216,12 +216,12 @@ impl Packing {
 }
 
 /// Compressor of one stream's frames.
-pub(crate) struct Packer {
+pub(crate) struct StreamCompressor {
     selector: Selector,
     out: Vec<u8>,
 }
 
-impl Packer {
+impl StreamCompressor {
     pub(crate) fn new() -> Self {
         Self { selector: Selector::default(), out: Vec::new() }
     }
@@ -272,14 +272,14 @@ impl Packer {
         if way == Compression::None {
             return None;
         }
-        if !selector.wants(&packing.worth, data, |sample| {
+        if !selector.is_worth_trying(&packing.worth, data, |sample| {
             encoders.encode(way, sample, out).map_or(sample.len(), |(_, packed)| packed)
         }) {
             return None;
         }
         packing.counters.tried_bytes.fetch_add(data.len() as u64, Ordering::Relaxed);
         let (codec, packed) = encoders.encode(way, data, out)?;
-        let is_worth = selector.learn(&packing.worth, data.len(), packed);
+        let is_worth = selector.record_result(&packing.worth, data.len(), packed);
         is_worth.then_some((codec, packed))
     }
 
@@ -295,12 +295,12 @@ impl Packer {
         let pack_ns = cpu_ns().saturating_sub(began);
         packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
         // Data that is not worth it is sent uncompressed.
-        let packed_bytes = if packing.worth.holds(data.len(), packed) { packed } else { data.len() } as u64;
+        let packed_bytes = if packing.worth.is_met(data.len(), packed) { packed } else { data.len() } as u64;
         CompressionTrial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns }
     }
 }
 
-impl fmt::Debug for Packer {
+impl fmt::Debug for StreamCompressor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Packer").finish_non_exhaustive()
     }

@@ -21,18 +21,18 @@ const SLOW: Compression = Compression::Zstd(1);
 
 /// State of the opening, for all streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Opening {
+pub(super) struct InitialCompression {
     /// Data to be sent before the opening may end, in bytes.
     left_bytes: u64,
 }
 
-impl Default for Opening {
+impl Default for InitialCompression {
     fn default() -> Self {
         Self { left_bytes: LEAST_BYTES }
     }
 }
 
-impl Opening {
+impl InitialCompression {
     /// Returns the compression of the next frame, from the length of its data and the unsent bytes of earlier frames on
     /// its stream; None when the opening is over, because the link keeps up.
     pub(super) fn next(&mut self, data_bytes: u64, unsent_bytes: u64) -> Option<Compression> {
@@ -53,15 +53,15 @@ mod tests {
     const FRAME: u64 = 256 << 10;
 
     #[test]
-    fn a_link_that_follows_gets_some_frames_compressed_quickly_and_then_none() {
-        let mut opening = Opening::default();
+    fn fast_link_gets_a_few_lz4_frames_and_then_none() {
+        let mut opening = InitialCompression::default();
         let ways: Vec<_> = (0..20).map_while(|_| opening.next(FRAME, 0)).collect();
         assert_eq!(ways, vec![QUICK; 16]);
     }
 
     #[test]
     fn a_link_that_is_behind_gets_less_as_long_as_it_is() {
-        let mut opening = Opening::default();
+        let mut opening = InitialCompression::default();
         assert_eq!(opening.next(FRAME, LITTLE - 1), Some(QUICK));
         assert!((0..100).all(|_| opening.next(FRAME, FRAME) == Some(SLOW)));
         let ways: Vec<_> = (0..20).map_while(|_| opening.next(FRAME, 0)).collect();
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn one_frame_that_was_late_ends_nothing() {
-        let mut opening = Opening::default();
+        let mut opening = InitialCompression::default();
         while opening.left_bytes > 0 {
             opening.next(FRAME, 0);
         }

@@ -68,7 +68,7 @@ impl Ledger {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn keep(&self, block: usize, awaited: &DirtyBitmap, pages: Range<u64>) -> io::Result<()> {
+    pub fn update(&self, block: usize, awaited: &DirtyBitmap, pages: Range<u64>) -> io::Result<()> {
         let chunks = pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES);
         let Some(place) = self.places.get(block) else { return Ok(()) };
         let bytes: Vec<u8> = chunks.clone().flat_map(|chunk| encode(&awaited.chunk(chunk))).collect();
@@ -113,7 +113,7 @@ mod tests {
         let ledger = Ledger::create(&path, &awaited).unwrap();
         for (block, pages) in [(0, 512..513), (2, 0..1030), (2, 2047..2048)] {
             awaited[block].clear(pages.clone());
-            ledger.keep(block, &awaited[block], pages).unwrap();
+            ledger.update(block, &awaited[block], pages).unwrap();
         }
         drop(ledger);
         assert_eq!(Ledger::open(&path, lengths).unwrap().1, awaited);

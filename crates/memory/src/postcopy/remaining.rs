@@ -17,29 +17,29 @@ use crate::round::{Owed, Readable};
 
 /// Pages that the guest wrote recently, which determine the order of sending.
 #[derive(Clone, Debug, Default)]
-pub struct Recency {
+pub struct RecentWrites {
     /// Pages found by each scan, the latest first.
-    looks: VecDeque<Vec<DirtyBitmap>>,
+    scans: VecDeque<Vec<DirtyBitmap>>,
 }
 
-impl Recency {
+impl RecentWrites {
     /// Number of scans that are remembered. A set takes 32 KiB for each GiB.
-    const LOOKS: usize = 4;
+    const SCANS: usize = 4;
 
     /// Records the pages of each block that a scan has found written.
     pub fn note(&mut self, found: Vec<DirtyBitmap>) {
-        self.looks.truncate(Self::LOOKS - 1);
-        self.looks.push_front(found);
+        self.scans.truncate(Self::SCANS - 1);
+        self.scans.push_front(found);
     }
 }
 
 /// Pages that remain to be sent to a guest that runs at the destination already. Several senders take from it at a
 /// time.
 #[derive(Debug)]
-pub struct Remaining(Mutex<Left>);
+pub struct RemainingPages(Mutex<RemainingState>);
 
 #[derive(Debug)]
-struct Left {
+struct RemainingState {
     /// Pages of each block, in order of priority. A page is in one tier only.
     tiers: Vec<Vec<DirtyBitmap>>,
     /// The last round that was taken.
@@ -47,17 +47,17 @@ struct Left {
     /// Begin of the next part: a block and a page of that block.
     place: (usize, u64),
     /// Predicted pages behind requested ones, the last request first.
-    ahead: VecDeque<Ahead>,
+    ahead: VecDeque<Prefetch>,
 }
 
 /// Pages behind a requested page.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Ahead {
+struct Prefetch {
     block: usize,
     pages: Range<u64>,
 }
 
-impl Ahead {
+impl Prefetch {
     /// Number of pages behind the first request: 256 KiB.
     const FIRST_PAGES: u64 = 64;
     /// Maximum number of pages: 32 MiB.
@@ -76,14 +76,14 @@ impl Ahead {
     }
 }
 
-impl Remaining {
+impl RemainingPages {
     /// Creates the set from the missing pages of each block, as the destination reported them after `round` rounds.
-    pub fn of(pages: Vec<DirtyBitmap>, round: u32, recency: &Recency) -> Self {
+    pub fn of(pages: Vec<DirtyBitmap>, round: u32, recency: &RecentWrites) -> Self {
         let mut rest = pages;
         let mut tiers: Vec<Vec<DirtyBitmap>> = Vec::new();
-        for look in &recency.looks {
+        for scan in &recency.scans {
             let mut tier: Vec<_> = rest.iter().map(DirtyBitmap::emptied).collect();
-            for ((tier, rest), found) in tier.iter_mut().zip(&mut rest).zip(look) {
+            for ((tier, rest), found) in tier.iter_mut().zip(&mut rest).zip(scan) {
                 tier.insert(found);
                 tier.retain(rest);
                 rest.remove(tier);
@@ -91,7 +91,7 @@ impl Remaining {
             tiers.push(tier);
         }
         tiers.push(rest);
-        Self(Mutex::new(Left { tiers, round, place: (0, 0), ahead: VecDeque::new() }))
+        Self(Mutex::new(RemainingState { tiers, round, place: (0, 0), ahead: VecDeque::new() }))
     }
 
     /// Takes up to `most_pages` pages, in order of priority, as a round of its own; None if no page remains.
@@ -99,7 +99,7 @@ impl Remaining {
         let mut left = lock(&self.0);
         let left = &mut *left;
         let mut part = Part { pages: left.none(), wanted: most_pages };
-        for Ahead { block, pages } in &left.ahead {
+        for Prefetch { block, pages } in &left.ahead {
             part.take(&mut left.tiers, *block, pages.clone(), &mut left.place);
         }
         for tier in left.tiers.chunks_mut(1) {
@@ -120,7 +120,7 @@ impl Remaining {
     }
 
     /// Removes pages that are sent on request; those behind them are next.
-    pub fn take_out(&self, asked: &[PageRequest]) {
+    pub fn remove_requested(&self, asked: &[PageRequest]) {
         let mut left = lock(&self.0);
         for &PageRequest { block, page } in asked {
             let block = usize::from(block);
@@ -132,12 +132,12 @@ impl Remaining {
             left.place = (block, page + 1);
             let foretold = left.ahead.iter().position(|ahead| ahead.foretold(block, page));
             let length = match foretold.and_then(|index| left.ahead.remove(index)) {
-                Some(ahead) => (ahead.length() * 2).min(Ahead::MOST_PAGES),
-                None => Ahead::FIRST_PAGES,
+                Some(ahead) => (ahead.length() * 2).min(Prefetch::MOST_PAGES),
+                None => Prefetch::FIRST_PAGES,
             };
-            left.ahead.truncate(Ahead::MOST - 1);
+            left.ahead.truncate(Prefetch::MOST - 1);
             let behind = page + 1..(page + 1 + length).min(pages.max(page + 1));
-            left.ahead.push_front(Ahead { block, pages: behind });
+            left.ahead.push_front(Prefetch { block, pages: behind });
         }
     }
 
@@ -154,7 +154,7 @@ impl Remaining {
     }
 }
 
-impl Left {
+impl RemainingState {
     fn none(&self) -> Vec<DirtyBitmap> {
         self.tiers.first().into_iter().flatten().map(DirtyBitmap::emptied).collect()
     }
@@ -233,18 +233,18 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_is_served_first_and_what_lies_behind_next() {
+    fn requested_pages_come_first_and_those_behind_next() {
         let left = vec![set(100, &[1, 2, 3]), set(1000, &[10, 20, 30, 40])];
-        let remaining = Remaining::of(left, 0, &Recency::default());
+        let remaining = RemainingPages::of(left, 0, &RecentWrites::default());
         assert_eq!(pages(remaining.take(2)), [(0, 1), (0, 2)]);
-        remaining.take_out(&[wanted(1, 20), wanted(0, 1), wanted(1, 21)]);
+        remaining.remove_requested(&[wanted(1, 20), wanted(0, 1), wanted(1, 21)]);
         assert_eq!(remaining.pages(), 4);
         assert_eq!(pages(remaining.take(1)), [(1, 30)]);
-        remaining.take_out(&[wanted(7, 0), wanted(1, 5000)]);
+        remaining.remove_requested(&[wanted(7, 0), wanted(1, 5000)]);
         assert_eq!(remaining.pages(), 3);
         // A cut: pages in flight remain again.
         remaining.give_back(&Owed::of(vec![set(100, &[1]), set(1000, &[20, 30])]));
-        remaining.take_out(&[wanted(1, 35)]);
+        remaining.remove_requested(&[wanted(1, 35)]);
         assert_eq!(pages(remaining.take(4)), [(0, 3), (1, 10), (1, 20), (1, 40)]);
         assert_eq!(pages(remaining.take(9)), [(0, 1), (1, 30)]);
         assert_eq!((pages(remaining.take(9)), remaining.pages()), (Vec::new(), 0));
@@ -255,20 +255,20 @@ mod tests {
     #[test]
     fn what_was_written_last_comes_before_the_rest() {
         let all: Vec<u64> = (0..200).collect();
-        let mut recency = Recency::default();
+        let mut recency = RecentWrites::default();
         for found in [&[7, 8, 9][..], &[50, 51], &[8, 90], &[91]] {
             recency.note(vec![set(200, found)]);
         }
-        let remaining = Remaining::of(vec![set(200, &all)], 3, &recency);
+        let remaining = RemainingPages::of(vec![set(200, &all)], 3, &recency);
         let taken = [1, 2, 2, 3]
             .map(|most| pages(remaining.take(most)).into_iter().map(|page| page.1).collect::<Vec<_>>());
         assert_eq!(taken, [vec![91], vec![8, 90], vec![50, 51], vec![7, 9, 10]]);
         // Requested pages precede these, and so do the pages behind them, of any age.
-        let remaining = Remaining::of(vec![set(200, &all)], 3, &recency);
-        remaining.take_out(&[wanted(0, 48)]);
+        let remaining = RemainingPages::of(vec![set(200, &all)], 3, &recency);
+        remaining.remove_requested(&[wanted(0, 48)]);
         assert_eq!(pages(remaining.take(4)), [49, 50, 51, 52].map(|page| (0, page)));
         // Scans cover memory only, and disks follow it.
-        let remaining = Remaining::of(vec![set(200, &all), set(9, &[1])], 3, &recency);
+        let remaining = RemainingPages::of(vec![set(200, &all), set(9, &[1])], 3, &recency);
         assert_eq!((remaining.pages(), pages(remaining.take(1))), (201, vec![(0, 91)]));
     }
 
@@ -276,20 +276,20 @@ mod tests {
     /// random access causes little prediction.
     #[test]
     fn the_more_often_it_was_right_the_more_goes_ahead() {
-        let mut recency = Recency::default();
+        let mut recency = RecentWrites::default();
         recency.note(vec![DirtyBitmap::full(PAGE_BYTES << 16)]);
         let ahead = |asked: &[u64]| {
-            let remaining = Remaining::of(vec![DirtyBitmap::full(PAGE_BYTES << 16)], 1, &recency);
+            let remaining = RemainingPages::of(vec![DirtyBitmap::full(PAGE_BYTES << 16)], 1, &recency);
             for page in asked {
-                remaining.take_out(&[wanted(0, *page)]);
+                remaining.remove_requested(&[wanted(0, *page)]);
             }
-            lock(&remaining.0).ahead.iter().map(Ahead::length).collect::<Vec<_>>()
+            lock(&remaining.0).ahead.iter().map(Prefetch::length).collect::<Vec<_>>()
         };
         assert_eq!(ahead(&[0, 65, 194, 451]), [512]);
         assert_eq!(ahead(&[0, 30_000, 65, 30_065]), [128, 128]);
         assert_eq!(ahead(&[0, 1000, 2000, 500]), [64; 4]);
         assert_eq!(ahead(&(0..60_000).step_by(64).collect::<Vec<_>>()), [(1 << 16) - 59_969]);
-        assert_eq!(ahead(&(0..60_000).step_by(1000).collect::<Vec<_>>()).len(), Ahead::MOST);
+        assert_eq!(ahead(&(0..60_000).step_by(1000).collect::<Vec<_>>()).len(), Prefetch::MOST);
     }
 
     proptest! {
@@ -297,20 +297,20 @@ mod tests {
         #[test]
         fn every_page_goes_once(
             left in proptest::collection::vec(0_u64..3000, 0..400),
-            looks in proptest::collection::vec(proptest::collection::vec(0_u64..3000, 0..100), 0..6),
+            scans in proptest::collection::vec(proptest::collection::vec(0_u64..3000, 0..100), 0..6),
             steps in proptest::collection::vec((1_u64..200, proptest::option::of(0_u64..3000)), 0..40),
         ) {
-            let mut recency = Recency::default();
-            for look in looks {
-                recency.note(vec![set(10, &[]), set(3000, &look)]);
+            let mut recency = RecentWrites::default();
+            for scan in scans {
+                recency.note(vec![set(10, &[]), set(3000, &scan)]);
             }
             let all = set(3000, &left);
-            let remaining = Remaining::of(vec![set(10, &[]), all.clone()], 1, &recency);
+            let remaining = RemainingPages::of(vec![set(10, &[]), all.clone()], 1, &recency);
             let mut gone = all.emptied();
             let rest = std::iter::repeat_n((4096, None), 2);
             for (most, asked) in steps.into_iter().chain(rest) {
                 if let Some(page) = asked {
-                    remaining.take_out(&[wanted(1, page)]);
+                    remaining.remove_requested(&[wanted(1, page)]);
                     gone.set(page..page + 1);
                 }
                 let taken = pages(remaining.take(most));

@@ -5,22 +5,23 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use crate::ram::{BlockWriter, RamError, TakesAway};
+use crate::ram::{BlockWriter, DiscardMethod, RamError};
 
 /// Switch between two writers of each block. No frame may be in flight to the blocks at that moment.
 #[derive(Clone, Default)]
-pub struct Switch(Arc<OnceLock<Vec<Box<dyn BlockWriter>>>>);
+pub struct WriterSwitch(Arc<OnceLock<Vec<Box<dyn BlockWriter>>>>);
 
-struct Switched {
+struct SwitchedWriter {
     first: Box<dyn BlockWriter>,
-    then: Switch,
+    then: WriterSwitch,
     block: usize,
 }
 
-impl Switch {
+impl WriterSwitch {
     /// Wraps the blocks that are used until the switch.
     pub fn before(&self, first: Vec<Box<dyn BlockWriter>>) -> Vec<Box<dyn BlockWriter>> {
-        let switched = |(block, first)| Box::new(Switched { first, then: self.clone(), block }) as Box<_>;
+        let switched =
+            |(block, first)| Box::new(SwitchedWriter { first, then: self.clone(), block }) as Box<_>;
         first.into_iter().enumerate().map(switched).collect()
     }
 
@@ -35,14 +36,14 @@ impl Switch {
     }
 }
 
-impl Switched {
+impl SwitchedWriter {
     fn now(&self) -> &dyn BlockWriter {
         let then = self.then.0.get().and_then(|blocks| blocks.get(self.block));
         &**then.unwrap_or(&self.first)
     }
 }
 
-impl BlockWriter for Switched {
+impl BlockWriter for SwitchedWriter {
     fn name(&self) -> &str {
         self.first.name()
     }
@@ -67,24 +68,24 @@ impl BlockWriter for Switched {
         self.now().drop_pages(range)
     }
 
-    fn takes_away(&self) -> TakesAway {
-        self.first.takes_away()
+    fn discard_method(&self) -> DiscardMethod {
+        self.first.discard_method()
     }
 
-    fn take_away(&self, range: Range<u64>) -> Result<(), RamError> {
-        self.first.take_away(range)
+    fn discard_range(&self, range: Range<u64>) -> Result<(), RamError> {
+        self.first.discard_range(range)
     }
 
-    fn keeps_all(&self) -> bool {
-        self.first.keeps_all()
+    fn is_preallocated(&self) -> bool {
+        self.first.is_preallocated()
     }
 
-    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
-        self.first.there(range)
+    fn mapped_ranges(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+        self.first.mapped_ranges(range)
     }
 
-    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
-        self.first.first_there(range)
+    fn first_mapped(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+        self.first.first_mapped(range)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

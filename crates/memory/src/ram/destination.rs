@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use proto::limits::PAGE_BYTES;
 use tracee::{AddressRange, Pagemap, Process, RamFile, RamFileKind, RemoteMemory};
 
-use super::place::{Place, find};
+use super::backing::{BlockBacking, find};
 use super::preallocated::Preallocated;
-use super::{BlockWriter, RamError, RamRegion, TakesAway};
+use super::{BlockWriter, DiscardMethod, RamError, RamRegion};
 use crate::dirty::DirtyBitmap;
 use crate::lock;
 
@@ -31,29 +31,34 @@ pub fn open_destination(
     let pagemap = Arc::new(Mutex::new(Pagemap::open(process)?));
     let places = find(process, regions)?;
     let writers =
-        regions.iter().zip(places).map(|(region, place)| -> Result<Box<dyn BlockWriter>, RamError> {
+        regions.iter().zip(places).map(|(region, backing)| -> Result<Box<dyn BlockWriter>, RamError> {
             let region = region.clone();
             let touched = touched(&mut lock(&pagemap), &region)?;
             let is_preallocated = touched.count() == touched.pages();
-            let (file, discards, dirty) = match place {
-                Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
-                    return Ok(kept_if(is_preallocated, Box::new(FileWriter { region, file, offset })));
+            let (file, discards, dirty) = match backing {
+                BlockBacking::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
+                    return Ok(wrap_if_preallocated(
+                        is_preallocated,
+                        Box::new(FileWriter { region, file, offset }),
+                    ));
                 }
-                Place::File(file, offset) => (Some((file, offset)), false, touched),
-                Place::Anonymous => (None, true, touched),
+                BlockBacking::File(file, offset) => (Some((file, offset)), false, touched),
+                BlockBacking::Anonymous => (None, true, touched),
                 // The file behind a private mapping shows through in all pages that were not written.
-                Place::PrivateFile(..) | Place::Opaque => (None, false, DirtyBitmap::full(region.bytes)),
+                BlockBacking::PrivateFile(..) | BlockBacking::Opaque => {
+                    (None, false, DirtyBitmap::full(region.bytes))
+                }
             };
             let zeroed = DirtyBitmap::new(region.bytes);
-            let state = Mutex::new(State { dirty, zeroed });
+            let state = Mutex::new(WriterState { dirty, zeroed });
             let (memory, pagemap) = (Arc::clone(&memory), Arc::clone(&pagemap));
             let writer = ProcessWriter { region, memory, pagemap, file, discards, state };
-            Ok(kept_if(is_preallocated, Box::new(writer)))
+            Ok(wrap_if_preallocated(is_preallocated, Box::new(writer)))
         });
     writers.collect()
 }
 
-fn kept_if(is_preallocated: bool, writer: Box<dyn BlockWriter>) -> Box<dyn BlockWriter> {
+fn wrap_if_preallocated(is_preallocated: bool, writer: Box<dyn BlockWriter>) -> Box<dyn BlockWriter> {
     if is_preallocated { Box::new(Preallocated(writer)) } else { writer }
 }
 
@@ -96,12 +101,12 @@ impl BlockWriter for FileWriter {
         Ok(self.file.punch_hole(self.offset + range.start..self.offset + range.end)?)
     }
 
-    fn takes_away(&self) -> TakesAway {
-        if self.region.page_bytes > PAGE_BYTES { TakesAway::Never } else { TakesAway::FromOutside }
+    fn discard_method(&self) -> DiscardMethod {
+        if self.region.page_bytes > PAGE_BYTES { DiscardMethod::Never } else { DiscardMethod::FromOutside }
     }
 
     /// Queries only the begin of the data: for its end, the kernel would walk through all of the file's pages.
-    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+    fn first_mapped(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
         let first = self.file.first_data(self.offset + range.start..self.offset + range.end)?;
         Ok(first.map(|at| at - self.offset))
     }
@@ -119,10 +124,10 @@ struct ProcessWriter {
     file: Option<(RamFile, u64)>,
     /// True if QEMU can give pages back and reads zeros then.
     discards: bool,
-    state: Mutex<State>,
+    state: Mutex<WriterState>,
 }
 
-struct State {
+struct WriterState {
     /// Pages that may hold something other than zeros.
     dirty: DirtyBitmap,
     /// Pages that were filled with zeros and not written since.
@@ -185,9 +190,9 @@ impl BlockWriter for ProcessWriter {
         }
         drop(state);
         let address = self.region.address;
-        let there: Vec<AddressRange> =
+        let mapped_ranges: Vec<AddressRange> =
             runs.iter().map(|run| AddressRange::new(address + run.start, address + run.end)).collect();
-        Ok(self.memory.write_runs(&there, data)?)
+        Ok(self.memory.write_runs(&mapped_ranges, data)?)
     }
 
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
@@ -205,15 +210,15 @@ impl BlockWriter for ProcessWriter {
         Ok(())
     }
 
-    fn takes_away(&self) -> TakesAway {
+    fn discard_method(&self) -> DiscardMethod {
         if self.discards && self.region.page_bytes == PAGE_BYTES {
-            TakesAway::ByProcess
+            DiscardMethod::ByProcess
         } else {
-            TakesAway::Never
+            DiscardMethod::Never
         }
     }
 
-    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+    fn mapped_ranges(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         let base = self.region.address;
         let mut found = Vec::new();
         let range = AddressRange::new(base + range.start, base + range.end);

@@ -26,16 +26,16 @@ use std::ops::Range;
 
 use tracee::{AddressRange, PageFaultError, ProcessError, RamFileError, RemoteError};
 
+mod backing;
 mod destination;
 mod dropped;
-mod place;
 mod preallocated;
 mod source;
 pub mod zero;
 
+pub(crate) use backing::drop_watches;
 pub use destination::open_destination;
 pub(crate) use dropped::DropWatch;
-pub(crate) use place::drop_watches;
 pub use source::open_source;
 
 /// A block of guest RAM in the memory of a QEMU.
@@ -103,7 +103,7 @@ pub trait BlockReader: Send + Sync {
     fn name(&self) -> &str;
 
     /// Returns a description for people.
-    fn what(&self) -> String {
+    fn description(&self) -> String {
         format!("guest memory: RAM block {}", self.name())
     }
 
@@ -122,7 +122,7 @@ pub trait BlockReader: Send + Sync {
 
 /// Way in which pages of a block can be discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TakesAway {
+pub enum DiscardMethod {
     /// Discarding is impossible, or possible for huge pages only.
     Never,
     /// From outside, by [`BlockWriter::drop_pages`].
@@ -137,7 +137,7 @@ pub trait BlockWriter: Send + Sync {
     fn name(&self) -> &str;
 
     /// Returns a description for people.
-    fn what(&self) -> String {
+    fn description(&self) -> String {
         format!("guest memory: RAM block {}", self.name())
     }
 
@@ -176,29 +176,29 @@ pub trait BlockWriter: Send + Sync {
 
     /// Returns how pages of the block can be discarded, so that a thread that touches one of them waits for it
     /// (post-copy).
-    fn takes_away(&self) -> TakesAway {
-        TakesAway::Never
+    fn discard_method(&self) -> DiscardMethod {
+        DiscardMethod::Never
     }
 
     /// Discards a range of bytes (pages), if that is done from outside.
-    fn take_away(&self, range: Range<u64>) -> Result<(), RamError> {
+    fn discard_range(&self, range: Range<u64>) -> Result<(), RamError> {
         self.drop_pages(range)
     }
 
     /// Returns true if the whole block is to have memory behind it in the end, even if it is empty.
-    fn keeps_all(&self) -> bool {
+    fn is_preallocated(&self) -> bool {
         false
     }
 
     /// Returns the parts of a range of bytes (pages) that may have memory behind them and so have to be discarded.
     /// Returns the whole range if discarding costs no more than the query.
-    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+    fn mapped_ranges(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         Ok(vec![range])
     }
 
     /// Returns the first byte of a range (pages) that has memory behind it: no thread waits for that one.
-    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
-        Ok(self.there(range)?.first().map(|part| part.start))
+    fn first_mapped(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+        Ok(self.mapped_ranges(range)?.first().map(|part| part.start))
     }
 
     /// Returns, and forgets, the ranges of bytes that [`BlockWriter::drop_pages`] could only fill with zeros and that

@@ -10,7 +10,7 @@ use std::ops::Range;
 use proto::limits::PAGE_BYTES;
 
 use super::zero::is_zero;
-use super::{BlockWriter, RamError, TakesAway};
+use super::{BlockWriter, DiscardMethod, RamError};
 
 /// Source of zeros; its length is also that of one check.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -62,24 +62,24 @@ impl BlockWriter for Preallocated {
         Ok(())
     }
 
-    fn takes_away(&self) -> TakesAway {
-        self.0.takes_away()
+    fn discard_method(&self) -> DiscardMethod {
+        self.0.discard_method()
     }
 
-    fn take_away(&self, range: Range<u64>) -> Result<(), RamError> {
-        self.0.take_away(range)
+    fn discard_range(&self, range: Range<u64>) -> Result<(), RamError> {
+        self.0.discard_range(range)
     }
 
-    fn keeps_all(&self) -> bool {
+    fn is_preallocated(&self) -> bool {
         true
     }
 
-    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
-        self.0.there(range)
+    fn mapped_ranges(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+        self.0.mapped_ranges(range)
     }
 
-    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
-        self.0.first_there(range)
+    fn first_mapped(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+        self.0.first_mapped(range)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

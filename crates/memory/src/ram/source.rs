@@ -8,7 +8,7 @@ use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use tracee::{AddressRange, Pagemap, Process, RamFile, RemoteMemory};
 
-use super::place::{Place, find};
+use super::backing::{BlockBacking, find};
 use super::{BlockReader, RamError, RamRegion};
 use crate::lock;
 
@@ -20,15 +20,17 @@ pub fn open_source(process: &Process, regions: &[RamRegion]) -> Result<Vec<Box<d
     let memory = Arc::new(RemoteMemory::new(process)?);
     let table = Arc::new(Mutex::new(PageTable { pagemap: Pagemap::open(process)?, found: Vec::new() }));
     let places = find(process, regions)?;
-    let readers = regions.iter().zip(places).map(|(region, place)| -> Box<dyn BlockReader> {
+    let readers = regions.iter().zip(places).map(|(region, backing)| -> Box<dyn BlockReader> {
         let (memory, region) = (Arc::clone(&memory), region.clone());
-        match place {
-            Place::File(file, offset) => Box::new(FileReader { region, file, offset }),
-            Place::Anonymous => Box::new(ProcessReader { region, memory, table: Some(Arc::clone(&table)) }),
-            Place::PrivateFile(file, offset) => {
+        match backing {
+            BlockBacking::File(file, offset) => Box::new(FileReader { region, file, offset }),
+            BlockBacking::Anonymous => {
+                Box::new(ProcessReader { region, memory, table: Some(Arc::clone(&table)) })
+            }
+            BlockBacking::PrivateFile(file, offset) => {
                 Box::new(PrivateReader { region, memory, table: Arc::clone(&table), file, offset })
             }
-            Place::Opaque => Box::new(ProcessReader { region, memory, table: None }),
+            BlockBacking::Opaque => Box::new(ProcessReader { region, memory, table: None }),
         }
     });
     Ok(readers.collect())

@@ -14,14 +14,14 @@ use proto::reference::{ContentSource, Reference, encode_missing};
 use tracing::debug;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::{Gate, Guard, ReceiveError, ReceiverEvent, Shared};
-use crate::background::GivesWay;
+use super::{Gate, Guard, ReceiveError, ReceiverEvent, ReceiverState};
 use crate::clock::waited;
 use crate::dirty::ChunkPages;
 use crate::lock;
-use crate::pack::codec::Unpacker;
+use crate::pack::codec::StreamDecompressor;
+use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
-use crate::references::is_meant;
+use crate::references::has_expected_hash;
 use crate::send::stream_of;
 use crate::wire::{FrameSink, FrameSource};
 
@@ -55,7 +55,7 @@ pub(super) struct StreamWorker {
     pub(super) written: Vec<Range<u64>>,
     /// Content of referenced, changed or filled pages. Reused.
     pub(super) found: Vec<u8>,
-    pub(super) unpacker: Unpacker,
+    pub(super) unpacker: StreamDecompressor,
     /// Time since the last acknowledgement for which there was nothing to apply.
     pub(super) waited: Duration,
     pub(super) acked_at: Option<Instant>,
@@ -63,7 +63,7 @@ pub(super) struct StreamWorker {
     pub(super) acks: u32,
     /// Lowered priority, in rounds of disks alone and the first of memory (or its first part), which are long. In a
     /// later round the guest may be stopped, which is unknown here.
-    pub(super) gives_way: Option<GivesWay>,
+    pub(super) niceness: Option<Niceness>,
     /// True if a page of memory has arrived on this stream.
     pub(super) brought_ram: bool,
 }
@@ -134,7 +134,7 @@ impl StreamWorker {
     ) -> Result<(), ReceiveError> {
         let shared = Arc::clone(&self.guard.shared);
         let PagesHeader { seq, round, block, chunk } = header;
-        self.check_place(seq, round)?;
+        self.check_order(seq, round)?;
         let outside = ReceiveError::Outside { block, chunk };
         let Some(writer) = shared.ram.get(usize::from(block)) else { return Err(outside) };
         let base = chunk.checked_mul(CHUNK_BYTES).filter(|base| *base < writer.bytes());
@@ -152,7 +152,7 @@ impl StreamWorker {
         if *gate == Gate::Shut {
             return Err(ReceiveError::Shut);
         }
-        let failed = |offset, source| ReceiveError::Memory { block: writer.what(), offset, source };
+        let failed = |offset, source| ReceiveError::Memory { block: writer.description(), offset, source };
         self.written.clear();
         let mut missing = ChunkPages::EMPTY;
         // The frame's data that belongs to the ranges still to be written begins here.
@@ -187,10 +187,10 @@ impl StreamWorker {
                     let pages = first..first + u64::from(run.pages);
                     self.found.resize(run.len_bytes() as usize, 0);
                     let found = if run.content == Content::Reference {
-                        let is_there = self.follow(&shared, &Reference::decode(mine)?);
+                        let is_there = self.read_reference(&shared, &Reference::decode(mine)?);
                         if is_there { ChunkPages::from_range(pages.clone()) } else { ChunkPages::EMPTY }
                     } else {
-                        self.change(&shared, writer.as_ref(), offset, &pages, mine)?
+                        self.apply_deltas(&shared, writer.as_ref(), offset, &pages, mine)?
                     };
                     for run in found.runs() {
                         let part = (run.start - first) as usize * PAGE..(run.end - first) as usize * PAGE;
@@ -235,16 +235,16 @@ impl StreamWorker {
     }
 
     /// Reads the pages of a reference; returns true if they have the expected content.
-    fn follow(&mut self, shared: &Shared, reference: &Reference) -> bool {
+    fn read_reference(&mut self, shared: &ReceiverState, reference: &Reference) -> bool {
         let read = match reference.content_source {
-            ContentSource::Template(which) => match &shared.presumed.templates {
+            ContentSource::Template(which) => match &shared.accepted.templates {
                 Some(templates) => templates.read(which, reference.first_page, &mut self.found),
                 None => return false,
             },
             ContentSource::Block(which) => shared.read(which, reference.first_page, &mut self.found),
         };
         match read {
-            Ok(()) => is_meant(reference, &self.found),
+            Ok(()) => has_expected_hash(reference, &self.found),
             Err(error) => {
                 debug!(?reference, %error, "not to be read");
                 false
@@ -254,15 +254,15 @@ impl StreamWorker {
 
     /// Rebuilds pages of a run from their present version and the deltas. Returns the pages whose hash is right; the
     /// others stay as they are.
-    fn change(
+    fn apply_deltas(
         &mut self,
-        shared: &Shared,
+        shared: &ReceiverState,
         writer: &dyn BlockWriter,
         offset: u64,
         pages: &Range<u64>,
         changes: &[u8],
     ) -> Result<ChunkPages, ReceiveError> {
-        let Some(seed) = shared.presumed.delta_seed.filter(|_| writer.is_ram()) else {
+        let Some(seed) = shared.accepted.delta_seed.filter(|_| writer.is_ram()) else {
             return Err(BadPages::Delta.into());
         };
         let mut good = ChunkPages::EMPTY;
@@ -283,7 +283,7 @@ impl StreamWorker {
 
     fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {
         let (seq, round) = decode_round_end(payload)?;
-        self.check_place(seq, round)?;
+        self.check_order(seq, round)?;
         self.applied = seq;
         self.round = round.saturating_add(1);
         let mut rounds = lock(&self.guard.shared.rounds);
@@ -295,13 +295,18 @@ impl StreamWorker {
         let referred = news && std::mem::take(&mut rounds.referred);
         drop(rounds);
         if news {
-            self.guard.shared.tell(ReceiverEvent::RoundEnded { round: complete, ram_round, took, referred });
+            self.guard.shared.notify(ReceiverEvent::RoundEnded {
+                round: complete,
+                ram_round,
+                took,
+                referred,
+            });
         }
         Ok(())
     }
 
     /// Checks that a frame is allowed at this point, and notes its round.
-    fn check_place(&mut self, seq: u64, round: u32) -> Result<(), ReceiveError> {
+    fn check_order(&mut self, seq: u64, round: u32) -> Result<(), ReceiveError> {
         let expected = self.applied + 1;
         if seq != expected {
             return Err(ReceiveError::WrongSeq { expected, found: seq });
@@ -309,11 +314,11 @@ impl StreamWorker {
         if round < self.round || round == 0 {
             return Err(ReceiveError::WrongRound { at_least: self.round.max(1), found: round });
         }
-        if self.gives_way.is_some()
+        if self.niceness.is_some()
             && lock(&self.guard.shared.rounds).of_ram(round) > 1
-            && let Some(mut gives_way) = self.gives_way.take()
+            && let Some(mut niceness) = self.niceness.take()
         {
-            gives_way.end();
+            niceness.end();
         }
         self.round = round;
         if round > self.seen {

@@ -5,7 +5,7 @@ use super::{NAME_BYTES, PageName};
 /// Locations by name: each is stored in the first free slot from the one to which its name hashes, or, if none is near,
 /// in the slot of another one, which is evicted.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct NameTable {
     /// The name, and above it the higher bits of the location.
     names: Vec<u64>,
     /// The lower bits of the location.
@@ -34,7 +34,7 @@ fn of_place(place: u64) -> (u16, u64) {
     ((place >> PAGE_BITS) as u16, place & ((1 << PAGE_BITS) - 1))
 }
 
-impl Table {
+impl NameTable {
     /// Creates a table with room for `pages` pages; a table for 0 pages needs no memory.
     pub(super) fn new(pages: usize) -> Self {
         let slots = if pages == 0 { 0 } else { (pages + pages / 2).max(NEAR) };
@@ -127,7 +127,7 @@ mod tests {
     /// returns a wrong location.
     #[test]
     fn a_table_tells_no_wrong_place() {
-        let mut table = Table::new(1000);
+        let mut table = NameTable::new(1000);
         let mut dice = Dice(5);
         let names: Vec<_> = (0..5000).map(|_| name(dice.next())).collect();
         for (page, name) in (0..).zip(&names) {
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn places_at_the_edges() {
-        let mut table = Table::new(4);
+        let mut table = NameTable::new(4);
         for (which, page) in [(0, 0), (1279, (1 << PAGE_BITS) - 1), (2047, 3)] {
             table.insert(name(1), which, page);
             assert_eq!(table.find(name(1)), Some((which, page)));
@@ -160,7 +160,7 @@ mod tests {
             table.insert(name(1), which, page);
             assert_eq!(table.find(name(1)), Some((2047, 3)));
         }
-        let mut none = Table::new(0);
+        let mut none = NameTable::new(0);
         none.insert(name(1), 0, 0);
         assert_eq!(none.find(name(1)), None);
     }

@@ -8,7 +8,7 @@ use crate::send::plan::Plan;
 use crate::send::{BlockProgress, Progress};
 
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct RoundCounters {
     round: AtomicU32,
     pages: AtomicU64,
     data: AtomicU64,
@@ -20,19 +20,22 @@ pub(super) struct Counters {
     soft: AtomicU64,
     refused: AtomicU64,
     wire_bytes: AtomicU64,
-    blocks: Vec<Block>,
+    blocks: Vec<BlockCounters>,
 }
 
 #[derive(Debug, Default)]
-struct Block {
+struct BlockCounters {
     pages: AtomicU64,
     sent: AtomicU64,
 }
 
-impl Counters {
+impl RoundCounters {
     /// Creates counters for `blocks` blocks.
     pub(super) fn new(blocks: usize) -> Self {
-        Self { blocks: std::iter::repeat_with(Block::default).take(blocks).collect(), ..Self::default() }
+        Self {
+            blocks: std::iter::repeat_with(BlockCounters::default).take(blocks).collect(),
+            ..Self::default()
+        }
     }
 
     /// Resets the counters for a round.
@@ -107,9 +110,10 @@ impl Counters {
         }
     }
 
-    pub(super) fn of_blocks(&self) -> Vec<BlockProgress> {
+    pub(super) fn block_progress(&self) -> Vec<BlockProgress> {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let of = |block: &Block| BlockProgress { pages: get(&block.pages), sent_pages: get(&block.sent) };
+        let of =
+            |block: &BlockCounters| BlockProgress { pages: get(&block.pages), sent_pages: get(&block.sent) };
         self.blocks.iter().map(of).collect()
     }
 }

@@ -22,7 +22,7 @@
 //! # Few threads
 //!
 //! If the guest suffers, only some of the workers read and send at the same time, in turns, chunk by chunk
-//! ([`SenderHandle::copies_in`]). Each stream still sends its own chunks in the same order.
+//! ([`SenderHandle::limit_copying_threads`]). Each stream still sends its own chunks in the same order.
 //!
 //! # Few pages
 //!
@@ -44,9 +44,9 @@ use crate::chunk::Contents;
 use crate::deltas::Deltas;
 use crate::pack::Packing;
 use crate::ram::{BlockReader, RamError};
-use crate::references::Known;
+use crate::references::ContentIndex;
 use crate::round::{Owed, Readable};
-use crate::soft::Soft;
+use crate::soft::SoftPageSet;
 use crate::wire::{DataStream, is_transient};
 
 mod counters;
@@ -57,7 +57,7 @@ mod turns;
 
 use plan::Plan;
 pub use plan::stream_of;
-use shared::Shared;
+use shared::SenderState;
 
 /// Maximum number of pages (512 KiB) of a round that the caller's thread sends.
 const INLINE_PAGES: u64 = 128;
@@ -70,15 +70,15 @@ pub type SourceRam = Arc<[Box<dyn BlockReader>]>;
 
 /// Reductions: ways to send fewer bytes, the same for all generations of a migration.
 #[derive(Clone, Debug, Default)]
-pub struct Saving {
+pub struct Reductions {
     /// Pages that the destination has are sent as references. The destination must have announced that it accepts them.
-    pub known: Option<Arc<Known>>,
+    pub known: Option<Arc<ContentIndex>>,
     /// Pages that are sent again are sent as deltas. The destination must have announced that it accepts them.
     pub deltas: Option<Arc<Deltas>>,
     /// Data is compressed. The destination must have named the codecs.
     pub packing: Option<Arc<Packing>>,
     /// Pages that the guest does not use are left out.
-    pub soft: Option<Arc<Soft>>,
+    pub soft: Option<Arc<SoftPageSet>>,
 }
 
 /// Error of sending a round.
@@ -209,7 +209,7 @@ pub struct Progress {
     pub wire_bytes: u64,
 }
 
-/// Progress of a round with one block; see [`SenderHandle::of_blocks`].
+/// Progress of a round with one block; see [`SenderHandle::block_progress`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockProgress {
     /// Pages of the round.
@@ -233,7 +233,7 @@ pub struct Interrupted {
 
 /// A round that the destination has applied completely.
 #[derive(Debug)]
-pub struct Sent {
+pub struct CompletedRound {
     /// Ready for the next round.
     pub sender: Sender,
     /// Pages still owed: those whose reference or delta was refused, and those for which there was no time. The dirty
@@ -246,7 +246,7 @@ pub struct Sent {
 /// Sends rounds over the streams of one generation. Dropping it ends connections and threads.
 #[derive(Debug)]
 pub struct Sender {
-    shared: Arc<Shared>,
+    shared: Arc<SenderState>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -256,27 +256,27 @@ impl Sender {
     /// # Errors
     /// If the system cannot start another thread, or there is no stream.
     pub fn start(ram: SourceRam, streams: Vec<DataStream>) -> io::Result<Self> {
-        Self::saving(ram, Saving::default(), streams)
+        Self::saving(ram, Reductions::default(), streams)
     }
 
     /// Starts a sender as [`start`](Self::start) does, with reductions.
     ///
     /// # Errors
     /// Those of [`start`](Self::start).
-    pub fn saving(ram: SourceRam, saving: Saving, streams: Vec<DataStream>) -> io::Result<Self> {
+    pub fn saving(ram: SourceRam, saving: Reductions, streams: Vec<DataStream>) -> io::Result<Self> {
         Self::with_window(ram, saving, streams, WINDOW_FRAMES)
     }
 
     pub(crate) fn with_window(
         ram: SourceRam,
-        saving: Saving,
+        saving: Reductions,
         streams: Vec<DataStream>,
         window: usize,
     ) -> io::Result<Self> {
         if streams.is_empty() || streams.len() > usize::from(STREAMS) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let (shared, sources) = Shared::new(ram, saving, streams, window);
+        let (shared, sources) = SenderState::new(ram, saving, streams, window);
         let mut sender = Self { shared: Arc::new(shared), threads: Vec::new() };
         for (stream, source) in (0_u16..).zip(sources) {
             let shared = Arc::clone(&sender.shared);
@@ -302,7 +302,7 @@ impl Sender {
     ///
     /// # Errors
     /// [`Interrupted`] if a connection breaks, guest memory cannot be read, or the round is cancelled.
-    pub fn send_round(self, pages: Readable) -> Result<Sent, Box<Interrupted>> {
+    pub fn send_round(self, pages: Readable) -> Result<CompletedRound, Box<Interrupted>> {
         self.send(pages, None, None)
     }
 
@@ -311,7 +311,11 @@ impl Sender {
     ///
     /// # Errors
     /// Those of [`send_round`](Self::send_round).
-    pub fn send_round_until(self, pages: Readable, until: Instant) -> Result<Sent, Box<Interrupted>> {
+    pub fn send_round_until(
+        self,
+        pages: Readable,
+        until: Instant,
+    ) -> Result<CompletedRound, Box<Interrupted>> {
         self.send(pages, None, Some(until))
     }
 
@@ -321,7 +325,11 @@ impl Sender {
     ///
     /// # Errors
     /// Those of [`send_round`](Self::send_round), and [`SendError::Overdue`].
-    pub fn send_round_by(self, pages: Readable, deadline: Instant) -> Result<Sent, Box<Interrupted>> {
+    pub fn send_round_by(
+        self,
+        pages: Readable,
+        deadline: Instant,
+    ) -> Result<CompletedRound, Box<Interrupted>> {
         self.send(pages, Some(deadline), None)
     }
 
@@ -330,7 +338,7 @@ impl Sender {
         pages: Readable,
         deadline: Option<Instant>,
         until: Option<Instant>,
-    ) -> Result<Sent, Box<Interrupted>> {
+    ) -> Result<CompletedRound, Box<Interrupted>> {
         let started = Instant::now();
         let round = pages.owed.round + 1;
         let plan = Plan::new(&pages.owed.blocks, self.shared.stream_count(), round, deadline);
@@ -359,7 +367,7 @@ impl Sender {
             duration_us: started.elapsed().as_micros() as u64,
         };
         match failure {
-            None => Ok(Sent { sender: self, owed, stats }),
+            None => Ok(CompletedRound { sender: self, owed, stats }),
             Some(cause) => Err(Box::new(Interrupted { owed, stats, cause })),
         }
     }
@@ -381,7 +389,7 @@ impl Drop for Sender {
 
 /// A view of a [`Sender`] from other threads.
 #[derive(Clone, Debug)]
-pub struct SenderHandle(Arc<Shared>);
+pub struct SenderHandle(Arc<SenderState>);
 
 impl SenderHandle {
     /// Ends the round in progress, or the next one, at once, with [`SendError::Cancelled`].
@@ -395,20 +403,20 @@ impl SenderHandle {
     }
 
     /// Returns the progress of the round with each block, in the order of the proposal.
-    pub fn of_blocks(&self) -> Vec<BlockProgress> {
-        self.0.of_blocks()
+    pub fn block_progress(&self) -> Vec<BlockProgress> {
+        self.0.block_progress()
     }
 
     /// Sets the niceness of the sender's threads (`nice(2)`) from the next round on, while the guest that is moved
     /// runs.
-    pub fn gives_way_by(&self, nice: u8) {
+    pub fn set_niceness(&self, nice: u8) {
         self.0.nice.store(nice, Ordering::Relaxed);
     }
 
     /// Sets how many of the sender's threads read and send at the same time from now on, at least one, while the guest
     /// that is moved runs.
-    pub fn copies_in(&self, threads: u16) {
-        self.0.set_most_copying(threads);
+    pub fn limit_copying_threads(&self, threads: u16) {
+        self.0.set_max_copying(threads);
     }
 
     /// Returns the number of threads that read and send, one for each stream.

@@ -11,7 +11,7 @@ pub fn stream_of(block: u16, chunk: u64, streams: u16) -> u16 {
 
 /// A chunk that has pages to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct ChunkId {
     pub(super) block: u16,
     /// 64 TiB of RAM are 2²⁵ chunks.
     pub(super) chunk: u32,
@@ -29,7 +29,7 @@ pub(super) struct Plan {
     /// Time after which no further chunk is begun; None to send all.
     pub(super) until: Option<Instant>,
     /// For each stream its chunks, in ascending order.
-    pub(super) shares: Vec<Vec<Place>>,
+    pub(super) shares: Vec<Vec<ChunkId>>,
 }
 
 impl Plan {
@@ -40,7 +40,7 @@ impl Plan {
             for chunk in bitmap.dirty_chunks() {
                 *pages += bitmap.chunk(chunk).count();
                 shares[usize::from(stream_of(block, chunk, streams))]
-                    .push(Place { block, chunk: chunk as u32 });
+                    .push(ChunkId { block, chunk: chunk as u32 });
             }
         }
         let pages = block_pages.iter().sum();
@@ -49,7 +49,7 @@ impl Plan {
 
     /// Returns the chunks of a stream for which there is time; one of them in any case, so that every round makes
     /// progress.
-    pub(super) fn share(&self, stream: u16) -> impl Iterator<Item = &Place> {
+    pub(super) fn share(&self, stream: u16) -> impl Iterator<Item = &ChunkId> {
         let is_in_time = |number: usize| number == 0 || self.until.is_none_or(|until| Instant::now() < until);
         let share = self.shares[usize::from(stream)].iter().enumerate();
         share.take_while(move |(number, _)| is_in_time(*number)).map(|(_, place)| place)

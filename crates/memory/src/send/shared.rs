@@ -11,32 +11,32 @@ use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
 
-use crate::background::{GivesWay, NICE};
-use crate::chunk::{Contents, Knowledge, Refer};
+use crate::chunk::{ChunkKnowledge, Contents, ReferenceLookup};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
-use crate::references::{Known, PageName};
-use crate::send::counters::Counters;
-use crate::send::plan::{Place, Plan};
-use crate::send::stream::{InFlight, Outlet, Stream};
+use crate::priority::{NICE, Niceness};
+use crate::references::{ContentIndex, PageName};
+use crate::send::counters::RoundCounters;
+use crate::send::plan::{ChunkId, Plan};
+use crate::send::stream::{FrameOutput, InFlight, Stream};
 use crate::send::turns::Turns;
-use crate::send::{BlockProgress, Progress, Saving, SendError, SourceRam};
+use crate::send::{BlockProgress, Progress, Reductions, SendError, SourceRam};
 use crate::wire::{DataStream, FrameSource};
 
-pub(super) struct Shared {
+pub(super) struct SenderState {
     ram: SourceRam,
-    saving: Saving,
+    reductions: Reductions,
     streams: Vec<Stream>,
     /// Pages of the round that are not acknowledged. Only acknowledgements remove pages.
     owed: Mutex<Vec<DirtyBitmap>>,
-    state: Mutex<State>,
+    state: Mutex<WorkState>,
     /// Signals workers that wait for a round.
     begin: Condvar,
     /// Signals the caller that waits for the round's end.
     settled: Condvar,
     /// Set together with the first failure: all threads stop working.
     pub(super) stopped: AtomicBool,
-    counters: Counters,
+    counters: RoundCounters,
     /// Niceness of the workers.
     pub(super) nice: AtomicU8,
     /// Limit on the workers that copy at the same time, while the guest runs.
@@ -44,7 +44,7 @@ pub(super) struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct WorkState {
     /// The last round passed to the workers; None for rounds that the caller sends by itself.
     work: Option<Arc<Plan>>,
     /// Streams whose end of the round is not acknowledged.
@@ -52,10 +52,10 @@ struct State {
     failure: Option<SendError>,
 }
 
-impl Shared {
+impl SenderState {
     pub(super) fn new(
         ram: SourceRam,
-        saving: Saving,
+        reductions: Reductions,
         streams: Vec<DataStream>,
         window: usize,
     ) -> (Self, Vec<Box<dyn FrameSource>>) {
@@ -67,10 +67,10 @@ impl Shared {
                 Stream::new(stream.sink, stream.hang_up, window)
             })
             .collect();
-        let counters = Counters::new(ram.len());
+        let counters = RoundCounters::new(ram.len());
         let shared = Self {
             ram,
-            saving,
+            reductions,
             streams,
             owed: Mutex::default(),
             state: Mutex::default(),
@@ -89,9 +89,9 @@ impl Shared {
     }
 
     /// Sets the number of workers that copy at the same time from now on, while the guest runs.
-    pub(super) fn set_most_copying(&self, threads: u16) {
+    pub(super) fn set_max_copying(&self, threads: u16) {
         self.turns.set_most(threads);
-        if let Some(packing) = &self.saving.packing {
+        if let Some(packing) = &self.reductions.packing {
             packing.set_most_workers(threads.max(1));
         }
     }
@@ -101,7 +101,7 @@ impl Shared {
     /// Opens a round; its pages are owed from here on.
     pub(super) fn begin(&self, owed: Vec<DirtyBitmap>, plan: &Plan) {
         self.counters.begin(plan);
-        if let Some(deltas) = &self.saving.deltas {
+        if let Some(deltas) = &self.reductions.deltas {
             deltas.keep(&owed, plan.round);
         }
         *lock(&self.owed) = owed;
@@ -143,10 +143,10 @@ impl Shared {
 
     /// Discards knowledge about these pages as sent in this round, because they may not have arrived.
     pub(super) fn forget(&self, owed: &[DirtyBitmap], round: u32) {
-        if let Some(deltas) = &self.saving.deltas {
+        if let Some(deltas) = &self.reductions.deltas {
             deltas.forget(owed, round);
         }
-        if let Some(known) = &self.saving.known {
+        if let Some(known) = &self.reductions.known {
             known.interrupt();
         }
     }
@@ -155,8 +155,8 @@ impl Shared {
         self.counters.progress()
     }
 
-    pub(super) fn of_blocks(&self) -> Vec<BlockProgress> {
-        self.counters.of_blocks()
+    pub(super) fn block_progress(&self) -> Vec<BlockProgress> {
+        self.counters.block_progress()
     }
 
     /// Ends everything, once: the first failure is the one that is reported.
@@ -176,15 +176,15 @@ impl Shared {
 
     /// Main loop of a worker: one share of each round that is passed to the workers.
     pub(super) fn work(&self, stream: u16) {
-        let mut gives_way = GivesWay::begin();
+        let mut niceness = Niceness::begin();
         let _guard = DeathGuard { shared: self, stream };
         let mut done = 0;
         while let Some(plan) = self.next_work(done) {
             // The guest is stopped.
             if plan.deadline.is_some() {
-                gives_way.end();
+                niceness.end();
             }
-            self.send_share(stream, &plan, Some(&mut gives_way));
+            self.send_share(stream, &plan, Some(&mut niceness));
             done = plan.round;
         }
     }
@@ -203,7 +203,7 @@ impl Shared {
     }
 
     /// Sends a stream's chunks of a round and the round's end. A worker adapts its priority in between.
-    pub(super) fn send_share(&self, stream: u16, plan: &Plan, worker: Option<&mut GivesWay>) {
+    pub(super) fn send_share(&self, stream: u16, plan: &Plan, worker: Option<&mut Niceness>) {
         let mut outlet = lock(&self.streams[usize::from(stream)].outlet);
         // The workers' streams are closed at the deadline; a caller that sends by itself waits for them here.
         outlet.sink.set_deadline(plan.deadline);
@@ -223,14 +223,14 @@ impl Shared {
     fn send_chunks(
         &self,
         stream: u16,
-        outlet: &mut Outlet,
+        outlet: &mut FrameOutput,
         plan: &Plan,
-        mut worker: Option<&mut GivesWay>,
+        mut worker: Option<&mut Niceness>,
     ) -> Result<(), SendError> {
         let mut share = plan.share(stream);
         loop {
-            if let Some(gives_way) = &mut worker {
-                gives_way.by(self.nice.load(Ordering::Relaxed));
+            if let Some(niceness) = &mut worker {
+                niceness.set(self.nice.load(Ordering::Relaxed));
             }
             // The caller is alone, and for a stopped guest all workers work at once.
             let takes_turns = worker.is_some() && plan.deadline.is_none();
@@ -243,32 +243,32 @@ impl Shared {
     fn send_chunk(
         &self,
         stream: u16,
-        outlet: &mut Outlet,
+        outlet: &mut FrameOutput,
         plan: &Plan,
-        place: Place,
+        place: ChunkId,
     ) -> Result<(), SendError> {
-        let Place { block, chunk } = place;
+        let ChunkId { block, chunk } = place;
         let owed = lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into()));
         let Some(owed) = owed else { return Ok(()) };
         let is_there = |block: u16, page| {
             lock(&self.owed).get(usize::from(block)).is_some_and(|owed| !owed.contains(page))
         };
         let base_page = u64::from(chunk) * CHUNK_PAGES;
-        let refer = self.may_refer(plan, place).map(|(known, allowed)| Refer {
+        let refer = self.allowed_references(plan, place).map(|(known, allowed)| ReferenceLookup {
             known,
             block,
             base_page,
             allowed,
             is_there: &is_there,
         });
-        let soft = self.saving.soft.as_deref().filter(|_| plan.deadline.is_none());
+        let soft = self.reductions.soft.as_deref().filter(|_| plan.deadline.is_none());
         let soft = soft.map_or(ChunkPages::EMPTY, |soft| soft.chunk(block, chunk.into()));
         let mut used = owed;
         used.remove(&soft);
-        let marks = self.saving.deltas.as_deref().and_then(|deltas| {
+        let marks = self.reductions.deltas.as_deref().and_then(|deltas| {
             Some((deltas, deltas.lend((block, chunk), &used, plan.round, plan.deadline.is_none())?))
         });
-        let mut knowledge = Knowledge { soft, refer, marks };
+        let mut knowledge = ChunkKnowledge { soft, refer, marks };
         let sent = self.send_frames(stream, outlet, plan, place, owed, &mut knowledge);
         if let Some((deltas, marks)) = knowledge.marks {
             deltas.give_back((block, chunk), marks);
@@ -280,11 +280,11 @@ impl Shared {
     fn send_frames(
         &self,
         stream: u16,
-        outlet: &mut Outlet,
+        outlet: &mut FrameOutput,
         plan: &Plan,
-        place: Place,
+        place: ChunkId,
         pages: ChunkPages,
-        knowledge: &mut Knowledge<'_>,
+        knowledge: &mut ChunkKnowledge<'_>,
     ) -> Result<(), SendError> {
         let mut left = pages;
         while !left.is_empty() {
@@ -292,23 +292,23 @@ impl Shared {
                 return Err(SendError::Cancelled);
             }
             let mut work = || self.send_frame(stream, outlet, plan, place, &left, knowledge);
-            let (taken, contents, bytes) = match &self.saving.packing {
-                Some(packing) => packing.working(work)?,
+            let (taken, contents, bytes) = match &self.reductions.packing {
+                Some(packing) => packing.count_work(work)?,
                 None => work()?,
             };
 
             self.counters.sent(place.block, &taken, &contents, bytes);
             left.remove(&taken);
-            if let Some(soft) = &self.saving.soft {
+            if let Some(soft) = &self.reductions.soft {
                 let mut left_out = knowledge.soft;
                 left_out.retain(&taken);
                 soft.sent(place.block, place.chunk.into(), &taken, &left_out);
             }
-            if let Some(Refer { known, block, base_page, .. }) = &knowledge.refer {
+            if let Some(ReferenceLookup { known, block, base_page, .. }) = &knowledge.refer {
                 let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);
                 let (names, referred) = (outlet.builder.names(), outlet.builder.referred());
                 known.sent(*block, names.iter().map(in_block));
-                known.went(*block, names.iter().chain(referred).map(in_block));
+                known.sent_pages(*block, names.iter().chain(referred).map(in_block));
             }
             if let Some((deltas, _)) = &knowledge.marks {
                 deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());
@@ -322,51 +322,61 @@ impl Shared {
     fn send_frame(
         &self,
         stream: u16,
-        outlet: &mut Outlet,
+        outlet: &mut FrameOutput,
         plan: &Plan,
-        Place { block, chunk }: Place,
+        ChunkId { block, chunk }: ChunkId,
         wanted: &ChunkPages,
-        knowledge: &mut Knowledge<'_>,
+        knowledge: &mut ChunkKnowledge<'_>,
     ) -> Result<(ChunkPages, Contents, usize), SendError> {
         let Some(reader) = self.ram.get(usize::from(block)) else { return Err(SendError::Cancelled) };
-        let (taken, contents) =
-            outlet.builder.fill(reader.as_ref(), chunk.into(), wanted, knowledge).map_err(|failed| {
-                SendError::Memory { block: reader.what(), offset: failed.offset, source: failed.source }
+        let (taken, contents) = outlet
+            .builder
+            .fill(reader.as_ref(), chunk.into(), wanted, knowledge)
+            .map_err(|failed| SendError::Memory {
+                block: reader.description(),
+                offset: failed.offset,
+                source: failed.source,
             })?;
         let presumed = outlet.builder.presumed();
-        if let Some(known) = &self.saving.known {
-            known.refers(block, presumed.referred.count());
+        if let Some(known) = &self.reductions.known {
+            known.count_references_sent(block, presumed.referred.count());
         }
-        let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, presumed })?;
+        let seq =
+            self.register_frame(stream, outlet, InFlight::Pages { block, chunk, pages: taken, presumed })?;
         let header = PagesHeader { seq, round: plan.round, block, chunk: chunk.into() };
         let bytes = outlet
-            .send_pages(&header, self.saving.packing.as_deref(), plan.deadline.is_none())
-            .map_err(|source| not_sent(stream, source))?;
+            .send_pages(&header, self.reductions.packing.as_deref(), plan.deadline.is_none())
+            .map_err(|source| send_error(stream, source))?;
         Ok((taken, contents, bytes))
     }
 
     /// Returns the pages of a chunk that may be sent as references. None while the guest is stopped: a page that is
     /// refused then would cost another round.
-    fn may_refer(&self, plan: &Plan, place: Place) -> Option<(&Known, ChunkPages)> {
-        let known = self.saving.known.as_deref().filter(|_| plan.deadline.is_none())?;
+    fn allowed_references(&self, plan: &Plan, place: ChunkId) -> Option<(&ContentIndex, ChunkPages)> {
+        let known = self.reductions.known.as_deref().filter(|_| plan.deadline.is_none())?;
         Some((known, known.allowed(place.block, place.chunk.into())?))
     }
 
-    fn end_round(&self, stream: u16, outlet: &mut Outlet, round: u32) -> Result<(), SendError> {
-        let seq = self.enter(stream, outlet, InFlight::RoundEnd)?;
+    fn end_round(&self, stream: u16, outlet: &mut FrameOutput, round: u32) -> Result<(), SendError> {
+        let seq = self.register_frame(stream, outlet, InFlight::RoundEnd)?;
         let sent = outlet.sink.send(FrameKind::RoundEnd, &[&encode_round_end(seq, round)]);
-        sent.and_then(|()| outlet.sink.flush()).map_err(|source| not_sent(stream, source))?;
+        sent.and_then(|()| outlet.sink.flush()).map_err(|source| send_error(stream, source))?;
         self.counters.sent_bytes(HEADER_BYTES + ROUND_END_BYTES);
         Ok(())
     }
 
-    fn enter(&self, stream: u16, outlet: &mut Outlet, frame: InFlight) -> Result<u64, SendError> {
+    fn register_frame(
+        &self,
+        stream: u16,
+        outlet: &mut FrameOutput,
+        frame: InFlight,
+    ) -> Result<u64, SendError> {
         let state = &self.streams[usize::from(stream)];
         if !state.has_room() {
             // A frame that waits in a buffer on this host would never be acknowledged.
-            outlet.sink.flush().map_err(|source| not_sent(stream, source))?;
+            outlet.sink.flush().map_err(|source| send_error(stream, source))?;
         }
-        state.enter(frame).ok_or(SendError::Cancelled)
+        state.register_frame(frame).ok_or(SendError::Cancelled)
     }
 
     // ---- readers of acknowledgements
@@ -379,7 +389,7 @@ impl Shared {
         let cause = loop {
             match source.receive(&mut payload) {
                 Ok(FrameKind::Ack) => {}
-                Ok(FrameKind::Missing) => match self.take_missing(stream, &payload) {
+                Ok(FrameKind::Missing) => match self.process_missing(stream, &payload) {
                     Ok(()) => continue,
                     Err(cause) => break cause,
                 },
@@ -393,8 +403,8 @@ impl Shared {
             if let Err(expected) = self.streams[usize::from(stream)].acknowledge(seq, &mut done) {
                 break SendError::WrongAck { stream, seq, expected };
             }
-            if let Some(packing) = &self.saving.packing {
-                packing.peer_waited(waited_us);
+            if let Some(packing) = &self.reductions.packing {
+                packing.record_peer_wait(waited_us);
             }
             self.settle(&mut done);
         };
@@ -403,19 +413,19 @@ impl Shared {
 
     /// Handles a report of missing pages, which were sent as references or deltas: they are sent in the next round.
     /// Each can be reported only once, and only if it was presumed to be at the destination.
-    fn take_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
+    fn process_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
         let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
         let missing = ChunkPages::from_words(pages);
         let Some((place, changed)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
             return Err(SendError::WrongMissing { stream, seq });
         };
         let (block, chunk) = place;
-        if let Some(known) = &self.saving.known {
+        if let Some(known) = &self.reductions.known {
             let mut referred = missing;
             referred.remove(&changed);
             known.refuse(block, chunk.into(), &referred);
         }
-        if let Some(deltas) = &self.saving.deltas {
+        if let Some(deltas) = &self.reductions.deltas {
             deltas.refuse(place, &missing, changed.count());
         }
         self.counters.refused(missing.count());
@@ -432,8 +442,8 @@ impl Shared {
                     if let Some(bitmap) = owed.get_mut(usize::from(block)) {
                         bitmap.remove_from_chunk(chunk.into(), &pages);
                     }
-                    if let Some(known) = &self.saving.known {
-                        known.took(block, presumed.referred.count());
+                    if let Some(known) = &self.reductions.known {
+                        known.count_references_accepted(block, presumed.referred.count());
                     }
                 }
                 InFlight::RoundEnd => round_ended = true,
@@ -450,14 +460,14 @@ impl Shared {
     }
 }
 
-fn not_sent(stream: u16, source: LinkError) -> SendError {
+fn send_error(stream: u16, source: LinkError) -> SendError {
     match source {
         LinkError::TimedOut => SendError::Overdue,
         source => SendError::Stream { stream, source },
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SenderState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared").field("streams", &self.streams.len()).finish_non_exhaustive()
     }
@@ -465,7 +475,7 @@ impl fmt::Debug for Shared {
 
 /// Guard that reports the death of a thread, which must not leave the caller waiting.
 struct DeathGuard<'a> {
-    shared: &'a Shared,
+    shared: &'a SenderState,
     stream: u16,
 }
 

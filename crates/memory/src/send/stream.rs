@@ -7,21 +7,21 @@ use link::LinkError;
 use proto::frame::HEADER_BYTES;
 use proto::pages::PagesHeader;
 
-use crate::chunk::{FrameBuilder, Presumed};
+use crate::chunk::{FrameBuilder, PresumedPages};
 use crate::dirty::ChunkPages;
 use crate::lock;
-use crate::pack::{Packer, Packing};
+use crate::pack::{Packing, StreamCompressor};
 use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 
 /// Maximum number of pages in unanswered references: 16 MiB. References are short, so that neither the link nor the
 /// window shows when the destination falls behind; and reads that it has to do cannot be revoked.
-const MOST_REFERRED: u64 = 4096;
+const MAX_UNANSWERED_PAGES: u64 = 4096;
 
 /// Content of a frame in flight. Pages that are presumed to be at the destination may turn out to be missing there.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum InFlight {
-    Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: Presumed },
+    Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: PresumedPages },
     RoundEnd,
 }
 
@@ -35,13 +35,13 @@ impl InFlight {
 }
 
 /// State of the sending thread alone.
-pub(super) struct Outlet {
+pub(super) struct FrameOutput {
     pub(super) sink: Box<dyn FrameSink>,
     pub(super) builder: FrameBuilder,
-    packer: Packer,
+    packer: StreamCompressor,
 }
 
-impl Outlet {
+impl FrameOutput {
     /// Sends the pages of the last frame built, compressed if that is configured and worth it. Returns the length of
     /// the frame, in bytes.
     pub(super) fn send_pages(
@@ -62,7 +62,7 @@ impl Outlet {
         let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
         let mut send = || sink.send(kind, &payload);
         match packing {
-            Some(packing) => packing.sending(send),
+            Some(packing) => packing.count_send(send),
             None => send(),
         }?;
         Ok(bytes)
@@ -70,7 +70,7 @@ impl Outlet {
 }
 
 pub(super) struct Stream {
-    pub(super) outlet: Mutex<Outlet>,
+    pub(super) outlet: Mutex<FrameOutput>,
     pub(super) hang_up: Box<dyn HangUp>,
     flight: Mutex<Flight>,
     room: Condvar,
@@ -89,13 +89,14 @@ struct Flight {
 
 impl Flight {
     fn has_room(&self, window: usize) -> bool {
-        self.frames.len() < window && self.referred_pages < MOST_REFERRED
+        self.frames.len() < window && self.referred_pages < MAX_UNANSWERED_PAGES
     }
 }
 
 impl Stream {
     pub(super) fn new(sink: Box<dyn FrameSink>, hang_up: Box<dyn HangUp>, window: usize) -> Self {
-        let outlet = Mutex::new(Outlet { sink, builder: FrameBuilder::new(), packer: Packer::new() });
+        let outlet =
+            Mutex::new(FrameOutput { sink, builder: FrameBuilder::new(), packer: StreamCompressor::new() });
         Self { outlet, hang_up, flight: Mutex::default(), room: Condvar::new(), window }
     }
 
@@ -107,7 +108,7 @@ impl Stream {
     /// Records a frame that is about to be sent and returns its number. Waits for room; None when the stream is closed.
     ///
     /// Called before the frame is sent, because its acknowledgement may arrive before the sending call returns.
-    pub(super) fn enter(&self, frame: InFlight) -> Option<u64> {
+    pub(super) fn register_frame(&self, frame: InFlight) -> Option<u64> {
         let mut flight = lock(&self.flight);
         while !flight.has_room(self.window) && !flight.closed {
             flight = self.room.wait(flight).unwrap_or_else(std::sync::PoisonError::into_inner);

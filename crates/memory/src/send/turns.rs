@@ -9,12 +9,12 @@ use crate::lock;
 /// that no stream's chunks wait until all those of another have been sent.
 #[derive(Debug)]
 pub(super) struct Turns {
-    state: Mutex<State>,
+    state: Mutex<TurnState>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct TurnState {
     most: u16,
     taken: u16,
     /// Streams whose threads wait, in the order of their requests.
@@ -27,7 +27,7 @@ pub(super) struct Turn<'a>(&'a Turns);
 impl Turns {
     /// Creates turns without a limit.
     pub(super) fn new() -> Self {
-        let state = State { most: u16::MAX, taken: 0, waiting: VecDeque::new() };
+        let state = TurnState { most: u16::MAX, taken: 0, waiting: VecDeque::new() };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -75,7 +75,7 @@ mod tests {
     fn who_gives_a_turn_back_comes_after_all_who_wait() {
         let turns = Turns::new();
         turns.set_most(1);
-        let (tell, told) = mpsc::channel();
+        let (tell, order) = mpsc::channel();
         thread::scope(|scope| {
             let turn = turns.take(0);
             for (others, stream) in [(0, 2), (1, 1)] {
@@ -93,14 +93,14 @@ mod tests {
             let _turn = turns.take(0);
             tell.send(0).unwrap();
         });
-        assert_eq!(told.try_iter().collect::<Vec<_>>(), [2, 1, 0]);
+        assert_eq!(order.try_iter().collect::<Vec<_>>(), [2, 1, 0]);
     }
 
     #[test]
     fn more_turns_are_there_at_once_for_all_who_wait() {
         let turns = Turns::new();
         turns.set_most(0);
-        let (tell, told) = mpsc::channel();
+        let (tell, order) = mpsc::channel();
         let (let_go, end) = mpsc::channel::<()>();
         thread::scope(|scope| {
             let turn = turns.take(0);
@@ -115,7 +115,7 @@ mod tests {
                 tell.send(2).unwrap();
             });
             turns.set_most(3);
-            let mut came: Vec<_> = told.iter().take(2).collect();
+            let mut came: Vec<_> = order.iter().take(2).collect();
             came.sort_unstable();
             assert_eq!(came, [1, 2], "nobody has given one back");
             let_go.send(()).unwrap();

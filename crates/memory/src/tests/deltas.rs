@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::fake_ram::{FakeRam, PAGE};
 use super::pair::Pair;
 use crate::deltas::MARKS_BYTES;
-use crate::{Deltas, Owed, RoundStats, Saving};
+use crate::{Deltas, Owed, Reductions, RoundStats};
 
 const PAGES: u64 = 1000;
 
@@ -19,7 +19,7 @@ fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     let deltas = Arc::new(Deltas::with_bits(1, marks_bytes, bits));
     deltas.set(true);
     let owed = source.everything();
-    let saving = Saving { deltas: Some(Arc::clone(&deltas)), ..Saving::default() };
+    let saving = Reductions { deltas: Some(Arc::clone(&deltas)), ..Reductions::default() };
     (Pair::new(source, saving, Vec::new()), owed, deltas)
 }
 
@@ -106,15 +106,15 @@ fn what_the_destination_has_lost_is_sent_in_full() {
 }
 
 #[test]
-fn a_guest_that_stands_still_gets_changes_and_at_the_end_full_pages() {
+fn stopped_guest_gets_deltas_and_full_pages_in_the_last_round() {
     let (pair, owed, deltas) = sent_once(ALL, 1);
     (0..PAGES).for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
     let deadline = Instant::now() + Duration::from_mins(1);
-    let readable = owed.clear_marks(&mut pair.source.log()).unwrap().stopped_before();
+    let readable = owed.clear_marks(&mut pair.source.log()).unwrap().skip_drain();
     let sent = pair.sender.send_round_by(readable, deadline).unwrap();
     assert!(sent.stats.contents.delta == PAGES && sent.stats.refused_pages > 0, "{:?}", sent.stats);
     deltas.end();
-    let readable = sent.owed.clear_marks(&mut pair.source.log()).unwrap().stopped_before();
+    let readable = sent.owed.clear_marks(&mut pair.source.log()).unwrap().skip_drain();
     let last = sent.sender.send_round_by(readable, deadline).unwrap();
     assert_eq!(counts(&last.stats), (sent.stats.refused_pages, 0, 0));
     assert_eq!(last.owed.pages(), 0);

@@ -17,7 +17,9 @@ use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, end};
 use crate::deltas::tests::PAGE_SEED;
 use crate::pack::codec::BadPacked;
-use crate::{AttachError, ChunkPages, DataStream, Presumed, ReceiveError, Receiver, ReceiverEvent, lock};
+use crate::{
+    AcceptedReductions, AttachError, ChunkPages, DataStream, ReceiveError, Receiver, ReceiverEvent, lock,
+};
 
 /// A receiver with one stream of two, and its events.
 struct Bench {
@@ -29,14 +31,17 @@ struct Bench {
 }
 
 fn bench(generation: u64) -> Bench {
-    presuming(generation, Presumed { delta_seed: Some(PAGE_SEED), ..Presumed::default() })
+    with_reductions(
+        generation,
+        AcceptedReductions { delta_seed: Some(PAGE_SEED), ..AcceptedReductions::default() },
+    )
 }
 
-fn presuming(generation: u64, presumed: Presumed) -> Bench {
+fn with_reductions(generation: u64, presumed: AcceptedReductions) -> Bench {
     let ram = FakeRam::new(&[CHUNK_PAGES + 3, 1]);
     let (tell, events) = mpsc::channel();
     let mut receiver =
-        Receiver::presuming(ram.writers(), presumed, 2, move |event, _| tell.send(event).unwrap());
+        Receiver::with_reductions(ram.writers(), presumed, 2, move |event, _| tell.send(event).unwrap());
     receiver.begin(Generation(generation));
     let (near, far) = UnixStream::pair().unwrap();
     receiver.attach(Generation(generation), 0, end(far, WHOLE)).unwrap();
@@ -164,7 +169,7 @@ fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
     assert_eq!(bench.acked(), 1);
     assert!(bench.untouched());
     // A receiver that does not accept deltas.
-    let mut bench = presuming(1, Presumed::default());
+    let mut bench = with_reductions(1, AcceptedReductions::default());
     bench.send(FrameKind::Pages, &changed(1, 2, &one));
     let cause = bench.broken();
     assert!(matches!(cause, ReceiveError::BadFrame(BadPages::Delta)) && bench.untouched(), "{cause:?}");
@@ -213,7 +218,7 @@ fn a_frame_may_have_a_bit_of_everything() {
 }
 
 #[test]
-fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
+fn misfit_compressed_frames_end_the_stream_unapplied() {
     type Check = fn(&ReceiveError) -> bool;
     let page = vec![0xab; PAGE];
     let lz4 = lz4_flex::block::compress(&page);

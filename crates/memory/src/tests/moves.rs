@@ -18,8 +18,8 @@ use super::references::FakeTemplates;
 use crate::deltas::MARKS_BYTES;
 use crate::deltas::tests::PAGE_SEED;
 use crate::{
-    Cut, Deltas, DirtyLog, Owed, Packing, Place, Presumed, Receiver, ReceiverEvent, Saving, Sender, Sent,
-    Soft, Templates, Worth, lock,
+    AcceptedReductions, CompletedRound, CompressionCriteria, Deltas, DirtyLog, Owed, Packing, PageCursor,
+    PartBoundary, Receiver, ReceiverEvent, Reductions, Sender, SoftPageSet, Templates, lock,
 };
 
 /// A drain that does not fail.
@@ -35,7 +35,7 @@ struct Move {
     destination: FakeRam,
     log: FakeLog,
     /// References to content of the destination, of which some is wrong; deltas, free page hints and compression.
-    saving: Saving,
+    saving: Reductions,
     marks_bytes: usize,
     templates: Arc<FakeTemplates>,
     streams: u16,
@@ -72,7 +72,10 @@ impl Move {
         let (known, templates) = FakeTemplates::of(&source, dice);
         let window = if dice.one_in(3) { 1 + dice.below(3) as usize } else { 4096 };
         let known = dice.one_in(2).then(|| Arc::new(known));
-        let worth = Worth { least_ratio_percent: dice.below(300) as u32, skip_bytes: dice.below(1 << 20) };
+        let worth = CompressionCriteria {
+            least_ratio_percent: dice.below(300) as u32,
+            skip_bytes: dice.below(1 << 20),
+        };
         let (opens, way) = (dice.one_in(3), some_way(dice));
         let packing = || if opens { Packing::opening(worth) } else { Packing::new(way, worth) };
         let packing = dice.one_in(2).then(packing).map(Arc::new);
@@ -82,8 +85,8 @@ impl Move {
         let deltas =
             dice.one_in(2).then(|| Arc::new(Deltas::with_bits(1 + blocks.len() / 2, marks_bytes, bits)));
         let bytes = source.0.iter().map(|block| block.pages.len() as u64 * PAGE_BYTES);
-        let soft = dice.one_in(2).then(|| Arc::new(Soft::new(bytes)));
-        let saving = Saving { known, deltas, packing, soft };
+        let soft = dice.one_in(2).then(|| Arc::new(SoftPageSet::new(bytes)));
+        let saving = Reductions { known, deltas, packing, soft };
         let templates = Arc::new(templates);
         Self {
             source,
@@ -140,16 +143,17 @@ impl Move {
         let corrupt = Arc::new(AtomicU64::new(0));
         let corrupt_seen = Arc::clone(&corrupt);
         let templates = Some(Arc::clone(&self.templates) as Arc<dyn Templates>);
-        let presumed = Presumed { templates, delta_seed: Some(PAGE_SEED) };
+        let presumed = AcceptedReductions { templates, delta_seed: Some(PAGE_SEED) };
         let ram = self.destination.writers();
-        let mut receiver = Receiver::presuming(ram, presumed, self.streams, move |event, _| match event {
-            ReceiverEvent::RoundEnded { round, .. } => lock(&seen).push(round),
-            ReceiverEvent::Broken { cause, .. } if cause.is_connection() => {}
-            ReceiverEvent::Broken { cause, .. } => {
-                assert!(cause.is_corrupt(), "{cause:?}");
-                corrupt_seen.fetch_add(1, Ordering::Relaxed);
-            }
-        });
+        let mut receiver =
+            Receiver::with_reductions(ram, presumed, self.streams, move |event, _| match event {
+                ReceiverEvent::RoundEnded { round, .. } => lock(&seen).push(round),
+                ReceiverEvent::Broken { cause, .. } if cause.is_connection() => {}
+                ReceiverEvent::Broken { cause, .. } => {
+                    assert!(cause.is_corrupt(), "{cause:?}");
+                    corrupt_seen.fetch_add(1, Ordering::Relaxed);
+                }
+            });
         let stop = Arc::new(AtomicBool::new(false));
         let done = Arc::new(AtomicU64::new(0));
         let mut guest = Some(self.guest(!seed, Arc::clone(&stop), Arc::clone(&done)));
@@ -159,7 +163,7 @@ impl Move {
         let mut owed = self.source.everything();
         let (rounds, breaks) = (1 + dice.below(5), dice.below(6));
         let mut complete = Vec::new();
-        let mut place = Place::default();
+        let mut place = PageCursor::default();
         let (mut answer, mut late) = (None, Vec::new());
         loop {
             let last = guest.is_none();
@@ -168,13 +172,13 @@ impl Move {
                 let fragile = u64::from(outcome.breaks) < breaks;
                 self.connect(generation, &mut receiver, fragile, dice)
             });
-            let (cleared, found) = owed.clear_marks_and_tell(&mut self.log, usize::MAX).unwrap();
+            let (cleared, found) = owed.clear_marks_and_report(&mut self.log, usize::MAX).unwrap();
             if let Some(soft) = &self.saving.soft {
                 found.iter().enumerate().for_each(|(block, found)| soft.written(block, found));
             }
             let readable = cleared.drain(|| always(|| self.land_dma())).unwrap();
             if let Some(packing) = &self.saving.packing {
-                packing.set_ways(some_way(dice), some_way(dice));
+                packing.set_compression(some_way(dice), some_way(dice));
                 packing.try_out(&[some_way(dice), some_way(dice)]);
             }
             if let Some(deltas) = &self.saving.deltas {
@@ -222,10 +226,10 @@ impl Move {
             // Some of the pages wait, as many as are written in a first pass, or do not fit into a part.
             let (readable, later) = match dice.below(4) {
                 0 if !last => {
-                    let around = readable.part_around(
+                    let around = readable.part_wrapping(
                         place,
                         1 + dice.below(700),
-                        [Cut::Anywhere, Cut::BetweenClusters][dice.below(2) as usize],
+                        [PartBoundary::Anywhere, PartBoundary::BetweenClusters][dice.below(2) as usize],
                     );
                     place = around.next;
                     (around.readable, Some(around.later))
@@ -236,7 +240,7 @@ impl Move {
                 }
                 _ => (readable, None),
             };
-            this.handle().copies_in(dice.below(4) as u16);
+            this.handle().limit_copying_threads(dice.below(4) as u16);
             let pages = readable.pages();
             let is_hasty = !last && dice.one_in(3);
             // As the rounds of a stopped guest are sent: no page may remain after the last one.
@@ -248,7 +252,7 @@ impl Move {
                 this.send_round(readable)
             };
             match sent {
-                Ok(Sent { sender: again, owed: left, stats }) => {
+                Ok(CompletedRound { sender: again, owed: left, stats }) => {
                     let unsent_pages = left.pages() - stats.refused_pages;
                     assert_eq!(stats.contents.pages() + unsent_pages, pages);
                     assert!(is_hasty || unsent_pages == 0);
@@ -408,7 +412,7 @@ fn send_once(
 
 /// Trap 1. Also shows that these fakes detect the fault: without the drain the page is lost.
 #[test]
-fn a_disk_read_in_flight_is_lost_without_the_drain_and_kept_with_it() {
+fn disk_read_in_flight_needs_the_drain() {
     for drained in [true, false] {
         let (source, destination) = (FakeRam::new(&[4]), FakeRam::new(&[4]));
         let mut log = source.log();
@@ -430,7 +434,7 @@ fn a_disk_read_in_flight_is_lost_without_the_drain_and_kept_with_it() {
 
 /// Trap 3. Also shows that these fakes detect the fault: with a query for written pages alone the page is lost.
 #[test]
-fn a_page_that_was_dropped_is_found_by_asking_for_what_is_absent() {
+fn dropped_page_is_found_by_querying_absent_pages() {
     for asks_for_absent in [false, true] {
         let (source, destination) = (FakeRam::new(&[4]), FakeRam::new(&[4]));
         let mut log = source.log();

@@ -8,7 +8,10 @@ use super::fake_ram::{FakeRam, Page};
 use super::fake_wire::{WHOLE, connection};
 use super::references::{FakeTemplates, referring};
 use crate::deltas::tests::PAGE_SEED;
-use crate::{Known, Owed, Presumed, Receiver, RoundStats, Saving, Sender, Sent, Templates};
+use crate::{
+    AcceptedReductions, CompletedRound, ContentIndex, Owed, Receiver, Reductions, RoundStats, Sender,
+    Templates,
+};
 
 /// A source, a destination with one template, and one stream between them.
 pub(super) struct Pair {
@@ -19,16 +22,16 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    pub(super) fn referring(source: FakeRam, known: Known, template: Vec<Page>) -> Self {
+    pub(super) fn referring(source: FakeRam, known: ContentIndex, template: Vec<Page>) -> Self {
         Self::new(source, referring(Arc::new(known)), template)
     }
 
-    pub(super) fn new(source: FakeRam, saving: Saving, template: Vec<Page>) -> Self {
+    pub(super) fn new(source: FakeRam, saving: Reductions, template: Vec<Page>) -> Self {
         let pages: Vec<u64> = source.0.iter().map(|block| block.pages.len() as u64).collect();
         let destination = FakeRam::new(&pages);
         let templates = Some(Arc::new(FakeTemplates(vec![Mutex::new(template)])) as Arc<dyn Templates>);
-        let presumed = Presumed { templates, delta_seed: Some(PAGE_SEED) };
-        let mut receiver = Receiver::presuming(destination.writers(), presumed, 1, |_, _| {});
+        let presumed = AcceptedReductions { templates, delta_seed: Some(PAGE_SEED) };
+        let mut receiver = Receiver::with_reductions(destination.writers(), presumed, 1, |_, _| {});
         receiver.begin(Generation(1));
         let (near, far) = connection(WHOLE, WHOLE);
         receiver.attach(Generation(1), 0, far).unwrap();
@@ -38,8 +41,8 @@ impl Pair {
 
     /// Runs a round of the pages owed and those written since.
     pub(super) fn round(self, owed: Owed) -> (Self, Owed, RoundStats) {
-        let readable = owed.clear_marks(&mut self.source.log()).unwrap().stopped_before();
-        let Sent { sender, owed, stats } = self.sender.send_round(readable).unwrap();
+        let readable = owed.clear_marks(&mut self.source.log()).unwrap().skip_drain();
+        let CompletedRound { sender, owed, stats } = self.sender.send_round(readable).unwrap();
         (Self { sender, ..self }, owed, stats)
     }
 

@@ -12,7 +12,8 @@ use super::fake_ram::{FakeRam, PAGE, Page};
 use super::fake_wire::{WHOLE, connection};
 use super::pair::Pair;
 use crate::{
-    ChunkPages, Deltas, Known, PageName, RamError, Readable, Saving, SendError, Sender, Templates, lock,
+    ChunkPages, ContentIndex, Deltas, PageName, RamError, Readable, Reductions, SendError, Sender, Templates,
+    lock,
 };
 
 /// Templates in vectors.
@@ -20,11 +21,11 @@ pub(super) struct FakeTemplates(pub(super) Vec<Mutex<Vec<Page>>>);
 
 impl FakeTemplates {
     /// Creates two templates, of pages that the source has now, and their index: a tenth of it is wrong.
-    pub(super) fn of(source: &FakeRam, dice: &mut Dice) -> (Known, Self) {
+    pub(super) fn of(source: &FakeRam, dice: &mut Dice) -> (ContentIndex, Self) {
         let bytes = || source.0.iter().map(|block| block.pages.len() as u64 * PAGE_BYTES);
-        let known = Known::new(bytes(), dice.below(2) as usize, 2000, 500);
+        let known = ContentIndex::new(bytes(), dice.below(2) as usize, 2000, 500);
         if dice.one_in(2) {
-            known.look_at_memory();
+            known.enable_memory_lookup();
         }
         let template = |number| {
             let mut pages: Vec<Page> = Vec::new();
@@ -52,17 +53,17 @@ impl Templates for FakeTemplates {
     }
 }
 
-pub(super) fn referring(known: Arc<Known>) -> Saving {
-    Saving { known: Some(known), ..Saving::default() }
+pub(super) fn referring(known: Arc<ContentIndex>) -> Reductions {
+    Reductions { known: Some(known), ..Reductions::default() }
 }
 
 /// Pages that are all different, and all in a template, there three pages further on.
-fn with_template(pages: u64) -> (FakeRam, Known, Vec<Page>) {
+fn with_template(pages: u64) -> (FakeRam, ContentIndex, Vec<Page>) {
     let source = FakeRam::new(&[pages]);
     (0..pages).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
     let mut template = vec![[1; PAGE]; 3];
     template.extend((0..pages).map(|page| source.0[0].contents(page).unwrap()));
-    let known = Known::new([pages * PAGE_BYTES], 0, pages as usize, 0);
+    let known = ContentIndex::new([pages * PAGE_BYTES], 0, pages as usize, 0);
     known.learn(0, 3, template[3..].iter().map(|page| PageName::of(page)));
     (source, known, template)
 }
@@ -81,7 +82,7 @@ fn what_is_in_a_template_is_not_sent() {
 
 /// A template that was changed after its catalogue was made, and a missing one.
 #[test]
-fn what_is_not_in_the_template_any_more_is_sent_in_the_next_round() {
+fn pages_gone_from_a_template_are_sent_in_the_next_round() {
     for is_gone in [false, true] {
         let (source, known, mut template) = with_template(1000);
         if is_gone {
@@ -105,7 +106,7 @@ fn what_is_not_in_the_template_any_more_is_sent_in_the_next_round() {
 fn what_was_sent_before_is_not_sent_again() {
     let source = FakeRam::new(&[600, 600]);
     (0..600).for_each(|page| source.0[1].guest_writes(page, page + 1, 0));
-    let known = Known::new([600 * PAGE_BYTES; 2], 1, 0, 2000);
+    let known = ContentIndex::new([600 * PAGE_BYTES; 2], 1, 0, 2000);
     let owed = source.everything();
     let (pair, owed, stats) = Pair::referring(source, known, Vec::new()).round(owed);
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 600));
@@ -129,15 +130,15 @@ fn what_was_sent_before_is_not_sent_again() {
 fn memory_that_came_from_a_disk_is_read_from_there() {
     let source = FakeRam::new(&[600, 600]);
     (0..600).for_each(|page| source.0[1].guest_writes(page, page + 1, 0));
-    let known = Arc::new(Known::new([600 * PAGE_BYTES; 2], 1, 0, 2000));
+    let known = Arc::new(ContentIndex::new([600 * PAGE_BYTES; 2], 1, 0, 2000));
     let deltas = Arc::new(Deltas::with_bits(1, 1 << 20, u16::MAX));
     deltas.set(true);
     let (known_too, deltas_too) = (Some(Arc::clone(&known)), Some(Arc::clone(&deltas)));
-    let saving = Saving { known: known_too, deltas: deltas_too, ..Saving::default() };
+    let saving = Reductions { known: known_too, deltas: deltas_too, ..Reductions::default() };
     let owed = source.everything();
     let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 600));
-    known.look_at_memory();
+    known.enable_memory_lookup();
     let ram = &pair.source.0[0];
     (0..500).for_each(|page| ram.guest_fills(page, &pair.source.0[1].contents(page + 50).unwrap()));
     (500..600).for_each(|page| ram.guest_writes(page, page + 9000, 0));
@@ -161,13 +162,13 @@ fn memory_that_is_there_twice_goes_once() {
     for is_marked in [false, true] {
         let source = FakeRam::new(&[600]);
         (0..300).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
-        let known = Arc::new(Known::new([600 * PAGE_BYTES], 1, 0, 0));
-        known.look_at_memory();
+        let known = Arc::new(ContentIndex::new([600 * PAGE_BYTES], 1, 0, 0));
+        known.enable_memory_lookup();
         let deltas = is_marked.then(|| Arc::new(Deltas::with_bits(1, 1 << 20, u16::MAX)));
         if let Some(deltas) = &deltas {
             deltas.set(true);
         }
-        let saving = Saving { deltas, ..referring(Arc::clone(&known)) };
+        let saving = Reductions { deltas, ..referring(Arc::clone(&known)) };
         let owed = source.everything();
         let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
         assert_eq!((stats.contents.reference, stats.contents.data), (0, 300));
@@ -177,8 +178,8 @@ fn memory_that_is_there_twice_goes_once() {
         assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (200, 0, 0), "{stats:?}");
         assert!(pair.is_equal());
         // Nothing is remembered any more.
-        known.look_away_from_memory();
-        known.look_at_memory();
+        known.disable_memory_lookup();
+        known.enable_memory_lookup();
         let ram = &pair.source.0[0];
         (500..600).for_each(|page| ram.guest_fills(page, &ram.contents(page - 500).unwrap()));
         let (pair, owed, stats) = pair.round(owed);
@@ -193,7 +194,7 @@ fn nothing_is_referred_to_while_the_guest_stands_still() {
     let (source, known, template) = with_template(20);
     let owed = source.everything();
     let pair = Pair::referring(source, known, template);
-    let readable: Readable = owed.clear_marks(&mut pair.source.log()).unwrap().stopped_before();
+    let readable: Readable = owed.clear_marks(&mut pair.source.log()).unwrap().skip_drain();
     let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
     let stats = pair.sender.send_round_by(readable, deadline).unwrap().stats;
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 20));
@@ -217,7 +218,7 @@ fn short_runs_are_sent() {
 fn what_is_as_it_was_is_referred_to_where_it_is() {
     let source = FakeRam::new(&[600]);
     (0..600).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
-    let known = Known::new([600 * PAGE_BYTES], 0, 0, 2000);
+    let known = ContentIndex::new([600 * PAGE_BYTES], 0, 0, 2000);
     let owed = source.everything();
     let (pair, owed, _) = Pair::referring(source, known, Vec::new()).round(owed);
     for page in 160..176 {
@@ -233,7 +234,7 @@ fn what_is_as_it_was_is_referred_to_where_it_is() {
 /// A destination may report referenced pages as missing, once, and no others.
 #[test]
 fn pages_that_were_sent_cannot_be_missed() {
-    let missing = |known: Option<Known>, pages: ChunkPages, times: u64| {
+    let missing = |known: Option<ContentIndex>, pages: ChunkPages, times: u64| {
         let (source, template_known, _) = with_template(40);
         source.0[0].guest_writes(30, 99, 0);
         let known = Arc::new(known.unwrap_or(template_known));
@@ -254,7 +255,7 @@ fn pages_that_were_sent_cannot_be_missed() {
                 let _ = far.sink.flush();
             }
         });
-        let readable = source.everything().clear_marks(&mut source.log()).unwrap().stopped_before();
+        let readable = source.everything().clear_marks(&mut source.log()).unwrap().skip_drain();
         let sent = sender.send_round(readable);
         let outcome = sent.map(|sent| sent.owed.pages()).map_err(|interrupted| interrupted.cause);
         peer.join().unwrap();
@@ -267,6 +268,6 @@ fn pages_that_were_sent_cannot_be_missed() {
         assert!(matches!(outcome, Err(SendError::WrongMissing { .. })), "{outcome:?}");
     }
     // If references are not in use, none can be missing.
-    let nothing = Known::new([40 * PAGE_BYTES], 1, 0, 0);
+    let nothing = ContentIndex::new([40 * PAGE_BYTES], 1, 0, 0);
     assert!(matches!(missing(Some(nothing), page(3), 1), Err(SendError::WrongMissing { .. })));
 }

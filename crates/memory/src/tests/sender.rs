@@ -17,12 +17,12 @@ use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, connection, end};
 use super::pair::Pair;
 use crate::{
-    DataStream, FrameSink, Owed, RamError, Readable, Receiver, ReceiverEvent, Saving, SendError, Sender,
+    DataStream, FrameSink, Owed, RamError, Readable, Receiver, ReceiverEvent, Reductions, SendError, Sender,
     lock, stream_of,
 };
 
 fn all(ram: &FakeRam) -> Readable {
-    ram.everything().clear_marks(&mut ram.log()).unwrap().stopped_before()
+    ram.everything().clear_marks(&mut ram.log()).unwrap().skip_drain()
 }
 
 /// A sender over streams whose far ends are handed to the test.
@@ -32,7 +32,7 @@ fn sender(ram: &FakeRam, streams: u16) -> (Sender, Vec<DataStream>) {
 }
 
 #[test]
-fn memory_that_cannot_be_read_ends_the_round_and_its_pages_stay_owed() {
+fn unreadable_memory_ends_the_round_and_stays_owed() {
     for pages in [3 * CHUNK_PAGES, 20] {
         let ram = FakeRam::new(&[pages]);
         (0..pages).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
@@ -73,7 +73,7 @@ impl FrameSink for Watched {
 }
 
 #[test]
-fn workers_give_way_as_they_are_told_and_not_for_a_guest_that_stands_still() {
+fn workers_are_nice_only_while_the_guest_runs() {
     let ram = FakeRam::new(&[8 * CHUNK_PAGES]);
     let destination = FakeRam::new(&[8 * CHUNK_PAGES]);
     let mut receiver = Receiver::new(destination.writers(), 1, |_, _| {});
@@ -88,9 +88,9 @@ fn workers_give_way_as_they_are_told_and_not_for_a_guest_that_stands_still() {
     // Only root may reduce its niceness, and a thread that cannot reduce it does not increase it.
     let (more, back) = if geteuid().is_root() { (own + 11, own) } else { (own + 5, own + 5) };
     for (nice, stands_still, expected) in [(5, false, own + 5), (11, false, more), (11, true, back)] {
-        sender.handle().gives_way_by(nice);
+        sender.handle().set_niceness(nice);
         (0..8 * CHUNK_PAGES).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
-        let readable = owed.clear_marks(&mut ram.log()).unwrap().stopped_before();
+        let readable = owed.clear_marks(&mut ram.log()).unwrap().skip_drain();
         let sent = if stands_still {
             sender.send_round_by(readable, Instant::now() + Duration::from_mins(1)).unwrap()
         } else {
@@ -159,7 +159,7 @@ fn cancelling_before_a_round_ends_it_before_it_begins() {
 }
 
 #[test]
-fn a_connection_that_breaks_between_rounds_is_told_by_the_next_one() {
+fn connection_broken_between_rounds_fails_the_next_round() {
     let ram = FakeRam::new(&[3]);
     let (sender, far) = sender(&ram, 2);
     drop(far);
@@ -225,7 +225,7 @@ fn what_was_sent_but_not_acknowledged_is_owed() {
 }
 
 #[test]
-fn each_chunk_has_its_stream_and_is_told_in_ascending_order_of_pages() {
+fn each_chunk_has_its_stream_and_ascending_pages() {
     let ram = FakeRam::new(&[3 * CHUNK_PAGES + 17, 2 * CHUNK_PAGES, 1]);
     for block in &ram.0 {
         (0..block.pages.len() as u64).step_by(3).for_each(|page| block.guest_writes(page, page + 1, 0));
@@ -306,13 +306,14 @@ fn how_far_a_round_is_is_told_of_each_block() {
     let (sender, mut far) = sender(&ram, 1);
     receiver.attach(Generation(1), 0, far.remove(0)).unwrap();
     let handle = sender.handle();
-    let told = || handle.of_blocks().iter().map(|block| (block.pages, block.sent_pages)).collect::<Vec<_>>();
+    let told =
+        || handle.block_progress().iter().map(|block| (block.pages, block.sent_pages)).collect::<Vec<_>>();
     let sent = sender.send_round(all(&ram)).unwrap();
     assert_eq!(told(), lengths.map(|pages| (pages, pages)));
     // Pages of another round are not counted in this one.
     let mut owed = sent.owed;
     owed.add_all(0..1);
-    sent.sender.send_round(owed.clear_marks(&mut ram.log()).unwrap().stopped_before()).unwrap();
+    sent.sender.send_round(owed.clear_marks(&mut ram.log()).unwrap().skip_drain()).unwrap();
     assert_eq!(told(), [(100, 100), (0, 0)]);
 }
 
@@ -326,7 +327,7 @@ fn pages_that_are_filled_go_as_what_they_are_filled_with() {
     ram.guest_writes(300, 7, 8);
     ram.guest_zeroes(301);
     let owed = source.everything();
-    let (pair, owed, stats) = Pair::new(source, Saving::default(), Vec::new()).round(owed);
+    let (pair, owed, stats) = Pair::new(source, Reductions::default(), Vec::new()).round(owed);
     assert_eq!((stats.contents.filled, stats.contents.data, stats.contents.zero), (598, 1, 1));
     assert!(stats.wire_bytes < 5000 && owed.pages() == 0 && pair.is_equal(), "{stats:?}");
     // Former data, and the other way round.
@@ -339,7 +340,7 @@ fn pages_that_are_filled_go_as_what_they_are_filled_with() {
 
 /// Trap 7: a worker of the old generation blocks in a slow write when the new connections arrive.
 #[test]
-fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
+fn old_generation_is_not_applied_after_a_new_one_begins() {
     let (source, destination) = (FakeRam::new(&[1]), FakeRam::new(&[1]));
     let (entered, has_entered) = mpsc::channel();
     let (go_on, may_go_on) = mpsc::channel::<()>();
@@ -386,7 +387,7 @@ fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
     let (near, far) = connection(WHOLE, WHOLE);
     receiver.attach(Generation(2), 0, far).unwrap();
     let sender = Sender::start(source.readers(), vec![near]).unwrap();
-    sender.send_round(owed.clear_marks(&mut source.log()).unwrap().stopped_before()).unwrap();
+    sender.send_round(owed.clear_marks(&mut source.log()).unwrap().skip_drain()).unwrap();
     assert_eq!(source.first_difference(&destination), None);
 }
 
@@ -411,7 +412,7 @@ fn a_round_has_ended_there_before_it_has_ended_here() {
     let mut owed = source.everything();
     for round in 1..=20 {
         source.0[0].guest_writes(u64::from(round) * 31, 4, 8);
-        let sent = sender.send_round(owed.clear_marks(&mut source.log()).unwrap().stopped_before()).unwrap();
+        let sent = sender.send_round(owed.clear_marks(&mut source.log()).unwrap().skip_drain()).unwrap();
         assert_eq!(lock(&told).last(), Some(&round));
         (sender, owed) = (sent.sender, sent.owed);
     }

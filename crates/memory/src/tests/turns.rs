@@ -15,7 +15,7 @@ use proto::pages::PagesHeader;
 
 use super::fake_ram::FakeRam;
 use super::fake_wire::{WHOLE, connection, end};
-use crate::{DataStream, FrameSink, Receiver, SendError, Sender, Sent, lock, stream_of};
+use crate::{CompletedRound, DataStream, FrameSink, Receiver, SendError, Sender, lock, stream_of};
 
 const STREAMS: u16 = 4;
 const CHUNKS: u64 = 24;
@@ -30,19 +30,19 @@ struct Seen {
     /// Streams and chunks in the order in which they were sent.
     chunks: Mutex<Vec<(u16, u64)>>,
     /// Number of threads that have arrived, if all of them have to send at the same time.
-    came: Mutex<Option<u16>>,
+    arrived: Mutex<Option<u16>>,
     comes: Condvar,
 }
 
 impl Seen {
     fn wait_for_all(&self) {
-        let mut came = lock(&self.came);
-        if let Some(came) = &mut *came {
-            *came += 1;
+        let mut arrived = lock(&self.arrived);
+        if let Some(arrived) = &mut *arrived {
+            *arrived += 1;
             self.comes.notify_all();
         }
-        let is_missing = |came: &mut Option<u16>| came.is_some_and(|came| came < STREAMS);
-        let (_came, waited) = self.comes.wait_timeout_while(came, TIME, is_missing).unwrap();
+        let is_missing = |arrived: &mut Option<u16>| arrived.is_some_and(|arrived| arrived < STREAMS);
+        let (_came, waited) = self.comes.wait_timeout_while(arrived, TIME, is_missing).unwrap();
         assert!(!waited.timed_out(), "not all of them send");
     }
 }
@@ -139,8 +139,8 @@ fn a_round_in_turns_is_whole_and_each_stream_in_order() {
     let mut sender = stage.connect(WHOLE);
     let mut owed = stage.source.everything();
     for threads in [1, 2, 0] {
-        sender.handle().copies_in(threads);
-        let readable = owed.clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+        sender.handle().limit_copying_threads(threads);
+        let readable = owed.clear_marks(&mut stage.source.log()).unwrap().skip_drain();
         let sent = sender.send_round(readable).unwrap();
         assert_eq!(sent.owed.pages(), 0);
         let (most, chunks) = stage.take_seen();
@@ -156,9 +156,9 @@ fn a_round_in_turns_is_whole_and_each_stream_in_order() {
 fn a_guest_that_stands_still_has_all_threads_at_work() {
     let mut stage = Stage::new();
     let sender = stage.connect(WHOLE);
-    sender.handle().copies_in(1);
-    *lock(&stage.seen.came) = Some(0);
-    let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+    sender.handle().limit_copying_threads(1);
+    *lock(&stage.seen.arrived) = Some(0);
+    let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().skip_drain();
     sender.send_round_by(readable, Instant::now() + Duration::from_mins(1)).unwrap();
     assert!(stage.is_equal());
     assert_in_order(&stage.take_seen().1);
@@ -171,16 +171,15 @@ fn a_cut_in_a_turn_ends_the_round_and_the_next_one_is_whole() {
     for budget in [0, 100_000, 3 << 20, 9 << 20] {
         let mut stage = Stage::new();
         let sender = stage.connect(budget);
-        sender.handle().copies_in(1);
-        let readable =
-            stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+        sender.handle().limit_copying_threads(1);
+        let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().skip_drain();
         let interrupted = sender.send_round(readable).unwrap_err();
         assert!(interrupted.cause.is_connection(), "{interrupted:?}");
         assert_eq!(stage.take_seen().0, 1);
         let sender = stage.connect(WHOLE);
-        sender.handle().copies_in(1);
-        let readable = interrupted.owed.clear_marks(&mut stage.source.log()).unwrap().stopped_before();
-        let Sent { owed, .. } = sender.send_round(readable).unwrap();
+        sender.handle().limit_copying_threads(1);
+        let readable = interrupted.owed.clear_marks(&mut stage.source.log()).unwrap().skip_drain();
+        let CompletedRound { owed, .. } = sender.send_round(readable).unwrap();
         assert_eq!((owed.pages(), stage.take_seen().0), (0, 1));
         assert!(stage.is_equal());
     }
@@ -194,8 +193,8 @@ fn cancelling_ends_a_turn_and_the_waiting_for_one() {
     let near = near.into_iter().map(|near| end(near, WHOLE)).collect();
     let sender = Sender::start(stage.source.readers(), near).unwrap();
     let handle = sender.handle();
-    handle.copies_in(1);
-    let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+    handle.limit_copying_threads(1);
+    let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().skip_drain();
     let (end_of, ended) = mpsc::channel();
     thread::spawn(move || end_of.send(sender.send_round(readable).unwrap_err()));
     // Any of the streams may be the first.

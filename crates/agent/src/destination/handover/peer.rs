@@ -64,7 +64,7 @@ impl Driver {
                 return self.announced(Coming::TakenAway, bytes, digest);
             }
             Message::MissingPages { bytes, digest, .. } if arriving => {
-                return self.announced(Coming::Awaited, bytes, digest);
+                return self.announced(Coming::MissingPages, bytes, digest);
             }
             Message::DeviceState { bytes, digest } if arriving => {
                 return self.announced(Coming::Devices, bytes, digest);

@@ -10,9 +10,9 @@ fn seen() -> Vec<GuestMapping> {
     vec![seen(0, 2 * MIB, 0), seen(4 << 30, 2 * MIB, 2 * MIB)]
 }
 
-fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<Soft>, BufReader<UnixStream>) {
+fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<SoftPageSet>, BufReader<UnixStream>) {
     let (near, far) = UnixStream::pair().unwrap();
-    let soft = Arc::new(Soft::new([MIB, 4 * MIB]));
+    let soft = Arc::new(SoftPageSet::new([MIB, 4 * MIB]));
     let guest = Guest::new(near, seen(), Arc::clone(&soft), cache, patience).unwrap();
     (guest, soft, BufReader::new(far))
 }

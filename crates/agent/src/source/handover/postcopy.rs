@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{Saving, Sender};
+use ::memory::{Reductions, Sender};
 use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::{Message, PageRequest, Proposal};
@@ -35,7 +35,7 @@ impl Driver {
                     Ok(readers) => {
                         let mut later = Later::new(
                             readers.into(),
-                            ::memory::Recency::default(),
+                            ::memory::RecentWrites::default(),
                             self.telemetry.left(),
                             Arc::clone(&self.controls.rate),
                         );
@@ -139,11 +139,11 @@ impl Driver {
         let (Some(later), Some(page_stream)) = (&mut self.later, self.page_stream.take()) else {
             return Err(self.control_is_lost());
         };
-        let saving = Saving { packing: later.packing.clone(), ..Saving::default() };
+        let saving = Reductions { packing: later.packing.clone(), ..Reductions::default() };
         let sender = Sender::saving(later.readers.clone(), saving, streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         // The guest has left this host.
-        sender.handle().gives_way_by(0);
+        sender.handle().set_niceness(0);
         self.telemetry.follow(Some(sender.handle()));
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())

@@ -37,7 +37,7 @@ fn aims() -> Aims {
         throttle_cpu: crate::api::ThrottleCpu::Off,
         references: true,
         compression: Compress::Auto,
-        worth: ::memory::Worth::default(),
+        worth: ::memory::CompressionCriteria::default(),
         deltas: Deltas::Auto,
         deltas_bytes: 1 << 20,
         soft_pages: crate::api::SoftPages::Free,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{Cut, FirstPass, Owed, PartAround, Place, Recent, RoundStats};
+use ::memory::{FirstPass, Owed, PageCursor, PartBoundary, RoundStats, SentHistory, WrappedPart};
 use engine::precopy::{Sampling, TracedPolicy};
 
 use super::rounds::Looked;
@@ -26,10 +26,10 @@ pub(super) struct Course {
     /// Factor by which parts are longer than usual, for a guest that suffers from dirty scans.
     pub(super) interval_factor: u32,
     /// Start of the next round that does not send everything.
-    place: Place,
+    place: PageCursor,
     /// Start of the round after the present one, and true if the present one ends a pass; none if it sends everything.
-    next: Option<(Place, bool)>,
-    recent: Recent,
+    next: Option<(PageCursor, bool)>,
+    recent: SentHistory,
 }
 
 /// Pages of a dirty scan that a round sends.
@@ -53,24 +53,24 @@ impl Course {
             most_pages: None,
             disks_alone: false,
             interval_factor: 1,
-            place: Place::default(),
+            place: PageCursor::default(),
             next: None,
-            recent: Recent::new(history as usize),
+            recent: SentHistory::new(history as usize),
         }
     }
 
     /// Records that the guest was asked for its free pages and has not answered.
-    pub(super) fn free_is_unknown(&mut self, is_unknown: bool) {
-        self.first_pass.free_is_unknown(is_unknown);
+    pub(super) fn set_hints_pending(&mut self, is_unknown: bool) {
+        self.first_pass.set_hints_pending(is_unknown);
     }
 
     /// Handles a dirty scan in the first pass: pages that were written leave the pass. The pass ends when no pages
     /// remain.
-    pub(super) fn see(&mut self, looked: &mut Looked) {
+    pub(super) fn record_scan(&mut self, looked: &mut Looked) {
         if self.passes > 0 {
             return;
         }
-        if !self.first_pass.see(looked.readable.owed(), &std::mem::take(&mut looked.found)) {
+        if !self.first_pass.record_scan(looked.readable.owed(), &std::mem::take(&mut looked.found)) {
             self.passes = 1;
         }
     }
@@ -79,7 +79,7 @@ impl Course {
     /// pages.
     pub(super) fn share(&mut self, looked: Looked, cargo: &Cargo) -> Share {
         if self.passes == 0
-            && let Some(part) = self.first_pass.take_part()
+            && let Some(part) = self.first_pass.next_part()
         {
             let (looked, later) = looked.divided(cargo, |readable| readable.only(part));
             let least = Duration::from_micros(looked.scan.duration_us) * Sampling::MIN_SCANS as u32;
@@ -101,9 +101,9 @@ impl Course {
             return Share { looked, later: None, until: None };
         };
         let (looked, later) = looked.divided(cargo, |readable| {
-            let PartAround { readable, later, next, is_around } =
-                readable.part_around(self.place, pages, Cut::BetweenClusters);
-            self.next = Some((next, is_around));
+            let WrappedPart { readable, later, next, has_wrapped } =
+                readable.part_wrapping(self.place, pages, PartBoundary::BetweenClusters);
+            self.next = Some((next, has_wrapped));
             (readable, later)
         });
         Share { looked, later: Some(later), until: None }
@@ -133,7 +133,7 @@ impl Course {
             return self.recent.forget();
         };
         if self.passes > 0 {
-            let (place, is_pass) = self.next.take().unwrap_or((Place::default(), true));
+            let (place, is_pass) = self.next.take().unwrap_or((PageCursor::default(), true));
             self.place = place;
             self.passes += u32::from(is_pass);
         } else {

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ::memory::{Owed, Place, Sender};
+use ::memory::{Owed, PageCursor, Sender};
 use block::nbd::NbdError;
 use engine::bulk::{DiskRound, DisksFirstPolicy, NextPhase};
 use engine::handover::source::SourceEvent;
@@ -209,7 +209,7 @@ impl Driver {
         cargo: &mut Cargo,
     ) -> Result<SentInParts, Failure> {
         let all = looked.readable.pages();
-        let (mut place, mut is_whole) = (Place::default(), true);
+        let (mut place, mut is_whole) = (PageCursor::default(), true);
         loop {
             self.throttle(cargo)?;
             self.take_notices()?;

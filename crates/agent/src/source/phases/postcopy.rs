@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{DirtyBitmap, Owed, Readable, Sender, Sent, encode_set};
+use ::memory::{CompletedRound, DirtyBitmap, Owed, Readable, Sender, encode_set};
 use engine::handover::source::SourceEvent;
 use engine::naming::{DiscardDecision, DiscardPolicy, PendingDiscard};
 use engine::trace::TracedPolicy;
@@ -173,11 +173,11 @@ impl Driver {
         self.clock.measured.save_us = saving.elapsed().as_micros() as u64;
         let ram_blocks = cargo.ram_blocks();
         let (cleared, found) = owed
-            .clear_marks_and_tell(&mut cargo.ram_log(), ram_blocks)
+            .clear_marks_and_report(&mut cargo.ram_log(), ram_blocks)
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
         self.written.note(found);
         self.clock.measured.last_scans_us += cleared.scan().duration_us;
-        let (sender, left) = self.send_disks_alone(sender, cleared.stopped_before(), cargo)?;
+        let (sender, left) = self.send_disks_alone(sender, cleared.skip_drain(), cargo)?;
         self.take_last_notices()?;
         if left.pages() > 0 {
             self.name_and_serve(sender, &left, cargo)?;
@@ -198,7 +198,7 @@ impl Driver {
         if disks.pages() == 0 {
             return Ok((sender, left));
         }
-        let Sent { sender, owed: mut unsent, .. } = sender
+        let CompletedRound { sender, owed: mut unsent, .. } = sender
             .send_round_by(disks, self.standstill_ends())
             .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
         if unsent.pages() > 0 {
@@ -237,8 +237,8 @@ impl Driver {
         });
         self.note("post-copy", format!("{pages} pages go when the guest runs there"));
         // The guest has left this host; at the destination it waits.
-        sender.handle().gives_way_by(0);
-        sender.handle().copies_in(u16::MAX);
+        sender.handle().set_niceness(0);
+        sender.handle().limit_copying_threads(u16::MAX);
         let written = std::mem::take(&mut self.written);
         let mut later =
             Later::new(cargo.readers(), written, self.telemetry.left(), Arc::clone(&self.controls.rate));

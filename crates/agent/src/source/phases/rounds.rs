@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use ::memory::{
-    Cut, DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
+    CompletedRound, DataStream, DirtyBitmap, Interrupted, Owed, PageCursor, PartBoundary, Readable,
+    RoundStats, ScanStats, Sender,
 };
 use engine::handover::source::SourceEvent;
 use engine::precopy::{
@@ -48,8 +49,8 @@ impl Looked {
 
     /// Splits off a part of `pages` pages that begins at `from`. Returns it, the pages that are left out, and the start
     /// of the next part. For a round of disks alone.
-    pub(super) fn part(self, from: Place, pages: u64) -> (Self, Owed, Option<Place>) {
-        let (readable, later, next) = self.readable.part(from, pages, Cut::BetweenClusters);
+    pub(super) fn part(self, from: PageCursor, pages: u64) -> (Self, Owed, Option<PageCursor>) {
+        let (readable, later, next) = self.readable.part(from, pages, PartBoundary::BetweenClusters);
         let disk_pages = readable.pages();
         (Self { readable, disk_pages, ..self }, later, next)
     }
@@ -117,7 +118,7 @@ impl Driver {
             if self.may_post_copy {
                 self.written.note(looked.found.clone());
             }
-            course.see(&mut looked);
+            course.record_scan(&mut looked);
             if let Some(mut sent) = sent_before.take() {
                 sent.pass = course.passes;
                 let next = self.decide(&mut course.policy, &sent, &looked, cargo)?;
@@ -163,7 +164,7 @@ impl Driver {
             }
             if let Some(softening) = &mut softening {
                 looked.readable = self.ask_guest(softening, looked.readable, is_first)?;
-                course.free_is_unknown(softening.waits_for_first());
+                course.set_hints_pending(softening.waits_for_first());
             }
             self.throttle(cargo)?;
             self.take_notices()?;
@@ -306,7 +307,7 @@ impl Driver {
         let cannot_ask = |error: VmError| Failure::local("QEMU cannot be asked", &error);
         let vm = self.vm()?;
         let (cleared, found) = owed
-            .clear_marks_and_tell(&mut cargo.log(vm.monitor().map_err(cannot_ask)?), told_blocks)
+            .clear_marks_and_report(&mut cargo.log(vm.monitor().map_err(cannot_ask)?), told_blocks)
             .map_err(|failed| Failure::local("cannot find out what was written", &failed))?;
         let scan = cleared.scan();
         let drain_began = Instant::now();
@@ -346,7 +347,7 @@ impl Driver {
             None => sender.send_round(readable),
         };
         match sent {
-            Ok(Sent { sender, owed, stats }) => {
+            Ok(CompletedRound { sender, owed, stats }) => {
                 self.look_at_pressure();
                 // For a part of a round, the pages that were sent count.
                 let (pages, disk_pages) = if until.is_some() {

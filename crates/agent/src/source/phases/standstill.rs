@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender, Sent};
+use ::memory::{CompletedRound, DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender};
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::Message;
 use tracing::warn;
@@ -45,8 +45,8 @@ fn stopped_round(
     if dirty_pages == 0 {
         return Ok(StoppedRound { sender, owed: cleared.give_up(), sent: None, dirty_pages, scan_us });
     }
-    let sent = sender.send_round_by(cleared.stopped_before(), acknowledged_by).map_err(RoundFailed::Link)?;
-    let Sent { sender, owed, stats } = sent;
+    let sent = sender.send_round_by(cleared.skip_drain(), acknowledged_by).map_err(RoundFailed::Link)?;
+    let CompletedRound { sender, owed, stats } = sent;
     Ok(StoppedRound { sender, owed, sent: Some(stats), dirty_pages, scan_us })
 }
 
@@ -113,7 +113,7 @@ impl Driver {
         cargo.end_leaving_out();
         // No program gives memory back from now on. Without a comparison, the guest is not kept stopped for this check.
         if self.controls.aims().verify {
-            cargo.will_be_compared();
+            cargo.announce_comparison();
         }
         let mut owed = owed;
         let vm = self.vm.as_mut().ok_or_else(gone)?;

@@ -8,7 +8,7 @@ use super::{DropWatch, RamError, RamRegion};
 
 /// Backing of a block.
 #[derive(Debug)]
-pub(super) enum Place {
+pub(super) enum BlockBacking {
     /// A shared file, and the begin of the block in it, in bytes.
     File(RamFile, u64),
     /// Anonymous memory.
@@ -22,7 +22,7 @@ pub(super) enum Place {
 }
 
 /// Looks up every region in the map of the process.
-pub(super) fn find(process: &Process, regions: &[RamRegion]) -> Result<Vec<Place>, RamError> {
+pub(super) fn find(process: &Process, regions: &[RamRegion]) -> Result<Vec<BlockBacking>, RamError> {
     let map = mappings(process)?;
     regions.iter().map(|region| find_one(process, &map, region)).collect()
 }
@@ -33,7 +33,7 @@ pub(crate) fn drop_watches(
     regions: &[RamRegion],
 ) -> Result<Vec<Option<DropWatch>>, RamError> {
     let watch = |place| match place {
-        Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
+        BlockBacking::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
             Some(DropWatch::new(file, offset))
         }
         _ => None,
@@ -41,7 +41,7 @@ pub(crate) fn drop_watches(
     Ok(find(process, regions)?.into_iter().map(watch).collect())
 }
 
-fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Place, RamError> {
+fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<BlockBacking, RamError> {
     if region.bytes == 0 || !region.bytes.is_multiple_of(PAGE_BYTES) {
         return Err(RamError::Length { block: region.name.clone(), bytes: region.bytes });
     }
@@ -59,20 +59,22 @@ fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Pl
         .all(|one| one.backing == first.backing && one.offset.wrapping_sub(one.range.start) == base);
     let offset = region.address.wrapping_add(base);
     match first.backing {
-        Backing::SharedFile(_) if is_one => return Ok(Place::File(RamFile::open(process, first)?, offset)),
+        Backing::SharedFile(_) if is_one => {
+            return Ok(BlockBacking::File(RamFile::open(process, first)?, offset));
+        }
         Backing::PrivateFile(_) if is_one => {
             // Only to save memory: the whole block can be read through the process.
             if let Ok(file) = RamFile::open_behind_private(process, first)
                 && file.kind() != RamFileKind::Hugetlbfs
                 && file.file().metadata().is_ok_and(|found| found.is_file())
             {
-                return Ok(Place::PrivateFile(file, offset));
+                return Ok(BlockBacking::PrivateFile(file, offset));
             }
         }
         _ => {}
     }
     if parts.iter().all(|one| one.backing == Backing::Anonymous) {
-        return Ok(Place::Anonymous);
+        return Ok(BlockBacking::Anonymous);
     }
-    Ok(Place::Opaque)
+    Ok(BlockBacking::Opaque)
 }

@@ -16,13 +16,13 @@ type Names = Box<[PageName; CHUNK_PAGES as usize]>;
 
 /// Names of the sent pages of all disks.
 #[derive(Debug)]
-pub(crate) struct Went {
+pub(crate) struct SentPageIndex {
     /// Keyed by block and the chunk's number in it.
     chunks: BTreeMap<(u16, u64), Names>,
     most_chunks: usize,
 }
 
-impl Went {
+impl SentPageIndex {
     /// Creates an empty index of at most `most_chunks` chunks; later chunks are not recorded.
     pub(crate) fn new(most_chunks: usize) -> Self {
         Self { chunks: BTreeMap::new(), most_chunks }
@@ -54,8 +54,8 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_name_of_each_page_is_known_as_far_as_there_is_room() {
-        let mut went = Went::new(3);
+    fn latest_name_of_each_page_is_kept_up_to_the_capacity() {
+        let mut sent_pages = SentPageIndex::new(3);
         for (block, page, number) in [
             (1, 7, 1),
             (1, CHUNK_PAGES, 2),
@@ -66,10 +66,10 @@ mod tests {
             (2, CHUNK_PAGES, 6),
             (2, CHUNK_PAGES - 1, 7),
         ] {
-            went.insert(block, page, name(number));
+            sent_pages.insert(block, page, name(number));
         }
-        assert_eq!(went.of(1), [(3, name(5)), (7, name(4)), (CHUNK_PAGES, name(2))]);
-        assert_eq!(went.of(2), [(0, name(3)), (CHUNK_PAGES - 1, name(7))]);
-        assert_eq!(went.of(3), []);
+        assert_eq!(sent_pages.of(1), [(3, name(5)), (7, name(4)), (CHUNK_PAGES, name(2))]);
+        assert_eq!(sent_pages.of(2), [(0, name(3)), (CHUNK_PAGES - 1, name(7))]);
+        assert_eq!(sent_pages.of(3), []);
     }
 }

@@ -7,13 +7,13 @@ use crate::dirty::DirtyBitmap;
 
 /// The pages of the last rounds. A set takes 32 KiB for each GiB.
 #[derive(Clone, Debug)]
-pub struct Recent {
+pub struct SentHistory {
     /// The oldest round first.
     rounds: VecDeque<Vec<DirtyBitmap>>,
     history: usize,
 }
 
-impl Recent {
+impl SentHistory {
     /// Creates a record of the last `history` rounds.
     pub fn new(history: usize) -> Self {
         Self { rounds: VecDeque::new(), history }
@@ -29,7 +29,7 @@ impl Recent {
             all
         });
         let resent = before
-            .map_or(0, |before| blocks.iter().zip(&before).map(|(one, other)| one.count_both(other)).sum());
+            .map_or(0, |before| blocks.iter().zip(&before).map(|(one, other)| one.count_common(other)).sum());
         self.rounds.push_back(blocks.to_vec());
         self.rounds.drain(..self.rounds.len().saturating_sub(self.history));
         resent
@@ -52,12 +52,12 @@ mod tests {
             block.set(range);
             vec![DirtyBitmap::new(1 << 20), block]
         };
-        let (mut one, mut two) = (Recent::new(1), Recent::new(2));
+        let (mut one, mut two) = (SentHistory::new(1), SentHistory::new(2));
         let rounds = [0..100, 50..150, 0..150, 0..150].map(pages);
         assert_eq!(rounds.each_ref().map(|blocks| one.count(blocks)), [0, 50, 100, 150]);
         assert_eq!(rounds.each_ref().map(|blocks| two.count(blocks)), [0, 50, 150, 150]);
         two.forget();
         assert_eq!(two.count(&rounds[0]), 0);
-        assert_eq!(Recent::new(0).count(&rounds[0]), 0);
+        assert_eq!(SentHistory::new(0).count(&rounds[0]), 0);
     }
 }

@@ -35,9 +35,9 @@ impl Placer for PageFaultHandler {
 }
 
 /// Pages that are still missing while the guest runs.
-pub struct Awaited<P> {
+pub struct MissingPages<P> {
     placer: P,
-    blocks: Vec<AwaitedBlock>,
+    blocks: Vec<MissingBlock>,
     /// Number of missing pages.
     left: AtomicU64,
     /// File that records the missing pages, too.
@@ -47,10 +47,10 @@ pub struct Awaited<P> {
     /// The first page that was found present although it was missing.
     untrusted: OnceLock<PageRequest>,
     /// Callback for the arrival of the last page, and for the first page that was found present.
-    tell: Box<dyn Fn() + Send + Sync>,
+    notify: Box<dyn Fn() + Send + Sync>,
 }
 
-struct AwaitedBlock {
+struct MissingBlock {
     region: RamRegion,
     /// True if zeros are placed even if no thread waits for them.
     places_zeros: bool,
@@ -61,32 +61,32 @@ struct Pages {
     /// Pages that are missing.
     awaited: DirtyBitmap,
     /// Missing pages that were requested.
-    asked: DirtyBitmap,
+    requested: DirtyBitmap,
 }
 
-impl<P: Placer> Awaited<P> {
+impl<P: Placer> MissingPages<P> {
     /// Creates the set of missing pages of each block; none of them is present. All others are present, or are zeros.
-    /// `tell` is called on the thread that placed the last missing page, but not if no page was missing; and when
+    /// `notify` is called on the thread that placed the last missing page, but not if no page was missing; and when
     /// [`Self::untrusted`] is known.
     pub fn new(
         placer: P,
         regions: Vec<RamRegion>,
         awaited: Vec<DirtyBitmap>,
-        tell: impl Fn() + Send + Sync + 'static,
+        notify: impl Fn() + Send + Sync + 'static,
     ) -> Self {
         let left = awaited.iter().map(DirtyBitmap::count).sum();
         let blocks = regions.into_iter().zip(awaited).map(|(region, awaited)| {
-            let asked = DirtyBitmap::new(region.bytes);
-            AwaitedBlock { region, places_zeros: true, pages: Mutex::new(Pages { awaited, asked }) }
+            let requested = DirtyBitmap::new(region.bytes);
+            MissingBlock { region, places_zeros: true, pages: Mutex::new(Pages { awaited, requested }) }
         });
         let (blocks, left) = (blocks.collect(), AtomicU64::new(left));
-        let (untrusted, tell) = (OnceLock::new(), Box::new(tell));
-        Self { placer, blocks, left, ledger: None, is_taken_over: false, untrusted, tell }
+        let (untrusted, notify) = (OnceLock::new(), Box::new(notify));
+        Self { placer, blocks, left, ledger: None, is_taken_over: false, untrusted, notify }
     }
 
     /// Records the missing pages in the ledger as well, which has to hold the same set now.
     #[must_use]
-    pub fn kept_in(self, ledger: Ledger) -> Self {
+    pub fn with_ledger(self, ledger: Ledger) -> Self {
         Self { ledger: Some(ledger), ..self }
     }
 
@@ -131,7 +131,7 @@ impl<P: Placer> Awaited<P> {
     ///
     /// # Errors
     /// If zeros cannot be placed, or the address is outside the guest's memory: then a thread waits for ever.
-    pub fn touched(&self, address: u64) -> Result<Option<PageRequest>, PageFaultError> {
+    pub fn handle_fault(&self, address: u64) -> Result<Option<PageRequest>, PageFaultError> {
         let found = (0_u16..).zip(&self.blocks).find(|(_, block)| block.region.range().contains(address));
         let Some((number, block)) = found else {
             return Err(PageFaultError::Lost { range: AddressRange::with_len(address, PAGE_BYTES) });
@@ -142,15 +142,15 @@ impl<P: Placer> Awaited<P> {
             let there = AddressRange::with_len(block.region.address + page * PAGE_BYTES, PAGE_BYTES);
             return self.placer.place_zeros(there).map(|_| None);
         }
-        let is_new = !pages.asked.contains(page);
-        pages.asked.set(page..page + 1);
+        let is_new = !pages.requested.contains(page);
+        pages.requested.set(page..page + 1);
         Ok(is_new.then_some(PageRequest { block: number, page }))
     }
 
     /// Returns the requested pages that are still missing, to be requested again over new connections.
-    pub fn asked(&self) -> Vec<PageRequest> {
-        let of = |(number, block): (u16, &AwaitedBlock)| {
-            let runs: Vec<_> = lock(&block.pages).asked.runs().collect();
+    pub fn requested(&self) -> Vec<PageRequest> {
+        let of = |(number, block): (u16, &MissingBlock)| {
+            let runs: Vec<_> = lock(&block.pages).requested.runs().collect();
             runs.into_iter().flatten().map(move |page| PageRequest { block: number, page })
         };
         (0_u16..).zip(&self.blocks).flat_map(of).collect()
@@ -163,7 +163,7 @@ impl<P: Placer> Awaited<P> {
     }
 
     /// Checks how many of these pages, all of which were missing, the placer found missing.
-    fn were_missing(&self, block: usize, pages: &Range<u64>, missing: u64) {
+    fn check_missing(&self, block: usize, pages: &Range<u64>, missing: u64) {
         // A page that the previous agent placed is correct, and looks the same as one that is not.
         if missing == pages.end - pages.start || self.is_taken_over {
             return;
@@ -172,36 +172,36 @@ impl<P: Placer> Awaited<P> {
         warn!(block = name, first = pages.start, there, "a page that was to come was there");
         let first = PageRequest { block: block as u16, page: pages.start };
         if self.untrusted.set(first).is_ok() {
-            (self.tell)();
+            (self.notify)();
         }
     }
 
     /// Marks pages as present, or as zeros.
-    fn are_there(&self, block: usize, sets: &mut Pages, pages: Range<u64>) -> Result<(), RamError> {
+    fn mark_present(&self, block: usize, sets: &mut Pages, pages: Range<u64>) -> Result<(), RamError> {
         let before: u64 = sets.awaited.runs_within(pages.clone()).map(|run| run.end - run.start).sum();
         sets.awaited.clear(pages.clone());
-        sets.asked.clear(pages.clone());
+        sets.requested.clear(pages.clone());
         if before == 0 {
             return Ok(());
         }
         // After the page: a page that the ledger still lists is requested again, but one that it lacks would be lost.
-        let kept = self.ledger.as_ref().map_or(Ok(()), |ledger| ledger.keep(block, &sets.awaited, pages));
+        let kept = self.ledger.as_ref().map_or(Ok(()), |ledger| ledger.update(block, &sets.awaited, pages));
         if self.left.fetch_sub(before, Ordering::AcqRel) == before {
-            (self.tell)();
+            (self.notify)();
         }
         kept.map_err(RamError::Present)
     }
 
     /// Marks all pages of a block as present, because it was unmapped, as with an unplugged device: none can be
     /// touched, and none has to arrive.
-    fn is_gone(&self, block: usize, sets: &mut Pages) -> Result<(), RamError> {
+    fn mark_unmapped(&self, block: usize, sets: &mut Pages) -> Result<(), RamError> {
         let region = &self.blocks[block].region;
         warn!(
             block = region.name,
             pages = sets.awaited.count(),
             "memory for which pages were to come was unmapped"
         );
-        self.are_there(block, sets, 0..region.bytes.div_ceil(PAGE_BYTES))
+        self.mark_present(block, sets, 0..region.bytes.div_ceil(PAGE_BYTES))
     }
 
     /// Returns the blocks as writers for the receiver.
@@ -214,9 +214,9 @@ impl<P: Placer> Awaited<P> {
     }
 }
 
-/// Writer of one block of [`Awaited`].
+/// Writer of one block of [`MissingPages`].
 struct PlacingWriter<P> {
-    all: Arc<Awaited<P>>,
+    all: Arc<MissingPages<P>>,
     block: usize,
 }
 
@@ -232,12 +232,12 @@ impl<P: Placer> PlacingWriter<P> {
         let addresses = (address..).step_by(PAGE_BYTES as usize);
         for ((page, address), bytes) in run.zip(addresses).zip(bytes.chunks(PAGE_BYTES as usize)) {
             self.all.placer.place(address, bytes)?;
-            self.all.are_there(self.block, sets, page..page + 1)?;
+            self.all.mark_present(self.block, sets, page..page + 1)?;
         }
         Ok(())
     }
 
-    fn block(&self) -> &AwaitedBlock {
+    fn block(&self) -> &MissingBlock {
         &self.all.blocks[self.block]
     }
 
@@ -278,15 +278,15 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
             let address = self.block().region.address + start;
             let new = match self.all.placer.place(address, bytes) {
                 Ok(new) => new,
-                Err(PageFaultError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
+                Err(PageFaultError::Unmapped { .. }) => return self.all.mark_unmapped(self.block, &mut sets),
                 Err(_) => {
                     // Some of them may be present now: placing them one by one shows which.
                     self.place_singly(&mut sets, run, address, bytes)?;
                     continue;
                 }
             };
-            self.all.were_missing(self.block, &run, new);
-            self.all.are_there(self.block, &mut sets, run)?;
+            self.all.check_missing(self.block, &run, new);
+            self.all.mark_present(self.block, &mut sets, run)?;
         }
         Ok(())
     }
@@ -296,25 +296,25 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         let pages = pages_of(&range);
         let mut sets = lock(&self.block().pages);
-        let placed = if self.block().places_zeros { &sets.awaited } else { &sets.asked };
+        let placed = if self.block().places_zeros { &sets.awaited } else { &sets.requested };
         let runs: Vec<_> = placed.runs_within(pages.clone()).collect();
         for run in runs {
             let new = match self.all.placer.place_zeros(self.addresses(&run)) {
                 Ok(new) => new,
-                Err(PageFaultError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
+                Err(PageFaultError::Unmapped { .. }) => return self.all.mark_unmapped(self.block, &mut sets),
                 Err(_) => {
                     for page in run {
                         let page = page..page + 1;
                         self.all.placer.place_zeros(self.addresses(&page))?;
-                        self.all.are_there(self.block, &mut sets, page)?;
+                        self.all.mark_present(self.block, &mut sets, page)?;
                     }
                     continue;
                 }
             };
-            self.all.were_missing(self.block, &run, new);
-            self.all.are_there(self.block, &mut sets, run)?;
+            self.all.check_missing(self.block, &run, new);
+            self.all.mark_present(self.block, &mut sets, run)?;
         }
-        self.all.are_there(self.block, &mut sets, pages)
+        self.all.mark_present(self.block, &mut sets, pages)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

@@ -36,9 +36,14 @@ fn set(pages: u64, these: &[u64]) -> DirtyBitmap {
     set
 }
 
-fn awaited() -> Arc<Awaited<Memory>> {
+fn awaited() -> Arc<MissingPages<Memory>> {
     let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
-    Arc::new(Awaited::new(Memory::default(), regions, vec![set(4, &[]), set(1000, &[7, 8, 900, 901])], || ()))
+    Arc::new(MissingPages::new(
+        Memory::default(),
+        regions,
+        vec![set(4, &[]), set(1000, &[7, 8, 900, 901])],
+        || (),
+    ))
 }
 
 fn address(page: u64) -> u64 {
@@ -49,22 +54,22 @@ fn address(page: u64) -> u64 {
 fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
     let awaited = awaited();
     let page = |page| PageRequest { block: 1, page };
-    assert_eq!(awaited.touched(address(7)).unwrap(), Some(page(7)));
-    assert_eq!(awaited.touched(address(7)).unwrap(), None);
-    assert_eq!(awaited.touched(address(900)).unwrap(), Some(page(900)));
-    assert_eq!(awaited.touched(address(9)).unwrap(), None);
-    assert_eq!(awaited.touched(BASE / 2).unwrap(), None);
-    assert!(awaited.touched(12).is_err(), "nothing of the guest");
+    assert_eq!(awaited.handle_fault(address(7)).unwrap(), Some(page(7)));
+    assert_eq!(awaited.handle_fault(address(7)).unwrap(), None);
+    assert_eq!(awaited.handle_fault(address(900)).unwrap(), Some(page(900)));
+    assert_eq!(awaited.handle_fault(address(9)).unwrap(), None);
+    assert_eq!(awaited.handle_fault(BASE / 2).unwrap(), None);
+    assert!(awaited.handle_fault(12).is_err(), "nothing of the guest");
     let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
     assert_eq!(zeros, [BASE / 2, address(9)]);
-    assert_eq!(awaited.asked(), [page(7), page(900)]);
+    assert_eq!(awaited.requested(), [page(7), page(900)]);
 
     let writers = awaited.writers();
     writers[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
-    assert_eq!((awaited.asked(), awaited.pages()), (vec![page(900)], 2));
+    assert_eq!((awaited.requested(), awaited.pages()), (vec![page(900)], 2));
     // Zeros, with or without a waiting thread.
     writers[1].drop_pages(900 * PAGE_BYTES..903 * PAGE_BYTES).unwrap();
-    assert_eq!((awaited.asked(), awaited.pages()), (Vec::new(), 0));
+    assert_eq!((awaited.requested(), awaited.pages()), (Vec::new(), 0));
     let memory = || lock(&awaited.placer().0);
     assert_eq!([7, 8, 9, 900].map(|page| memory()[&address(page)][0]), [5, 5, 0, 0]);
     assert_eq!(memory()[&address(901)][0], 0);
@@ -74,7 +79,7 @@ fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
     writers[1].write(7 * PAGE_BYTES, &[6; 3 * PAGE]).unwrap();
     assert!(!memory().contains_key(&address(7)));
     assert_eq!([8, 9].map(|page| memory()[&address(page)][0]), [5, 0]);
-    assert_eq!(awaited.touched(address(7)).unwrap(), None);
+    assert_eq!(awaited.handle_fault(address(7)).unwrap(), None);
     assert_eq!(memory()[&address(7)][0], 0);
     assert_eq!(awaited.untrusted(), None);
     assert!(writers[1].read(0, &mut [0]).is_err());
@@ -82,7 +87,7 @@ fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
 
 /// A page was written from outside: it is reported at once, and threads that wait for the others still get them.
 #[test]
-fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
+fn missing_page_found_present_is_reported_without_blocking() {
     for zeros in [false, true] {
         let told = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&told);
@@ -90,7 +95,7 @@ fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
             count.fetch_add(1, Ordering::Relaxed);
         };
         let sets = vec![set(1000, &[7, 8, 900])];
-        let awaited = Awaited::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, tell);
+        let awaited = MissingPages::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, tell);
         let awaited = Arc::new(awaited);
         let writer = &awaited.writers()[0];
         lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
@@ -109,7 +114,7 @@ fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
 
 /// The agent had placed the page, but not yet updated its ledger.
 #[test]
-fn an_awaited_page_that_is_there_after_an_agent_that_died_is_right() {
+fn page_placed_by_a_dead_agent_is_trusted() {
     let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().taken_over());
     lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
     awaited.writers()[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
@@ -124,10 +129,10 @@ fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
     let told = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&told);
     let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
-    let awaited = Awaited::new(Memory::default(), regions, sets.clone(), move || {
+    let awaited = MissingPages::new(Memory::default(), regions, sets.clone(), move || {
         count.fetch_add(1, Ordering::Relaxed);
     });
-    let awaited = Arc::new(awaited.kept_in(Ledger::create(&path, &sets).unwrap()));
+    let awaited = Arc::new(awaited.with_ledger(Ledger::create(&path, &sets).unwrap()));
     let kept = || Ledger::open(&path, [4, 1000].map(|pages| pages * PAGE_BYTES)).unwrap().1;
     let writers = awaited.writers();
     writers[1].write(7 * PAGE_BYTES, &[5; PAGE]).unwrap();
@@ -141,7 +146,7 @@ fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
 #[test]
 fn zeros_that_nobody_waits_for_take_no_memory_where_they_would() {
     let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().placing_zeros([true, false]));
-    assert!(awaited.touched(address(8)).unwrap().is_some());
+    assert!(awaited.handle_fault(address(8)).unwrap().is_some());
     awaited.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();
     let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
     assert_eq!((zeros, awaited.pages()), (vec![address(8)], 1));
@@ -175,7 +180,7 @@ impl Placer for Narrow {
 fn what_was_placed_before_an_error_is_not_owed_again() {
     let narrow = Narrow(Memory::default(), Mutex::new(3));
     let sets = vec![set(1000, &[7, 8, 9, 10])];
-    let awaited = Arc::new(Awaited::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+    let awaited = Arc::new(MissingPages::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
     let writer = &awaited.writers()[0];
     assert!(writer.write(7 * PAGE_BYTES, &vec![5; 4 * PAGE]).is_err());
     assert_eq!(awaited.pages(), 1);
@@ -189,7 +194,7 @@ fn what_was_placed_before_an_error_is_not_owed_again() {
 fn zeros_that_were_placed_before_an_error_are_nobody_elses() {
     let narrow = Narrow(Memory::default(), Mutex::new(3));
     let sets = vec![set(1000, &[7, 8, 20, 21])];
-    let awaited = Arc::new(Awaited::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+    let awaited = Arc::new(MissingPages::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
     let writer = &awaited.writers()[0];
     assert!(writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).is_err());
     assert_eq!(awaited.pages(), 1);
@@ -219,7 +224,7 @@ fn nothing_has_to_come_for_a_block_that_was_unmapped() {
     for zeros in [false, true] {
         let regions = vec![region("rom", BASE / 2, 8), region("ram", BASE, 8)];
         let sets = vec![set(8, &[1, 2, 7]), set(8, &[3])];
-        let awaited = Arc::new(Awaited::new(Unplugged(Memory::default()), regions, sets, || ()));
+        let awaited = Arc::new(MissingPages::new(Unplugged(Memory::default()), regions, sets, || ()));
         let writers = awaited.writers();
         if zeros {
             writers[0].drop_pages(PAGE_BYTES..2 * PAGE_BYTES).unwrap();

@@ -8,30 +8,30 @@ pub(crate) const NICE: u8 = 5;
 
 /// Lowered priority of this thread, and only this one, until a guest waits for it.
 #[derive(Debug)]
-pub(crate) struct GivesWay {
+pub(crate) struct Niceness {
     /// Priority before; None once it is restored.
     before: Option<i32>,
     nice: u8,
     /// False if the thread lacks the privilege to raise its priority again.
-    may_return: bool,
+    can_restore: bool,
 }
 
-impl GivesWay {
+impl Niceness {
     /// Lowers this thread's priority, on top of a niceness that was configured for the agent.
     pub(crate) fn begin() -> Self {
-        let mut gives_way = Self { before: getpriority_process(None).ok(), nice: 0, may_return: true };
-        gives_way.by(NICE);
-        gives_way.may_return = gives_way.before.is_some_and(|before| {
+        let mut niceness = Self { before: getpriority_process(None).ok(), nice: 0, can_restore: true };
+        niceness.set(NICE);
+        niceness.can_restore = niceness.before.is_some_and(|before| {
             let returned = setpriority_process(None, before).is_ok();
             returned && setpriority_process(None, before + i32::from(NICE)).is_ok()
         });
-        gives_way
+        niceness
     }
 
     /// Sets the niceness of this thread relative to the agent's (`nice(2)`), unless it has ended. Nothing changes if
     /// there would be no way back.
-    pub(crate) fn by(&mut self, nice: u8) {
-        let Some(before) = self.before.filter(|_| nice != self.nice && self.may_return) else { return };
+    pub(crate) fn set(&mut self, nice: u8) {
+        let Some(before) = self.before.filter(|_| nice != self.nice && self.can_restore) else { return };
         self.nice = nice;
         // Without the privilege the thread continues as before.
         let _ = setpriority_process(None, before + i32::from(nice));
@@ -54,12 +54,12 @@ mod tests {
     fn one_thread_gives_way_and_the_others_do_not() {
         let before = getpriority_process(None).unwrap();
         let there = std::thread::spawn(|| {
-            let mut gives_way = GivesWay::begin();
+            let mut niceness = Niceness::begin();
             let meanwhile = getpriority_process(None).unwrap();
-            gives_way.by(9);
+            niceness.set(9);
             let more = getpriority_process(None).unwrap();
-            gives_way.end();
-            gives_way.by(7);
+            niceness.end();
+            niceness.set(7);
             (meanwhile, more, getpriority_process(None).unwrap())
         });
         let (meanwhile, more, after) = there.join().unwrap();

@@ -8,35 +8,35 @@ use proto::pages::{Content, PageRun};
 use proto::reference::{ContentSource, REFERENCE_BYTES, Reference};
 
 use super::{FrameBuilder, PAGE};
-use crate::clock::timed;
+use crate::clock::measure;
 use crate::deltas::{ChunkMarks, Deltas};
 use crate::dirty::ChunkPages;
-use crate::references::{Known, PageHash, PageName, Place, RunHash, page_hash};
+use crate::references::{ContentIndex, ContentLocation, PageHash, PageName, RunHash, page_hash};
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
 /// comparing a page.
 const TIMED: u64 = 16;
 
 /// Knowledge about a chunk's pages that reduces the bytes sent.
-pub(crate) struct Knowledge<'a> {
+pub(crate) struct ChunkKnowledge<'a> {
     /// Pages that the guest does not use.
     pub(crate) soft: ChunkPages,
     /// Lookup of pages that the destination may have elsewhere.
-    pub(crate) refer: Option<Refer<'a>>,
+    pub(crate) refer: Option<ReferenceLookup<'a>>,
     /// Marks of pages of which the destination may have an earlier version.
     pub(crate) marks: Option<(&'a Deltas, ChunkMarks)>,
 }
 
 /// Pages that are sent on the assumption that the destination has them, or an earlier version, which may prove wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Presumed {
+pub(crate) struct PresumedPages {
     /// Pages sent as references.
     pub(crate) referred: ChunkPages,
     /// Pages sent as deltas.
     pub(crate) changed: ChunkPages,
 }
 
-impl Presumed {
+impl PresumedPages {
     pub(crate) const NONE: Self = Self { referred: ChunkPages::EMPTY, changed: ChunkPages::EMPTY };
 
     /// Removes pages, if all of them are in the set; returns those that were sent as deltas.
@@ -56,11 +56,11 @@ impl Presumed {
 
 /// Shortest run of pages that is sent as a reference: each reference costs the destination a query to a server and an
 /// answer, and over a fast link a few pages arrive sooner.
-const LEAST_REFERRED: u64 = 4;
+const MIN_REFERENCE_PAGES: u64 = 4;
 
 /// Lookup of pages of a chunk that the destination may have already.
-pub(crate) struct Refer<'a> {
-    pub(crate) known: &'a Known,
+pub(crate) struct ReferenceLookup<'a> {
+    pub(crate) known: &'a ContentIndex,
     /// The block that is sent, and the chunk's first page in it.
     pub(crate) block: u16,
     pub(crate) base_page: u64,
@@ -87,7 +87,7 @@ pub(super) struct OpenReference {
 
 impl FrameBuilder {
     /// Encodes pages that begin at `from` in the buffer as deltas, or keeps them as data.
-    pub(super) fn changes_or_keep(
+    pub(super) fn add_deltas_or_data(
         &mut self,
         pages: Range<u64>,
         from: usize,
@@ -96,9 +96,9 @@ impl FrameBuilder {
         let is_timed = self.frames.is_multiple_of(TIMED);
         let places = (from..).step_by(PAGE);
         let compare =
-            || pages.zip(places).for_each(|(page, from)| self.change_or_keep(page, from, (deltas, marks)));
+            || pages.zip(places).for_each(|(page, from)| self.add_delta_or_data(page, from, (deltas, marks)));
         if is_timed {
-            let ((), took) = timed(compare);
+            let ((), took) = measure(compare);
             self.mark_ns += took.cpu_ns * TIMED;
         } else {
             compare();
@@ -106,10 +106,10 @@ impl FrameBuilder {
     }
 
     /// Encodes a page as a delta if its changed pieces are known and few enough; otherwise keeps it as data.
-    fn change_or_keep(&mut self, page: u64, from: usize, (deltas, marks): (&Deltas, &mut ChunkMarks)) {
+    fn add_delta_or_data(&mut self, page: u64, from: usize, (deltas, marks): (&Deltas, &mut ChunkMarks)) {
         let bytes = &self.data[from..from + PAGE];
         let changed = marks.renew(page, bytes).filter(|changed| changed.count_ones() <= MAX_PIECES);
-        let Some(changed) = changed else { return self.keep(page..page + 1, from) };
+        let Some(changed) = changed else { return self.add_data(page..page + 1, from) };
         self.delta.clear();
         Delta::encode(bytes, deltas.page_hash(bytes), changed, &mut self.delta);
         self.close();
@@ -122,11 +122,11 @@ impl FrameBuilder {
 
     /// Sends the page at `from` in the buffer as a reference if the destination has it. If deltas are in use, it is
     /// marked either way.
-    pub(super) fn refer_or_keep(
+    pub(super) fn add_reference_or_data(
         &mut self,
         page: u64,
         from: usize,
-        refer: &Refer<'_>,
+        refer: &ReferenceLookup<'_>,
         marks: Option<(&Deltas, &mut ChunkMarks)>,
     ) {
         let hash = page_hash(&self.data[from..from + PAGE]);
@@ -141,8 +141,8 @@ impl FrameBuilder {
             }
             (None, marks) => {
                 match marks {
-                    Some(marks) => self.change_or_keep(page, from, marks),
-                    None => self.keep(page..page + 1, from),
+                    Some(marks) => self.add_delta_or_data(page, from, marks),
+                    None => self.add_data(page..page + 1, from),
                 }
                 self.names.push((page, name));
             }
@@ -150,8 +150,8 @@ impl FrameBuilder {
     }
 
     /// Returns the page's location at the destination, preferably the one that continues the open reference.
-    fn look_up(&self, name: PageName, page: u64, refer: &Refer<'_>) -> Option<Place> {
-        let is_there = |place: &Place| match place.content_source {
+    fn look_up(&self, name: PageName, page: u64, refer: &ReferenceLookup<'_>) -> Option<ContentLocation> {
+        let is_there = |place: &ContentLocation| match place.content_source {
             ContentSource::Template(_) => true,
             // The page was rewritten with its old content: the destination has it at the place to which it was sent.
             ContentSource::Block(block) if block == refer.block && place.page == refer.base_page + page => {
@@ -161,15 +161,15 @@ impl FrameBuilder {
         };
         let mut places = refer.known.find(name).filter(is_there);
         let first = places.next()?;
-        if self.goes_on(page, first) {
+        if self.can_extend_reference(page, first) {
             Some(first)
         } else {
-            places.find(|place| self.goes_on(page, *place)).or(Some(first))
+            places.find(|place| self.can_extend_reference(page, *place)).or(Some(first))
         }
     }
 
     /// Returns true if the page at this location continues the open reference.
-    fn goes_on(&self, page: u64, place: Place) -> bool {
+    fn can_extend_reference(&self, page: u64, place: ContentLocation) -> bool {
         let next = self.runs.last().map(|run| u64::from(run.first_page + run.pages));
         next == Some(page)
             && self.open.as_ref().is_some_and(|open| {
@@ -177,10 +177,10 @@ impl FrameBuilder {
             })
     }
 
-    fn refer(&mut self, page: u64, from: usize, place: Place, name: PageName, hash: &PageHash) {
-        if !self.goes_on(page, place) {
+    fn refer(&mut self, page: u64, from: usize, place: ContentLocation, name: PageName, hash: &PageHash) {
+        if !self.can_extend_reference(page, place) {
             self.close();
-            let Place { content_source, page: first_page } = place;
+            let ContentLocation { content_source, page: first_page } = place;
             // The record overwrites a page that was checked already.
             let record = self.filled;
             self.filled += REFERENCE_BYTES;
@@ -203,10 +203,10 @@ impl FrameBuilder {
         let OpenReference { record, from, names, content_source, first_page, pages, hash } = open;
         let Some(run) = self.runs.last().copied() else { return };
         let first = u64::from(run.first_page);
-        if pages < LEAST_REFERRED {
+        if pages < MIN_REFERENCE_PAGES {
             self.runs.pop();
             self.filled = record;
-            self.keep(first..first + pages, from);
+            self.add_data(first..first + pages, from);
             self.names.extend((first..).zip(names));
             return;
         }

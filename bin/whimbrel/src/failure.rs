@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use agent::api::{ClientError, Kind, Problem, with_causes};
+use agent::api::{ClientError, Problem, ProblemKind, with_causes};
 use agent::config::ConfigError;
 use agent::daemon::StartError;
 use agent::report::SCHEMA;
@@ -90,9 +90,12 @@ impl Failure {
     pub(crate) fn code(&self) -> Code {
         match self {
             Self::Client(ClientError::Problem(problem)) => match problem.kind {
-                Kind::BadRequest | Kind::NotFound => Code::Usage,
-                Kind::Gone => Code::Ended,
-                Kind::Conflict | Kind::Refused | Kind::Unavailable | Kind::Internal => Code::Failed,
+                ProblemKind::BadRequest | ProblemKind::NotFound => Code::Usage,
+                ProblemKind::Gone => Code::Ended,
+                ProblemKind::Conflict
+                | ProblemKind::Refused
+                | ProblemKind::Unavailable
+                | ProblemKind::Internal => Code::Failed,
             },
             Self::Config(_)
             | Self::File { .. }
@@ -115,15 +118,17 @@ impl Failure {
             | Self::NotAReport { .. }
             | Self::OtherReport { .. }
             | Self::NoTraces { .. }
-            | Self::Lab(lab::Error::Prefix(_)) => Problem::new(Kind::BadRequest, with_causes(self), ""),
+            | Self::Lab(lab::Error::Prefix(_)) => {
+                Problem::new(ProblemKind::BadRequest, with_causes(self), "")
+            }
             Self::Agent(StartError::Identity(_)) => {
                 let advice = "see docs/operations/certificates.md for what has to be in them";
-                Problem::new(Kind::BadRequest, with_causes(self), advice)
+                Problem::new(ProblemKind::BadRequest, with_causes(self), advice)
             }
             Self::Client(ClientError::NoAgent { .. }) | Self::Unwatched(_) => {
-                Problem::new(Kind::Unavailable, with_causes(self), "")
+                Problem::new(ProblemKind::Unavailable, with_causes(self), "")
             }
-            _ => Problem::new(Kind::Internal, with_causes(self), ""),
+            _ => Problem::new(ProblemKind::Internal, with_causes(self), ""),
         }
     }
 }

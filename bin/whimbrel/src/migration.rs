@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use agent::api::{
-    CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationStatus, VmName, Which,
+    CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationSelector,
+    MigrationStatus, VmName,
 };
 use agent::progress::Standing;
 use agent::report::{Report, explain, rate, render, to_the_second};
@@ -86,14 +87,14 @@ pub(crate) fn migrate(
 
 /// `whimbrel watch`.
 pub(crate) fn watch(client: &Client, vm: &VmName, socket: &Path, output: &Output) -> Result<Code, Failure> {
-    let id = client.migration(vm, Which::Latest)?.id;
+    let id = client.migration(vm, MigrationSelector::Latest)?.id;
     to_the_end(client, &id, socket, output)
 }
 
 /// Watches a migration, and shows its result: the report, or the status from a side without one.
 fn to_the_end(client: &Client, id: &MigrationId, socket: &Path, output: &Output) -> Result<Code, Failure> {
     let ended = watching::watch(id, socket, output)?;
-    let which = Which::Epoch(id.epoch.0);
+    let which = MigrationSelector::Epoch(id.epoch.0);
     let vm = &id.vm;
     let Ended::Settled(standing) = ended else {
         let status = client.migration(vm, which)?;
@@ -156,7 +157,7 @@ pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
 
 /// `whimbrel cancel`.
 pub(crate) fn cancel(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
-    let outcome = client.cancel(vm, Which::Latest).map_err(Failure::of_migration)?;
+    let outcome = client.cancel(vm, MigrationSelector::Latest).map_err(Failure::of_migration)?;
     output.show(&outcome, |outcome| match outcome {
         CancelOutcome::Cancelled => format!("{vm} stays where it is\n"),
         CancelOutcome::TooLate { state, .. } => format!(
@@ -176,7 +177,7 @@ pub(crate) fn cancel(client: &Client, vm: &VmName, output: &Output) -> Result<Co
 
 /// `whimbrel limit`.
 pub(crate) fn limit(client: &Client, vm: &VmName, limits: &Limits, output: &Output) -> Result<Code, Failure> {
-    let limits = client.set_limits(vm, Which::Latest, limits)?;
+    let limits = client.set_limits(vm, MigrationSelector::Latest, limits)?;
     output.show(&limits, |limits: &Limits| {
         let cap = match limits.bandwidth_bytes_per_s {
             None | Some(0) => "none".to_owned(),
@@ -206,7 +207,8 @@ pub(crate) fn report(
     why: bool,
     output: &Output,
 ) -> Result<Code, Failure> {
-    let report: Report = client.report(vm, epoch.map_or(Which::Latest, Which::Epoch))?;
+    let report: Report =
+        client.report(vm, epoch.map_or(MigrationSelector::Latest, MigrationSelector::Epoch))?;
     output.show(&report, if why { explain } else { render });
     Ok(Code::Done)
 }

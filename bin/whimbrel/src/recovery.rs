@@ -1,6 +1,6 @@
 //! `whimbrel recover`: shows the state and the risks, and carries out the operator's decision.
 
-use agent::api::{Client, RecoverAction, RecoverReport, RecoverRequest, RegisterSay, Which};
+use agent::api::{Client, MigrationSelector, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
 use agent::progress::Standing;
 
 use crate::Code;
@@ -15,11 +15,11 @@ pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output
         (_, true) => RecoverAction::GiveUpHere,
         _ => RecoverAction::Ask,
     };
-    let which = command.epoch.map_or(Which::Latest, Which::Epoch);
+    let which = command.epoch.map_or(MigrationSelector::Latest, MigrationSelector::Epoch);
     let register = match (command.even_against_the_register, command.without_the_register) {
-        (true, _) => RegisterSay::Overruled,
-        (_, true) => RegisterSay::None,
-        _ => RegisterSay::Asked,
+        (true, _) => RegistryUse::Overruled,
+        (_, true) => RegistryUse::None,
+        _ => RegistryUse::Asked,
     };
     let request = RecoverRequest { action, register, i_know_the_risk: command.i_know_the_risk };
     let report = client.recover(&command.vm, which, &request).map_err(Failure::of_migration)?;

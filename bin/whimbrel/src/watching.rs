@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
-use agent::api::{Client, ClientError, MigrationId, Which};
+use agent::api::{Client, ClientError, MigrationId, MigrationSelector};
 use agent::progress::{DiskProgress, Phase, Progress, Standing};
 use agent::report::{bytes, milliseconds, rate};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
@@ -69,7 +69,7 @@ pub(crate) fn watch(id: &MigrationId, socket: &Path, output: &Output) -> Result<
 /// Forwards the agent's progress, until the migration is settled or the receiver is gone. A stream may end before: then
 /// its driver has ended, and the status shows whether another one follows.
 fn follow(client: &Client, id: &MigrationId, events: &Sender<Event>) -> Result<(), ClientError> {
-    let which = Which::Epoch(id.epoch.0);
+    let which = MigrationSelector::Epoch(id.epoch.0);
     loop {
         for line in client.progress(&id.vm, which)? {
             let progress = line?.progress;

@@ -8,7 +8,7 @@ mod common;
 
 use std::process::{Child, Stdio};
 
-use agent::register::SqliteRegister;
+use agent::register::SqliteRegistry;
 use common::{Cluster, DEADLINE, Guest, GuestSpec, Load, Said, Setup, until};
 
 /// A migration from a to b that is held at a fault point.
@@ -210,7 +210,7 @@ fn an_operator_takes_it_even_from_a_destination_that_won_the_register() {
     let mut doubt = Doubt::at(won, true, |cluster| off(cluster, "b"));
     let owner = |doubt: &Doubt| {
         let path = doubt.cluster.witness.as_ref().unwrap().directory.join("state");
-        SqliteRegister::open(&path).unwrap().all().unwrap()[0].1.owner.to_string()
+        SqliteRegistry::open(&path).unwrap().all().unwrap()[0].1.owner.to_string()
     };
     assert_eq!(owner(&doubt), "b");
     doubt.wait_for("a", "committed");

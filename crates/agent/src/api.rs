@@ -35,10 +35,10 @@ mod server;
 mod types;
 
 pub use choices::*;
-pub use client::{Client, ClientError, Lines, Which};
+pub use client::{Client, ClientError, Lines, MigrationSelector};
 pub use control::Control;
 pub use engine::handover::Role;
-pub use problem::{Kind, Problem, with_causes};
+pub use problem::{Problem, ProblemKind, with_causes};
 pub use proto::ids::BadName;
 pub use proto::message::{DiskMode, Finding, Severity};
 pub use proto::{Epoch, HostId, MigrationId, VmName};

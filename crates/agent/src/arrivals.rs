@@ -33,7 +33,7 @@ pub(crate) struct ImageNeed {
 
 /// Reservation of one VM.
 #[derive(Clone, Debug)]
-struct Promise {
+struct Reservation {
     needs: Needs,
     /// Process id of its QEMU, once that runs.
     pid: Option<u32>,
@@ -41,94 +41,94 @@ struct Promise {
 
 /// All reservations of this host. A check of free memory holds the lock until the reservation is made.
 #[derive(Debug, Default)]
-pub(crate) struct Arrivals {
-    promises: Mutex<Book>,
+pub(crate) struct Reservations {
+    reservations: Mutex<ReservationTable>,
 }
 
 #[derive(Debug, Default)]
-struct Book {
+struct ReservationTable {
     last: u64,
-    open: BTreeMap<u64, Promise>,
+    open: BTreeMap<u64, Reservation>,
 }
 
-impl Arrivals {
-    fn book(&self) -> MutexGuard<'_, Book> {
-        self.promises.lock().unwrap_or_else(PoisonError::into_inner)
+impl Reservations {
+    fn table(&self) -> MutexGuard<'_, ReservationTable> {
+        self.reservations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locks the reservations: no other VM gets a reservation while the result is held.
-    pub(crate) fn look(self: &Arc<Self>) -> Look<'_> {
-        Look { arrivals: self, book: self.book() }
+    pub(crate) fn lock_reservations(self: &Arc<Self>) -> LockedReservations<'_> {
+        LockedReservations { arrivals: self, table: self.table() }
     }
 }
 
 /// The locked reservations, for a comparison with free resources.
-pub(crate) struct Look<'a> {
-    arrivals: &'a Arc<Arrivals>,
-    book: MutexGuard<'a, Book>,
+pub(crate) struct LockedReservations<'a> {
+    arrivals: &'a Arc<Reservations>,
+    table: MutexGuard<'a, ReservationTable>,
 }
 
-impl Look<'_> {
+impl LockedReservations<'_> {
     /// Returns the normal memory, or the huge pages of that size, that others will still use, in bytes. It must be
     /// called before free memory is read: memory that they allocate in between then counts twice, rather than not at
     /// all.
-    pub(crate) fn owed_bytes(&self, hugepage_bytes: Option<u64>) -> u64 {
+    pub(crate) fn reserved_bytes(&self, hugepage_bytes: Option<u64>) -> u64 {
         let of_kind =
-            self.book.open.values().filter(|promise| promise.needs.hugepage_bytes == hugepage_bytes);
-        of_kind.map(|promise| promise.owed_bytes(Path::new("/proc"))).sum()
+            self.table.open.values().filter(|reservation| reservation.needs.hugepage_bytes == hugepage_bytes);
+        of_kind.map(|reservation| reservation.reserved_bytes(Path::new("/proc"))).sum()
     }
 
     /// Returns the space that images of others will still use, in bytes; also to be called before free space is read.
-    pub(crate) fn owed_image_bytes(&self) -> u64 {
-        let images = self.book.open.values().flat_map(|promise| &promise.needs.images);
-        images.map(|need| need.bytes.saturating_sub(need.taken_bytes())).fold(0, u64::saturating_add)
+    pub(crate) fn reserved_image_bytes(&self) -> u64 {
+        let images = self.table.open.values().flat_map(|reservation| &reservation.needs.images);
+        images.map(|need| need.bytes.saturating_sub(need.used_bytes())).fold(0, u64::saturating_add)
     }
 
     /// Reserves resources until the result is dropped.
-    pub(crate) fn promise(mut self, needs: Needs) -> Promised {
-        self.book.last += 1;
-        let number = self.book.last;
-        self.book.open.insert(number, Promise { needs, pid: None });
-        Promised { arrivals: Arc::clone(self.arrivals), number }
+    pub(crate) fn reservation(mut self, needs: Needs) -> ReservationGuard {
+        self.table.last += 1;
+        let number = self.table.last;
+        self.table.open.insert(number, Reservation { needs, pid: None });
+        ReservationGuard { arrivals: Arc::clone(self.arrivals), number }
     }
 }
 
 /// A reservation. Dropped when the VM has arrived, or will not arrive.
 #[derive(Debug)]
-pub(crate) struct Promised {
-    arrivals: Arc<Arrivals>,
+pub(crate) struct ReservationGuard {
+    arrivals: Arc<Reservations>,
     number: u64,
 }
 
-impl Promised {
+impl ReservationGuard {
     /// Records that the VM's QEMU runs now, and uses the reservation step by step.
-    pub(crate) fn taken_by(&self, pid: u32) {
-        if let Some(promise) = self.arrivals.book().open.get_mut(&self.number) {
-            promise.pid = Some(pid);
+    pub(crate) fn set_pid(&self, pid: u32) {
+        if let Some(reservation) = self.arrivals.table().open.get_mut(&self.number) {
+            reservation.pid = Some(pid);
         }
     }
 }
 
-impl Drop for Promised {
+impl Drop for ReservationGuard {
     fn drop(&mut self) {
-        self.arrivals.book().open.remove(&self.number);
+        self.arrivals.table().open.remove(&self.number);
     }
 }
 
-impl Promise {
-    fn owed_bytes(&self, proc: &Path) -> u64 {
+impl Reservation {
+    fn reserved_bytes(&self, proc: &Path) -> u64 {
         let bytes = self.needs.memory_bytes;
         match (self.pid, self.needs.hugepage_bytes) {
             // QEMU has reserved its huge pages when it mapped them.
             (Some(_), Some(_)) => 0,
-            (Some(pid), None) => bytes.saturating_sub(taken_bytes(&proc.join(pid.to_string()))),
+            (Some(pid), None) => bytes.saturating_sub(used_bytes(&proc.join(pid.to_string()))),
             (None, _) => bytes,
         }
     }
 }
 
 /// Returns the memory that a QEMU uses: anonymous pages, and those of its memfds, whichever process wrote them.
-fn taken_bytes(process: &Path) -> u64 {
+fn used_bytes(process: &Path) -> u64 {
     let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
     let kib = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_whitespace().next());
     let anonymous = kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10;
@@ -153,7 +153,7 @@ fn memfd_bytes(process: &Path) -> u64 {
 impl ImageNeed {
     /// Returns the bytes that the image uses in its pool so far. A thin volume counts as using none, because a query
     /// needs a program and may be slow: its whole need is reserved until the VM has arrived.
-    fn taken_bytes(&self) -> u64 {
+    fn used_bytes(&self) -> u64 {
         let taken = |image: Metadata| if self.grows { image.blocks() * 512 } else { u64::MAX };
         std::fs::metadata(&self.path).map_or(0, taken)
     }
@@ -167,16 +167,16 @@ mod tests {
 
     #[test]
     fn what_is_promised_is_not_free_until_it_is_taken_or_given_up() {
-        let arrivals = Arc::new(Arrivals::default());
+        let arrivals = Arc::new(Reservations::default());
         let memory = |memory_bytes, hugepage_bytes| Needs { memory_bytes, hugepage_bytes, images: vec![] };
-        let first = arrivals.look().promise(memory(100 << 20, None));
-        let huge = arrivals.look().promise(memory(64 << 20, Some(2 << 20)));
-        let owed = |kind| arrivals.look().owed_bytes(kind);
+        let first = arrivals.lock_reservations().reservation(memory(100 << 20, None));
+        let huge = arrivals.lock_reservations().reservation(memory(64 << 20, Some(2 << 20)));
+        let owed = |kind| arrivals.lock_reservations().reserved_bytes(kind);
         assert_eq!((owed(None), owed(Some(2 << 20)), owed(Some(1 << 30))), (100 << 20, 64 << 20, 0));
-        let second = arrivals.look().promise(memory(50 << 20, None));
+        let second = arrivals.lock_reservations().reservation(memory(50 << 20, None));
         assert_eq!(owed(None), 150 << 20);
         drop(second);
-        huge.taken_by(std::process::id());
+        huge.set_pid(std::process::id());
         assert_eq!((owed(None), owed(Some(2 << 20))), (100 << 20, 0));
         drop((first, huge));
         assert_eq!((owed(None), owed(Some(2 << 20))), (0, 0));
@@ -185,17 +185,17 @@ mod tests {
     #[test]
     fn what_an_image_will_take_is_not_free_for_another() {
         let folder = tempfile::tempdir().unwrap();
-        let arrivals = Arc::new(Arrivals::default());
+        let arrivals = Arc::new(Reservations::default());
         let (one, other) = (folder.path().join("one"), folder.path().join("other"));
         let need = |path, bytes, grows| ImageNeed { path, bytes, grows };
         let images = vec![need(one.clone(), 3 << 20, true), need(other, 1 << 20, true)];
-        let promised = arrivals.look().promise(Needs { images, ..Needs::default() });
-        assert_eq!(arrivals.look().owed_image_bytes(), 4 << 20);
+        let reserved = arrivals.lock_reservations().reservation(Needs { images, ..Needs::default() });
+        assert_eq!(arrivals.lock_reservations().reserved_image_bytes(), 4 << 20);
         std::fs::write(&one, vec![1; 2 << 20]).unwrap();
         std::fs::File::open(&one).unwrap().sync_all().unwrap();
-        assert!(arrivals.look().owed_image_bytes() <= 2 << 20);
-        drop(promised);
-        assert_eq!(arrivals.look().owed_image_bytes(), 0);
+        assert!(arrivals.lock_reservations().reserved_image_bytes() <= 2 << 20);
+        drop(reserved);
+        assert_eq!(arrivals.lock_reservations().reserved_image_bytes(), 0);
     }
 
     #[test]

@@ -8,13 +8,13 @@ use link::Endpoint;
 use proto::HostId;
 use tracee::Injector;
 
-use crate::arrivals::Arrivals;
+use crate::arrivals::Reservations;
 use crate::config::Config;
 use crate::daemon::HelperProgram;
 use crate::fault::Faults;
 use crate::journal::Journal;
-use crate::names::Names;
-use crate::preflight::Emulators;
+use crate::names::NameLocks;
+use crate::preflight::EmulatorCache;
 use crate::register::Register;
 use crate::templates::Templates;
 
@@ -39,14 +39,14 @@ pub(crate) struct Context {
     /// Content of `/proc/sys/kernel/random/boot_id`.
     pub(crate) boot_id: String,
     /// Memory reserved for arriving VMs.
-    pub(crate) arrivals: Arc<Arrivals>,
+    pub(crate) arrivals: Arc<Reservations>,
     /// Held for writing while a trial QEMU is started, which uses resources that an arriving VM may need at the same
     /// time.
     pub(crate) starts: RwLock<()>,
     /// Names of VMs that are locked by one operation.
-    pub(crate) names: Names,
+    pub(crate) names: NameLocks,
     /// Cached capabilities of this host's QEMU binaries.
-    pub(crate) emulators: Emulators,
+    pub(crate) emulators: EmulatorCache,
     /// Templates of this host.
     pub(crate) templates: Arc<Templates>,
     /// Measured parts of the downtime that do not depend on memory, by destination, and by whether disks were copied,

@@ -3,9 +3,9 @@
 
 mod connections;
 mod control;
-mod deciding;
+mod decisions;
 mod drive;
-mod place;
+mod driver_slot;
 mod receive;
 mod recovery;
 mod status;
@@ -26,10 +26,10 @@ use crate::config::{AgentRole, Config, Security};
 use crate::context::Context;
 use crate::fault::Faults;
 use crate::journal::{Journal, JournalError};
-use crate::names::Names;
-use crate::preflight::Emulators;
+use crate::names::NameLocks;
+use crate::preflight::EmulatorCache;
 use crate::progress::Publisher;
-use crate::register::{Register, RegisterError, SqliteRegister, WitnessClient, WitnessServer};
+use crate::register::{Register, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
 use crate::templates::Templates;
 use crate::{destination, source};
 
@@ -41,7 +41,7 @@ pub enum StartError {
     Journal(#[from] JournalError),
     /// The ownership registry cannot be used.
     #[error("the register cannot be used")]
-    Register(#[from] RegisterError),
+    Register(#[from] RegistryError),
     /// Certificate, key or authority cannot be used.
     #[error("the files under [tls] cannot be used")]
     Identity(#[from] IdentityError),
@@ -87,7 +87,7 @@ impl Agent {
         let register = config.register.as_ref().and_then(|witness| register(&config, witness, &endpoint));
         let witness = match config.role {
             AgentRole::Witness => {
-                Some(WitnessServer::new(Arc::new(SqliteRegister::open(&config.state_dir)?)))
+                Some(WitnessServer::new(Arc::new(SqliteRegistry::open(&config.state_dir)?)))
             }
             AgentRole::Host => None,
         };
@@ -99,9 +99,9 @@ impl Agent {
             guard,
             router: Router::default(),
             arrivals: Arc::default(),
-            names: Names::default(),
+            names: NameLocks::default(),
             starts: RwLock::default(),
-            emulators: Emulators::default(),
+            emulators: EmulatorCache::default(),
             fixed_costs: Mutex::default(),
             templates: Templates::start(
                 config.templates.clone(),
@@ -118,12 +118,12 @@ impl Agent {
         };
         let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
         crate::preflight::end_probes(&daemon.context);
-        crate::preflight::end_looks(&daemon.context.config.run_dir);
-        daemon.take_up()?;
+        crate::preflight::end_measurements(&daemon.context.config.run_dir);
+        daemon.resume_migrations()?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();
         let serving = listener.serve(move |arrival| peers.arrival(arrival))?;
-        let api = api::serve(&socket, Arc::new(control::Users(daemon)))?;
+        let api = api::serve(&socket, Arc::new(control::UserApi(daemon)))?;
         info!(%address, api = %socket.display(), "ready");
         Ok(Self { _serving: serving, _api: api })
     }
@@ -163,14 +163,14 @@ fn register(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Op
 /// The agent behind its listeners.
 pub(crate) struct Daemon {
     context: Arc<Context>,
-    drivers: Mutex<BTreeMap<MigrationId, Driven>>,
+    drivers: Mutex<BTreeMap<MigrationId, DriverHandle>>,
     /// Present if this agent keeps the ownership registry.
     witness: Option<WitnessServer>,
 }
 
 /// A migration with a running driver.
-pub(crate) struct Driven {
-    mailbox: Mail,
+pub(crate) struct DriverHandle {
+    mailbox: DriverMailbox,
     publisher: Publisher,
     /// Present for a source only.
     controls: Option<Arc<source::Controls>>,
@@ -178,17 +178,17 @@ pub(crate) struct Driven {
 
 /// Mailbox of a driver.
 #[derive(Clone)]
-pub(crate) enum Mail {
+pub(crate) enum DriverMailbox {
     Source(source::Mailbox),
     Destination(destination::Mailbox),
 }
 
 impl Daemon {
-    fn drivers(&self) -> MutexGuard<'_, BTreeMap<MigrationId, Driven>> {
+    fn drivers(&self) -> MutexGuard<'_, BTreeMap<MigrationId, DriverHandle>> {
         self.drivers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn mailbox(&self, id: &MigrationId) -> Option<Mail> {
+    fn mailbox(&self, id: &MigrationId) -> Option<DriverMailbox> {
         self.drivers().get(id).map(|driven| driven.mailbox.clone())
     }
 }

@@ -5,14 +5,14 @@
 //! receiving ([`arriving`]).
 
 mod arriving;
-mod awaiting;
+mod discarding;
 mod ending;
 mod error;
 mod handover;
 mod inbox;
 mod loading;
+mod post_copy_receiver;
 mod receiving;
-mod taking;
 pub(crate) mod untrusted;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -26,16 +26,16 @@ use link::{Connection, Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
 
-pub(crate) use arriving::{Arriving, DestinationDetails, Traces, find_by_monitor};
-#[cfg(test)]
-pub(crate) use awaiting::AwaitedTrace;
-pub(crate) use error::ArriveError;
+pub(crate) use arriving::{ArrivalArtifacts, ArrivingVm, DestinationDetails, find_by_monitor};
+pub(crate) use error::ArrivalError;
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
+#[cfg(test)]
+pub(crate) use post_copy_receiver::MissingPagesRecord;
 
 use crate::context::Context;
 use crate::cpu::CpuTime;
-use crate::disks::Images;
-use crate::owners;
+use crate::disks::CopiedImages;
+use crate::ownership;
 use crate::progress::Publisher;
 
 /// The destination's side of one migration.
@@ -45,10 +45,10 @@ pub(crate) struct Driver {
     state: DestinationState,
     proposal: Proposal,
     /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
-    vm: Option<Arriving>,
-    receiving: Option<receiving::Receiving>,
+    vm: Option<ArrivingVm>,
+    receiving: Option<receiving::MemoryReceiver>,
     /// Images of copied disks, until all of their content has arrived.
-    images: Images,
+    images: CopiedImages,
     inbox: Inbox,
     publisher: Publisher,
     generation: Generation,
@@ -62,37 +62,37 @@ pub(crate) struct Driver {
     /// The source's connection for page requests, until it can be used.
     page_stream: Option<Connection>,
     /// Pages that were discarded before the guest was stopped.
-    taken: taking::TakenAway,
+    discarded_pages: discarding::DiscardedPages,
     /// Pages that arrive while the guest runs.
-    awaiting: Option<awaiting::Awaiting>,
+    post_copy_receiver: Option<post_copy_receiver::PostCopyReceiver>,
     /// True if all pages that a previous agent waited for are present.
     found_complete: bool,
     /// A device state, or a list of pages, that is being received.
-    state_coming: Option<loading::StateComing>,
+    incoming_payload: Option<loading::IncomingPayload>,
     /// Digest of the loaded device state, and the time that loading needed, in microseconds.
     loaded: Option<(String, u64)>,
     /// Statistics of `cont`; absent if another agent sent it.
     continued: Option<Continued>,
     /// CPU time since the migration began here; absent if another agent began it.
     cpu: Option<CpuTime>,
-    go_heard: Option<Instant>,
-    heard: Instant,
+    go_received_at: Option<Instant>,
+    last_contact: Instant,
     /// True while a question to the source is pending.
     asking: Arc<AtomicBool>,
     /// An event of this host whose effects failed.
-    not_taken: Option<DestinationEvent>,
+    unrecorded_event: Option<DestinationEvent>,
     /// True if the state of QEMU is not known and has to be queried again.
-    look_again: bool,
+    must_query_qemu: bool,
     /// Time of the next attempt to stop a guest that must not go on.
     stop_again_at: Option<Instant>,
     /// Requests of this migration to the ownership registry.
-    register: owners::Desk,
+    register: ownership::RegistryClient,
     /// Images that could not be removed, with the migration's traces.
-    left_behind: Option<ending::Left>,
+    left_behind: Option<ending::ImagesLeftBehind>,
     /// Reason for the end of the migration, for the source.
     reason: Option<String>,
     /// The last report to users, and the state in which it was made; it is not repeated with every retry.
-    told: Option<(&'static str, DestinationReport)>,
+    last_report: Option<(&'static str, DestinationReport)>,
 }
 
 /// Statistics of QEMU's `cont` after GO.
@@ -113,7 +113,7 @@ impl Driver {
         terms: MigrationTerms,
         state: DestinationState,
         proposal: Proposal,
-        vm: Option<Arriving>,
+        vm: Option<ArrivingVm>,
         inbox: Inbox,
         publisher: Publisher,
     ) -> Self {
@@ -128,7 +128,7 @@ impl Driver {
             proposal,
             vm,
             receiving: None,
-            images: Images::default(),
+            images: CopiedImages::default(),
             inbox,
             publisher,
             generation: Generation(1),
@@ -136,23 +136,23 @@ impl Driver {
             control: None,
             follow_ups: VecDeque::new(),
             page_stream: None,
-            taken: taking::TakenAway::default(),
-            awaiting: None,
+            discarded_pages: discarding::DiscardedPages::default(),
+            post_copy_receiver: None,
             found_complete: false,
-            state_coming: None,
+            incoming_payload: None,
             loaded: None,
             continued: None,
             cpu,
-            go_heard: None,
-            heard: Instant::now(),
+            go_received_at: None,
+            last_contact: Instant::now(),
             asking: Arc::default(),
-            not_taken: None,
-            look_again: false,
+            unrecorded_event: None,
+            must_query_qemu: false,
             stop_again_at: None,
-            register: owners::Desk::default(),
+            register: ownership::RegistryClient::default(),
             left_behind: None,
             reason: None,
-            told: None,
+            last_report: None,
         }
     }
 

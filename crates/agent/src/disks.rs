@@ -12,10 +12,10 @@ mod owner;
 mod served;
 mod source;
 
-pub(crate) use cached::forget_cached;
-pub(crate) use destination::Images;
+pub(crate) use cached::drop_page_cache;
+pub(crate) use destination::CopiedImages;
 pub(crate) use known::KnownFile;
-pub(crate) use owner::{give, opens_as};
+pub(crate) use owner::{check_can_open_as, give_ownership};
 pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, first_pages};
 
 use proto::limits::PAGE_BYTES;
@@ -26,7 +26,7 @@ fn whole_pages(bytes: u64) -> u64 {
 }
 
 /// Returns the name of a disk where RAM blocks are possible too.
-fn called(name: &str) -> String {
+fn display_name(name: &str) -> String {
     format!("disk {name}")
 }
 

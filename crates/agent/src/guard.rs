@@ -28,16 +28,16 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Process that lifts a guest's throttle when this process ends in any way, unless it is [dismissed](Self::dismiss).
 #[derive(Debug)]
-pub(crate) struct Guard(Option<Child>);
+pub(crate) struct ThrottleGuard(Option<Child>);
 
-impl Guard {
+impl ThrottleGuard {
     /// Starts a guard that lifts the caps on writes, for the QEMU with this monitor.
-    pub(crate) fn of_writes(helper: &HelperProgram, process: &Process, monitor: &Path) -> io::Result<Self> {
+    pub(crate) fn for_writes(helper: &HelperProgram, process: &Process, monitor: &Path) -> io::Result<Self> {
         Self::start(helper, process, Some(monitor))
     }
 
     /// Starts a guard that lifts the limit on the guest's processors.
-    pub(crate) fn of_processors(helper: &HelperProgram, process: &Process) -> io::Result<Self> {
+    pub(crate) fn for_processors(helper: &HelperProgram, process: &Process) -> io::Result<Self> {
         Self::start(helper, process, None)
     }
 
@@ -63,7 +63,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for ThrottleGuard {
     fn drop(&mut self) {
         let Some(mut child) = self.0.take() else { return };
         // The guard soon ends by itself; its exit status must be collected.
@@ -77,9 +77,9 @@ impl Drop for Guard {
 
 /// Dismisses its guard when it is dropped: the throttle has been lifted by then.
 #[derive(Debug)]
-pub(crate) struct Dismissed(pub(crate) Option<Guard>);
+pub(crate) struct DismissOnDrop(pub(crate) Option<ThrottleGuard>);
 
-impl Drop for Dismissed {
+impl Drop for DismissOnDrop {
     fn drop(&mut self) {
         if let Some(guard) = self.0.take() {
             guard.dismiss();
@@ -87,7 +87,7 @@ impl Drop for Dismissed {
     }
 }
 
-/// Runs the guard with the arguments of [`Guard::start`]: without a monitor, it guards the processors.
+/// Runs the guard with the arguments of [`ThrottleGuard::start`]: without a monitor, it guards the processors.
 pub fn guard_main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let mut arguments = arguments.into_iter();
     let mut number = || arguments.next()?.to_str()?.parse::<u64>().ok();

@@ -71,11 +71,11 @@ pub enum Durability {
 
 /// Space that a write may use.
 #[derive(Clone, Copy, Debug)]
-enum Room {
+enum WriteSpace {
     /// The space beside the reserve, for a document of this many bytes.
     Free(usize),
     /// Like `Free`, for an event that has happened, even if the journal's file was moved or deleted.
-    Happened(usize),
+    ForEvent(usize),
     /// The reserve, too, because the write ends something.
     Reserved,
 }
@@ -83,7 +83,7 @@ enum Room {
 /// The journal of one agent.
 #[derive(Debug)]
 pub struct Journal {
-    connection: Mutex<Open>,
+    connection: Mutex<OpenDatabase>,
     path: PathBuf,
     /// Device and inode of the database.
     file: (u64, u64),
@@ -92,7 +92,7 @@ pub struct Journal {
 }
 
 #[derive(Debug)]
-struct Open {
+struct OpenDatabase {
     connection: Connection,
     durability: Durability,
     // Closed after the connection, see there.
@@ -203,7 +203,7 @@ impl Journal {
         let connection = schema::open(&path)?;
         let reserve = Reserve::open(&path).map_err(directory(&path))?;
         let file = identity(&path).map_err(directory(&path))?;
-        let open = Open { connection, durability: Durability::Synced, reserve };
+        let open = OpenDatabase { connection, durability: Durability::Synced, reserve };
         Ok(Self { connection: Mutex::new(open), path, file, _lock: lock })
     }
 
@@ -225,16 +225,16 @@ impl Journal {
         &self,
         doing: &'static str,
         durability: Durability,
-        room: Room,
-        work: impl FnOnce(&rusqlite::Transaction<'_>) -> Result<T, Inner>,
+        room: WriteSpace,
+        work: impl FnOnce(&rusqlite::Transaction<'_>) -> Result<T, TransactionError>,
     ) -> Result<T, JournalError> {
         let mut open = self.guard();
         // Events and ends are written all the same: this agent relies on them until it ends itself.
-        if matches!(room, Room::Free(_)) && identity(&self.path).ok() != Some(self.file) {
+        if matches!(room, WriteSpace::Free(_)) && identity(&self.path).ok() != Some(self.file) {
             return Err(JournalError::Gone { path: self.path.clone() });
         }
-        if let Room::Free(bytes) | Room::Happened(bytes) = room {
-            open.keep_room(bytes).map_err(self.failed(doing))?;
+        if let WriteSpace::Free(bytes) | WriteSpace::ForEvent(bytes) = room {
+            open.keep_space(bytes).map_err(self.failed(doing))?;
         }
         open.set_durability(durability).map_err(self.failed(doing))?;
         let transaction = open
@@ -250,14 +250,14 @@ impl Journal {
     fn read<T>(
         &self,
         doing: &'static str,
-        work: impl FnOnce(&Connection) -> Result<T, Inner>,
+        work: impl FnOnce(&Connection) -> Result<T, TransactionError>,
     ) -> Result<T, JournalError> {
         work(&self.guard().connection).map_err(|inner| self.outer(doing, inner))
     }
 
     /// Locks the connection. A thread that panicked with the lock left no transaction behind, because dropping it
     /// rolled it back.
-    fn guard(&self) -> MutexGuard<'_, Open> {
+    fn guard(&self) -> MutexGuard<'_, OpenDatabase> {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -265,17 +265,17 @@ impl Journal {
         move |source| schema::explain(&self.path, doing, source)
     }
 
-    fn outer(&self, doing: &'static str, inner: Inner) -> JournalError {
+    fn outer(&self, doing: &'static str, inner: TransactionError) -> JournalError {
         match inner {
-            Inner::Sqlite(source) => schema::explain(&self.path, doing, source),
-            Inner::Other(error) => *error,
+            TransactionError::Sqlite(source) => schema::explain(&self.path, doing, source),
+            TransactionError::Other(error) => *error,
         }
     }
 }
 
-impl Open {
+impl OpenDatabase {
     /// Keeps space for a document, and for the ends of all open migrations and one more.
-    fn keep_room(&mut self, bytes: usize) -> rusqlite::Result<()> {
+    fn keep_space(&mut self, bytes: usize) -> rusqlite::Result<()> {
         let open: u64 = self
             .connection
             .prepare_cached("SELECT count(*) FROM migrations WHERE open = 1")?
@@ -299,18 +299,18 @@ impl Open {
 }
 
 /// Error inside a transaction.
-enum Inner {
+enum TransactionError {
     Sqlite(rusqlite::Error),
     Other(Box<JournalError>),
 }
 
-impl From<rusqlite::Error> for Inner {
+impl From<rusqlite::Error> for TransactionError {
     fn from(error: rusqlite::Error) -> Self {
         Self::Sqlite(error)
     }
 }
 
-impl From<JournalError> for Inner {
+impl From<JournalError> for TransactionError {
     fn from(error: JournalError) -> Self {
         Self::Other(Box::new(error))
     }

@@ -25,7 +25,7 @@ use qemu::preflight::files::created_unix_ns;
 use tracee::Lease;
 use tracing::info;
 
-use crate::api::{Kind, LeftImage, Problem};
+use crate::api::{LeftImage, Problem, ProblemKind};
 use crate::context::Context;
 use crate::destination::DestinationDetails;
 use crate::journal::{JournalError, MigrationRecord, State};
@@ -41,16 +41,16 @@ pub(crate) fn list(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
 }
 
 /// Returns the same images, each with its recorded facts.
-fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
-    let others = Others::of(context)?;
-    let mut images: Vec<(Left, LeftImage)> = Vec::new();
+fn found(context: &Context) -> Result<Vec<(LeftBehind, LeftImage)>, JournalError> {
+    let others = OtherUsers::of(context)?;
+    let mut images: Vec<(LeftBehind, LeftImage)> = Vec::new();
     let records = context.journal.migrations()?;
     for record in &records {
         let ended = ended_here(context, record, &records)?;
-        for left in left_by(context, record)?.into_iter().chain(ended) {
+        for left in images_left_by(context, record)?.into_iter().chain(ended) {
             // An image that was used again after it had been left was left again.
             if images.iter().all(|(known, _)| known.path != left.path)
-                && let Some(image) = left.looked_at(record, &others)
+                && let Some(image) = left.inspect(record, &others)
             {
                 images.push((left, image));
             }
@@ -61,26 +61,26 @@ fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
 
 /// Returns the images that are as a VM left them when it moved away: an old state of its disks.
 pub(crate) fn old_states(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
-    let is_old = |(left, _): &(Left, LeftImage)| {
+    let is_old = |(left, _): &(LeftBehind, LeftImage)| {
         let is_as_left = || fs::metadata(&left.path).is_ok_and(|found| left.not_as_left(&found).is_none());
-        matches!(left.how, How::Moved { .. }) && is_as_left()
+        matches!(left.how, LeavingReason::Moved { .. }) && is_as_left()
     };
     Ok(found(context)?.into_iter().filter(is_old).map(|(_, image)| image).collect())
 }
 
 /// Selection of a VM's images that are to be removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum ImageSelection {
     /// The images that it left when it moved away, or in that migration alone.
-    Left { epoch: Option<u64> },
+    LeftBehind { epoch: Option<u64> },
     /// The images that it had when it ended here.
     Ended,
 }
 
-impl Which {
-    fn means(self, image: &LeftImage) -> bool {
+impl ImageSelection {
+    fn selects(self, image: &LeftImage) -> bool {
         match self {
-            Self::Left { epoch } => {
+            Self::LeftBehind { epoch } => {
                 !image.ended && epoch.is_none_or(|epoch| image.migration.epoch.0 == epoch)
             }
             Self::Ended => image.ended,
@@ -89,21 +89,26 @@ impl Which {
 }
 
 /// Removes images of a VM. If one of them must stay, none is removed.
-pub(crate) fn remove(context: &Context, vm: &VmName, which: Which) -> Result<Vec<LeftImage>, Problem> {
+pub(crate) fn remove(
+    context: &Context,
+    vm: &VmName,
+    which: ImageSelection,
+) -> Result<Vec<LeftImage>, Problem> {
     // No migration of it may begin at the same time.
-    let _alone = context.names.alone(vm);
-    let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
+    let _exclusive = context.names.exclusive(vm);
+    let failed =
+        |error: JournalError| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log");
     let mut images = found(context).map_err(failed)?;
     images.retain(|(_, image)| image.migration.vm == *vm);
     let others: Vec<LeftImage> = images.iter().map(|(_, image)| image.clone()).collect();
-    images.retain(|(_, image)| which.means(image));
+    images.retain(|(_, image)| which.selects(image));
     if images.is_empty() {
         return Err(none_found(vm, which, &others));
     }
     let kept = |path: &Path, why: &str| {
         let error = format!("{} is not removed: {why}", path.display());
         Problem::new(
-            Kind::Conflict,
+            ProblemKind::Conflict,
             error,
             "mend that and try again, or remove the file by hand if no VM needs it",
         )
@@ -121,11 +126,15 @@ pub(crate) fn remove(context: &Context, vm: &VmName, which: Which) -> Result<Vec
 }
 
 /// The answer where a VM has no images of the kind that is to be removed; `others` are those that it has.
-fn none_found(vm: &VmName, which: Which, others: &[LeftImage]) -> Problem {
+fn none_found(vm: &VmName, which: ImageSelection, others: &[LeftImage]) -> Problem {
     let error = match which {
-        Which::Left { epoch: None } => format!("{vm} has left no image here when it moved away"),
-        Which::Left { epoch: Some(epoch) } => format!("{vm} has left no image here in migration {epoch}"),
-        Which::Ended => format!("no image is here of a {vm} that ended here and is forgotten"),
+        ImageSelection::LeftBehind { epoch: None } => {
+            format!("{vm} has left no image here when it moved away")
+        }
+        ImageSelection::LeftBehind { epoch: Some(epoch) } => {
+            format!("{vm} has left no image here in migration {epoch}")
+        }
+        ImageSelection::Ended => format!("no image is here of a {vm} that ended here and is forgotten"),
     };
     let epochs: Vec<_> =
         others.iter().filter(|image| !image.ended).map(|image| image.migration.epoch.to_string()).collect();
@@ -137,16 +146,16 @@ fn none_found(vm: &VmName, which: Which, others: &[LeftImage]) -> Problem {
         "it has some that it had when it ended here: `--ended` removes them, and there may be no other copy"
             .to_owned()
     };
-    Problem::new(Kind::NotFound, error, advice)
+    Problem::new(ProblemKind::NotFound, error, advice)
 }
 
 /// Files that VMs and templates of this host use, open or not.
-struct Others {
+struct OtherUsers {
     vms: Vec<(VmName, VmDescription)>,
     templates: Vec<PathBuf>,
 }
 
-impl Others {
+impl OtherUsers {
     fn of(context: &Context) -> Result<Self, JournalError> {
         let described = |record: crate::journal::VmRecord| {
             Some((record.vm, serde_json::from_value(record.description).ok()?))
@@ -173,17 +182,17 @@ impl Others {
 }
 
 /// A file of an image as it was when it was left.
-struct Left {
+struct LeftBehind {
     /// The disk, by its name in the description.
     disk: String,
     path: PathBuf,
     identity: Option<FileIdentity>,
     created_unix_ns: Option<u64>,
-    how: How,
+    how: LeavingReason,
 }
 
 /// Reason for which an image was left.
-enum How {
+enum LeavingReason {
     /// The VM moved away with its disks.
     Moved {
         /// Reason for which its copy is not whole, if it is not.
@@ -199,7 +208,7 @@ enum How {
 
 /// Returns the top images of the disks that were copied whole in a migration; images below them may belong to others as
 /// well.
-fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, JournalError> {
+fn images_left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<LeftBehind>, JournalError> {
     // Without an incarnation it is not known that the destination was ever ready.
     let is_done = matches!(record.state, State::Source(SourceState::Done { incarnation: Some(_), .. }));
     if !is_done || record.open {
@@ -216,10 +225,10 @@ fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, Jou
         let identity = file.and_then(|file| file.identity.clone());
         let created_unix_ns = file.and_then(|file| file.created_unix_ns);
         let gone_unix_ms = i64::try_from(record.updated_unix_ms).unwrap_or(i64::MAX);
-        let (name, how) = (disk.name.clone(), How::moved(disk, gone_unix_ms));
-        Left { disk: name, path: PathBuf::from(path), identity, created_unix_ns, how }
+        let (name, how) = (disk.name.clone(), LeavingReason::moved(disk, gone_unix_ms));
+        LeftBehind { disk: name, path: PathBuf::from(path), identity, created_unix_ns, how }
     };
-    let files_of_one = |disk: Disk| -> Vec<Left> {
+    let files_of_one = |disk: Disk| -> Vec<LeftBehind> {
         disk.file.iter().chain(&disk.data_files).map(|path| left(&disk, path)).collect()
     };
     Ok(copied.flat_map(files_of_one).collect())
@@ -231,7 +240,7 @@ fn ended_here(
     context: &Context,
     record: &MigrationRecord,
     records: &[MigrationRecord],
-) -> Result<Vec<Left>, JournalError> {
+) -> Result<Vec<LeftBehind>, JournalError> {
     if record.open || !matches!(record.state, State::Destination(DestinationState::Active { .. })) {
         return Ok(Vec::new());
     }
@@ -246,18 +255,18 @@ fn ended_here(
         return Ok(Vec::new());
     }
     let made = serde_json::from_value::<DestinationDetails>(record.details.clone());
-    let made = made.map(|details| details.traces.made).unwrap_or_default();
-    let left = |made: MadeImage| Left {
+    let made = made.map(|details| details.artifacts.made).unwrap_or_default();
+    let left = |made: MadeImage| LeftBehind {
         disk: made.disk,
         path: made.path,
         identity: Some(made.identity),
         created_unix_ns: made.created_unix_ns,
-        how: How::Ended,
+        how: LeavingReason::Ended,
     };
     Ok(made.into_iter().map(left).collect())
 }
 
-impl How {
+impl LeavingReason {
     fn moved(disk: &Disk, gone_unix_ms: i64) -> Self {
         let not_whole = if disk.snapshots.is_empty() {
             disk.part
@@ -275,15 +284,15 @@ impl How {
     }
 }
 
-impl Left {
+impl LeftBehind {
     /// Returns the image in its present state; none if it does not exist any more.
-    fn looked_at(&self, record: &MigrationRecord, others: &Others) -> Option<LeftImage> {
+    fn inspect(&self, record: &MigrationRecord, others: &OtherUsers) -> Option<LeftImage> {
         let found = fs::metadata(&self.path).ok()?;
         let kept_because = self.changed(&found).or_else(|| others.users(&self.path));
         Some(LeftImage {
             migration: record.id().clone(),
             to: record.terms.destination.clone(),
-            ended: matches!(self.how, How::Ended),
+            ended: matches!(self.how, LeavingReason::Ended),
             disk: self.disk.clone(),
             kept_because: kept_because.or_else(|| Removable::open(&self.path).err()),
             path: self.path.clone(),
@@ -307,7 +316,7 @@ impl Left {
                 self.path.display()
             ));
         }
-        if let How::Moved { not_whole, bytes, .. } = &self.how {
+        if let LeavingReason::Moved { not_whole, bytes, .. } = &self.how {
             if not_whole.is_some() {
                 return not_whole.clone();
             }
@@ -330,13 +339,14 @@ impl Left {
         // Inode numbers are used again. If a file system does not record when an inode was made, the time of the last
         // change is used below; that is not possible for an image that its guest wrote to until it ended.
         let created = created_unix_ns(found);
-        if self.created_unix_ns != created || (created.is_none() && matches!(self.how, How::Ended)) {
+        if self.created_unix_ns != created || (created.is_none() && matches!(self.how, LeavingReason::Ended))
+        {
             return Some("it cannot be proved to be the file that was left, and not a later one".to_owned());
         }
         if let Some(place) = mounted_at(found, &self.path) {
             return Some(format!("it is mounted at {}, where it would be lost, too", place.display()));
         }
-        let How::Moved { gone_unix_ms, .. } = self.how else {
+        let LeavingReason::Moved { gone_unix_ms, .. } = self.how else {
             return (found.nlink() > 1)
                 .then(|| "it has another name, too, for whoever gave it that".to_owned());
         };
@@ -374,7 +384,7 @@ fn unescaped(path: &str) -> String {
 
 /// Acquires a lease of a file, so that no process can open it while the lease is held; or returns the reason for which
 /// there is none.
-fn leased(file: File, path: &Path) -> Result<Lease, String> {
+fn acquire_lease(file: File, path: &Path) -> Result<Lease, String> {
     let cannot = |error: std::io::Error| format!("it cannot be seen whether it is open elsewhere: {error}");
     match Lease::take(file).map_err(cannot)? {
         Some(lease) => Ok(lease),

@@ -8,45 +8,47 @@ use proto::VmName;
 
 /// The locked names.
 #[derive(Debug, Default)]
-pub(crate) struct Names {
-    taken: Mutex<BTreeSet<VmName>>,
+pub(crate) struct NameLocks {
+    locked: Mutex<BTreeSet<VmName>>,
     freed: Condvar,
     /// Held while a QEMU is adopted under a name: one process has one name.
-    entering: Mutex<()>,
+    adoption_lock: Mutex<()>,
 }
 
-impl Names {
+impl NameLocks {
     /// Locks a name: no other thread begins a migration of this VM, or adopts or forgets it, while the result is held.
     /// Waits for the present holder; one thread must not lock a name twice.
-    pub(crate) fn alone(&self, vm: &VmName) -> Alone<'_> {
-        let taken = self.taken();
-        let mut taken =
-            self.freed.wait_while(taken, |taken| taken.contains(vm)).unwrap_or_else(PoisonError::into_inner);
-        taken.insert(vm.clone());
-        Alone { names: self, vm: vm.clone() }
+    pub(crate) fn exclusive(&self, vm: &VmName) -> NameLock<'_> {
+        let locked = self.locked();
+        let mut locked = self
+            .freed
+            .wait_while(locked, |locked| locked.contains(vm))
+            .unwrap_or_else(PoisonError::into_inner);
+        locked.insert(vm.clone());
+        NameLock { names: self, vm: vm.clone() }
     }
 
     /// Locks adoption: no other QEMU is adopted while the result is held. To be locked after the name.
-    pub(crate) fn entering(&self) -> MutexGuard<'_, ()> {
-        self.entering.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn adoption_lock(&self) -> MutexGuard<'_, ()> {
+        self.adoption_lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn taken(&self) -> MutexGuard<'_, BTreeSet<VmName>> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    fn locked(&self) -> MutexGuard<'_, BTreeSet<VmName>> {
+        self.locked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A locked name, released when this is dropped.
 #[derive(Debug)]
 #[must_use]
-pub(crate) struct Alone<'a> {
-    names: &'a Names,
+pub(crate) struct NameLock<'a> {
+    names: &'a NameLocks,
     vm: VmName,
 }
 
-impl Drop for Alone<'_> {
+impl Drop for NameLock<'_> {
     fn drop(&mut self) {
-        self.names.taken().remove(&self.vm);
+        self.names.locked().remove(&self.vm);
         self.names.freed.notify_all();
     }
 }

@@ -62,7 +62,7 @@ pub enum PoolFormat {
 
 /// An image as it will be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct ImageLocation {
     pub(crate) path: PathBuf,
     pub(crate) format: Format,
     /// The group of the volume, if it is one.
@@ -71,13 +71,13 @@ pub(crate) struct Place {
 
 impl Pool {
     /// Returns the location for the image of a disk: no other image has it, as long as `unique` is unique.
-    pub(crate) fn place(
+    pub(crate) fn location(
         &self,
         migration: &MigrationId,
         disk: &str,
         format: Option<&str>,
         unique: &str,
-    ) -> Place {
+    ) -> ImageLocation {
         let name = format!("{}@{}-{disk}-{unique}", migration.vm, migration.epoch);
         match &self.storage {
             Storage::Directory { path, format: wanted } => {
@@ -87,16 +87,16 @@ impl Pool {
                     PoolFormat::Same => format.and_then(Format::of).unwrap_or(Format::Raw),
                 };
                 let path = path.join(format!("{}.{format}", plain(&name)));
-                Place { path, format, group: None }
+                ImageLocation { path, format, group: None }
             }
             Storage::Volumes(group) => {
-                Place { path: group.path(&name), format: Format::Raw, group: Some(group.clone()) }
+                ImageLocation { path: group.path(&name), format: Format::Raw, group: Some(group.clone()) }
             }
         }
     }
 
     /// Returns the pool's name for people.
-    pub(crate) fn called(&self) -> String {
+    pub(crate) fn display_name(&self) -> String {
         match &self.storage {
             Storage::Directory { path, .. } => format!("the directory for images, {}", path.display()),
             Storage::Volumes(VolumeGroup { name, thin_pool: None }) => {
@@ -109,7 +109,7 @@ impl Pool {
     }
 }
 
-impl Place {
+impl ImageLocation {
     /// True if it reads as zeros when it is new. Data that is not sent must read as zeros.
     pub(crate) fn is_blank(&self) -> bool {
         self.grows()
@@ -214,7 +214,7 @@ mod tests {
     fn an_image_s_name_is_nobody_else_s() {
         let id = |vm: &str, epoch| MigrationId { vm: VmName::new(vm).unwrap(), epoch: Epoch(epoch) };
         let directory = |format| pool(Storage::Directory { path: "/pool".into(), format });
-        let path = |pool: &Pool, disk, format| pool.place(&id("web", 3), disk, format, "7f").path;
+        let path = |pool: &Pool, disk, format| pool.location(&id("web", 3), disk, format, "7f").path;
         assert_eq!(
             path(&directory(PoolFormat::Same), "drive0", Some("qcow2")),
             Path::new("/pool/web@3-drive0-7f.qcow2")
@@ -250,8 +250,8 @@ mod tests {
     #[test]
     fn what_does_not_grow_takes_all_of_its_length() {
         let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(1) };
-        let place = |storage| pool(storage).place(&id, "sda", None, "7f");
-        let needed = |storage| place(storage).needed_bytes(100 << 30, 20 << 30) >> 30;
+        let location = |storage| pool(storage).location(&id, "sda", None, "7f");
+        let needed = |storage| location(storage).needed_bytes(100 << 30, 20 << 30) >> 30;
         assert_eq!(needed(Storage::Directory { path: "/pool".into(), format: PoolFormat::Same }), 21);
         assert_eq!(
             needed(Storage::Volumes(VolumeGroup { name: "vg0".into(), thin_pool: Some("thin".into()) })),
@@ -266,7 +266,7 @@ mod tests {
         let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(1) };
         let needed = |format| {
             let pool = pool(Storage::Directory { path: "/pool".into(), format });
-            pool.place(&id, "sda", None, "7f").needed_bytes(1 << 30, 1 << 30) - (1 << 30)
+            pool.location(&id, "sda", None, "7f").needed_bytes(1 << 30, 1 << 30) - (1 << 30)
         };
         assert_eq!(needed(PoolFormat::Raw), 0);
         assert!((384 << 10..2 << 20).contains(&needed(PoolFormat::Qcow2)));

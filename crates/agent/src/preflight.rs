@@ -7,13 +7,13 @@ mod binaries;
 mod disks;
 mod register;
 mod room;
-mod shared_images;
 mod trial;
+mod writable_shared_images;
 
-pub(crate) use binaries::{Emulators, end_probes};
-pub(crate) use disks::{Planned, proposed_disks};
-pub(crate) use room::{end_looks, measure};
-pub(crate) use trial::{Trial, started_or_why_not};
+pub(crate) use binaries::{EmulatorCache, end_probes};
+pub(crate) use disks::{PlannedDisk, proposed_disks};
+pub(crate) use room::{end_measurements, measure};
+pub(crate) use trial::{Trial, started_or_findings};
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -37,13 +37,13 @@ use tracee::{Feature, Kernel};
 use tracing::info;
 
 use crate::api::{KernelFeature, RamChoice};
-use crate::arrivals::{Needs, Promised};
+use crate::arrivals::{Needs, ReservationGuard};
 use crate::context::Context;
-use crate::destination::{ArriveError, Traces};
+use crate::destination::{ArrivalArtifacts, ArrivalError};
 use crate::disks::KnownFile;
 use crate::peers::{self, PeerError};
 use crate::source::{SourceVm, VmError};
-use shared_images::SharedImage;
+use writable_shared_images::WritableSharedImage;
 
 /// Kernel features that migrations need.
 const FEATURES: [Feature; 5] = [
@@ -69,7 +69,7 @@ pub(crate) fn kernel() -> (String, Vec<KernelFeature>) {
 }
 
 /// Result of the source's inspection of its VM.
-pub(crate) struct Surveyed {
+pub(crate) struct SourceSurvey {
     pub(crate) facts: serde_json::Value,
     pub(crate) description: serde_json::Value,
     pub(crate) qemu_version: String,
@@ -102,7 +102,7 @@ struct Facts {
 }
 
 /// Inspects a VM that is to leave.
-pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, SurveyError> {
+pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<SourceSurvey, SurveyError> {
     let process = find::find(&Selector::Pid(vm.process.pid()))?;
     let blocks = vm.blocks.clone();
     let facts = gather::source(vm.monitor()?, &process, blocks)?;
@@ -121,7 +121,7 @@ pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, 
     // The description is sent separately.
     let description = source.as_object_mut().and_then(|facts| facts.remove("vm")).unwrap_or_default();
     let facts = serde_json::to_value(Facts { source, files })?;
-    Ok(Surveyed { facts, description, qemu_version, findings, disks })
+    Ok(SourceSurvey { facts, description, qemu_version, findings, disks })
 }
 
 /// Returns findings for a VM whose description is not exact, because it cannot be built again.
@@ -160,22 +160,22 @@ fn kernel_finding() -> Option<Finding> {
 }
 
 /// A proposal that can be accepted.
-pub(crate) struct Considered {
+pub(crate) struct AcceptableProposal {
     pub(crate) terms: MigrationTerms,
     /// Its VM is described with the images that it will have here.
     pub(crate) proposal: Proposal,
     pub(crate) launch: Launch,
-    pub(crate) traces: Traces,
+    pub(crate) artifacts: ArrivalArtifacts,
     pub(crate) findings: Vec<Finding>,
     /// Compared once more after that QEMU has been started.
-    pub(crate) compared: Compared,
+    pub(crate) compared: Comparison,
     /// Memory that is reserved for it; none if this is only a check.
-    pub(crate) promised: Option<Promised>,
+    pub(crate) reserved: Option<ReservationGuard>,
     pub(crate) ram_kind: String,
     /// Version of the QEMU that would be started.
     pub(crate) qemu_version: String,
     /// Copied disks.
-    pub(crate) copied: Vec<Planned>,
+    pub(crate) copied: Vec<PlannedDisk>,
     /// This host's replacements for the source's settings.
     here: HostRules,
 }
@@ -186,7 +186,7 @@ pub(crate) fn destination(
     from: &HostId,
     id: &MigrationId,
     proposal: Proposal,
-) -> Result<Considered, Vec<Finding>> {
+) -> Result<AcceptableProposal, Vec<Finding>> {
     let unreadable = |what: &str, error: &dyn std::error::Error| {
         vec![Finding {
             severity: Severity::Blocker,
@@ -197,7 +197,7 @@ pub(crate) fn destination(
     };
     let (theirs, files) =
         theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
-    let mut traces = Traces::plan(&context.config, id);
+    let mut artifacts = ArrivalArtifacts::plan(&context.config, id);
     let (plan, ram_kind) = ram_plan(proposal.ram_kind.as_deref(), &theirs);
     let config = &context.config.qemu;
     let mut here = HostRules {
@@ -213,15 +213,15 @@ pub(crate) fn destination(
         allow_options: config.allow_options.iter().chain(&proposal.allow_options).cloned().collect(),
         ..HostRules::new(
             context.emulators.choose(&config.binaries, &theirs.vm.program.version),
-            &traces.directory,
+            &artifacts.directory,
         )
     };
-    here.log_dir = Some(traces.log_directory.clone());
+    here.log_dir = Some(artifacts.log_directory.clone());
     let sights = files::inspect_files(&files, &here, &shared(context));
     let disks = disks::plan(context.config.pool.as_ref(), id, &theirs.vm, &proposal.disks, &sights);
-    let files = disks::still_needed(files, &theirs.vm, &disks.copied);
+    let files = disks::needed_at_destination(files, &theirs.vm, &disks.copied);
     here.images = disks.copied.iter().map(|disk| (disk.name.clone(), disk.new_image())).collect();
-    traces.images = disks.copied.iter().map(|disk| disk.place.path.clone()).collect();
+    artifacts.images = disks.copied.iter().map(|disk| disk.location.path.clone()).collect();
     let built = command::build(&theirs.vm, &here);
     let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
     let emulator = context.emulators.ask(context, &here).map_err(|error| {
@@ -233,30 +233,30 @@ pub(crate) fn destination(
         }]
     })?;
     let mut ours = gather::destination(&emulator, &theirs.vm, &files, &here, &shared(context), problems);
-    let no_way_back = no_way_back(context, from, id, &proposal.reply_to);
+    let unreachable_source_finding = unreachable_source_finding(context, from, id, &proposal.reply_to);
     // Until the memory is reserved no other migration may read the amount of free memory.
-    let arrivals = context.arrivals.look();
+    let arrivals = context.arrivals.lock_reservations();
     let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
-    let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
-    let owed_image_bytes = arrivals.owed_image_bytes();
-    ours.refresh_memory(owed_bytes);
+    let reserved_bytes = arrivals.reserved_bytes(hugepage_bytes);
+    let reserved_image_bytes = arrivals.reserved_image_bytes();
+    ours.refresh_memory(reserved_bytes);
     let images = disks.images();
-    let room = disks.room(context.config.pool.as_ref(), owed_image_bytes);
+    let room = disks.room(context.config.pool.as_ref(), reserved_image_bytes);
     let mut others = Vec::new();
     if let Ok(built) = &built {
         others.extend(left_out(&built.warnings));
         others.extend(rewritten(&context.config.host, &built.notes));
     }
     others.extend(disks.findings.into_iter().chain(room));
-    others.extend(no_way_back);
+    others.extend(unreachable_source_finding);
     others.extend(register::finding(context.config.register.as_ref(), from, &proposal));
     let checked = rules::check(&theirs, &ours).into_iter().map(finding);
     let findings: Vec<_> = checked.chain(others.iter().cloned()).collect();
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };
-    traces.logs = built.logs;
+    artifacts.logs = built.logs;
     let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images };
-    let promised = (!proposal.check_only).then(|| arrivals.promise(needs));
+    let reserved = (!proposal.check_only).then(|| arrivals.reservation(needs));
     let launch = Launch {
         argv: built.argv,
         env: Vec::new(),
@@ -274,22 +274,23 @@ pub(crate) fn destination(
         witness: proposal.witness.clone(),
     };
     let qemu_version = ours.qemu_version.clone();
-    let disks_here = theirs.vm.disks.iter().map(|disk| disks::as_here(disk.clone(), &here)).collect();
+    let disks_here =
+        theirs.vm.disks.iter().map(|disk| disks::with_local_image(disk.clone(), &here)).collect();
     let described = serde_json::to_value(VmDescription { disks: disks_here, ..theirs.vm.clone() });
     let description = described.map_err(|error| unreadable("the description cannot be kept", &error))?;
     let proposal = Proposal { description, ..proposal };
     let images = here.images.values().map(|image| image.path.clone()).collect();
-    let shared = shared_images::of(&theirs.vm, &here);
-    let compared = Compared { theirs, ours, images, others, shared };
+    let shared = writable_shared_images::of(&theirs.vm, &here);
+    let compared = Comparison { theirs, ours, images, others, shared };
     let copied = disks.copied;
-    Ok(Considered {
+    Ok(AcceptableProposal {
         terms,
         proposal,
         launch,
-        traces,
+        artifacts,
         findings,
         compared,
-        promised,
+        reserved,
         ram_kind,
         qemu_version,
         copied,
@@ -298,7 +299,7 @@ pub(crate) fn destination(
 }
 
 /// Facts of both hosts, for a second comparison with a QEMU that was started for the VM.
-pub(crate) struct Compared {
+pub(crate) struct Comparison {
     theirs: SourceFacts,
     ours: DestinationFacts,
     /// Images that were made for the VM's disks.
@@ -306,35 +307,35 @@ pub(crate) struct Compared {
     /// Findings that do not come from the comparison of the two hosts.
     others: Vec<Finding>,
     /// Shared images that the VM will write to.
-    shared: Vec<SharedImage>,
+    shared: Vec<WritableSharedImage>,
 }
 
-impl Compared {
+impl Comparison {
     /// Returns the current identities of the shared images.
     pub(crate) fn shared_files(&self) -> Vec<KnownFile> {
-        self.shared.iter().filter_map(SharedImage::known).collect()
+        self.shared.iter().filter_map(WritableSharedImage::known).collect()
     }
 
     /// Checks the started QEMU before the source goes on: a guest that does not get the devices or the CPU features
     /// that it had would fail after the commit point, or silently. The findings are those of both hosts.
-    pub(crate) fn with_started(
+    pub(crate) fn check_started(
         mut self,
         qmp: &mut Qmp,
         blocks: &[RamBlock],
         pid: u32,
-    ) -> Result<Vec<Finding>, ArriveError> {
+    ) -> Result<Vec<Finding>, ArrivalError> {
         gather::started(&mut self.ours, &self.theirs, qmp, blocks)?;
         let findings = rules::check(&self.theirs, &self.ours);
         let mut possible = rules::is_possible(&findings);
         let mut findings: Vec<_> = findings.into_iter().map(finding).chain(self.others).collect();
-        if let Some(unused) = disks::not_opened(&self.images, &qemu::control::open_files(qmp)?) {
+        if let Some(unused) = disks::unopened_image_finding(&self.images, &qemu::control::open_files(qmp)?) {
             possible = false;
             findings.push(unused);
         }
         let refused = self.shared.iter().filter_map(|image| image.refused(pid)).collect::<Vec<_>>();
         possible &= refused.is_empty();
         findings.extend(refused);
-        if possible { Ok(findings) } else { Err(ArriveError::Refused(findings)) }
+        if possible { Ok(findings) } else { Err(ArrivalError::Refused(findings)) }
     }
 }
 
@@ -420,7 +421,12 @@ fn rewritten(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
 
 /// Checks that this host can connect to the source, which a destination in doubt has to ask. The problem is found
 /// before there is any doubt.
-fn no_way_back(context: &Context, from: &HostId, id: &MigrationId, reply_to: &str) -> Option<Finding> {
+fn unreachable_source_finding(
+    context: &Context,
+    from: &HostId,
+    id: &MigrationId,
+    reply_to: &str,
+) -> Option<Finding> {
     let purpose = Purpose::Handover { migration: id.clone() };
     let error = peers::connect(context, from, Some(reply_to), purpose).err()?;
     Some(Finding {

@@ -25,7 +25,7 @@ pub(crate) fn kind(block: &RamBlock) -> String {
 
 /// Location of a block, as it is journalled: a QEMU that is held cannot be asked.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct KeptRegion {
+pub(crate) struct JournalledRegion {
     name: String,
     bytes: u64,
     page_bytes: u64,
@@ -35,14 +35,14 @@ pub(crate) struct KeptRegion {
     pub(crate) places_zeros: bool,
 }
 
-impl KeptRegion {
+impl JournalledRegion {
     pub(crate) fn of(region: &RamRegion) -> Self {
         let RamRegion { name, bytes, page_bytes, address } = region.clone();
         Self { name, bytes, page_bytes, address, places_zeros: false }
     }
 
     /// Returns the location of a block with missing pages.
-    pub(crate) fn awaiting(region: &RamRegion, writer: &dyn BlockWriter) -> Self {
+    pub(crate) fn with_missing_pages(region: &RamRegion, writer: &dyn BlockWriter) -> Self {
         // In anonymous memory zero pages are mapped to the kernel's one page of zeros.
         let places_zeros = writer.is_preallocated() || writer.discard_method() == DiscardMethod::ByProcess;
         Self { places_zeros, ..Self::of(region) }

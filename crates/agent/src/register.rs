@@ -3,7 +3,7 @@
 //! A request's effect is [`engine::handover::register::apply`], a pure function; this module stores the records and
 //! makes them accessible:
 //!
-//! - [`SqliteRegister`]: a database. Comparing and setting are one synced transaction.
+//! - [`SqliteRegistry`]: a database. Comparing and setting are one synced transaction.
 //! - [`WitnessServer`]: serves one to other agents. The witness runs no VMs of those whose owners it records.
 //! - [`WitnessClient`]: asks a witness over the network.
 //!
@@ -20,7 +20,7 @@ use engine::handover::register::RegistryAnswer;
 use proto::message::{Ownership, RegistryRequest};
 use proto::{Epoch, HostId, VmName};
 
-pub use sqlite::{RegisterError, SqliteRegister};
+pub use sqlite::{RegistryError, SqliteRegistry};
 pub use witness::{WitnessClient, WitnessServer};
 
 /// A store of owners. Calls block; they end within the time-outs that it was made with.

@@ -5,7 +5,7 @@
 //! that the destination reported, see [`Downtime::from_measured`].
 
 mod explain;
-mod sparing;
+mod reductions;
 mod text;
 
 use engine::precopy::Pattern;
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 pub use engine::trace::{Replayed, Traces};
 pub use explain::explain;
-pub use sparing::{Compression, Deltas, PickedWay, SoftPageSet};
+pub use reductions::{Compression, Deltas, LevelChoice, SoftPageSet};
 pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 
 /// Name and version of the document. Fields may be added under the same version; none is removed or changes its

@@ -7,21 +7,21 @@
 
 mod conversation;
 mod ending;
+mod free_page_hints;
 mod guest;
 mod handover;
 mod inbox;
-mod leavings;
 mod memory;
 mod phases;
 mod pressure;
+mod reductions;
 mod references;
+mod runtime_files;
 mod serving;
 mod slowing;
-mod softening;
-mod sparing;
 mod telemetry;
-mod throttling;
 mod vm;
+mod write_throttle;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -44,16 +44,16 @@ use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
 use crate::journal::VmRecord;
-use crate::owners;
+use crate::ownership;
 use crate::progress::{Phase, Publisher};
-use crate::ram::KeptRegion;
+use crate::ram::JournalledRegion;
 use crate::report::{Objective, Outcome, Report};
 use telemetry::Telemetry;
 pub(crate) use vm::{SourceVm, VmError};
 
 /// Goals of a migration; some can be changed while it runs.
 #[derive(Clone, Debug)]
-pub(crate) struct Aims {
+pub(crate) struct Goals {
     /// Policy that decides when to stop the guest.
     pub(crate) policy: StopPolicy,
     /// Intervals and history of the dirty scans.
@@ -65,7 +65,7 @@ pub(crate) struct Aims {
     /// Maximum number of pre-copy rounds.
     pub(crate) max_rounds: u32,
     /// True if the request has no maximum of rounds.
-    pub(crate) has_usual_rounds: bool,
+    pub(crate) has_default_rounds: bool,
     /// Number of pre-copy passes over the dirty pages before post-copy, with the hybrid policy.
     pub(crate) hybrid_passes: u32,
     /// Action when the maximum of rounds is reached.
@@ -94,7 +94,7 @@ pub(crate) struct Aims {
     pub(crate) soft_pages: SoftPages,
 }
 
-impl Aims {
+impl Goals {
     /// Returns the goals of a request, with the configuration's values as defaults.
     pub(crate) fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
         let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
@@ -118,7 +118,7 @@ impl Aims {
             max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
             max_total_ms: Some(max_total_ms).filter(|ms| *ms > 0 && is_sla),
             max_rounds: request.max_rounds.unwrap_or(usual_rounds),
-            has_usual_rounds: request.max_rounds.is_none(),
+            has_default_rounds: request.max_rounds.is_none(),
             hybrid_passes: request.hybrid_passes.unwrap_or(limits.hybrid_passes),
             on_limit: request.on_limit.unwrap_or(limits.on_limit),
             streams: request.streams.unwrap_or(limits.streams),
@@ -137,8 +137,8 @@ impl Aims {
 
     /// Adapts the goals to a migration without copied disks: there are no writes to throttle, and so no reason for more
     /// than the usual maximum of rounds.
-    pub(crate) fn throttles_nothing(&mut self, limits: &ConfigLimits) {
-        if self.has_usual_rounds {
+    pub(crate) fn disable_write_throttle(&mut self, limits: &ConfigLimits) {
+        if self.has_default_rounds {
             self.max_rounds = limits.max_rounds;
         }
         self.throttle_writes = ThrottleWrites::Off;
@@ -150,7 +150,7 @@ impl Aims {
     }
 
     /// Returns true if the goals allow post-copy, provided that the destination supports it.
-    pub(crate) fn may_post_copy(&self) -> bool {
+    pub(crate) fn can_post_copy(&self) -> bool {
         // Pages that arrive while the guest runs cannot be compared.
         self.needs_post_copy() || self.policy == StopPolicy::Sla && !self.verify
     }
@@ -176,7 +176,7 @@ impl Aims {
 #[derive(Debug)]
 pub(crate) struct Controls {
     /// The migration's goals.
-    pub(crate) aims: Mutex<Aims>,
+    pub(crate) goals: Mutex<Goals>,
     /// Limit on the sending rate, shared by all streams of all generations.
     pub(crate) rate: Arc<link::RateLimit>,
     /// The report, which is filled while the migration runs.
@@ -186,20 +186,20 @@ pub(crate) struct Controls {
 }
 
 impl Controls {
-    pub(crate) fn new(aims: Aims, report: Report, requested: Instant) -> Self {
-        let rate = Arc::new(link::RateLimit::new(aims.bandwidth_bytes_per_s));
-        Self { aims: Mutex::new(aims), rate, report: Mutex::new(report), requested }
+    pub(crate) fn new(goals: Goals, report: Report, requested: Instant) -> Self {
+        let rate = Arc::new(link::RateLimit::new(goals.bandwidth_bytes_per_s));
+        Self { goals: Mutex::new(goals), rate, report: Mutex::new(report), requested }
     }
 
-    pub(crate) fn aims(&self) -> Aims {
-        self.aims.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(crate) fn goals(&self) -> Goals {
+        self.goals.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Changes the migration's goals and returns the new ones.
-    pub(crate) fn change(&self, change: impl FnOnce(&mut Aims)) -> Aims {
-        let mut aims = self.aims.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut aims);
-        aims.clone()
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Goals)) -> Goals {
+        let mut goals = self.goals.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut goals);
+        goals.clone()
     }
 
     pub(crate) fn report<T>(&self, change: impl FnOnce(&mut Report) -> T) -> T {
@@ -219,10 +219,10 @@ pub(crate) struct Details {
     pub(crate) accepted: bool,
     /// Regions of the guest's memory, if pages are sent after the guest runs at the destination.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) later: Option<Vec<KeptRegion>>,
+    pub(crate) later: Option<Vec<JournalledRegion>>,
     /// The VM's QEMU. The journal's own record of the VM can be forgotten or replaced in the meantime.
     #[serde(default)]
-    pub(crate) process: Option<ProcessTrace>,
+    pub(crate) process: Option<ProcessIdentity>,
     /// True if the VM ended before it was moved.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) vm_ended: bool,
@@ -230,7 +230,7 @@ pub(crate) struct Details {
 
 /// Identity of a QEMU process, by which an agent that restarts finds it.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct ProcessTrace {
+pub(crate) struct ProcessIdentity {
     pub(crate) pid: u32,
     pub(crate) start_time_ticks: u64,
     pub(crate) qmp: PathBuf,
@@ -239,7 +239,7 @@ pub(crate) struct ProcessTrace {
 impl Details {
     /// Returns the details for `vm`.
     pub(crate) fn of(context: &Context, vm: Option<&SourceVm>, accepted: bool) -> Self {
-        let process = vm.map(|vm| ProcessTrace {
+        let process = vm.map(|vm| ProcessIdentity {
             pid: vm.process.pid(),
             start_time_ticks: vm.process.start_time(),
             qmp: vm.qmp_path.clone(),
@@ -271,29 +271,29 @@ pub(crate) struct Driver {
     /// Error that ended the last lost control connection; none if unknown.
     control_lost: Option<String>,
     /// The last control connection, on which ABORT was sent.
-    parting: Option<phases::Control>,
+    aborted_control: Option<phases::Control>,
     /// Measurement of what copying costs the guest, if the host can measure it.
-    pressure: Option<pressure::Watch>,
+    pressure: Option<pressure::PressureMeter>,
     /// The CPU throttle, if the guest's processors may be slowed down.
-    slowing: Option<slowing::Slowing>,
+    slowing: Option<slowing::CpuThrottle>,
     /// The guest's memory and disks, once their writes are tracked and while no phase uses them.
-    cargo: Option<memory::Cargo>,
+    payload: Option<memory::Payload>,
     /// The post-copy server for pages that the destination's guest still needs, if there are such.
-    later: Option<serving::Later>,
+    later: Option<serving::PostCopyServer>,
     /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
     page_stream: Option<link::Connection>,
     /// True if the destination supports post-copy and the goals allow it.
-    may_post_copy: bool,
+    can_post_copy: bool,
     /// True if the destination discards pages before the guest is stopped.
     can_discard: bool,
     /// Pages that the destination was asked to discard.
-    named: phases::Named,
+    discarded: phases::DiscardedPages,
     /// The guest's recent writes, recorded if post-copy is possible.
     written: ::memory::RecentWrites,
     /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
     came_untrusted: bool,
     /// True while the destination's answer about its templates is not complete.
-    seeking: bool,
+    is_querying_templates: bool,
     /// Peer that waits for the answer to the question in progress.
     asker: Option<inbox::Reply>,
     /// Events that effects caused, handled before anything from the inbox.
@@ -303,21 +303,21 @@ pub(crate) struct Driver {
     /// State that the journal failed to record and must record before the end.
     unjournalled: Option<SourceState>,
     /// True if QEMU was asked to stop recording its guest's writes and has not answered.
-    still_records: bool,
+    is_still_recording: bool,
     /// True if the destination may have all that it needs: HELD was sent, and no pages follow by post-copy.
     may_have_all: bool,
     proposal: Option<Proposal>,
     /// Queue of the driver's questions to the ownership registry.
-    register: owners::Desk,
+    register: ownership::RegistryClient,
     /// True while an offer to the ownership registry is in progress.
     offering: Arc<AtomicBool>,
     clock: phases::StopClock,
     contact: handover::Contact,
     outcome: Option<Outcome>,
     /// The last report to users and the state that it was made in: it is not repeated at every repetition.
-    told: Option<(&'static str, SourceReport)>,
+    last_report: Option<(&'static str, SourceReport)>,
     /// True if users were informed that the destination is unreachable, and not yet that it is reachable again.
-    said_unreachable: bool,
+    reported_unreachable: bool,
     /// The last reason recorded in the journal.
     reason: Option<String>,
     /// CPU time since the migration began; absent if another agent began it.
@@ -358,32 +358,32 @@ impl Driver {
             generation: Generation(1),
             control: None,
             control_lost: None,
-            parting: None,
+            aborted_control: None,
             pressure: None,
             slowing: None,
-            cargo: None,
+            payload: None,
             later: None,
             page_stream: None,
-            may_post_copy: false,
+            can_post_copy: false,
             can_discard: false,
-            named: phases::Named::none(),
+            discarded: phases::DiscardedPages::none(),
             written: ::memory::RecentWrites::default(),
             came_untrusted: false,
-            seeking: false,
+            is_querying_templates: false,
             asker: None,
             follow_ups: VecDeque::new(),
             effects_failed: false,
             unjournalled: None,
-            still_records: false,
+            is_still_recording: false,
             may_have_all: false,
             proposal: None,
-            register: owners::Desk::default(),
+            register: ownership::RegistryClient::default(),
             offering: Arc::default(),
             clock: phases::StopClock::default(),
             contact,
             outcome: None,
-            told: None,
-            said_unreachable: false,
+            last_report: None,
+            reported_unreachable: false,
             reason: None,
             cpu,
         }

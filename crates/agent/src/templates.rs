@@ -2,18 +2,18 @@
 //! content and not by name, is copied here and not sent.
 //!
 //! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as the file does not
-//! change ([`librarian`]). Images that VMs left behind here serve as well ([`left`]).
+//! change ([`template_indexer`]). Images that VMs left behind here serve as well ([`left_behind`]).
 //!
 //! A source queries some pages of its disks ([`Message::Seek`](proto::Message::Seek)); the answer is the content of the
 //! templates that have such pages ([`Message::ContentIndex`](proto::Message::Known)), and the source sends references to pages
-//! of those ([`Told`]). Each referenced page is read and compared before it is used, so that neither a catalogue nor a
+//! of those ([`AdvertisedTemplates`]). Each referenced page is read and compared before it is used, so that neither a catalogue nor a
 //! template that was changed can do harm.
 
+mod advertised_templates;
 mod catalogue;
-mod left;
-mod librarian;
-mod shared;
-mod told;
+mod left_behind;
+mod shared_storage;
+mod template_indexer;
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -28,29 +28,29 @@ use ::memory::{ContentIndex, NAME_BYTES, PageName};
 use proto::limits::PAGE_BYTES;
 use tracing::warn;
 
+pub(crate) use self::advertised_templates::{AdvertisedTemplates, MAX_ADVERTISED_PAGES};
 use self::catalogue::{Catalogue, Identity};
-use self::left::Left;
-pub(crate) use self::left::{LeftImage, NamedPages};
-use self::librarian::Librarian;
-use self::shared::Shared;
-pub(crate) use self::shared::{Learnt, SharedImage, shared_images};
-pub(crate) use self::told::{TOLD_PAGES, Told};
+use self::left_behind::LeftImageIndex;
+pub(crate) use self::left_behind::{LeftTemplate, NamedPages};
+use self::shared_storage::SharedImageIndexer;
+pub(crate) use self::shared_storage::{IndexingStats, SharedImage, shared_images};
+use self::template_indexer::TemplateIndexer;
 use crate::api::{TemplateInfo, TemplateState};
 
 /// A template is useful if it has one of this many queried pages.
-const OF_USE: usize = 50;
+const USEFUL_IF_ONE_IN: usize = 50;
 
 /// The templates of this host.
 #[derive(Debug)]
 pub(crate) struct Templates {
-    shelf: Arc<Shelf>,
-    look: SyncSender<()>,
-    left: Left,
-    shared: Shared,
+    table: Arc<TemplateTable>,
+    scan: SyncSender<()>,
+    left_behind: LeftImageIndex,
+    shared_storage: SharedImageIndexer,
 }
 
 /// The known templates. The lock is held only briefly, never during file system calls, because these may hang.
-type Shelf = Mutex<Vec<Template>>;
+type TemplateTable = Mutex<Vec<Template>>;
 
 #[derive(Clone, Debug)]
 struct Template {
@@ -58,13 +58,13 @@ struct Template {
     /// Format, by its name in QEMU.
     format: String,
     identity: Identity,
-    state: State,
+    state: IndexState,
     /// True if a VM has left the image behind here, and the configuration does not name it a template.
     is_left: bool,
 }
 
 #[derive(Clone, Debug)]
-enum State {
+enum IndexState {
     BeingRead,
     Ready(Catalogue),
     /// The reason, and true if trying again is useless.
@@ -75,71 +75,71 @@ impl Templates {
     /// Starts to scan these files and directories for templates, in a thread of its own; catalogues are kept in
     /// `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
-        let shelf: Arc<Shelf> = Arc::default();
-        let shared = Shared::new(directory.join("shared"), &directory, patience);
-        let left = Left::start(directory.join("left"), Arc::clone(&shelf))?;
+        let table: Arc<TemplateTable> = Arc::default();
+        let shared_storage = SharedImageIndexer::new(directory.join("shared"), &directory, patience);
+        let left_behind = LeftImageIndex::start(directory.join("left"), Arc::clone(&table))?;
         // One scan serves all requests that arrive while another scan is running.
-        let (look, looks) = mpsc::sync_channel(1);
+        let (scan, scans) = mpsc::sync_channel(1);
         if !places.is_empty() {
-            let librarian = Librarian::new(places, directory, patience, Arc::clone(&shelf));
+            let template_indexer = TemplateIndexer::new(places, directory, patience, Arc::clone(&table));
             let work = move || {
-                librarian.look();
-                while looks.recv().is_ok() {
-                    librarian.look();
+                template_indexer.scan();
+                while scans.recv().is_ok() {
+                    template_indexer.scan();
                 }
             };
             thread::Builder::new().name("templates".to_owned()).spawn(work)?;
         }
-        Ok(Self { shelf, look, left, shared })
+        Ok(Self { table, scan, left_behind, shared_storage })
     }
 
     /// Reads images that both hosts have, for a guest with `memory_bytes` of memory, for as long as `known` is in use.
     /// Returns when the images were read.
-    pub(crate) fn learn_shared(
+    pub(crate) fn index_shared_images(
         &self,
         images: &[SharedImage],
         memory_bytes: u64,
         known: &Weak<ContentIndex>,
-    ) -> Learnt {
-        self.shared.learn(images, memory_bytes, known)
+    ) -> IndexingStats {
+        self.shared_storage.learn(images, memory_bytes, known)
     }
 
     /// Records images that were left behind here, each with its pages as far as they are known, in their order. Waits a
     /// moment until that is recorded.
-    pub(crate) fn left(&self, images: Vec<(LeftImage, NamedPages)>) {
-        self.left.keep(images);
+    pub(crate) fn left_behind(&self, images: Vec<(LeftTemplate, NamedPages)>) {
+        self.left_behind.keep(images);
     }
 
     /// Returns the number of templates, read or not, including images that were left behind. Starts to read new ones.
     pub(crate) fn count(&self) -> usize {
         // If the channel is full, another caller has requested a scan.
-        let _ = self.look.try_send(());
-        lock(&self.shelf).len()
+        let _ = self.scan.try_send(());
+        lock(&self.table).len()
     }
 
     /// Returns the templates that users see: those that the configuration names.
     pub(crate) fn infos(&self) -> Vec<TemplateInfo> {
         let info = |template: &Template| {
             let (state, pages, problem) = match &template.state {
-                State::BeingRead => (TemplateState::BeingRead, None, None),
-                State::Ready(catalogue) => (TemplateState::Ready, Some(catalogue.pages()), None),
-                State::Failed(why, _) => (TemplateState::Failed, None, Some(why.clone())),
+                IndexState::BeingRead => (TemplateState::BeingRead, None, None),
+                IndexState::Ready(catalogue) => (TemplateState::Ready, Some(catalogue.pages()), None),
+                IndexState::Failed(why, _) => (TemplateState::Failed, None, Some(why.clone())),
             };
             let data_bytes = pages.map(|pages| pages * PAGE_BYTES);
             TemplateInfo { path: template.path.clone(), state, data_bytes, problem }
         };
-        lock(&self.shelf).iter().filter(|template| !template.is_left).map(info).collect()
+        lock(&self.table).iter().filter(|template| !template.is_left).map(info).collect()
     }
 
     /// Returns the templates that have queried pages, those with the most of them first. Reads all catalogues.
-    fn having(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
-        self.left.look();
-        let shelf = lock(&self.shelf).clone();
+    fn find_matching(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
+        self.left_behind.scan();
+        let table = lock(&self.table).clone();
         let mut found: Vec<(usize, Template, Catalogue)> = Vec::new();
-        for template in shelf {
-            let State::Ready(catalogue) = template.state.clone() else { continue };
+        for template in table {
+            let IndexState::Ready(catalogue) = template.state.clone() else { continue };
             match hits(&catalogue, sought) {
-                Ok(hits) if hits > 0 && hits * OF_USE >= sought.len() => {
+                Ok(hits) if hits > 0 && hits * USEFUL_IF_ONE_IN >= sought.len() => {
                     found.push((hits, template, catalogue));
                 }
                 Ok(_) => {}
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_is_told_of_templates_that_have_what_it_seeks() {
+    fn templates_with_queried_pages_are_advertised() {
         let directory = tempfile::tempdir().unwrap();
         let images = directory.path().join("images");
         fs::create_dir(&images).unwrap();
@@ -233,22 +233,26 @@ mod tests {
         let ready = |pages: u64| (TemplateState::Ready, Some(pages * PAGE_BYTES));
         assert_eq!(states, [(TemplateState::Failed, None), ready(200), ready(900), ready(100)]);
 
-        let told = Told::new(directory.path().to_owned(), PATIENCE, Vec::new());
-        let messages = told.choose(&templates, &names((0..1000).step_by(10)));
+        let advertised_templates =
+            AdvertisedTemplates::new(directory.path().to_owned(), PATIENCE, Vec::new());
+        let messages = advertised_templates.choose(&templates, &names((0..1000).step_by(10)));
         let run = |pages: std::ops::Range<u64>| NamedRun { first_page: 1, names: names(pages).concat() };
         let known = |template, runs| Message::TemplatePages { template, runs, last: false };
         let last = Message::TemplatePages { template: 0, runs: Vec::new(), last: true };
         // Pages that are in both are advertised once.
         assert_eq!(messages, [known(0, vec![run(100..1000)]), last.clone()]);
         let mut two = vec![0; 2 * PAGE_BYTES as usize];
-        told.read(0, 900, &mut two[..PAGE_BYTES as usize]).unwrap();
+        advertised_templates.read(0, 900, &mut two[..PAGE_BYTES as usize]).unwrap();
         assert_eq!(two[..PAGE_BYTES as usize], page(999));
-        told.read(0, 1, &mut two).unwrap();
+        advertised_templates.read(0, 1, &mut two).unwrap();
         assert_eq!(two, [page(100), page(101)].concat());
         for (template, first_page) in [(1, 0), (0, 900), (0, u64::MAX), (0, u64::MAX / PAGE_BYTES)] {
-            assert!(told.read(template, first_page, &mut two).is_err(), "{template} {first_page}");
+            assert!(
+                advertised_templates.read(template, first_page, &mut two).is_err(),
+                "{template} {first_page}"
+            );
         }
-        assert_eq!(told.choose(&templates, &names(7000..7100)), [last]);
+        assert_eq!(advertised_templates.choose(&templates, &names(7000..7100)), [last]);
 
         // A file that is not a catalogue must not be removed.
         fs::write(directory.path().join("state/stranger.catalogue"), "mine").unwrap();
@@ -260,9 +264,12 @@ mod tests {
         assert_eq!(again.infos()[3].data_bytes, Some(50 * PAGE_BYTES));
 
         // A template that is gone is tried once, and its catalogue is removed, too.
-        told.choose(&again, &names((100..1000).step_by(10)));
+        advertised_templates.choose(&again, &names((100..1000).step_by(10)));
         fs::remove_file(images.join("most")).unwrap();
-        assert!(told.read(0, 1, &mut two).is_err() && told.read(0, 1, &mut two).is_err());
+        assert!(
+            advertised_templates.read(0, 1, &mut two).is_err()
+                && advertised_templates.read(0, 1, &mut two).is_err()
+        );
         again.count();
         read(&again, 3);
         let catalogues = || {
@@ -291,14 +298,15 @@ mod tests {
         let image = directory.path().join("left.img");
         template(directory.path(), "left.img", 100..300);
         let start = || Templates::start(Vec::new(), directory.path().join("state"), PATIENCE).unwrap();
-        let told = |templates: &Templates| {
-            let told = Told::new(directory.path().to_owned(), PATIENCE, Vec::new());
-            (told.choose(templates, &names(100..300)).len() - 1, told)
+        let advertised_templates = |templates: &Templates| {
+            let advertised_templates =
+                AdvertisedTemplates::new(directory.path().to_owned(), PATIENCE, Vec::new());
+            (advertised_templates.choose(templates, &names(100..300)).len() - 1, advertised_templates)
         };
         let templates = start();
-        assert_eq!((templates.count(), told(&templates).0), (0, 0));
+        assert_eq!((templates.count(), advertised_templates(&templates).0), (0, 0));
         let known = (1..=200).map(|number| (number, PageName::of(&page(99 + number)))).collect();
-        templates.left(vec![(LeftImage { path: image.clone(), format: "raw".to_owned() }, known)]);
+        templates.left_behind(vec![(LeftTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
         assert_eq!((templates.count(), templates.infos().len()), (1, 0));
         drop(templates);
 
@@ -306,15 +314,15 @@ mod tests {
         while templates.count() == 0 {
             thread::yield_now();
         }
-        let (messages, told_of) = told(&templates);
+        let (messages, of_left_behind) = advertised_templates(&templates);
         assert_eq!((templates.count(), messages), (1, 1));
         let mut read = vec![0; PAGE_BYTES as usize];
-        told_of.read(0, 7, &mut read).unwrap();
+        of_left_behind.read(0, 7, &mut read).unwrap();
         assert_eq!(read, page(106));
         // Another file of that name is not the image that was left.
         template(directory.path(), "other.img", 100..300);
         fs::rename(directory.path().join("other.img"), &image).unwrap();
-        assert_eq!((told(&templates).0, templates.count()), (0, 0));
+        assert_eq!((advertised_templates(&templates).0, templates.count()), (0, 0));
         assert_eq!(fs::read_dir(directory.path().join("state/left")).unwrap().count(), 0);
     }
 
@@ -326,8 +334,8 @@ mod tests {
         let places = vec![image.clone()];
         let templates = Templates::start(places, directory.path().join("state"), PATIENCE).unwrap();
         read(&templates, 1);
-        let left = LeftImage { path: image, format: "raw".to_owned() };
-        templates.left(vec![(left, vec![(1, PageName([7; 6]))])]);
+        let left_behind = LeftTemplate { path: image, format: "raw".to_owned() };
+        templates.left_behind(vec![(left_behind, vec![(1, PageName([7; 6]))])]);
         let infos = templates.infos();
         assert_eq!((infos.len(), infos[0].data_bytes), (1, Some(200 * PAGE_BYTES)));
         assert!(!directory.path().join("state/left").exists());
@@ -341,27 +349,28 @@ mod tests {
         let (image, away) = (directory.path().join("left.img"), directory.path().join("away.img"));
         template(directory.path(), "left.img", 100..300);
         let start = || Templates::start(Vec::new(), directory.path().join("state"), PATIENCE).unwrap();
-        let told = |templates: &Templates| {
-            let told = Told::new(directory.path().to_owned(), PATIENCE, Vec::new());
-            told.choose(templates, &names(100..300)).len() - 1
+        let advertised_templates = |templates: &Templates| {
+            let advertised_templates =
+                AdvertisedTemplates::new(directory.path().to_owned(), PATIENCE, Vec::new());
+            advertised_templates.choose(templates, &names(100..300)).len() - 1
         };
         let templates = start();
         let known = (1..=200).map(|number| (number, PageName::of(&page(99 + number)))).collect();
-        templates.left(vec![(LeftImage { path: image.clone(), format: "raw".to_owned() }, known)]);
-        assert_eq!(told(&templates), 1);
+        templates.left_behind(vec![(LeftTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
+        assert_eq!(advertised_templates(&templates), 1);
         drop(templates);
 
         fs::rename(&image, &away).unwrap();
         let begun = directory.path().join("state/left/0000.unfinished");
         fs::write(&begun, "half").unwrap();
         let templates = start();
-        assert_eq!(told(&templates), 0);
+        assert_eq!(advertised_templates(&templates), 0);
         assert!(!begun.exists());
         fs::rename(&away, &image).unwrap();
-        assert_eq!(told(&templates), 1);
+        assert_eq!(advertised_templates(&templates), 1);
         // The image was there, and is gone.
         fs::remove_file(&image).unwrap();
-        assert_eq!(told(&templates), 0);
+        assert_eq!(advertised_templates(&templates), 0);
         assert_eq!(fs::read_dir(directory.path().join("state/left")).unwrap().count(), 0);
     }
 }

@@ -27,8 +27,8 @@ use crate::context::Context;
 use crate::daemon::HelperProgram;
 use crate::fault::Faults;
 use crate::journal::{Journal, NewMigration, State, VmRecord};
-use crate::names::Names;
-use crate::preflight::Emulators;
+use crate::names::NameLocks;
+use crate::preflight::EmulatorCache;
 use crate::register::Register;
 use crate::templates::Templates;
 
@@ -78,7 +78,7 @@ pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
 
 /// Waits until a thread of this process is blocked, or has ended.
 #[track_caller]
-pub(crate) fn waits_or_has_ended(thread: rustix::thread::Pid) {
+pub(crate) fn wait_until_blocked(thread: rustix::thread::Pid) {
     let stat = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
     eventually("a thread that waits", || {
         let stat = std::fs::read_to_string(&stat);
@@ -87,7 +87,7 @@ pub(crate) fn waits_or_has_ended(thread: rustix::thread::Pid) {
 }
 
 /// Accepts every connection. The receiver may be gone already.
-fn welcome(sender: Sender<Connection>) -> impl Fn(Result<Arrival, Rejected>) + Send + Sync {
+fn accept_all(sender: Sender<Connection>) -> impl Fn(Result<Arrival, Rejected>) + Send + Sync {
     move |arrival| {
         if let Some(connection) = arrival.ok().and_then(|arrival| arrival.accept().ok()) {
             drop(sender.send(connection));
@@ -118,7 +118,7 @@ impl World {
         let (sender, arrivals) = mpsc::channel();
         let peer = Listener::bind(endpoint("b"), "127.0.0.1:0").unwrap();
         let address = peer.address();
-        let peer = peer.serve(welcome(sender)).unwrap();
+        let peer = peer.serve(accept_all(sender)).unwrap();
         let text = format!(
             "host = \"a\"\nlisten = \"127.0.0.1:1\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n[tls]\nplain = true\n\
              [hosts.b]\naddress = \"{address}\"\n[timeouts]\nretry_ms = 20\nqmp_ms = 500\n{timeouts}"
@@ -134,9 +134,9 @@ impl World {
             faults: Faults::default(),
             boot_id: "this boot".to_owned(),
             arrivals: Arc::default(),
-            names: Names::default(),
+            names: NameLocks::default(),
             starts: std::sync::RwLock::default(),
-            emulators: Emulators::default(),
+            emulators: EmulatorCache::default(),
             fixed_costs: Mutex::default(),
             templates: Arc::new(
                 Templates::start(Vec::new(), folder.path().join("templates"), PATIENCE).unwrap(),
@@ -156,7 +156,7 @@ impl World {
         let (sender, arrivals) = mpsc::channel();
         let listener = Listener::bind(endpoint("a"), "127.0.0.1:0").unwrap();
         let address = listener.address();
-        let _serving = listener.serve(welcome(sender)).unwrap();
+        let _serving = listener.serve(accept_all(sender)).unwrap();
         let there = Peer::connect("b", address, proto::Purpose::Handover { migration: id(1) }).unwrap();
         (arrivals.recv_timeout(PATIENCE).unwrap(), there)
     }
@@ -202,11 +202,11 @@ impl Peer {
         endpoint(name).connect(&to, purpose, Instant::now() + PATIENCE).map(Self)
     }
 
-    pub(crate) fn say(&mut self, message: &Message) {
+    pub(crate) fn send_message(&mut self, message: &Message) {
         self.0.send(message).unwrap();
     }
 
-    pub(crate) fn hear(&mut self) -> Message {
+    pub(crate) fn receive_message(&mut self) -> Message {
         match self.0.recv(Some(Instant::now() + PATIENCE)).expect("nothing is said") {
             Incoming::Message(message) => message,
             Incoming::Blob(_) => unreachable!("no test sends device state"),
@@ -214,11 +214,11 @@ impl Peer {
     }
 
     /// Waits for a matching message, and drops all others.
-    pub(crate) fn hear_until(&mut self, wanted: impl Fn(&Message) -> bool) -> Message {
+    pub(crate) fn receive_until(&mut self, wanted: impl Fn(&Message) -> bool) -> Message {
         let deadline = Instant::now() + PATIENCE;
         loop {
             assert!(Instant::now() < deadline, "it is not said");
-            let message = self.hear();
+            let message = self.receive_message();
             if wanted(&message) {
                 return message;
             }
@@ -226,7 +226,7 @@ impl Peer {
     }
 
     /// Waits until the peer closes the connection, and returns the messages that it sent before.
-    pub(crate) fn hung_up(&mut self) -> Vec<Message> {
+    pub(crate) fn receive_until_closed(&mut self) -> Vec<Message> {
         let mut said = Vec::new();
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -263,7 +263,7 @@ pub(crate) struct Monitor {
     /// A command that is refused.
     pub(crate) refuses: Option<&'static str>,
     /// Commands that were received.
-    pub(crate) heard: Vec<String>,
+    pub(crate) received: Vec<String>,
     /// Number of connections that were accepted.
     pub(crate) connections: usize,
     clients: Vec<UnixStream>,
@@ -310,8 +310,8 @@ impl Qemu {
         }
     }
 
-    pub(crate) fn is_held(&self) -> bool {
-        is_held(&self.process)
+    pub(crate) fn is_frozen(&self) -> bool {
+        is_frozen(&self.process)
     }
 
     /// Returns the path of its monitor.
@@ -320,14 +320,14 @@ impl Qemu {
     }
 
     /// Closes its clients' connections.
-    pub(crate) fn hangs_up(&self) {
+    pub(crate) fn close_connections(&self) {
         for client in &self.monitor().clients {
             client.shutdown(std::net::Shutdown::Both).unwrap();
         }
     }
 
     /// Reports to its clients that the guest goes on, as another client's `cont` does.
-    pub(crate) fn resumes(&self) {
+    pub(crate) fn emit_resume(&self) {
         let event = json!({ "event": "RESUME", "timestamp": { "seconds": 1, "microseconds": 0 } });
         for client in &mut self.monitor().clients {
             writeln!(client, "{event}").unwrap();
@@ -336,9 +336,9 @@ impl Qemu {
 
     /// Waits until a command was received `times` times.
     #[track_caller]
-    pub(crate) fn heard(&self, command: &str, times: usize) {
+    pub(crate) fn received(&self, command: &str, times: usize) {
         eventually(command, || {
-            self.monitor().heard.iter().filter(|heard| *heard == command).count() >= times
+            self.monitor().received.iter().filter(|received| *received == command).count() >= times
         });
     }
 }
@@ -350,7 +350,7 @@ impl Drop for Qemu {
     }
 }
 
-fn is_held(process: &Process) -> bool {
+fn is_frozen(process: &Process) -> bool {
     process.status().is_ok_and(|status| status.state == 'T')
 }
 
@@ -367,13 +367,13 @@ fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
     }
     while let Some(Ok(line)) = lines.next() {
         // A process that is held answers no client.
-        while is_held(process) {
+        while is_frozen(process) {
             thread::sleep(Duration::from_millis(2));
         }
         let asked: Value = serde_json::from_str(&line).unwrap();
         let command = asked["execute"].as_str().unwrap();
         let mut monitor = shared.lock().unwrap();
-        monitor.heard.push(command.to_owned());
+        monitor.received.push(command.to_owned());
         if monitor.mute || monitor.ignores == Some(command) {
             continue;
         }
@@ -407,12 +407,12 @@ fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
 }
 
 /// A registry that counts its requests and answers when the test sends the answer.
-pub(crate) struct SlowRegister {
+pub(crate) struct SlowRegistry {
     pub(crate) asked: Sender<proto::message::RegistryRequest>,
     pub(crate) answers: Mutex<Receiver<engine::handover::register::RegistryAnswer>>,
 }
 
-impl Register for SlowRegister {
+impl Register for SlowRegistry {
     fn ask(&self, request: &proto::message::RegistryRequest) -> engine::handover::register::RegistryAnswer {
         self.asked.send(request.clone()).unwrap();
         self.answers.lock().unwrap().recv().unwrap_or(engine::handover::register::RegistryAnswer::Unreachable)

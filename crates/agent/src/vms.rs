@@ -17,19 +17,19 @@ use tracee::Process;
 use tracing::{info, warn};
 
 use crate::api::{AdoptRequest, ClaimReport, ClaimRequest, Forgotten, RunRequest, VmDetail, VmSummary};
-use crate::api::{Kind, Problem};
+use crate::api::{Problem, ProblemKind};
 use crate::context::Context;
 use crate::destination::find_by_monitor;
 use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::logs;
-use crate::owners::{self, Claim};
+use crate::ownership::{self, Claim};
 use crate::preflight;
 use crate::progress::Standing;
 use crate::report::rfc3339;
 use second_copy::SecondCopy;
 
 /// Timeout for a monitor's greeting when a VM is only queried.
-const GLANCE: Duration = Duration::from_secs(2);
+const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the advice for a VM whose QEMU does not answer.
 pub(crate) fn advice(vm: &VmName) -> String {
@@ -41,7 +41,7 @@ pub(crate) fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmReco
     let selector = selector(request)?;
     let process = find::find(&selector).map_err(|error| {
         Problem::caused_by(
-            Kind::NotFound,
+            ProblemKind::NotFound,
             &error,
             "`ps -C qemu-system-x86_64` lists what runs; give --pid or --qmp",
         )
@@ -51,18 +51,19 @@ pub(crate) fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmReco
         Some(name) => name.clone(),
         None => own_name(&process)?,
     };
-    let _alone = context.names.alone(&name);
-    enter(context, name, &process, &mut qmp, &request.allow_options)
+    let _exclusive = context.names.exclusive(&name);
+    record_vm(context, name, &process, &mut qmp, &request.allow_options)
 }
 
 /// Returns the name that a QEMU was given.
 fn own_name(process: &QemuProcess) -> Result<VmName, Problem> {
     let name = process.name.clone().ok_or_else(|| {
         let error = format!("the QEMU of process {} has no name", process.pid);
-        Problem::new(Kind::BadRequest, error, "give it one with --as")
+        Problem::new(ProblemKind::BadRequest, error, "give it one with --as")
     })?;
-    VmName::new(name)
-        .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "give it another name here with --as"))
+    VmName::new(name).map_err(|error| {
+        Problem::caused_by(ProblemKind::BadRequest, &error, "give it another name here with --as")
+    })
 }
 
 fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
@@ -75,7 +76,7 @@ fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
     match (given.next(), given.next()) {
         (Some(selector), None) => Ok(selector),
         _ => Err(Problem::new(
-            Kind::BadRequest,
+            ProblemKind::BadRequest,
             "which QEMU is not clear",
             "give exactly one of its process id, its QMP socket, or its name",
         )),
@@ -85,26 +86,28 @@ fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
 /// Connects to the requested socket, or to the first that is free.
 fn connect(process: &QemuProcess, selector: &Selector) -> Result<Qmp, Problem> {
     if let Selector::Socket(path) = selector {
-        return find::connect_at(process.pid, path, GLANCE)
-            .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, "close what holds the socket"));
+        return find::connect_at(process.pid, path, QUERY_TIMEOUT).map_err(|error| {
+            Problem::caused_by(ProblemKind::Unavailable, &error, "close what holds the socket")
+        });
     }
-    find::connect(process, GLANCE).map_err(|error| Problem::caused_by(Kind::Unavailable, &error, ""))
+    find::connect(process, QUERY_TIMEOUT)
+        .map_err(|error| Problem::caused_by(ProblemKind::Unavailable, &error, ""))
 }
 
 /// Records a QEMU under a name, which the caller has locked.
-fn enter(
+fn record_vm(
     context: &Context,
     name: VmName,
     process: &QemuProcess,
     qmp: &mut Qmp,
     allowed: &[String],
 ) -> Result<(VmRecord, Vec<Finding>), Problem> {
-    if let Some(same) = entered(context, &name, process)? {
+    if let Some(same) = recorded_vm(context, &name, process)? {
         return Ok((same, Vec::new()));
     }
-    no_open_migration(context, &name)?;
+    check_no_open_migration(context, &name)?;
     let described = qemu::describe::describe(qmp, &process.start_command())
-        .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, advice(&name)))?;
+        .map_err(|error| Problem::caused_by(ProblemKind::Unavailable, &error, advice(&name)))?;
     let mut findings = preflight::description_findings(&described, allowed);
     // Adopting risks nothing: a blocker of a migration is only a warning here.
     for finding in &mut findings {
@@ -112,7 +115,7 @@ fn enter(
     }
     findings.extend(starts_again(process));
     let description = serde_json::to_value(&described)
-        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+        .map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
     let record = VmRecord::new(
         name,
         description,
@@ -121,47 +124,56 @@ fn enter(
         qmp.path().to_owned(),
     );
     // Not locked while QEMU is queried, which may not answer. In between it may have been recorded under another name.
-    let _entering = context.names.entering();
-    if let Some(same) = entered(context, &record.vm, process)? {
+    let _adoption_lock = context.names.adoption_lock();
+    if let Some(same) = recorded_vm(context, &record.vm, process)? {
         return Ok((same, Vec::new()));
     }
     context
         .journal
         .put_vm(&record)
-        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+        .map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
     info!(vm = %record.vm, pid = record.pid, "adopted");
     Ok((record, findings))
 }
 
 /// Returns the agent's record of this QEMU under this name; none if neither is known here.
-fn entered(context: &Context, name: &VmName, process: &QemuProcess) -> Result<Option<VmRecord>, Problem> {
+fn recorded_vm(context: &Context, name: &VmName, process: &QemuProcess) -> Result<Option<VmRecord>, Problem> {
     let known = context
         .journal
         .vms()
-        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+        .map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
     if let Some(same) = known.iter().find(|known| same_process(context, known, process)) {
         if same.vm == *name {
             return Ok(Some(same.clone()));
         }
         let error = format!("process {} is adopted already, as {}", process.pid, same.vm);
-        return Err(Problem::new(Kind::Conflict, error, format!("`whimbrel vm forget {}` first", same.vm)));
+        return Err(Problem::new(
+            ProblemKind::Conflict,
+            error,
+            format!("`whimbrel vm forget {}` first", same.vm),
+        ));
     }
     if let Some(other) = known.iter().find(|known| known.vm == *name)
         && other.process(&context.boot_id).is_ok()
     {
         let error = format!("another VM named {name} is here already (process {})", other.pid);
-        return Err(Problem::new(Kind::Conflict, error, "give this one another name with --as"));
+        return Err(Problem::new(ProblemKind::Conflict, error, "give this one another name with --as"));
     }
     Ok(None)
 }
 
 /// Refuses the name of a VM that is between two hosts, or in doubt: its record must not be replaced.
-fn no_open_migration(context: &Context, name: &VmName) -> Result<(), Problem> {
+fn check_no_open_migration(context: &Context, name: &VmName) -> Result<(), Problem> {
     let latest = context.journal.latest(name);
-    let latest = latest.map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    let latest =
+        latest.map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
     latest.filter(|migration| migration.open).map_or(Ok(()), |migration| {
         let error = format!("{name} is in a migration, {}", migration.id());
-        Err(Problem::new(Kind::Conflict, error, format!("wait for it, or see `whimbrel recover {name}`")))
+        Err(Problem::new(
+            ProblemKind::Conflict,
+            error,
+            format!("wait for it, or see `whimbrel recover {name}`"),
+        ))
     })
 }
 
@@ -184,22 +196,23 @@ fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
 /// Starts a QEMU from a VM file and adopts it. After an error nothing remains.
 pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
     let file = VmFile::parse(&request.text, &request.path).map_err(|error| {
-        Problem::caused_by(Kind::BadRequest, &error, "docs/vm.example.toml has every key of a VM file")
+        Problem::caused_by(ProblemKind::BadRequest, &error, "docs/vm.example.toml has every key of a VM file")
     })?;
     let name = VmName::new(file.name.clone())
-        .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "change `name` in the file"))?;
-    let _alone = context.names.alone(&name);
+        .map_err(|error| Problem::caused_by(ProblemKind::BadRequest, &error, "change `name` in the file"))?;
+    let _exclusive = context.names.exclusive(&name);
     let known = context.journal.vm(&name);
-    let known = known.map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    let known =
+        known.map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
     if known.is_some_and(|known| known.process(&context.boot_id).is_ok()) {
         let error = format!("{name} runs already");
-        return Err(Problem::new(Kind::Conflict, error, format!("see `whimbrel vm show {name}`")));
+        return Err(Problem::new(ProblemKind::Conflict, error, format!("see `whimbrel vm show {name}`")));
     }
-    no_open_migration(context, &name)?;
+    check_no_open_migration(context, &name)?;
     let directory = context.config.run_dir.join("vms").join(name.as_str());
-    nobody_is_at_home(&name, &directory)?;
+    check_no_qemu_runs(&name, &directory)?;
     let failed =
-        |error: &dyn std::error::Error, advice: &str| Problem::caused_by(Kind::Refused, error, advice);
+        |error: &dyn std::error::Error, advice: &str| Problem::caused_by(ProblemKind::Refused, error, advice);
     let fresh = !directory.exists();
     std::fs::create_dir_all(&directory)
         .map_err(|error| failed(&error, "check `run_dir` in the configuration"))?;
@@ -224,10 +237,10 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
         failed(&error, "mend `args` or `qemu` in the file; QEMU's own words are in the message")
     })?;
     let taken = find::find(&Selector::Pid(started.pid))
-        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))
+        .map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))
         .and_then(|process| {
             second.after_start(&process)?;
-            enter(context, name, &process, &mut qmp, &context.config.qemu.allow_options)
+            record_vm(context, name, &process, &mut qmp, &context.config.qemu.allow_options)
         });
     if taken.is_err() {
         if let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
@@ -242,24 +255,25 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
 
 /// Checks that no forgotten QEMU of that name still runs with its monitor in the same directory, which must stay its
 /// own.
-fn nobody_is_at_home(name: &VmName, directory: &Path) -> Result<(), Problem> {
+fn check_no_qemu_runs(name: &VmName, directory: &Path) -> Result<(), Problem> {
     find_by_monitor(&directory.join(QMP_FILE)).map_or(Ok(()), |process| {
         let pid = process.pid();
         let error =
             format!("a QEMU that was started here as {name} and forgotten still runs (process {pid})");
         let advice = format!("`whimbrel vm adopt --pid {pid}` takes it again; or change `name` in the file");
-        Err(Problem::new(Kind::Conflict, error, advice))
+        Err(Problem::new(ProblemKind::Conflict, error, advice))
     })
 }
 
 /// Forgets a VM; its QEMU goes on. Removes the agent's files for a QEMU that is gone, and releases the VM in the
 /// ownership registry.
 pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<Forgotten, Problem> {
-    let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
+    let failed =
+        |error: JournalError| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log");
     let pid = record.process(&context.boot_id).is_ok().then_some(record.pid);
     context.journal.remove_vm(&record.vm).map_err(failed)?;
     remove_own_directory(context, record);
-    let released = if pid.is_none() { owners::release(context, &record.vm) } else { None };
+    let released = if pid.is_none() { ownership::release(context, &record.vm) } else { None };
     Ok(Forgotten { vm: record.vm.clone(), pid, released })
 }
 
@@ -272,13 +286,13 @@ pub(crate) fn claim(
     let vm = &record.vm;
     if record.process(&context.boot_id).is_err() {
         let error = format!("{vm} has ended here: a VM that does not run needs no owner");
-        return Err(Problem::new(Kind::Conflict, error, format!("`whimbrel vm forget {vm}`")));
+        return Err(Problem::new(ProblemKind::Conflict, error, format!("`whimbrel vm forget {vm}`")));
     }
-    let problem = |error: owners::OwnerError| {
-        let found = owners::finding(&error);
-        Problem::new(Kind::Unavailable, found.what, found.advice)
+    let problem = |error: ownership::OwnerError| {
+        let found = ownership::finding(&error);
+        Problem::new(ProblemKind::Unavailable, found.what, found.advice)
     };
-    let found = match owners::claimed(context, vm).map_err(problem)? {
+    let found = match ownership::read_claim(context, vm).map_err(problem)? {
         Claim::Held => {
             let owner = Some(context.config.host.clone());
             return Ok(ClaimReport { vm: vm.clone(), owner, risked: Vec::new(), done: true });
@@ -300,9 +314,10 @@ pub(crate) fn claim(
         done: false,
     };
     if report.risked.is_empty() || request.i_know_the_risk {
-        let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
+        let failed =
+            |error: JournalError| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log");
         let largest = context.journal.largest_epoch(vm).map_err(failed)?;
-        let epoch = owners::claim(context, vm, found.as_ref(), largest).map_err(problem)?;
+        let epoch = ownership::claim(context, vm, found.as_ref(), largest).map_err(problem)?;
         context.journal.learn_epoch(vm, epoch).map_err(failed)?;
         info!(%vm, %epoch, was = ?found, "claimed in the register of owners");
         report.done = true;
@@ -311,7 +326,7 @@ pub(crate) fn claim(
 }
 
 /// Removes the files that the agent made for a VM's QEMU that is gone.
-pub(crate) fn remove_leavings(context: &Context, vm: &VmName) {
+pub(crate) fn remove_runtime_files(context: &Context, vm: &VmName) {
     if let Ok(Some(record)) = context.journal.vm(vm) {
         remove_own_directory(context, &record);
     }
@@ -363,9 +378,9 @@ pub(crate) fn summary(
     }
     if let Some((open, standing)) = open {
         // Its monitor belongs to the migration now, and its QEMU may be held.
-        moving(open, standing).clone_into(&mut summary.state);
+        state_between_hosts(open, standing).clone_into(&mut summary.state);
     } else if alive {
-        let patience = GLANCE.min(Duration::from_millis(context.config.timeouts.qmp_ms));
+        let patience = QUERY_TIMEOUT.min(Duration::from_millis(context.config.timeouts.qmp_ms));
         let state = find::connect_at(record.pid, &record.qmp, patience).and_then(|mut qmp| {
             let version = qmp.version();
             summary.qemu_version = format!("{}.{}.{}", version.major, version.minor, version.micro);
@@ -377,7 +392,7 @@ pub(crate) fn summary(
 }
 
 /// Returns the state of a VM that is between two hosts.
-fn moving(record: &MigrationRecord, standing: Standing) -> &'static str {
+fn state_between_hosts(record: &MigrationRecord, standing: Standing) -> &'static str {
     match (&record.state, standing) {
         (_, Standing::InDoubt) => "in-doubt",
         (State::Source(_), _) => "leaving",
@@ -402,7 +417,7 @@ pub(crate) fn detail(context: &Context, record: &VmRecord, summary: VmSummary) -
     }
     let described = (|| {
         let process = find::find(&Selector::Pid(record.pid)).ok()?;
-        let mut qmp = find::connect_at(record.pid, &record.qmp, GLANCE).ok()?;
+        let mut qmp = find::connect_at(record.pid, &record.qmp, QUERY_TIMEOUT).ok()?;
         let described = qemu::describe::describe(&mut qmp, &process.start_command()).ok()?;
         let blocks = qemu::ram::ram_blocks(&mut qmp, record.pid).ok()?;
         Some((process, described, blocks))
@@ -439,7 +454,7 @@ pub(crate) fn arriving(record: &MigrationRecord, standing: Standing) -> VmSummar
     VmSummary {
         vm: record.id().vm.clone(),
         pid: None,
-        state: moving(record, standing).to_owned(),
+        state: state_between_hosts(record, standing).to_owned(),
         ram_bytes: 0,
         qemu_version: String::new(),
         migration: Some(record.id().clone()),
@@ -456,16 +471,16 @@ mod tests {
     #[test]
     fn the_name_of_a_vm_in_migration_is_not_taken_by_another() {
         let world = World::new();
-        no_open_migration(&world.context, &vm()).unwrap();
+        check_no_open_migration(&world.context, &vm()).unwrap();
         world.journalled(&terms("a", "b"), State::Source(SourceState::Prepared { run: true }));
-        let problem = no_open_migration(&world.context, &vm()).unwrap_err();
-        assert_eq!(problem.kind, Kind::Conflict);
+        let problem = check_no_open_migration(&world.context, &vm()).unwrap_err();
+        assert_eq!(problem.kind, ProblemKind::Conflict);
         assert!(problem.error.contains("web is in a migration, web#1"), "{}", problem.error);
         world.context.journal.close(&id(1)).unwrap();
-        no_open_migration(&world.context, &vm()).unwrap();
+        check_no_open_migration(&world.context, &vm()).unwrap();
     }
     #[test]
-    fn a_qemu_that_does_not_answer_holds_up_the_entering_of_no_other() {
+    fn a_silent_qemu_does_not_delay_the_adoption_of_others() {
         let world = World::new();
         let qemu = Qemu::start(world.folder.path());
         let mut qmp = Qmp::connect(qemu.path(), PATIENCE * 2).unwrap();
@@ -484,16 +499,16 @@ mod tests {
             unit_of_user: None,
         };
         std::thread::scope(|scope| {
-            let asking = scope.spawn(|| enter(&world.context, vm(), &process, &mut qmp, &[]));
-            crate::testing::eventually("it is asked", || !qemu.monitor().heard.is_empty());
+            let asking = scope.spawn(|| record_vm(&world.context, vm(), &process, &mut qmp, &[]));
+            crate::testing::eventually("it is asked", || !qemu.monitor().received.is_empty());
             let (free, freed) = std::sync::mpsc::channel();
             let names = &world.context.names;
             scope.spawn(move || {
-                let _entering = names.entering();
+                let _adoption_lock = names.adoption_lock();
                 free.send(())
             });
             let is_free = freed.recv_timeout(PATIENCE).is_ok();
-            qemu.hangs_up();
+            qemu.close_connections();
             assert!(asking.join().unwrap().is_err());
             assert!(is_free, "another could be entered meanwhile");
         });

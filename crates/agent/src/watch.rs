@@ -11,12 +11,12 @@ use tracing::warn;
 /// A thread that waits for a process's exit. Dropping this ends the thread, so that attempts to move a VM that lives
 /// for years leave none behind.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct ExitWatch {
     /// The thread has the other end, and detects that this one closes.
     end: UnixStream,
 }
 
-impl Watch {
+impl ExitWatch {
     /// Calls `ended` when a process has exited. Returns none if the system has no more threads or descriptors: QEMU's
     /// exit is then detected later, by the next command to it.
     pub(crate) fn start(process: &Process, ended: impl FnOnce() + Send + 'static) -> Option<Self> {
@@ -35,7 +35,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for ExitWatch {
     /// Shuts the socket down. Closing alone would not suffice: a child that is being started holds every descriptor of
     /// ours until it has become its program.
     fn drop(&mut self) {
@@ -66,13 +66,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_is_told_and_a_dropped_watch_ends_without_a_word() {
+    fn the_exit_is_reported_and_a_dropped_watch_is_silent() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let process = Process::open(child.id()).unwrap();
         let (sender, told) = mpsc::channel();
         let watch = |word: &'static str| {
             let sender = sender.clone();
-            Watch::start(&process, move || sender.send(word).unwrap()).unwrap()
+            ExitWatch::start(&process, move || sender.send(word).unwrap()).unwrap()
         };
         let (dropped, kept) = (watch("dropped"), watch("kept"));
         // As a child has it that another thread has just forked.

@@ -12,8 +12,9 @@ use std::sync::Arc;
 use std::thread;
 
 use agent::api::{
-    AdoptRequest, CancelOutcome, ClaimRequest, Client, ClientError, Control, Kind, Limits, MigrateRequest,
-    Problem, RecoverAction, RecoverRequest, RegisterSay, Server, ServerError, Which, serve,
+    AdoptRequest, CancelOutcome, ClaimRequest, Client, ClientError, Control, Limits, MigrateRequest,
+    MigrationSelector, Problem, ProblemKind, RecoverAction, RecoverRequest, RegistryUse, Server, ServerError,
+    serve,
 };
 use agent::progress::{Phase, Standing};
 use whimbrel_agent as agent;
@@ -72,7 +73,7 @@ fn problem<T>(result: Result<T, ClientError>) -> Problem {
 }
 
 #[test]
-fn only_the_owner_may_open_the_socket_and_nothing_else_is_left_beside_it() {
+fn only_the_owner_can_open_the_socket() {
     let world = world();
     let socket = world.server.socket().to_owned();
     assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
@@ -115,7 +116,7 @@ fn vms_are_listed_shown_adopted_and_forgotten() {
     assert_eq!(world.client.forget(&vm("db")).unwrap().released, Some(true));
     assert_eq!(names(&world), ["mail", "web"]);
     let missing = problem(world.client.vm(&vm("db")));
-    assert_eq!(missing.kind, Kind::NotFound);
+    assert_eq!(missing.kind, ProblemKind::NotFound);
     assert!(missing.advice.contains("vm list"));
 }
 
@@ -124,7 +125,7 @@ fn which_vm_to_adopt_has_to_be_clear() {
     let world = world();
     let both = AdoptRequest { pid: Some(7), qemu_name: Some("x".into()), ..AdoptRequest::default() };
     for unclear in [AdoptRequest::default(), both] {
-        assert_eq!(problem(world.client.adopt(&unclear)).kind, Kind::BadRequest);
+        assert_eq!(problem(world.client.adopt(&unclear)).kind, ProblemKind::BadRequest);
     }
     assert!(world.fake.asked().is_empty(), "nothing reached the control");
 }
@@ -138,12 +139,15 @@ fn a_migration_is_checked_started_watched_and_reported() {
     let status = world.client.migrate(&request).unwrap();
     assert_eq!(status.id.epoch.0, 7);
     let lines: Vec<_> =
-        world.client.progress(&vm("web"), Which::Epoch(7)).unwrap().map(Result::unwrap).collect();
+        world.client.progress(&vm("web"), MigrationSelector::Epoch(7)).unwrap().map(Result::unwrap).collect();
     assert_eq!(lines.last().unwrap().progress.standing, Standing::Done);
     assert_eq!(lines.last().unwrap().migration, status.id);
-    let latest = world.client.migration(&vm("web"), Which::Latest).unwrap();
+    let latest = world.client.migration(&vm("web"), MigrationSelector::Latest).unwrap();
     assert_eq!((latest.id, latest.standing), (status.id, Standing::Done));
-    assert_eq!(world.client.report(&vm("web"), Which::Latest).unwrap().schema, "whimbrel.report/1");
+    assert_eq!(
+        world.client.report(&vm("web"), MigrationSelector::Latest).unwrap().schema,
+        "whimbrel.report/1"
+    );
     let kinds: Vec<_> =
         world.fake.asked().iter().map(|asked| asked.split(' ').next().unwrap().to_owned()).collect();
     assert_eq!(kinds, ["check", "migrate"]);
@@ -153,7 +157,7 @@ fn a_migration_is_checked_started_watched_and_reported() {
 fn a_watcher_gets_each_line_at_once_and_the_end() {
     let world = world();
     world.client.migrate(&MigrateRequest::new(vm("web"), host("far"))).unwrap();
-    let mut lines = world.client.progress(&vm("web"), Which::Latest).unwrap();
+    let mut lines = world.client.progress(&vm("web"), MigrationSelector::Latest).unwrap();
     // Arrives although the stream goes on.
     assert_eq!(lines.next().unwrap().unwrap().progress.phase, Phase::PreCopy);
     world.fake.finish("web");
@@ -165,7 +169,7 @@ fn a_watcher_gets_each_line_at_once_and_the_end() {
 fn the_end_of_the_server_ends_streams() {
     let world = world();
     world.client.migrate(&MigrateRequest::new(vm("web"), host("far"))).unwrap();
-    let mut lines = world.client.progress(&vm("web"), Which::Latest).unwrap();
+    let mut lines = world.client.progress(&vm("web"), MigrationSelector::Latest).unwrap();
     lines.next().unwrap().unwrap();
     let stopping = thread::spawn(move || world.server.stop());
     assert!(lines.find_map(Result::err).is_none(), "the stream ends in order");
@@ -178,24 +182,24 @@ fn migrations_are_cancelled_recovered_and_limited() {
     let start = |to: &str| world.client.migrate(&MigrateRequest::new(vm("web"), host(to))).unwrap();
     start("far");
     let limits = Limits { bandwidth_bytes_per_s: Some(1000), ..Limits::default() };
-    assert_eq!(world.client.set_limits(&vm("web"), Which::Latest, &limits).unwrap(), limits);
-    assert_eq!(world.client.cancel(&vm("web"), Which::Latest).unwrap(), CancelOutcome::Cancelled);
+    assert_eq!(world.client.set_limits(&vm("web"), MigrationSelector::Latest, &limits).unwrap(), limits);
+    assert_eq!(world.client.cancel(&vm("web"), MigrationSelector::Latest).unwrap(), CancelOutcome::Cancelled);
     assert_eq!(
-        world.client.cancel(&vm("web"), Which::Latest).unwrap(),
+        world.client.cancel(&vm("web"), MigrationSelector::Latest).unwrap(),
         CancelOutcome::AlreadyOver { standing: Standing::Failed }
     );
     start("limbo");
-    let too_late = world.client.cancel(&vm("web"), Which::Latest).unwrap();
+    let too_late = world.client.cancel(&vm("web"), MigrationSelector::Latest).unwrap();
     assert!(matches!(too_late, CancelOutcome::TooLate { .. }));
     let mut request = RecoverRequest {
         action: RecoverAction::RunHere,
-        register: RegisterSay::Asked,
+        register: RegistryUse::Asked,
         i_know_the_risk: false,
     };
-    let described = world.client.recover(&vm("web"), Which::Latest, &request).unwrap();
+    let described = world.client.recover(&vm("web"), MigrationSelector::Latest, &request).unwrap();
     assert!(!described.done && !described.risked.is_empty());
     request.i_know_the_risk = true;
-    assert!(world.client.recover(&vm("web"), Which::Epoch(8), &request).unwrap().done);
+    assert!(world.client.recover(&vm("web"), MigrationSelector::Epoch(8), &request).unwrap().done);
 }
 
 #[test]
@@ -206,9 +210,9 @@ fn images_that_were_left_are_listed_and_removed() {
         assert_eq!(world.client.remove_images(&vm("web1"), epoch).unwrap(), [fake::left_image()]);
     }
     assert!(world.client.remove_ended_images(&vm("web1")).unwrap()[0].ended);
-    assert_eq!(problem(world.client.remove_ended_images(&vm("web"))).kind, Kind::NotFound);
+    assert_eq!(problem(world.client.remove_ended_images(&vm("web"))).kind, ProblemKind::NotFound);
     for (name, epoch) in [("web1", Some(4)), ("web", None)] {
-        assert_eq!(problem(world.client.remove_images(&vm(name), epoch)).kind, Kind::NotFound);
+        assert_eq!(problem(world.client.remove_images(&vm(name), epoch)).kind, ProblemKind::NotFound);
     }
 }
 
@@ -216,7 +220,7 @@ fn images_that_were_left_are_listed_and_removed() {
 fn what_preflight_says_comes_with_the_refusal() {
     let world = world();
     let refused = problem(world.client.migrate(&MigrateRequest::new(vm("web"), host("tiny"))));
-    assert_eq!((refused.kind, refused.findings.len()), (Kind::Refused, 1));
+    assert_eq!((refused.kind, refused.findings.len()), (ProblemKind::Refused, 1));
 }
 
 #[test]
@@ -258,7 +262,7 @@ fn bad_requests_get_a_problem_and_reach_nobody() {
 fn a_control_that_panics_costs_one_request() {
     let world = world();
     let failed = problem(world.client.vm(&vm("panic")));
-    assert_eq!(failed.kind, Kind::Internal);
+    assert_eq!(failed.kind, ProblemKind::Internal);
     assert!(failed.advice.contains("log"));
     assert!(world.client.vm(&vm("web")).is_ok());
 }

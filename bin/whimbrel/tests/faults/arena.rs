@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use agent::register::SqliteRegister;
+use agent::register::SqliteRegistry;
 use lab::{Device, Direction, Disk, disk};
 use proto::HostId;
 use proto::message::{Ownership, RegistryRequest};
@@ -102,7 +102,7 @@ impl Arena {
     /// Enters the first host as owner of a restarted guest, after the loss of the one before on any host.
     fn enter_in_register(&self) {
         let Some(witness) = &self.cluster.witness else { return };
-        let register = SqliteRegister::open(&witness.directory.join("state")).unwrap();
+        let register = SqliteRegistry::open(&witness.directory.join("state")).unwrap();
         for (vm, record) in register.all().unwrap() {
             let expected = Some((record.epoch, record.owner));
             let new = Ownership {

@@ -22,7 +22,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use std::time::{Duration, Instant};
 
-use agent::register::SqliteRegister;
+use agent::register::SqliteRegistry;
 use common::DEADLINE;
 use common::draw::{Draw, seed};
 use engine::handover::table::{fault_points, transitions};
@@ -259,7 +259,7 @@ fn hold(arena: &mut Arena, point: &str, then: impl FnOnce(&mut Arena)) {
 /// check.
 fn wait_for_offer(arena: &Arena) {
     let path = arena.cluster.witness.as_ref().unwrap().directory.join("state");
-    let register = SqliteRegister::open(&path).unwrap();
+    let register = SqliteRegistry::open(&path).unwrap();
     let deadline = Instant::now() + DEADLINE;
     let is_made = |record: &proto::message::Ownership| record.offer.is_some() || record.owner.as_str() == "b";
     while !register.all().unwrap().iter().any(|(_, record)| is_made(record)) {

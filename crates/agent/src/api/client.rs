@@ -76,7 +76,7 @@ pub enum ClientError {
 
 /// Selection of a VM's migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which {
+pub enum MigrationSelector {
     /// The one with the largest epoch that the agent knows.
     Latest,
     /// The one with this epoch.
@@ -144,17 +144,17 @@ impl Client {
     }
 
     /// `GET /v1/migrations/{vm}/{epoch}`.
-    pub fn migration(&self, vm: &VmName, which: Which) -> Result<MigrationStatus, ClientError> {
+    pub fn migration(&self, vm: &VmName, which: MigrationSelector) -> Result<MigrationStatus, ClientError> {
         self.get(&path(vm, which, ""))
     }
 
     /// `GET …/report`.
-    pub fn report(&self, vm: &VmName, which: Which) -> Result<Report, ClientError> {
+    pub fn report(&self, vm: &VmName, which: MigrationSelector) -> Result<Report, ClientError> {
         self.get(&path(vm, which, "/report"))
     }
 
     /// `POST …/cancel`.
-    pub fn cancel(&self, vm: &VmName, which: Which) -> Result<CancelOutcome, ClientError> {
+    pub fn cancel(&self, vm: &VmName, which: MigrationSelector) -> Result<CancelOutcome, ClientError> {
         self.post(&path(vm, which, "/cancel"), &())
     }
 
@@ -162,14 +162,19 @@ impl Client {
     pub fn recover(
         &self,
         vm: &VmName,
-        which: Which,
+        which: MigrationSelector,
         request: &RecoverRequest,
     ) -> Result<RecoverReport, ClientError> {
         self.post(&path(vm, which, "/recover"), request)
     }
 
     /// `POST …/limits`.
-    pub fn set_limits(&self, vm: &VmName, which: Which, limits: &Limits) -> Result<Limits, ClientError> {
+    pub fn set_limits(
+        &self,
+        vm: &VmName,
+        which: MigrationSelector,
+        limits: &Limits,
+    ) -> Result<Limits, ClientError> {
         self.post(&path(vm, which, "/limits"), limits)
     }
 
@@ -195,7 +200,7 @@ impl Client {
     }
 
     /// `GET …/progress`: progress line by line, until the migration is over or has no driver.
-    pub fn progress(&self, vm: &VmName, which: Which) -> Result<Lines<'_>, ClientError> {
+    pub fn progress(&self, vm: &VmName, which: MigrationSelector) -> Result<Lines<'_>, ClientError> {
         let body = self.runtime.block_on(async {
             let response = self.send(&Method::GET, &path(vm, which, "/progress"), Bytes::new()).await?;
             if response.status().is_success() {
@@ -289,10 +294,10 @@ impl Iterator for Lines<'_> {
     }
 }
 
-fn path(vm: &VmName, which: Which, rest: &str) -> String {
+fn path(vm: &VmName, which: MigrationSelector, rest: &str) -> String {
     match which {
-        Which::Latest => format!("/v1/migrations/{vm}/latest{rest}"),
-        Which::Epoch(epoch) => format!("/v1/migrations/{vm}/{epoch}{rest}"),
+        MigrationSelector::Latest => format!("/v1/migrations/{vm}/latest{rest}"),
+        MigrationSelector::Epoch(epoch) => format!("/v1/migrations/{vm}/{epoch}{rest}"),
     }
 }
 

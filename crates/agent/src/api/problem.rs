@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// Kind of problem, for programs; determines the HTTP status.
-    pub kind: Kind,
+    pub kind: ProblemKind,
     /// Description, for people.
     pub error: String,
     /// Advice, for people; may be empty.
@@ -23,7 +23,7 @@ pub struct Problem {
 /// Kind of problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum ProblemKind {
     /// The request is invalid: 400.
     BadRequest,
     /// No such VM, host or migration: 404.
@@ -41,7 +41,7 @@ pub enum Kind {
     Internal,
 }
 
-impl Kind {
+impl ProblemKind {
     /// Returns the matching HTTP status.
     pub const fn status(self) -> u16 {
         match self {
@@ -58,12 +58,12 @@ impl Kind {
 
 impl Problem {
     /// Creates a problem of the given kind.
-    pub fn new(kind: Kind, error: impl Into<String>, advice: impl Into<String>) -> Self {
+    pub fn new(kind: ProblemKind, error: impl Into<String>, advice: impl Into<String>) -> Self {
         Self { kind, error: error.into(), advice: advice.into(), findings: Vec::new() }
     }
 
     /// Creates a problem that another error caused; names all its causes, outermost first.
-    pub fn caused_by(kind: Kind, error: &dyn std::error::Error, advice: impl Into<String>) -> Self {
+    pub fn caused_by(kind: ProblemKind, error: &dyn std::error::Error, advice: impl Into<String>) -> Self {
         Self::new(kind, with_causes(error), advice)
     }
 

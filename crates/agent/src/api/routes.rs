@@ -15,13 +15,13 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use super::control::Control;
-use super::problem::{Kind, Problem};
+use super::problem::{Problem, ProblemKind};
 use super::types::MigrateRequest;
 use crate::progress::{ProgressLine, Watcher};
 
 /// Shared state of the handlers.
 #[derive(Clone)]
-struct Shared {
+struct HandlerState {
     control: Arc<dyn Control>,
     /// True once the server ends; streams end with it.
     end: watch::Receiver<bool>,
@@ -51,22 +51,25 @@ pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> R
         .route(&format!("{migration}/limits"), post(limits))
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
-        .with_state(Shared { control, end })
+        .with_state(HandlerState { control, end })
 }
 
-async fn agent(State(shared): State<Shared>) -> Answer {
+async fn agent(State(shared): State<HandlerState>) -> Answer {
     json(StatusCode::OK, &shared.call(|control| Ok(control.agent())).await?)
 }
 
-async fn vms(State(shared): State<Shared>) -> Answer {
+async fn vms(State(shared): State<HandlerState>) -> Answer {
     json(StatusCode::OK, &shared.call(Control::vms).await?)
 }
 
-async fn adopt(State(shared): State<Shared>, Given(request): Given<super::AdoptRequest>) -> Answer {
+async fn adopt(
+    State(shared): State<HandlerState>,
+    JsonBody(request): JsonBody<super::AdoptRequest>,
+) -> Answer {
     let named = [request.pid.is_some(), request.qmp.is_some(), request.qemu_name.is_some()];
     if named.into_iter().filter(|named| *named).count() != 1 {
         return Err(Problem::new(
-            Kind::BadRequest,
+            ProblemKind::BadRequest,
             "which VM is not clear",
             "give exactly one of `pid`, `qmp` and `qemu_name`",
         ));
@@ -74,52 +77,52 @@ async fn adopt(State(shared): State<Shared>, Given(request): Given<super::AdoptR
     json(StatusCode::CREATED, &shared.call(|control| control.adopt(request)).await?)
 }
 
-async fn run(State(shared): State<Shared>, Given(request): Given<super::RunRequest>) -> Answer {
+async fn run(State(shared): State<HandlerState>, JsonBody(request): JsonBody<super::RunRequest>) -> Answer {
     json(StatusCode::CREATED, &shared.call(|control| control.run(request)).await?)
 }
 
-async fn vm(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+async fn vm(State(shared): State<HandlerState>, Path(vm): Path<String>) -> Answer {
     let vm = vm_name(vm)?;
     json(StatusCode::OK, &shared.call(move |control| control.vm(&vm)).await?)
 }
 
-async fn forget(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+async fn forget(State(shared): State<HandlerState>, Path(vm): Path<String>) -> Answer {
     let vm = vm_name(vm)?;
     json(StatusCode::OK, &shared.call(move |control| control.forget(&vm)).await?)
 }
 
 async fn claim(
-    State(shared): State<Shared>,
+    State(shared): State<HandlerState>,
     Path(vm): Path<String>,
-    Given(request): Given<super::ClaimRequest>,
+    JsonBody(request): JsonBody<super::ClaimRequest>,
 ) -> Answer {
     let vm = vm_name(vm)?;
     json(StatusCode::OK, &shared.call(move |control| control.claim(&vm, request)).await?)
 }
 
-async fn images(State(shared): State<Shared>) -> Answer {
+async fn images(State(shared): State<HandlerState>) -> Answer {
     json(StatusCode::OK, &shared.call(Control::images).await?)
 }
 
-async fn remove_images_of(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+async fn remove_images_of(State(shared): State<HandlerState>, Path(vm): Path<String>) -> Answer {
     let vm = vm_name(vm)?;
     json(StatusCode::OK, &shared.call(move |control| control.remove_images(&vm, None)).await?)
 }
 
 async fn remove_images_of_one(
-    State(shared): State<Shared>,
+    State(shared): State<HandlerState>,
     Path((vm, epoch)): Path<(String, String)>,
 ) -> Answer {
     let (vm, epoch) = (vm_name(vm)?, epoch_number(&epoch)?);
     json(StatusCode::OK, &shared.call(move |control| control.remove_images(&vm, Some(epoch))).await?)
 }
 
-async fn remove_ended_images(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+async fn remove_ended_images(State(shared): State<HandlerState>, Path(vm): Path<String>) -> Answer {
     let vm = vm_name(vm)?;
     json(StatusCode::OK, &shared.call(move |control| control.remove_ended_images(&vm)).await?)
 }
 
-async fn migrate(State(shared): State<Shared>, Given(request): Given<MigrateRequest>) -> Answer {
+async fn migrate(State(shared): State<HandlerState>, JsonBody(request): JsonBody<MigrateRequest>) -> Answer {
     if request.check_only {
         json(StatusCode::OK, &shared.call(|control| control.check(request)).await?)
     } else {
@@ -127,44 +130,44 @@ async fn migrate(State(shared): State<Shared>, Given(request): Given<MigrateRequ
     }
 }
 
-async fn migrations(State(shared): State<Shared>) -> Answer {
+async fn migrations(State(shared): State<HandlerState>) -> Answer {
     json(StatusCode::OK, &shared.call(Control::migrations).await?)
 }
 
-async fn one_migration(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+async fn one_migration(State(shared): State<HandlerState>, Path(which): Path<(String, String)>) -> Answer {
     let status = shared.call(move |control| control.migration(&resolve(control, which)?)).await?;
     json(StatusCode::OK, &status)
 }
 
-async fn report(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+async fn report(State(shared): State<HandlerState>, Path(which): Path<(String, String)>) -> Answer {
     let report = shared.call(move |control| control.report(&resolve(control, which)?)).await?;
     json(StatusCode::OK, &report)
 }
 
-async fn cancel(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+async fn cancel(State(shared): State<HandlerState>, Path(which): Path<(String, String)>) -> Answer {
     let outcome = shared.call(move |control| control.cancel(&resolve(control, which)?)).await?;
     json(StatusCode::OK, &outcome)
 }
 
 async fn recover(
-    State(shared): State<Shared>,
+    State(shared): State<HandlerState>,
     Path(which): Path<(String, String)>,
-    Given(request): Given<super::RecoverRequest>,
+    JsonBody(request): JsonBody<super::RecoverRequest>,
 ) -> Answer {
     let report = shared.call(move |control| control.recover(&resolve(control, which)?, request)).await?;
     json(StatusCode::OK, &report)
 }
 
 async fn limits(
-    State(shared): State<Shared>,
+    State(shared): State<HandlerState>,
     Path(which): Path<(String, String)>,
-    Given(request): Given<super::Limits>,
+    JsonBody(request): JsonBody<super::Limits>,
 ) -> Answer {
     let limits = shared.call(move |control| control.set_limits(&resolve(control, which)?, request)).await?;
     json(StatusCode::OK, &limits)
 }
 
-async fn progress(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+async fn progress(State(shared): State<HandlerState>, Path(which): Path<(String, String)>) -> Answer {
     let (id, watcher) = shared
         .call(move |control| {
             let id = resolve(control, which)?;
@@ -205,7 +208,7 @@ async fn stream(
 
 async fn no_such_path(request: Request) -> Problem {
     Problem::new(
-        Kind::NotFound,
+        ProblemKind::NotFound,
         format!("there is nothing at {}", request.uri().path()),
         "see the list of paths in docs/operations/api.md; client and agent may be of different versions",
     )
@@ -213,11 +216,12 @@ async fn no_such_path(request: Request) -> Problem {
 
 async fn no_such_method(request: Request) -> Response {
     let text = format!("{} cannot be used on {}", request.method(), request.uri().path());
-    let problem = Problem::new(Kind::BadRequest, text, "see the list of paths in docs/operations/api.md");
+    let problem =
+        Problem::new(ProblemKind::BadRequest, text, "see the list of paths in docs/operations/api.md");
     (StatusCode::METHOD_NOT_ALLOWED, axum::Json(problem)).into_response()
 }
 
-impl Shared {
+impl HandlerState {
     /// Calls the control on a thread that may block.
     async fn call<T: Send + 'static>(
         &self,
@@ -227,7 +231,7 @@ impl Shared {
         tokio::task::spawn_blocking(move || work(control.as_ref())).await.unwrap_or_else(|error| {
             tracing::error!(%error, "a request ended in a panic");
             Err(Problem::new(
-                Kind::Internal,
+                ProblemKind::Internal,
                 "the agent failed while it worked on this request",
                 "its log tells more; please report it as a bug",
             ))
@@ -238,7 +242,7 @@ impl Shared {
 fn json<T: Serialize>(status: StatusCode, value: &T) -> Answer {
     match serde_json::to_vec(value) {
         Ok(body) => Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response()),
-        Err(error) => Err(Problem::caused_by(Kind::Internal, &error, "please report it as a bug")),
+        Err(error) => Err(Problem::caused_by(ProblemKind::Internal, &error, "please report it as a bug")),
     }
 }
 
@@ -250,30 +254,30 @@ impl IntoResponse for Problem {
 }
 
 /// A request's body, parsed as JSON whatever its content type is. Errors are returned as a [`Problem`].
-struct Given<T>(T);
+struct JsonBody<T>(T);
 
-impl<T: DeserializeOwned> FromRequest<Shared> for Given<T> {
+impl<T: DeserializeOwned> FromRequest<HandlerState> for JsonBody<T> {
     type Rejection = Problem;
 
-    async fn from_request(request: Request, shared: &Shared) -> Result<Self, Problem> {
+    async fn from_request(request: Request, shared: &HandlerState) -> Result<Self, Problem> {
         let bytes = Bytes::from_request(request, shared).await.map_err(|rejection| {
-            Problem::new(Kind::BadRequest, rejection.body_text(), "send less than 2 MB")
+            Problem::new(ProblemKind::BadRequest, rejection.body_text(), "send less than 2 MB")
         })?;
         serde_json::from_slice(&bytes).map(Self).map_err(|error| {
             let text = format!("the request is not understood: {error}");
-            Problem::new(Kind::BadRequest, text, "client and agent may be of different versions")
+            Problem::new(ProblemKind::BadRequest, text, "client and agent may be of different versions")
         })
     }
 }
 
 fn vm_name(name: String) -> Result<VmName, Problem> {
-    VmName::new(name).map_err(|error| Problem::new(Kind::BadRequest, error.to_string(), ""))
+    VmName::new(name).map_err(|error| Problem::new(ProblemKind::BadRequest, error.to_string(), ""))
 }
 
 fn epoch_number(epoch: &str) -> Result<u64, Problem> {
     let unknown = |_| {
         Problem::new(
-            Kind::BadRequest,
+            ProblemKind::BadRequest,
             format!("{epoch:?} is no epoch"),
             "give a number, or `latest` of a migration",
         )
@@ -291,6 +295,6 @@ fn resolve(control: &dyn Control, (vm, epoch): (String, String)) -> Result<Migra
     let latest = control.migrations()?.into_iter().map(|status| status.id).filter(of_vm).max();
     latest.ok_or_else(|| {
         let text = format!("no migration of {vm} is known here");
-        Problem::new(Kind::NotFound, text, "`whimbrel vm list` shows the VMs, on each host its own")
+        Problem::new(ProblemKind::NotFound, text, "`whimbrel vm list` shows the VMs, on each host its own")
     })
 }

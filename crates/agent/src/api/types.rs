@@ -407,8 +407,8 @@ pub struct RecoverRequest {
     /// The action.
     pub action: RecoverAction,
     /// Use of the ownership registry in it.
-    #[serde(default, skip_serializing_if = "RegisterSay::is_default")]
-    pub register: RegisterSay,
+    #[serde(default, skip_serializing_if = "RegistryUse::is_default")]
+    pub register: RegistryUse,
     /// The operator has read the risk and accepts it. Without it, an action that guesses is only described.
     #[serde(default)]
     pub i_know_the_risk: bool,
@@ -429,7 +429,7 @@ pub enum RecoverAction {
 /// Use of the ownership registry in an operator's decision. Has no meaning if none is configured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum RegisterSay {
+pub enum RegistryUse {
     /// It is asked, and its answer is followed.
     #[default]
     Asked,
@@ -439,7 +439,7 @@ pub enum RegisterSay {
     None,
 }
 
-impl RegisterSay {
+impl RegistryUse {
     #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
     fn is_default(&self) -> bool {
         *self == Self::default()

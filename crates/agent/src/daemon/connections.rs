@@ -12,7 +12,7 @@ use proto::message::{Message, PageRequest, Verdict};
 use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
-use super::{Daemon, Mail};
+use super::{Daemon, DriverMailbox};
 use crate::destination::untrusted;
 use crate::journal::State;
 use crate::source as from;
@@ -30,7 +30,7 @@ impl Daemon {
                 return;
             }
         };
-        if let Err(reason) = self.may_come(&arrival) {
+        if let Err(reason) = self.check_peer_is_participant(&arrival) {
             warn!(from = %arrival.host(), reason, "a connection was refused");
             return arrival.refuse(reason);
         }
@@ -54,7 +54,7 @@ impl Daemon {
 
     /// Checks that the peer is one of the migration's two hosts: any other host with a certificate could make false
     /// statements about it.
-    fn may_come(&self, arrival: &Arrival) -> Result<(), String> {
+    fn check_peer_is_participant(&self, arrival: &Arrival) -> Result<(), String> {
         let host = arrival.host();
         let (id, questions) = match arrival.purpose() {
             Purpose::Control { migration, .. } | Purpose::Data { migration, .. } => (migration, false),
@@ -78,15 +78,15 @@ impl Daemon {
 
     fn control_stream(self: &Arc<Self>, arrival: Arrival, id: &MigrationId, generation: Generation) {
         match self.mailbox(id) {
-            Some(Mail::Destination(mailbox)) => {
+            Some(DriverMailbox::Destination(mailbox)) => {
                 if let Some(connection) = accepted(arrival)
                     && let Err(error) = mailbox.connected(connection, Some(generation))
                 {
                     warn!(migration = %id, %error, "no thread for a control stream");
                 }
             }
-            Some(Mail::Source(_)) => arrival.refuse(format!("{id} leaves from here")),
-            None if generation != Generation(1) => self.too_late(arrival, id),
+            Some(DriverMailbox::Source(_)) => arrival.refuse(format!("{id} leaves from here")),
+            None if generation != Generation(1) => self.refuse_late_source(arrival, id),
             None => {
                 let Some(mut connection) = accepted(arrival) else { return };
                 match connection.recv(Some(Instant::now() + PROPOSAL_PATIENCE)) {
@@ -102,8 +102,8 @@ impl Daemon {
 
     /// Refuses a source that reconnects to a migration that is over here. The source may not know that this host has
     /// discarded its copy, and would otherwise try again and again.
-    fn too_late(&self, arrival: Arrival, id: &MigrationId) {
-        let said = self.as_journalled(id, &DestinationEvent::Asked { epoch: id.epoch });
+    fn refuse_late_source(&self, arrival: Arrival, id: &MigrationId) {
+        let said = self.answers_from_journal(id, &DestinationEvent::Asked { epoch: id.epoch });
         match said.into_iter().find(|said| matches!(said, Message::Refused { .. })) {
             Some(refused) => {
                 let Some(mut connection) = accepted(arrival) else { return };
@@ -122,7 +122,7 @@ impl Daemon {
     /// Handles a connection on which the peer of a handover asks questions, or repeats its messages.
     fn questions(&self, arrival: Arrival, id: &MigrationId) {
         match self.mailbox(id) {
-            Some(Mail::Destination(mailbox)) => {
+            Some(DriverMailbox::Destination(mailbox)) => {
                 if let Some(connection) = accepted(arrival)
                     && let Err(error) = mailbox.connected(connection, None)
                 {
@@ -166,9 +166,9 @@ impl Daemon {
             Message::Ping => vec![Message::Pong],
             Message::Ask { epoch } => vec![self.verdict(id, epoch)],
             Message::Go { epoch, incarnation, run } => {
-                self.as_journalled(id, &DestinationEvent::Go { epoch, incarnation, run })
+                self.answers_from_journal(id, &DestinationEvent::Go { epoch, incarnation, run })
             }
-            Message::Inquire { epoch } => self.as_journalled(id, &DestinationEvent::Asked { epoch }),
+            Message::Inquire { epoch } => self.answers_from_journal(id, &DestinationEvent::Asked { epoch }),
             Message::Running { .. }
             | Message::Refused { .. }
             | Message::Crashed { .. }
@@ -182,14 +182,14 @@ impl Daemon {
     }
 
     fn pass_on(&self, id: &MigrationId, message: Message) {
-        if let Some(Mail::Source(mailbox)) = self.mailbox(id) {
+        if let Some(DriverMailbox::Source(mailbox)) = self.mailbox(id) {
             mailbox.put(from::Notice::Message { link: None, message });
         }
     }
 
     /// Returns the decision of this host as the source, from its driver or the journal.
     fn verdict(&self, id: &MigrationId, epoch: Epoch) -> Message {
-        if let Some(Mail::Source(mailbox)) = self.mailbox(id) {
+        if let Some(DriverMailbox::Source(mailbox)) = self.mailbox(id) {
             let (reply, answer) = mpsc::sync_channel(1);
             if mailbox.put(from::Notice::Asked { epoch, reply }) {
                 let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
@@ -199,7 +199,7 @@ impl Daemon {
         }
         let verdict = match self.context.journal.migration(id) {
             Ok(Some(record)) => match &record.state {
-                State::Source(state) => return decided(&record.terms, state, epoch),
+                State::Source(state) => return final_source_answer(&record.terms, state, epoch),
                 State::Destination(_) => Verdict::Undecided,
             },
             // PREPARED is journalled before the destination learns of a migration. If the journal does not have it, the
@@ -218,7 +218,7 @@ impl Daemon {
     }
 
     /// Returns this host's answers, as the destination, about a migration without a driver.
-    fn as_journalled(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
+    fn answers_from_journal(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
         let (terms, state, why, untrusted) = match self.context.journal.migration(id) {
             Ok(Some(record)) => match &record.state {
                 State::Destination(state) => {
@@ -244,7 +244,7 @@ impl Daemon {
 }
 
 /// Returns the engine's answer for a source whose migration is over.
-fn decided(terms: &MigrationTerms, state: &SourceState, epoch: Epoch) -> Message {
+fn final_source_answer(terms: &MigrationTerms, state: &SourceState, epoch: Epoch) -> Message {
     let answer = |effect| match effect {
         SourceEffect::Answer(verdict) => Some(Message::Verdict { epoch, verdict }),
         SourceEffect::AskDestination => Some(Message::Inquire { epoch }),

@@ -9,15 +9,15 @@ use engine::handover::destination::DestinationEvent;
 use engine::handover::source::SourceEvent;
 use proto::{HostId, MigrationId, VmName};
 
-use super::drive::{internal, keeps_time};
-use super::{Daemon, Mail};
+use super::drive::{check_time_limit, internal};
+use super::{Daemon, DriverMailbox};
 use crate::api::Control;
 use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
     LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
     VmSummary,
 };
-use crate::api::{Kind, Problem};
+use crate::api::{Problem, ProblemKind};
 use crate::destination::untrusted;
 use crate::journal::{MigrationRecord, State};
 use crate::progress::{Publisher, Standing, Watcher};
@@ -28,9 +28,9 @@ use crate::{destination, left_images, preflight, source, vms};
 const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Implementation of the API's [`Control`] by the daemon.
-pub(super) struct Users(pub(super) Arc<Daemon>);
+pub(super) struct UserApi(pub(super) Arc<Daemon>);
 
-impl Deref for Users {
+impl Deref for UserApi {
     type Target = Arc<Daemon>;
 
     fn deref(&self) -> &Arc<Daemon> {
@@ -38,7 +38,7 @@ impl Deref for Users {
     }
 }
 
-impl Control for Users {
+impl Control for UserApi {
     fn agent(&self) -> AgentInfo {
         let config = &self.context.config;
         let (kernel, kernel_features) = preflight::kernel();
@@ -59,7 +59,7 @@ impl Control for Users {
     fn vms(&self) -> Result<Vec<VmSummary>, Problem> {
         let open = || self.context.journal.open_migrations().map_err(|error| internal(&error));
         for decided in open()?.iter().filter(|record| record.state.is_final()) {
-            self.let_the_last_one_end(&decided.terms.migration.vm)?;
+            self.wait_for_last_migration(&decided.terms.migration.vm)?;
         }
         let records = self.context.journal.vms().map_err(|error| internal(&error))?;
         let mut known: Vec<_> = records.iter().map(|record| self.summary(record)).collect();
@@ -109,15 +109,15 @@ impl Control for Users {
     }
 
     fn forget(&self, vm: &VmName) -> Result<Forgotten, Problem> {
-        let _alone = self.context.names.alone(vm);
-        self.not_in_migration(vm)?;
+        let _exclusive = self.context.names.exclusive(vm);
+        self.check_not_in_migration(vm)?;
         vms::forget(&self.context, &self.known(vm)?)
     }
 
     fn claim(&self, vm: &VmName, request: ClaimRequest) -> Result<ClaimReport, Problem> {
-        let _alone = self.context.names.alone(vm);
+        let _exclusive = self.context.names.exclusive(vm);
         let record = self.known(vm)?;
-        self.not_in_migration(vm)?;
+        self.check_not_in_migration(vm)?;
         vms::claim(&self.context, &record, &request)
     }
 
@@ -158,15 +158,15 @@ impl Control for Users {
         }
         self.context.journal.report(id).map_err(|error| internal(&error))?.ok_or_else(|| {
             let advice = "the source of a migration writes the report; ask there";
-            Problem::new(Kind::NotFound, format!("no report of {id} here"), advice)
+            Problem::new(ProblemKind::NotFound, format!("no report of {id} here"), advice)
         })
     }
 
     fn cancel(&self, id: &MigrationId) -> Result<CancelOutcome, Problem> {
         let before = self.status(id)?;
         let word = match self.mailbox(id) {
-            Some(Mail::Source(mailbox)) => mailbox.put(source::Notice::Event(SourceEvent::Cancel)),
-            Some(Mail::Destination(mailbox)) => {
+            Some(DriverMailbox::Source(mailbox)) => mailbox.put(source::Notice::Event(SourceEvent::Cancel)),
+            Some(DriverMailbox::Destination(mailbox)) => {
                 mailbox.put(destination::Notice::Event(DestinationEvent::Cancel))
             }
             None => false,
@@ -174,8 +174,8 @@ impl Control for Users {
         if !word {
             return Ok(CancelOutcome::AlreadyOver { standing: before.standing });
         }
-        self.settled(id, |status| {
-            status.standing.is_over() || self.record(id).is_ok_and(|record| too_late_to_cancel(&record))
+        self.wait_until_settled(id, |status| {
+            status.standing.is_over() || self.record(id).is_ok_and(|record| is_too_late_to_cancel(&record))
         });
         let after = self.status(id)?;
         Ok(match after.standing {
@@ -197,28 +197,28 @@ impl Control for Users {
             } else {
                 (format!("{id} is over"), "limits are for a migration that is under way".to_owned())
             };
-            return Err(Problem::new(Kind::Conflict, error, advice));
+            return Err(Problem::new(ProblemKind::Conflict, error, advice));
         };
         if limits.max_total_ms.is_some() {
-            keeps_time(&controls.aims())?;
+            check_time_limit(&controls.goals())?;
         }
-        let aims = controls.change(|aims| {
+        let goals = controls.change(|goals| {
             if let Some(rate) = limits.bandwidth_bytes_per_s {
-                aims.bandwidth_bytes_per_s = (rate > 0).then_some(rate);
+                goals.bandwidth_bytes_per_s = (rate > 0).then_some(rate);
             }
-            aims.max_downtime_ms = limits.max_downtime_ms.unwrap_or(aims.max_downtime_ms);
-            aims.max_rounds = limits.max_rounds.unwrap_or(aims.max_rounds);
-            aims.has_usual_rounds &= limits.max_rounds.is_none();
+            goals.max_downtime_ms = limits.max_downtime_ms.unwrap_or(goals.max_downtime_ms);
+            goals.max_rounds = limits.max_rounds.unwrap_or(goals.max_rounds);
+            goals.has_default_rounds &= limits.max_rounds.is_none();
             if let Some(ms) = limits.max_total_ms {
-                aims.max_total_ms = Some(ms).filter(|ms| *ms > 0);
+                goals.max_total_ms = Some(ms).filter(|ms| *ms > 0);
             }
         });
-        controls.rate.set_rate(aims.bandwidth_bytes_per_s);
+        controls.rate.set_rate(goals.bandwidth_bytes_per_s);
         Ok(Limits {
-            bandwidth_bytes_per_s: Some(aims.bandwidth_bytes_per_s.unwrap_or(0)),
-            max_downtime_ms: Some(aims.max_downtime_ms),
-            max_rounds: Some(aims.max_rounds),
-            max_total_ms: aims.max_total_ms,
+            bandwidth_bytes_per_s: Some(goals.bandwidth_bytes_per_s.unwrap_or(0)),
+            max_downtime_ms: Some(goals.max_downtime_ms),
+            max_rounds: Some(goals.max_rounds),
+            max_total_ms: goals.max_total_ms,
         })
     }
 
@@ -227,11 +227,11 @@ impl Control for Users {
     }
 
     fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
-        left_images::remove(&self.context, vm, left_images::Which::Left { epoch })
+        left_images::remove(&self.context, vm, left_images::ImageSelection::LeftBehind { epoch })
     }
 
     fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {
-        left_images::remove(&self.context, vm, left_images::Which::Ended)
+        left_images::remove(&self.context, vm, left_images::ImageSelection::Ended)
     }
 }
 
@@ -250,8 +250,10 @@ impl Daemon {
     /// Makes a driver repeat its current request.
     pub(super) fn nudge(&self, id: &MigrationId) {
         match self.mailbox(id) {
-            Some(Mail::Source(mailbox)) => drop(mailbox.put(source::Notice::Event(SourceEvent::Repeat))),
-            Some(Mail::Destination(mailbox)) => {
+            Some(DriverMailbox::Source(mailbox)) => {
+                drop(mailbox.put(source::Notice::Event(SourceEvent::Repeat)))
+            }
+            Some(DriverMailbox::Destination(mailbox)) => {
                 mailbox.put(destination::Notice::Event(DestinationEvent::Repeat));
             }
             None => {}
@@ -259,7 +261,7 @@ impl Daemon {
     }
 
     /// Waits until `enough` holds for a migration's status, or a timeout.
-    pub(super) fn settled(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
+    pub(super) fn wait_until_settled(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {
             let driven = self.drivers().contains_key(id);
@@ -272,7 +274,7 @@ impl Daemon {
 }
 
 /// True if a cancellation has no effect any more, and never will.
-pub(super) fn too_late_to_cancel(record: &MigrationRecord) -> bool {
+pub(super) fn is_too_late_to_cancel(record: &MigrationRecord) -> bool {
     match &record.state {
         State::Source(state) => matches!(
             engine::handover::source::source(&record.terms, state, &SourceEvent::Cancel),

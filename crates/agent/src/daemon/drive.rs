@@ -10,18 +10,18 @@ use engine::handover::source::SourceState;
 use proto::message::{Finding, Proposal};
 use proto::{MigrationId, VmName};
 
-use super::{Daemon, Driven, Mail};
+use super::{Daemon, DriverHandle, DriverMailbox};
 use crate::api::{CheckReport, MigrateRequest, MigrationStatus};
-use crate::api::{Kind, Problem, SoftPages, StopPolicy};
+use crate::api::{Problem, ProblemKind, SoftPages, StopPolicy};
 use crate::journal::{Durability, JournalError, VmRecord};
 use crate::preflight;
 use crate::progress::Publisher;
 use crate::report::{Report, unix_ms_now};
-use crate::source::{self, Aims, Controls};
-use crate::{owners, vms};
+use crate::source::{self, Controls, Goals};
+use crate::{ownership, vms};
 
 /// Longest wait for the end of a migration that is decided.
-const LAST_ENTRIES: Duration = Duration::from_secs(2);
+const LAST_ENTRIES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A VM that can be moved as far as this host knows.
 struct Offer {
@@ -40,9 +40,9 @@ impl Daemon {
         self.has_not_ended(&record)?;
         self.reachable(request)?;
         // During a migration the VM's monitor belongs to that migration.
-        self.not_in_migration(&vm)?;
+        self.check_not_in_migration(&vm)?;
         let mut offer = self.offer(&record, request, true)?;
-        offer.findings.extend(owners::refused(&self.context, &vm));
+        offer.findings.extend(ownership::refused(&self.context, &vm));
         let mut report = CheckReport {
             vm: vm.clone(),
             from: self.context.config.host.clone(),
@@ -63,7 +63,7 @@ impl Daemon {
             }
             Err(error) => {
                 let advice = "see that the agent runs there, that the address is right, and that both use the same [tls]";
-                return Err(Problem::caused_by(Kind::Unavailable, &error, advice));
+                return Err(Problem::caused_by(ProblemKind::Unavailable, &error, advice));
             }
         }
         report.possible = !CheckReport::blocked(&report.source_findings)
@@ -75,20 +75,20 @@ impl Daemon {
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
         let (requested, requested_unix_ms) = (Instant::now(), unix_ms_now());
         self.reachable(request)?;
-        self.let_the_last_one_end(&request.vm)?;
-        let _alone = self.context.names.alone(&request.vm);
+        self.wait_for_last_migration(&request.vm)?;
+        let _exclusive = self.context.names.exclusive(&request.vm);
         let record = self.known(&request.vm)?;
-        self.not_in_migration(&request.vm)?;
+        self.check_not_in_migration(&request.vm)?;
         self.has_not_ended(&record)?;
         let offer = self.offer(&record, request, false)?;
         if CheckReport::blocked(&offer.findings) {
             let error = format!("{} cannot be moved", request.vm);
             let advice = "see the findings; each says what to do";
-            return Err(Problem::new(Kind::Refused, error, advice).with_findings(offer.findings));
+            return Err(Problem::new(ProblemKind::Refused, error, advice).with_findings(offer.findings));
         }
-        let held = owners::held_since(&self.context, &request.vm).map_err(|error| {
-            let found = owners::finding(&error);
-            Problem::new(Kind::Unavailable, found.what.clone(), found.advice.clone())
+        let held = ownership::owned_since(&self.context, &request.vm).map_err(|error| {
+            let found = ownership::finding(&error);
+            Problem::new(ProblemKind::Unavailable, found.what.clone(), found.advice.clone())
                 .with_findings(vec![found])
         })?;
         let journal = &self.context.journal;
@@ -103,19 +103,19 @@ impl Daemon {
             register: held,
             witness: self.context.config.register.clone(),
         };
-        let aims = Aims::new(request, &self.context.config.limits);
+        let goals = Goals::new(request, &self.context.config.limits);
         let proposal = Proposal {
             register_epoch: held,
-            streams: aims.streams,
+            streams: goals.streams,
             delta_seed: Some(RandomState::new().hash_one(&terms.migration)),
-            post_copy: aims.may_post_copy(),
+            post_copy: goals.can_post_copy(),
             ..offer.proposal
         };
         let mut report = Report::begin(
             terms.migration.clone(),
             terms.source.clone(),
             terms.destination.clone(),
-            aims.objective(),
+            goals.objective(),
         );
         report.requested_at(requested_unix_ms);
         report.findings = offer.findings;
@@ -124,14 +124,14 @@ impl Daemon {
         report.ram_blocks.clone_from(&proposal.ram);
         let mut vm = offer.vm;
         report.run_state_before = vm.run_state().unwrap_or_default();
-        let controls = Arc::new(Controls::new(aims, report, requested));
+        let controls = Arc::new(Controls::new(goals, report, requested));
         let id = terms.migration.clone();
-        self.set_out(terms, vm, proposal, controls)?;
+        self.start_source_driver(terms, vm, proposal, controls)?;
         self.status(&id)
     }
 
     /// Journals PREPARED and starts a driver. Everything that the driver needs is reserved before that.
-    pub(super) fn set_out(
+    pub(super) fn start_source_driver(
         self: &Arc<Self>,
         terms: MigrationTerms,
         vm: source::SourceVm,
@@ -141,15 +141,15 @@ impl Daemon {
         let id = terms.migration.clone();
         let details = source::Details::of(&self.context, Some(&vm), false);
         let (mut driver, driven) = self.source_driver(terms, SourceState::Idle, Some(vm), controls);
-        let place = self.place(&id, driven)?;
+        let driver_slot = self.driver_slot(&id, driven)?;
         driver.begin(proposal).map_err(|error| {
-            Problem::caused_by(Kind::Internal, &error, "the VM is untouched; see the agent's log")
+            Problem::caused_by(ProblemKind::Internal, &error, "the VM is untouched; see the agent's log")
         })?;
         if let Err(error) = self.context.journal.set_details(&id, &details, Durability::Synced) {
             driver.give_up(&crate::chain(&error));
             return Err(internal(&error));
         }
-        place.work(move || drop(driver.run()));
+        driver_slot.work(move || drop(driver.run()));
         Ok(())
     }
 
@@ -160,11 +160,12 @@ impl Daemon {
         state: SourceState,
         vm: Option<source::SourceVm>,
         controls: Arc<Controls>,
-    ) -> (source::Driver, Driven) {
+    ) -> (source::Driver, DriverHandle) {
         let inbox = source::Inbox::new();
         let publisher = Publisher::new();
-        let mailbox = Mail::Source(inbox.mailbox());
-        let driven = Driven { mailbox, publisher: publisher.clone(), controls: Some(Arc::clone(&controls)) };
+        let mailbox = DriverMailbox::Source(inbox.mailbox());
+        let driven =
+            DriverHandle { mailbox, publisher: publisher.clone(), controls: Some(Arc::clone(&controls)) };
         let mut vm = vm;
         if let Some(vm) = &mut vm {
             vm.watch(inbox.mailbox());
@@ -180,18 +181,18 @@ impl Daemon {
         let vm = &record.vm;
         record.process(&self.context.boot_id).map(drop).map_err(|_| {
             let error = format!("{vm} has ended: its QEMU (process {}) is gone", record.pid);
-            Problem::new(Kind::Gone, error, format!("start it again, or `whimbrel vm forget {vm}`"))
+            Problem::new(ProblemKind::Gone, error, format!("start it again, or `whimbrel vm forget {vm}`"))
         })
     }
 
     /// Returns the record of a VM on this host. A VM that has just arrived is recorded a moment later.
     pub(super) fn known(&self, vm: &VmName) -> Result<VmRecord, Problem> {
-        self.let_the_last_one_end(vm)?;
+        self.wait_for_last_migration(vm)?;
         let found = self.context.journal.vm(vm).map_err(|error| internal(&error))?;
         found.ok_or_else(|| {
             let error = format!("no VM {vm} here");
             Problem::new(
-                Kind::NotFound,
+                ProblemKind::NotFound,
                 error,
                 "`whimbrel vm list` shows those that are; `whimbrel vm adopt` takes one",
             )
@@ -202,57 +203,61 @@ impl Daemon {
         let to = &request.to;
         if *to == self.context.config.host {
             let error = format!("{} is on {to} already", request.vm);
-            return Err(Problem::new(Kind::BadRequest, error, "name another host with --to"));
+            return Err(Problem::new(ProblemKind::BadRequest, error, "name another host with --to"));
         }
         if self.context.config.peer(to).is_none() {
             let error = format!("no host {to} in the configuration");
-            return Err(Problem::new(Kind::NotFound, error, format!("add [hosts.{to}] with its address")));
+            return Err(Problem::new(
+                ProblemKind::NotFound,
+                error,
+                format!("add [hosts.{to}] with its address"),
+            ));
         }
         if self.context.config.register.as_ref() == Some(to) {
             let error = format!("{to} keeps the register of owners");
             return Err(Problem::new(
-                Kind::BadRequest,
+                ProblemKind::BadRequest,
                 error,
                 "the witness is neither of the two hosts; move to another",
             ));
         }
-        let aims = Aims::new(request, &self.context.config.limits);
+        let goals = Goals::new(request, &self.context.config.limits);
         if request.max_total_ms.is_some() {
-            keeps_time(&aims)?;
+            check_time_limit(&goals)?;
         }
-        if request.hybrid_passes.is_some() && aims.policy != StopPolicy::Hybrid {
+        if request.hybrid_passes.is_some() && goals.policy != StopPolicy::Hybrid {
             let error = "only with --policy hybrid a number of passes means anything";
             let advice = "leave out --hybrid-passes, or choose --policy hybrid";
-            return Err(Problem::new(Kind::BadRequest, error, advice));
+            return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
-        if aims.hybrid_passes == 0 {
+        if goals.hybrid_passes == 0 {
             let error =
                 "0 passes are not possible: all of memory goes once before the rest comes after the VM";
-            return Err(Problem::new(Kind::BadRequest, error, "choose --hybrid-passes 1 or more"));
+            return Err(Problem::new(ProblemKind::BadRequest, error, "choose --hybrid-passes 1 or more"));
         }
-        if aims.policy == StopPolicy::Hybrid && aims.hybrid_passes > aims.max_rounds {
-            let (passes, most) = (aims.hybrid_passes, aims.max_rounds);
+        if goals.policy == StopPolicy::Hybrid && goals.hybrid_passes > goals.max_rounds {
+            let (passes, most) = (goals.hybrid_passes, goals.max_rounds);
             let error = format!("{passes} passes are more than the {most} rounds that there may be");
             let advice = "choose fewer --hybrid-passes, or more --max-rounds";
-            return Err(Problem::new(Kind::BadRequest, error, advice));
+            return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
-        if aims.policy == StopPolicy::Sla
+        if goals.policy == StopPolicy::Sla
             && matches!(request.soft_pages, Some(SoftPages::Cold | SoftPages::All))
         {
             let error =
                 "with --policy sla no page cache is given back: how long that takes cannot be foreseen";
-            return Err(Problem::new(Kind::BadRequest, error, "choose --soft-pages free or none"));
+            return Err(Problem::new(ProblemKind::BadRequest, error, "choose --soft-pages free or none"));
         }
-        if request.verify && aims.needs_post_copy() {
+        if request.verify && goals.needs_post_copy() {
             let error = "what comes when the VM runs at the other host cannot be compared";
             let advice = "leave out --verify, or choose another --policy and --on-limit";
-            return Err(Problem::new(Kind::BadRequest, error, advice));
+            return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
         let streams = request.streams.unwrap_or(self.context.config.limits.streams);
         if !(1..=proto::limits::STREAMS).contains(&streams) {
             let error = format!("{streams} streams are not possible");
             return Err(Problem::new(
-                Kind::BadRequest,
+                ProblemKind::BadRequest,
                 error,
                 format!("1 to {} are", proto::limits::STREAMS),
             ));
@@ -262,8 +267,8 @@ impl Daemon {
 
     /// Waits for the end of a migration that is decided. A user who knows that a VM has moved may move it on at once, a
     /// moment before the last journal entries of the destination.
-    pub(super) fn let_the_last_one_end(&self, vm: &VmName) -> Result<(), Problem> {
-        let deadline = Instant::now() + LAST_ENTRIES;
+    pub(super) fn wait_for_last_migration(&self, vm: &VmName) -> Result<(), Problem> {
+        let deadline = Instant::now() + LAST_ENTRIES_TIMEOUT;
         loop {
             let driven = self.drivers().keys().any(|id| id.vm == *vm);
             let open = self.context.journal.open_migrations().map_err(|error| internal(&error))?;
@@ -275,25 +280,25 @@ impl Daemon {
         }
     }
 
-    pub(super) fn not_in_migration(&self, vm: &VmName) -> Result<(), Problem> {
+    pub(super) fn check_not_in_migration(&self, vm: &VmName) -> Result<(), Problem> {
         let open = self.context.journal.open_migrations().map_err(|error| internal(&error))?;
         let driven = self.drivers().keys().find(|id| id.vm == *vm).cloned();
         let open = open.into_iter().map(|record| record.terms.migration).find(|id| id.vm == *vm).or(driven);
         open.map_or(Ok(()), |id| {
             let error = format!("{vm} is in a migration already, {id}");
             let advice = format!("wait for it, `whimbrel cancel {vm}`, or `whimbrel recover {vm}`");
-            Err(Problem::new(Kind::Conflict, error, advice))
+            Err(Problem::new(ProblemKind::Conflict, error, advice))
         })
     }
 
     fn offer(&self, record: &VmRecord, request: &MigrateRequest, check_only: bool) -> Result<Offer, Problem> {
         let context = &self.context;
         let mut vm = source::SourceVm::attach(context, record)
-            .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, vms::advice(&record.vm)))?;
+            .map_err(|error| Problem::caused_by(ProblemKind::Unavailable, &error, vms::advice(&record.vm)))?;
         let allowed: Vec<_> =
             context.config.qemu.allow_options.iter().chain(&request.allow_options).cloned().collect();
         let surveyed = preflight::source(&mut vm, &allowed)
-            .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, vms::advice(&record.vm)))?;
+            .map_err(|error| Problem::caused_by(ProblemKind::Unavailable, &error, vms::advice(&record.vm)))?;
         let mut disks = preflight::proposed_disks(&surveyed.disks, request)?;
         preflight::measure(&surveyed.disks, &mut disks, &context.config.run_dir);
         let proposal = Proposal {
@@ -322,14 +327,14 @@ impl Daemon {
 }
 
 pub(super) fn internal(error: &JournalError) -> Problem {
-    Problem::caused_by(Kind::Internal, error, "see the agent's log")
+    Problem::caused_by(ProblemKind::Internal, error, "see the agent's log")
 }
 
 /// Refuses a limit on the total time for policies that do not keep it.
-pub(super) fn keeps_time(aims: &Aims) -> Result<(), Problem> {
-    if aims.policy == StopPolicy::Sla {
+pub(super) fn check_time_limit(goals: &Goals) -> Result<(), Problem> {
+    if goals.policy == StopPolicy::Sla {
         return Ok(());
     }
-    let error = format!("the policy `{}` keeps no limit of time", aims.policy.name());
-    Err(Problem::new(Kind::BadRequest, error, "choose --policy sla, or leave out --max-total"))
+    let error = format!("the policy `{}` keeps no limit of time", goals.policy.name());
+    Err(Problem::new(ProblemKind::BadRequest, error, "choose --policy sla, or leave out --max-total"))
 }

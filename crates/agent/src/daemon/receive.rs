@@ -13,9 +13,9 @@ use qemu::qmp::Qmp;
 use qemu::ram::RamBlock;
 use tracing::{info, warn};
 
-use super::{Daemon, Driven, Mail};
-use crate::destination::{self, Arriving};
-use crate::disks::{Images, KnownFile};
+use super::{Daemon, DriverHandle, DriverMailbox};
+use crate::destination::{self, ArrivingVm};
+use crate::disks::{CopiedImages, KnownFile};
 use crate::journal::Durability;
 use crate::preflight;
 use crate::progress::Publisher;
@@ -50,18 +50,18 @@ impl Daemon {
     }
 
     /// Starts the QEMU that a VM would get, and ends it.
-    fn try_out(&self, considered: preflight::Considered) -> Message {
+    fn try_out(&self, considered: preflight::AcceptableProposal) -> Message {
         let context = &self.context;
         let (seen, ram_kind) = (considered.findings.clone(), considered.ram_kind.clone());
         let qemu_version = Some(considered.qemu_version.clone());
-        let copied = considered.copied.iter().map(preflight::Planned::told).collect();
+        let copied = considered.copied.iter().map(preflight::PlannedDisk::copied_disk).collect();
         let post_copy = considered.proposal.post_copy;
-        let alone = context.starts.write().unwrap_or_else(PoisonError::into_inner);
+        let exclusive = context.starts.write().unwrap_or_else(PoisonError::into_inner);
         let began = Instant::now();
         let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
         let tried = preflight::Trial::prepare(context, considered).and_then(|trial| trial.run(patience));
-        drop(alone);
-        let findings = match preflight::started_or_why_not(tried) {
+        drop(exclusive);
+        let findings = match preflight::started_or_findings(tried) {
             Ok(findings) => findings,
             Err(found) => {
                 let others = seen.into_iter().filter(|seen| !found.contains(seen)).collect::<Vec<_>>();
@@ -90,16 +90,16 @@ impl Daemon {
         from: &proto::HostId,
         id: &MigrationId,
         proposal: Proposal,
-    ) -> Result<preflight::Considered, Vec<Finding>> {
+    ) -> Result<preflight::AcceptableProposal, Vec<Finding>> {
         proposal.validate().map_err(|error| {
             blocker("proposal", crate::chain(&error), "use the same version of whimbrel on both hosts")
         })?;
-        self.nobody_has(id, proposal.check_only)?;
+        self.check_name_is_free(id, proposal.check_only)?;
         preflight::destination(&self.context, from, id, proposal)
     }
 
     /// Checks that the VM's name is free here.
-    fn nobody_has(&self, id: &MigrationId, check_only: bool) -> Result<(), Vec<Finding>> {
+    fn check_name_is_free(&self, id: &MigrationId, check_only: bool) -> Result<(), Vec<Finding>> {
         match self.context.journal.vm(&id.vm) {
             Ok(Some(_)) => {
                 let what = format!("this host has a VM named {} already", id.vm);
@@ -110,7 +110,7 @@ impl Daemon {
                 return Err(blocker("journal", crate::chain(&error), "mend the journal on the destination"));
             }
         }
-        if !check_only && let Err(problem) = self.not_in_migration(&id.vm) {
+        if !check_only && let Err(problem) = self.check_not_in_migration(&id.vm) {
             return Err(blocker("in-migration", problem.error, &problem.advice));
         }
         Ok(())
@@ -124,15 +124,15 @@ impl Daemon {
         self: &Arc<Self>,
         mut connection: Connection,
         id: &MigrationId,
-        considered: preflight::Considered,
+        considered: preflight::AcceptableProposal,
     ) {
-        let preflight::Considered {
+        let preflight::AcceptableProposal {
             terms,
             proposal,
             launch,
-            mut traces,
+            mut artifacts,
             compared,
-            promised,
+            reserved,
             ram_kind,
             copied,
             ..
@@ -141,26 +141,26 @@ impl Daemon {
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
         // Pre-flight takes time; the name may be in use by now.
-        let alone = self.context.names.alone(&id.vm);
-        let free = self.nobody_has(id, false);
-        let place = free.and_then(|()| {
-            let place = self.place(id, driven);
-            place.map_err(|problem| blocker("in-migration", problem.error, &problem.advice))
+        let exclusive = self.context.names.exclusive(&id.vm);
+        let free = self.check_name_is_free(id, false);
+        let driver_slot = free.and_then(|()| {
+            let driver_slot = self.driver_slot(id, driven);
+            driver_slot.map_err(|problem| blocker("in-migration", problem.error, &problem.advice))
         });
-        let place = match place {
-            Ok(place) => place,
+        let driver_slot = match driver_slot {
+            Ok(driver_slot) => driver_slot,
             Err(findings) => {
                 warn!(migration = %id, ?findings, "nobody receives it");
                 drop(connection.send(&Message::Reject { findings, largest_epoch: None }));
                 return;
             }
         };
-        if let Err(error) = driver.meet(connection) {
+        if let Err(error) = driver.attach_control_stream(connection) {
             warn!(migration = %id, %error, "no thread for the control stream");
             return;
         }
         let prepared = driver.prepare();
-        drop(alone);
+        drop(exclusive);
         let context = Arc::clone(&self.context);
         let migration = id.clone();
         let templates = self.template_count();
@@ -176,31 +176,31 @@ impl Daemon {
                 return;
             }
             let began = Instant::now();
-            let left = traces.clone();
-            let told = copied.iter().map(preflight::Planned::told).collect();
+            let left = artifacts.clone();
+            let copied_disk = copied.iter().map(preflight::PlannedDisk::copied_disk).collect();
             // Held until the VM has arrived or failed to arrive.
-            let promised = promised;
-            let started = traces.make_directory().and_then(|()| {
-                traces.keep(&context, &migration, Durability::Synced)?;
+            let reserved = reserved;
+            let started = artifacts.make_directory().and_then(|()| {
+                artifacts.keep(&context, &migration, Durability::Synced)?;
                 let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
                 let stall = Duration::from_millis(context.config.timeouts.stall_ms);
-                let images = Images::make(copied, &traces.directory, streams, stall)?;
-                traces.made = images.made();
-                let copied_files = traces
+                let images = CopiedImages::make(copied, &artifacts.directory, streams, stall)?;
+                artifacts.made = images.made();
+                let copied_files = artifacts
                     .made
                     .iter()
                     .filter_map(|made| KnownFile::at(&made.path).map(KnownFile::at_full_length));
                 let files = compared.shared_files().into_iter().chain(copied_files).collect();
                 let look =
-                    |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);
+                    |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.check_started(qmp, blocks, pid);
                 // A trial may use the port that this VM needs.
                 let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
-                let (mut vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
+                let (mut vm, findings) = ArrivingVm::start(artifacts, &launch, &proposed, patience, look)?;
                 drop(no_trial);
                 vm.files = files;
-                vm.traces.keep(&context, &migration, Durability::Synced)?;
-                if let Some(promised) = &promised {
-                    promised.taken_by(vm.process.pid());
+                vm.artifacts.keep(&context, &migration, Durability::Synced)?;
+                if let Some(reserved) = &reserved {
+                    reserved.set_pid(vm.process.pid());
                 }
                 Ok((vm, images, findings))
             });
@@ -212,7 +212,7 @@ impl Daemon {
                 // Images that stay are tried again when this migration ends, a moment from now.
                 drop(left.remove_images());
             }
-            match preflight::started_or_why_not(started) {
+            match preflight::started_or_findings(started) {
                 Ok((qemu_version, mut findings, no_post_copy)) => {
                     let post_copy = driver.proposal().post_copy && no_post_copy.is_none();
                     findings.extend(no_post_copy);
@@ -221,7 +221,7 @@ impl Daemon {
                         qemu_start_us: began.elapsed().as_micros() as u64,
                         ram_kind,
                         qemu_version,
-                        copied: told,
+                        copied: copied_disk,
                         references: true,
                         templates,
                         codecs: codecs(),
@@ -234,7 +234,7 @@ impl Daemon {
                 Err(findings) => driver.reject(findings, None),
             }
         };
-        place.work(work);
+        driver_slot.work(work);
     }
 
     /// Creates a driver for a destination, and the handle to reach it.
@@ -243,11 +243,11 @@ impl Daemon {
         terms: MigrationTerms,
         state: DestinationState,
         proposal: Proposal,
-    ) -> (destination::Driver, Driven) {
+    ) -> (destination::Driver, DriverHandle) {
         let inbox = destination::Inbox::new();
         let publisher = Publisher::new();
-        let mailbox = Mail::Destination(inbox.mailbox());
-        let driven = Driven { mailbox, publisher: publisher.clone(), controls: None };
+        let mailbox = DriverMailbox::Destination(inbox.mailbox());
+        let driven = DriverHandle { mailbox, publisher: publisher.clone(), controls: None };
         let context = Arc::clone(&self.context);
         let driver = destination::Driver::new(context, terms, state, proposal, None, inbox, publisher);
         (driver, driven)

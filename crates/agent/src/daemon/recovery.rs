@@ -15,28 +15,28 @@ use tracing::{error, info, warn};
 use super::Daemon;
 use crate::api::Problem;
 use crate::context::Context;
-use crate::destination::{ArriveError, Arriving, DestinationDetails, Traces};
+use crate::destination::{ArrivalArtifacts, ArrivalError, ArrivingVm, DestinationDetails};
 use crate::journal::{JournalError, MigrationRecord, State};
-use crate::owners;
+use crate::ownership;
 use crate::report::{Objective, Report};
-use crate::source::{Aims, Controls, Details, SourceVm, VmError};
+use crate::source::{Controls, Details, Goals, SourceVm, VmError};
 
 impl Daemon {
     /// Starts drivers for all open migrations. An agent that cannot read the list must not start: it would treat VMs
     /// that are between two hosts as its own.
-    pub(super) fn take_up(self: &Arc<Self>) -> Result<(), JournalError> {
+    pub(super) fn resume_migrations(self: &Arc<Self>) -> Result<(), JournalError> {
         for record in self.context.journal.open_migrations()? {
             let id = record.id().clone();
             info!(migration = %id, role = %record.role(), state = record.state.name(), "taken up");
-            if let Some(what) = owners::other_witness(&self.context, &record.terms) {
+            if let Some(what) = ownership::witness_mismatch(&self.context, &record.terms) {
                 error!(migration = %id, what, "another register");
                 if let Err(error) = self.context.journal.set_message(&id, &what) {
                     warn!(migration = %id, error = crate::chain(&error), "that is not in the journal");
                 }
             }
             let taken = match record.state.clone() {
-                State::Source(state) => self.take_up_source(&record, state),
-                State::Destination(state) => self.take_up_destination(&record, state),
+                State::Source(state) => self.resume_source(&record, state),
+                State::Destination(state) => self.resume_destination(&record, state),
             };
             if let Err(problem) = taken {
                 error!(migration = %id, error = problem.error, "nobody is at work on it");
@@ -45,19 +45,19 @@ impl Daemon {
         Ok(())
     }
 
-    fn take_up_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
+    fn resume_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
         let details: Option<Details> = serde_json::from_value(record.details.clone()).ok();
         let controls = Arc::new(self.controls_of(record));
         let (mut driver, driven) = self.source_driver(record.terms.clone(), state, None, controls);
         driver.proposed(self.context.journal.proposal(record.id()).ok().flatten());
         let (context, id) = (Arc::clone(&self.context), record.id().clone());
-        self.place(record.id(), driven)?.work(move || {
+        self.driver_slot(record.id(), driven)?.work(move || {
             // A QEMU that cannot be queried is not gone; to treat it as gone could run the guest twice.
-            let vm = until_known(&context, &id, || look_at_source(&context, &id, details.as_ref()));
+            let vm = retry_until_known(&context, &id, || find_source_qemu(&context, &id, details.as_ref()));
             let found = if let Some(vm) = vm {
                 driver.found_with(vm, details.as_ref())
             } else {
-                let found = left_of_source(details.as_ref(), &context.boot_id);
+                let found = recovered_source_state(details.as_ref(), &context.boot_id);
                 driver.found_gone(found, details.as_ref())
             };
             driver.run_on(found);
@@ -65,7 +65,7 @@ impl Daemon {
         Ok(())
     }
 
-    fn take_up_destination(
+    fn resume_destination(
         self: &Arc<Self>,
         record: &MigrationRecord,
         state: DestinationState,
@@ -73,8 +73,10 @@ impl Daemon {
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let details: Option<DestinationDetails> = serde_json::from_value(record.details.clone()).ok();
         let rebooted = details.as_ref().is_some_and(|details| details.boot_id != self.context.boot_id);
-        let traces =
-            details.map_or_else(|| Traces::plan(&self.context.config, record.id()), |details| details.traces);
+        let artifacts = details.map_or_else(
+            || ArrivalArtifacts::plan(&self.context.config, record.id()),
+            |details| details.artifacts,
+        );
         let proposal =
             self.context.journal.proposal(record.id()).ok().flatten().unwrap_or_else(|| Proposal {
                 reply_to: String::new(),
@@ -93,17 +95,18 @@ impl Daemon {
             });
         let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
         let (context, id) = (Arc::clone(&self.context), record.id().clone());
-        self.place(record.id(), driven)?.work(move || {
+        self.driver_slot(record.id(), driven)?.work(move || {
             // A QEMU that lives and does not answer is not gone; to treat it as gone could run the guest twice.
-            let vm = until_known(&context, &id, || match Arriving::find(traces.clone(), patience) {
-                _ if rebooted => Ok(None),
-                Ok(vm) => Ok(Some(vm)),
-                Err(
-                    ArriveError::Gone
-                    | ArriveError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }),
-                ) => Ok(None),
-                Err(error) => Err(error),
-            });
+            let vm =
+                retry_until_known(&context, &id, || match ArrivingVm::find(artifacts.clone(), patience) {
+                    _ if rebooted => Ok(None),
+                    Ok(vm) => Ok(Some(vm)),
+                    Err(
+                        ArrivalError::Gone
+                        | ArrivalError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }),
+                    ) => Ok(None),
+                    Err(error) => Err(error),
+                });
             let found = match vm {
                 Some(vm) => driver.found(vm),
                 None if rebooted => QemuAtStart::Rebooted,
@@ -123,13 +126,13 @@ impl Daemon {
             Some(report) => report.objective.bandwidth_bytes_per_s,
             None => (limits.bandwidth_bytes_per_s > 0).then_some(limits.bandwidth_bytes_per_s),
         };
-        let aims = Aims {
+        let goals = Goals {
             policy: limits.policy,
             sampling: limits.sampling(),
             max_downtime_ms: limits.max_downtime_ms,
             max_total_ms: None,
             max_rounds: limits.max_rounds,
-            has_usual_rounds: true,
+            has_default_rounds: true,
             hybrid_passes: limits.hybrid_passes,
             on_limit: limits.on_limit,
             streams: limits.streams,
@@ -146,20 +149,20 @@ impl Daemon {
         };
         let report = report.unwrap_or_else(|| {
             let terms = &record.terms;
-            let objective: Objective = aims.objective();
+            let objective: Objective = goals.objective();
             Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)
         });
         // Times in the report count from the request, whichever agent received it.
         let since =
             Duration::from_millis(crate::report::unix_ms_now().saturating_sub(report.started_unix_ms));
         let now = Instant::now();
-        Controls::new(aims, report, now.checked_sub(since).unwrap_or(now))
+        Controls::new(goals, report, now.checked_sub(since).unwrap_or(now))
     }
 }
 
 /// Repeats `look` until it is known whether a QEMU exists. Runs on the driver's own thread, so that it delays no other
 /// migration.
-fn until_known<T, E: std::error::Error>(
+fn retry_until_known<T, E: std::error::Error>(
     context: &Context,
     id: &MigrationId,
     look: impl Fn() -> Result<Option<T>, E>,
@@ -181,11 +184,11 @@ fn until_known<T, E: std::error::Error>(
 }
 
 /// Returns the source's QEMU, or none if it is known to be gone.
-fn look_at_source(
+fn find_source_qemu(
     context: &Context,
     id: &MigrationId,
     details: Option<&Details>,
-) -> Result<Option<SourceVm>, LookError> {
+) -> Result<Option<SourceVm>, SourceQemuError> {
     let kept = match details.and_then(|details| details.vm(&id.vm)) {
         Some(kept) => Some(kept),
         None => context.journal.vm(&id.vm)?,
@@ -208,7 +211,7 @@ fn look_at_source(
 
 /// Reason for which it is not known whether a source's QEMU exists.
 #[derive(Debug, thiserror::Error)]
-enum LookError {
+enum SourceQemuError {
     /// The journal could not be read.
     #[error(transparent)]
     Journal(#[from] JournalError),
@@ -219,7 +222,7 @@ enum LookError {
 
 /// Returns the state of a source whose QEMU is gone. Entries that may be missing after a reboot matter only if the
 /// destination had accepted, which is synced before anything is sent.
-fn left_of_source(details: Option<&Details>, boot_id: &str) -> QemuAtStart {
+fn recovered_source_state(details: Option<&Details>, boot_id: &str) -> QemuAtStart {
     if details.is_some_and(|details| details.accepted && details.boot_id != boot_id) {
         QemuAtStart::Rebooted
     } else {
@@ -232,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_that_was_never_accepted_has_nobody_to_ask_after_a_reboot() {
+    fn an_unaccepted_source_asks_no_peer_after_a_reboot() {
         let details = |accepted| Details {
             boot_id: "last".to_owned(),
             accepted,
@@ -240,9 +243,9 @@ mod tests {
             process: None,
             vm_ended: false,
         };
-        assert_eq!(left_of_source(None, "this"), QemuAtStart::Gone);
-        assert_eq!(left_of_source(Some(&details(false)), "this"), QemuAtStart::Gone);
-        assert_eq!(left_of_source(Some(&details(true)), "this"), QemuAtStart::Rebooted);
-        assert_eq!(left_of_source(Some(&details(true)), "last"), QemuAtStart::Gone);
+        assert_eq!(recovered_source_state(None, "this"), QemuAtStart::Gone);
+        assert_eq!(recovered_source_state(Some(&details(false)), "this"), QemuAtStart::Gone);
+        assert_eq!(recovered_source_state(Some(&details(true)), "this"), QemuAtStart::Rebooted);
+        assert_eq!(recovered_source_state(Some(&details(true)), "last"), QemuAtStart::Gone);
     }
 }

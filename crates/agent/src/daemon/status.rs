@@ -4,8 +4,8 @@ use proto::MigrationId;
 
 use super::Daemon;
 use super::drive::internal;
-use crate::api::{Kind, Problem};
 use crate::api::{MigrationStatus, Role};
+use crate::api::{Problem, ProblemKind};
 use crate::journal::{MigrationRecord, State};
 use crate::progress::Standing;
 use crate::report::rfc3339;
@@ -15,7 +15,7 @@ impl Daemon {
     pub(super) fn record(&self, id: &MigrationId) -> Result<MigrationRecord, Problem> {
         self.context.journal.migration(id).map_err(|error| internal(&error))?.ok_or_else(|| {
             Problem::new(
-                Kind::NotFound,
+                ProblemKind::NotFound,
                 format!("no migration {id} here"),
                 "`whimbrel migrations` lists those that are known here",
             )

@@ -9,13 +9,13 @@ use proto::message::{Message, Verdict};
 use proto::{Epoch, Generation, Incarnation, Purpose};
 
 use super::*;
-use crate::api::{Control as _, Kind};
-use crate::destination::{DestinationDetails, Traces};
+use crate::api::{Control as _, ProblemKind};
+use crate::destination::{ArrivalArtifacts, DestinationDetails};
 use crate::journal::{Durability, State};
 use crate::report::Report;
-use crate::source::{Aims, Controls};
+use crate::source::{Controls, Goals};
 use crate::testing::{
-    Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, waits_or_has_ended,
+    Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, wait_until_blocked,
 };
 
 fn daemon(world: &World) -> Arc<Daemon> {
@@ -40,14 +40,14 @@ fn incarnation() -> Incarnation {
 
 fn controls(daemon: &Daemon) -> Arc<Controls> {
     let request = serde_json::from_value(serde_json::json!({ "vm": "web", "to": "b" })).unwrap();
-    let aims = Aims::new(&request, &daemon.context.config.limits);
-    let report = Report::begin(id(1), host("a"), host("b"), aims.objective());
-    Arc::new(Controls::new(aims, report, Instant::now()))
+    let goals = Goals::new(&request, &daemon.context.config.limits);
+    let report = Report::begin(id(1), host("a"), host("b"), goals.objective());
+    Arc::new(Controls::new(goals, report, Instant::now()))
 }
 
-fn driven() -> Driven {
-    let mailbox = Mail::Source(source::Inbox::new().mailbox());
-    Driven { mailbox, publisher: Publisher::new(), controls: None }
+fn driven() -> DriverHandle {
+    let mailbox = DriverMailbox::Source(source::Inbox::new().mailbox());
+    DriverHandle { mailbox, publisher: Publisher::new(), controls: None }
 }
 
 #[test]
@@ -63,12 +63,12 @@ fn only_a_migrations_two_hosts_have_a_say_in_it() {
         assert!(reason.contains("c has no part in migration web#1"), "{reason}");
     }
     let mut source = Other::connect("b", address, questions()).unwrap();
-    source.say(&Message::Inquire { epoch: Epoch(1) });
-    assert!(matches!(source.hear(), Message::Refused { epoch: Epoch(1), .. }));
+    source.send_message(&Message::Inquire { epoch: Epoch(1) });
+    assert!(matches!(source.receive_message(), Message::Refused { epoch: Epoch(1), .. }));
 }
 
 #[test]
-fn a_destination_brings_no_vm_back_on_the_migration_by_which_it_left() {
+fn a_destination_cannot_return_a_vm_in_the_same_migration() {
     let world = World::new();
     let daemon = daemon(&world);
     let (_serving, address) = serve(&daemon);
@@ -76,24 +76,24 @@ fn a_destination_brings_no_vm_back_on_the_migration_by_which_it_left() {
     let control = Purpose::Control { migration: id(1), generation: Generation(1) };
     assert!(Other::connect("b", address, control).is_err());
     let mut destination = Other::connect("b", address, questions()).unwrap();
-    destination.say(&Message::Ask { epoch: Epoch(1) });
+    destination.send_message(&Message::Ask { epoch: Epoch(1) });
     let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Aborted };
-    assert_eq!(destination.hear(), verdict);
+    assert_eq!(destination.receive_message(), verdict);
 }
 
 #[test]
-fn a_journal_that_does_not_know_a_migration_decides_nothing_about_it() {
+fn nothing_is_decided_about_an_unknown_migration() {
     let world = World::new();
     let daemon = daemon(&world);
     let (_serving, address) = serve(&daemon);
     let mut peer = Other::connect("b", address, questions()).unwrap();
-    peer.say(&Message::Inquire { epoch: Epoch(1) });
-    peer.say(&Message::Go { epoch: Epoch(1), incarnation: incarnation(), run: true });
-    peer.say(&Message::Ping);
-    assert_eq!(peer.hear(), Message::Pong, "neither REFUSED nor anything else");
-    peer.say(&Message::Ask { epoch: Epoch(1) });
+    peer.send_message(&Message::Inquire { epoch: Epoch(1) });
+    peer.send_message(&Message::Go { epoch: Epoch(1), incarnation: incarnation(), run: true });
+    peer.send_message(&Message::Ping);
+    assert_eq!(peer.receive_message(), Message::Pong, "neither REFUSED nor anything else");
+    peer.send_message(&Message::Ask { epoch: Epoch(1) });
     let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Undecided };
-    assert_eq!(peer.hear(), verdict);
+    assert_eq!(peer.receive_message(), verdict);
 }
 
 #[test]
@@ -102,22 +102,22 @@ fn who_asks_what_is_no_question_is_hung_up_on() {
     let daemon = daemon(&world);
     let (_serving, address) = serve(&daemon);
     let mut peer = Other::connect("b", address, questions()).unwrap();
-    peer.say(&Message::Resumed);
-    assert_eq!(peer.hung_up(), []);
+    peer.send_message(&Message::Resumed);
+    assert_eq!(peer.receive_until_closed(), []);
 }
 
 #[test]
 fn a_driver_is_not_put_out_of_reach_by_another() {
     let world = World::new();
     let daemon = daemon(&world);
-    let place = daemon.place(&id(1), driven()).unwrap();
-    let problem = daemon.place(&id(1), driven()).map(drop).unwrap_err();
-    assert_eq!(problem.kind, Kind::Conflict);
+    let driver_slot = daemon.driver_slot(&id(1), driven()).unwrap();
+    let problem = daemon.driver_slot(&id(1), driven()).map(drop).unwrap_err();
+    assert_eq!(problem.kind, ProblemKind::Conflict);
     assert!(daemon.mailbox(&id(1)).is_some(), "the first one is still there");
-    drop(place);
+    drop(driver_slot);
     assert!(daemon.mailbox(&id(1)).is_none());
-    let place = daemon.place(&id(1), driven()).unwrap();
-    place.work(|| {});
+    let driver_slot = daemon.driver_slot(&id(1), driven()).unwrap();
+    driver_slot.work(|| {});
     eventually("a place is given back when the work is done", || daemon.mailbox(&id(1)).is_none());
 }
 
@@ -128,19 +128,19 @@ fn a_vm_that_has_just_come_can_be_moved_on() {
     let daemon = daemon(&world);
     let state = DestinationState::Refused;
     world.journalled(&terms("b", "a"), State::Destination(state));
-    let place = daemon.place(&id(1), driven()).unwrap();
+    let driver_slot = daemon.driver_slot(&id(1), driven()).unwrap();
     let (begun, begins) = std::sync::mpsc::channel();
     let moved_on = std::thread::spawn({
         let daemon = Arc::clone(&daemon);
         move || {
             begun.send(rustix::thread::gettid()).unwrap();
-            daemon.let_the_last_one_end(&crate::testing::vm()).unwrap();
-            daemon.not_in_migration(&crate::testing::vm())
+            daemon.wait_for_last_migration(&crate::testing::vm()).unwrap();
+            daemon.check_not_in_migration(&crate::testing::vm())
         }
     });
-    waits_or_has_ended(begins.recv().unwrap());
+    wait_until_blocked(begins.recv().unwrap());
     world.context.journal.close(&id(1)).unwrap();
-    drop(place);
+    drop(driver_slot);
     moved_on.join().unwrap().unwrap();
 }
 
@@ -150,25 +150,26 @@ fn nothing_is_journalled_that_no_driver_could_end() {
     let daemon = daemon(&world);
     let qemu = Qemu::start(world.folder.path());
     let vm = || source::SourceVm::find(&world.context, &qemu.record()).unwrap();
-    let place = daemon.place(&id(1), driven()).unwrap();
-    let set_out = || daemon.set_out(terms("a", "b"), vm(), proposal(), controls(&daemon));
-    set_out().unwrap_err();
+    let driver_slot = daemon.driver_slot(&id(1), driven()).unwrap();
+    let start_source_driver =
+        || daemon.start_source_driver(terms("a", "b"), vm(), proposal(), controls(&daemon));
+    start_source_driver().unwrap_err();
     assert_eq!(world.context.journal.migration(&id(1)).unwrap(), None);
-    drop(place);
+    drop(driver_slot);
     // With a driver it begins: the destination receives the proposal.
-    set_out().unwrap();
-    assert!(matches!(world.accept().hear(), Message::Propose(_)));
+    start_source_driver().unwrap();
+    assert!(matches!(world.accept().receive_message(), Message::Propose(_)));
     world.reaches("aborted");
 }
 
 /// Leaves a destination in READY with its QEMU, as a previous agent would.
 fn left_ready(world: &World) -> (Qemu, DestinationState) {
-    let mut traces = Traces::plan(&world.context.config, &id(1));
-    let qemu = Qemu::start(&traces.directory);
-    traces.process = Some(qemu.process());
+    let mut artifacts = ArrivalArtifacts::plan(&world.context.config, &id(1));
+    let qemu = Qemu::start(&artifacts.directory);
+    artifacts.process = Some(qemu.process());
     let ready = DestinationState::Ready { incarnation: qemu.incarnation(), run: true };
     world.journalled(&terms("b", "a"), State::Destination(ready.clone()));
-    let details = DestinationDetails { boot_id: "this boot".to_owned(), traces };
+    let details = DestinationDetails { boot_id: "this boot".to_owned(), artifacts };
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
     (qemu, ready)
 }
@@ -185,7 +186,7 @@ fn one_silent_qemu_keeps_no_agent_from_its_work() {
     let new = crate::journal::NewMigration { terms: &other_terms, state, proposal: &proposal() };
     world.context.journal.begin(&new).unwrap();
     qemu.monitor().mute = true;
-    daemon.take_up().unwrap();
+    daemon.resume_migrations().unwrap();
     eventually("it is tried again", || qemu.monitor().connections >= 2);
     assert!(daemon.mailbox(&id(1)).is_some());
     assert_eq!(world.state(), State::Destination(ready.clone()));
@@ -194,14 +195,14 @@ fn one_silent_qemu_keeps_no_agent_from_its_work() {
     eventually("the other migration ends", ended);
     let (_serving, address) = serve(&daemon);
     let mut peer = Other::connect("b", address, Purpose::Handover { migration: other }).unwrap();
-    peer.say(&Message::Ask { epoch: Epoch(4) });
+    peer.send_message(&Message::Ask { epoch: Epoch(4) });
     let verdict = Message::Verdict { epoch: Epoch(4), verdict: Verdict::Aborted };
-    assert_eq!(peer.hear_until(|message| matches!(message, Message::Verdict { .. })), verdict);
+    assert_eq!(peer.receive_until(|message| matches!(message, Message::Verdict { .. })), verdict);
     // This one proceeds, too, when its QEMU answers again.
     qemu.monitor().mute = false;
     let mut peer = Other::connect("b", address, questions()).unwrap();
-    peer.say(&Message::Inquire { epoch: Epoch(1) });
-    peer.hear_until(|message| matches!(message, Message::Ready { .. }));
+    peer.send_message(&Message::Inquire { epoch: Epoch(1) });
+    peer.receive_until(|message| matches!(message, Message::Ready { .. }));
     assert_eq!(world.state(), State::Destination(ready));
 }
 
@@ -211,19 +212,19 @@ fn a_vm_that_begins_to_move_is_not_forgotten() {
     let daemon = daemon(&world);
     let qemu = Qemu::start(world.folder.path());
     world.context.journal.put_vm(&qemu.record()).unwrap();
-    let alone = world.context.names.alone(&crate::testing::vm());
+    let exclusive = world.context.names.exclusive(&crate::testing::vm());
     let (begun, begins) = std::sync::mpsc::channel();
     let forget = std::thread::spawn({
-        let users = control::Users(Arc::clone(&daemon));
+        let users = control::UserApi(Arc::clone(&daemon));
         move || {
             begun.send(rustix::thread::gettid()).unwrap();
             users.forget(&crate::testing::vm())
         }
     });
-    waits_or_has_ended(begins.recv().unwrap());
+    wait_until_blocked(begins.recv().unwrap());
     world.journalled(&terms("a", "b"), State::Source(SourceState::Prepared { run: true }));
-    drop(alone);
-    assert_eq!(forget.join().unwrap().unwrap_err().kind, Kind::Conflict);
+    drop(exclusive);
+    assert_eq!(forget.join().unwrap().unwrap_err().kind, ProblemKind::Conflict);
     assert!(world.context.journal.vm(&crate::testing::vm()).unwrap().is_some());
 }
 
@@ -245,7 +246,7 @@ fn a_vm_that_hangs_as_it_begins_to_move_holds_up_no_other() {
         let request = serde_json::from_value(serde_json::json!({ "vm": vm, "to": "b" })).unwrap();
         std::thread::spawn(move || daemon.begin(&request))
     };
-    let hangs = world.context.names.alone(&crate::testing::vm());
+    let hangs = world.context.names.exclusive(&crate::testing::vm());
     let again = begin(crate::testing::vm());
     let at_once = begin(other);
     // A sleeping process is not a QEMU that can be moved, which the check reports.
@@ -269,8 +270,8 @@ fn a_migration_finds_its_own_qemu() {
     let vm = source::SourceVm::find(&world.context, &qemu.record()).unwrap();
     let details = source::Details::of(&world.context, Some(&vm), true);
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
-    daemon.take_up().unwrap();
-    eventually("the QEMU of the migration is held", || qemu.is_held());
+    daemon.resume_migrations().unwrap();
+    eventually("the QEMU of the migration is held", || qemu.is_frozen());
 }
 
 #[test]
@@ -289,7 +290,7 @@ fn a_process_of_another_boot_is_a_stranger() {
 fn another_register_than_a_migration_s_is_not_asked() {
     let (asked, questions) = std::sync::mpsc::channel();
     let (_answer, answers) = std::sync::mpsc::channel();
-    let register = crate::testing::SlowRegister { asked, answers: Mutex::new(answers) };
+    let register = crate::testing::SlowRegistry { asked, answers: Mutex::new(answers) };
     let world = World::with(Some(Arc::new(register)));
     let terms = engine::handover::MigrationTerms {
         register: Some(Epoch(0)),
@@ -297,13 +298,13 @@ fn another_register_than_a_migration_s_is_not_asked() {
         ..terms("b", "a")
     };
     let request = engine::handover::register::read(&terms);
-    let answer = crate::owners::ask(&world.context, &terms, &request);
+    let answer = crate::ownership::ask(&world.context, &terms, &request);
     assert_eq!(answer, engine::handover::register::RegistryAnswer::Unreachable);
     assert!(questions.try_recv().is_err(), "its word does not count");
     // Users see which one is missing.
     let daemon = daemon(&world);
     world.journalled(&terms, State::Destination(DestinationState::Refusing));
-    daemon.take_up().unwrap();
+    daemon.resume_migrations().unwrap();
     let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
     assert!(message.contains("at elsewhere") && message.contains("recover web"), "{message}");
 }
@@ -316,8 +317,8 @@ fn a_driver_that_panics_takes_the_agent_with_it() {
     if std::env::var_os(INSIDE).is_some() {
         let world = World::new();
         let daemon = daemon(&world);
-        let place = daemon.place(&id(1), driven()).unwrap();
-        place.work(|| panic!("as planned"));
+        let driver_slot = daemon.driver_slot(&id(1), driven()).unwrap();
+        driver_slot.work(|| panic!("as planned"));
         eventually("the place is given back", || daemon.mailbox(&id(1)).is_none());
         return;
     }
@@ -341,7 +342,7 @@ fn it_is_known_when_it_is_too_late_to_cancel() {
         };
         let world = World::new();
         world.journalled(&terms, state);
-        control::too_late_to_cancel(&world.context.journal.migration(&id(1)).unwrap().unwrap())
+        control::is_too_late_to_cancel(&world.context.journal.migration(&id(1)).unwrap().unwrap())
     };
     let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
     assert!(too_late(State::Source(committed)));

@@ -17,24 +17,24 @@ use serde::{Deserialize, Serialize};
 use tracee::{Process, Signal};
 use tracing::{info, warn};
 
-use super::awaiting::AwaitedTrace;
-use super::error::ArriveError;
+use super::error::ArrivalError;
 use super::inbox::{Mailbox, Notice};
+use super::post_copy_receiver::MissingPagesRecord;
 use crate::config::Config;
 use crate::context::Context;
 use crate::disks::{self, KnownFile};
-use crate::hold::{self, HoldError};
+use crate::freeze::{self, FreezeError};
 use crate::journal::{Durability, JournalError};
 use crate::logs;
 use crate::pool::{self, MadeImage};
-use crate::watch::Watch;
+use crate::watch::ExitWatch;
 
 /// Longest wait for a killed process to exit.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Journalled facts about an arriving VM, by which an agent that was started anew finds it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Traces {
+pub(crate) struct ArrivalArtifacts {
     /// Directory of its sockets and of QEMU's messages; it contains nothing else.
     pub(crate) directory: PathBuf,
     /// Directory of the files that QEMU writes for users; these files stay.
@@ -53,7 +53,7 @@ pub(crate) struct Traces {
     pub(crate) made: Vec<MadeImage>,
     /// Pages that arrive while the guest runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) awaited: Option<AwaitedTrace>,
+    pub(crate) awaited: Option<MissingPagesRecord>,
 }
 
 /// Journalled details of a migration on the destination, for the driver's successor.
@@ -63,10 +63,10 @@ pub(crate) struct DestinationDetails {
     pub(crate) boot_id: String,
     /// Processes and files of the migration.
     #[serde(flatten)]
-    pub(crate) traces: Traces,
+    pub(crate) artifacts: ArrivalArtifacts,
 }
 
-impl Traces {
+impl ArrivalArtifacts {
     /// Plans the directories of an arriving VM. No VM that was started here can have a name with `@` in it, so the
     /// directory is not another VM's.
     pub(crate) fn plan(config: &Config, migration: &MigrationId) -> Self {
@@ -85,7 +85,7 @@ impl Traces {
         migration: &MigrationId,
         durability: Durability,
     ) -> Result<(), JournalError> {
-        let details = DestinationDetails { boot_id: context.boot_id.clone(), traces: self.clone() };
+        let details = DestinationDetails { boot_id: context.boot_id.clone(), artifacts: self.clone() };
         context.journal.set_details(migration, &details, durability)
     }
 
@@ -119,14 +119,14 @@ impl Traces {
     pub(crate) fn of(context: &Context, migration: &MigrationId) -> Self {
         let kept = context.journal.migration(migration).ok().flatten().map(|record| record.details);
         let this_boot = kept.as_ref().is_some_and(|details| details["boot_id"] == context.boot_id);
-        let mut traces = kept
+        let mut artifacts = kept
             .and_then(|details| serde_json::from_value(details).ok())
             .unwrap_or_else(|| Self::plan(&context.config, migration));
         if !this_boot {
             // After another boot the process id belongs to another process.
-            traces.process = None;
+            artifacts.process = None;
         }
-        traces
+        artifacts
     }
 
     /// Returns the path of the monitor that QEMU opens for the agent.
@@ -140,14 +140,14 @@ impl Traces {
     }
 
     /// Makes the directories, empty.
-    pub(crate) fn make_directory(&self) -> Result<(), ArriveError> {
-        let failed = |source| ArriveError::Directory { path: self.directory.clone(), source };
+    pub(crate) fn make_directory(&self) -> Result<(), ArrivalError> {
+        let failed = |source| ArrivalError::Directory { path: self.directory.clone(), source };
         if self.directory.exists() {
             fs::remove_dir_all(&self.directory).map_err(failed)?;
         }
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.directory).map_err(failed)?;
         logs::make(&self.log_directory, &self.logs, &self.directory)
-            .map_err(|source| ArriveError::Directory { path: self.log_directory.clone(), source })
+            .map_err(|source| ArrivalError::Directory { path: self.log_directory.clone(), source })
     }
 
     /// Kills the QEMU that a previous agent started here, and removes its files. If the journal has only the start of
@@ -166,16 +166,16 @@ impl Traces {
 }
 
 /// Prefixes of the names of sockets at which images and templates are served.
-const SERVED: [&str; 3] = ["disk-", "compare.", "template-"];
+const SERVER_SOCKET_PREFIXES: [&str; 3] = ["disk-", "compare.", "template-"];
 
 /// Timeout of the monitor while the guest lacks pages.
-const WHILE_AWAITED: Duration = Duration::from_millis(500);
+const MONITOR_TIMEOUT_IN_POST_COPY: Duration = Duration::from_millis(500);
 
 /// Outcome of `cont`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OfCont {
+pub(crate) enum ContOutcome {
     /// QEMU has not answered.
-    NotYet,
+    Pending,
     /// The guest runs.
     Runs {
         /// Duration since QEMU's event RESUME.
@@ -184,44 +184,44 @@ pub(crate) enum OfCont {
 }
 
 /// A QEMU that waits for its guest.
-pub(crate) struct Arriving {
+pub(crate) struct ArrivingVm {
     pub(crate) process: Process,
     /// Absent while QEMU is held by a previous agent: QEMU would not answer, and if it were released for a query, it
     /// would execute commands that other clients have sent to it.
     qmp: Option<Qmp>,
-    pub(crate) traces: Traces,
+    pub(crate) artifacts: ArrivalArtifacts,
     /// RAM blocks in the order of the proposal.
     pub(crate) blocks: Vec<RamBlock>,
     /// Images that QEMU will open anew before its guest runs.
     pub(crate) files: Vec<KnownFile>,
     /// Absent once the device state was loaded.
     incoming: Option<Incoming>,
-    watch: Option<Watch>,
+    watch: Option<ExitWatch>,
     /// A `cont` that QEMU has not answered yet, and the end of the wait for the answer.
     asked_to_cont: Option<(PendingCommand, Instant)>,
 }
 
-impl Arriving {
+impl ArrivingVm {
     /// Starts QEMU, checks it with `look` (which receives its process id), and prepares it for an incoming device
     /// state. After an error nothing remains.
     pub(crate) fn start<T>(
-        mut traces: Traces,
+        mut artifacts: ArrivalArtifacts,
         launch: &Launch,
         proposed: &[ProposedBlock],
         patience: Duration,
-        look: impl FnOnce(&mut Qmp, &[RamBlock], u32) -> Result<T, ArriveError>,
-    ) -> Result<(Self, T), ArriveError> {
+        look: impl FnOnce(&mut Qmp, &[RamBlock], u32) -> Result<T, ArrivalError>,
+    ) -> Result<(Self, T), ArrivalError> {
         let (started, mut qmp) = qemu::process::start(launch, Instant::now() + patience)?;
-        traces.process = Some((started.pid, started.start_time_ticks));
+        artifacts.process = Some((started.pid, started.start_time_ticks));
         let waiting = (|| {
             let process = Process::open_exact(started.pid, started.start_time_ticks)?;
             let blocks = qemu::ram::ram_blocks(&mut qmp, started.pid)?;
-            disks::give(&traces.images, started.pid)
-                .map_err(|finding| ArriveError::Refused(vec![finding]))?;
+            disks::give_ownership(&artifacts.images, started.pid)
+                .map_err(|finding| ArrivalError::Refused(vec![finding]))?;
             let seen = look(&mut qmp, &blocks, started.pid)?;
-            saves(&mut qmp, &traces)?;
+            check_can_save_devices(&mut qmp, &artifacts)?;
             let blocks = in_order(blocks, proposed)?;
-            let incoming = Incoming::prepare(&mut qmp, Some(&traces.log()))?;
+            let incoming = Incoming::prepare(&mut qmp, Some(&artifacts.log()))?;
             Ok((process, blocks, incoming, seen))
         })();
         match waiting {
@@ -231,7 +231,7 @@ impl Arriving {
                 let this = Self {
                     process,
                     qmp,
-                    traces,
+                    artifacts,
                     blocks,
                     files: Vec::new(),
                     incoming,
@@ -241,24 +241,24 @@ impl Arriving {
                 Ok((this, seen))
             }
             Err(error) => {
-                traces.remove();
+                artifacts.remove();
                 Err(error)
             }
         }
     }
 
     /// Takes over a QEMU that a previous agent had prepared.
-    pub(crate) fn find(traces: Traces, patience: Duration) -> Result<Self, ArriveError> {
-        let (pid, start) = traces.process.ok_or(ArriveError::Gone)?;
+    pub(crate) fn find(artifacts: ArrivalArtifacts, patience: Duration) -> Result<Self, ArrivalError> {
+        let (pid, start) = artifacts.process.ok_or(ArrivalError::Gone)?;
         let process = Process::open_exact(pid, start)?;
         // A QEMU that lacks pages may wait for them, and does not answer.
-        let is_silent = hold::is_held(&process) || traces.awaited.is_some();
-        let qmp = if is_silent { None } else { Some(Qmp::connect(&traces.qmp(), patience)?) };
+        let is_silent = freeze::is_frozen(&process) || artifacts.awaited.is_some();
+        let qmp = if is_silent { None } else { Some(Qmp::connect(&artifacts.qmp(), patience)?) };
         let blocks = Vec::new();
         Ok(Self {
             process,
             qmp,
-            traces,
+            artifacts,
             blocks,
             files: Vec::new(),
             incoming: None,
@@ -269,7 +269,7 @@ impl Arriving {
 
     /// Sends an event to `mailbox` when QEMU exits, for as long as this VM is kept.
     pub(crate) fn watch(&mut self, mailbox: Mailbox) {
-        self.watch = Watch::start(&self.process, move || {
+        self.watch = ExitWatch::start(&self.process, move || {
             mailbox.put(Notice::Event(DestinationEvent::QemuDied));
         });
     }
@@ -280,11 +280,11 @@ impl Arriving {
         state: &[u8],
         patience: Duration,
         meanwhile: impl FnOnce(),
-    ) -> Result<(), ArriveError> {
+    ) -> Result<(), ArrivalError> {
         // While QEMU loads, other threads than this waiting one place pages.
         self.qmp()?;
         let (Some(incoming), Some(qmp)) = (self.incoming.take(), &mut self.qmp) else {
-            return Err(ArriveError::Gone);
+            return Err(ArrivalError::Gone);
         };
         Ok(incoming.load_while(qmp, state, Instant::now() + patience, meanwhile)?)
     }
@@ -293,7 +293,11 @@ impl Arriving {
     /// that page may be behind a connection that this driver has to replace first.
     fn patience(&self) -> Duration {
         let is_loaded = self.incoming.is_none();
-        if is_loaded && self.traces.awaited.is_some() { WHILE_AWAITED } else { DEFAULT_TIMEOUT }
+        if is_loaded && self.artifacts.awaited.is_some() {
+            MONITOR_TIMEOUT_IN_POST_COPY
+        } else {
+            DEFAULT_TIMEOUT
+        }
     }
 
     /// Returns the monitor of a QEMU that is not held. Commands time out after [`patience`](Self::patience).
@@ -301,16 +305,16 @@ impl Arriving {
         let patience = self.patience();
         let mut qmp = match self.qmp.take() {
             Some(qmp) => qmp,
-            None => Qmp::connect(&self.traces.qmp(), patience)?,
+            None => Qmp::connect(&self.artifacts.qmp(), patience)?,
         };
         qmp.set_timeout(qmp.timeout().min(patience));
         Ok(self.qmp.insert(qmp))
     }
 
-    /// Sends `cont`, or checks for the answer to an earlier one. Returns [`OfCont::NotYet`] if there is no answer yet;
+    /// Sends `cont`, or checks for the answer to an earlier one. Returns [`ContOutcome::Pending`] if there is no answer yet;
     /// the caller calls again later, because while this thread waits, it answers no connection on which QEMU may
     /// depend.
-    pub(crate) fn cont(&mut self) -> Result<OfCont, QmpError> {
+    pub(crate) fn cont(&mut self) -> Result<ContOutcome, QmpError> {
         let (asked, until) = match self.asked_to_cont.take() {
             Some(asked) => asked,
             None => (qemu::control::send_cont(self.qmp()?)?, Instant::now() + DEFAULT_TIMEOUT),
@@ -318,31 +322,35 @@ impl Arriving {
         let qmp = self.qmp()?;
         let deadline = Instant::now() + qmp.timeout();
         match qemu::control::wait_cont(qmp, &asked, deadline) {
-            Err(QmpError::Timeout { .. }) if self.traces.awaited.is_some() && Instant::now() < until => {
+            Err(QmpError::Timeout { .. }) if self.artifacts.awaited.is_some() && Instant::now() < until => {
                 self.asked_to_cont = Some((asked, until));
-                Ok(OfCont::NotYet)
+                Ok(ContOutcome::Pending)
             }
-            heard => heard.map(|resumed| OfCont::Runs { resumed }),
+            heard => heard.map(|resumed| ContOutcome::Runs { resumed }),
         }
     }
 
     /// True if QEMU has not answered `cont` yet.
-    pub(crate) fn hears_of_cont(&self) -> bool {
+    pub(crate) fn is_cont_pending(&self) -> bool {
         self.asked_to_cont.is_some()
     }
 
     /// Holds a QEMU that has loaded everything: from here on only [`release`](Self::release) lets this copy run.
     /// Returns an error if QEMU cannot be held, or if another client continued the guest first.
-    pub(crate) fn hold(&mut self) -> Result<(), ArriveError> {
-        hold::hold(&self.process)?;
+    pub(crate) fn freeze(&mut self) -> Result<(), ArrivalError> {
+        freeze::freeze(&self.process)?;
         // QEMU emits the event before a guest runs; the events that it has sent can be read without its help.
         let events = self.qmp()?.take_events()?;
-        if events.iter().any(|event| event.name == "RESUME") { Err(ArriveError::Ran) } else { Ok(()) }
+        if events.iter().any(|event| event.name == "RESUME") {
+            Err(ArrivalError::AlreadyContinued)
+        } else {
+            Ok(())
+        }
     }
 
     /// Releases QEMU, because the guest is to run, or has run.
-    pub(crate) fn release(&self) -> Result<(), HoldError> {
-        hold::release(&self.process)
+    pub(crate) fn release(&self) -> Result<(), FreezeError> {
+        freeze::release(&self.process)
     }
 
     /// Returns the incarnation that GO must name.
@@ -356,16 +364,16 @@ impl Arriving {
     }
 
     /// True if the monitor reports that the guest does not run.
-    pub(crate) fn says_that_it_is_paused(&mut self) -> bool {
+    pub(crate) fn is_reported_paused(&mut self) -> bool {
         self.qmp().and_then(qemu::control::status).is_ok_and(|status| !status.running)
     }
 
     /// Returns the state of this QEMU, for an agent that was started anew.
     pub(crate) fn found(&mut self) -> QemuAtStart {
-        if hold::is_held(&self.process) {
+        if freeze::is_frozen(&self.process) {
             return QemuAtStart::Paused;
         }
-        if self.traces.awaited.is_some() {
+        if self.artifacts.awaited.is_some() {
             return if self.process.is_alive() { QemuAtStart::Paused } else { QemuAtStart::Gone };
         }
         match self.qmp().and_then(qemu::control::status) {
@@ -377,27 +385,27 @@ impl Arriving {
     }
 
     /// Removes the record of missing pages, because all of them are present.
-    pub(crate) fn forget_awaited(&self) {
-        if let Some(awaited) = &self.traces.awaited {
+    pub(crate) fn remove_missing_pages_record(&self) {
+        if let Some(awaited) = &self.artifacts.awaited {
             awaited.remove();
         }
     }
 
     /// Kills QEMU and removes the files that were made for it, except images: the caller decides about those.
-    pub(crate) fn discard(self) -> Traces {
+    pub(crate) fn discard(self) -> ArrivalArtifacts {
         kill(&self.process);
-        remove_directory(&self.traces.directory);
-        logs::remove_empty(&self.traces.log_directory);
-        self.traces
+        remove_directory(&self.artifacts.directory);
+        logs::remove_empty(&self.artifacts.log_directory);
+        self.artifacts
     }
 }
 
 /// Checks that a QEMU with these devices can save their state, as the source's QEMU must.
-fn saves(qmp: &mut Qmp, traces: &Traces) -> Result<(), ArriveError> {
+fn check_can_save_devices(qmp: &mut Qmp, artifacts: &ArrivalArtifacts) -> Result<(), ArrivalError> {
     let Err(error) = qemu::device_state::try_save(qmp) else { return Ok(()) };
-    let said = qemu::process::log_tail(&traces.log());
+    let said = qemu::process::log_tail(&artifacts.log());
     let why = if said.is_empty() { crate::chain(&error) } else { said };
-    Err(ArriveError::Refused(vec![Finding {
+    Err(ArrivalError::Refused(vec![Finding {
         severity: Severity::Blocker,
         code: "devices-not-saved".to_owned(),
         what: format!("a QEMU with the guest's devices cannot save their state, and ends: {why}"),
@@ -408,8 +416,8 @@ fn saves(qmp: &mut Qmp, traces: &Traces) -> Result<(), ArriveError> {
 }
 
 /// Returns the blocks in the order of the proposal; both hosts must have the same blocks.
-fn in_order(mut blocks: Vec<RamBlock>, proposed: &[ProposedBlock]) -> Result<Vec<RamBlock>, ArriveError> {
-    let differs = |name: &str, what: String| ArriveError::Differs { name: name.to_owned(), what };
+fn in_order(mut blocks: Vec<RamBlock>, proposed: &[ProposedBlock]) -> Result<Vec<RamBlock>, ArrivalError> {
+    let differs = |name: &str, what: String| ArrivalError::BlockDiffers { name: name.to_owned(), what };
     let mut ordered = Vec::with_capacity(proposed.len());
     for wanted in proposed {
         let Some(place) = blocks.iter().position(|block| block.name == wanted.name) else {
@@ -440,7 +448,7 @@ fn kill(process: &Process) {
 fn remove_directory(directory: &Path) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        if SERVED.iter().any(|served| name.to_string_lossy().starts_with(served)) {
+        if SERVER_SOCKET_PREFIXES.iter().any(|served| name.to_string_lossy().starts_with(served)) {
             block::image::end_unused_server(&entry.path());
         }
     }

@@ -10,13 +10,13 @@ use proto::MigrationId;
 use tracing::{error, info, warn};
 
 use super::Driver;
-use super::arriving::Traces;
+use super::arriving::ArrivalArtifacts;
 use crate::context::Context;
 use crate::journal::{Durability, VmRecord};
 use crate::progress::{Phase, Standing};
 
 impl Driver {
-    pub(super) fn tell_user(&mut self, report: DestinationReport) {
+    pub(super) fn report_to_user(&mut self, report: DestinationReport) {
         let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
         let why = self
             .reason
@@ -67,13 +67,13 @@ impl Driver {
             report,
             DestinationReport::Incomplete | DestinationReport::SourceNeeded | DestinationReport::Active
         );
-        let text = match self.untrusted_said().filter(|_| is_here) {
+        let text = match self.untrusted_message().filter(|_| is_here) {
             Some(said) => format!("{text}; it was stopped: {said}"),
             None => text,
         };
-        let told = Some((self.state.name(), report));
-        let again = self.told == told;
-        self.told = told;
+        let last_report = Some((self.state.name(), report));
+        let again = self.last_report == last_report;
+        self.last_report = last_report;
         if !again {
             info!(migration = %self.terms.migration, text, "report");
         }
@@ -86,30 +86,30 @@ impl Driver {
             progress.message = Some(text.clone());
         });
         if !again {
-            tell(&self.context, &self.terms.migration, &text);
+            record_message(&self.context, &self.terms.migration, &text);
         }
     }
 
     /// Returns the paths of the images of disks that were copied here; none if none was. A volume may not be visible
     /// yet after a boot.
     fn images_here(&self) -> Option<String> {
-        let images = Traces::of(&self.context, &self.terms.migration).images;
+        let images = ArrivalArtifacts::of(&self.context, &self.terms.migration).images;
         let images: Vec<_> = images.iter().map(|path| path.display().to_string()).collect();
         (!images.is_empty()).then(|| images.join(", "))
     }
 
     /// Reports the images that stayed, and starts a thread that tries again to remove them: slow storage delays no
     /// migration.
-    fn remove_left(&mut self) {
+    fn retry_image_removal(&mut self) {
         let Some(left) = self.left_behind.take() else { return };
         let said = left.said();
         let before = self.publisher.now().message;
         self.publisher.update(|progress| progress.message = Some(said.clone()));
         let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
-        tell(&context, &migration, &said);
+        record_message(&context, &migration, &said);
         let try_again = move || {
             if left.try_again(&context) {
-                tell(&context, &migration, before.as_deref().unwrap_or("nothing is left here"));
+                record_message(&context, &migration, before.as_deref().unwrap_or("nothing is left here"));
             }
         };
         if let Err(error) = thread::Builder::new().name("clear-up".to_owned()).spawn(try_again) {
@@ -120,7 +120,7 @@ impl Driver {
     /// Ends the migration: the VM is one of this host's, or is gone from here.
     pub(super) fn end(&mut self) {
         if matches!(self.state, DestinationState::Crashed { .. }) {
-            let log = self.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.traces.log()));
+            let log = self.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.artifacts.log()));
             warn!(migration = %self.terms.migration, log, "what its QEMU said last");
             self.discard();
         }
@@ -129,15 +129,15 @@ impl Driver {
         let active = matches!(self.state, DestinationState::Active { .. });
         if active {
             // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
-            self.let_go();
+            self.release_qemu();
         }
         if let Some(vm) = self.vm.as_ref().filter(|_| active) {
-            vm.forget_awaited();
+            vm.remove_missing_pages_record();
         }
         let record = self.vm.take_if(|_| active).map(|vm| {
             let description = self.proposal.description.clone();
             let process = (vm.process.pid(), vm.process.start_time());
-            VmRecord::new(id.vm.clone(), description, process, &self.context.boot_id, vm.traces.qmp())
+            VmRecord::new(id.vm.clone(), description, process, &self.context.boot_id, vm.artifacts.qmp())
         });
         let enter = || {
             if let Some(record) = &record {
@@ -154,7 +154,7 @@ impl Driver {
             // The final state may be missing in the journal, too.
             entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());
         }
-        self.remove_left();
+        self.retry_image_removal();
         self.publisher.update(|progress| {
             progress.phase = Phase::Ended;
             progress.missing_pages = None;
@@ -164,12 +164,12 @@ impl Driver {
 }
 
 /// Images that could not be removed, with the reasons.
-pub(super) struct Left {
-    pub(super) traces: Traces,
+pub(super) struct ImagesLeftBehind {
+    pub(super) artifacts: ArrivalArtifacts,
     pub(super) images: Vec<(PathBuf, String)>,
 }
 
-impl Left {
+impl ImagesLeftBehind {
     fn said(&self) -> String {
         let each = self.images.iter().map(|(image, why)| format!("{} ({why})", image.display()));
         let each = each.collect::<Vec<_>>().join(", ");
@@ -184,7 +184,7 @@ impl Left {
         let until = Instant::now() + Duration::from_millis(timeouts.stall_ms);
         loop {
             thread::sleep(Duration::from_millis(timeouts.retry_ms));
-            let gone = self.traces.remove_images().is_empty();
+            let gone = self.artifacts.remove_images().is_empty();
             if gone || Instant::now() >= until {
                 return gone;
             }
@@ -193,7 +193,7 @@ impl Left {
 }
 
 /// Records the message that users see for an ended migration.
-fn tell(context: &Context, migration: &MigrationId, text: &str) {
+fn record_message(context: &Context, migration: &MigrationId, text: &str) {
     if let Err(error) = context.journal.set_message(migration, text) {
         warn!(%migration, error = crate::chain(&error), "the message is not in the journal");
     }

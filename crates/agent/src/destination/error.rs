@@ -9,12 +9,12 @@ use qemu::qmp::QmpError;
 use qemu::ram::RamError;
 use tracee::ProcessError;
 
-use crate::hold::HoldError;
+use crate::freeze::FreezeError;
 use crate::journal::JournalError;
 
 /// Reason for which a VM does not arrive.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ArriveError {
+pub(crate) enum ArrivalError {
     /// A directory for its sockets and logs cannot be made.
     #[error("cannot make {path}; check `run_dir` and `log_dir` in the configuration", path = path.display())]
     Directory {
@@ -37,7 +37,7 @@ pub(crate) enum ArriveError {
     Refused(Vec<Finding>),
     /// A RAM block differs from the source's.
     #[error("RAM block {name} {what}; both sides need the same QEMU version and machine")]
-    Differs {
+    BlockDiffers {
         /// Name of the block.
         name: String,
         /// Description of the difference.
@@ -57,7 +57,7 @@ pub(crate) enum ArriveError {
     Journal(#[from] JournalError),
     /// QEMU cannot be held.
     #[error(transparent)]
-    Hold(#[from] HoldError),
+    Hold(#[from] FreezeError),
     /// An image for a disk cannot be made or written.
     #[error("a disk cannot be received")]
     Image(#[from] block::image::ImageError),
@@ -66,7 +66,7 @@ pub(crate) enum ArriveError {
     Watch(#[source] std::io::Error),
     /// Another client continued the guest here.
     #[error("somebody else continued the guest here before it was this host's")]
-    Ran,
+    AlreadyContinued,
     /// The file of one of its disks was replaced.
     #[error("{0}")]
     Replaced(String),

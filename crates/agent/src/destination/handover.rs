@@ -13,14 +13,14 @@ use proto::message::Finding;
 use tracing::{error, info, warn};
 
 use self::effects::EffectError;
-use super::awaiting;
 use super::inbox::Notice;
-use super::receiving::Receiving;
-use super::{ArriveError, Arriving, Driver};
-use crate::disks::Images;
-use crate::machine::Machine;
-use crate::owners;
+use super::post_copy_receiver;
+use super::receiving::MemoryReceiver;
+use super::{ArrivalError, ArrivingVm, Driver};
+use crate::disks::CopiedImages;
+use crate::ownership;
 use crate::progress::Phase;
+use crate::state_machine::StateMachine;
 
 impl Driver {
     /// Receives a VM whose migration is PREPARED, once the source has been informed of that.
@@ -36,11 +36,11 @@ impl Driver {
     }
 
     /// Takes over the QEMU that a previous agent had started, and returns its state.
-    pub(crate) fn found(&mut self, mut vm: Arriving) -> QemuAtStart {
+    pub(crate) fn found(&mut self, mut vm: ArrivingVm) -> QemuAtStart {
         let found = vm.found();
         self.vm = Some(vm);
         self.watch_found();
-        self.await_on();
+        self.resume_post_copy();
         found
     }
 
@@ -51,19 +51,23 @@ impl Driver {
 
     /// Begins to receive into the waiting QEMU. Returns the reason against post-copy, if that was proposed and is
     /// impossible.
-    pub(crate) fn started(&mut self, vm: Arriving, images: Images) -> Result<Option<Finding>, ArriveError> {
+    pub(crate) fn started(
+        &mut self,
+        vm: ArrivingVm,
+        images: CopiedImages,
+    ) -> Result<Option<Finding>, ArrivalError> {
         let migration = self.terms.migration.clone();
         let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
-        let receiving = Receiving::new(&self.context, migration, proposal, &vm, &images, mailbox)?;
+        let receiving = MemoryReceiver::new(&self.context, migration, proposal, &vm, &images, mailbox)?;
         let tried = self.proposal.post_copy.then(|| {
             let (writers, _) = receiving.blocks();
-            awaiting::try_out(&self.context.injector, &vm, writers)
+            post_copy_receiver::try_out(&self.context.injector, &vm, writers)
         });
-        let no_post_copy = tried.and_then(Result::err).as_ref().map(awaiting::finding);
+        let no_post_copy = tried.and_then(Result::err).as_ref().map(post_copy_receiver::finding);
         self.images = images;
         receiving
             .begin(self.generation)
-            .map_err(|source| ArriveError::Directory { path: vm.traces.directory.clone(), source })?;
+            .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
         self.vm = Some(vm);
         self.watch_found();
         self.receiving = Some(receiving);
@@ -71,7 +75,7 @@ impl Driver {
     }
 
     /// Registers the source's first control stream.
-    pub(crate) fn meet(&mut self, connection: link::Connection) -> std::io::Result<()> {
+    pub(crate) fn attach_control_stream(&mut self, connection: link::Connection) -> std::io::Result<()> {
         self.inbox.mailbox().connected(connection, Some(self.generation))?;
         if let Some(notice) = self.inbox.wait(Instant::now()) {
             self.notice(notice);
@@ -89,9 +93,9 @@ impl Driver {
                 self.take(&event);
                 continue;
             }
-            self.show_missing();
-            self.look_whether_trusted();
-            self.look_whether_complete();
+            self.publish_missing_pages();
+            self.check_untrusted_page();
+            self.finish_post_copy_if_complete();
             if self.state.is_final() {
                 break;
             }
@@ -100,7 +104,7 @@ impl Driver {
             {
                 self.notice(notice);
             } else {
-                self.quiet();
+                self.on_idle();
                 // However long that took, notices that arrived in between are processed first.
                 repeat_at = Instant::now() + retry;
             }
@@ -112,9 +116,9 @@ impl Driver {
     /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
     /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
     /// counts.
-    fn hears_of_source(&mut self, on_control: bool) {
+    fn record_contact(&mut self, on_control: bool) {
         if on_control || self.state != DestinationState::Prepared {
-            self.heard = Instant::now();
+            self.last_contact = Instant::now();
         }
     }
 
@@ -127,14 +131,15 @@ impl Driver {
                         self.send_to_register(request);
                     }
                     if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
-                        self.publisher
-                            .update(|progress| owners::tell_of_silence(&self.terms.migration.vm, progress));
+                        self.publisher.update(|progress| {
+                            ownership::publish_silence(&self.terms.migration.vm, progress)
+                        });
                     }
                 }
                 self.take(&event);
             }
             Notice::Connected { link, writer, handle, generation } => {
-                self.hears_of_source(generation.is_some());
+                self.record_contact(generation.is_some());
                 self.links.insert(link, (writer, handle));
                 match generation {
                     Some(generation) if generation >= self.generation => {
@@ -149,10 +154,10 @@ impl Driver {
                 }
             }
             Notice::Message { link, message } => {
-                self.hears_of_source(self.control == Some(link));
+                self.record_contact(self.control == Some(link));
                 self.message(link, message);
             }
-            Notice::Say(message) => self.say(&message),
+            Notice::Reply(message) => self.send_message(&message),
             Notice::PageStream { generation, connection } if generation == self.generation => {
                 self.attach(*connection);
             }
@@ -163,12 +168,12 @@ impl Driver {
             {
                 self.blob(&bytes);
             }
-            Notice::Blob { link, .. } => self.does_not_belong(link, "device state"),
+            Notice::Blob { link, .. } => self.handle_unexpected_message(link, "device state"),
             Notice::Lost { link, error } => {
                 self.links.remove(&link);
                 if self.control == Some(link) {
                     self.control = None;
-                    self.heard = Instant::now();
+                    self.last_contact = Instant::now();
                     info!(migration = %self.terms.migration, error, "the control stream was lost");
                     if self.state.is_in_doubt() {
                         self.take(&DestinationEvent::Repeat);
@@ -189,20 +194,20 @@ impl Driver {
     }
 
     /// Does periodic work after a time without notices.
-    fn quiet(&mut self) {
-        self.await_on();
-        if let Some(event) = self.not_taken.take() {
+    fn on_idle(&mut self) {
+        self.resume_post_copy();
+        if let Some(event) = self.unrecorded_event.take() {
             return self.take(&event);
         }
-        if self.vm.as_ref().is_some_and(Arriving::hears_of_cont) {
-            return self.hear_of_cont();
+        if self.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending) {
+            return self.process_cont_outcome();
         }
-        if std::mem::take(&mut self.look_again) {
-            let found = self.vm.as_mut().map_or(QemuAtStart::Gone, Arriving::found);
+        if std::mem::take(&mut self.must_query_qemu) {
+            let found = self.vm.as_mut().map_or(QemuAtStart::Gone, ArrivingVm::found);
             return self.take(&DestinationEvent::Restarted(found));
         }
         let timeouts = &self.context.config.timeouts;
-        let silence = self.heard.elapsed();
+        let silence = self.last_contact.elapsed();
         if self.state == DestinationState::Prepared {
             // While a control stream exists, the link itself detects the loss of the source.
             if self.control.is_none() && silence >= Duration::from_millis(timeouts.give_up_after_ms) {
@@ -210,7 +215,7 @@ impl Driver {
                 self.take(&DestinationEvent::PeerLost);
             }
         } else if silence >= Duration::from_millis(timeouts.reclaim_after_ms) {
-            self.heard = Instant::now();
+            self.last_contact = Instant::now();
             self.take(&DestinationEvent::ContactLostForGood);
         } else {
             self.take(&DestinationEvent::Repeat);
@@ -244,9 +249,9 @@ impl Driver {
         if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
             // A migration that cannot be journalled is not begun.
             self.take(&DestinationEvent::Failed);
-        } else if !is_said(event) {
+        } else if !is_statement(event) {
             // An event that happened cannot be dropped: it is repeated until the journal accepts it, too.
-            self.not_taken = Some(event.clone());
+            self.unrecorded_event = Some(event.clone());
         }
     }
 
@@ -262,7 +267,7 @@ impl Driver {
 /// True if the event is a statement of another party, which holds only at the time at which it is made. It is not
 /// repeated later, because the decision elsewhere may have changed before the journal accepts it: the state's
 /// repetition asks again, and an operator sees that the decision was not carried out.
-fn is_said(event: &DestinationEvent) -> bool {
+fn is_statement(event: &DestinationEvent) -> bool {
     matches!(
         event,
         DestinationEvent::Go { .. }

@@ -11,7 +11,7 @@ use link::{Connection, Handle, Incoming, Writer};
 use proto::{Generation, Message};
 
 /// Capacity of the queue. A sender waits while the queue is full.
-const WAITING: usize = 256;
+const INBOX_CAPACITY: usize = 256;
 
 /// An external event.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ pub(crate) enum Notice {
         message: Message,
     },
     /// An answer to the source is ready to be sent.
-    Say(Box<Message>),
+    Reply(Box<Message>),
     /// A piece of device state, or of a list of pages, arrived.
     Blob {
         /// Number of the connection.
@@ -135,7 +135,7 @@ pub(crate) struct Inbox {
 
 impl Inbox {
     pub(crate) fn new() -> Self {
-        let (sender, notices) = mpsc::sync_channel(WAITING);
+        let (sender, notices) = mpsc::sync_channel(INBOX_CAPACITY);
         Self { notices, mailbox: Mailbox { notices: sender, links: Arc::default() } }
     }
 

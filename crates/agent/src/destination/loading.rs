@@ -10,10 +10,10 @@ use proto::limits::PAGE_BYTES;
 use proto::message::Message;
 use tracing::{error, info, warn};
 
-use super::awaiting::{AwaitedTrace, Awaiting};
 use super::inbox::Notice;
-use super::receiving::Receiving;
-use super::{ArriveError, Driver};
+use super::post_copy_receiver::{MissingPagesRecord, PostCopyReceiver};
+use super::receiving::MemoryReceiver;
+use super::{ArrivalError, Driver};
 use crate::disks::KnownFile;
 use crate::journal::Durability;
 use crate::progress::Phase;
@@ -21,7 +21,7 @@ use crate::verification;
 
 /// Payload that is sent in pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Coming {
+pub(super) enum PayloadKind {
     /// Pages that are to be discarded, because they will be missing when the guest runs.
     TakenAway,
     /// Pages that are missing when the guest runs.
@@ -31,8 +31,8 @@ pub(super) enum Coming {
 }
 
 /// A payload that is being received in pieces.
-pub(crate) struct StateComing {
-    what: Coming,
+pub(crate) struct IncomingPayload {
+    what: PayloadKind,
     bytes: u64,
     digest: String,
     received: Vec<u8>,
@@ -44,25 +44,25 @@ impl Driver {
         match receiving.begin(self.generation) {
             Ok(()) => {
                 info!(migration = %self.terms.migration, generation = %self.generation, "resumed");
-                self.state_coming = None;
-                self.taken.forget();
-                self.say(&Message::Resumed);
+                self.incoming_payload = None;
+                self.discarded_pages.forget();
+                self.send_message(&Message::Resumed);
             }
             Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
         }
     }
 
     /// Answers the source's query for pages among this host's templates.
-    pub(super) fn seek(&mut self, names: Vec<String>) {
+    pub(super) fn query_templates(&mut self, names: Vec<String>) {
         let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
-        let told = Arc::clone(receiving.told());
-        if !told.is_first() {
+        let advertised = Arc::clone(receiving.advertised());
+        if !advertised.is_first() {
             return self.fail("the source asks after templates again");
         }
         let (context, mailbox) = (Arc::clone(&self.context), self.inbox.mailbox());
         let choose = move || {
-            for message in told.choose(&context.templates, &names) {
-                if !mailbox.put(Notice::Say(Box::new(message))) {
+            for message in advertised.choose(&context.templates, &names) {
+                if !mailbox.put(Notice::Reply(Box::new(message))) {
                     return;
                 }
             }
@@ -85,42 +85,42 @@ impl Driver {
         } else {
             // The numbers of disks follow those of RAM blocks.
             let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-            let (disk, directory) = (index - ram.len(), &vm.traces.directory);
+            let (disk, directory) = (index - ram.len(), &vm.artifacts.directory);
             self.images.differences(disk, first_chunk, hashes, directory, patience)
         };
         match compared {
-            Ok(different_chunks) => self.say(&Message::Verified { different_chunks }),
+            Ok(different_chunks) => self.send_message(&Message::Verified { different_chunks }),
             Err(error) => self.fail(&format!("the two sides cannot be compared: {}", crate::chain(&error))),
         }
     }
 
     /// Begins to receive a payload in pieces.
-    pub(super) fn announced(&mut self, what: Coming, bytes: u64, digest: String) {
+    pub(super) fn begin_payload(&mut self, what: PayloadKind, bytes: u64, digest: String) {
         if bytes > proto::limits::DEVICE_STATE_BYTES {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
         }
-        let is_of_pages = matches!(what, Coming::TakenAway | Coming::MissingPages);
-        if is_of_pages && (bytes == 0 || self.awaiting.is_some() || !self.proposal.post_copy) {
+        let is_of_pages = matches!(what, PayloadKind::TakenAway | PayloadKind::MissingPages);
+        if is_of_pages && (bytes == 0 || self.post_copy_receiver.is_some() || !self.proposal.post_copy) {
             return self.fail("the source names pages to come where there can be none");
         }
-        self.state_coming = Some(StateComing { what, bytes, digest, received: Vec::new() });
+        self.incoming_payload = Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
     }
 
     pub(super) fn blob(&mut self, blob: &[u8]) {
-        let Some(coming) = &mut self.state_coming else { return self.fail("bytes came unannounced") };
-        coming.received.extend_from_slice(blob);
-        if (coming.received.len() as u64) < coming.bytes {
+        let Some(payload) = &mut self.incoming_payload else { return self.fail("bytes came unannounced") };
+        payload.received.extend_from_slice(blob);
+        if (payload.received.len() as u64) < payload.bytes {
             return;
         }
-        let Some(coming) = self.state_coming.take() else { return };
-        let digest = blake3::hash(&coming.received).to_hex().to_string();
-        if coming.received.len() as u64 != coming.bytes || digest != coming.digest {
+        let Some(payload) = self.incoming_payload.take() else { return };
+        let digest = blake3::hash(&payload.received).to_hex().to_string();
+        if payload.received.len() as u64 != payload.bytes || digest != payload.digest {
             return self.fail("what came in pieces was damaged on its way");
         }
-        match coming.what {
-            Coming::TakenAway => self.take_away(&coming.received),
-            Coming::MissingPages => self.await_pages(&coming.received),
-            Coming::Devices => self.load(&coming.received, digest),
+        match payload.what {
+            PayloadKind::TakenAway => self.take_away(&payload.received),
+            PayloadKind::MissingPages => self.begin_post_copy(&payload.received),
+            PayloadKind::Devices => self.load(&payload.received, digest),
         }
     }
 
@@ -131,32 +131,40 @@ impl Driver {
             return self.fail("nothing is being received");
         };
         let (writers, _) = receiving.blocks();
-        match self.taken.take(&self.context.injector, vm, writers, set) {
+        match self.discarded_pages.take(&self.context.injector, vm, writers, set) {
             Ok(()) => {
                 self.context.faults.reach(|| "destination/taken-away".to_owned());
-                self.say(&Message::Discarded { duration_us: began.elapsed().as_micros() as u64 });
+                self.send_message(&Message::Discarded { duration_us: began.elapsed().as_micros() as u64 });
             }
             Err(error) => self.fail(&crate::chain(&error)),
         }
     }
 
     /// Begins post-copy of these pages: they arrive on page requests, and in the background.
-    fn await_pages(&mut self, set: &[u8]) {
+    fn begin_post_copy(&mut self, set: &[u8]) {
         let began = Instant::now();
         let (Some(receiving), Some(vm)) = (&self.receiving, &mut self.vm) else {
             return self.fail("nothing is being received");
         };
         let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
-        let mut traces = vm.traces.clone();
-        let keep = |trace: &AwaitedTrace| {
-            traces.awaited = Some(trace.clone());
-            traces.keep(&context, &migration, Durability::Process).map_err(std::io::Error::other)
+        let mut artifacts = vm.artifacts.clone();
+        let keep = |trace: &MissingPagesRecord| {
+            artifacts.awaited = Some(trace.clone());
+            artifacts.keep(&context, &migration, Durability::Process).map_err(std::io::Error::other)
         };
         let mailbox = self.inbox.mailbox();
-        match Awaiting::begin(&self.context, vm, receiving.blocks(), set, &self.taken, &mailbox, keep) {
-            Ok(awaiting) => {
-                vm.traces = traces;
-                self.awaiting = Some(awaiting);
+        match PostCopyReceiver::begin(
+            &self.context,
+            vm,
+            receiving.blocks(),
+            set,
+            &self.discarded_pages,
+            &mailbox,
+            keep,
+        ) {
+            Ok(post_copy_receiver) => {
+                vm.artifacts = artifacts;
+                self.post_copy_receiver = Some(post_copy_receiver);
                 let duration_us = began.elapsed().as_micros() as u64;
                 info!(%migration, duration_us, "pages that are to come were taken away");
                 self.context.faults.reach(|| "destination/awaited".to_owned());
@@ -170,39 +178,39 @@ impl Driver {
 
     /// Attaches the source's connection for page requests.
     pub(super) fn attach(&mut self, stream: Connection) {
-        let Some(awaiting) = &self.awaiting else {
+        let Some(post_copy_receiver) = &self.post_copy_receiver else {
             self.page_stream = Some(stream);
             return;
         };
-        let round = self.receiving.as_ref().map_or(0, Receiving::newest_round);
-        if let Err(error) = awaiting.attach(stream, round) {
+        let round = self.receiving.as_ref().map_or(0, MemoryReceiver::newest_round);
+        if let Err(error) = post_copy_receiver.attach(stream, round) {
             warn!(migration = %self.terms.migration, error = crate::chain(&error), "the page stream is of no use");
         }
     }
 
     /// Resumes the post-copy of a previous agent.
-    pub(super) fn await_on(&mut self) {
-        let Some((vm, trace)) = self.vm.as_ref().and_then(|vm| Some((vm, vm.traces.awaited.as_ref()?)))
+    pub(super) fn resume_post_copy(&mut self) {
+        let Some((vm, trace)) = self.vm.as_ref().and_then(|vm| Some((vm, vm.artifacts.awaited.as_ref()?)))
         else {
             return;
         };
-        if self.awaiting.is_some() || self.found_complete {
+        if self.post_copy_receiver.is_some() || self.found_complete {
             return;
         }
         let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
-        match Awaiting::take_over(&vm.process, trace, &mailbox) {
-            Ok(None) => match trace.end_left(&self.context.injector, &vm.process) {
+        match PostCopyReceiver::take_over(&vm.process, trace, &mailbox) {
+            Ok(None) => match trace.end_leftover_waits(&self.context.injector, &vm.process) {
                 Ok(()) => self.found_complete = true,
                 Err(error) => {
                     let error = crate::chain(&error);
                     error!(%migration, error, "QEMU still waits for pages");
                 }
             },
-            Ok(Some(awaiting)) => {
-                let (streams, writers) = (self.proposal.streams, awaiting.writers());
-                let receiving = Receiving::placing(&self.context, migration, streams, writers, mailbox);
+            Ok(Some(post_copy_receiver)) => {
+                let (streams, writers) = (self.proposal.streams, post_copy_receiver.writers());
+                let receiving = MemoryReceiver::placing(&self.context, migration, streams, writers, mailbox);
                 self.receiving = Some(receiving);
-                self.awaiting = Some(awaiting);
+                self.post_copy_receiver = Some(post_copy_receiver);
             }
             Err(error) => {
                 let error = crate::chain(&error);
@@ -213,8 +221,10 @@ impl Driver {
     }
 
     /// Publishes the number of missing pages for users.
-    pub(super) fn show_missing(&self) {
-        let Some(left) = self.awaiting.as_ref().map(Awaiting::left_pages) else { return };
+    pub(super) fn publish_missing_pages(&self) {
+        let Some(left) = self.post_copy_receiver.as_ref().map(PostCopyReceiver::remaining_pages) else {
+            return;
+        };
         let is_new = self.publisher.now().missing_pages != Some(left);
         if is_new && matches!(self.state, DestinationState::Completing { .. }) {
             self.publisher.update(|progress| {
@@ -226,9 +236,9 @@ impl Driver {
     }
 
     /// Ends post-copy once all pages are present.
-    pub(super) fn look_whether_complete(&mut self) {
-        let is_complete = match &self.awaiting {
-            Some(awaiting) => awaiting.left_pages() == 0,
+    pub(super) fn finish_post_copy_if_complete(&mut self) {
+        let is_complete = match &self.post_copy_receiver {
+            Some(post_copy_receiver) => post_copy_receiver.remaining_pages() == 0,
             None => self.found_complete,
         };
         if !is_complete
@@ -240,27 +250,27 @@ impl Driver {
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }
-        if let (Some(awaiting), Some(vm)) = (&mut self.awaiting, &self.vm)
-            && let Err(error) = awaiting.end(&self.context.injector, &vm.process)
+        if let (Some(post_copy_receiver), Some(vm)) = (&mut self.post_copy_receiver, &self.vm)
+            && let Err(error) = post_copy_receiver.end(&self.context.injector, &vm.process)
         {
             // Until this succeeds, threads that touch never allocated memory wait for ever: it is tried again.
             let error = crate::chain(&error);
             return error!(migration = %self.terms.migration, error, "QEMU still waits for pages");
         }
-        self.awaiting = None;
+        self.post_copy_receiver = None;
         self.found_complete = false;
         self.take(&DestinationEvent::Completed);
     }
 
     /// Makes this host READY with the loaded state: the source is held, and can no longer go on by itself.
-    pub(super) fn held(&mut self, run: bool) {
+    pub(super) fn enter_ready(&mut self, run: bool) {
         let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
             return self.fail("the source is held before all has come");
         };
-        if self.awaiting.is_some() && !run {
+        if self.post_copy_receiver.is_some() && !run {
             return self.fail("pages are to come for a guest that stays paused; please report this");
         }
-        match vm.hold() {
+        match vm.freeze() {
             Ok(()) => {
                 let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
                 self.take(&DestinationEvent::Loaded { incarnation, run });
@@ -272,7 +282,7 @@ impl Driver {
     pub(super) fn load(&mut self, state: &[u8], digest: String) {
         let began = Instant::now();
         // The arrival of missing pages goes on.
-        let receiving = self.receiving.take_if(|_| self.awaiting.is_none());
+        let receiving = self.receiving.take_if(|_| self.post_copy_receiver.is_none());
         if let Some(receiving) = &self.receiving {
             receiving.end_disks();
         }
@@ -291,12 +301,12 @@ impl Driver {
         };
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
-        let loaded = vm.load(state, patience, tidy_up).and(disks.map_err(ArriveError::Image));
+        let loaded = vm.load(state, patience, tidy_up).and(disks.map_err(ArrivalError::Image));
         let replaced = || {
             vm.files
                 .iter()
                 .find_map(KnownFile::changed)
-                .map_or(Ok(()), |what| Err(ArriveError::Replaced(what)))
+                .map_or(Ok(()), |what| Err(ArrivalError::Replaced(what)))
         };
         match loaded.and_then(|()| replaced()) {
             Ok(()) => self.loaded = Some((digest, began.elapsed().as_micros() as u64)),

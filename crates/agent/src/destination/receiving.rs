@@ -16,16 +16,16 @@ use qemu::describe::VmDescription;
 use tracee::{AddressRange, Injector, Process};
 use tracing::{debug, info, warn};
 
-use super::arriving::Arriving;
-use super::error::ArriveError;
+use super::arriving::ArrivingVm;
+use super::error::ArrivalError;
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
-use crate::disks::Images;
+use crate::disks::CopiedImages;
 use crate::pool::PoolWatch;
-use crate::templates::{SharedImage, Told, shared_images};
+use crate::templates::{AdvertisedTemplates, SharedImage, shared_images};
 
 /// Memory that is being received.
-pub(crate) struct Receiving {
+pub(crate) struct MemoryReceiver {
     receiver: Arc<Mutex<Receiver>>,
     context: Arc<Context>,
     migration: MigrationId,
@@ -38,61 +38,72 @@ pub(crate) struct Receiving {
     /// Switches the writers to placement of pages, once the guest may run.
     switch: WriterSwitch,
     /// Templates to which the source may refer.
-    told: Arc<Told>,
+    advertised: Arc<AdvertisedTemplates>,
     /// Watch of the pool of the disks, until all of their content has arrived.
     watch: Mutex<Option<PoolWatch>>,
 }
 
-impl Receiving {
+impl MemoryReceiver {
     /// Prepares for the first generation, with the number of streams of the proposal; deltas are received with hashes
     /// of the proposal's seed.
     pub(crate) fn new(
         context: &Arc<Context>,
         migration: MigrationId,
         proposal: &Proposal,
-        vm: &Arriving,
-        images: &Images,
+        vm: &ArrivingVm,
+        images: &CopiedImages,
         mailbox: Mailbox,
-    ) -> Result<Self, ArriveError> {
+    ) -> Result<Self, ArrivalError> {
         let switch = WriterSwitch::default();
         let ram = switch.before(crate::ram::destination(&vm.process, &vm.blocks)?);
         let ram: DestinationRam = ram.into_iter().chain(images.writers()).collect();
-        let giver = Giver::new(context, vm)?;
+        let releaser = MemoryReleaser::new(context, vm)?;
         let flushing = images.flushing();
         let notices = mailbox.clone();
         let patience = Duration::from_millis(context.config.timeouts.qmp_ms);
         let shared = shared_with_source(proposal);
-        let told = Arc::new(Told::new(vm.traces.directory.clone(), patience, shared));
-        let templates = Arc::clone(&told);
+        let advertised = Arc::new(AdvertisedTemplates::new(vm.artifacts.directory.clone(), patience, shared));
+        let templates = Arc::clone(&advertised);
         let presumed = AcceptedReductions { templates: Some(templates), delta_seed: proposal.delta_seed };
         let (switched, streams) = (switch.clone(), proposal.streams);
-        let referred = Arc::clone(&told);
+        let referred = Arc::clone(&advertised);
         let corrupt = CorruptFrames::default();
         let observer = move |event, handle: &ReceiverHandle| match event {
             // All content of disks has arrived, and no memory is freed while the guest runs.
             ReceiverEvent::RoundEnded { .. } if switched.is_switched() => {}
             ReceiverEvent::RoundEnded { ram_round, took, referred: is_referred_to, .. } => {
                 // A disk that fails is detected here, not only when the guest is stopped.
-                let told = notices.clone();
+                let advertised = notices.clone();
                 flushing.flush(move |error| {
-                    told.put(Notice::StorageFailed { error });
+                    advertised.put(Notice::StorageFailed { error });
                 });
                 // There are no references after all of memory has arrived: the servers of the templates end now, not
                 // during the stop.
                 if ram_round > 0 && !is_referred_to {
                     referred.close();
                 }
-                giver.give_back(ram_round, took, handle);
+                releaser.release_memory(ram_round, took, handle);
             }
             ReceiverEvent::Broken { generation, stream, cause } => {
-                tell_of_end(&notices, &corrupt, generation, stream, &cause);
+                report_stream_end(&notices, &corrupt, generation, stream, &cause);
             }
         };
         let receiver = Receiver::with_reductions(Arc::clone(&ram), presumed, streams, observer);
         let (receiver, context) = (Arc::new(Mutex::new(receiver)), Arc::clone(context));
         let has_page_stream = proposal.post_copy;
         let watch = Mutex::new(watch_pool(&context, images, &mailbox)?);
-        Ok(Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told, watch })
+        Ok(Self {
+            receiver,
+            context,
+            migration,
+            streams,
+            has_page_stream,
+            mailbox,
+            ram,
+            switch,
+            advertised,
+            watch,
+        })
     }
 
     /// Prepares for the placement of pages in a guest that may run already.
@@ -107,14 +118,25 @@ impl Receiving {
         let corrupt = CorruptFrames::default();
         let observer = move |event, _: &ReceiverHandle| {
             if let ReceiverEvent::Broken { generation, stream, cause } = event {
-                tell_of_end(&notices, &corrupt, generation, stream, &cause);
+                report_stream_end(&notices, &corrupt, generation, stream, &cause);
             }
         };
         let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
-        let told = Arc::new(Told::new(PathBuf::new(), Duration::ZERO, Vec::new()));
+        let advertised = Arc::new(AdvertisedTemplates::new(PathBuf::new(), Duration::ZERO, Vec::new()));
         let (context, switch) = (Arc::clone(context), WriterSwitch::default());
         let (has_page_stream, watch) = (true, Mutex::default());
-        Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told, watch }
+        Self {
+            receiver,
+            context,
+            migration,
+            streams,
+            has_page_stream,
+            mailbox,
+            ram,
+            switch,
+            advertised,
+            watch,
+        }
     }
 
     /// Returns the blocks that are written, disks last, and the switch to placement.
@@ -165,8 +187,8 @@ impl Receiving {
     }
 
     /// Returns the templates that were advertised to the source.
-    pub(crate) fn told(&self) -> &Arc<Told> {
-        &self.told
+    pub(crate) fn advertised(&self) -> &Arc<AdvertisedTemplates> {
+        &self.advertised
     }
 
     /// Refuses further writes: memory is complete, and from here on only QEMU writes to it.
@@ -187,15 +209,15 @@ impl Receiving {
 /// Ends the migration when arriving disks would use more of the pool than allowed.
 fn watch_pool(
     context: &Context,
-    images: &Images,
+    images: &CopiedImages,
     mailbox: &Mailbox,
-) -> Result<Option<PoolWatch>, ArriveError> {
+) -> Result<Option<PoolWatch>, ArrivalError> {
     let Some(pool) = context.config.pool.as_ref().filter(|_| !images.is_empty()) else { return Ok(None) };
     let notices = mailbox.clone();
     let is_short = move |error| {
         notices.put(Notice::StorageFailed { error });
     };
-    PoolWatch::start(pool, is_short).map_err(ArriveError::Watch)
+    PoolWatch::start(pool, is_short).map_err(ArrivalError::Watch)
 }
 
 /// Returns the images that both hosts have, as far as this host knows them by now: copied disks have no layers here.
@@ -219,7 +241,7 @@ impl CorruptFrames {
     }
 }
 
-fn tell_of_end(
+fn report_stream_end(
     notices: &Mailbox,
     corrupt: &CorruptFrames,
     generation: Generation,
@@ -241,7 +263,7 @@ fn tell_of_end(
 
 /// Frees memory that was zeroed. Only QEMU itself can free anonymous memory, by an injected system call. It does so
 /// after long rounds only: in a last round the guest would wait for it.
-struct Giver {
+struct MemoryReleaser {
     process: Process,
     injector: Arc<Injector>,
     addresses: Vec<u64>,
@@ -251,8 +273,8 @@ struct Giver {
 /// a round, even if the guest is stopped during it.
 const LONG_ROUND: Duration = Duration::from_millis(250);
 
-impl Giver {
-    fn new(context: &Context, vm: &Arriving) -> Result<Self, ArriveError> {
+impl MemoryReleaser {
+    fn new(context: &Context, vm: &ArrivingVm) -> Result<Self, ArrivalError> {
         Ok(Self {
             process: vm.process.try_clone()?,
             injector: Arc::clone(&context.injector),
@@ -260,7 +282,7 @@ impl Giver {
         })
     }
 
-    fn give_back(&self, round: u32, took: Duration, handle: &ReceiverHandle) {
+    fn release_memory(&self, round: u32, took: Duration, handle: &ReceiverHandle) {
         // It is not known here whether a round is the last; the first two are not. Before them there is no memory.
         if round == 0 || (round > 2 && took < LONG_ROUND) {
             return;
@@ -293,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn some_corrupt_frames_are_the_networks_and_more_are_the_sources() {
+    fn only_a_few_corrupt_frames_are_attributed_to_the_network() {
         let corrupt = CorruptFrames::default();
         let frame = ReceiveError::WrongSeq { expected: 3, found: 4 };
         assert!((0..MOST_CORRUPT).all(|_| corrupt.allows(&frame)));

@@ -24,13 +24,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing::{error, warn};
 
-use super::{DestinationDetails, Driver, Traces};
+use super::{ArrivalArtifacts, DestinationDetails, Driver};
 use crate::context::Context;
 use crate::journal::{Durability, MigrationRecord};
 
 /// Journalled record of such a page.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Untrusted {
+pub(crate) struct UntrustedPage {
     /// The first page that was found, or one of those that arrived with it and lie behind it.
     pub(crate) page: PageRequest,
     /// True if the guest was stopped because of the page: it is not stopped again if a user lets it go on.
@@ -39,23 +39,24 @@ pub(crate) struct Untrusted {
 
 impl Driver {
     /// Returns the recorded page, if there is one.
-    pub(super) fn untrusted(&self) -> Option<Untrusted> {
-        self.vm.as_ref()?.traces.awaited.as_ref()?.untrusted
+    pub(super) fn untrusted(&self) -> Option<UntrustedPage> {
+        self.vm.as_ref()?.artifacts.awaited.as_ref()?.untrusted
     }
 
     /// Returns the message about the page, if there is one.
-    pub(super) fn untrusted_said(&self) -> Option<String> {
+    pub(super) fn untrusted_message(&self) -> Option<String> {
         self.untrusted().map(|untrusted| said(untrusted.page, &self.proposal.ram))
     }
 
     /// Records a page that was found, and discards the copy or stops the guest.
-    pub(super) fn look_whether_trusted(&mut self) {
-        let found = self.awaiting.as_ref().and_then(super::awaiting::Awaiting::untrusted);
+    pub(super) fn check_untrusted_page(&mut self) {
+        let found =
+            self.post_copy_receiver.as_ref().and_then(super::post_copy_receiver::PostCopyReceiver::untrusted);
         if let Some(page) = found.filter(|_| self.untrusted().is_none()) {
-            self.note_untrusted(Untrusted { page, is_stopped: false });
-            error!(migration = %self.terms.migration, why = self.untrusted_said(), "the guest must not run with it");
+            self.record_untrusted(UntrustedPage { page, is_stopped: false });
+            error!(migration = %self.terms.migration, why = self.untrusted_message(), "the guest must not run with it");
         }
-        match (self.untrusted_said(), &self.state) {
+        match (self.untrusted_message(), &self.state) {
             (Some(said), DestinationState::Prepared) => self.fail(&said),
             (Some(_), DestinationState::Completing { .. }) => self.stop_untrusted(),
             // Nothing can be decided here yet; the page is checked before the guest is continued.
@@ -82,18 +83,18 @@ impl Driver {
             self.stop_again_at = Some(Instant::now() + retry);
             return error!(error = crate::chain(&error), "the guest is not stopped; it is tried again");
         }
-        self.note_untrusted(Untrusted { is_stopped: true, ..untrusted });
-        self.told = None;
-        self.tell_user(DestinationReport::Incomplete);
-        self.say_incomplete();
+        self.record_untrusted(UntrustedPage { is_stopped: true, ..untrusted });
+        self.last_report = None;
+        self.report_to_user(DestinationReport::Incomplete);
+        self.send_incomplete();
     }
 
-    fn note_untrusted(&mut self, untrusted: Untrusted) {
+    fn record_untrusted(&mut self, untrusted: UntrustedPage) {
         let Some(vm) = &mut self.vm else { return };
-        if let Some(awaited) = &mut vm.traces.awaited {
+        if let Some(awaited) = &mut vm.artifacts.awaited {
             awaited.untrusted = Some(untrusted);
         }
-        if let Err(error) = vm.traces.keep(&self.context, &self.terms.migration, Durability::Process) {
+        if let Err(error) = vm.artifacts.keep(&self.context, &self.terms.migration, Durability::Process) {
             warn!(error = crate::chain(&error), "a page that cannot be trusted is not in the journal");
         }
     }
@@ -111,18 +112,18 @@ pub(crate) fn said(PageRequest { block, page }: PageRequest, ram: &[ProposedBloc
 
 /// Returns the page that the journal has for an arrived or arriving VM.
 pub(crate) fn of_record(record: &MigrationRecord) -> Option<PageRequest> {
-    traces(record)?.awaited?.untrusted.map(|untrusted| untrusted.page)
+    artifacts(record)?.awaited?.untrusted.map(|untrusted| untrusted.page)
 }
 
-fn traces(record: &MigrationRecord) -> Option<Traces> {
-    serde_json::from_value::<DestinationDetails>(record.details.clone()).ok().map(|details| details.traces)
+fn artifacts(record: &MigrationRecord) -> Option<ArrivalArtifacts> {
+    serde_json::from_value::<DestinationDetails>(record.details.clone()).ok().map(|details| details.artifacts)
 }
 
 /// Returns a finding for a VM that arrived, or is arriving, with such a page, as long as it runs in the same QEMU, and
 /// not in one that was started since.
 pub(crate) fn finding(context: &Context, record: &MigrationRecord, pid: Option<u32>) -> Option<Finding> {
     let page = of_record(record)?;
-    if pid.is_some() && pid != traces(record)?.process.map(|(pid, _)| pid) {
+    if pid.is_some() && pid != artifacts(record)?.process.map(|(pid, _)| pid) {
         return None;
     }
     let proposal = context.journal.proposal(record.id()).ok().flatten();

@@ -13,7 +13,7 @@ use tracing::info;
 
 /// Frees the cached pages of images, in a thread of its own, because a large image takes a while. A program that still
 /// uses an image reads it again; data that is not on the disk yet is not lost.
-pub(crate) fn forget_cached(images: Vec<PathBuf>) {
+pub(crate) fn drop_page_cache(images: Vec<PathBuf>) {
     let forget = move || {
         for image in images {
             let forgotten = File::open(&image).and_then(|file| Ok(fadvise(file, 0, None, Advice::DontNeed)?));

@@ -15,43 +15,43 @@ use block::thin::NewVolume;
 use proto::limits::CHUNK_BYTES;
 
 use super::served::{Connections, ServedDisk, failed};
-use super::{called, whole_pages};
+use super::{display_name, whole_pages};
 use crate::pool::MadeImage;
-use crate::preflight::Planned;
+use crate::preflight::PlannedDisk;
 use crate::verification::{self, CompareError};
 
 /// The images of all copied disks, made and open for writing.
 #[derive(Debug, Default)]
-pub(crate) struct Images {
+pub(crate) struct CopiedImages {
     images: Vec<Image>,
-    flushing: Flushing,
+    flushing: BackgroundFlush,
 }
 
 /// The image of one disk.
 #[derive(Debug)]
 struct Image {
-    disk: Planned,
+    disk: PlannedDisk,
     server: Arc<Server>,
     /// State of a thin volume; none for any other image.
     thin: Option<Arc<NewVolume>>,
 }
 
 /// A thread that flushes, and its result.
-type Flushed = JoinHandle<Result<(), ImageError>>;
+type FlushThread = JoinHandle<Result<(), ImageError>>;
 
 /// Background flushes of images to stable storage, so that the last flush, for which the guest waits, is short.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Flushing {
+pub(crate) struct BackgroundFlush {
     images: Vec<image::Flusher>,
     /// The thread that flushes now.
-    thread: Arc<Mutex<Option<Flushed>>>,
+    thread: Arc<Mutex<Option<FlushThread>>>,
     /// The first error. The kernel reports a lost write only once, so that the next flush may seem to succeed.
     failed: Arc<Mutex<Option<ImageError>>>,
 }
 
-impl Flushing {
+impl BackgroundFlush {
     /// Flushes all images, in a thread of its own; does nothing if one is still flushing. Calls `fails` with an error
-    /// at once, with all its causes; [`Flushing::end`] returns the error, too.
+    /// at once, with all its causes; [`BackgroundFlush::end`] returns the error, too.
     pub(crate) fn flush(&self, fails: impl FnOnce(String) + Send + 'static) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if self.images.is_empty() || thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
@@ -79,41 +79,42 @@ impl Flushing {
         self.failed.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
     }
 
-    fn take(&self, thread: Option<Flushed>) {
+    fn take(&self, thread: Option<FlushThread>) {
         if let Some(Ok(Err(error))) = thread.map(JoinHandle::join) {
             self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     }
 }
 
-impl Images {
+impl CopiedImages {
     /// Makes the images, and opens each for `streams` streams; `directory` is for their sockets. After an error the
     /// caller has to remove the images that were made.
     pub(crate) fn make(
-        planned: Vec<Planned>,
+        planned: Vec<PlannedDisk>,
         directory: &Path,
         streams: u16,
         patience: Duration,
     ) -> Result<Self, ImageError> {
         let mut images = Vec::new();
         for (number, disk) in planned.into_iter().enumerate() {
-            let thin = disk.place.make(disk.bytes)?.map(Arc::new);
+            let thin = disk.location.make(disk.bytes)?.map(Arc::new);
             let socket = directory.join(format!("disk-{number}.sock"));
-            let server = Server::start(&disk.place.path, disk.place.format, &socket, streams, patience)?;
+            let server =
+                Server::start(&disk.location.path, disk.location.format, &socket, streams, patience)?;
             if let Some(volume) = &thin {
-                let path = disk.place.path.clone();
+                let path = disk.location.path.clone();
                 let failed = |source| ImageError::Write { path, source };
                 volume.begin(&mut server.client()?).map_err(failed)?;
             }
             images.push(Image { disk, server: Arc::new(server), thin });
         }
         let flushers = images.iter().map(|image| image.server.flusher()).collect();
-        Ok(Self { images, flushing: Flushing { images: flushers, ..Flushing::default() } })
+        Ok(Self { images, flushing: BackgroundFlush { images: flushers, ..BackgroundFlush::default() } })
     }
 
     /// Returns the identity of those images that are files, as they were made.
     pub(crate) fn made(&self) -> Vec<MadeImage> {
-        let made = |image: &Image| MadeImage::at(&image.disk.place.path, &image.disk.name);
+        let made = |image: &Image| MadeImage::at(&image.disk.location.path, &image.disk.name);
         self.images.iter().filter_map(made).collect()
     }
 
@@ -123,7 +124,7 @@ impl Images {
     }
 
     /// Returns the handle that flushes the images after each received round.
-    pub(crate) fn flushing(&self) -> Flushing {
+    pub(crate) fn flushing(&self) -> BackgroundFlush {
         self.flushing.clone()
     }
 
@@ -140,14 +141,14 @@ impl Images {
         let Image { disk, server, .. } =
             self.images.get(number).ok_or_else(|| CompareError::NotThere(format!("disk {number}")))?;
         server.flush()?;
-        let (place, socket) = (&disk.place, directory.join("compare.sock"));
-        let disk_bytes = place.is_device().then_some(disk.bytes);
-        let (image, format) = (place.path.to_string_lossy(), place.format.as_str());
+        let (location, socket) = (&disk.location, directory.join("compare.sock"));
+        let disk_bytes = location.is_device().then_some(disk.bytes);
+        let (image, format) = (location.path.to_string_lossy(), location.format.as_str());
         let mut reading =
             ImageReader::open(&image, format, disk_bytes.map(|bytes| 0..bytes), &socket, patience)?;
         let ours =
             reading.hash_chunks(CHUNK_BYTES, first_chunk..first_chunk.saturating_add(theirs.len() as u64))?;
-        verification::different(&called(&disk.name), first_chunk, &ours, theirs)
+        verification::different(&display_name(&disk.name), first_chunk, &ours, theirs)
     }
 
     /// Returns the writers of the disks, in their order.
@@ -163,12 +164,12 @@ impl Images {
         for Image { disk, server, .. } in self.images {
             let Some(server) = Arc::into_inner(server) else {
                 let message = "a writer is left; please report this".to_owned();
-                return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.place.path, message });
+                return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.location.path, message });
             };
             server.finish()?;
-            if disk.place.format == Format::Raw && !disk.place.is_device() {
+            if disk.location.format == Format::Raw && !disk.location.is_device() {
                 // The guest may have discarded that block.
-                image::allocate_first_block(&disk.place.path)?;
+                image::allocate_first_block(&disk.location.path)?;
             }
         }
         Ok(())
@@ -204,7 +205,7 @@ impl BlockWriter for CopiedDisk {
     }
 
     fn description(&self) -> String {
-        called(&self.served.name)
+        display_name(&self.served.name)
     }
 
     fn bytes(&self) -> u64 {

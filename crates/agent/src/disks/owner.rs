@@ -18,14 +18,14 @@ use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
 /// Changes the owner of images to the user that a QEMU has become; returns a blocker if that user still cannot open
 /// them. QEMU must have answered already, so that it has its final user.
-pub(crate) fn give(images: &[PathBuf], pid: u32) -> Result<(), Finding> {
+pub(crate) fn give_ownership(images: &[PathBuf], pid: u32) -> Result<(), Finding> {
     let Some(account) = facts::account(pid).filter(|it| it.user != rustix::process::geteuid().as_raw())
     else {
         return Ok(());
     };
     images.iter().try_for_each(|image| {
         let given = chown(image, Some(account.user), Some(account.group));
-        given.and_then(|()| opens(image, &account)).map_err(|error| Finding {
+        given.and_then(|()| check_can_open(image, &account)).map_err(|error| Finding {
             severity: Severity::Blocker,
             code: "disk-user".to_owned(),
             what: format!("QEMU runs as user {} there, and cannot open {}: {error}", account.user, image.display()),
@@ -36,15 +36,15 @@ pub(crate) fn give(images: &[PathBuf], pid: u32) -> Result<(), Finding> {
 }
 
 /// Checks that the user that a QEMU has become can open a file for writing.
-pub(crate) fn opens_as(pid: u32, path: &Path) -> io::Result<()> {
+pub(crate) fn check_can_open_as(pid: u32, path: &Path) -> io::Result<()> {
     match facts::account(pid).filter(|it| it.user != rustix::process::geteuid().as_raw()) {
-        Some(account) => opens(path, &account),
+        Some(account) => check_can_open(path, &account),
         None => OpenOptions::new().read(true).write(true).open(path).map(drop),
     }
 }
 
 /// Checks that a user can open a file for writing. The kernel decides: a thread becomes that user and opens the file.
-fn opens(path: &Path, account: &Account) -> io::Result<()> {
+fn check_can_open(path: &Path, account: &Account) -> io::Result<()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     // While one thread has another user, other processes may not inspect this process, and it leaves no core dump, as
     // if the whole process had become that user.
@@ -91,7 +91,7 @@ mod tests {
             set_permissions(&path, Permissions::from_mode(mode)).unwrap();
             chown(&path, Some(owner), Some(group)).unwrap();
             set_permissions(folder.path(), Permissions::from_mode(directory)).unwrap();
-            opens(&path, &nobody).is_ok()
+            check_can_open(&path, &nobody).is_ok()
         };
         assert!(may(0o600, 65534, 0, 0o711));
         assert!(may(0o060, 0, 12, 0o711));

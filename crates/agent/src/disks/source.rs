@@ -12,8 +12,8 @@ use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::{FrozenBitmap, RecordError, Recording, WriteCap, Written};
 
 use super::served::{Connections, ServedDisk, failed};
-use super::{called, whole_pages};
-use crate::guard::Guard;
+use super::{display_name, whole_pages};
+use crate::guard::ThrottleGuard;
 
 /// A disk that is read while the guest writes to it.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ impl BlockReader for LeavingDisk {
     }
 
     fn description(&self) -> String {
-        called(&self.0.name)
+        display_name(&self.0.name)
     }
 
     fn bytes(&self) -> u64 {
@@ -103,7 +103,7 @@ pub(crate) struct DiskLog {
     names: Vec<String>,
     patience: Duration,
     /// Lifts caps on writes after this process's end.
-    guard: Option<Guard>,
+    guard: Option<ThrottleGuard>,
     /// Sum of the newly dirtied bytes of all scans, over those disks that can be capped.
     dirtied_bytes: u64,
 }
@@ -125,7 +125,7 @@ impl DiskLog {
         socket: SocketPath,
         names: Vec<String>,
         patience: Duration,
-        guard: Option<Guard>,
+        guard: Option<ThrottleGuard>,
     ) -> Self {
         Self { recording, socket, names, patience, guard, dirtied_bytes: 0 }
     }
@@ -141,7 +141,7 @@ impl DiskLog {
         let began = Instant::now();
         let before: u64 = into.iter().map(DirtyBitmap::count).sum();
         let failed = |name: &String, error: DiskLogError| ScanError {
-            block: called(name),
+            block: display_name(name),
             source: LogError::Disk(Box::new(error)),
         };
         let all = self.names.join(", ");

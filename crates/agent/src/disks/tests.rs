@@ -21,13 +21,13 @@ const MIB: u64 = 1 << 20;
 const BYTES: u64 = 9 * MIB + 1536;
 
 /// A QEMU with one disk, to which it writes like a guest.
-struct Writing {
+struct WritingQemu {
     qmp: Qmp,
     started: StartedQemu,
     disk: PathBuf,
 }
 
-impl Writing {
+impl WritingQemu {
     fn new(directory: &Path, format: Format) -> Self {
         let disk = directory.join("source");
         image::create(&disk, format, BYTES).unwrap();
@@ -59,7 +59,7 @@ impl Writing {
     }
 
     /// Records the writes to its disk, and reads it.
-    fn leaves(&mut self, directory: &Path) -> (LeavingDisk, DiskLog) {
+    fn begin_leaving(&mut self, directory: &Path) -> (LeavingDisk, DiskLog) {
         let socket = directory.join("nbd");
         let listener = UnixListener::bind(&socket).unwrap();
         let blocks: serde_json::Value = self.qmp.execute("query-block", serde_json::Value::Null).unwrap();
@@ -71,7 +71,7 @@ impl Writing {
     }
 }
 
-impl Drop for Writing {
+impl Drop for WritingQemu {
     fn drop(&mut self) {
         let _ = self.qmp.run("quit", serde_json::Value::Null);
         self.started.wait(Instant::now() + PATIENCE);
@@ -105,11 +105,11 @@ fn what_is_written_meanwhile_arrives() {
         let server = Arc::new(server);
         let copied = destination::CopiedDisk::new("d", BYTES, &server);
 
-        let mut source = Writing::new(directory.path(), from);
+        let mut source = WritingQemu::new(directory.path(), from);
         source.does("write -P 1 1M 3M");
         // The last bytes of the disk.
         source.does(&format!("write -P 2 {} 1536", 9 * MIB));
-        let (disk, mut log) = source.leaves(directory.path());
+        let (disk, mut log) = source.begin_leaving(directory.path());
         assert_eq!((disk.disk_bytes(), disk.bytes(), copied.bytes()), (BYTES, 9 * MIB + 4096, disk.bytes()));
         let first = first_pages(&disk, false).unwrap();
         assert!(first.contains(256) && !first.contains(2000), "{from}: only what is there");

@@ -11,16 +11,16 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tracing::warn;
 
-use super::record::{Columns, MigrationRecord, NewMigration, json, parsed};
-use super::{Durability, Inner, Journal, JournalError, Room};
+use super::record::{MigrationColumns, MigrationRecord, NewMigration, json, parsed};
+use super::{Durability, Journal, JournalError, TransactionError, WriteSpace};
 use crate::report::unix_ms_now;
 
 impl Journal {
     /// Returns an epoch for a new migration of a VM: larger than all that were ever seen, and never returned again.
     pub fn next_epoch(&self, vm: &VmName) -> Result<Epoch, JournalError> {
-        self.write("find a new epoch", Durability::Synced, Room::Free(0), |transaction| {
+        self.write("find a new epoch", Durability::Synced, WriteSpace::Free(0), |transaction| {
             let next = largest_epoch(transaction, vm)?.next();
-            see_epoch(transaction, vm, next)?;
+            record_epoch(transaction, vm, next)?;
             Ok(next)
         })
     }
@@ -30,8 +30,8 @@ impl Journal {
         if self.largest_epoch(vm)? >= epoch {
             return Ok(());
         }
-        self.write("note an epoch", Durability::Synced, Room::Free(0), |transaction| {
-            see_epoch(transaction, vm, epoch)
+        self.write("note an epoch", Durability::Synced, WriteSpace::Free(0), |transaction| {
+            record_epoch(transaction, vm, epoch)
         })
     }
 
@@ -50,7 +50,7 @@ impl Journal {
             Proposal { description: redact_secrets(&new.proposal.description), ..new.proposal.clone() };
         let proposal = json(serde_json::to_string(&kept), || format!("proposal of {id}"))?;
         let now = unix_ms_now() as i64;
-        let room = Room::Free(proposal.len());
+        let room = WriteSpace::Free(proposal.len());
         self.write("begin a migration", Durability::Synced, room, |transaction| {
             if let Some(open) = open_migration(transaction, &id.vm)? {
                 return Err(JournalError::AlreadyOpen {
@@ -65,7 +65,7 @@ impl Journal {
             if used || !fits {
                 return Err(JournalError::OldEpoch { vm: id.vm.clone(), offered: id.epoch, largest }.into());
             }
-            see_epoch(transaction, &id.vm, id.epoch)?;
+            record_epoch(transaction, &id.vm, id.epoch)?;
             transaction.execute(
                 "INSERT INTO migrations
                      (vm, epoch, role, terms, state, open, details, created_unix_ms, updated_unix_ms)
@@ -95,7 +95,7 @@ impl Journal {
                 | SourceState::Stopped { .. }
                 | SourceState::Committed { .. }
         );
-        let room = if safe_to_fail { Room::Free(0) } else { Room::Reserved };
+        let room = if safe_to_fail { WriteSpace::Free(0) } else { WriteSpace::Reserved };
         self.record(id, Role::Source, state, durability, room)
     }
 
@@ -111,7 +111,7 @@ impl Journal {
             state,
             DestinationState::Idle | DestinationState::Prepared | DestinationState::Ready { .. }
         );
-        let room = if safe_to_fail { Room::Free(0) } else { Room::Reserved };
+        let room = if safe_to_fail { WriteSpace::Free(0) } else { WriteSpace::Reserved };
         self.record(id, Role::Destination, state, durability, room)
     }
 
@@ -121,7 +121,7 @@ impl Journal {
         role: Role,
         state: &impl Serialize,
         durability: Durability,
-        room: Room,
+        room: WriteSpace,
     ) -> Result<(), JournalError> {
         let state = json(serde_json::to_string(state), || format!("state of {id}"))?;
         self.update(
@@ -156,7 +156,7 @@ impl Journal {
     pub fn close(&self, id: &MigrationId) -> Result<(), JournalError> {
         let values = params![id.vm.as_str(), id.epoch.0 as i64, unix_ms_now() as i64];
         let clause = "open = 0 WHERE vm = ?1 AND epoch = ?2";
-        self.update("close a migration", id, Durability::Synced, Room::Reserved, clause, values)?;
+        self.update("close a migration", id, Durability::Synced, WriteSpace::Reserved, clause, values)?;
         let open: i64 = self.read("count migrations", |connection| {
             Ok(connection
                 .query_row("SELECT count(*) FROM migrations WHERE open = 1", [], |row| row.get(0))?)
@@ -184,7 +184,7 @@ impl Journal {
             doing,
             id,
             durability,
-            Room::Free(0),
+            WriteSpace::Free(0),
             &clause,
             params![id.vm.as_str(), id.epoch.0 as i64, now, value],
         )
@@ -195,7 +195,7 @@ impl Journal {
         doing: &'static str,
         id: &MigrationId,
         durability: Durability,
-        room: Room,
+        room: WriteSpace,
         clause: &str,
         values: &[&dyn rusqlite::ToSql],
     ) -> Result<(), JournalError> {
@@ -240,7 +240,7 @@ impl Journal {
                 "SELECT vm, epoch, role, terms, state, open, details, message, created_unix_ms, updated_unix_ms
                  FROM migrations {clause}"
             ))?;
-            let rows = statement.query_map(values, Columns::read)?;
+            let rows = statement.query_map(values, MigrationColumns::read)?;
             rows.map(|row| row?.record()).collect()
         })
     }
@@ -259,7 +259,7 @@ impl Journal {
     pub fn put_report(&self, report: &crate::report::Report) -> Result<(), JournalError> {
         let id = &report.migration;
         let text = json(serde_json::to_string(report), || format!("report of {id}"))?;
-        let room = Room::Free(text.len());
+        let room = WriteSpace::Free(text.len());
         self.write("keep a report", Durability::Process, room, |transaction| {
             transaction.execute(
                 "INSERT OR REPLACE INTO reports (vm, epoch, report) VALUES (?1, ?2, ?3)",
@@ -291,7 +291,7 @@ fn shortened(text: &str) -> &str {
     &text[..text.floor_char_boundary(MESSAGE_BYTES)]
 }
 
-fn largest_epoch(connection: &Connection, vm: &VmName) -> Result<Epoch, Inner> {
+fn largest_epoch(connection: &Connection, vm: &VmName) -> Result<Epoch, TransactionError> {
     let largest: Option<i64> = connection
         .prepare_cached("SELECT largest FROM epochs WHERE vm = ?1")?
         .query_row([vm.as_str()], |row| row.get(0))
@@ -299,7 +299,7 @@ fn largest_epoch(connection: &Connection, vm: &VmName) -> Result<Epoch, Inner> {
     Ok(Epoch(largest.unwrap_or(0) as u64))
 }
 
-fn see_epoch(connection: &Connection, vm: &VmName, epoch: Epoch) -> Result<(), Inner> {
+fn record_epoch(connection: &Connection, vm: &VmName, epoch: Epoch) -> Result<(), TransactionError> {
     connection
         .prepare_cached(
             "INSERT INTO epochs (vm, largest) VALUES (?1, ?2)
@@ -309,14 +309,14 @@ fn see_epoch(connection: &Connection, vm: &VmName, epoch: Epoch) -> Result<(), I
     Ok(())
 }
 
-fn open_migration(connection: &Connection, vm: &VmName) -> Result<Option<Epoch>, Inner> {
+fn open_migration(connection: &Connection, vm: &VmName) -> Result<Option<Epoch>, TransactionError> {
     let epoch: Option<i64> = connection
         .query_row("SELECT epoch FROM migrations WHERE vm = ?1 AND open = 1", [vm.as_str()], |row| row.get(0))
         .optional()?;
     Ok(epoch.map(|epoch| Epoch(epoch as u64)))
 }
 
-fn exists(connection: &Connection, id: &MigrationId) -> Result<bool, Inner> {
+fn exists(connection: &Connection, id: &MigrationId) -> Result<bool, TransactionError> {
     let sql = "SELECT 1 FROM migrations WHERE vm = ?1 AND epoch = ?2";
     Ok(connection
         .query_row(sql, params![id.vm.as_str(), id.epoch.0 as i64], |_| Ok(()))

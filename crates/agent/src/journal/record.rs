@@ -8,7 +8,7 @@ use proto::{HostId, MigrationId};
 use rusqlite::Row;
 use serde::de::DeserializeOwned;
 
-use super::{Inner, JournalError};
+use super::{JournalError, TransactionError};
 use crate::progress::Standing;
 
 /// A migration to be begun. It is journalled together with its first state.
@@ -141,7 +141,7 @@ fn destination_standing(state: &DestinationState) -> Standing {
 }
 
 /// A row as SQLite returns it.
-pub(super) struct Columns {
+pub(super) struct MigrationColumns {
     vm: String,
     epoch: i64,
     role: String,
@@ -154,7 +154,7 @@ pub(super) struct Columns {
     updated: i64,
 }
 
-impl Columns {
+impl MigrationColumns {
     pub(super) fn read(row: &Row<'_>) -> rusqlite::Result<Self> {
         Ok(Self {
             vm: row.get(0)?,
@@ -170,7 +170,7 @@ impl Columns {
         })
     }
 
-    pub(super) fn record(self) -> Result<MigrationRecord, Inner> {
+    pub(super) fn record(self) -> Result<MigrationRecord, TransactionError> {
         let what = |part: &str| format!("{part} of {}#{}", self.vm, self.epoch);
         let state = if self.role == Role::Source.to_string() {
             State::Source(parsed(&self.state, || what("state"))?)
@@ -190,7 +190,10 @@ impl Columns {
 }
 
 /// Parses a document of the database.
-pub(super) fn parsed<T: DeserializeOwned>(text: &str, what: impl FnOnce() -> String) -> Result<T, Inner> {
+pub(super) fn parsed<T: DeserializeOwned>(
+    text: &str,
+    what: impl FnOnce() -> String,
+) -> Result<T, TransactionError> {
     serde_json::from_str(text).map_err(|source| JournalError::Json { what: what(), source }.into())
 }
 

@@ -23,12 +23,12 @@ const INDEX_BYTES: u64 = 32 << 10;
 /// connection.
 #[derive(Debug)]
 pub(super) struct Reserve {
-    log: Kept,
-    index: Kept,
+    log: AllocatedFile,
+    index: AllocatedFile,
 }
 
 #[derive(Debug)]
-struct Kept {
+struct AllocatedFile {
     file: File,
     /// Bytes from the beginning that have blocks.
     bytes: u64,
@@ -41,7 +41,7 @@ impl Reserve {
             let mut path = database.as_os_str().to_owned();
             path.push(suffix);
             let file = File::options().read(true).write(true).open(PathBuf::from(path))?;
-            Ok::<_, std::io::Error>(Kept { file, bytes: 0 })
+            Ok::<_, std::io::Error>(AllocatedFile { file, bytes: 0 })
         };
         Ok(Self { log: beside("-wal")?, index: beside("-shm")? })
     }
@@ -54,7 +54,7 @@ impl Reserve {
     }
 }
 
-impl Kept {
+impl AllocatedFile {
     fn keep(&mut self, bytes: u64) -> rusqlite::Result<()> {
         let full =
             |_| rusqlite::Error::SqliteFailure(rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_FULL), None);

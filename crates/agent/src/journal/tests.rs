@@ -124,7 +124,7 @@ fn epochs_only_grow_wherever_they_were_learnt() {
 }
 
 #[test]
-fn transitions_of_unknown_migrations_and_of_the_other_role_are_refused() {
+fn transitions_of_unknown_or_foreign_migrations_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let journal = Journal::open(folder.path()).unwrap();
     begin(&journal, &id("web", 1), prepared()).unwrap();

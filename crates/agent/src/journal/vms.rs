@@ -8,7 +8,7 @@ use rusqlite::{OptionalExtension, Row, params};
 use tracee::{Process, ProcessError};
 
 use super::record::parsed;
-use super::{Durability, Inner, Journal, JournalError, Room};
+use super::{Durability, Journal, JournalError, TransactionError, WriteSpace};
 use crate::report::unix_ms_now;
 
 /// A VM that the agent has adopted.
@@ -56,16 +56,16 @@ impl VmRecord {
 impl Journal {
     /// Stores a VM, in place of an earlier record under its name.
     pub fn put_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
-        self.keep_vm(record, Room::Free)
+        self.keep_vm(record, WriteSpace::Free)
     }
 
     /// Stores a VM as [`put_vm`](Self::put_vm), for a VM that has arrived and runs, even if the journal's file was
     /// moved or deleted.
     pub fn put_arrived_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
-        self.keep_vm(record, Room::Happened)
+        self.keep_vm(record, WriteSpace::ForEvent)
     }
 
-    fn keep_vm(&self, record: &VmRecord, room: impl FnOnce(usize) -> Room) -> Result<(), JournalError> {
+    fn keep_vm(&self, record: &VmRecord, room: impl FnOnce(usize) -> WriteSpace) -> Result<(), JournalError> {
         let description = redact_secrets(&record.description).to_string();
         let room = room(description.len());
         self.write("keep a VM", Durability::Synced, room, |transaction| {
@@ -108,7 +108,7 @@ impl Journal {
 
     /// Forgets a VM; returns true if it was known. Its migrations and epochs are not forgotten.
     pub fn remove_vm(&self, vm: &VmName) -> Result<bool, JournalError> {
-        self.write("forget a VM", Durability::Synced, Room::Reserved, |transaction| {
+        self.write("forget a VM", Durability::Synced, WriteSpace::Reserved, |transaction| {
             Ok(transaction.prepare_cached("DELETE FROM vms WHERE vm = ?1")?.execute([vm.as_str()])? > 0)
         })
     }
@@ -116,13 +116,15 @@ impl Journal {
 
 const SELECT: &str = "SELECT vm, description, pid, start_time_ticks, qmp, adopted_unix_ms, boot_id FROM vms";
 
-type Columns = (String, String, u32, i64, String, i64, String);
+type VmColumns = (String, String, u32, i64, String, i64, String);
 
-fn columns(row: &Row<'_>) -> rusqlite::Result<Columns> {
+fn columns(row: &Row<'_>) -> rusqlite::Result<VmColumns> {
     Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?, row.get(5)?, row.get(6)?))
 }
 
-fn record((vm, description, pid, start, qmp, adopted, boot_id): Columns) -> Result<VmRecord, Inner> {
+fn record(
+    (vm, description, pid, start, qmp, adopted, boot_id): VmColumns,
+) -> Result<VmRecord, TransactionError> {
     let what = || format!("record of VM {vm}");
     Ok(VmRecord {
         vm: parsed(&serde_json::Value::from(vm.as_str()).to_string(), what)?,

@@ -37,7 +37,7 @@ impl Removable {
             }
             Err(error) => return Err(not_opened(error.into())),
         };
-        let lease = super::leased(file.try_clone().map_err(not_opened)?, path)?;
+        let lease = super::acquire_lease(file.try_clone().map_err(not_opened)?, path)?;
         Ok(Self { directory, name, file, _lease: lease })
     }
 

@@ -14,7 +14,7 @@ const COPIED: &[u8; 4096] = &[7; 4096];
 
 /// One event in the life of an image's path, in a directory of its own.
 #[derive(Clone, Debug)]
-enum Event {
+enum PathEvent {
     /// A restored backup: another file with the same content is moved to the path.
     Replace,
     /// The file is moved away.
@@ -39,7 +39,7 @@ enum Event {
 
 /// The image as it was when it was copied.
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+enum ImageKind {
     Whole,
     /// A part of the file, by QEMU's description.
     Part,
@@ -50,8 +50,8 @@ enum Kind {
     Ended,
 }
 
-fn events() -> impl Strategy<Value = Vec<Event>> {
-    use Event::{
+fn events() -> impl Strategy<Value = Vec<PathEvent>> {
+    use PathEvent::{
         BecomesLink, BecomesLinkToAnother, BoundElsewhere, BoundOver, Grow, HardLink, MoveAway, MoveBack,
         Reflink, Replace, Touch, Write,
     };
@@ -72,14 +72,14 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
     proptest::collection::vec(proptest::sample::select(all.to_vec()), 0..4)
 }
 
-fn kinds() -> impl Strategy<Value = Kind> {
-    prop_oneof![6 => Just(Kind::Whole), 3 => Just(Kind::Ended), 1 => Just(Kind::Part), 1 => Just(Kind::Longer), 1 => Just(Kind::Snapshots)]
+fn kinds() -> impl Strategy<Value = ImageKind> {
+    prop_oneof![6 => Just(ImageKind::Whole), 3 => Just(ImageKind::Ended), 1 => Just(ImageKind::Part), 1 => Just(ImageKind::Longer), 1 => Just(ImageKind::Snapshots)]
 }
 
-fn left(path: &Path, kind: Kind) -> Left {
+fn left(path: &Path, kind: ImageKind) -> LeftBehind {
     let node =
         DiskNodes { top: "n".to_owned(), image: "n".to_owned(), format: "raw".to_owned(), below: Vec::new() };
-    let bytes = if matches!(kind, Kind::Longer) { 2048 } else { COPIED.len() as u64 };
+    let bytes = if matches!(kind, ImageKind::Longer) { 2048 } else { COPIED.len() as u64 };
     let disk = Disk {
         name: "disk0".to_owned(),
         device: None,
@@ -87,11 +87,11 @@ fn left(path: &Path, kind: Kind) -> Left {
         format: Some("raw".to_owned()),
         backing_files: Vec::new(),
         data_files: Vec::new(),
-        part: matches!(kind, Kind::Part).then_some(FilePart { offset_bytes: Some(0) }),
+        part: matches!(kind, ImageKind::Part).then_some(FilePart { offset_bytes: Some(0) }),
         layers: Vec::new(),
         read_only: false,
         encrypted: false,
-        snapshots: if matches!(kind, Kind::Snapshots) { vec!["s".to_owned()] } else { Vec::new() },
+        snapshots: if matches!(kind, ImageKind::Snapshots) { vec!["s".to_owned()] } else { Vec::new() },
         bitmaps: Vec::new(),
         direct: false,
         removable: false,
@@ -102,10 +102,10 @@ fn left(path: &Path, kind: Kind) -> Left {
     let meta = fs::metadata(path).unwrap();
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     let how = match kind {
-        Kind::Ended => How::Ended,
-        _ => How::moved(&disk, i64::try_from(now.as_millis()).unwrap()),
+        ImageKind::Ended => LeavingReason::Ended,
+        _ => LeavingReason::moved(&disk, i64::try_from(now.as_millis()).unwrap()),
     };
-    Left {
+    LeftBehind {
         disk: disk.name,
         path: path.to_owned(),
         identity: FileIdentity::of(path),
@@ -115,12 +115,12 @@ fn left(path: &Path, kind: Kind) -> Left {
 }
 
 /// Waits until changes get a later time than the one at which the VM had left.
-fn until_after(left: &Left) {
+fn until_after(left: &LeftBehind) {
     let probe = tempfile::NamedTempFile::new().unwrap();
     loop {
         fs::write(probe.path(), "x").unwrap();
         let meta = fs::metadata(probe.path()).unwrap();
-        let How::Moved { gone_unix_ms, .. } = left.how else { break };
+        let LeavingReason::Moved { gone_unix_ms, .. } = left.how else { break };
         if meta.ctime() * 1000 + meta.ctime_nsec() / 1_000_000 > gone_unix_ms {
             break;
         }
@@ -128,7 +128,7 @@ fn until_after(left: &Left) {
 }
 
 /// Makes an event happen, and returns true if it could.
-fn happen(event: &Event, directory: &Path) -> bool {
+fn happen(event: &PathEvent, directory: &Path) -> bool {
     let path = |name: &str| directory.join(name);
     let (disk, away) = (path("disk"), path("away"));
     // The kernel does not move a file with something mounted over it.
@@ -138,36 +138,40 @@ fn happen(event: &Event, directory: &Path) -> bool {
     }
     let is_file = fs::symlink_metadata(&disk).is_ok_and(|meta| meta.is_file());
     match event {
-        Event::Replace => {
+        PathEvent::Replace => {
             fs::write(path("new"), COPIED).unwrap();
             fs::rename(path("new"), &disk).unwrap();
         }
-        Event::MoveAway if is_file => fs::rename(&disk, &away).unwrap(),
-        Event::MoveBack if away.exists() && fs::symlink_metadata(&disk).is_err() => {
+        PathEvent::MoveAway if is_file => fs::rename(&disk, &away).unwrap(),
+        PathEvent::MoveBack if away.exists() && fs::symlink_metadata(&disk).is_err() => {
             fs::rename(&away, &disk).unwrap();
         }
-        Event::HardLink if is_file && !path("hard").exists() => fs::hard_link(&disk, path("hard")).unwrap(),
-        Event::BecomesLink if is_file => {
+        PathEvent::HardLink if is_file && !path("hard").exists() => {
+            fs::hard_link(&disk, path("hard")).unwrap()
+        }
+        PathEvent::BecomesLink if is_file => {
             fs::rename(&disk, &away).unwrap();
             symlink(&away, &disk).unwrap();
         }
-        Event::BecomesLinkToAnother if is_file => {
+        PathEvent::BecomesLinkToAnother if is_file => {
             fs::write(path("another"), COPIED).unwrap();
             fs::rename(&disk, &away).unwrap();
             symlink(path("another"), &disk).unwrap();
         }
-        Event::Write if is_file => fs::write(&disk, "others'").unwrap(),
-        Event::Grow if is_file => File::options().write(true).open(&disk).unwrap().set_len(1 << 20).unwrap(),
-        Event::Reflink if is_file => drop(fs::copy(&disk, path("copy")).unwrap()),
-        Event::Touch if is_file => {
+        PathEvent::Write if is_file => fs::write(&disk, "others'").unwrap(),
+        PathEvent::Grow if is_file => {
+            File::options().write(true).open(&disk).unwrap().set_len(1 << 20).unwrap()
+        }
+        PathEvent::Reflink if is_file => drop(fs::copy(&disk, path("copy")).unwrap()),
+        PathEvent::Touch if is_file => {
             let file = File::options().write(true).open(&disk).unwrap();
             file.set_modified(std::time::UNIX_EPOCH).unwrap();
         }
-        Event::BoundElsewhere if is_file && !path("elsewhere").exists() => {
+        PathEvent::BoundElsewhere if is_file && !path("elsewhere").exists() => {
             fs::write(path("elsewhere"), "").unwrap();
             bind(&disk, &path("elsewhere"));
         }
-        Event::BoundOver if is_file => {
+        PathEvent::BoundOver if is_file => {
             fs::write(path("over"), COPIED).unwrap();
             bind(&path("over"), &disk);
         }
@@ -220,30 +224,30 @@ proptest! {
         let inode = fs::metadata(&disk).unwrap().ino();
         until_after(&left);
         let _mounts = Mounts(folder.path());
-        let happened: Vec<&Event> = events.iter().filter(|event| happen(event, folder.path())).collect();
+        let happened: Vec<&PathEvent> = events.iter().filter(|event| happen(event, folder.path())).collect();
         let before = names(folder.path());
         let result = left.remove();
         let mut after = names(folder.path());
         if result.is_ok() {
-            let is_ended = matches!(kind, Kind::Ended);
-            prop_assert!(is_ended || matches!(kind, Kind::Whole), "not copied whole");
+            let is_ended = matches!(kind, ImageKind::Ended);
+            prop_assert!(is_ended || matches!(kind, ImageKind::Whole), "not copied whole");
             let (removed, content) = &before[&disk];
             prop_assert_eq!(*removed, inode);
             prop_assert!(is_ended || content.as_deref() == Some(&COPIED[..]));
             // Every event that changes the file is detected; a copy is not.
             let cannot_bind = !can_bind();
-            let is_harmless = |event: &&Event| match event {
-                Event::Reflink | Event::MoveBack => true,
+            let is_harmless = |event: &&PathEvent| match event {
+                PathEvent::Reflink | PathEvent::MoveBack => true,
                 // Its guest wrote to it, and a file that is moved back is the same.
-                Event::Write | Event::Grow | Event::Touch | Event::MoveAway => is_ended,
-                Event::BoundElsewhere | Event::BoundOver => cannot_bind,
+                PathEvent::Write | PathEvent::Grow | PathEvent::Touch | PathEvent::MoveAway => is_ended,
+                PathEvent::BoundElsewhere | PathEvent::BoundOver => cannot_bind,
                 _ => false,
             };
             prop_assert!(happened.iter().all(is_harmless), "{:?}", events);
             prop_assert!(!after.contains_key(&disk));
             after.insert(disk.clone(), before[&disk].clone());
         } else if happened.is_empty() {
-            prop_assert!(!matches!(kind, Kind::Whole | Kind::Ended), "{:?}", result);
+            prop_assert!(!matches!(kind, ImageKind::Whole | ImageKind::Ended), "{:?}", result);
         }
         // Links to the removed file are the only ones that may read differently.
         prop_assert_eq!(before, after);
@@ -255,19 +259,21 @@ fn a_later_file_with_the_same_inode_number_stays() {
     let folder = tempfile::tempdir().unwrap();
     let disk = folder.path().join("disk");
     fs::write(&disk, COPIED).unwrap();
-    for kind in [Kind::Whole, Kind::Ended] {
+    for kind in [ImageKind::Whole, ImageKind::Ended] {
         a_later_file_stays(&disk, kind);
     }
 }
 
-fn a_later_file_stays(disk: &Path, kind: Kind) {
+fn a_later_file_stays(disk: &Path, kind: ImageKind) {
     let known = left(disk, kind);
     // As if the number were used again by a file that was made before the VM's departure was recorded.
-    let later = Left {
+    let later = LeftBehind {
         created_unix_ns: known.created_unix_ns.map(|created| created - 1),
         how: match known.how {
-            How::Moved { .. } => How::Moved { not_whole: None, bytes: None, gone_unix_ms: i64::MAX },
-            How::Ended => How::Ended,
+            LeavingReason::Moved { .. } => {
+                LeavingReason::Moved { not_whole: None, bytes: None, gone_unix_ms: i64::MAX }
+            }
+            LeavingReason::Ended => LeavingReason::Ended,
         },
         ..left(disk, kind)
     };

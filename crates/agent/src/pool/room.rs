@@ -7,7 +7,7 @@ use super::{Pool, Storage};
 
 /// Free and used space of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Room {
+pub(super) struct PoolSpace {
     usage: Usage,
     /// State of the thin pool, if it is one.
     thin: Option<ThinPool>,
@@ -18,7 +18,7 @@ impl Pool {
     ///
     /// # Errors
     /// When it cannot be used, with all its causes.
-    pub(super) fn room(&self) -> Result<Room, String> {
+    pub(super) fn room(&self) -> Result<PoolSpace, String> {
         match &self.storage {
             Storage::Directory { path, .. } => {
                 let system = rustix::fs::statvfs(path).map_err(|error| error.to_string())?;
@@ -26,64 +26,64 @@ impl Pool {
                 let used = system.f_blocks.saturating_sub(system.f_bfree);
                 let total_bytes = used.saturating_add(system.f_bavail).saturating_mul(system.f_frsize);
                 let usage = Usage { used_bytes: used.saturating_mul(system.f_frsize), total_bytes };
-                Ok(Room { usage, thin: None })
+                Ok(PoolSpace { usage, thin: None })
             }
             Storage::Volumes(group) => {
                 let of = |error| crate::chain(&error);
                 match group.thin().map_err(of)? {
-                    Some(thin) => Ok(Room { usage: thin.data, thin: Some(thin) }),
-                    None => Ok(Room { usage: group.usage().map_err(of)?, thin: None }),
+                    Some(thin) => Ok(PoolSpace { usage: thin.data, thin: Some(thin) }),
+                    None => Ok(PoolSpace { usage: group.usage().map_err(of)?, thin: None }),
                 }
             }
         }
     }
 
     /// Returns findings for images that need this much space, given the space that arriving VMs will still use.
-    pub(crate) fn look(&self, needed_bytes: u64, owed_bytes: u64) -> Vec<Finding> {
+    pub(crate) fn check_space(&self, needed_bytes: u64, reserved_bytes: u64) -> Vec<Finding> {
         match self.room() {
             Err(error) => vec![finding(
                 Severity::Blocker,
                 "disk-pool",
-                format!("{} cannot be used: {error}", self.called()),
+                format!("{} cannot be used: {error}", self.display_name()),
                 "make it, or name another one under [disks.pool]",
             )],
-            Ok(room) => self.compare(&room, needed_bytes, owed_bytes),
+            Ok(room) => self.compare(&room, needed_bytes, reserved_bytes),
         }
     }
 
-    fn compare(&self, room: &Room, needed_bytes: u64, owed_bytes: u64) -> Vec<Finding> {
+    fn compare(&self, room: &PoolSpace, needed_bytes: u64, reserved_bytes: u64) -> Vec<Finding> {
         let Some(thin) = &room.thin else {
-            return self.no_room(&room.usage, needed_bytes, owed_bytes).into_iter().collect();
+            return self.space_finding(&room.usage, needed_bytes, reserved_bytes).into_iter().collect();
         };
         if let Some(word) = &thin.trouble {
             return vec![finding(
                 Severity::Blocker,
                 "disk-pool",
-                format!("{} cannot be written: the kernel says {word}", self.called()),
+                format!("{} cannot be written: the kernel says {word}", self.display_name()),
                 "mend the pool (lvs -o +lv_health_status, lvextend, lvconvert --repair)",
             )];
         }
-        let no_metadata = self.no_metadata(thin, needed_bytes, owed_bytes);
-        self.no_room(&room.usage, needed_bytes, owed_bytes)
+        let metadata_finding = self.metadata_finding(thin, needed_bytes, reserved_bytes);
+        self.space_finding(&room.usage, needed_bytes, reserved_bytes)
             .into_iter()
-            .chain(no_metadata)
-            .chain(self.shows_old_data(thin))
+            .chain(metadata_finding)
+            .chain(self.old_data_finding(thin))
             .collect()
     }
 
-    fn no_room(&self, usage: &Usage, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
+    fn space_finding(&self, usage: &Usage, needed_bytes: u64, reserved_bytes: u64) -> Option<Finding> {
         let free_bytes = usage.free_bytes(self.keep_free_percent);
-        if needed_bytes.saturating_add(owed_bytes) <= free_bytes {
+        if needed_bytes.saturating_add(reserved_bytes) <= free_bytes {
             return None;
         }
-        let promised = match owed_bytes >> 20 {
+        let promised = match reserved_bytes >> 20 {
             0 => String::new(),
             mib => format!(", {mib} of them promised to VMs on their way here"),
         };
         let what = format!(
             "the disks need {} MiB in {}, where {} are free{}{promised}",
             needed_bytes >> 20,
-            self.called(),
+            self.display_name(),
             free_bytes >> 20,
             self.kept()
         );
@@ -96,8 +96,8 @@ impl Pool {
 
     /// Returns a finding if a thin pool would run out of metadata: such a pool fails all of its volumes, and is hard to
     /// repair.
-    fn no_metadata(&self, thin: &ThinPool, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
-        let metadata_bytes = thin.metadata_needed_bytes(needed_bytes.saturating_add(owed_bytes));
+    fn metadata_finding(&self, thin: &ThinPool, needed_bytes: u64, reserved_bytes: u64) -> Option<Finding> {
+        let metadata_bytes = thin.metadata_needed_bytes(needed_bytes.saturating_add(reserved_bytes));
         let free_bytes = thin.metadata.free_bytes(self.keep_free_percent);
         if metadata_bytes <= free_bytes {
             return None;
@@ -105,7 +105,7 @@ impl Pool {
         let what = format!(
             "the disks may need {} KiB of metadata in {}, where {} are free{}",
             metadata_bytes >> 10,
-            self.called(),
+            self.display_name(),
             free_bytes >> 10,
             self.kept()
         );
@@ -113,14 +113,14 @@ impl Pool {
         Some(finding(Severity::Blocker, "disk-space", what, advice))
     }
 
-    fn shows_old_data(&self, thin: &ThinPool) -> Option<Finding> {
+    fn old_data_finding(&self, thin: &ThinPool) -> Option<Finding> {
         if thin.zeroes_blocks {
             return None;
         }
         let what = format!(
             "{} does not zero the blocks that it provisions: what the guest never wrote may turn into what another volume had \
              there, as soon as the guest writes beside it",
-            self.called()
+            self.display_name()
         );
         let advice = "let it zero them (lvchange --zero y)";
         Some(finding(Severity::Warning, "disk-pool-old-data", what, advice))
@@ -135,15 +135,15 @@ impl Pool {
     }
 
     /// Returns the reason for which nothing more may be written to the pool, if there is one.
-    pub(super) fn shortage(&self, room: &Room) -> Option<String> {
+    pub(super) fn shortage(&self, room: &PoolSpace) -> Option<String> {
         let is_short = |usage: &Usage| usage.is_below_reserve(self.keep_free_percent);
         let percent = self.keep_free_percent;
         let short = |what: &str, usage: &Usage| {
-            format!("{what}{}: {usage} are in use, and {percent} % stay free", self.called())
+            format!("{what}{}: {usage} are in use, and {percent} % stay free", self.display_name())
         };
         let thin = room.thin.as_ref();
         if let Some(word) = thin.and_then(|thin| thin.trouble.as_ref()) {
-            return Some(format!("{} cannot be written: the kernel says {word}", self.called()));
+            return Some(format!("{} cannot be written: the kernel says {word}", self.display_name()));
         }
         if is_short(&room.usage) {
             return Some(short("there is no room left in ", &room.usage));
@@ -170,7 +170,7 @@ mod tests {
         Pool { storage: Storage::Volumes(group), keep_free_percent: 10 }
     }
 
-    fn room(used_mib: u64, metadata_used_mib: u64) -> Room {
+    fn room(used_mib: u64, metadata_used_mib: u64) -> PoolSpace {
         let usage = |used, total| Usage { used_bytes: used * MIB, total_bytes: total * MIB };
         let thin = ThinPool {
             data: usage(used_mib, 1000),
@@ -179,10 +179,10 @@ mod tests {
             zeroes_blocks: true,
             trouble: None,
         };
-        Room { usage: thin.data, thin: Some(thin) }
+        PoolSpace { usage: thin.data, thin: Some(thin) }
     }
 
-    fn codes(room: &Room, needed_mib: u64, owed_mib: u64) -> Vec<String> {
+    fn codes(room: &PoolSpace, needed_mib: u64, owed_mib: u64) -> Vec<String> {
         let found = pool().compare(room, needed_mib * MIB, owed_mib * MIB);
         found.into_iter().map(|finding| finding.code).collect()
     }

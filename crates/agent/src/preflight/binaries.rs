@@ -20,7 +20,7 @@ use crate::destination::find_by_monitor;
 /// Cached capabilities of this host's QEMU binaries. To start one for a query takes as long as to start it for a VM, so
 /// it is queried once, and again when its file has changed.
 #[derive(Debug, Default)]
-pub(crate) struct Emulators(Mutex<HashMap<File, Known>>);
+pub(crate) struct EmulatorCache(Mutex<HashMap<File, CachedEmulator>>);
 
 /// Identity of a program's file.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -34,7 +34,7 @@ struct File {
 
 /// Known facts about a program; none at first.
 #[derive(Clone, Debug, Default)]
-struct Known {
+struct CachedEmulator {
     /// Major and minor number.
     version: Option<(u64, u64)>,
     emulator: Option<Arc<QemuInfo>>,
@@ -49,8 +49,8 @@ impl File {
     }
 }
 
-impl Emulators {
-    fn known(&self) -> MutexGuard<'_, HashMap<File, Known>> {
+impl EmulatorCache {
+    fn known(&self) -> MutexGuard<'_, HashMap<File, CachedEmulator>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -75,8 +75,8 @@ impl Emulators {
     }
 
     /// Returns the capabilities of the QEMU that these rules name.
-    pub(super) fn ask(&self, context: &Context, rules: &HostRules) -> Result<Arc<QemuInfo>, AskError> {
-        let file = File::of(&rules.qemu_binary).map_err(|source| AskError::File { source })?;
+    pub(super) fn ask(&self, context: &Context, rules: &HostRules) -> Result<Arc<QemuInfo>, QemuQueryError> {
+        let file = File::of(&rules.qemu_binary).map_err(|source| QemuQueryError::File { source })?;
         if let Some(emulator) = self.known().get(&file).and_then(|known| known.emulator.clone()) {
             return Ok(emulator);
         }
@@ -89,7 +89,7 @@ impl Emulators {
 
 /// Reason for which a QEMU could not be queried.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum AskError {
+pub(super) enum QemuQueryError {
     /// Its file cannot be found.
     #[error("it cannot be found")]
     File {
@@ -229,7 +229,7 @@ mod tests {
             std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o755)).unwrap();
             std::fs::rename(&new, &program).unwrap();
         };
-        let emulators = Emulators::default();
+        let emulators = EmulatorCache::default();
         assert_eq!(emulators.version(&program), None);
         for (version, wanted, times) in [("7.2.1", (7, 2), 1), ("10.0.2", (10, 0), 2)] {
             write(version);

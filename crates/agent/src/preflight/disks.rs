@@ -12,39 +12,39 @@ use qemu::options::Value;
 use qemu::preflight::DestinationFile;
 use qemu::preflight::files::NeededFile;
 
-use crate::api::{Kind, MigrateRequest, Problem};
+use crate::api::{MigrateRequest, Problem, ProblemKind};
 use crate::arrivals::ImageNeed;
-use crate::pool::{Place, Pool};
+use crate::pool::{ImageLocation, Pool};
 
 /// A disk that is to be copied.
 #[derive(Clone, Debug)]
-pub(crate) struct Planned {
+pub(crate) struct PlannedDisk {
     pub(crate) name: String,
     pub(crate) bytes: u64,
     /// Estimated size of its image in the pool, in bytes.
     needed_bytes: u64,
     /// Location of its image.
-    pub(crate) place: Place,
+    pub(crate) location: ImageLocation,
 }
 
-impl Planned {
+impl PlannedDisk {
     /// Returns the disk for the source's acceptance message.
-    pub(crate) fn told(&self) -> CopiedDisk {
+    pub(crate) fn copied_disk(&self) -> CopiedDisk {
         CopiedDisk {
             name: self.name.clone(),
-            path: self.place.path.display().to_string(),
-            format: self.place.format.as_str().to_owned(),
-            send_zeros: !self.place.is_blank(),
+            path: self.location.path.display().to_string(),
+            format: self.location.format.as_str().to_owned(),
+            send_zeros: !self.location.is_blank(),
         }
     }
 
     /// Returns the image for QEMU's command line.
     pub(super) fn new_image(&self) -> NewImage {
         NewImage {
-            path: self.place.path.clone(),
-            format: self.place.format.as_str().to_owned(),
-            cut_to_bytes: self.place.is_device().then_some(self.bytes),
-            is_device: self.place.is_device(),
+            path: self.location.path.clone(),
+            format: self.location.format.as_str().to_owned(),
+            cut_to_bytes: self.location.is_device().then_some(self.bytes),
+            is_device: self.location.is_device(),
         }
     }
 }
@@ -63,7 +63,7 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
             [] => "it has none at all".to_owned(),
             names => format!("it has {}", names.join(", ")),
         };
-        return Err(Problem::new(Kind::BadRequest, error, advice));
+        return Err(Problem::new(ProblemKind::BadRequest, error, advice));
     }
     let is_copied =
         |disk: &&&Disk| request.disk.get(&disk.name).unwrap_or(&request.disks) != &DiskMode::Shared;
@@ -75,7 +75,11 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
             "disk {} is a part of a file, and its image cannot be opened a second time to verify its copy",
             disk.name
         );
-        return Err(Problem::new(Kind::BadRequest, error, "leave --verify out, or say `--disk NAME=shared`"));
+        return Err(Problem::new(
+            ProblemKind::BadRequest,
+            error,
+            "leave --verify out, or say `--disk NAME=shared`",
+        ));
     }
     let proposed = |disk: &Disk| ProposedDisk {
         name: disk.name.clone(),
@@ -90,7 +94,7 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
 }
 
 /// Returns the disk with the image that it will have here, as it is journalled until the VM's QEMU itself is queried.
-pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
+pub(super) fn with_local_image(mut disk: Disk, here: &HostRules) -> Disk {
     if let Some(image) = here.images.get(&disk.name) {
         disk.file = Some(image.path.display().to_string());
         disk.format = Some(image.format.clone());
@@ -109,7 +113,7 @@ pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
 /// Decisions about a guest's disks.
 #[derive(Debug, Default)]
 pub(super) struct DiskPlan {
-    pub(super) copied: Vec<Planned>,
+    pub(super) copied: Vec<PlannedDisk>,
     /// Blockers, warnings and information about it.
     pub(super) findings: Vec<Finding>,
 }
@@ -128,7 +132,7 @@ pub(super) fn plan(
         let is_copied = match wanted.wanted {
             DiskMode::Shared => false,
             DiskMode::Copy => true,
-            DiskMode::Auto => pool.is_some() && is_elsewhere(disk, sights),
+            DiskMode::Auto => pool.is_some() && is_not_shared(disk, sights),
         };
         if !is_copied {
             continue;
@@ -154,13 +158,13 @@ pub(super) fn plan(
             ));
             continue;
         }
-        let peril = has_its_file_too(disk, &vm.disks)
-            .or_else(|| is_read_at_its_peril(disk, vm))
-            .or_else(|| grows_when_it_is_read(disk, &vm.options));
+        let peril = shared_file_finding(disk, &vm.disks)
+            .or_else(|| iothread_finding(disk, vm))
+            .or_else(|| copy_on_read_finding(disk, &vm.options));
         plan.findings.extend(peril);
         plan.findings
-            .extend(snapshots_left(disk, wanted.drop_snapshots).into_iter().chain(bitmaps_left(disk)));
-        let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
+            .extend(snapshots_finding(disk, wanted.drop_snapshots).into_iter().chain(bitmaps_finding(disk)));
+        let location = pool.location(id, &wanted.name, disk.format.as_deref(), &unique_word());
         plan.findings.push(finding(
             Severity::Info,
             "disk-copied",
@@ -169,20 +173,20 @@ pub(super) fn plan(
                 wanted.name,
                 wanted.allocated_bytes >> 20,
                 wanted.bytes >> 20,
-                place.path.display()
+                location.path.display()
             ),
             "the image at the source stays as it is when the guest leaves; `whimbrel images` lists and removes such",
         ));
-        let needed_bytes = place.needed_bytes(wanted.bytes, wanted.allocated_bytes);
+        let needed_bytes = location.needed_bytes(wanted.bytes, wanted.allocated_bytes);
         let name = wanted.name.clone();
-        plan.copied.push(Planned { name, bytes: wanted.bytes, needed_bytes, place });
+        plan.copied.push(PlannedDisk { name, bytes: wanted.bytes, needed_bytes, location });
     }
     plan
 }
 
 /// Returns a finding if another drive uses the disk's file. Two drives over one file see each other's writes; with an
 /// image each they would not. The same holds for two devices on one node, which is one disk with one name.
-fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
+fn shared_file_finding(disk: &Disk, all: &[Disk]) -> Option<Finding> {
     let file = disk.file.as_ref()?;
     let is_other = |other: &&Disk| !std::ptr::eq(*other, disk) && other.file.as_ref() == Some(file);
     let other = all.iter().find(is_other)?;
@@ -196,7 +200,7 @@ fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
 
 /// Returns a finding for copy-on-read, with which QEMU writes everything that is read from a backing image into the
 /// overlay: to copy the disk would fill it, and the source's storage with it.
-fn grows_when_it_is_read(disk: &Disk, options: &[QemuOption]) -> Option<Finding> {
+fn copy_on_read_finding(disk: &Disk, options: &[QemuOption]) -> Option<Finding> {
     const COPY_ON_READ: &str = "copy-on-read";
     if disk.backing_files.is_empty() {
         return None;
@@ -232,7 +236,7 @@ fn grows_when_it_is_read(disk: &Disk, options: &[QemuOption]) -> Option<Finding>
 /// Returns a finding for QEMU versions that are unsafe to read from. Up to QEMU 8 the server from which a disk is read
 /// ends QEMU (`nbd_blockdev_client_closed: Assertion qemu_in_main_thread() failed`) when a connection to a disk of an
 /// iothread is closed: seen with 7.2, and not with 10.0.
-fn is_read_at_its_peril(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
+fn iothread_finding(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
     const SAFE_SINCE: u32 = 9;
     let major = vm.program.version.split('.').next().and_then(|major| major.parse::<u32>().ok());
     let is_iothread = |option: &QemuOption| {
@@ -251,7 +255,7 @@ fn is_read_at_its_peril(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
 }
 
 /// Returns a finding for internal snapshots, because only the present content that the guest sees is copied.
-fn snapshots_left(disk: &Disk, accepted: bool) -> Option<Finding> {
+fn snapshots_finding(disk: &Disk, accepted: bool) -> Option<Finding> {
     let severity = if accepted { Severity::Warning } else { Severity::Blocker };
     let what = format!(
         "the image of disk {} has internal snapshots ({}), which its copy will not have",
@@ -267,7 +271,7 @@ fn snapshots_left(disk: &Disk, accepted: bool) -> Option<Finding> {
 }
 
 /// Returns a finding for dirty bitmaps: they belong to the image at the source, which does not record later writes.
-fn bitmaps_left(disk: &Disk) -> Option<Finding> {
+fn bitmaps_finding(disk: &Disk) -> Option<Finding> {
     let what = format!(
         "disk {} has dirty bitmaps of a backup program ({}), which its copy will not have",
         disk.name,
@@ -280,27 +284,27 @@ fn bitmaps_left(disk: &Disk) -> Option<Finding> {
 impl DiskPlan {
     /// Returns the needs of the images, for a reservation.
     pub(super) fn images(&self) -> Vec<ImageNeed> {
-        let need = |disk: &Planned| ImageNeed {
-            path: disk.place.path.clone(),
+        let need = |disk: &PlannedDisk| ImageNeed {
+            path: disk.location.path.clone(),
             bytes: disk.needed_bytes,
-            grows: disk.place.grows(),
+            grows: disk.location.grows(),
         };
         self.copied.iter().map(need).collect()
     }
 
     /// Returns the pool's findings about the images, given the space that other arrivals will still use.
-    pub(super) fn room(&self, pool: Option<&Pool>, owed_bytes: u64) -> Vec<Finding> {
+    pub(super) fn room(&self, pool: Option<&Pool>, reserved_bytes: u64) -> Vec<Finding> {
         let needed_bytes = self.copied.iter().map(|disk| disk.needed_bytes).fold(0, u64::saturating_add);
         let pool = pool.filter(|_| !self.copied.is_empty());
-        pool.map(|pool| pool.look(needed_bytes, owed_bytes)).unwrap_or_default()
+        pool.map(|pool| pool.check_space(needed_bytes, reserved_bytes)).unwrap_or_default()
     }
 }
 
 /// Returns the files that must exist at the destination: files that only copied disks have are omitted.
-pub(super) fn still_needed(
+pub(super) fn needed_at_destination(
     files: Vec<NeededFile>,
     vm: &VmDescription,
-    copied: &[Planned],
+    copied: &[PlannedDisk],
 ) -> Vec<NeededFile> {
     let is_copied = |disk: &&Disk| copied.iter().any(|copied| copied.name == disk.name);
     let of = |disk: &Disk, path: &str| {
@@ -319,7 +323,7 @@ pub(super) fn still_needed(
 
 /// Returns a finding for a started QEMU that has not opened an image that was made for it, or has it open twice: it
 /// would run its guest with another disk than the copied one.
-pub(super) fn not_opened(images: &[PathBuf], open: &[String]) -> Option<Finding> {
+pub(super) fn unopened_image_finding(images: &[PathBuf], open: &[String]) -> Option<Finding> {
     let times = |image: &Path| open.iter().filter(|file| Path::new(file) == image).count();
     let image = images.iter().find(|image| times(image) != 1)?;
     let what = match times(image) {
@@ -330,7 +334,7 @@ pub(super) fn not_opened(images: &[PathBuf], open: &[String]) -> Option<Finding>
 }
 
 /// True if the disk is known not to be on shared storage. If nothing is known, the user has to choose.
-fn is_elsewhere(disk: &Disk, sights: &[DestinationFile]) -> bool {
+fn is_not_shared(disk: &Disk, sights: &[DestinationFile]) -> bool {
     let Some(file) = &disk.file else { return false };
     let sight = sights.iter().find(|sight| sight.option.is_none() && sight.path == *file);
     sight.is_some_and(|sight| {
@@ -346,7 +350,7 @@ fn is_elsewhere(disk: &Disk, sights: &[DestinationFile]) -> bool {
 
 /// Returns a word that no other migration has, even if journals were lost: removing files with this name never removes
 /// another migration's files.
-pub(super) fn unique() -> String {
+pub(super) fn unique_word() -> String {
     let mut word = [0_u8; 8];
     // Without random numbers from the kernel the clock is used.
     if rustix::rand::getrandom(&mut word, rustix::rand::GetRandomFlags::empty()) != Ok(word.len()) {
@@ -391,13 +395,13 @@ mod tests {
     fn two_drives_over_one_file_do_not_become_two_images() {
         let disks = [("one", "/srv/a.raw"), ("two", "/srv/a.raw"), ("three", "/srv/b.raw")].map(disk);
         let found: Vec<_> =
-            disks.iter().map(|disk| has_its_file_too(disk, &disks).map(|it| it.what)).collect();
+            disks.iter().map(|disk| shared_file_finding(disk, &disks).map(|it| it.what)).collect();
         assert!(found[0].as_ref().is_some_and(|what| what.contains("two") && what.contains("/srv/a.raw")));
         assert!(found[1].as_ref().is_some_and(|what| what.contains("one")));
         assert_eq!(found[2], None);
         // Two devices on one node.
         let disks = [("node", "/srv/a.raw"), ("node", "/srv/a.raw")].map(disk);
-        assert!(disks.iter().all(|disk| has_its_file_too(disk, &disks).is_some()));
+        assert!(disks.iter().all(|disk| shared_file_finding(disk, &disks).is_some()));
     }
 
     #[test]
@@ -415,19 +419,19 @@ mod tests {
         };
         let given = |name: &str, value: &str| [QemuOption::new(name, value)];
         let on = given("drive", "file=/srv/a.qcow2,id=one,copy-on-read=on");
-        assert!(grows_when_it_is_read(&over("image"), &on).is_some_and(|it| it.what.contains("base.raw")));
+        assert!(copy_on_read_finding(&over("image"), &on).is_some_and(|it| it.what.contains("base.raw")));
         let alone = Disk { backing_files: Vec::new(), ..over("image") };
-        assert_eq!(grows_when_it_is_read(&alone, &on), None);
+        assert_eq!(copy_on_read_finding(&alone, &on), None);
         let others = given("drive", "file=/srv/b.qcow2,id=two,copy-on-read=on");
-        assert_eq!(grows_when_it_is_read(&over("image"), &others), None);
+        assert_eq!(copy_on_read_finding(&over("image"), &others), None);
         let off = given("drive", "file=/srv/a.qcow2,id=one,copy-on-read=off");
-        assert_eq!(grows_when_it_is_read(&over("image"), &off), None);
+        assert_eq!(copy_on_read_finding(&over("image"), &off), None);
         let nameless = given("drive", "file=/srv/a.qcow2,copy-on-read=on");
-        assert!(grows_when_it_is_read(&over("image"), &nameless).is_some());
+        assert!(copy_on_read_finding(&over("image"), &nameless).is_some());
         let filter =
             given("blockdev", "{\"driver\":\"copy-on-read\",\"node-name\":\"top\",\"file\":\"image\"}");
-        assert!(grows_when_it_is_read(&over("top"), &filter).is_some());
-        assert_eq!(grows_when_it_is_read(&over("another"), &filter), None);
+        assert!(copy_on_read_finding(&over("top"), &filter).is_some());
+        assert_eq!(copy_on_read_finding(&over("another"), &filter), None);
     }
 
     #[test]
@@ -451,10 +455,10 @@ mod tests {
             bitmaps: vec!["backup".to_owned()],
             ..disk(given)
         };
-        let copied = as_here(over_base(("one", "/srv/a.raw")), &here);
+        let copied = with_local_image(over_base(("one", "/srv/a.raw")), &here);
         let wanted = disk(("one", "/pool/one.qcow2"));
         assert_eq!(copied, Disk { format: Some("qcow2".to_owned()), ..wanted });
-        let shared = as_here(over_base(("two", "/srv/b.raw")), &here);
+        let shared = with_local_image(over_base(("two", "/srv/b.raw")), &here);
         let wanted = over_base(("two", "/mnt/b.raw"));
         let backing_files = vec!["/mnt/base.raw".to_owned()];
         assert_eq!(shared, Disk { backing_files, layers: layers("/mnt"), ..wanted });

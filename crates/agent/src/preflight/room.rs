@@ -13,7 +13,7 @@ use block::image::ImageError;
 use proto::message::{DiskMode, ProposedDisk};
 use qemu::describe::Disk;
 
-use super::disks::unique;
+use super::disks::unique_word;
 use crate::verification::DiskImage;
 
 /// Unit in which images allocate space, in bytes: clusters of qcow2, chunks of thin pools.
@@ -29,7 +29,7 @@ const SOCKET: &str = "room";
 /// Measures the images of disks that may be copied; `run_dir` is for sockets of servers.
 pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &Path) {
     // Another check of the same VM may run at the same time.
-    let socket = &run_dir.join(unique()).with_extension(SOCKET);
+    let socket = &run_dir.join(unique_word()).with_extension(SOCKET);
     let deadline = Instant::now() + PATIENCE;
     for wanted in proposed.iter_mut().filter(|disk| disk.wanted != DiskMode::Shared) {
         let disk = disks.iter().find(|disk| disk.name == wanted.name && !disk.encrypted);
@@ -49,7 +49,7 @@ pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &P
 
 /// Ends the servers for such measurements that a previous agent left when it was killed: they would wait for ever, and
 /// keep their images open.
-pub(crate) fn end_looks(run_dir: &Path) {
+pub(crate) fn end_measurements(run_dir: &Path) {
     let Ok(entries) = std::fs::read_dir(run_dir) else { return };
     let sockets = entries.flatten().map(|entry| entry.path());
     for socket in sockets.filter(|path| path.extension().is_some_and(|end| end == SOCKET)) {
@@ -75,11 +75,11 @@ fn content_bytes(image: &DiskImage, socket: &Path, deadline: Instant) -> Result<
         }
         content.extend(reading.allocated(start..end.min(start.saturating_add(STEP_BYTES)))?);
     }
-    Ok(Some(in_pieces(&content)))
+    Ok(Some(round_up_to_pieces(&content)))
 }
 
 /// Returns the size of all units that these ascending ranges touch, in bytes.
-fn in_pieces(content: &[Range<u64>]) -> u64 {
+fn round_up_to_pieces(content: &[Range<u64>]) -> u64 {
     let mut counted = 0;
     let pieces = content.iter().map(|range| {
         let (first, end) = (range.start / PIECE_BYTES, range.end.div_ceil(PIECE_BYTES));
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_that_nobody_came_to_does_not_wait_for_ever() {
+    fn a_server_without_clients_does_not_wait_for_ever() {
         let folder = tempfile::tempdir().unwrap();
         let (image, socket) = (folder.path().join("disk.raw"), folder.path().join("left.room"));
         std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
@@ -111,7 +111,7 @@ mod tests {
             let listens = |line: &str| line.split_whitespace().nth(3) == Some("00010000");
             sockets.lines().any(|line| line.ends_with(socket.to_str().unwrap()) && listens(line))
         });
-        end_looks(folder.path());
+        end_measurements(folder.path());
         assert!(!socket.exists());
         crate::testing::eventually("it waits", || server.lock().unwrap().try_wait().unwrap().is_some());
     }
@@ -119,12 +119,12 @@ mod tests {
     #[test]
     fn a_piece_is_taken_whole_and_once() {
         const KIB: u64 = 1 << 10;
-        assert_eq!(in_pieces(&[]), 0);
-        let one = |range: Range<u64>| in_pieces(std::slice::from_ref(&range));
+        assert_eq!(round_up_to_pieces(&[]), 0);
+        let one = |range: Range<u64>| round_up_to_pieces(std::slice::from_ref(&range));
         assert_eq!(one(0..1), PIECE_BYTES);
         // Two in one unit, one across a border, one that follows it.
         let scattered = [4 * KIB..8 * KIB, 60 * KIB..64 * KIB, 127 * KIB..129 * KIB, 129 * KIB..192 * KIB];
-        assert_eq!(in_pieces(&scattered), 3 * PIECE_BYTES);
+        assert_eq!(round_up_to_pieces(&scattered), 3 * PIECE_BYTES);
         assert_eq!(one(PIECE_BYTES..3 * PIECE_BYTES), 2 * PIECE_BYTES);
     }
 }

@@ -17,16 +17,16 @@ use qemu::qmp::Qmp;
 use qemu::ram::RamBlock;
 
 use super::binaries::PREFIX;
-use super::disks::unique;
-use super::{Compared, Considered, Planned};
+use super::disks::unique_word;
+use super::{AcceptableProposal, Comparison, PlannedDisk};
 use crate::context::Context;
-use crate::destination::{ArriveError, Arriving, Traces};
+use crate::destination::{ArrivalArtifacts, ArrivalError, ArrivingVm};
 
 /// A prepared trial.
 pub(crate) struct Trial {
-    compared: Compared,
+    compared: Comparison,
     launch: Launch,
-    traces: Traces,
+    artifacts: ArrivalArtifacts,
     blocks: Vec<ProposedBlock>,
     /// Held until QEMU has ended.
     _images: Vec<File>,
@@ -37,19 +37,19 @@ impl Trial {
     ///
     /// # Errors
     /// When an image or the directory cannot be made.
-    pub(crate) fn prepare(context: &Context, considered: Considered) -> Result<Self, ArriveError> {
-        let Considered { mut compared, launch, proposal, copied, here, .. } = considered;
+    pub(crate) fn prepare(context: &Context, considered: AcceptableProposal) -> Result<Self, ArrivalError> {
+        let AcceptableProposal { mut compared, launch, proposal, copied, here, .. } = considered;
         let run_dir = &context.config.run_dir;
         let directory = run_dir.join(format!("{PREFIX}t"));
         let mut rules = HostRules { run_dir: directory.clone(), log_dir: None, ..here };
         let mut images = Vec::new();
         for disk in &copied {
-            let (image, file) = stand_in(disk, run_dir)?;
+            let (image, file) = make_stand_in(disk, run_dir)?;
             rules.images.insert(disk.name.clone(), image);
             images.push(file);
         }
         let built = command::build(&compared.theirs.vm, &rules)
-            .map_err(|error| ArriveError::Refused(super::problems(&error.problems)))?;
+            .map_err(|error| ArrivalError::Refused(super::problems(&error.problems)))?;
         compared.images = rules.images.into_values().map(|image| image.path).collect();
         let launch = Launch {
             argv: built.argv,
@@ -58,39 +58,39 @@ impl Trial {
             scope: launch.scope.map(|scope| format!("{scope}-check")),
             ..launch
         };
-        let traces = Traces { directory, ..Traces::default() };
-        Ok(Self { compared, launch, traces, blocks: proposal.ram, _images: images })
+        let artifacts = ArrivalArtifacts { directory, ..ArrivalArtifacts::default() };
+        Ok(Self { compared, launch, artifacts, blocks: proposal.ram, _images: images })
     }
 
     /// Starts QEMU, and ends it; the findings are those of a real start.
     ///
     /// # Errors
     /// When it does not start, or does not fit the guest.
-    pub(crate) fn run(self, patience: Duration) -> Result<Vec<Finding>, ArriveError> {
-        let Self { compared, launch, traces, blocks, _images: images } = self;
-        traces.make_directory()?;
-        let look = |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);
-        let started = Arriving::start(traces.clone(), &launch, &blocks, patience, look);
+    pub(crate) fn run(self, patience: Duration) -> Result<Vec<Finding>, ArrivalError> {
+        let Self { compared, launch, artifacts, blocks, _images: images } = self;
+        artifacts.make_directory()?;
+        let look = |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.check_started(qmp, blocks, pid);
+        let started = ArrivingVm::start(artifacts.clone(), &launch, &blocks, patience, look);
         let findings = started.map(|(vm, findings)| {
             vm.discard();
             findings
         });
-        traces.remove();
+        artifacts.remove();
         drop(images);
         findings
     }
 }
 
 /// Makes an image like the one that would be made for a disk, open and without a name.
-fn stand_in(disk: &Planned, run_dir: &Path) -> Result<(NewImage, File), ImageError> {
+fn make_stand_in(disk: &PlannedDisk, run_dir: &Path) -> Result<(NewImage, File), ImageError> {
     // A volume would allocate its space at once; a file has the same bytes.
-    let directory = match disk.place.path.parent() {
-        Some(parent) if !disk.place.is_device() => parent,
+    let directory = match disk.location.path.parent() {
+        Some(parent) if !disk.location.is_device() => parent,
         _ => run_dir,
     };
-    let path = directory.join(format!("{PREFIX}{}", unique()));
+    let path = directory.join(format!("{PREFIX}{}", unique_word()));
     let failed = |source| ImageError::Make { path: path.clone(), source };
-    image::create(&path, disk.place.format, disk.bytes)?;
+    image::create(&path, disk.location.format, disk.bytes)?;
     let opened = OpenOptions::new().read(true).write(true).open(&path);
     remove_file(&path).map_err(failed)?;
     let file = opened.map_err(failed)?;
@@ -99,14 +99,14 @@ fn stand_in(disk: &Planned, run_dir: &Path) -> Result<(NewImage, File), ImageErr
 }
 
 /// Returns the result of a QEMU that was started, or findings with the reason for its failure.
-pub(crate) fn started_or_why_not<T>(started: Result<T, ArriveError>) -> Result<T, Vec<Finding>> {
+pub(crate) fn started_or_findings<T>(started: Result<T, ArrivalError>) -> Result<T, Vec<Finding>> {
     started.map_err(|error| {
         const SEE_DISK: &str = "see that the destination's disk is not full";
         let advice = match &error {
-            ArriveError::Refused(_) => "",
-            ArriveError::Journal(_) | ArriveError::Directory { .. } => SEE_DISK,
-            ArriveError::Image(_) => "see the directory for images, [disks.pool], at the destination",
-            ArriveError::Start(StartError::Ended { log, .. } | StartError::Silent { log, .. })
+            ArrivalError::Refused(_) => "",
+            ArrivalError::Journal(_) | ArrivalError::Directory { .. } => SEE_DISK,
+            ArrivalError::Image(_) => "see the directory for images, [disks.pool], at the destination",
+            ArrivalError::Start(StartError::Ended { log, .. } | StartError::Silent { log, .. })
                 if !log.is_empty() =>
             {
                 "mend at the destination what QEMU's message names, or start the VM without it"
@@ -115,7 +115,7 @@ pub(crate) fn started_or_why_not<T>(started: Result<T, ArriveError>) -> Result<T
         };
         let what = crate::chain(&error);
         match error {
-            ArriveError::Refused(findings) => findings,
+            ArrivalError::Refused(findings) => findings,
             _ => vec![Finding {
                 severity: Severity::Blocker,
                 code: "start".to_owned(),

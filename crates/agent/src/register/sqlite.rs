@@ -18,14 +18,14 @@ const FORMAT: i64 = 1;
 
 /// An ownership registry in an SQLite database. Every change is on stable storage before it is answered.
 #[derive(Debug)]
-pub struct SqliteRegister {
+pub struct SqliteRegistry {
     connection: Mutex<Connection>,
     path: PathBuf,
 }
 
 /// Reason for which the registry cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum RegisterError {
+pub enum RegistryError {
     /// The database cannot be opened.
     #[error("cannot open the register {path}; check `state_dir` in the configuration, its permissions and the room on its disk", path = path.display())]
     Open {
@@ -76,20 +76,20 @@ pub enum RegisterError {
     },
 }
 
-impl SqliteRegister {
+impl SqliteRegistry {
     /// Opens the registry in a state directory, makes it if there is none.
-    pub fn open(state_dir: &Path) -> Result<Self, RegisterError> {
+    pub fn open(state_dir: &Path) -> Result<Self, RegistryError> {
         let path = state_dir.join(FILE_NAME);
-        let failed = |source| RegisterError::Open { path: path.clone(), source };
+        let failed = |source| RegistryError::Open { path: path.clone(), source };
         crate::private::create(&path)
-            .map_err(|source| RegisterError::Private { path: path.clone(), source })?;
+            .map_err(|source| RegistryError::Private { path: path.clone(), source })?;
         let connection = Connection::open(&path).map_err(failed)?;
         connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(failed)?;
         connection.pragma_update(None, "journal_mode", "WAL").map_err(failed)?;
         connection.pragma_update(None, "synchronous", "FULL").map_err(failed)?;
         let found: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(failed)?;
         if found > FORMAT {
-            return Err(RegisterError::Newer { path, found });
+            return Err(RegistryError::Newer { path, found });
         }
         connection
             .execute_batch(&format!(
@@ -103,9 +103,9 @@ impl SqliteRegister {
     }
 
     /// Carries a request out, synced.
-    pub fn apply(&self, request: &RegistryRequest) -> Result<RegistryReply, RegisterError> {
-        let not_done = |source| RegisterError::NotDone { path: self.path.clone(), source };
-        let damaged = |source| RegisterError::Record { path: self.path.clone(), source };
+    pub fn apply(&self, request: &RegistryRequest) -> Result<RegistryReply, RegistryError> {
+        let not_done = |source| RegistryError::NotDone { path: self.path.clone(), source };
+        let damaged = |source| RegistryError::Record { path: self.path.clone(), source };
         let (RegistryRequest::Read { vm } | RegistryRequest::CompareAndSet { vm, .. }) = request;
 
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -127,15 +127,15 @@ impl SqliteRegister {
                 .map_err(not_done)?;
             transaction
                 .commit()
-                .map_err(|source| RegisterError::Unknown { path: self.path.clone(), source })?;
+                .map_err(|source| RegistryError::Unknown { path: self.path.clone(), source })?;
         }
         Ok(reply)
     }
 
     /// Returns all records, by VM.
-    pub fn all(&self) -> Result<Vec<(VmName, Ownership)>, RegisterError> {
-        let not_done = |source| RegisterError::NotDone { path: self.path.clone(), source };
-        let damaged = |source| RegisterError::Record { path: self.path.clone(), source };
+    pub fn all(&self) -> Result<Vec<(VmName, Ownership)>, RegistryError> {
+        let not_done = |source| RegistryError::NotDone { path: self.path.clone(), source };
+        let damaged = |source| RegistryError::Record { path: self.path.clone(), source };
         let connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let mut statement =
             connection.prepare_cached("SELECT vm, record FROM owners ORDER BY vm").map_err(not_done)?;
@@ -151,14 +151,14 @@ impl SqliteRegister {
     }
 }
 
-impl Register for SqliteRegister {
+impl Register for SqliteRegistry {
     fn ask(&self, request: &RegistryRequest) -> RegistryAnswer {
         match self.apply(request) {
             Ok(reply) => RegistryAnswer::from_reply(request, reply),
             Err(error) => {
                 tracing::error!(error = crate::api::with_causes(&error), "register");
                 match error {
-                    RegisterError::Unknown { .. } => RegistryAnswer::Unknown,
+                    RegistryError::Unknown { .. } => RegistryAnswer::Unknown,
                     _ => RegistryAnswer::Unreachable,
                 }
             }

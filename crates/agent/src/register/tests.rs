@@ -52,7 +52,7 @@ fn client(name: &str, witness: &Peer) -> WitnessClient {
 #[test]
 fn a_record_is_compared_before_it_is_set() {
     let folder = tempfile::tempdir().unwrap();
-    let register = SqliteRegister::open(folder.path()).unwrap();
+    let register = SqliteRegistry::open(folder.path()).unwrap();
     assert_eq!(register.read(&web()), RegistryAnswer::Stands(None));
     assert_eq!(register.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
     let from_alpha = Some((Epoch(1), host("alpha")));
@@ -60,7 +60,7 @@ fn a_record_is_compared_before_it_is_set() {
     assert_eq!(register.compare_and_set(&web(), from_alpha.clone(), owned(2, "beta")), stands(2, "beta"));
     assert_eq!(register.compare_and_set(&web(), from_alpha, owned(2, "alpha")), stands(2, "beta"), "late");
     drop(register);
-    let register = SqliteRegister::open(folder.path()).unwrap();
+    let register = SqliteRegistry::open(folder.path()).unwrap();
     assert_eq!(register.read(&web()), stands(2, "beta"));
     assert_eq!(register.all().unwrap(), vec![(web(), owned(2, "beta"))]);
 }
@@ -69,18 +69,18 @@ fn a_record_is_compared_before_it_is_set() {
 fn of_many_who_want_it_one_gets_it() {
     let folder = tempfile::tempdir().unwrap();
     // Two connections to one database, as two processes would have.
-    let doors = [0, 1].map(|_| SqliteRegister::open(folder.path()).unwrap());
-    doors[0].ask(&enrol(web(), Epoch(0), host("h0")));
+    let registries = [0, 1].map(|_| SqliteRegistry::open(folder.path()).unwrap());
+    registries[0].ask(&enrol(web(), Epoch(0), host("h0")));
     let winners = Mutex::new(Vec::new());
     for epoch in 0..20 {
-        let owner = match doors[0].read(&web()) {
+        let owner = match registries[0].read(&web()) {
             RegistryAnswer::Stands(Some(record)) => record.owner,
             other => panic!("{other:?}"),
         };
         let start = Barrier::new(8);
         thread::scope(|scope| {
             for n in 0..8 {
-                let (door, start, winners, owner) = (&doors[n % 2], &start, &winners, owner.clone());
+                let (door, start, winners, owner) = (&registries[n % 2], &start, &winners, owner.clone());
                 scope.spawn(move || {
                     let me = format!("h{n}");
                     start.wait();
@@ -97,7 +97,7 @@ fn of_many_who_want_it_one_gets_it() {
         });
         let won: Vec<_> = winners.lock().unwrap().iter().filter(|(e, _)| *e == epoch).cloned().collect();
         assert_eq!(won.len(), 1, "in epoch {epoch}: {won:?}");
-        assert_eq!(doors[1].read(&web()), stands(epoch + 1, &won[0].1));
+        assert_eq!(registries[1].read(&web()), stands(epoch + 1, &won[0].1));
     }
 }
 
@@ -105,7 +105,7 @@ fn of_many_who_want_it_one_gets_it() {
 #[test]
 fn victim_that_sets_until_it_is_killed() {
     let Ok(directory) = std::env::var("WHIMBREL_TEST_REGISTER") else { return };
-    let register = SqliteRegister::open(Path::new(&directory)).unwrap();
+    let register = SqliteRegistry::open(Path::new(&directory)).unwrap();
     let mut record = match register.read(&web()) {
         RegistryAnswer::Stands(Some(record)) => record,
         _ => owned(0, "alpha"),
@@ -141,7 +141,7 @@ fn a_killed_register_keeps_what_it_has_answered() {
         victim.wait().unwrap();
         let last = lines.filter_map(number).last().unwrap_or(reached);
 
-        let register = SqliteRegister::open(folder.path()).unwrap();
+        let register = SqliteRegistry::open(folder.path()).unwrap();
         let RegistryAnswer::Stands(Some(record)) = register.read(&web()) else {
             panic!("the record is lost")
         };
@@ -150,9 +150,9 @@ fn a_killed_register_keeps_what_it_has_answered() {
 }
 
 #[test]
-fn a_witness_answers_over_the_network_and_hosts_have_a_say_in_their_own_only() {
+fn a_witness_lets_hosts_change_only_their_own_records() {
     let folder = tempfile::tempdir().unwrap();
-    let server = WitnessServer::new(Arc::new(SqliteRegister::open(folder.path()).unwrap()));
+    let server = WitnessServer::new(Arc::new(SqliteRegistry::open(folder.path()).unwrap()));
     let connections = Arc::new(Mutex::new(Vec::new()));
     let counted = Arc::clone(&connections);
     let (_serving, peer) = witness(move |arrival| {
@@ -174,7 +174,7 @@ fn a_witness_answers_over_the_network_and_hosts_have_a_say_in_their_own_only() {
 }
 
 #[test]
-fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
+fn an_unsent_request_is_distinguished_from_an_unanswered_one() {
     // No server: certainly not carried out.
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let nobody = Peer { host: host("witness"), address: closed.to_string() };
@@ -182,7 +182,7 @@ fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
 
     // Carried out, and the answer is lost.
     let folder = tempfile::tempdir().unwrap();
-    let register = Arc::new(SqliteRegister::open(folder.path()).unwrap());
+    let register = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
     let behind = Arc::clone(&register);
     let (_serving, peer) = witness(move |arrival| {
         let mut connection = arrival.accept().unwrap();
@@ -201,7 +201,7 @@ fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
 #[test]
 fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
     let folder = tempfile::tempdir().unwrap();
-    let register = Arc::new(SqliteRegister::open(folder.path()).unwrap());
+    let register = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
     register.ask(&enrol(web(), Epoch(1), host("alpha")));
     let server = WitnessServer::new(Arc::clone(&register));
     let first = Mutex::new(true);
@@ -230,7 +230,7 @@ fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
 #[test]
 fn a_witness_that_came_back_is_reached_again() {
     let folder = tempfile::tempdir().unwrap();
-    let register = Arc::new(SqliteRegister::open(folder.path()).unwrap());
+    let register = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
     // Each connection serves one request and ends, like a witness that is restarted all the time.
     let asked = Arc::new(Mutex::new(BTreeSet::new()));
     let (behind, seen) = (Arc::clone(&register), Arc::clone(&asked));
@@ -253,7 +253,7 @@ fn a_witness_that_came_back_is_reached_again() {
 #[test]
 fn other_purposes_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let server = WitnessServer::new(Arc::new(SqliteRegister::open(folder.path()).unwrap()));
+    let server = WitnessServer::new(Arc::new(SqliteRegistry::open(folder.path()).unwrap()));
     let (_serving, peer) = witness(move |arrival| server.serve(arrival));
     let purpose = Purpose::Handover { migration: proto::MigrationId { vm: web(), epoch: Epoch(1) } };
     let error = endpoint("alpha").connect(&peer, purpose, Instant::now() + LONG).unwrap_err();

@@ -9,12 +9,12 @@ use proto::message::{Message, RegistryReply, RegistryRequest};
 use proto::{HostId, Purpose};
 
 use super::Register;
-use super::sqlite::{RegisterError, SqliteRegister};
+use super::sqlite::{RegistryError, SqliteRegistry};
 use crate::api::with_causes;
 
 /// Idle time after which a connection is tested with a ping before a request is sent on it: a request on a dead
 /// connection has an unknown outcome, a ping has none.
-const FRESH: Duration = Duration::from_millis(500);
+const PING_AFTER_IDLE: Duration = Duration::from_millis(500);
 
 /// Client of a witness. Keeps its connection, so that a request needs no handshake while a guest is stopped.
 #[derive(Debug)]
@@ -23,11 +23,11 @@ pub struct WitnessClient {
     witness: Peer,
     connect: Duration,
     reply: Duration,
-    kept: Mutex<Option<Kept>>,
+    kept: Mutex<Option<IdleConnection>>,
 }
 
 #[derive(Debug)]
-struct Kept {
+struct IdleConnection {
     connection: Connection,
     used: Instant,
 }
@@ -45,9 +45,9 @@ impl WitnessClient {
     }
 
     /// Returns the kept connection if it is alive, or a new one.
-    fn connection(&self, kept: Option<Kept>) -> Option<Connection> {
-        if let Some(Kept { mut connection, used }) = kept
-            && (used.elapsed() < FRESH || self.ping(&mut connection))
+    fn connection(&self, kept: Option<IdleConnection>) -> Option<Connection> {
+        if let Some(IdleConnection { mut connection, used }) = kept
+            && (used.elapsed() < PING_AFTER_IDLE || self.ping(&mut connection))
         {
             return Some(connection);
         }
@@ -99,7 +99,7 @@ impl Register for WitnessClient {
         let Some(mut connection) = self.connection(kept.take()) else { return Answer::Unreachable };
         match self.exchange(&mut connection, request) {
             Ok(reply) => {
-                *kept = Some(Kept { connection, used: Instant::now() });
+                *kept = Some(IdleConnection { connection, used: Instant::now() });
                 Answer::from_reply(request, reply)
             }
             // The connection is dropped: a late reply must not be mistaken for the reply to the next request.
@@ -111,12 +111,12 @@ impl Register for WitnessClient {
 /// Serves an ownership registry to other agents.
 #[derive(Clone, Debug)]
 pub struct WitnessServer {
-    register: Arc<SqliteRegister>,
+    register: Arc<SqliteRegistry>,
 }
 
 impl WitnessServer {
     /// Creates a server of this registry.
-    pub fn new(register: Arc<SqliteRegister>) -> Self {
+    pub fn new(register: Arc<SqliteRegistry>) -> Self {
         Self { register }
     }
 
@@ -162,7 +162,7 @@ impl WitnessServer {
 
     /// Returns the reply, or none if the outcome is not known here either.
     fn answer(&self, host: &HostId, request: &RegistryRequest) -> Option<RegistryReply> {
-        if let Some(reason) = not_theirs(host, request) {
+        if let Some(reason) = refusal(host, request) {
             tracing::warn!(%host, ?request, "refused");
             return Some(RegistryReply::Failed { reason });
         }
@@ -173,7 +173,7 @@ impl WitnessServer {
                 }
                 Some(reply)
             }
-            Err(error @ RegisterError::Unknown { .. }) => {
+            Err(error @ RegistryError::Unknown { .. }) => {
                 tracing::error!(%host, error = with_causes(&error), "register");
                 None
             }
@@ -187,7 +187,7 @@ impl WitnessServer {
 
 /// Returns the reason for which a host may not make a request: a host may change only records that it owns, or make
 /// itself the owner, but not act between two other hosts.
-fn not_theirs(host: &HostId, request: &RegistryRequest) -> Option<String> {
+fn refusal(host: &HostId, request: &RegistryRequest) -> Option<String> {
     let RegistryRequest::CompareAndSet { vm, expected, new } = request else { return None };
     let gives = expected.as_ref().is_some_and(|(_, owner)| owner == host);
     let takes = new.owner == *host;

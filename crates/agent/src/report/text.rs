@@ -5,7 +5,7 @@ use std::iter;
 
 use proto::limits::PAGE_BYTES;
 
-use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, PostCopy, Report, Round, Waiting};
+use super::{Compression, Deltas, Downtime, Event, LevelChoice, Outcome, PostCopy, Report, Round, Waiting};
 
 impl Outcome {
     /// Returns the outcome as text.
@@ -178,7 +178,7 @@ fn compressed(compression: &Compression) -> String {
     }
     let plain = data_bytes.saturating_sub(*packed_bytes);
     let opening = (*opening_bytes > 0).then(|| format!("as the link took it for {}", bytes(*opening_bytes)));
-    let ways = ways.iter().map(|PickedWay { at_us, way, .. }| format!("{way} from {} on", seconds(*at_us)));
+    let ways = ways.iter().map(|LevelChoice { at_us, way, .. }| format!("{way} from {} on", seconds(*at_us)));
     let picked: Vec<_> = opening.into_iter().chain(ways).collect();
     let picked = if picked.is_empty() { String::new() } else { format!(": {}", picked.join(", ")) };
     format!(

@@ -17,7 +17,7 @@ use crate::source::vm::SourceVm;
 impl Driver {
     /// Records the reason of a migration's end. The first reason is the one that users need; later ones are only its
     /// consequences.
-    pub(super) fn because(&mut self, reason: &str) {
+    pub(super) fn record_reason(&mut self, reason: &str) {
         self.telemetry.update(|progress| {
             progress.message.get_or_insert_with(|| reason.to_owned());
         });
@@ -30,7 +30,7 @@ impl Driver {
         }
     }
 
-    pub(super) fn tell_user(&mut self, report: SourceReport) {
+    pub(super) fn report_to_user(&mut self, report: SourceReport) {
         let vm = &self.terms.migration.vm;
         let to = &self.terms.destination;
         let is_needed =
@@ -47,7 +47,7 @@ impl Driver {
             SourceReport::Failed => "failed; the VM is here".to_owned(),
             SourceReport::PeerGaveUp => format!("{to} does not take the VM; it is here"),
             SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
-            SourceReport::VmCrashed => self.how_it_ended().to_owned(),
+            SourceReport::VmCrashed => self.qemu_end_reason().to_owned(),
             SourceReport::Bereft => {
                 format!(
                     "this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here"
@@ -86,9 +86,9 @@ impl Driver {
             }
             SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
         };
-        let told = Some((self.state.name(), report));
-        if self.told != told {
-            self.told = told;
+        let last_report = Some((self.state.name(), report));
+        if self.last_report != last_report {
+            self.last_report = last_report;
             info!(migration = %self.terms.migration, text, "report");
             self.note("report", &*text);
         }
@@ -113,8 +113,8 @@ impl Driver {
                 | SourceReport::Contradiction
         );
         let is_reached = outcome.is_some() || report == SourceReport::Incomplete;
-        let was_unreachable = is_reached && std::mem::take(&mut self.said_unreachable);
-        self.said_unreachable |= report == SourceReport::NeededThere;
+        let was_unreachable = is_reached && std::mem::take(&mut self.reported_unreachable);
+        self.reported_unreachable |= report == SourceReport::NeededThere;
         let reason = self.reason.clone();
         self.telemetry.update(|progress| {
             if waiting {
@@ -139,11 +139,11 @@ impl Driver {
 
     /// Ends a settled migration: last journal entries, report, final progress.
     pub(super) fn end(&mut self) {
-        let known = self.cargo.take().and_then(|cargo| Some((cargo.ram_blocks(), cargo.known()?)));
+        let known = self.payload.take().and_then(|payload| Some((payload.ram_blocks(), payload.known()?)));
         self.telemetry.follow(None);
-        self.part();
+        self.await_abort_read();
         if let Some(state) = self.unjournalled.take() {
-            self.journal_at_last(&state);
+            self.retry_journal(&state);
         }
         self.end_recording();
         let standing = match self.state {
@@ -181,7 +181,7 @@ impl Driver {
             warn!(migration = %id, error = crate::chain(&error), "the report is not in the journal");
         }
         // The agent retries until the end is in the journal: otherwise the next agent would treat the VM as its own.
-        while let Err(error) = self.leave(standing) {
+        while let Err(error) = self.close_in_journal(standing) {
             error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
             thread::sleep(self.contact.retry);
         }
@@ -196,7 +196,7 @@ impl Driver {
     }
 
     /// Returns why the source's QEMU ended, by its own report.
-    pub(super) fn how_it_ended(&mut self) -> &'static str {
+    pub(super) fn qemu_end_reason(&mut self) -> &'static str {
         let reason = self.vm.as_mut().and_then(SourceVm::shutdown_reason);
         match reason.as_deref() {
             Some("guest-shutdown") => "the guest shut itself down",
@@ -208,7 +208,7 @@ impl Driver {
     }
 
     /// Makes the last journal entries.
-    fn leave(&self, standing: Standing) -> Result<(), JournalError> {
+    fn close_in_journal(&self, standing: Standing) -> Result<(), JournalError> {
         let (journal, id) = (&self.context.journal, &self.terms.migration);
         if standing == Standing::Done {
             journal.remove_vm(&id.vm)?;
@@ -225,12 +225,12 @@ impl Driver {
     /// After that a user has to know.
     fn end_recording(&mut self) {
         let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        while self.still_records && Instant::now() < until {
+        while self.is_still_recording && Instant::now() < until {
             thread::sleep(self.contact.retry);
             let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
-            self.still_records = !vm.forget_recording(None);
+            self.is_still_recording = !vm.stop_recording(None);
         }
-        if !self.still_records {
+        if !self.is_still_recording {
             return;
         }
         let text = "QEMU does not say that it records no writes any more, and a limit of them may be left: the next \
@@ -243,18 +243,18 @@ impl Driver {
     }
 
     /// Waits until the destination has read ABORT, but only for a moment.
-    pub(super) fn part(&mut self) {
-        let Some(parting) = self.parting.take() else { return };
+    pub(super) fn await_abort_read(&mut self) {
+        let Some(aborted_control) = self.aborted_control.take() else { return };
         let until = Instant::now() + self.contact.retry;
         while let Some(notice) = self.inbox.wait(until) {
-            if matches!(notice, Notice::Lost { link, .. } if link == parting.link) {
+            if matches!(notice, Notice::Lost { link, .. } if link == aborted_control.link) {
                 return;
             }
         }
     }
 
     /// Records the final state, and retries until it is in the journal.
-    pub(super) fn journal_at_last(&self, state: &SourceState) {
+    pub(super) fn retry_journal(&self, state: &SourceState) {
         while let Err(error) =
             self.context.journal.record_source(&self.terms.migration, state, Durability::Synced)
         {

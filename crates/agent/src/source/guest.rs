@@ -16,15 +16,15 @@ use proto::limits::PAGE_BYTES;
 use qemu::ram::GuestMapping;
 
 /// Maximum length of an answer, in lines: more ranges than a guest of some TiB has.
-const MOST_LINES: u64 = 1 << 22;
+const MAX_LINES: u64 = 1 << 22;
 /// Maximum number of the guest's notes that are kept.
-const MOST_NOTES: usize = 4;
+const MAX_NOTES: usize = 4;
 const NOTE_CHARS: usize = 300;
 
 /// Connection to the program in the guest. Dropping it ends the connection, and with it the thread.
 #[derive(Debug)]
 pub(super) struct Guest {
-    desk: Arc<Desk>,
+    queue: Arc<RegistryClient>,
     connection: UnixStream,
     soft: Arc<SoftPageSet>,
     cache: Cache,
@@ -32,7 +32,7 @@ pub(super) struct Guest {
 
 /// Statistics of the guest's answers, for the report.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Heard {
+pub(super) struct GuestAnswers {
     /// Number of complete answers.
     pub(super) answers: u64,
     /// Duration of the longest answer.
@@ -43,10 +43,10 @@ pub(super) struct Heard {
     pub(super) notes: Vec<String>,
 }
 
-impl Heard {
+impl GuestAnswers {
     fn note(&mut self, text: &str) {
         let text: String = text.chars().filter(|one| !one.is_control()).take(NOTE_CHARS).collect();
-        if self.notes.len() < MOST_NOTES && !self.notes.contains(&text) {
+        if self.notes.len() < MAX_NOTES && !self.notes.contains(&text) {
             self.notes.push(text);
         }
     }
@@ -54,13 +54,13 @@ impl Heard {
 
 /// Queue of one question for the thread that asks.
 #[derive(Debug, Default)]
-struct Desk {
-    papers: Mutex<Papers>,
+struct RegistryClient {
+    queue_state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Papers {
+struct QueueState {
     waiting: Option<(Question, mpsc::Sender<()>)>,
     /// True while the answer to a question is not complete.
     is_answering: bool,
@@ -68,29 +68,29 @@ struct Papers {
     is_closed: bool,
     /// True if the guest answers no further questions.
     is_silent: bool,
-    heard: Heard,
+    answer_statistics: GuestAnswers,
     /// Duration of the last answer to a question that did not ask the guest to give back pages.
     last_report: Duration,
 }
 
-impl Desk {
-    fn papers(&self) -> MutexGuard<'_, Papers> {
-        self.papers.lock().unwrap_or_else(PoisonError::into_inner)
+impl RegistryClient {
+    fn queue_state(&self) -> MutexGuard<'_, QueueState> {
+        self.queue_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for the next question; returns none if no further questions follow.
     fn next(&self) -> Option<(Question, mpsc::Sender<()>)> {
-        let mut papers = self.papers();
+        let mut queue_state = self.queue_state();
         loop {
-            if papers.is_closed {
+            if queue_state.is_closed {
                 return None;
             }
-            match papers.waiting.take() {
+            match queue_state.waiting.take() {
                 Some(question) => {
-                    papers.is_answering = true;
+                    queue_state.is_answering = true;
                     return Some(question);
                 }
-                None => papers = self.changed.wait(papers).unwrap_or_else(PoisonError::into_inner),
+                None => queue_state = self.changed.wait(queue_state).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
@@ -106,12 +106,18 @@ impl Guest {
         cache: Cache,
         patience: Duration,
     ) -> io::Result<Self> {
-        let (desk, mine) = (Arc::new(Desk::default()), connection.try_clone()?);
+        let (queue, mine) = (Arc::new(RegistryClient::default()), connection.try_clone()?);
         let lines = BufReader::with_capacity(1 << 16, connection.try_clone()?);
-        let asking =
-            Asking { connection, lines, seen, soft: Arc::clone(&soft), desk: Arc::clone(&desk), patience };
+        let asking = GuestRequester {
+            connection,
+            lines,
+            seen,
+            soft: Arc::clone(&soft),
+            queue: Arc::clone(&queue),
+            patience,
+        };
         thread::Builder::new().name("guest".to_owned()).spawn(move || asking.run())?;
-        Ok(Self { desk, connection: mine, soft, cache })
+        Ok(Self { queue, connection: mine, soft, cache })
     }
 
     /// Sends a question as soon as the earlier answer is complete, unless the guest does not answer at all. The caller
@@ -120,42 +126,42 @@ impl Guest {
     pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
         let (done, told) = mpsc::channel();
         let question = Question { id: self.soft.begin(), give_back, cache: self.cache };
-        let mut papers = self.desk.papers();
-        if papers.is_silent {
+        let mut queue_state = self.queue.queue_state();
+        if queue_state.is_silent {
             return None;
         }
-        papers.waiting = Some((question, done));
-        self.desk.changed.notify_one();
+        queue_state.waiting = Some((question, done));
+        self.queue.changed.notify_one();
         Some(told)
     }
 
     /// Withdraws a question that still waits.
     pub(super) fn withdraw(&self) {
-        self.desk.papers().waiting = None;
+        self.queue.queue_state().waiting = None;
     }
 
     /// Returns true if an answer is pending that may still arrive.
-    pub(super) fn is_asked(&self) -> bool {
-        let papers = self.desk.papers();
-        papers.waiting.is_some() || papers.is_answering
+    pub(super) fn has_pending_answer(&self) -> bool {
+        let queue_state = self.queue.queue_state();
+        queue_state.waiting.is_some() || queue_state.is_answering
     }
 
     /// Returns the number of valid answers, and how long the guest needs to report its free memory.
     pub(super) fn answers(&self) -> (u64, Duration) {
-        let papers = self.desk.papers();
-        (papers.heard.answers, papers.last_report)
+        let queue_state = self.queue.queue_state();
+        (queue_state.answer_statistics.answers, queue_state.last_report)
     }
 
-    pub(super) fn heard(&self) -> Heard {
-        self.desk.papers().heard.clone()
+    pub(super) fn answer_statistics(&self) -> GuestAnswers {
+        self.queue.queue_state().answer_statistics.clone()
     }
 }
 
 impl Drop for Guest {
     /// Frees the port for the next program, even while an answer is pending.
     fn drop(&mut self) {
-        self.desk.papers().is_closed = true;
-        self.desk.changed.notify_one();
+        self.queue.queue_state().is_closed = true;
+        self.queue.changed.notify_one();
         // If this fails, the connection is already gone.
         let _ = self.connection.shutdown(Shutdown::Both);
     }
@@ -179,40 +185,40 @@ enum AnswerError {
 }
 
 /// State of the thread that asks.
-struct Asking {
+struct GuestRequester {
     connection: UnixStream,
     lines: BufReader<UnixStream>,
     seen: Vec<GuestMapping>,
     soft: Arc<SoftPageSet>,
-    desk: Arc<Desk>,
+    queue: Arc<RegistryClient>,
     patience: Duration,
 }
 
-impl Asking {
+impl GuestRequester {
     /// Asks until no further questions follow, or the guest violates the protocol: data after that belongs to no
     /// question.
     fn run(mut self) {
-        while let Some((question, done)) = self.desk.next() {
+        while let Some((question, done)) = self.queue.next() {
             let began = Instant::now();
             let answered = self.ask(question);
-            let mut papers = self.desk.papers();
-            papers.is_answering = false;
+            let mut queue_state = self.queue.queue_state();
+            queue_state.is_answering = false;
             match &answered {
                 Ok(()) => {
                     let took = began.elapsed();
-                    papers.heard.answers += u64::from(self.soft.end_answer(question.id));
-                    papers.heard.longest = papers.heard.longest.max(took);
+                    queue_state.answer_statistics.answers += u64::from(self.soft.end_answer(question.id));
+                    queue_state.answer_statistics.longest = queue_state.answer_statistics.longest.max(took);
                     if !question.give_back {
-                        papers.last_report = took;
+                        queue_state.last_report = took;
                     }
                 }
                 Err(error) => {
-                    papers.is_silent = true;
-                    papers.waiting = None;
-                    papers.heard.note(&format!("the guest is not asked any more: {error}"));
+                    queue_state.is_silent = true;
+                    queue_state.waiting = None;
+                    queue_state.answer_statistics.note(&format!("the guest is not asked any more: {error}"));
                 }
             }
-            drop(papers);
+            drop(queue_state);
             if answered.is_err() {
                 self.soft.forget();
             }
@@ -229,7 +235,7 @@ impl Asking {
         let (mut bytes, mut has_begun, mut is_poisoned) = (Vec::new(), false, false);
         // Minimum start of the next range of each kind.
         let mut next = [0; Kind::COUNT];
-        for _ in 0..MOST_LINES {
+        for _ in 0..MAX_LINES {
             self.read_line(&mut bytes, Instant::now() + self.patience)?;
             let text = String::from_utf8_lossy(&bytes);
             let line = text.trim_end().parse::<Line>();
@@ -250,10 +256,12 @@ impl Asking {
                 Line::Begin { .. } => return Err(AnswerError::Disorder("an answer within another one")),
                 Line::End { id } if id == question.id => return Ok(()),
                 Line::End { .. } => return Err(AnswerError::Disorder("the end of another answer")),
-                Line::Note(text) => self.desk.papers().heard.note(&format!("in the guest: {text}")),
+                Line::Note(text) => {
+                    self.queue.queue_state().answer_statistics.note(&format!("in the guest: {text}"))
+                }
                 Line::Poisoned => {
                     is_poisoned = true;
-                    self.desk.papers().heard.poisoned = true;
+                    self.queue.queue_state().answer_statistics.poisoned = true;
                 }
                 Line::Pages(kind, ranges) => {
                     for range in &ranges {
@@ -263,7 +271,7 @@ impl Asking {
                         }
                         next[kind as usize] = range.end;
                         if !(is_poisoned && kind == Kind::Free) {
-                            self.tell(question.id, kind, range);
+                            self.record_hint(question.id, kind, range);
                         }
                     }
                 }
@@ -273,8 +281,8 @@ impl Asking {
     }
 
     /// Records the guest's page numbers as pages of the blocks.
-    fn tell(&self, answer: u64, kind: Kind, pages: &Pages) {
-        for (block, pages) in places(&self.seen, pages) {
+    fn record_hint(&self, answer: u64, kind: Kind, pages: &Pages) {
+        for (block, pages) in block_ranges(&self.seen, pages) {
             match kind {
                 Kind::Free => self.soft.add_free(answer, block, pages),
                 Kind::Cache => self.soft.add_cache(answer, block, pages),
@@ -322,7 +330,10 @@ fn late(error: io::Error) -> AnswerError {
 }
 
 /// Returns the blocks, and the pages in them, that the guest sees at these pages.
-fn places<'a>(seen: &'a [GuestMapping], pages: &'a Pages) -> impl Iterator<Item = (usize, Range<u64>)> + 'a {
+fn block_ranges<'a>(
+    seen: &'a [GuestMapping],
+    pages: &'a Pages,
+) -> impl Iterator<Item = (usize, Range<u64>)> + 'a {
     seen.iter().filter_map(|seen| {
         let first = seen.guest_address.div_ceil(PAGE_BYTES);
         let end = (seen.guest_address.checked_add(seen.bytes)?) / PAGE_BYTES;

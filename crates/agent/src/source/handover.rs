@@ -19,14 +19,14 @@ use super::phases::Failure;
 use super::vm::{SourceVm, VmError};
 use super::{Details, Driver};
 use crate::config::Timeouts;
-use crate::machine::Machine;
-use crate::owners;
+use crate::ownership;
 use crate::progress::Phase;
+use crate::state_machine::StateMachine;
 
 /// Time of the last message from the destination, and the patience with it.
 #[derive(Debug)]
 pub(crate) struct Contact {
-    heard: Instant,
+    last_message_at: Instant,
     patience: Duration,
     pub(super) retry: Duration,
 }
@@ -34,17 +34,17 @@ pub(crate) struct Contact {
 impl Contact {
     pub(crate) fn new(timeouts: &Timeouts) -> Self {
         Self {
-            heard: Instant::now(),
+            last_message_at: Instant::now(),
             patience: Duration::from_millis(timeouts.reclaim_after_ms),
             retry: Duration::from_millis(timeouts.retry_ms),
         }
     }
 
     /// Returns true once whenever the patience has passed without a message.
-    fn lost_for_good(&mut self) -> bool {
-        let lost = self.heard.elapsed() >= self.patience;
+    fn check_contact(&mut self) -> bool {
+        let lost = self.last_message_at.elapsed() >= self.patience;
         if lost {
-            self.heard = Instant::now();
+            self.last_message_at = Instant::now();
         }
         lost
     }
@@ -63,9 +63,9 @@ impl Driver {
         let event = match self.reach_ready() {
             Ok(ready) => SourceEvent::Ready { epoch: self.terms.epoch(), incarnation: ready.incarnation },
             Err(failure) => {
-                let failure = self.or_the_vm_ended(failure);
+                let failure = self.or_vm_ended(failure);
                 info!(migration = %self.terms.migration, reason = failure.reason, "the migration ends");
-                self.because(&failure.reason);
+                self.record_reason(&failure.reason);
                 failure.event
             }
         };
@@ -75,11 +75,11 @@ impl Driver {
 
     /// Returns the VM's end as the failure if the VM has ended: it often causes a local failure a moment before it is
     /// noticed.
-    fn or_the_vm_ended(&mut self, failure: Failure) -> Failure {
+    fn or_vm_ended(&mut self, failure: Failure) -> Failure {
         if failure.event != SourceEvent::Failed || self.vm.as_mut().is_none_or(SourceVm::is_there) {
             return failure;
         }
-        Failure::new(SourceEvent::QemuDied, self.how_it_ended())
+        Failure::new(SourceEvent::QemuDied, self.qemu_end_reason())
     }
 
     /// Handles the event that ended the phases: nothing more is sent.
@@ -90,7 +90,7 @@ impl Driver {
             SourceState::Prepared { .. } | SourceState::Stopped { .. } => true,
             // Nor must a destination that lacks parts of a guest that is gone at the source: it has no reason to give
             // up while the source asks it again and again.
-            _ => self.is_nobodys(),
+            _ => self.is_lost_everywhere(),
         };
         if waits_for_nothing {
             self.take(&SourceEvent::Failed);
@@ -98,13 +98,13 @@ impl Driver {
     }
 
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
-    fn is_nobodys(&self) -> bool {
+    fn is_lost_everywhere(&self) -> bool {
         matches!(self.state, SourceState::Bereft { incarnation: None, .. }) && !self.may_have_all
     }
 
     /// Ends a migration that has begun and that the source cannot continue.
     pub(crate) fn give_up(mut self, reason: &str) {
-        self.because(reason);
+        self.record_reason(reason);
         self.take(&SourceEvent::Failed);
         self.settle();
     }
@@ -128,10 +128,10 @@ impl Driver {
     /// Continues a migration that an agent before this one left behind.
     pub(crate) fn run_on(mut self, found: QemuAtStart) -> SourceState {
         if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
-            self.because("the source's agent was restarted during the migration");
+            self.record_reason("the source's agent was restarted during the migration");
         }
         self.take(&SourceEvent::Restarted(found));
-        if self.is_nobodys() {
+        if self.is_lost_everywhere() {
             self.take(&SourceEvent::Failed);
         }
         self.settle()
@@ -139,7 +139,7 @@ impl Driver {
 
     /// Handles events until the handover is over.
     fn settle(mut self) -> SourceState {
-        self.contact.heard = Instant::now();
+        self.contact.last_message_at = Instant::now();
         // Notices do not move this time: a peer that repeats a message again and again must not delay it.
         let mut repeat_at = Instant::now() + self.contact.retry;
         loop {
@@ -168,8 +168,8 @@ impl Driver {
 
     /// Handles the passing of some time without a notice.
     fn quiet(&mut self) {
-        self.serve_again();
-        if self.contact.lost_for_good() {
+        self.reconnect_serving();
+        if self.contact.check_contact() {
             self.take(&SourceEvent::ContactLostForGood);
         } else if std::mem::take(&mut self.effects_failed) {
             // As after a restart: QEMU is frozen before GO is sent.
@@ -185,7 +185,7 @@ impl Driver {
         match notice {
             Notice::Message { link, message } => self.message(link, message),
             Notice::Asked { epoch, reply } => {
-                self.contact.heard = Instant::now();
+                self.contact.last_message_at = Instant::now();
                 self.asked(epoch, reply);
             }
             Notice::Event(event) => {
@@ -196,7 +196,7 @@ impl Driver {
                     }
                     if silence >= self.contact.patience {
                         self.telemetry.update(|progress| {
-                            owners::tell_of_silence(&self.terms.migration.vm, progress);
+                            ownership::publish_silence(&self.terms.migration.vm, progress);
                         });
                     }
                 }
@@ -208,7 +208,7 @@ impl Driver {
                 }
             }
             Notice::ServingEnded { generation, error } if generation == self.generation => {
-                self.serving_ended(error);
+                self.handle_serving_end(error);
             }
             Notice::ServingEnded { .. } => {}
         }
@@ -218,7 +218,7 @@ impl Driver {
     /// separately, which needs as long as the kernel waits for an answer.
     pub(super) fn control_lost(&mut self, error: String) {
         self.control = None;
-        self.serving_ended(error);
+        self.handle_serving_end(error);
     }
 
     fn waiting_phase(&self) -> Phase {
@@ -244,7 +244,7 @@ impl Driver {
         };
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an effect failed");
-        self.because(&reason);
+        self.record_reason(&reason);
         self.effects_failed = true;
         // The state is not COMMITTED, because that could not be journalled, or was never tried: the guest continues at
         // the source.

@@ -10,7 +10,7 @@ use engine::handover::source::SourceEvent;
 use proto::{Epoch, Generation, Message};
 
 /// Maximum number of notices in the queue. Further senders wait.
-const WAITING: usize = 1024;
+const QUEUE_LENGTH: usize = 1024;
 
 /// Channel for the answer to a question.
 pub(crate) type Reply = SyncSender<Message>;
@@ -110,7 +110,7 @@ pub(crate) struct Inbox {
 
 impl Inbox {
     pub(crate) fn new() -> Self {
-        let (sender, notices) = mpsc::sync_channel(WAITING);
+        let (sender, notices) = mpsc::sync_channel(QUEUE_LENGTH);
         Self { notices, mailbox: Mailbox { notices: sender, round: Arc::default(), links: Arc::default() } }
     }
 
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_of_a_connection_that_was_replaced_interrupts_no_round() {
+    fn end_of_a_replaced_connection_interrupts_no_round() {
         let inbox = Inbox::new();
         let mailbox = inbox.mailbox();
         let (old, new) = (inbox.next_link(), inbox.next_link());

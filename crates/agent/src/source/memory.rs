@@ -20,10 +20,10 @@ use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::RecordError;
 use tracee::{InjectError, TrackerStart};
 
-use super::Aims;
-use super::telemetry::Later;
-use super::throttling::Throttling;
+use super::Goals;
+use super::telemetry::DeferredPages;
 use super::vm::{SourceVm, VmError};
+use super::write_throttle::DiskWriteThrottle;
 use crate::api::{self, StopPolicy, ThrottleWrites};
 use crate::context::Context;
 use crate::disks::{DiskLog, LeavingDisk, first_pages};
@@ -62,7 +62,7 @@ impl Tracking {
 }
 
 /// Migration state that the data streams send: the guest's memory, and after it the copied disks.
-pub(crate) struct Cargo {
+pub(crate) struct Payload {
     readers: SourceRam,
     /// Lengths of the RAM blocks, in bytes. The disks follow them in the order of blocks.
     ram_bytes: Vec<u64>,
@@ -73,19 +73,19 @@ pub(crate) struct Cargo {
     /// Dirty log of the disks, if any are copied.
     disks: Option<DiskLog>,
     /// Throttle of writes to the disks, if they are to be capped.
-    throttling: Option<Throttling>,
+    write_throttle: Option<DiskWriteThrottle>,
     /// Reductions of the data that is sent.
     saving: Reductions,
 }
 
-impl Cargo {
+impl Payload {
     /// Prepares the readers without changing the guest; if disks are copied, their writes are recorded already. The
     /// flag of each disk is true if its zeros have to be sent, too.
     pub(crate) fn new(
         vm: &SourceVm,
         disks: Option<(DiskLog, Vec<(LeavingDisk, bool)>)>,
-        throttling: Option<Throttling>,
-    ) -> Result<Self, CargoError> {
+        write_throttle: Option<DiskWriteThrottle>,
+    ) -> Result<Self, PayloadError> {
         let mut readers = ram::source(&vm.process, &vm.blocks)?;
         let (log, disks) = disks.unzip();
         let mut first_of_disks = Vec::new();
@@ -100,7 +100,7 @@ impl Cargo {
             first_of_disks,
             ram: None,
             disks: log,
-            throttling,
+            write_throttle,
             saving: Reductions::default(),
         })
     }
@@ -110,7 +110,7 @@ impl Cargo {
     }
 
     /// Sends page references from here on for content that the destination already has.
-    pub(crate) fn refer_to(&mut self, known: ContentIndex) {
+    pub(crate) fn enable_references(&mut self, known: ContentIndex) {
         self.saving.known = Some(Arc::new(known));
     }
 
@@ -128,12 +128,12 @@ impl Cargo {
     }
 
     /// Lets data that is sent from here on be compressed.
-    pub(crate) fn pack(&mut self, packing: Arc<Packing>) {
+    pub(crate) fn enable_compression(&mut self, packing: Arc<Packing>) {
         self.saving.packing = Some(packing);
     }
 
     /// Sends pages again as deltas, if the version that was sent is known.
-    pub(crate) fn send_deltas(&mut self, deltas: Arc<Deltas>) {
+    pub(crate) fn enable_deltas(&mut self, deltas: Arc<Deltas>) {
         self.saving.deltas = Some(deltas);
     }
 
@@ -146,14 +146,14 @@ impl Cargo {
     }
 
     /// Forgets the known versions of these pages of memory at the destination.
-    pub(crate) fn withdraw_marks(&self, pages: &[::memory::DirtyBitmap]) {
+    pub(crate) fn forget_versions(&self, pages: &[::memory::DirtyBitmap]) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.forget_discarded(pages);
         }
     }
 
     /// Keeps the known versions of these pages: they wait for a later round.
-    pub(crate) fn keep_marks(&self, later: &Owed) {
+    pub(crate) fn keep_versions(&self, later: &Owed) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.keep(later.blocks(), later.round() + 1);
         }
@@ -166,7 +166,7 @@ impl Cargo {
 
     /// Leaves out pages from here on that the guest reports as unused. The caller calls this before memory is added,
     /// because the log of memory has to report which of these pages are used again.
-    pub(crate) fn leave_out(&mut self, soft: Arc<SoftPageSet>) {
+    pub(crate) fn set_free_page_hints(&mut self, soft: Arc<SoftPageSet>) {
         debug_assert!(self.ram.is_none(), "its log tells nobody");
         self.saving.soft = Some(soft);
     }
@@ -177,7 +177,7 @@ impl Cargo {
     }
 
     /// Ends free page hints: from here on everything is sent.
-    pub(crate) fn end_leaving_out(&self) {
+    pub(crate) fn end_free_page_hints(&self) {
         if let Some(soft) = &self.saving.soft {
             soft.end();
         }
@@ -212,26 +212,26 @@ impl Cargo {
     }
 
     /// Returns the disks whose writes are to be throttled but keep caps that another program has set.
-    pub(crate) fn not_throttled(&self) -> Vec<String> {
-        let disks = self.disks.as_ref().filter(|_| self.throttling.is_some());
+    pub(crate) fn externally_throttled(&self) -> Vec<String> {
+        let disks = self.disks.as_ref().filter(|_| self.write_throttle.is_some());
         disks.into_iter().flat_map(DiskLog::throttled_by_others).map(str::to_owned).collect()
     }
 
-    pub(crate) fn throttling(&self) -> Option<&Throttling> {
-        self.throttling.as_ref()
+    pub(crate) fn write_throttle(&self) -> Option<&DiskWriteThrottle> {
+        self.write_throttle.as_ref()
     }
 
     /// Records a round, or a part of one, that was sent; none if it was cut off.
     pub(crate) fn drained(&mut self, stats: Option<&RoundStats>) {
-        if let Some((throttling, stats)) = self.throttling.as_mut().zip(stats) {
-            throttling.drained(stats);
+        if let Some((write_throttle, stats)) = self.write_throttle.as_mut().zip(stats) {
+            write_throttle.drained(stats);
         }
     }
 
     /// Caps the guest's writes to its disks as the policy decides, if one was chosen; returns a new cap.
     pub(crate) fn throttle(&mut self, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
-        match (&mut self.throttling, &mut self.disks) {
-            (Some(throttling), Some(disks)) => throttling.look(disks, qmp),
+        match (&mut self.write_throttle, &mut self.disks) {
+            (Some(write_throttle), Some(disks)) => write_throttle.sample(disks, qmp),
             _ => Ok(None),
         }
     }
@@ -280,9 +280,9 @@ impl Cargo {
     }
 
     /// Returns the counts of pages that wait for a later round, for the progress display.
-    pub(crate) fn waiting(&self, later: &Owed) -> Later {
+    pub(crate) fn waiting(&self, later: &Owed) -> DeferredPages {
         let of_disks = later.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count);
-        Later { pages: later.pages(), of_disks: of_disks.collect() }
+        DeferredPages { pages: later.pages(), of_disks: of_disks.collect() }
     }
 
     /// Returns the dirty log of memory and disks; the disks' part is requested from QEMU.
@@ -300,7 +300,7 @@ impl Cargo {
     }
 
     /// Adds the pages of disks that were written.
-    pub(crate) fn look_at_disks(&mut self, qmp: &mut Qmp, owed: &mut Owed) -> Result<(), ScanError> {
+    pub(crate) fn scan_disks(&mut self, qmp: &mut Qmp, owed: &mut Owed) -> Result<(), ScanError> {
         let Some(disks) = &mut self.disks else { return Ok(()) };
         owed.add_from(self.ram_bytes.len(), |into| disks.take(qmp, into)).map(drop)
     }
@@ -318,7 +318,7 @@ impl Cargo {
 
 /// Error of preparing the data for sending.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CargoError {
+pub(crate) enum PayloadError {
     /// The guest's memory cannot be reached.
     #[error("the guest's memory cannot be reached")]
     Ram(#[from] RamError),
@@ -340,7 +340,7 @@ pub(crate) enum CargoError {
     #[error(
         "writes cannot be throttled: nothing could be started that lifts the throttle should this agent die"
     )]
-    Guard(#[source] std::io::Error),
+    ThrottleGuard(#[source] std::io::Error),
     /// The monitor failed.
     #[error(transparent)]
     Vm(#[from] VmError),
@@ -377,36 +377,36 @@ impl DirtyLog for Log<'_> {
 
 /// Returns the policy that decides when to stop the guest, for the actions (slowing down, post-copy) that are possible
 /// with it.
-pub(crate) fn policy(aims: &Aims, ways: AvailableStrategies, fixed: FixedCost) -> TracedPolicy {
-    let goal = aim(aims);
-    let on_limit = match aims.on_limit {
+pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost) -> TracedPolicy {
+    let goal = aim(goals);
+    let on_limit = match goals.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
         api::OnLimit::PostCopy => OnLimit::PostCopy,
         api::OnLimit::Abort => OnLimit::Abort,
     };
-    match aims.policy {
+    match goals.policy {
         StopPolicy::Pattern => {
-            let policy = PatternPolicy::new(goal, on_limit, fixed).sampling(aims.sampling);
+            let policy = PatternPolicy::new(goal, on_limit, fixed).sampling(goals.sampling);
             // With throttled writes, a guest may write less the longer the migration lasts.
-            let is_throttled = aims.throttle_writes != ThrottleWrites::Off;
+            let is_throttled = goals.throttle_writes != ThrottleWrites::Off;
             TracedPolicy::new(if is_throttled { policy.with_write_throttle() } else { policy })
         }
         StopPolicy::Target => TracedPolicy::new(TargetPolicy::new(goal, on_limit)),
         StopPolicy::Rounds => TracedPolicy::new(RoundCountPolicy::default()),
-        StopPolicy::Hybrid => TracedPolicy::new(HybridPolicy::new(goal, aims.hybrid_passes, fixed)),
+        StopPolicy::Hybrid => TracedPolicy::new(HybridPolicy::new(goal, goals.hybrid_passes, fixed)),
         StopPolicy::Sla => {
-            TracedPolicy::new(SlaPolicy::new(goal, ways, on_limit, fixed).sampling(aims.sampling))
+            TracedPolicy::new(SlaPolicy::new(goal, ways, on_limit, fixed).sampling(goals.sampling))
         }
     }
 }
 
 /// Returns the policy's present goals.
-pub(crate) fn aim(aims: &Aims) -> Aim {
+pub(crate) fn aim(goals: &Goals) -> Aim {
     let ns = |ms: u64| ms.saturating_mul(1_000_000);
     Aim {
-        max_downtime_ns: ns(aims.max_downtime_ms),
-        max_rounds: aims.max_rounds,
-        max_total_ns: aims.max_total_ms.map(ns),
+        max_downtime_ns: ns(goals.max_downtime_ms),
+        max_rounds: goals.max_rounds,
+        max_total_ns: goals.max_total_ms.map(ns),
     }
 }
 
@@ -426,7 +426,7 @@ pub(crate) struct SentRound {
 
 /// Pages that are dirty after a round.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Dirty {
+pub(crate) struct DirtyCounts {
     pub(crate) pages: u64,
     /// Dirty pages without any knowledge that would save the link a part of them.
     pub(crate) unknown: u64,
@@ -438,7 +438,7 @@ pub(crate) struct Dirty {
 pub(crate) fn observe(
     sent: &SentRound,
     scan: ScanStats,
-    dirty: Dirty,
+    dirty: DirtyCounts,
     scanned_at: Instant,
     elapsed: Duration,
 ) -> RoundObservation {

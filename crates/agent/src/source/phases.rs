@@ -11,15 +11,15 @@
 //! ```
 //!
 //! A phase that cannot continue returns a [`Failure`]: the event for the engine, and the reason for users. The rounds
-//! are in [`rounds`]; the work while the guest is stopped is in [`standstill`].
+//! are in [`rounds`]; the work while the guest is stopped is in [`switchover`].
 
-mod course;
 mod disks;
+mod pass_scheduler;
 mod postcopy;
 mod rounds;
-mod standstill;
+mod switchover;
 
-pub(super) use postcopy::Named;
+pub(super) use postcopy::DiscardedPages;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,11 +32,11 @@ use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
 
-use super::memory::Cargo;
+use super::memory::Payload;
 use super::pressure;
+use super::reductions::Reductions;
 use super::references::SharedImages;
-use super::slowing::Slowing;
-use super::sparing::Sparing;
+use super::slowing::CpuThrottle;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
 use crate::api::{StopPolicy, ThrottleCpu};
@@ -125,61 +125,66 @@ pub(crate) struct Ready {
 impl Driver {
     /// Runs all phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
-        self.may_slow()?;
-        self.watch_pressure();
+        self.enable_cpu_throttle()?;
+        self.start_pressure_meter();
         let accepted = self.prepare()?;
-        let mut cargo = self.cargo(&accepted.copied)?;
-        let ready = self.move_to_ready(&accepted, &mut cargo);
-        self.say_by(None);
+        let mut payload = self.payload(&accepted.copied)?;
+        let ready = self.move_to_ready(&accepted, &mut payload);
+        self.set_control_deadline(None);
         // A guest that continues at the source does so first; changes of the kernel's and of QEMU's state are undone
         // after that.
-        self.cargo = Some(cargo);
+        self.payload = Some(payload);
         ready
     }
 
-    fn move_to_ready(&mut self, accepted: &Accepted, cargo: &mut Cargo) -> Result<Ready, Failure> {
-        let shared = self.shared_images(accepted, cargo);
-        if self.refers(accepted) && (cargo.has_disks() || shared.is_some()) {
-            cargo.refer_to(self.find_out(accepted, cargo)?);
+    fn move_to_ready(&mut self, accepted: &Accepted, payload: &mut Payload) -> Result<Ready, Failure> {
+        let shared = self.shared_images(accepted, payload);
+        if self.uses_references(accepted) && (payload.has_disks() || shared.is_some()) {
+            payload.enable_references(self.query_destination_content(accepted, payload)?);
         }
-        let _sparing = self.spare(accepted, shared, cargo);
-        self.may_leave_out(cargo);
-        let ahead = if cargo.has_disks() { Some(self.send_disks(cargo)?) } else { None };
+        let _reductions = self.start_reductions(accepted, shared, payload);
+        self.enable_free_page_hints(payload);
+        let ahead = if payload.has_disks() { Some(self.send_disks(payload)?) } else { None };
         let tracked = self.track()?;
         let (sender, mut owed) = match ahead {
             Some(ahead) => ahead,
-            None => (self.open_streams(cargo)?, cargo.disks_alone()),
+            None => (self.open_streams(payload)?, payload.disks_alone()),
         };
-        cargo.add_memory(tracked, &mut owed);
-        let (sender, owed, ending) = self.pre_copy(sender, owed, cargo)?;
+        payload.add_memory(tracked, &mut owed);
+        let (sender, owed, ending) = self.pre_copy(sender, owed, payload)?;
         self.stop()?;
         // A guest that was paused by its user does not write: it has no reason to need both hosts.
         if ending == Ending::PostCopy && !matches!(self.state, SourceState::Stopped { run: false }) {
-            let state = self.name_pages(sender, owed, cargo)?;
+            let state = self.announce_pages(sender, owed, payload)?;
             return self.load(&state, None);
         }
-        let (state, sender) = self.last_pages(sender, owed, cargo)?;
-        if self.controls.aims().verify {
-            self.verify(cargo)?;
+        let (state, sender) = self.last_pages(sender, owed, payload)?;
+        if self.controls.goals().verify {
+            self.verify(payload)?;
         }
         self.load(&state, Some(sender))
     }
 
     /// Starts the requested reductions, which last until the returned value is dropped.
-    fn spare(&self, accepted: &Accepted, shared: Option<SharedImages>, cargo: &mut Cargo) -> Sparing {
+    fn start_reductions(
+        &self,
+        accepted: &Accepted,
+        shared: Option<SharedImages>,
+        payload: &mut Payload,
+    ) -> Reductions {
         let delta_seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
         let delta_seed = delta_seed.filter(|_| accepted.deltas);
-        let known = cargo.known().map(|known| (known, shared));
-        let blocks = cargo.ram_blocks();
-        let sparing =
-            Sparing::begin(&accepted.codecs, delta_seed, blocks, known, &self.controls, &self.telemetry);
-        if let Some(packing) = sparing.packing() {
-            cargo.pack(packing);
+        let known = payload.known().map(|known| (known, shared));
+        let blocks = payload.ram_blocks();
+        let reductions =
+            Reductions::begin(&accepted.codecs, delta_seed, blocks, known, &self.controls, &self.telemetry);
+        if let Some(packing) = reductions.packing() {
+            payload.enable_compression(packing);
         }
-        if let Some(deltas) = sparing.deltas() {
-            cargo.send_deltas(deltas);
+        if let Some(deltas) = reductions.deltas() {
+            payload.enable_deltas(deltas);
         }
-        sparing
+        reductions
     }
 
     /// Proposes the migration; the destination decides which disks are copied.
@@ -190,9 +195,9 @@ impl Driver {
         self.control = Some(control);
         let proposal =
             self.proposal.clone().ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
-        self.say(&Message::Propose(Box::new(proposal)))?;
+        self.send_message(&Message::Propose(Box::new(proposal)))?;
         let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
-        match self.hear(Instant::now() + patience)? {
+        match self.receive_message(Instant::now() + patience)? {
             Message::Accept(acceptance) => {
                 self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
                 let proposed =
@@ -236,14 +241,14 @@ impl Driver {
                         format!("the destination does not say that it takes a copy of disk {}", disk.name);
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
-                if self.controls.aims().needs_post_copy() && !post_copy {
+                if self.controls.goals().needs_post_copy() && !post_copy {
                     let reason = format!(
                         "pages cannot come after the guest: {why_not}. Choose another policy, or what to do at the limit"
                     );
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
                 self.can_discard = can_discard;
-                self.may_post_copy = post_copy && self.controls.aims().may_post_copy();
+                self.can_post_copy = post_copy && self.controls.goals().can_post_copy();
                 let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
                 Ok(Accepted { copied, references, templates, codecs, deltas })
             }
@@ -291,20 +296,20 @@ impl Driver {
         let context = Arc::clone(&self.context);
         let mut tracking = memory::Tracking::begin(&context, self.vm()?).map_err(failed)?;
         while tracking.step().map_err(failed)? {
-            self.take_notices()?;
+            self.handle_notices()?;
         }
         tracking.finish(self.vm()?).map_err(failed)
     }
 
     /// Prepares the throttle of the guest's processors, if it was requested or if the policy may use it.
-    fn may_slow(&mut self) -> Result<(), Failure> {
-        let aims = self.controls.aims();
-        let (is_wished, may_be) = (aims.throttle_cpu != ThrottleCpu::Off, aims.policy == StopPolicy::Sla);
+    fn enable_cpu_throttle(&mut self) -> Result<(), Failure> {
+        let goals = self.controls.goals();
+        let (is_wished, may_be) = (goals.throttle_cpu != ThrottleCpu::Off, goals.policy == StopPolicy::Sla);
         if !is_wished && !may_be {
             return Ok(());
         }
         let context = Arc::clone(&self.context);
-        match Slowing::begin(self.vm()?, &context.guard) {
+        match CpuThrottle::begin(self.vm()?, &context.guard) {
             Ok(slowing) => self.slowing = Some(slowing),
             Err(error) if is_wished => {
                 return Err(Failure::local("the guest's processors cannot be slowed down", &error));
@@ -315,9 +320,9 @@ impl Driver {
     }
 
     /// Starts the measurement of how long the guest waits for processors: before anything is copied, for comparison.
-    fn watch_pressure(&mut self) {
+    fn start_pressure_meter(&mut self) {
         let allowed_permille = u64::from(self.context.config.limits.guest_wait_percent) * 10;
-        let watch = self.vm.as_mut().map(|vm| pressure::Watch::begin(vm, allowed_permille));
+        let watch = self.vm.as_mut().map(|vm| pressure::PressureMeter::begin(vm, allowed_permille));
         match watch.transpose() {
             Ok(watch) => self.pressure = watch,
             // The kernel does not count this; nothing else is affected.

@@ -10,7 +10,7 @@ use crate::report::Waiting;
 
 /// Measurement of how long the guest's processors wait for processors of the host.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct PressureMeter {
     process: Process,
     /// Threads of the guest's processors.
     threads: Vec<u32>,
@@ -27,17 +27,17 @@ pub(crate) struct Watch {
 
 /// Error of the measurement.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum WatchError {
+pub(crate) enum PressureError {
     #[error(transparent)]
     Vm(#[from] VmError),
     #[error(transparent)]
     Process(#[from] ProcessError),
 }
 
-impl Watch {
+impl PressureMeter {
     /// Starts the measurement. Copying may make the guest wait for `allowed_permille` thousandths of the time more than
     /// now.
-    pub(crate) fn begin(vm: &mut SourceVm, allowed_permille: u64) -> Result<Self, WatchError> {
+    pub(crate) fn begin(vm: &mut SourceVm, allowed_permille: u64) -> Result<Self, PressureError> {
         let threads = vm.processor_threads()?;
         let process = vm.process.try_clone()?;
         let mut watch = Self {
@@ -61,7 +61,7 @@ impl Watch {
 
     /// Restrains a sender that copies now, and may have new connections, as far as the observations require. Waiting
     /// times before the first call had other causes.
-    pub(crate) fn copying(&mut self, sender: &SenderHandle) {
+    pub(crate) fn restrain(&mut self, sender: &SenderHandle) {
         let now = self.now();
         let policy = self.policy.get_or_insert_with(|| {
             let before = between(self.last, now);
@@ -82,7 +82,7 @@ impl Watch {
     /// Samples the waiting times after something was copied; the new restraint holds from the next time on. Returns the
     /// cost for the guest until now. While the guest is held to a limit it waits for that, too: the kernel does not
     /// distinguish the two.
-    pub(crate) fn look(&mut self, is_held: bool) -> Option<Waiting> {
+    pub(crate) fn sample(&mut self, is_held: bool) -> Option<Waiting> {
         let now = self.now();
         let last = between(self.last, now);
         let policy = self.policy.as_mut()?;

@@ -15,15 +15,16 @@ use qemu::describe::VmDescription;
 use rustix::process::setpriority_process;
 use tracing::warn;
 
-use super::memory::Cargo;
+use super::memory::Payload;
 use super::phases::{Accepted, Failure, unexpected};
 use super::{Controls, Driver};
 use crate::templates::{
-    Learnt, LeftImage, SharedImage, TOLD_PAGES, Templates, from_hex, shared_images, to_hex,
+    IndexingStats, LeftTemplate, MAX_ADVERTISED_PAGES, SharedImage, Templates, from_hex, shared_images,
+    to_hex,
 };
 
 /// Maximum number of sent pages that are remembered as targets of references: 4 GiB, for 18 MiB.
-const SENT_PAGES: u64 = TOLD_PAGES;
+const MAX_SENT_PAGES: u64 = MAX_ADVERTISED_PAGES;
 /// Niceness of the thread that reads images, in favour of guests and the data plane (`nice(2)`).
 const NICE: i32 = 10;
 /// Formats of images whose header names the images below them.
@@ -31,33 +32,38 @@ const FORMATS: [&str; 2] = ["raw", "qcow2"];
 
 impl Driver {
     /// Returns true if page references are sent.
-    pub(super) fn refers(&self, accepted: &Accepted) -> bool {
-        self.controls.aims().references && accepted.references
+    pub(super) fn uses_references(&self, accepted: &Accepted) -> bool {
+        self.controls.goals().references && accepted.references
     }
 
     /// Returns the images that both hosts have, if pages of them may be referred to.
-    pub(super) fn shared_images(&self, accepted: &Accepted, cargo: &Cargo) -> Option<SharedImages> {
-        let described = self.proposal.as_ref().filter(|_| self.refers(accepted))?.description.clone();
+    pub(super) fn shared_images(&self, accepted: &Accepted, payload: &Payload) -> Option<SharedImages> {
+        let described =
+            self.proposal.as_ref().filter(|_| self.uses_references(accepted))?.description.clone();
         let vm = serde_json::from_value::<VmDescription>(described).ok()?;
         let is_copied = |name: &str| accepted.copied.iter().any(|copied| copied.name == name);
         let images = shared_images(&vm.disks, is_copied);
         let templates = Arc::clone(&self.context.templates);
-        let memory_bytes = cargo.total_ram_bytes();
+        let memory_bytes = payload.total_ram_bytes();
         (!images.is_empty()).then_some(SharedImages { images, memory_bytes, templates })
     }
 
     /// Returns the index of the content that the destination reports to have.
-    pub(super) fn find_out(&mut self, accepted: &Accepted, cargo: &Cargo) -> Result<ContentIndex, Failure> {
+    pub(super) fn query_destination_content(
+        &mut self,
+        accepted: &Accepted,
+        payload: &Payload,
+    ) -> Result<ContentIndex, Failure> {
         let seeks = accepted.templates > 0 && !accepted.copied.is_empty();
-        let runs = if seeks { self.seek(cargo)? } else { Vec::new() };
+        let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
-        let sent_pages = cargo.first_of_disks().iter().map(::memory::DirtyBitmap::count).sum::<u64>();
-        let blocks = cargo.readers();
+        let sent_pages = payload.first_of_disks().iter().map(::memory::DirtyBitmap::count).sum::<u64>();
+        let blocks = payload.readers();
         let known = ContentIndex::new(
             blocks.iter().map(|block| block.bytes()),
-            cargo.ram_blocks(),
+            payload.ram_blocks(),
             template_pages,
-            sent_pages.min(SENT_PAGES) as usize,
+            sent_pages.min(MAX_SENT_PAGES) as usize,
         );
         if template_pages > 0 {
             let templates = runs.iter().map(|run| run.template).collect::<BTreeSet<_>>().len();
@@ -89,24 +95,24 @@ impl Driver {
             };
             let pages = u16::try_from(block).map_or_else(|_| Vec::new(), |block| known.sent_pages_of(block));
             if FORMATS.contains(&format.as_str()) && !pages.is_empty() {
-                images.push((LeftImage { path, format }, pages));
+                images.push((LeftTemplate { path, format }, pages));
             }
         }
-        self.context.templates.left(images);
+        self.context.templates.left_behind(images);
     }
 
     /// Asks about pages from all over the disks, and records the destination's answers. This only saves bytes: answers
     /// that are late, too many, or lost with the link are not needed.
-    fn seek(&mut self, cargo: &Cargo) -> Result<Vec<TemplateRun>, Failure> {
-        let names =
-            some_names(cargo).map_err(|error| Failure::local("cannot read what is to be sent", &error))?;
+    fn query_templates(&mut self, payload: &Payload) -> Result<Vec<TemplateRun>, Failure> {
+        let names = sample_hashes(payload)
+            .map_err(|error| Failure::local("cannot read what is to be sent", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let mut taken = Vec::new();
-        self.seeking = true;
+        self.is_querying_templates = true;
         let told = self
-            .say(&Message::QueryTemplates { names })
-            .and_then(|()| self.take_down(&mut taken, Instant::now() + patience));
-        self.seeking = false;
+            .send_message(&Message::QueryTemplates { names })
+            .and_then(|()| self.receive_templates(&mut taken, Instant::now() + patience));
+        self.is_querying_templates = false;
         let why = match told {
             Ok(()) => return Ok(taken),
             Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
@@ -124,15 +130,15 @@ impl Driver {
         Ok(taken)
     }
 
-    fn take_down(&mut self, taken: &mut Vec<TemplateRun>, deadline: Instant) -> Result<(), Failure> {
+    fn receive_templates(&mut self, taken: &mut Vec<TemplateRun>, deadline: Instant) -> Result<(), Failure> {
         let mut pages = 0;
         loop {
-            let (template, runs, last) = match self.hear(deadline)? {
+            let (template, runs, last) = match self.receive_message(deadline)? {
                 Message::TemplatePages { template, runs, last } => (template, runs, last),
                 other => return Err(unexpected(&other)),
             };
             // Answers beyond the limits are not remembered, but received to their end.
-            let is_too_much = template >= ADVERTISED_TEMPLATES || pages >= TOLD_PAGES;
+            let is_too_much = template >= ADVERTISED_TEMPLATES || pages >= MAX_ADVERTISED_PAGES;
             for run in runs.into_iter().filter(|_| !is_too_much) {
                 let digits = run.names.as_bytes().chunks_exact(2 * NAME_BYTES);
                 let names = digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();
@@ -164,8 +170,8 @@ impl SharedImages {
             // The servers that it starts inherit the niceness. Without permission for that, it works at normal
             // priority.
             let _ = setpriority_process(None, NICE);
-            let Learnt { images, pages, read_pages } =
-                self.templates.learn_shared(&self.images, self.memory_bytes, &known);
+            let IndexingStats { images, pages, read_pages } =
+                self.templates.index_shared_images(&self.images, self.memory_bytes, &known);
             let mib = |pages: u64| (pages * PAGE_BYTES) >> 20;
             let detail = format!(
                 "{images} of {} images that both hosts have are known, {} MiB in all, {} MiB of it read for this migration",
@@ -190,14 +196,14 @@ struct TemplateRun {
 }
 
 /// Returns the names of pages from all over the disks, without pages of zeros.
-fn some_names(cargo: &Cargo) -> Result<Vec<String>, ::memory::RamError> {
-    let (disks, readers) = (cargo.first_of_disks(), cargo.readers());
+fn sample_hashes(payload: &Payload) -> Result<Vec<String>, ::memory::RamError> {
+    let (disks, readers) = (payload.first_of_disks(), payload.readers());
     let all: u64 = disks.iter().map(::memory::DirtyBitmap::count).sum();
     let step = all.div_ceil(QUERIED_PAGES as u64 / 2).max(1);
     let mut names = Vec::new();
     let mut page = [0; PAGE_BYTES as usize];
     let mut seen = 0;
-    for (disk, reader) in disks.iter().zip(&readers[cargo.ram_blocks()..]) {
+    for (disk, reader) in disks.iter().zip(&readers[payload.ram_blocks()..]) {
         for run in disk.runs() {
             // The next page whose number is a multiple of the step, counted over all disks.
             let mut at = run.start + (step - seen % step) % step;

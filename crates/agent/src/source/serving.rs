@@ -28,13 +28,13 @@ use proto::message::{Message, PageRequest};
 use tracing::info;
 
 use super::inbox::{Mailbox, Notice};
-use super::telemetry::Left;
+use super::telemetry::RemainingCounter;
 use crate::report::PostCopy;
 
 /// State of post-copy for a guest that runs at the destination.
-pub(super) struct Later {
+pub(super) struct PostCopyServer {
     pub(super) readers: SourceRam,
-    pub(super) counted: Arc<Counted>,
+    pub(super) counted: Arc<ServingCounts>,
     /// The guest's recent writes, as far as this agent has recorded them.
     recency: RecentWrites,
     /// Rate limit of all data streams.
@@ -46,36 +46,41 @@ pub(super) struct Later {
     /// Time at which post-copy began, as far as the source knows.
     pub(super) began: Instant,
     /// Sending threads; none while there are no connections.
-    pub(super) serving: Option<Serving>,
+    pub(super) serving: Option<SenderThreads>,
     /// Error that ended the last connections, until it is handled.
     pub(super) lost: Option<String>,
 }
 
 /// Counts of pages and the push policy's trace, for the report.
 #[derive(Debug)]
-pub(super) struct Counted {
+pub(super) struct ServingCounts {
     /// Pages that were requested.
     pub(super) wanted: AtomicU64,
     /// Pages that were pushed.
     pub(super) pushed: AtomicU64,
     /// Pages that remain to be pushed.
-    left: Left,
+    remaining_counter: RemainingCounter,
     /// Push policy; it begins anew with each set of connections.
     push: Mutex<TracedPolicy<Push>>,
 }
 
-impl Counted {
+impl ServingCounts {
     pub(super) fn push(&self) -> MutexGuard<'_, TracedPolicy<Push>> {
         self.push.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Later {
-    pub(super) fn new(readers: SourceRam, recency: RecentWrites, left: Left, rate: Arc<RateLimit>) -> Self {
-        let counted = Arc::new(Counted {
+impl PostCopyServer {
+    pub(super) fn new(
+        readers: SourceRam,
+        recency: RecentWrites,
+        remaining_counter: RemainingCounter,
+        rate: Arc<RateLimit>,
+    ) -> Self {
+        let counted = Arc::new(ServingCounts {
             wanted: AtomicU64::new(0),
             pushed: AtomicU64::new(0),
-            left,
+            remaining_counter,
             push: Mutex::new(TracedPolicy::new(Push::default())),
         });
         let (before, began) = (PostCopy::default(), Instant::now());
@@ -105,12 +110,12 @@ impl Later {
             mailbox.try_put(Notice::ServingEnded { generation, error });
         };
         let thread = thread::Builder::new().name("serve".to_owned()).spawn(work)?;
-        self.serving = Some(Serving { handle, sender: pushing, thread: Some(thread) });
+        self.serving = Some(SenderThreads { handle, sender: pushing, thread: Some(thread) });
         Ok(())
     }
 
     /// Returns the counts until now, of `left_pages` pages in total.
-    pub(super) fn so_far(&self, left_pages: u64) -> PostCopy {
+    pub(super) fn statistics(&self, left_pages: u64) -> PostCopy {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         PostCopy {
             left_pages,
@@ -130,12 +135,12 @@ impl Later {
 
 /// Ends the page stream, and so the thread that reads from it, if the thread that owns this ends before all pages are
 /// pushed.
-struct EndsStream {
+struct StreamShutdown {
     handle: Handle,
     all_pushed: bool,
 }
 
-impl Drop for EndsStream {
+impl Drop for StreamShutdown {
     fn drop(&mut self) {
         if !self.all_pushed {
             self.handle.shutdown();
@@ -144,22 +149,22 @@ impl Drop for EndsStream {
 }
 
 /// Removes the pace limit of pushed pages when it is dropped.
-struct LetsGo<'a>(&'a RateLimit);
+struct PaceReset<'a>(&'a RateLimit);
 
-impl Drop for LetsGo<'_> {
+impl Drop for PaceReset<'_> {
     fn drop(&mut self) {
         self.0.set_pace(None);
     }
 }
 
 /// Threads that send. Dropping it ends them.
-pub(super) struct Serving {
+pub(super) struct SenderThreads {
     handle: Handle,
     sender: SenderHandle,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Drop for Serving {
+impl Drop for SenderThreads {
     fn drop(&mut self) {
         self.handle.shutdown();
         self.sender.cancel();
@@ -171,7 +176,7 @@ impl Drop for Serving {
 
 /// Cause of the end of a set of connections.
 #[derive(Debug, thiserror::Error)]
-enum Ended {
+enum ServingEnd {
     #[error("the page stream ended")]
     Stream(#[from] LinkError),
     #[error("the data streams ended")]
@@ -195,19 +200,19 @@ fn serve(
     recency: &RecentWrites,
     sender: Sender,
     page_stream: Connection,
-    counted: &Counted,
+    counted: &ServingCounts,
     rate: &RateLimit,
-) -> Ended {
+) -> ServingEnd {
     let hang_up = page_stream.handle();
     let (mut reader, mut writer) = page_stream.split();
-    let remaining = match hear_what_is_left(&mut reader, readers, recency) {
+    let remaining = match receive_missing_pages(&mut reader, readers, recency) {
         Ok(remaining) => remaining,
         Err(ended) => return ended,
     };
     let cancel = sender.handle();
     thread::scope(|scope| {
         let push = || {
-            let mut ends = EndsStream { handle: hang_up, all_pushed: false };
+            let mut ends = StreamShutdown { handle: hang_up, all_pushed: false };
             let pushed = push(sender, &remaining, counted, rate);
             ends.all_pushed = pushed.is_ok();
             pushed
@@ -230,21 +235,21 @@ fn serve(
 }
 
 /// Receives the set of missing pages, which the destination sends first.
-fn hear_what_is_left(
+fn receive_missing_pages(
     reader: &mut Reader,
     readers: &SourceRam,
     recency: &RecentWrites,
-) -> Result<RemainingPages, Ended> {
+) -> Result<RemainingPages, ServingEnd> {
     let Incoming::Message(Message::MissingPages { bytes, digest, round }) = reader.recv(None)? else {
-        return Err(Ended::Message);
+        return Err(ServingEnd::Message);
     };
     let mut set = Vec::new();
     while (set.len() as u64) < bytes {
-        let Incoming::Blob(piece) = reader.recv(None)? else { return Err(Ended::Message) };
+        let Incoming::Blob(piece) = reader.recv(None)? else { return Err(ServingEnd::Message) };
         set.extend_from_slice(&piece);
     }
     if blake3::hash(&set).to_hex().to_string() != digest {
-        return Err(Ended::Digest);
+        return Err(ServingEnd::Digest);
     }
     let blocks = decode_set(&set, readers.iter().map(|reader| reader.bytes()))?;
     Ok(RemainingPages::of(blocks, round, recency))
@@ -254,14 +259,14 @@ fn hear_what_is_left(
 fn push(
     mut sender: Sender,
     remaining: &RemainingPages,
-    counted: &Counted,
+    counted: &ServingCounts,
     rate: &RateLimit,
 ) -> Result<(), SendError> {
     counted.push().reset();
     let mut most_pages = counted.push().policy().pages();
-    let _lets_go = LetsGo(rate);
+    let _pace_reset = PaceReset(rate);
     while let Some(part) = remaining.take(most_pages) {
-        counted.left.set(remaining.pages());
+        counted.remaining_counter.set(remaining.pages());
         let (pages, began) = (part.pages(), Instant::now());
         let sent = sender.send_round(part).map_err(|interrupted| {
             let Interrupted { cause, .. } = *interrupted;
@@ -287,19 +292,19 @@ fn answer(
     writer: &mut Writer,
     readers: &SourceRam,
     remaining: &RemainingPages,
-    counted: &Counted,
-) -> Result<std::convert::Infallible, Ended> {
+    counted: &ServingCounts,
+) -> Result<std::convert::Infallible, ServingEnd> {
     let mut bytes = vec![0; PAGE_BYTES as usize];
     loop {
         let Incoming::Message(Message::RequestPages { pages }) = reader.recv(None)? else {
-            return Err(Ended::Message);
+            return Err(ServingEnd::Message);
         };
         // Each requested page is sent, even if it was already sent: it is not known how long the transfer lasts.
         for &wanted in &pages {
             let page = readers
                 .get(usize::from(wanted.block))
                 .filter(|block| wanted.page < block.bytes() / PAGE_BYTES);
-            let Some(block) = page else { return Err(Ended::Outside(wanted)) };
+            let Some(block) = page else { return Err(ServingEnd::Outside(wanted)) };
             block.read(wanted.page * PAGE_BYTES, &mut bytes)?;
             let content = if is_zero(&bytes) { &[] } else { &bytes[..] };
             writer.send_blob(&encode_page(wanted.block, wanted.page, content))?;

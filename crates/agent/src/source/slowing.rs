@@ -9,30 +9,30 @@ use engine::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy,
 use engine::trace::TracedPolicy;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
 
-use super::throttling::Drained;
 use super::vm::{SourceVm, VmError};
+use super::write_throttle::SendingRate;
 use crate::daemon::HelperProgram;
-use crate::guard::{Dismissed, Guard};
+use crate::guard::{DismissOnDrop, ThrottleGuard};
 
 /// Throttle of the guest's processors, which are in groups of their own.
 #[derive(Debug)]
-pub(crate) struct Slowing {
+pub(crate) struct CpuThrottle {
     process: Process,
     threads: Vec<u32>,
     limit: CpuLimit,
     /// Guard that lifts the limit if this process ends. It follows `limit`: it is dismissed after the limit is lifted.
-    _guard: Dismissed,
+    _guard: DismissOnDrop,
     policy: TracedPolicy<CpuThrottlePolicy>,
     /// CPU time of each processor at the last sample, and the sample's time.
     last: Option<(Vec<Duration>, Instant)>,
-    drained: Drained,
+    drained: SendingRate,
     /// Limit of each processor, in microseconds per second; none if unlimited.
     us_per_s: Option<u64>,
 }
 
 /// Error of slowing processors down.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum SlowingError {
+pub(crate) enum CpuThrottleError {
     #[error(transparent)]
     Vm(#[from] VmError),
     #[error(transparent)]
@@ -42,31 +42,32 @@ pub(crate) enum SlowingError {
     #[error("QEMU does not say in which threads its guest's processors run")]
     NoThreads,
     #[error("nothing could be started that lifts the limit should this agent die")]
-    Guard(#[source] io::Error),
+    ThrottleGuard(#[source] io::Error),
 }
 
-impl Slowing {
+impl CpuThrottle {
     /// Puts the guest's processors into groups of their own, still without a limit. `helper` starts the guard that
     /// lifts a limit if this agent dies.
-    pub(crate) fn begin(vm: &mut SourceVm, helper: &HelperProgram) -> Result<Self, SlowingError> {
+    pub(crate) fn begin(vm: &mut SourceVm, helper: &HelperProgram) -> Result<Self, CpuThrottleError> {
         // Groups that an agent before this one has left would contain this one's.
         CpuLimit::end_leftover(&vm.process)?;
         let threads = vm.processor_threads()?;
         let process = vm.process.try_clone()?;
         if threads.is_empty() {
-            return Err(SlowingError::NoThreads);
+            return Err(CpuThrottleError::NoThreads);
         }
         let limit = CpuLimit::begin(&process, &threads)?;
         // No guest is slowed down without a guard that ends this if the agent dies.
-        let guard = Guard::of_processors(helper, &process).map_err(SlowingError::Guard)?;
+        let guard =
+            ThrottleGuard::for_processors(helper, &process).map_err(CpuThrottleError::ThrottleGuard)?;
         Ok(Self {
             process,
             threads,
             limit,
-            _guard: Dismissed(Some(guard)),
+            _guard: DismissOnDrop(Some(guard)),
             policy: TracedPolicy::new(CpuThrottlePolicy::default()),
             last: None,
-            drained: Drained::default(),
+            drained: SendingRate::default(),
             us_per_s: None,
         })
     }
@@ -83,12 +84,12 @@ impl Slowing {
 
     /// Samples the CPU time since the last call, and has the kernel apply the limit that follows from it and from the
     /// round, if the guest is to be slowed down. Returns the change.
-    pub(crate) fn look(
+    pub(crate) fn sample(
         &mut self,
         round: &RoundObservation,
         wish: ThrottleDemand,
-    ) -> Result<Option<Change>, SlowingError> {
-        let seen = self.see(round)?;
+    ) -> Result<Option<LimitChange>, CpuThrottleError> {
+        let seen = self.measure_use(round)?;
         let us_per_s = self.policy.decide_on(CpuSample { wish, seen });
         if us_per_s == self.us_per_s {
             return Ok(None);
@@ -96,11 +97,11 @@ impl Slowing {
         self.limit.set(us_per_s)?;
         let before = std::mem::replace(&mut self.us_per_s, us_per_s);
         let is_slower = us_per_s.unwrap_or(u64::MAX) < before.unwrap_or(u64::MAX);
-        Ok(Some(Change { percent: self.policy.policy().percent(), is_slower }))
+        Ok(Some(LimitChange { percent: self.policy.policy().percent(), is_slower }))
     }
 
     /// Returns the CPU time since the last call, with the rates of the round; none as long as they are not known.
-    fn see(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, SlowingError> {
+    fn measure_use(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, CpuThrottleError> {
         let pages = round.pages_sent.saturating_sub(round.empty_pages);
         self.drained.learn(pages, round.spared_pages, round.duration_ns / 1000);
         let ran = self.threads.iter().map(|thread| self.process.thread_cpu_time(*thread));
@@ -123,7 +124,7 @@ impl Slowing {
 
     /// Lifts the limit until the next sample but one: because nothing is sent, or because a processor that waits for
     /// its share does not notice that it is to stop.
-    pub(crate) fn lift(&mut self) -> Result<(), SlowingError> {
+    pub(crate) fn lift(&mut self) -> Result<(), CpuThrottleError> {
         self.limit.set(None)?;
         (self.us_per_s, self.last) = (None, None);
         self.policy.reset();
@@ -133,7 +134,7 @@ impl Slowing {
 
 /// A change of the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Change {
+pub(crate) struct LimitChange {
     /// CPU time that the guest may use from now on, in percent of its usual use.
     pub(crate) percent: u64,
     /// True if that is less than before.

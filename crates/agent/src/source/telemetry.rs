@@ -23,14 +23,14 @@ pub(crate) struct Telemetry {
     begun: Instant,
     connections: Arc<Mutex<Vec<Handle>>>,
     /// Pages that wait for a later round.
-    later: Arc<Mutex<Later>>,
+    later: Arc<Mutex<DeferredPages>>,
     /// Dropping it ends the sampling thread.
     sampler: Mutex<Option<Sender<()>>>,
 }
 
 /// Pages that wait for a later round.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Later {
+pub(crate) struct DeferredPages {
     /// All of them.
     pub(crate) pages: u64,
     /// Pages of each disk.
@@ -39,12 +39,12 @@ pub(crate) struct Later {
 
 /// Counter of remaining pages, for a thread other than the driver's.
 #[derive(Clone, Debug)]
-pub(crate) struct Left(Arc<Mutex<Later>>);
+pub(crate) struct RemainingCounter(Arc<Mutex<DeferredPages>>);
 
-impl Left {
+impl RemainingCounter {
     /// Sets the number of remaining pages, all of memory.
     pub(crate) fn set(&self, pages: u64) {
-        *lock(&self.0) = Later { pages, of_disks: Vec::new() };
+        *lock(&self.0) = DeferredPages { pages, of_disks: Vec::new() };
     }
 }
 
@@ -77,20 +77,20 @@ impl Telemetry {
     }
 
     /// Publishes the copied disks, with their lengths in bytes.
-    pub(crate) fn shows_disks(&self, disks: impl Iterator<Item = (String, u64)>) {
+    pub(crate) fn publish_disks(&self, disks: impl Iterator<Item = (String, u64)>) {
         let disk = |(name, bytes)| DiskProgress { name, bytes, ..DiskProgress::default() };
         self.update(|progress| progress.disks = disks.map(disk).collect());
     }
 
     /// Records the begin of a round: its pass, and the pages that wait for a later one.
-    pub(crate) fn begins(&self, pass: u32, later: Later) {
+    pub(crate) fn begin_round(&self, pass: u32, later: DeferredPages) {
         *lock(&self.later) = later;
         self.update(|progress| progress.pass = pass);
     }
 
     /// Returns a counter of the remaining pages, for another thread.
-    pub(crate) fn left(&self) -> Left {
-        Left(Arc::clone(&self.later))
+    pub(crate) fn remaining(&self) -> RemainingCounter {
+        RemainingCounter(Arc::clone(&self.later))
     }
 
     /// Counts the bytes of a connection from now on.
@@ -118,12 +118,12 @@ impl Telemetry {
                 before = (now, sent_bytes);
                 let (round, blocks) = (sender.progress(), sender.block_progress());
                 let later = lock(&later).clone();
-                let left = round.pages.saturating_sub(round.sent.pages()) + later.pages;
+                let remaining = round.pages.saturating_sub(round.sent.pages()) + later.pages;
                 publisher.update(|progress| {
                     progress.round = round.round;
                     progress.round_bytes = (round.pages + later.pages) * PAGE_BYTES;
-                    progress.remaining_bytes = left * PAGE_BYTES;
-                    progress.missing_pages = (progress.phase == Phase::PostCopy).then_some(left);
+                    progress.remaining_bytes = remaining * PAGE_BYTES;
+                    progress.missing_pages = (progress.phase == Phase::PostCopy).then_some(remaining);
                     // Disks are the last blocks.
                     let first = blocks.len().saturating_sub(progress.disks.len());
                     for (number, (disk, block)) in progress.disks.iter_mut().zip(&blocks[first..]).enumerate()

@@ -19,14 +19,14 @@ use tracee::{CpuLimit, Process, ProcessError, Signal};
 use tracing::{info, warn};
 
 use super::inbox::{Mailbox, Notice};
-use super::leavings::Leavings;
+use super::runtime_files::RuntimeFiles;
 use crate::context::Context;
 use crate::disks::DiskLog;
-use crate::hold::{self, HoldError};
+use crate::freeze::{self, FreezeError};
 use crate::journal::VmRecord;
 use crate::verification::{self, CompareError, Hashes};
 use crate::vms;
-use crate::watch::Watch;
+use crate::watch::ExitWatch;
 
 /// Time limit for a killed process to disappear.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
@@ -65,7 +65,7 @@ pub(crate) enum VmError {
     OtherMedia,
     /// QEMU cannot be frozen, or let go.
     #[error(transparent)]
-    Hold(#[from] HoldError),
+    Freeze(#[from] FreezeError),
     /// No program in the guest can be asked.
     #[error(transparent)]
     Port(#[from] PortError),
@@ -89,7 +89,7 @@ pub(crate) struct SourceVm {
     /// Media in the drives at the start of the migration.
     media: Media,
     /// Files that QEMU made for itself, to be removed after its end.
-    leavings: Leavings,
+    runtime_files: RuntimeFiles,
     qmp_patience: Duration,
     /// True if the guest ran at the last query.
     ran: bool,
@@ -97,7 +97,7 @@ pub(crate) struct SourceVm {
     disks: DiskOwnership,
     /// File into which QEMU is to save its device state.
     state_file: Option<StateFile>,
-    watch: Option<Watch>,
+    watch: Option<ExitWatch>,
 }
 
 /// Returns QEMU's table of RAM blocks: names, sizes, addresses. To determine the agent's own addresses of the blocks
@@ -123,10 +123,10 @@ impl SourceVm {
     /// Attaches to a VM that an earlier agent was moving, without any query: it may be frozen by SIGSTOP.
     pub(crate) fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let process = record.process(&context.boot_id)?;
-        let leavings = Leavings::of(&process, vms::own_directories(context, &record.qmp));
+        let runtime_files = RuntimeFiles::of(&process, vms::own_directories(context, &record.qmp));
         Ok(Self {
             process,
-            leavings,
+            runtime_files,
             qmp: None,
             qmp_path: record.qmp.clone(),
             machine_type: String::new(),
@@ -192,7 +192,7 @@ impl SourceVm {
 
     /// Returns true if the guest runs, false if its user has paused it. In any other state it is not moved: the
     /// destination would turn a guest whose disk has failed, or that has crashed, into a paused one (design, trap 17).
-    pub(crate) fn runs_or_is_paused(&mut self) -> Result<bool, VmError> {
+    pub(crate) fn check_run_state(&mut self) -> Result<bool, VmError> {
         let status = self.ask(qemu::control::status)?;
         self.ran = status.status == "running";
         if self.ran || status.is_paused() { Ok(self.ran) } else { Err(VmError::RunState(status.status)) }
@@ -202,7 +202,7 @@ impl SourceVm {
     pub(crate) fn found(&mut self) -> QemuAtStart {
         if !self.is_alive() {
             QemuAtStart::Gone
-        } else if hold::is_held(&self.process) {
+        } else if freeze::is_frozen(&self.process) {
             QemuAtStart::Paused
         } else if self.is_running().unwrap_or(false) {
             QemuAtStart::Running
@@ -218,7 +218,7 @@ impl SourceVm {
 
     /// Connects to a program in the guest over the port with this name, and returns the guest addresses of the memory
     /// blocks, too; none if the guest has no such port, or does not run.
-    pub(crate) fn running_guest(
+    pub(crate) fn connect_guest(
         &mut self,
         name: &str,
     ) -> Result<Option<(UnixStream, Vec<GuestMapping>)>, VmError> {
@@ -244,7 +244,7 @@ impl SourceVm {
     }
 
     /// Ends the limit on the guest's processors that an agent before this one may have left.
-    pub(crate) fn end_left_limit(&self) {
+    pub(crate) fn lift_leftover_limit(&self) {
         match CpuLimit::end_leftover(&self.process) {
             Ok(false) => {}
             Ok(true) => {
@@ -315,7 +315,7 @@ impl SourceVm {
 
     /// Ends the recording of writes that an agent before this one may have left: only this agent may record this
     /// guest's writes.
-    pub(crate) fn end_left_recording(&mut self) -> Result<(), VmError> {
+    pub(crate) fn end_leftover_recording(&mut self) -> Result<(), VmError> {
         if self.ask(qemu::recording::end_leftover)? {
             info!(pid = self.process.pid(), "a recording of writes that was left behind was ended");
         }
@@ -324,10 +324,10 @@ impl SourceVm {
 
     /// Ends the recording of writes, of this agent or of one before it, in a QEMU that keeps its guest. Returns false
     /// if the recording may continue: the caller has to try again.
-    pub(crate) fn forget_recording(&mut self, disks: Option<DiskLog>) -> bool {
+    pub(crate) fn stop_recording(&mut self, disks: Option<DiskLog>) -> bool {
         let ended = match disks {
             Some(disks) => self.ask(|qmp| disks.end(qmp)),
-            None => self.end_left_recording(),
+            None => self.end_leftover_recording(),
         };
         if let Err(error) = ended {
             warn!(
@@ -358,7 +358,7 @@ impl SourceVm {
     /// Returns true if the guest was continued since it was stopped: by another monitor's `cont`, or by an HA manager.
     /// The data that was sent is then out of date. QEMU emits its event before it lets the guest run, so that none is
     /// missed once QEMU is frozen; QEMU is not queried, and need not be able to answer.
-    pub(crate) fn was_resumed(&mut self) -> Result<bool, VmError> {
+    pub(crate) fn has_been_resumed(&mut self) -> Result<bool, VmError> {
         let events = self.ask(Qmp::take_events)?;
         Ok(events.iter().any(|event| event.name == "RESUME"))
     }
@@ -373,13 +373,13 @@ impl SourceVm {
     }
 
     /// Freezes QEMU by SIGSTOP: from COMMITTED on no other `cont` may reach the guest (design, trap 18).
-    pub(crate) fn hold(&mut self) -> Result<(), VmError> {
-        Ok(hold::hold(&self.process)?)
+    pub(crate) fn freeze(&mut self) -> Result<(), VmError> {
+        Ok(freeze::freeze(&self.process)?)
     }
 
     /// Lets QEMU itself go on, not yet the guest.
     pub(crate) fn release(&mut self) -> Result<(), VmError> {
-        Ok(hold::release(&self.process)?)
+        Ok(freeze::release(&self.process)?)
     }
 
     /// Kills QEMU and removes the files that it made for itself.
@@ -392,14 +392,14 @@ impl SourceVm {
         let pid = self.process.pid();
         // A limit that this agent has set ends with the process.
         if self.blocks.is_empty() {
-            self.end_left_limit();
+            self.lift_leftover_limit();
         }
         match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(KILL_PATIENCE))) {
             Ok(true) => info!(pid, "the source's QEMU has ended"),
             Ok(false) => warn!(pid, "the source's QEMU does not end after SIGKILL"),
             Err(error) => info!(pid, %error, "the source's QEMU had ended"),
         }
-        self.leavings.remove();
+        self.runtime_files.remove();
     }
 
     /// Returns the RAM blocks in the form of a proposal.
@@ -420,7 +420,7 @@ impl SourceVm {
 
     /// Turns QEMU's end into an event, for as long as this is alive.
     pub(crate) fn watch(&mut self, mailbox: Mailbox) {
-        self.watch = Watch::start(&self.process, move || {
+        self.watch = ExitWatch::start(&self.process, move || {
             mailbox.put(Notice::Event(SourceEvent::QemuDied));
         });
     }

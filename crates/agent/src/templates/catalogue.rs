@@ -65,7 +65,7 @@ impl Identity {
 
 /// Neighbouring pages of a template, by their names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct PageRun {
     pub(super) first_page: u64,
     pub(super) names: Vec<PageName>,
 }
@@ -110,12 +110,12 @@ impl Catalogue {
         file: &Path,
     ) -> Result<Self, CatalogueError> {
         let extents = template.allocated(0..template.size_bytes())?;
-        Self::make_telling(template, extents, identity, file, |_| Ok(()))
+        Self::make_with(template, extents, identity, file, |_| Ok(()))
     }
 
     /// Reads these extents, which are all data of the template, and stores their catalogue; `each` receives the names
     /// as they are found, and may end the reading.
-    pub(super) fn make_telling<E: From<CatalogueError>>(
+    pub(super) fn make_with<E: From<CatalogueError>>(
         template: &mut ImageReader,
         extents: Vec<Range<u64>>,
         identity: Identity,
@@ -123,7 +123,7 @@ impl Catalogue {
         mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
     ) -> Result<Self, E> {
         let keep = |source| CatalogueError::Keep { path: file.to_owned(), source };
-        let mut writing = Writing::begin(file).map_err(keep)?;
+        let mut writing = CatalogueWriter::begin(file).map_err(keep)?;
         name_pages(template, extents, |pages| {
             each(pages)?;
             Ok::<_, E>(pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)?)
@@ -138,13 +138,13 @@ impl Catalogue {
         identity: Identity,
         file: &Path,
     ) -> io::Result<Self> {
-        let mut writing = Writing::begin(file)?;
+        let mut writing = CatalogueWriter::begin(file)?;
         pages.into_iter().try_for_each(|(page, name)| writing.add(page, name))?;
         writing.finish(identity, file)
     }
 
     /// Returns all runs; each has at least one name and at most as many as one message holds.
-    pub(super) fn runs(&self) -> io::Result<impl Iterator<Item = io::Result<Run>> + use<>> {
+    pub(super) fn runs(&self) -> io::Result<impl Iterator<Item = io::Result<PageRun>> + use<>> {
         let mut file = BufReader::new(File::open(&self.file)?);
         file.seek(SeekFrom::Start(HEAD_BYTES as u64))?;
         let mut ended = false;
@@ -152,7 +152,7 @@ impl Catalogue {
             if ended {
                 return None;
             }
-            let run = Run::read(&mut file);
+            let run = PageRun::read(&mut file);
             // An error ends the iteration.
             ended = !matches!(&run, Ok(Some(_)));
             run.transpose()
@@ -190,19 +190,19 @@ pub(super) fn name_pages<E: From<CatalogueError>>(
 }
 
 /// A catalogue that is being written.
-struct Writing {
+struct CatalogueWriter {
     unfinished: PathBuf,
     out: BufWriter<File>,
-    run: Run,
+    run: PageRun,
     pages: u64,
 }
 
-impl Writing {
+impl CatalogueWriter {
     fn begin(file: &Path) -> io::Result<Self> {
         let unfinished = file.with_extension(UNFINISHED);
         let mut out = BufWriter::new(File::create(&unfinished)?);
         out.write_all(&[0; HEAD_BYTES])?;
-        Ok(Self { unfinished, out, run: Run { first_page: 0, names: Vec::new() }, pages: 0 })
+        Ok(Self { unfinished, out, run: PageRun { first_page: 0, names: Vec::new() }, pages: 0 })
     }
 
     /// Adds the next page; pages must be added in ascending order.
@@ -210,7 +210,7 @@ impl Writing {
         let run = &mut self.run;
         if page != run.first_page + run.names.len() as u64 || run.names.len() == TEMPLATE_PAGES {
             run.write(&mut self.out)?;
-            *run = Run { first_page: page, names: Vec::new() };
+            *run = PageRun { first_page: page, names: Vec::new() };
         }
         run.names.push(name);
         self.pages += 1;
@@ -219,7 +219,7 @@ impl Writing {
 
     fn finish(mut self, identity: Identity, file: &Path) -> io::Result<Catalogue> {
         self.run.write(&mut self.out)?;
-        Run { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut self.out)?;
+        PageRun { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut self.out)?;
         self.out.seek(SeekFrom::Start(0))?;
         self.out.write_all(&[&MAGIC[..], &identity.bytes(), &u64::to_le_bytes(self.pages)].concat())?;
         self.out.flush()?;
@@ -230,7 +230,7 @@ impl Writing {
     }
 }
 
-impl Run {
+impl PageRun {
     fn write(&self, out: &mut impl Write) -> io::Result<()> {
         if self.names.is_empty() { Ok(()) } else { self.write_even_if_empty(out) }
     }
@@ -305,7 +305,7 @@ mod tests {
         assert_eq!(made.pages(), 2 + 4100);
         let kept = Catalogue::kept(&file, identity).unwrap();
         assert_eq!(kept.pages(), made.pages());
-        let runs: Vec<Run> = kept.runs().unwrap().map(Result::unwrap).collect();
+        let runs: Vec<PageRun> = kept.runs().unwrap().map(Result::unwrap).collect();
         assert_eq!(
             runs.iter().map(|run| (run.first_page, run.names.len())).collect::<Vec<_>>(),
             [(3, 2), (4096, 4100)]

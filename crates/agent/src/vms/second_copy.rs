@@ -7,10 +7,10 @@ use qemu::find::QemuProcess;
 use qemu::preflight::OpenFiles;
 use qemu::process::Launch;
 
-use crate::api::{Kind, LeftImage, Problem, RunRequest};
+use crate::api::{LeftImage, Problem, ProblemKind, RunRequest};
 use crate::context::Context;
 use crate::left_images;
-use crate::owners;
+use crate::ownership;
 
 /// Images that are an old state of VMs that moved away, and that a VM which is started here must not have.
 #[derive(Debug)]
@@ -32,16 +32,17 @@ impl SecondCopy {
         if request.i_know_the_risk {
             return Ok(Self { old_states: Vec::new() });
         }
-        if let Some(finding) = owners::refused(context, name).filter(|finding| finding.code == "owner-other")
+        if let Some(finding) =
+            ownership::refused(context, name).filter(|finding| finding.code == "owner-other")
         {
             let advice = format!(
                 "start it there; if it does not run there and never will again, `--i-know-the-risk`, and then \
                  `whimbrel vm claim {name}`"
             );
-            return Err(Problem::new(Kind::Conflict, finding.what, advice));
+            return Err(Problem::new(ProblemKind::Conflict, finding.what, advice));
         }
         let old_states = left_images::old_states(context)
-            .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+            .map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
         let directory = launch.cwd.as_deref().unwrap_or(Path::new("/"));
         let texts: Vec<&str> = launch.argv.iter().filter_map(|argument| argument.to_str()).collect();
         let is_named = |image: &&LeftImage| texts.iter().any(|text| names(text, directory, &image.path));
@@ -59,7 +60,7 @@ impl SecondCopy {
         }
         let open = OpenFiles::of(process.pid).map_err(|error| {
             let advice = "see that the agent may read /proc of its own processes";
-            Problem::caused_by(Kind::Internal, &error, advice)
+            Problem::caused_by(ProblemKind::Internal, &error, advice)
         })?;
         let is_open = |image: &&LeftImage| open.has(&image.path);
         self.old_states.iter().find(is_open).map_or(Ok(()), |image| Err(refused(image)))
@@ -81,7 +82,7 @@ fn refused(image: &LeftImage) -> Problem {
         path.display()
     );
     let advice = format!("start it at {to}; to go back to the old state all the same, `--i-know-the-risk`");
-    Problem::new(Kind::Conflict, error, advice)
+    Problem::new(ProblemKind::Conflict, error, advice)
 }
 
 #[cfg(test)]

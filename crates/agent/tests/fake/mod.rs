@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::agent::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
-    Finding, Forgotten, HostId, KernelFeature, Kind, LeftImage, Limits, MigrateRequest, MigrationId,
-    MigrationStatus, Problem, RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest, Severity,
-    VmDetail, VmName, VmSummary,
+    Finding, Forgotten, HostId, KernelFeature, LeftImage, Limits, MigrateRequest, MigrationId,
+    MigrationStatus, Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest,
+    Severity, VmDetail, VmName, VmSummary,
 };
 use crate::agent::progress::{Phase, Progress, Publisher, Standing, Watcher};
 use crate::agent::report::{Downtime, Measured, Objective, Outcome, Report, Round};
@@ -76,7 +76,7 @@ pub(crate) fn left_image() -> LeftImage {
 
 fn unknown_vm(name: &VmName) -> Problem {
     Problem::new(
-        Kind::NotFound,
+        ProblemKind::NotFound,
         format!("no VM {name} is known here"),
         "`whimbrel vm list` shows those that are",
     )
@@ -133,7 +133,7 @@ impl Fake {
             }
             other => {
                 let advice = "add it under [hosts] of the agent's configuration";
-                return Err(Problem::new(Kind::NotFound, format!("no host {other} is known"), advice));
+                return Err(Problem::new(ProblemKind::NotFound, format!("no host {other} is known"), advice));
             }
         }
         Ok(report)
@@ -165,7 +165,7 @@ impl Fake {
     fn with<T>(&self, id: &MigrationId, work: impl FnOnce(&mut Migration) -> T) -> Result<T, Problem> {
         match self.state.lock().unwrap().migrations.get_mut(id) {
             Some(migration) => Ok(work(migration)),
-            None => Err(Problem::new(Kind::NotFound, format!("no migration {id} is known here"), "")),
+            None => Err(Problem::new(ProblemKind::NotFound, format!("no migration {id} is known here"), "")),
         }
     }
 }
@@ -227,7 +227,11 @@ impl Control for Fake {
     fn adopt(&self, request: AdoptRequest) -> Result<Adopted, Problem> {
         self.note(format!("adopt {}", serde_json::to_string(&request).unwrap()));
         if request.pid == Some(1) {
-            return Err(Problem::new(Kind::Refused, "process 1 is no QEMU", "give the process id of a QEMU"));
+            return Err(Problem::new(
+                ProblemKind::Refused,
+                "process 1 is no QEMU",
+                "give the process id of a QEMU",
+            ));
         }
         let name = request.name.unwrap_or_else(|| vm("adopted"));
         let vm = summary(name.as_str());
@@ -240,7 +244,7 @@ impl Control for Fake {
         self.note(format!("run {}", serde_json::to_string(&request).unwrap()));
         if request.text.contains("bad") {
             let text = format!("{}, line 1: unknown field `bad`", request.path.display());
-            return Err(Problem::new(Kind::BadRequest, text, "see docs/vm.example.toml"));
+            return Err(Problem::new(ProblemKind::BadRequest, text, "see docs/vm.example.toml"));
         }
         Ok(Adopted { vm: summary("fresh"), findings: Vec::new() })
     }
@@ -270,7 +274,7 @@ impl Control for Fake {
         self.note(format!("migrate {}", serde_json::to_string(&request).unwrap()));
         let checked = self.checked(&request)?;
         if !checked.possible {
-            let problem = Problem::new(Kind::Refused, "pre-flight says no", "see what was found");
+            let problem = Problem::new(ProblemKind::Refused, "pre-flight says no", "see what was found");
             return Err(problem.with_findings(checked.destination_findings));
         }
         let progress = Publisher::new();
@@ -404,7 +408,7 @@ impl Control for Fake {
         self.note(format!("remove images of {vm} {epoch:?}"));
         match left_image() {
             image if image.migration.vm == *vm && epoch.is_none_or(|epoch| epoch == 3) => Ok(vec![image]),
-            _ => Err(Problem::new(Kind::NotFound, format!("{vm} has left no image here"), "")),
+            _ => Err(Problem::new(ProblemKind::NotFound, format!("{vm} has left no image here"), "")),
         }
     }
 
@@ -414,7 +418,7 @@ impl Control for Fake {
         if image.migration.vm == *vm {
             Ok(vec![image])
         } else {
-            Err(Problem::new(Kind::NotFound, format!("{vm} has left no image here"), ""))
+            Err(Problem::new(ProblemKind::NotFound, format!("{vm} has left no image here"), ""))
         }
     }
 }

@@ -11,15 +11,15 @@ use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::cpu::CpuTime;
-use crate::destination::arriving::OfCont;
-use crate::destination::ending::Left;
+use crate::destination::arriving::ContOutcome;
+use crate::destination::ending::ImagesLeftBehind;
 use crate::destination::inbox::Notice;
-use crate::destination::{Continued, Driver, Traces};
-use crate::disks::Images;
+use crate::destination::{ArrivalArtifacts, Continued, Driver};
+use crate::disks::CopiedImages;
 use crate::fault::Faults;
 use crate::journal::{Durability, JournalError, NewMigration, State};
-use crate::machine::Machine;
-use crate::owners;
+use crate::ownership;
+use crate::state_machine::StateMachine;
 
 /// Reason for which an effect could not be performed.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +42,7 @@ impl EffectError {
     }
 }
 
-impl Machine for Driver {
+impl StateMachine for Driver {
     type State = DestinationState;
     type Event = DestinationEvent;
     type Effect = DestinationEffect;
@@ -84,21 +84,26 @@ impl Machine for Driver {
             DestinationEffect::Journal { state, durable } => self.journal(state, *durable)?,
             DestinationEffect::SendReady { incarnation } => {
                 let (digest, load_us) = self.loaded.clone().unwrap_or_default();
-                self.say(&Message::Ready { epoch, incarnation: incarnation.clone(), digest, load_us });
+                self.send_message(&Message::Ready {
+                    epoch,
+                    incarnation: incarnation.clone(),
+                    digest,
+                    load_us,
+                });
             }
             DestinationEffect::AskSource => self.ask_source(),
             DestinationEffect::Register { request, .. } => self.ask_register(request.clone()),
             DestinationEffect::Cont => self.cont(),
             DestinationEffect::Announce => {
-                self.let_go();
+                self.release_qemu();
                 self.announce();
             }
-            DestinationEffect::SendIncomplete => self.say_incomplete(),
+            DestinationEffect::SendIncomplete => self.send_incomplete(),
             DestinationEffect::SendRunning => {
                 let agent_cpu_us = self.cpu.map(CpuTime::used_us);
                 let (since_us, continue_us, resumed_us) = self.since_continued();
                 let untrusted = self.untrusted().map(|untrusted| untrusted.page);
-                self.say(&Message::Running {
+                self.send_message(&Message::Running {
                     epoch,
                     continue_us,
                     since_us,
@@ -109,14 +114,14 @@ impl Machine for Driver {
             }
             DestinationEffect::SendRefused => {
                 let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
-                self.say(&Message::Refused { epoch, reason });
+                self.send_message(&Message::Refused { epoch, reason });
             }
             DestinationEffect::SendCrashed => {
                 let reason = "its QEMU is gone, and may have run the guest".to_owned();
-                self.say(&Message::Crashed { epoch, reason });
+                self.send_message(&Message::Crashed { epoch, reason });
             }
             DestinationEffect::Discard => self.discard(),
-            DestinationEffect::Report(report) => self.tell_user(*report),
+            DestinationEffect::Report(report) => self.report_to_user(*report),
         }
         Ok(())
     }
@@ -133,11 +138,18 @@ impl Driver {
         })
     }
 
-    pub(crate) fn say_incomplete(&mut self) {
+    pub(crate) fn send_incomplete(&mut self) {
         let (epoch, generation) = (self.terms.epoch(), self.generation);
         let (since_us, continue_us, resumed_us) = self.since_continued();
         let untrusted = self.untrusted().map(|untrusted| untrusted.page);
-        self.say(&Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us, untrusted });
+        self.send_message(&Message::Incomplete {
+            epoch,
+            generation,
+            continue_us,
+            since_us,
+            resumed_us,
+            untrusted,
+        });
     }
 
     fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
@@ -160,7 +172,7 @@ impl Driver {
     }
 
     fn ask_register(&mut self, request: RegistryRequest) {
-        if let Some(request) = self.register.question(request) {
+        if let Some(request) = self.register.submit(request) {
             self.send_to_register(request);
         }
     }
@@ -170,7 +182,7 @@ impl Driver {
         let answered = move |answer| {
             mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
         };
-        if !owners::ask_aside(&self.context, &self.terms, request, answered) {
+        if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
             self.follow_ups.push_back(DestinationEvent::RegisterSays(RegistryAnswer::Unreachable));
             // The state machine asks again; the waiting request is sent then.
             drop(self.register.answered());
@@ -178,10 +190,10 @@ impl Driver {
     }
 
     fn cont(&mut self) {
-        self.look_whether_trusted();
+        self.check_untrusted_page();
         // No vCPU has run this copy yet: the source's memory is right.
         let is_first = matches!(self.state, DestinationState::Starting { again: false, .. });
-        let untrusted = self.untrusted_said().filter(|_| is_first);
+        let untrusted = self.untrusted_message().filter(|_| is_first);
         let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
         // QEMU exited before it received a command: no vCPU has run.
         if !vm.process.is_alive() && is_first {
@@ -194,21 +206,21 @@ impl Driver {
         if let Err(error) = vm.release() {
             error!(error = crate::chain(&error), "QEMU is not let go");
         }
-        self.hear_of_cont();
+        self.process_cont_outcome();
     }
 
     /// Processes the outcome of `cont`, as soon as it is known.
-    pub(super) fn hear_of_cont(&mut self) {
-        let began = self.go_heard.unwrap_or_else(Instant::now);
+    pub(super) fn process_cont_outcome(&mut self) {
+        let began = self.go_received_at.unwrap_or_else(Instant::now);
         let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
         let event = match vm.cont() {
-            Ok(OfCont::NotYet) => return,
-            Ok(OfCont::Runs { resumed }) => {
+            Ok(ContOutcome::Pending) => return,
+            Ok(ContOutcome::Runs { resumed }) => {
                 self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
-                DestinationEvent::Contd { missing: vm.traces.awaited.is_some() }
+                DestinationEvent::Contd { missing: vm.artifacts.awaited.is_some() }
             }
             // QEMU refused before any vCPU ran: `cont` acquires the disks first.
-            Err(error) if error.is_refusal() && vm.says_that_it_is_paused() => {
+            Err(error) if error.is_refusal() && vm.is_reported_paused() => {
                 self.reason = Some(format!("QEMU does not continue: {error}"));
                 DestinationEvent::ContFailed
             }
@@ -216,7 +228,7 @@ impl Driver {
             // It is not known whether the guest ran: after a while this driver queries QEMU as a restarted agent would.
             Err(error) => {
                 error!(error = crate::chain(&error), "`cont` was not answered");
-                self.look_again = true;
+                self.must_query_qemu = true;
                 return;
             }
         };
@@ -235,7 +247,7 @@ impl Driver {
     }
 
     /// Releases QEMU, because the VM belongs to this host now, and its users may control it.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn release_qemu(&self) {
         if let Some(vm) = &self.vm
             && let Err(error) = vm.release()
         {
@@ -244,25 +256,25 @@ impl Driver {
     }
 
     pub(crate) fn discard(&mut self) {
-        if let Some(awaiting) = &mut self.awaiting {
-            awaiting.hang_up();
+        if let Some(post_copy_receiver) = &mut self.post_copy_receiver {
+            post_copy_receiver.hang_up();
         }
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }
         // This ends the images' servers.
-        self.images = Images::default();
-        let traces = if let Some(vm) = self.vm.take() {
+        self.images = CopiedImages::default();
+        let artifacts = if let Some(vm) = self.vm.take() {
             vm.discard()
         } else {
-            let traces = Traces::of(&self.context, &self.terms.migration);
-            traces.remove();
-            traces
+            let artifacts = ArrivalArtifacts::of(&self.context, &self.terms.migration);
+            artifacts.remove();
+            artifacts
         };
         // A guest that may have run may have written to its disks.
         if !matches!(self.state, DestinationState::Crashed { .. }) {
-            let images = traces.remove_images();
-            self.left_behind = (!images.is_empty()).then_some(Left { traces, images });
+            let images = artifacts.remove_images();
+            self.left_behind = (!images.is_empty()).then_some(ImagesLeftBehind { artifacts, images });
         }
     }
 }

@@ -14,14 +14,14 @@ use tracing::{info, warn};
 use super::effects::EffectError;
 use crate::destination::Driver;
 use crate::destination::inbox::Notice;
-use crate::destination::loading::Coming;
-use crate::machine::Machine;
+use crate::destination::loading::PayloadKind;
 use crate::peers;
+use crate::state_machine::StateMachine;
 
 impl Driver {
     /// Sends the acceptance to the source.
     pub(crate) fn accept(&mut self, acceptance: Acceptance) {
-        self.say(&Message::Accept(acceptance));
+        self.send_message(&Message::Accept(acceptance));
     }
 
     /// Rejects the migration: sends the reasons to the source, and undoes PREPARED.
@@ -29,7 +29,7 @@ impl Driver {
         let blockers = findings.iter().filter(|finding| finding.severity == Severity::Blocker);
         let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
         warn!(migration = %self.terms.migration, what, "the VM cannot come");
-        self.say(&Message::Reject { findings, largest_epoch });
+        self.send_message(&Message::Reject { findings, largest_epoch });
         if self.state != DestinationState::Idle {
             self.reason = Some(what);
             self.take(&DestinationEvent::Failed);
@@ -44,7 +44,7 @@ impl Driver {
         let arriving = self.control == Some(link) && self.state == DestinationState::Prepared;
         let event = match message {
             Message::Go { epoch, incarnation, run } => {
-                self.go_heard.get_or_insert_with(Instant::now);
+                self.go_received_at.get_or_insert_with(Instant::now);
                 DestinationEvent::Go { epoch, incarnation, run }
             }
             Message::Abort { epoch, reason } => {
@@ -53,47 +53,50 @@ impl Driver {
             }
             Message::Inquire { epoch } => DestinationEvent::Asked { epoch },
             Message::Verdict { epoch, verdict } => DestinationEvent::SourceSays { epoch, verdict },
-            Message::Ping => return self.say(&Message::Pong),
+            Message::Ping => return self.send_message(&Message::Pong),
             Message::Pong => return,
-            Message::Resume if arriving || self.awaits_on(link) => return self.resume(),
-            Message::QueryTemplates { names } if arriving => return self.seek(names),
+            Message::Resume if arriving || self.can_receive_pages_on(link) => return self.resume(),
+            Message::QueryTemplates { names } if arriving => return self.query_templates(names),
             Message::Verify { block, first_chunk, hashes } if arriving => {
                 return self.verify(block, first_chunk, &hashes);
             }
             Message::Discard { bytes, digest } if arriving => {
-                return self.announced(Coming::TakenAway, bytes, digest);
+                return self.begin_payload(PayloadKind::TakenAway, bytes, digest);
             }
             Message::MissingPages { bytes, digest, .. } if arriving => {
-                return self.announced(Coming::MissingPages, bytes, digest);
+                return self.begin_payload(PayloadKind::MissingPages, bytes, digest);
             }
             Message::DeviceState { bytes, digest } if arriving => {
-                return self.announced(Coming::Devices, bytes, digest);
+                return self.begin_payload(PayloadKind::Devices, bytes, digest);
             }
             Message::Held { epoch, run } if arriving && epoch == self.terms.epoch() => {
-                return self.held(run);
+                return self.enter_ready(run);
             }
-            other => return self.does_not_belong(link, &kind(&other)),
+            other => return self.handle_unexpected_message(link, &kind(&other)),
         };
         match self.feed(&event) {
-            Err(EffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
+            Err(EffectError::Illegal(illegal)) => self.handle_protocol_violation(link, &illegal.to_string()),
             done => self.done(&event, done),
         }
     }
 
     /// True if pages may arrive on the streams that belong to this connection, whatever else is decided.
-    fn awaits_on(&self, link: u64) -> bool {
-        self.control == Some(link) && self.awaiting.is_some()
+    fn can_receive_pages_on(&self, link: u64) -> bool {
+        self.control == Some(link) && self.post_copy_receiver.is_some()
     }
 
     /// Handles a message that is not valid in this state. It is ignored if it arrives late from a replaced connection.
     /// The connection is closed if the source does not know yet that its migration ended here, for example because this
     /// host was rebooted.
-    pub(super) fn does_not_belong(&mut self, link: u64, what: &str) {
+    pub(super) fn handle_unexpected_message(&mut self, link: u64, what: &str) {
         if !self.links.contains_key(&link) {
             return;
         }
         if self.state == DestinationState::Prepared {
-            return self.broken_protocol(link, &format!("the source sent `{what}` where it does not belong"));
+            return self.handle_protocol_violation(
+                link,
+                &format!("the source sent `{what}` where it does not belong"),
+            );
         }
         info!(migration = %self.terms.migration, what, "the source goes on with what is over here; it connects anew");
         self.hang_up(link);
@@ -101,7 +104,7 @@ impl Driver {
 
     /// Closes a connection on which the source violates the protocol, and fails the migration if neither host depends
     /// on this copy yet.
-    fn broken_protocol(&mut self, link: u64, what: &str) {
+    fn handle_protocol_violation(&mut self, link: u64, what: &str) {
         warn!(migration = %self.terms.migration, what, "the source does not keep to the protocol");
         if let Some((_, handle)) = self.links.remove(&link) {
             handle.shutdown();
@@ -111,7 +114,7 @@ impl Driver {
         }
     }
     /// Sends a message on all connections of the source, because it is not known which of them the source still reads.
-    pub(crate) fn say(&mut self, message: &Message) {
+    pub(crate) fn send_message(&mut self, message: &Message) {
         self.links.retain(|_, (writer, _)| writer.send(message).is_ok());
     }
 
@@ -123,7 +126,7 @@ impl Driver {
         let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
         let (mailbox, address) = (self.inbox.mailbox(), self.proposal.reply_to.clone());
         let ask = move || {
-            let event = match question(&context, &terms, &address) {
+            let event = match query_source(&context, &terms, &address) {
                 Ok(event) => event,
                 Err(error) => {
                     warn!(source = %terms.source, error, "the source does not answer");
@@ -146,7 +149,7 @@ fn kind(message: &Message) -> String {
 }
 
 /// Asks the source's agent for the state in its journal; it may not know either, and ask back.
-fn question(
+fn query_source(
     context: &crate::context::Context,
     terms: &engine::handover::MigrationTerms,
     address: &str,

@@ -10,14 +10,14 @@ use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::destination::{Inbox, Traces};
+use crate::destination::{ArrivalArtifacts, Inbox};
 use crate::journal::{Durability, State};
 use crate::progress::Publisher;
-use crate::testing::{PATIENCE, Peer, Qemu, SlowRegister, World, host, id, proposal, terms};
+use crate::testing::{PATIENCE, Peer, Qemu, SlowRegistry, World, host, id, proposal, terms};
 
 /// Returns a driver of the first migration, which is in the journal in this state, and the source's end of a
 /// connection.
-fn driver(world: &World, state: DestinationState, vm: Option<Arriving>) -> (Driver, Peer) {
+fn driver(world: &World, state: DestinationState, vm: Option<ArrivingVm>) -> (Driver, Peer) {
     driver_of(world, terms("b", "a"), state, vm)
 }
 
@@ -25,23 +25,23 @@ fn driver_of(
     world: &World,
     terms: engine::handover::MigrationTerms,
     state: DestinationState,
-    vm: Option<Arriving>,
+    vm: Option<ArrivingVm>,
 ) -> (Driver, Peer) {
     world.journalled(&terms, State::Destination(state.clone()));
     let context = Arc::clone(&world.context);
     let (here, there) = World::from_peer();
     let publisher = Publisher::new();
     let mut driver = Driver::new(context, terms, state, proposal(), vm, Inbox::new(), publisher);
-    driver.meet(here).unwrap();
+    driver.attach_control_stream(here).unwrap();
     (driver, there)
 }
 
 /// A VM that has arrived and waits.
-fn arrived(world: &World) -> (Qemu, Arriving, Incarnation) {
-    let mut traces = Traces::plan(&world.context.config, &id(1));
-    let qemu = Qemu::start(&traces.directory);
-    traces.process = Some(qemu.process());
-    let mut vm = Arriving::find(traces, PATIENCE).unwrap();
+fn arrived(world: &World) -> (Qemu, ArrivingVm, Incarnation) {
+    let mut artifacts = ArrivalArtifacts::plan(&world.context.config, &id(1));
+    let qemu = Qemu::start(&artifacts.directory);
+    artifacts.process = Some(qemu.process());
+    let mut vm = ArrivingVm::find(artifacts, PATIENCE).unwrap();
     vm.qmp().unwrap().set_timeout(Duration::from_millis(50));
     let incarnation = qemu.incarnation();
     (qemu, vm, incarnation)
@@ -56,27 +56,27 @@ fn nobody() -> Incarnation {
 }
 
 #[test]
-fn a_source_that_breaks_the_protocol_before_ready_ends_the_migration() {
+fn a_protocol_violation_before_ready_ends_the_migration() {
     for nonsense in [go(&nobody()), Message::Resumed] {
         let world = World::new();
         let (driver, mut source) = driver(&world, DestinationState::Prepared, None);
         let settled = thread::spawn(move || driver.run());
-        source.say(&nonsense);
-        source.hung_up();
+        source.send_message(&nonsense);
+        source.receive_until_closed();
         assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
         assert_eq!(world.state(), State::Destination(DestinationState::Discarded));
     }
 }
 
 #[test]
-fn a_source_that_breaks_the_protocol_after_ready_loses_its_connection_and_nothing_else() {
+fn a_protocol_violation_after_ready_closes_the_connection_only() {
     let world = World::new();
     let (_qemu, vm, incarnation) = arrived(&world);
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, mut source) = driver(&world, ready.clone(), Some(vm));
     let link = *driver.links.keys().next().unwrap();
     driver.message(link, Message::Resumed);
-    source.hung_up();
+    source.receive_until_closed();
     assert_eq!(world.state(), State::Destination(ready));
 }
 
@@ -104,9 +104,9 @@ fn a_control_stream_of_an_old_generation_is_closed() {
     driver.inbox.mailbox().connected(here, Some(Generation(1))).unwrap();
     let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
     driver.notice(connected);
-    old.hung_up();
-    driver.say(&Message::Ping);
-    present.hear_until(|message| *message == Message::Ping);
+    old.receive_until_closed();
+    driver.send_message(&Message::Ping);
+    present.receive_until(|message| *message == Message::Ping);
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn what_the_journal_did_not_take_is_taken_again() {
     assert_eq!(world.state().name(), "ready");
     world.context.journal.refuse_writes(false);
     let settled = thread::spawn(move || driver.settle());
-    source.hear_until(|message| matches!(message, Message::Refused { .. }));
+    source.receive_until(|message| matches!(message, Message::Refused { .. }));
     assert_eq!(settled.join().unwrap(), DestinationState::Refused);
 }
 
@@ -139,20 +139,20 @@ fn the_source_is_asked_again_for_what_the_journal_did_not_take() {
     assert!(!qemu.monitor().running, "nothing that does not stand in the journal is done");
     world.context.journal.refuse_writes(false);
     let settled = thread::spawn(move || driver.settle());
-    source.hear_until(|message| matches!(message, Message::Ready { .. }));
+    source.receive_until(|message| matches!(message, Message::Ready { .. }));
     assert!(!qemu.monitor().running, "who knows what the source has decided since");
-    source.say(&go(&incarnation));
-    source.hear_until(|message| matches!(message, Message::Running { .. }));
+    source.send_message(&go(&incarnation));
+    source.receive_until(|message| matches!(message, Message::Running { .. }));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
     assert!(qemu.monitor().running);
 }
 
 /// In between an operator may have assigned the VM to the source, also against the registry.
 #[test]
-fn the_register_is_asked_again_for_what_the_journal_did_not_take() {
+fn the_registry_is_asked_again_after_a_failed_journal_write() {
     let (asked, questions) = mpsc::channel();
     let (answer, answers) = mpsc::channel();
-    let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
+    let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));
     let (qemu, vm, incarnation) = arrived(&world);
     let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("b", "a") };
     let taking = DestinationState::Taking { incarnation, run: true };
@@ -172,11 +172,11 @@ fn the_register_is_asked_again_for_what_the_journal_did_not_take() {
     answer.send(owner("b")).unwrap();
     assert_eq!(driver.settle(), DestinationState::Discarded);
     assert!(questions.try_recv().is_ok(), "it was asked again");
-    assert!(!qemu.monitor().heard.iter().any(|command| command == "cont"));
+    assert!(!qemu.monitor().received.iter().any(|command| command == "cont"));
 }
 
 #[test]
-fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
+fn a_decision_that_was_not_journalled_is_not_retried() {
     let world = World::new();
     let (_qemu, vm, incarnation) = arrived(&world);
     let ready = DestinationState::Ready { incarnation, run: true };
@@ -186,7 +186,7 @@ fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
     world.context.journal.refuse_writes(false);
     let told = driver.publisher.now().message.unwrap();
     assert!(told.starts_with("the decision was not carried out"), "{told}");
-    driver.quiet();
+    driver.on_idle();
     assert_eq!(world.state(), State::Destination(ready));
 }
 
@@ -202,27 +202,27 @@ fn what_belongs_before_ready_has_no_place_after_it() {
         let (mut driver, mut source) = driver(&world, starting.clone(), Some(vm));
         driver.loaded = Some((String::new(), 0));
         driver.message(driver.control.unwrap(), late);
-        source.hung_up();
-        assert!(!qemu.is_held());
+        source.receive_until_closed();
+        assert!(!qemu.is_frozen());
         assert_eq!(world.state(), State::Destination(starting));
     }
 }
 
 #[test]
-fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
+fn the_driver_answers_while_cont_is_not_answered() {
     let world = World::new();
     let (qemu, vm, incarnation) = arrived(&world);
     let (driver, mut source) =
         driver(&world, DestinationState::Ready { incarnation: incarnation.clone(), run: true }, Some(vm));
     qemu.monitor().ignores = Some("cont");
     let settled = thread::spawn(move || driver.settle());
-    source.say(&go(&incarnation));
+    source.send_message(&go(&incarnation));
     // The command is repeated.
-    qemu.heard("cont", 2);
-    source.say(&Message::Ping);
-    source.hear_until(|message| *message == Message::Pong);
+    qemu.received("cont", 2);
+    source.send_message(&Message::Ping);
+    source.receive_until(|message| *message == Message::Pong);
     qemu.monitor().ignores = None;
-    source.hear_until(|message| matches!(message, Message::Running { .. }));
+    source.receive_until(|message| matches!(message, Message::Running { .. }));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
 }
 
@@ -230,7 +230,7 @@ fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
 fn goes_while_cont_waits(
     world: &World,
     qemu: &Qemu,
-    vm: Arriving,
+    vm: ArrivingVm,
     incarnation: Incarnation,
 ) -> (thread::JoinHandle<DestinationState>, Peer) {
     let message = go(&incarnation);
@@ -239,26 +239,26 @@ fn goes_while_cont_waits(
     driver.found_complete = true;
     qemu.monitor().waits = Some("cont");
     let settled = thread::spawn(move || driver.settle());
-    source.say(&message);
-    qemu.heard("cont", 1);
-    source.say(&Message::Ping);
-    source.hear_until(|message| *message == Message::Pong);
+    source.send_message(&message);
+    qemu.received("cont", 1);
+    source.send_message(&Message::Ping);
+    source.receive_until(|message| *message == Message::Pong);
     (settled, source)
 }
 
 /// The page arrives over connections that the driver has to answer.
 #[test]
-fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
+fn the_driver_answers_while_qemu_waits_for_a_page() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
     vm.qmp().unwrap().set_timeout(qemu::qmp::DEFAULT_TIMEOUT);
-    vm.traces.awaited = Some(awaited(&world, &serde_json::Value::Null));
+    vm.artifacts.awaited = Some(awaited(&world, &serde_json::Value::Null));
     assert!(vm.qmp().unwrap().timeout() < Duration::from_secs(1));
     let (settled, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
     qemu.monitor().waits = None;
-    source.hear_until(|message| matches!(message, Message::Running { .. }));
+    source.receive_until(|message| matches!(message, Message::Running { .. }));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
-    assert_eq!(qemu.monitor().heard.iter().filter(|heard| *heard == "cont").count(), 1);
+    assert_eq!(qemu.monitor().received.iter().filter(|received| *received == "cont").count(), 1);
 }
 
 /// The guest never ran, however late QEMU answers: the source resumes it.
@@ -266,11 +266,11 @@ fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
 fn a_cont_that_is_refused_late_gives_the_guest_back() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.traces.awaited = Some(awaited(&world, &serde_json::Value::Null));
+    vm.artifacts.awaited = Some(awaited(&world, &serde_json::Value::Null));
     qemu.monitor().refuses = Some("cont");
     let (settled, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
     qemu.monitor().waits = None;
-    source.hear_until(|message| matches!(message, Message::Refused { .. }));
+    source.receive_until(|message| matches!(message, Message::Refused { .. }));
     assert_eq!(settled.join().unwrap(), DestinationState::Refused);
 }
 
@@ -280,17 +280,17 @@ fn a_copy_that_is_ready_is_held_until_it_is_to_run() {
     let (qemu, vm, incarnation) = arrived(&world);
     let (mut driver, mut source) = driver(&world, DestinationState::Prepared, Some(vm));
     driver.loaded = Some((String::new(), 0));
-    driver.held(true);
-    assert!(qemu.is_held());
+    driver.enter_ready(true);
+    assert!(qemu.is_frozen());
     assert_eq!(
         world.state(),
         State::Destination(DestinationState::Ready { incarnation: incarnation.clone(), run: true })
     );
     let settled = thread::spawn(move || driver.run());
-    source.say(&go(&incarnation));
+    source.send_message(&go(&incarnation));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
-    assert!(!qemu.is_held());
-    qemu.heard("cont", 1);
+    assert!(!qemu.is_frozen());
+    qemu.received("cont", 1);
 }
 
 #[test]
@@ -299,23 +299,23 @@ fn a_copy_that_somebody_else_continued_is_never_ready() {
     let (qemu, vm, _) = arrived(&world);
     let (mut driver, _source) = driver(&world, DestinationState::Prepared, Some(vm));
     driver.loaded = Some((String::new(), 0));
-    qemu.resumes();
-    driver.held(true);
+    qemu.emit_resume();
+    driver.enter_ready(true);
     assert_eq!(driver.state, DestinationState::Discarded);
     assert_eq!(driver.run(), DestinationState::Discarded);
 }
 
 #[test]
-fn a_copy_that_is_held_is_found_without_letting_it_hear_anything() {
+fn a_held_copy_is_found_without_a_monitor_connection() {
     let world = World::new();
     let (qemu, mut vm, _) = arrived(&world);
-    vm.hold().unwrap();
-    let traces = vm.traces.clone();
+    vm.freeze().unwrap();
+    let artifacts = vm.artifacts.clone();
     drop(vm);
     let connections = qemu.monitor().connections;
-    let mut found = Arriving::find(traces, PATIENCE).unwrap();
+    let mut found = ArrivingVm::find(artifacts, PATIENCE).unwrap();
     assert_eq!(found.found(), QemuAtStart::Paused);
-    assert!(qemu.is_held());
+    assert!(qemu.is_frozen());
     assert_eq!(qemu.monitor().connections, connections);
 }
 
@@ -344,7 +344,7 @@ fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
         if mailbox.connected(here, None).is_err() {
             break;
         }
-        there.say(&Message::Inquire { epoch: Epoch(1) });
+        there.send_message(&Message::Inquire { epoch: Epoch(1) });
         thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
@@ -358,12 +358,12 @@ fn an_image_that_stays_is_named_until_it_is_gone() {
     let image = world.folder.path().join("web@1-disk0.raw");
     // A directory cannot be removed as a file is.
     std::fs::create_dir(&image).unwrap();
-    let mut traces = Traces::plan(&world.context.config, &id(1));
-    traces.images.push(image.clone());
-    traces.keep(&world.context, &id(1), Durability::Process).unwrap();
+    let mut artifacts = ArrivalArtifacts::plan(&world.context.config, &id(1));
+    artifacts.images.push(image.clone());
+    artifacts.keep(&world.context, &id(1), Durability::Process).unwrap();
 
     let settled = thread::spawn(move || driver.run());
-    source.say(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
+    source.send_message(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
     assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
     let record = || world.context.journal.migration(&id(1)).unwrap().unwrap();
     assert!(!record().open, "it is over all the same");
@@ -381,12 +381,12 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     let (driver, mut source) = driver(&world, DestinationState::Bereft, None);
     let image = world.folder.path().join("web@1-disk0.raw");
     std::fs::write(&image, "half").unwrap();
-    let mut traces = Traces::plan(&world.context.config, &id(1));
-    traces.images.push(image.clone());
-    traces.keep(&world.context, &id(1), Durability::Process).unwrap();
+    let mut artifacts = ArrivalArtifacts::plan(&world.context.config, &id(1));
+    artifacts.images.push(image.clone());
+    artifacts.keep(&world.context, &id(1), Durability::Process).unwrap();
 
     let settled = thread::spawn(move || driver.run());
-    source.say(&Message::Verdict { epoch: Epoch(1), verdict: Verdict::Returned });
+    source.send_message(&Message::Verdict { epoch: Epoch(1), verdict: Verdict::Returned });
     assert_eq!(settled.join().unwrap(), DestinationState::Crashed { ran: false });
     assert!(image.exists());
     let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
@@ -394,12 +394,12 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
 }
 
 /// Returns the awaited trace of a guest with a page that was present before it arrived.
-fn untrusted(world: &World) -> crate::destination::AwaitedTrace {
+fn untrusted(world: &World) -> crate::destination::MissingPagesRecord {
     awaited(world, &serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false}))
 }
 
 /// Returns the awaited trace of a guest with missing pages.
-fn awaited(world: &World, untrusted: &serde_json::Value) -> crate::destination::AwaitedTrace {
+fn awaited(world: &World, untrusted: &serde_json::Value) -> crate::destination::MissingPagesRecord {
     let trace = serde_json::json!({
         "descriptor": 9999, "ledger": world.folder.path().join("awaited"), "regions": [],
         "untrusted": untrusted,
@@ -411,40 +411,42 @@ fn awaited(world: &World, untrusted: &serde_json::Value) -> crate::destination::
 fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.traces.awaited = Some(untrusted(&world));
+    vm.artifacts.awaited = Some(untrusted(&world));
     let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
     let (mut driver, mut source) = driver(&world, ready, Some(vm));
     driver.found_complete = true;
     let settled = thread::spawn(move || driver.settle());
-    source.say(&go(&incarnation));
-    source.hear_until(
+    source.send_message(&go(&incarnation));
+    source.receive_until(
         |message| matches!(message, Message::Refused { reason, .. } if reason.contains("cannot be trusted")),
     );
     assert_eq!(settled.join().unwrap(), DestinationState::Refused);
-    assert!(!qemu.monitor().heard.iter().any(|heard| heard == "cont"));
+    assert!(!qemu.monitor().received.iter().any(|received| received == "cont"));
 }
 
 #[test]
-fn a_guest_with_a_page_that_cannot_be_trusted_is_stopped_once_and_told_of() {
+fn a_guest_with_an_untrusted_page_is_stopped_once_and_reported() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.traces.awaited = Some(untrusted(&world));
+    vm.artifacts.awaited = Some(untrusted(&world));
     let (mut driver, mut source) = driver(&world, DestinationState::Completing { incarnation }, Some(vm));
     // All pages have arrived; but the source is needed until the guest is stopped.
     driver.found_complete = true;
     qemu.monitor().ignores = Some("stop");
     let settled = thread::spawn(move || driver.settle());
-    qemu.heard("stop", 2);
+    qemu.received("stop", 2);
     // The `stop` may wait for pages that only arrive if new connections are answered.
-    source.say(&Message::Ping);
-    source.hear_until(|message| *message == Message::Pong);
+    source.send_message(&Message::Ping);
+    source.receive_until(|message| *message == Message::Pong);
     let State::Destination(state) = world.state() else { panic!("no destination") };
     assert!(matches!(state, DestinationState::Completing { .. }), "{state:?}");
     qemu.monitor().ignores = None;
     let page = Some(proto::message::PageRequest { block: 0, page: 7 });
+    source.receive_until(
+        |message| matches!(message, Message::Incomplete { untrusted, .. } if *untrusted == page),
+    );
     source
-        .hear_until(|message| matches!(message, Message::Incomplete { untrusted, .. } if *untrusted == page));
-    source.hear_until(|message| matches!(message, Message::Running { untrusted, .. } if *untrusted == page));
+        .receive_until(|message| matches!(message, Message::Running { untrusted, .. } if *untrusted == page));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
     let record = world.context.journal.migration(&id(1)).unwrap().unwrap();
     assert_eq!(record.details["awaited"]["untrusted"]["is_stopped"], true, "{}", record.details);

@@ -81,7 +81,7 @@ fn what_compression_did_is_one_line() {
         ..Compression::default()
     };
     assert_eq!(compressed(&compression), "nothing of 700.0 MiB (auto)");
-    let picked = |at_us, way: &str| PickedWay { at_us, way: way.into(), link_bytes_per_s: 1 };
+    let picked = |at_us, way: &str| LevelChoice { at_us, way: way.into(), link_bytes_per_s: 1 };
     compression.ways = vec![picked(210_000, "lz4"), picked(1_000_000, "zstd:3")];
     (compression.packed_bytes, compression.wire_bytes) = (500 << 20, 330 << 20);
     compression.pack_cpu_us = 1_500_000;

@@ -17,63 +17,66 @@ fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<SoftPageSet>, BufReade
     (guest, soft, BufReader::new(far))
 }
 
-fn hears(far: &mut BufReader<UnixStream>) -> Question {
+fn receive_question(far: &mut BufReader<UnixStream>) -> Question {
     let mut line = String::new();
     far.read_line(&mut line).unwrap();
     line.trim().parse().unwrap()
 }
 
-fn says(far: &mut BufReader<UnixStream>, text: &str) {
+fn send_text(far: &mut BufReader<UnixStream>, text: &str) {
     far.get_mut().write_all(text.as_bytes()).unwrap();
 }
 
 #[test]
 fn pages_of_the_guest_are_found_in_the_blocks() {
-    let at = |pages: Pages| places(&seen(), &pages).collect::<Vec<_>>();
+    let at = |pages: Pages| block_ranges(&seen(), &pages).collect::<Vec<_>>();
     assert_eq!(at(3..5), [(1, 3..5)]);
     assert_eq!(at(510..(4 << 18) + 2), [(1, 510..512), (1, 512..514)]);
     assert_eq!(at(600..700), []);
     assert_eq!(at(0..u64::MAX), [(1, 0..512), (1, 512..1024)]);
     let odd = [GuestMapping { guest_address: 100, bytes: 3 * PAGE_BYTES, block: 0, offset_bytes: 100 }];
-    assert_eq!(places(&odd, &(0..9)).collect::<Vec<_>>(), [(0, 1..3)]);
+    assert_eq!(block_ranges(&odd, &(0..9)).collect::<Vec<_>>(), [(0, 1..3)]);
     let crooked = [GuestMapping { offset_bytes: 50, ..odd[0].clone() }];
-    assert_eq!(places(&crooked, &(0..9)).collect::<Vec<_>>(), []);
+    assert_eq!(block_ranges(&crooked, &(0..9)).collect::<Vec<_>>(), []);
 }
 
 #[test]
-fn what_the_guest_says_counts() {
+fn hints_of_the_guest_count() {
     let (guest, soft, mut far) = guest(Cache::Cold, PATIENCE);
     let done = guest.ask(false).unwrap();
-    assert_eq!((guest.is_asked(), guest.answers().0), (true, 0));
-    let question = hears(&mut far);
-    assert!(guest.is_asked());
+    assert_eq!((guest.has_pending_answer(), guest.answers().0), (true, 0));
+    let question = receive_question(&mut far);
+    assert!(guest.has_pending_answer());
     assert_eq!((question.give_back, question.cache), (false, Cache::Cold));
     let id = question.id;
-    says(&mut far, &format!("begin {id} 1\nmemory 0+200\nnote slow today\nfree 1+2 100000+3\ncache 9+1\n"));
-    says(&mut far, &format!("end {id}\n"));
+    send_text(
+        &mut far,
+        &format!("begin {id} 1\nmemory 0+200\nnote slow today\nfree 1+2 100000+3\ncache 9+1\n"),
+    );
+    send_text(&mut far, &format!("end {id}\n"));
     // The end of the channel is the signal.
     assert!(done.recv().is_err());
-    assert_eq!((soft.pages(), guest.answers().0, guest.is_asked()), ((5, 1), 1, false));
+    assert_eq!((soft.pages(), guest.answers().0, guest.has_pending_answer()), ((5, 1), 1, false));
     assert_eq!(soft.cache()[1].runs().next(), Some(9..10));
-    let heard = guest.heard();
+    let answer_statistics = guest.answer_statistics();
     assert_eq!(
-        (heard.answers, heard.poisoned, heard.notes),
+        (answer_statistics.answers, answer_statistics.poisoned, answer_statistics.notes),
         (1, false, vec!["in the guest: slow today".to_owned()])
     );
     // A free page stays free as long as no scan finds it written.
     let _done = guest.ask(true).unwrap();
     assert_eq!(soft.pages(), (5, 0));
-    assert!(hears(&mut far).give_back);
+    assert!(receive_question(&mut far).give_back);
 }
 
 #[test]
 fn a_kernel_that_looks_at_free_pages_keeps_them() {
     let (guest, soft, mut far) = guest(Cache::All, PATIENCE);
     let done = guest.ask(false).unwrap();
-    let id = hears(&mut far).id;
-    says(&mut far, &format!("begin {id} 1\npoisoned\nfree 1+2\ncache 9+1\nend {id}\n"));
+    let id = receive_question(&mut far).id;
+    send_text(&mut far, &format!("begin {id} 1\npoisoned\nfree 1+2\ncache 9+1\nend {id}\n"));
     assert!(done.recv().is_err());
-    assert_eq!((soft.pages(), guest.heard().poisoned), ((0, 1), true));
+    assert_eq!((soft.pages(), guest.answer_statistics().poisoned), ((0, 1), true));
 }
 
 /// No hint of a wrong answer counts, not even one before the error, and the guest is not waited for again.
@@ -82,25 +85,25 @@ fn a_guest_that_answers_wrongly_is_left_alone() {
     for wrong in ["free x\n", "begin 7 1\n", "end 7\n", "\u{7f}\n", "free 2+1\n", &"free 1+1".repeat(600)] {
         let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
         let done = guest.ask(false).unwrap();
-        let id = hears(&mut far).id;
-        says(&mut far, &format!("begin {id} 1\nfree 1+2\n{wrong}"));
+        let id = receive_question(&mut far).id;
+        send_text(&mut far, &format!("begin {id} 1\nfree 1+2\n{wrong}"));
         assert!(done.recv().is_err());
         assert_eq!(soft.pages(), (0, 0), "{wrong}");
-        let heard = guest.heard();
-        assert_eq!((heard.answers, heard.notes.len()), (0, 1), "{wrong}");
-        assert!(heard.notes[0].contains("cannot be read"), "{heard:?}");
+        let answer_statistics = guest.answer_statistics();
+        assert_eq!((answer_statistics.answers, answer_statistics.notes.len()), (0, 1), "{wrong}");
+        assert!(answer_statistics.notes[0].contains("cannot be read"), "{answer_statistics:?}");
         assert!(guest.ask(true).is_none());
     }
 }
 
 #[test]
-fn another_version_is_told_of() {
+fn another_version_is_reported() {
     let (guest, _soft, mut far) = guest(Cache::None, PATIENCE);
     let done = guest.ask(false).unwrap();
-    let id = hears(&mut far).id;
-    says(&mut far, &format!("begin {id} 2\n"));
+    let id = receive_question(&mut far).id;
+    send_text(&mut far, &format!("begin {id} 2\n"));
     assert!(done.recv().is_err());
-    assert!(guest.heard().notes[0].contains("version 2"));
+    assert!(guest.answer_statistics().notes[0].contains("version 2"));
 }
 
 /// Data for an earlier client that is left in the port begins anywhere, and may be an answer to a question like this
@@ -110,21 +113,24 @@ fn answers_to_questions_of_others_do_not_count() {
     let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
     far.get_mut().write_all(b"\xff\xfe0+1 9+\nbegin 1 1\nfree 1+9\nend 1\n").unwrap();
     let done = guest.ask(false).unwrap();
-    let id = hears(&mut far).id;
-    says(&mut far, &format!("begin {id} 1\nfree 3+1\nend {id}\n"));
+    let id = receive_question(&mut far).id;
+    send_text(&mut far, &format!("begin {id} 1\nfree 3+1\nend {id}\n"));
     assert!(done.recv().is_err());
-    assert_eq!((soft.pages(), guest.heard().answers), ((1, 0), 1));
+    assert_eq!((soft.pages(), guest.answer_statistics().answers), ((1, 0), 1));
 }
 
 #[test]
 fn a_silent_guest_is_waited_for_once() {
     let (guest, soft, mut far) = guest(Cache::None, Duration::from_millis(50));
     let done = guest.ask(false).unwrap();
-    let id = hears(&mut far).id;
-    says(&mut far, &format!("begin {id} 1\nfree 1+2\n"));
+    let id = receive_question(&mut far).id;
+    send_text(&mut far, &format!("begin {id} 1\nfree 1+2\n"));
     assert!(done.recv().is_err());
     assert_eq!(soft.pages(), (0, 0));
-    assert_eq!(guest.heard().notes, ["the guest is not asked any more: it does not answer in time"]);
+    assert_eq!(
+        guest.answer_statistics().notes,
+        ["the guest is not asked any more: it does not answer in time"]
+    );
     assert!(guest.ask(false).is_none());
 }
 
@@ -134,8 +140,8 @@ fn how_long_giving_back_takes_does_not_count() {
     let (guest, _soft, mut far) = guest(Cache::None, PATIENCE);
     let mut answers = |give_back| {
         let done = guest.ask(give_back).unwrap();
-        let id = hears(&mut far).id;
-        says(&mut far, &format!("begin {id} 1\nend {id}\n"));
+        let id = receive_question(&mut far).id;
+        send_text(&mut far, &format!("begin {id} 1\nend {id}\n"));
         assert!(done.recv().is_err());
         guest.answers()
     };
@@ -148,19 +154,19 @@ fn how_long_giving_back_takes_does_not_count() {
 fn the_last_question_is_the_one_that_is_asked() {
     let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
     let first = guest.ask(false).unwrap();
-    let id = hears(&mut far).id;
+    let id = receive_question(&mut far).id;
     let second = guest.ask(false).unwrap();
     let third = guest.ask(true).unwrap();
     assert!(second.recv().is_err());
-    says(&mut far, &format!("begin {id} 1\nfree 1+2\nend {id}\n"));
+    send_text(&mut far, &format!("begin {id} 1\nfree 1+2\nend {id}\n"));
     assert!(first.recv().is_err());
     assert_eq!((soft.pages(), guest.answers().0), ((0, 0), 0));
-    let question = hears(&mut far);
+    let question = receive_question(&mut far);
     assert!(question.give_back);
     guest.ask(false).unwrap();
     guest.withdraw();
     let id = question.id;
-    says(&mut far, &format!("begin {id} 1\nend {id}\n"));
+    send_text(&mut far, &format!("begin {id} 1\nend {id}\n"));
     assert!(third.recv().is_err());
     drop(guest);
     let mut line = String::new();

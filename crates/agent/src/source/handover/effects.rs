@@ -13,13 +13,13 @@ use tracing::{error, warn};
 
 use crate::fault::Faults;
 use crate::journal::{Durability, JournalError, NewMigration, State};
-use crate::machine::Machine;
 use crate::source::Driver;
 use crate::source::inbox::Notice;
 use crate::source::memory;
-use crate::source::slowing::Slowing;
+use crate::source::slowing::CpuThrottle;
 use crate::source::vm::{SourceVm, VmError};
-use crate::{disks, owners, vms};
+use crate::state_machine::StateMachine;
+use crate::{disks, ownership, vms};
 
 /// Error of an effect that failed.
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +38,7 @@ pub(crate) enum EffectError {
     NoProposal,
 }
 
-impl Machine for Driver {
+impl StateMachine for Driver {
     type State = SourceState;
     type Event = SourceEvent;
     type Effect = SourceEffect;
@@ -78,12 +78,12 @@ impl Machine for Driver {
         match effect {
             SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
             SourceEffect::StopVm => {
-                self.lift_slowing();
+                self.lift_cpu_throttle();
                 self.clock.stopped_at = Some(Instant::now());
                 let until_told = self.with_vm(SourceVm::stop)?;
                 self.clock.measured.stop_event_us = until_told.map(|until| until.as_micros() as u64);
             }
-            SourceEffect::PauseQemu => self.with_vm(SourceVm::hold)?,
+            SourceEffect::PauseQemu => self.with_vm(SourceVm::freeze)?,
             SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,
             SourceEffect::ContinueVm => {
                 let event = match self.with_vm(SourceVm::cont) {
@@ -101,25 +101,25 @@ impl Machine for Driver {
                 match self.vm.take() {
                     Some(vm) => vm.quit(),
                     // An agent before this one may have died after it ended QEMU and before it removed QEMU's files.
-                    None => vms::remove_leavings(&self.context, &self.terms.migration.vm),
+                    None => vms::remove_runtime_files(&self.context, &self.terms.migration.vm),
                 }
                 // The groups have no threads left.
                 self.slowing = None;
-                disks::forget_cached(self.left_images());
+                disks::drop_page_cache(self.left_images());
             }
             SourceEffect::UndoAll => {
                 self.slowing = None;
                 self.later = None;
-                let disks = self.cargo.take().and_then(memory::Cargo::into_disks);
+                let disks = self.payload.take().and_then(memory::Payload::into_disks);
                 self.inbox.interrupts(None);
                 // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
                     warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
                 }
                 if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
-                    vm.end_left_limit();
+                    vm.lift_leftover_limit();
                     vm.forget_state_file();
-                    self.still_records = !vm.forget_recording(disks);
+                    self.is_still_recording = !vm.stop_recording(disks);
                     // Sockets of an agent before this one; this agent's are gone by now.
                     let _ = std::fs::remove_file(self.disk_socket());
                     block::image::end_unused_server(&self.compare_socket());
@@ -127,7 +127,7 @@ impl Machine for Driver {
             }
             SourceEffect::SendGo { incarnation, run } => {
                 let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());
-                self.tell(&Message::Go { epoch, incarnation, run: *run });
+                self.send_to_destination(&Message::Go { epoch, incarnation, run: *run });
             }
             SourceEffect::SendAbort => self.send_abort(),
             SourceEffect::Answer(verdict) => {
@@ -135,12 +135,14 @@ impl Machine for Driver {
                 match self.asker.take() {
                     // The asking peer may be gone; it will ask again.
                     Some(asker) => drop(asker.try_send(message)),
-                    None => self.tell(&message),
+                    None => self.send_to_destination(&message),
                 }
             }
-            SourceEffect::AskDestination => self.tell(&Message::Inquire { epoch: self.terms.epoch() }),
+            SourceEffect::AskDestination => {
+                self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() })
+            }
             SourceEffect::Register { why, request } => self.ask_register(*why, request.clone()),
-            SourceEffect::Report(report) => self.tell_user(*report),
+            SourceEffect::Report(report) => self.report_to_user(*report),
         }
         Ok(())
     }
@@ -148,8 +150,8 @@ impl Machine for Driver {
 
 impl Driver {
     /// Lifts the throttle of the guest's processors.
-    pub(in crate::source) fn lift_slowing(&mut self) {
-        if let Some(Err(error)) = self.slowing.as_mut().map(Slowing::lift) {
+    pub(in crate::source) fn lift_cpu_throttle(&mut self) {
+        if let Some(Err(error)) = self.slowing.as_mut().map(CpuThrottle::lift) {
             warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's processors stay slow");
         }
     }
@@ -189,7 +191,7 @@ impl Driver {
     fn ask_register(&mut self, why: RequestPurpose, request: RegistryRequest) {
         if why == RequestPurpose::Offer {
             self.offer(request);
-        } else if let Some(request) = self.register.question(request) {
+        } else if let Some(request) = self.register.submit(request) {
             self.send_to_register(request);
         }
     }
@@ -202,7 +204,7 @@ impl Driver {
         let (offering, terms) = (Arc::clone(&self.offering), self.terms.clone());
         let context = Arc::clone(&self.context);
         let offer = move || {
-            owners::ask(&context, &terms, &request);
+            ownership::ask(&context, &terms, &request);
             offering.store(false, Ordering::Release);
         };
         if let Err(error) = thread::Builder::new().name("offer".to_owned()).spawn(offer) {
@@ -216,7 +218,7 @@ impl Driver {
         let answered = move |answer| {
             mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
         };
-        if !owners::ask_aside(&self.context, &self.terms, request, answered) {
+        if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
             self.follow_ups.push_back(SourceEvent::RegisterSays(RegistryAnswer::Unreachable));
             // The state machine asks again; a waiting question is sent then.
             drop(self.register.answered());

@@ -12,12 +12,12 @@ use proto::{Epoch, Purpose};
 use tracing::warn;
 
 use super::effects::EffectError;
-use crate::machine::Machine;
 use crate::peers;
 use crate::report::Downtime;
 use crate::source::Driver;
 use crate::source::inbox::{Notice, Reply};
 use crate::source::phases::{Control, unexpected};
+use crate::state_machine::StateMachine;
 
 impl Driver {
     /// Handles a question that the destination asks on a connection of its own, on which it waits for the answer.
@@ -29,7 +29,7 @@ impl Driver {
 
     /// Handles a message. Messages about the handover name their epoch and are valid on every connection.
     pub(super) fn message(&mut self, link: Option<u64>, message: Message) {
-        self.contact.heard = Instant::now();
+        self.contact.last_message_at = Instant::now();
         let own = self.terms.epoch();
         let event = match message {
             Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, untrusted } => {
@@ -40,7 +40,7 @@ impl Driver {
                         *known = known.or(agent_cpu_us);
                     });
                     self.running(continue_us, since_us, resumed_us);
-                    self.note_served();
+                    self.report_served();
                 }
                 SourceEvent::Running { epoch }
             }
@@ -55,19 +55,19 @@ impl Driver {
             }
             Message::Refused { epoch, reason } => {
                 if epoch == own {
-                    self.because(&format!("the destination could not run the guest: {reason}"));
+                    self.record_reason(&format!("the destination could not run the guest: {reason}"));
                 }
                 SourceEvent::Refused { epoch }
             }
             Message::Crashed { epoch, reason } => {
                 if epoch == own {
-                    self.because(&reason);
+                    self.record_reason(&reason);
                 }
                 SourceEvent::Crashed { epoch }
             }
             Message::Ready { epoch, incarnation, .. } => SourceEvent::Ready { epoch, incarnation },
             Message::Ask { epoch } => SourceEvent::Asked { epoch },
-            Message::Ping => return self.tell(&Message::Pong),
+            Message::Ping => return self.send_to_destination(&Message::Pong),
             Message::Pong => return,
             other => return self.broken_protocol(link, &unexpected(&other).reason),
         };
@@ -85,7 +85,7 @@ impl Driver {
             self.control = None;
         }
         if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
-            self.because(what);
+            self.record_reason(what);
             self.take(&SourceEvent::Failed);
         }
     }
@@ -126,7 +126,7 @@ impl Driver {
 
     /// Sends a message to the destination, over the control stream or, if that is lost, over a new connection. If
     /// neither works, the state's repetition tries again.
-    pub(super) fn tell(&mut self, message: &Message) {
+    pub(super) fn send_to_destination(&mut self, message: &Message) {
         if self.control.is_none() {
             match self.connect(Purpose::Handover { migration: self.terms.migration.clone() }) {
                 Ok(control) => self.control = Some(control),
@@ -179,7 +179,7 @@ impl Driver {
             && control.writer.send(&message).and_then(|()| control.writer.finish()).is_ok()
         {
             // The reading thread ends when the destination has closed its side.
-            self.parting = Some(control);
+            self.aborted_control = Some(control);
             return;
         }
         let (context, terms) = (Arc::clone(&self.context), self.terms.clone());

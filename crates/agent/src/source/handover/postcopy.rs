@@ -14,7 +14,7 @@ use crate::destination::untrusted;
 use crate::ram;
 use crate::source::inbox::Notice;
 use crate::source::phases::Failure;
-use crate::source::serving::Later;
+use crate::source::serving::PostCopyServer;
 use crate::source::{Details, Driver, SourceVm};
 
 impl Driver {
@@ -28,15 +28,15 @@ impl Driver {
     pub(crate) fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> QemuAtStart {
         let later = details.and_then(|details| details.later.as_ref());
         if let Some(regions) = later.filter(|_| self.may_be_needed()) {
-            let regions: Vec<_> = regions.iter().map(ram::KeptRegion::region).collect();
+            let regions: Vec<_> = regions.iter().map(ram::JournalledRegion::region).collect();
             // This driver has nothing else to do yet, and the destination's guest may be waiting for its memory.
             while vm.is_alive() {
                 match ::memory::open_source(&vm.process, &regions) {
                     Ok(readers) => {
-                        let mut later = Later::new(
+                        let mut later = PostCopyServer::new(
                             readers.into(),
                             ::memory::RecentWrites::default(),
-                            self.telemetry.left(),
+                            self.telemetry.remaining(),
                             Arc::clone(&self.controls.rate),
                         );
                         // The earlier agent's push policy cannot be continued: its measurements are lost.
@@ -59,14 +59,14 @@ impl Driver {
     }
 
     /// Handles the end of post-copy over a set of connections.
-    pub(super) fn serving_ended(&mut self, error: String) {
+    pub(super) fn handle_serving_end(&mut self, error: String) {
         let Some(serving) = self.later.as_mut().and_then(|later| later.serving.take()) else { return };
         drop(serving);
         if let Some(later) = &mut self.later {
             later.lost = Some(error);
         }
         // If this agent dies before the next connections exist, the report has the decisions made until now.
-        self.note_served();
+        self.report_served();
         let report = self.controls.report(|report| report.clone());
         if let Err(error) = self.context.journal.put_report(&report) {
             warn!(error = crate::chain(&error), "the report is not in the journal yet");
@@ -85,8 +85,8 @@ impl Driver {
     }
 
     /// Makes new connections if the destination may need pages and there are none.
-    pub(super) fn serve_again(&mut self) {
-        let is_cut = self.later.as_ref().is_some_and(Later::is_cut);
+    pub(super) fn reconnect_serving(&mut self) {
+        let is_cut = self.later.as_ref().is_some_and(PostCopyServer::is_cut);
         if !is_cut || !self.may_be_needed() {
             return;
         }
@@ -116,7 +116,7 @@ impl Driver {
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
         let link = control.link;
         self.control = Some(control);
-        self.say(&Message::Resume)?;
+        self.send_message(&Message::Resume)?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let deadline = Instant::now() + patience;
         loop {
@@ -131,13 +131,13 @@ impl Driver {
                 }
             }
             if self.control.is_none() || self.later.is_none() {
-                return Err(self.control_is_lost());
+                return Err(self.control_loss());
             }
         }
         let streams =
             self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
         let (Some(later), Some(page_stream)) = (&mut self.later, self.page_stream.take()) else {
-            return Err(self.control_is_lost());
+            return Err(self.control_loss());
         };
         let saving = Reductions { packing: later.packing.clone(), ..Reductions::default() };
         let sender = Sender::saving(later.readers.clone(), saving, streams)
@@ -158,15 +158,15 @@ impl Driver {
         let (to, said) = (&self.terms.destination, untrusted::said(page, ram));
         let said = format!("the VM was stopped at {to}: {said}; see `whimbrel vm show` there");
         self.note("page-not-trusted", &*said);
-        self.because(&said);
+        self.record_reason(&said);
     }
 
     /// Updates the report with the pages sent until now and the policy's decisions.
-    pub(super) fn note_served(&mut self) {
+    pub(super) fn report_served(&mut self) {
         let Some(later) = &self.later else { return };
         self.controls.report(|report| {
             let left_pages = report.post_copy.map_or(0, |before| before.left_pages);
-            report.post_copy = Some(later.so_far(left_pages));
+            report.post_copy = Some(later.statistics(left_pages));
             later.counted.push().update_report(&mut report.traces.others.push);
         });
     }

@@ -17,17 +17,17 @@ use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::{Outcome, Report};
 use crate::source::phases::Accepted;
-use crate::source::{Aims, Controls, Inbox, Mailbox, memory};
-use crate::testing::{Peer, Qemu, SlowRegister, World, host, id, terms};
+use crate::source::{Controls, Goals, Inbox, Mailbox, memory};
+use crate::testing::{Peer, Qemu, SlowRegistry, World, host, id, terms};
 
-fn aims() -> Aims {
-    Aims {
+fn goals() -> Goals {
+    Goals {
         policy: crate::api::StopPolicy::Pattern,
         sampling: engine::precopy::Sampling::default(),
         max_downtime_ms: 30,
         max_total_ms: None,
         max_rounds: 30,
-        has_usual_rounds: true,
+        has_default_rounds: true,
         hybrid_passes: 1,
         on_limit: OnLimit::Stop,
         streams: 1,
@@ -56,9 +56,9 @@ fn driver_of(
     qemu: Option<&Qemu>,
 ) -> (Driver, Mailbox, Arc<Controls>) {
     world.journalled(&terms, State::Source(state.clone()));
-    let objective = aims().objective();
+    let objective = goals().objective();
     let report = Report::begin(terms.migration.clone(), host("a"), host("b"), objective);
-    let controls = Arc::new(Controls::new(aims(), report, Instant::now()));
+    let controls = Arc::new(Controls::new(goals(), report, Instant::now()));
     let vm = qemu.map(|qemu| SourceVm::find(&world.context, &qemu.record()).unwrap());
     let inbox = Inbox::new();
     let mailbox = inbox.mailbox();
@@ -90,15 +90,15 @@ fn committed() -> SourceState {
 const STOPPED: SourceState = SourceState::Stopped { run: true };
 
 #[test]
-fn what_the_peer_did_comes_before_what_could_not_be_sent_therefore() {
+fn peer_error_is_reported_before_its_write_error() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
     driver.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
     // More than a message may name.
-    peer.say(&Message::Verified { different_chunks: vec![7; 1 << 18] });
+    peer.send_message(&Message::Verified { different_chunks: vec![7; 1 << 18] });
     let failure = loop {
-        if let Err(failure) = driver.say(&Message::Ping) {
+        if let Err(failure) = driver.send_message(&Message::Ping) {
             break failure;
         }
     };
@@ -117,51 +117,51 @@ fn an_older_connection_answers_no_question_of_the_present_one() {
     let mut peer = world.accept();
     mailbox.put(Notice::Message { link: Some(old), message: Message::Resumed });
     let answer = Message::Verified { different_chunks: vec![] };
-    peer.say(&answer);
-    assert_eq!(driver.hear(Instant::now() + crate::testing::PATIENCE).unwrap(), answer);
+    peer.send_message(&answer);
+    assert_eq!(driver.receive_message(Instant::now() + crate::testing::PATIENCE).unwrap(), answer);
 }
 
 #[test]
-fn a_control_stream_that_is_lost_between_two_rounds_ends_nothing_while_the_guest_runs() {
+fn lost_control_stream_does_not_end_precopy() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
     driver.control = Some(driver.connect_control().unwrap());
     drop(world.accept());
     while driver.control.is_some() {
-        driver.take_notices().unwrap();
+        driver.handle_notices().unwrap();
         thread::yield_now();
     }
     // A stopped guest does not wait for a new control stream.
-    let failure = driver.take_last_notices().unwrap_err();
+    let failure = driver.handle_last_notices().unwrap_err();
     assert_eq!(failure.event, SourceEvent::PeerLost);
     assert!(failure.reason.starts_with("the control stream was lost"), "{}", failure.reason);
-    let reason = driver.say(&Message::Ping).unwrap_err().reason;
+    let reason = driver.send_message(&Message::Ping).unwrap_err().reason;
     assert_eq!(reason, failure.reason);
 }
 
 /// Accepts the new connections after a cut: the control stream, and one for data.
 fn mended(world: &World) -> [Peer; 2] {
     let mut control = world.accept();
-    assert_eq!(control.hear(), Message::Resume);
-    control.say(&Message::Resumed);
+    assert_eq!(control.receive_message(), Message::Resume);
+    control.send_message(&Message::Resumed);
     [control, world.accept()]
 }
 
 /// This happens, for example, while the tracking of the guest's memory begins, which may last seconds.
 #[test]
-fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
+fn data_streams_follow_a_new_control_stream_after_a_loss() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, _, controls) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
     driver.control = Some(driver.connect_control().unwrap());
     drop(world.accept());
     while driver.control.is_some() {
-        driver.take_notices().unwrap();
+        driver.handle_notices().unwrap();
         thread::yield_now();
     }
     let opening = thread::spawn(move || {
-        let cargo = memory::Cargo::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
-        let opened = driver.open_streams(&cargo);
+        let payload = memory::Payload::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
+        let opened = driver.open_streams(&payload);
         opened.map(drop).map_err(|failure| failure.reason)
     });
     let _connections = mended(&world);
@@ -171,7 +171,7 @@ fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
 
 /// Their content only saves bytes; the cut is mended before anything is sent.
 #[test]
-fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without() {
+fn link_cut_during_template_query_is_tolerated() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, _, controls) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
@@ -186,11 +186,11 @@ fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without()
     let accepted =
         Accepted { copied: vec![disk], references: true, templates: 1, codecs: vec![], deltas: false };
     let opening = thread::spawn(move || {
-        let cargo = memory::Cargo::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
-        driver.find_out(&accepted, &cargo).map_err(|failure| failure.reason)?;
-        driver.open_streams(&cargo).map(drop).map_err(|failure| failure.reason)
+        let payload = memory::Payload::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
+        driver.query_destination_content(&accepted, &payload).map_err(|failure| failure.reason)?;
+        driver.open_streams(&payload).map(drop).map_err(|failure| failure.reason)
     });
-    assert_eq!(control.hear(), Message::QueryTemplates { names: vec![] });
+    assert_eq!(control.receive_message(), Message::QueryTemplates { names: vec![] });
     drop(control);
     let _connections = mended(&world);
     opening.join().unwrap().unwrap();
@@ -216,7 +216,7 @@ fn a_comparison_ends_however_fast_the_destination_answers() {
 }
 
 #[test]
-fn whoever_only_pings_has_not_answered() {
+fn ping_is_no_answer() {
     let world = World::new();
     let (mut driver, mailbox, _) = driver(&world, STOPPED, None);
     driver.control = Some(driver.connect_control().unwrap());
@@ -225,13 +225,13 @@ fn whoever_only_pings_has_not_answered() {
     for _ in 0..1 << 10 {
         mailbox.put(Notice::Message { link, message: Message::Pong });
     }
-    let failure = driver.hear(Instant::now()).unwrap_err();
+    let failure = driver.receive_message(Instant::now()).unwrap_err();
     assert_eq!(failure.event, SourceEvent::PeerSilent, "{}", failure.reason);
     assert!(driver.inbox.waiting().is_some(), "all of it was looked at");
 }
 
 #[test]
-fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
+fn protocol_error_before_committed_ends_migration() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
@@ -240,31 +240,31 @@ fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
     let mut peer = world.accept();
     // Nothing was ever committed.
     driver.message(Some(link), running());
-    peer.hung_up();
+    peer.receive_until_closed();
     assert_eq!(driver.settle(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
     assert!(qemu.monitor().running, "the guest goes on");
 }
 
 #[test]
-fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_nothing_else() {
+fn protocol_error_after_committed_ends_only_the_connection() {
     let world = World::new();
     let (driver, ..) = driver(&world, committed(), None);
     let settled = thread::spawn(move || driver.run_on(QemuAtStart::Gone));
     let is_go = |message: &Message| matches!(message, Message::Go { .. });
     let mut peer = world.accept();
-    peer.hear_until(is_go);
-    peer.say(&Message::Resumed);
-    peer.hung_up();
+    peer.receive_until(is_go);
+    peer.send_message(&Message::Resumed);
+    peer.receive_until_closed();
     let mut peer = world.accept();
-    peer.hear_until(is_go);
+    peer.receive_until(is_go);
     assert_eq!(world.state(), State::Source(committed()));
-    peer.say(&running());
+    peer.send_message(&running());
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 
 #[test]
-fn go_waits_until_it_was_looked_whether_qemu_is_held() {
+fn go_waits_for_the_check_that_qemu_is_frozen() {
     let world = World::new();
     let (mut driver, _, controls) = driver(&world, STOPPED, None);
     // There is no QEMU to freeze: the effect fails after COMMITTED was journalled.
@@ -272,12 +272,12 @@ fn go_waits_until_it_was_looked_whether_qemu_is_held() {
     assert_eq!(world.state(), State::Source(committed()));
     let settled = thread::spawn(move || driver.settle());
     let mut peer = world.accept();
-    peer.hear_until(|message| matches!(message, Message::Go { .. }));
+    peer.receive_until(|message| matches!(message, Message::Go { .. }));
     let looked = controls.report(|report| {
         report.events.iter().any(|event| event.detail.contains("this side's stopped copy is gone"))
     });
     assert!(looked, "GO went out before anybody looked");
-    peer.say(&running());
+    peer.send_message(&running());
     settled.join().unwrap();
 }
 
@@ -296,47 +296,47 @@ fn the_guest_stood_still_until_cont_returned() {
 }
 
 #[test]
-fn a_guest_that_somebody_else_continued_is_not_handed_over() {
-    somebody_else_continues(true);
+fn guest_continued_elsewhere_is_not_handed_over() {
+    check_continued_elsewhere(true);
 }
 
 #[test]
-fn a_paused_guest_that_somebody_else_continued_is_not_handed_over() {
-    somebody_else_continues(false);
+fn paused_guest_continued_elsewhere_is_not_handed_over() {
+    check_continued_elsewhere(false);
 }
 
-fn somebody_else_continues(run: bool) {
+fn check_continued_elsewhere(run: bool) {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, ..) = driver(&world, SourceState::Stopped { run }, Some(&qemu));
     driver.vm.as_mut().unwrap().monitor().unwrap();
-    qemu.resumes();
-    let failure = driver.hold().unwrap_err();
+    qemu.emit_resume();
+    let failure = driver.freeze().unwrap_err();
     assert!(failure.reason.contains("somebody else continued the guest"), "{}", failure.reason);
-    assert!(qemu.is_held(), "looked at only when nothing can happen any more");
+    assert!(qemu.is_frozen(), "looked at only when nothing can happen any more");
     driver.take(&failure.event);
     let settled = thread::spawn(move || driver.settle());
     world.reaches("aborted");
     assert_eq!(settled.join().unwrap(), SourceState::Aborted);
-    assert!(!qemu.is_held(), "it is let go");
+    assert!(!qemu.is_frozen(), "it is let go");
     assert_eq!(qemu.monitor().running, run);
 }
 
 #[test]
-fn a_guest_that_nobody_continued_is_held() {
+fn guest_not_continued_is_frozen() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
     driver.vm.as_mut().unwrap().monitor().unwrap();
-    driver.hold().unwrap();
-    assert!(qemu.is_held());
+    driver.freeze().unwrap();
+    assert!(qemu.is_frozen());
 }
 
 #[test]
 fn a_register_that_does_not_answer_gathers_no_questions() {
     let (asked, questions) = mpsc::channel();
     let (answer, answers) = mpsc::channel();
-    let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
+    let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));
     let state = SourceState::Reclaiming { incarnation: Some(incarnation()), run: true, force: false };
     let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("a", "b") };
     let (driver, mailbox, _) = driver_of(&world, terms, state, None);
@@ -362,7 +362,7 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
 fn one_offer_is_on_its_way_at_a_time() {
     let (asked, questions) = mpsc::channel();
     let (answer, answers) = mpsc::channel();
-    let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
+    let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));
     let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("a", "b") };
     let (mut driver, ..) = driver_of(&world, terms, committed(), None);
     for _ in 0..5 {
@@ -378,7 +378,7 @@ fn one_offer_is_on_its_way_at_a_time() {
 }
 
 #[test]
-fn what_could_not_be_entered_is_not_entered_over_what_came_after() {
+fn late_journal_entry_does_not_replace_a_newer_one() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Aborting, None);
     // The journal did not record the state when it was entered.
@@ -389,7 +389,7 @@ fn what_could_not_be_entered_is_not_entered_over_what_came_after() {
 }
 
 #[test]
-fn a_source_does_not_forget_that_its_vm_has_left_before_the_journal_has_it() {
+fn source_keeps_the_vm_until_its_departure_is_journalled() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let journal = &world.context.journal;
@@ -424,8 +424,8 @@ fn a_rejected_epoch_teaches_a_larger_one() {
     driver.proposal = Some(crate::testing::proposal());
     let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
     let mut peer = world.accept();
-    peer.hear_until(|message| matches!(message, Message::Propose(_)));
-    peer.say(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(41)) });
+    peer.receive_until(|message| matches!(message, Message::Propose(_)));
+    peer.send_message(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(41)) });
     learns.join().unwrap();
     let vm = crate::testing::vm();
     assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(42));
@@ -436,8 +436,8 @@ fn a_rejected_epoch_teaches_a_larger_one() {
     driver.proposal = Some(crate::testing::proposal());
     let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
     let mut peer = world.accept();
-    peer.hear_until(|message| matches!(message, Message::Propose(_)));
-    peer.say(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(i64::MAX as u64)) });
+    peer.receive_until(|message| matches!(message, Message::Propose(_)));
+    peer.send_message(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(i64::MAX as u64)) });
     learns.join().unwrap();
     assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(2));
 }

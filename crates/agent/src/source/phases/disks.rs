@@ -19,39 +19,40 @@ use qemu::preflight::OpenFiles;
 use qemu::preflight::files::files_not_open;
 use qemu::recording::{RecordedDisk, Recording};
 
-use super::rounds::Looked;
+use super::rounds::DirtyScan;
 use super::{Failure, gone};
 use crate::api::OnLimit;
 use crate::context::Context;
 use crate::disks::{DiskLog, LeavingDisk, SocketPath};
-use crate::guard::Guard;
-use crate::source::memory::{Cargo, CargoError};
-use crate::source::throttling::Throttling;
+use crate::guard::ThrottleGuard;
+use crate::source::memory::{Payload, PayloadError};
+use crate::source::write_throttle::DiskWriteThrottle;
 use crate::source::{Driver, SourceVm, VmError};
 use crate::verification::DiskImage;
 
 /// Starts a guard: no guest is slowed down without one that ends this if the agent dies.
-fn guard_of_writes(context: &Context, vm: &SourceVm) -> Result<Guard, CargoError> {
-    Guard::of_writes(&context.guard, &vm.process, &vm.qmp_path).map_err(CargoError::Guard)
+fn start_write_guard(context: &Context, vm: &SourceVm) -> Result<ThrottleGuard, PayloadError> {
+    ThrottleGuard::for_writes(&context.guard, &vm.process, &vm.qmp_path).map_err(PayloadError::ThrottleGuard)
 }
 
 impl Driver {
     /// Prepares everything that the streams will send. Writes to disks are recorded from here on.
-    pub(super) fn cargo(&mut self, copied: &[CopiedDisk]) -> Result<Cargo, Failure> {
-        let failed = |error: CargoError| Failure::local("cannot read what is to be sent", &error);
+    pub(super) fn payload(&mut self, copied: &[CopiedDisk]) -> Result<Payload, Failure> {
+        let failed = |error: PayloadError| Failure::local("cannot read what is to be sent", &error);
         if copied.is_empty() {
-            let aims = self.controls.change(|aims| aims.throttles_nothing(&self.context.config.limits));
-            self.controls.report(|report| report.objective = aims.objective());
+            let goals =
+                self.controls.change(|goals| goals.disable_write_throttle(&self.context.config.limits));
+            self.controls.report(|report| report.objective = goals.objective());
         }
-        let throttling = Throttling::new(self.controls.aims().throttle_writes);
+        let write_throttle = DiskWriteThrottle::new(self.controls.goals().throttle_writes);
         let vm = self.vm.as_ref().ok_or_else(gone)?;
-        let guard = throttling.as_ref().map(|_| guard_of_writes(&self.context, vm));
+        let guard = write_throttle.as_ref().map(|_| start_write_guard(&self.context, vm));
         let guard = guard.transpose().map_err(failed)?;
         let disks = if copied.is_empty() { None } else { Some(self.record(copied, guard).map_err(failed)?) };
         let vm = self.vm.as_ref().ok_or_else(gone)?;
-        let cargo = Cargo::new(vm, disks, throttling).map_err(failed)?;
-        self.telemetry.shows_disks(cargo.disks());
-        Ok(cargo)
+        let payload = Payload::new(vm, disks, write_throttle).map_err(failed)?;
+        self.telemetry.publish_disks(payload.disks());
+        Ok(payload)
     }
 
     /// Checks once more that the images are where QEMU opened them: a stopped guest's QEMU opens them anew by their
@@ -88,7 +89,7 @@ impl Driver {
     }
 
     /// Returns the images of the copied disks, to be opened anew.
-    pub(super) fn copied_images(&self, cargo: &Cargo) -> Result<Vec<DiskImage>, Failure> {
+    pub(super) fn copied_images(&self, payload: &Payload) -> Result<Vec<DiskImage>, Failure> {
         let described = self.described();
         let image = |name: &String| {
             described.iter().flat_map(|vm| &vm.disks).find(|disk| disk.name == *name).and_then(DiskImage::of)
@@ -99,7 +100,7 @@ impl Driver {
                 format!("where disk {name} is was not told, so it cannot be compared"),
             )
         };
-        cargo.disk_names().iter().map(|name| image(name).ok_or_else(|| not_there(name))).collect()
+        payload.disk_names().iter().map(|name| image(name).ok_or_else(|| not_there(name))).collect()
     }
 
     /// Returns the path of the socket on which QEMU serves the disks.
@@ -117,8 +118,8 @@ impl Driver {
     fn record(
         &mut self,
         copied: &[CopiedDisk],
-        guard: Option<Guard>,
-    ) -> Result<(DiskLog, Vec<(LeavingDisk, bool)>), CargoError> {
+        guard: Option<ThrottleGuard>,
+    ) -> Result<(DiskLog, Vec<(LeavingDisk, bool)>), PayloadError> {
         let description = self.described();
         let mut disks = Vec::new();
         let mut seen = BTreeSet::new();
@@ -131,16 +132,16 @@ impl Driver {
                 Some((place, proposed)) => {
                     disks.push(RecordedDisk { node: place.top.clone(), bytes: proposed.bytes });
                 }
-                None => return Err(CargoError::Unknown(wanted.name.clone())),
+                None => return Err(PayloadError::Unknown(wanted.name.clone())),
             }
         }
         let socket = self.disk_socket();
         let listener = UnixListener::bind(&socket)
-            .map_err(|source| CargoError::Socket { path: socket.clone(), source })?;
+            .map_err(|source| PayloadError::Socket { path: socket.clone(), source })?;
         let path = SocketPath(socket.clone());
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let vm = self.vm.as_mut().ok_or(VmError::Gone)?;
-        vm.end_left_recording()?;
+        vm.end_leftover_recording()?;
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();
         let recording = Recording::begin(vm.monitor()?, listener.as_fd(), disks)?;
         let log = DiskLog::new(recording, path, names.clone(), patience, guard);
@@ -159,28 +160,28 @@ impl Driver {
     }
 
     /// Sends rounds of disks alone, until the policy lets memory begin.
-    pub(super) fn send_disks(&mut self, cargo: &mut Cargo) -> Result<(Sender, Owed), Failure> {
-        let mut sender = self.open_streams(cargo)?;
-        let kept = cargo.not_throttled();
+    pub(super) fn send_disks(&mut self, payload: &mut Payload) -> Result<(Sender, Owed), Failure> {
+        let mut sender = self.open_streams(payload)?;
+        let kept = payload.externally_throttled();
         if !kept.is_empty() {
             let said = format!("those to {}, which somebody else has throttled", kept.join(", "));
             self.note("writes-not-throttled", said);
         }
-        let mut owed = cargo.disks_alone();
+        let mut owed = payload.disks_alone();
         let mut sent_bytes = None;
-        let mut ahead = TracedPolicy::new(DisksFirstPolicy { memory_bytes: cargo.total_ram_bytes() });
+        let mut ahead = TracedPolicy::new(DisksFirstPolicy { memory_bytes: payload.total_ram_bytes() });
         loop {
-            let looked = self.look(owed, cargo)?;
-            let dirty_bytes = looked.readable.pages() * PAGE_BYTES;
+            let scanned = self.sample(owed, payload)?;
+            let dirty_bytes = scanned.readable.pages() * PAGE_BYTES;
             if let Some(sent_bytes) = sent_bytes {
                 let observed = DiskRound { dirty_bytes, sent_bytes };
                 let next = ahead.decide_on(observed);
                 self.controls.report(|report| ahead.update_report(&mut report.traces.others.disks));
                 if next == NextPhase::Memory {
-                    return Ok((sender, looked.readable.give_up()));
+                    return Ok((sender, scanned.readable.give_up()));
                 }
             }
-            let sent = self.send_in_parts(sender, looked, cargo)?;
+            let sent = self.send_in_parts(sender, scanned, payload)?;
             sent_bytes = sent.is_whole.then_some(dirty_bytes);
             (sender, owed) = (sent.sender, sent.owed);
             self.has_time_for_memory()?;
@@ -190,8 +191,9 @@ impl Driver {
     /// Fails if the limit on the total time has passed and the action at the limit is to abort: then there is nothing
     /// to wait for.
     fn has_time_for_memory(&self) -> Result<(), Failure> {
-        let aims = self.controls.aims();
-        let limit = aims.max_total_ms.filter(|_| aims.on_limit == OnLimit::Abort).map(Duration::from_millis);
+        let goals = self.controls.goals();
+        let limit =
+            goals.max_total_ms.filter(|_| goals.on_limit == OnLimit::Abort).map(Duration::from_millis);
         if limit.is_some_and(|limit| self.controls.requested.elapsed() > limit) {
             let reason = "there is no time left, and its memory is still to come: allow more time, or a higher bandwidth";
             return Err(Failure::new(SourceEvent::Failed, reason));
@@ -205,41 +207,42 @@ impl Driver {
     fn send_in_parts(
         &mut self,
         mut sender: Sender,
-        mut looked: Looked,
-        cargo: &mut Cargo,
+        mut scanned: DirtyScan,
+        payload: &mut Payload,
     ) -> Result<SentInParts, Failure> {
-        let all = looked.readable.pages();
+        let all = scanned.readable.pages();
         let (mut place, mut is_whole) = (PageCursor::default(), true);
         loop {
-            self.throttle(cargo)?;
-            self.take_notices()?;
-            let pages = cargo.throttling().map_or(u64::MAX, |throttling| throttling.part_pages(all));
-            let (part, later, next) = looked.part(place, pages);
-            self.telemetry.begins(0, cargo.waiting(&later));
-            let sent = self.send_looked(sender, part, None, cargo)?;
+            self.throttle(payload)?;
+            self.handle_notices()?;
+            let pages =
+                payload.write_throttle().map_or(u64::MAX, |write_throttle| write_throttle.part_pages(all));
+            let (part, later, next) = scanned.part(place, pages);
+            self.telemetry.begin_round(0, payload.waiting(&later));
+            let sent = self.send_scanned(sender, part, None, payload)?;
             is_whole &= sent.stats.is_some();
-            cargo.drained(sent.stats.as_ref());
+            payload.drained(sent.stats.as_ref());
             let mut owed = sent.owed;
             owed.take_back(&later);
             sender = sent.sender;
             let Some(next) = next else { return Ok(SentInParts { sender, owed, is_whole }) };
             place = next;
-            looked = self.look(owed, cargo)?;
+            scanned = self.sample(owed, payload)?;
         }
     }
 
     /// Limits the guest's writes as the policy decides, if one was chosen.
-    pub(super) fn throttle(&mut self, cargo: &mut Cargo) -> Result<(), Failure> {
-        if cargo.throttling().is_none() {
+    pub(super) fn throttle(&mut self, payload: &mut Payload) -> Result<(), Failure> {
+        if payload.write_throttle().is_none() {
             return Ok(());
         }
         let cannot =
             |error: &dyn std::error::Error| Failure::local("the guest's writes cannot be throttled", error);
         let monitor = self.vm()?.monitor().map_err(|error| cannot(&error))?;
-        let cap = cargo.throttle(monitor);
-        if let Some(throttling) = cargo.throttling() {
+        let cap = payload.throttle(monitor);
+        if let Some(write_throttle) = payload.write_throttle() {
             self.controls
-                .report(|report| throttling.policy().update_report(&mut report.traces.others.writes));
+                .report(|report| write_throttle.policy().update_report(&mut report.traces.others.writes));
         }
         if let Some(cap) = cap.map_err(|error| cannot(&error))? {
             let said = match (cap.bytes_per_s, cap.writes_per_s) {
@@ -271,6 +274,6 @@ mod tests {
         let world = World::new();
         let qemu = Qemu::start(world.folder.path());
         let vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
-        assert!(matches!(guard_of_writes(&world.context, &vm), Err(CargoError::Guard(_))));
+        assert!(matches!(start_write_guard(&world.context, &vm), Err(PayloadError::ThrottleGuard(_))));
     }
 }

@@ -11,23 +11,23 @@ use proto::Generation;
 use proto::limits::DISCARD_BYTES;
 use proto::message::Message;
 
-use super::rounds::Looked;
-use super::standstill::{cannot_save, look_at_disks};
+use super::rounds::DirtyScan;
+use super::switchover::{cannot_save, scan_disks};
 use super::{Failure, gone, unexpected};
 use crate::journal::Durability;
-use crate::ram::{self, KeptRegion};
+use crate::ram::{self, JournalledRegion};
 use crate::report::PostCopy;
-use crate::source::memory::Cargo;
-use crate::source::serving::Later;
+use crate::source::memory::Payload;
+use crate::source::serving::PostCopyServer;
 use crate::source::{Details, Driver};
 
 /// Maximum number of lists of pages without an answer, for 2 GiB in all: more than any link needs to be fully used, and
 /// less than would fill the buffers between the two drivers while both only send.
-const LISTS: usize = 16;
+const MAX_UNANSWERED_LISTS: usize = 16;
 
 /// Pages that the destination was asked to discard while the guest ran at the source.
 #[derive(Debug)]
-pub(in crate::source) struct Named {
+pub(in crate::source) struct DiscardedPages {
     policy: TracedPolicy<DiscardPolicy>,
     pages: Vec<DirtyBitmap>,
     /// Pages among them that no round can have sent again since.
@@ -39,7 +39,7 @@ pub(in crate::source) struct Named {
     took: Duration,
 }
 
-impl Named {
+impl DiscardedPages {
     pub(in crate::source) fn none() -> Self {
         let policy = TracedPolicy::new(DiscardPolicy::default());
         Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
@@ -51,7 +51,7 @@ impl Named {
     }
 
     /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
-    pub(super) fn may_be_back(&mut self) {
+    pub(super) fn mark_resent(&mut self) {
         self.away.iter_mut().for_each(DirtyBitmap::clear_all);
     }
 
@@ -81,13 +81,13 @@ impl Named {
         self.took = took;
     }
 
-    /// Returns the pages for post-copy: `left`, and all pages that the destination was asked to discard. Rounds in
+    /// Returns the pages for post-copy: `remaining`, and all pages that the destination was asked to discard. Rounds in
     /// between may have sent some of those again; they have not changed at the source, so to send them once more does
     /// no harm.
-    fn with(&self, left: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
-        let mut all = left.to_vec();
+    fn with(&self, remaining: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
+        let mut all = remaining.to_vec();
         if self.generation == generation {
-            all.iter_mut().zip(&self.pages).for_each(|(all, named)| all.insert(named));
+            all.iter_mut().zip(&self.pages).for_each(|(all, discarded)| all.insert(discarded));
         }
         all
     }
@@ -97,17 +97,22 @@ impl Driver {
     /// Lets the destination discard the pages for post-copy while the guest runs at the source, for as long as that
     /// shortens the guest's stop. If the link is cut in the meantime, it is mended like any other cut, before the next
     /// round; if the destination needs too long, no further discard is tried.
-    pub(super) fn name_ahead(&mut self, looked: Looked, cargo: &mut Cargo) -> Result<Looked, Failure> {
-        let mut looked = looked;
-        self.named.begin();
+    pub(super) fn discard_ahead(
+        &mut self,
+        scanned: DirtyScan,
+        payload: &mut Payload,
+    ) -> Result<DirtyScan, Failure> {
+        let mut scanned = scanned;
+        self.discarded.begin();
         while self.control.is_some() && self.can_discard {
-            let owed = &looked.readable.owed().blocks()[..cargo.ram_blocks()];
-            let unnamed = self.named.next(owed, self.generation);
-            self.controls.report(|report| self.named.policy.update_report(&mut report.traces.others.naming));
+            let owed = &scanned.readable.owed().blocks()[..payload.ram_blocks()];
+            let unnamed = self.discarded.next(owed, self.generation);
+            self.controls
+                .report(|report| self.discarded.policy.update_report(&mut report.traces.others.naming));
             let Some(unnamed) = unnamed else { break };
-            cargo.withdraw_marks(&unnamed);
-            match self.have_taken_away(&unnamed) {
-                Ok(took) => self.named.add(&unnamed, took),
+            payload.forget_versions(&unnamed);
+            match self.discard(&unnamed) {
+                Ok(took) => self.discarded.add(&unnamed, took),
                 Err(Failure { event: event @ (SourceEvent::PeerLost | SourceEvent::PeerSilent), reason }) => {
                     self.can_discard &= event != SourceEvent::PeerSilent;
                     self.control = None;
@@ -117,36 +122,36 @@ impl Driver {
                 Err(failure) => return Err(failure),
             }
             self.context.faults.reach(|| "source/named".to_owned());
-            looked = self.look_at(looked.readable.give_up(), true, cargo)?;
-            self.written.note(std::mem::take(&mut looked.found));
+            scanned = self.scan_dirty(scanned.readable.give_up(), true, payload)?;
+            self.written.note(std::mem::take(&mut scanned.found));
         }
-        Ok(looked)
+        Ok(scanned)
     }
 
     /// Lets the destination discard its versions of these pages; returns how long that lasted there.
-    fn have_taken_away(&mut self, pages: &[DirtyBitmap]) -> Result<Duration, Failure> {
+    fn discard(&mut self, pages: &[DirtyBitmap]) -> Result<Duration, Failure> {
         let set = encode_set(pages);
         let mut took = Duration::ZERO;
         let mut unanswered = 0;
         for list in set.chunks(DISCARD_BYTES as usize) {
-            if unanswered == LISTS {
-                took += self.hear_taken_away()?;
+            if unanswered == MAX_UNANSWERED_LISTS {
+                took += self.receive_discarded()?;
                 unanswered -= 1;
             }
             let digest = blake3::hash(list).to_hex().to_string();
-            self.say(&Message::Discard { bytes: list.len() as u64, digest })?;
+            self.send_message(&Message::Discard { bytes: list.len() as u64, digest })?;
             self.send("cannot name pages", |writer| writer.send_blob(list))?;
             unanswered += 1;
         }
         for _ in 0..unanswered {
-            took += self.hear_taken_away()?;
+            took += self.receive_discarded()?;
         }
         Ok(took)
     }
 
-    fn hear_taken_away(&mut self) -> Result<Duration, Failure> {
+    fn receive_discarded(&mut self) -> Result<Duration, Failure> {
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
-        match self.hear(Instant::now() + patience)? {
+        match self.receive_message(Instant::now() + patience)? {
             Message::Discarded { duration_us } => Ok(Duration::from_micros(duration_us)),
             other => Err(unexpected(&other)),
         }
@@ -155,32 +160,32 @@ impl Driver {
     /// Saves the device state, sends the remaining pages of disks, and announces the remaining pages of memory: they
     /// are sent from here on, those first that are requested. Saving may write guest memory, so the scan for the pages
     /// follows it.
-    pub(super) fn name_pages(
+    pub(super) fn announce_pages(
         &mut self,
         sender: Sender,
         owed: Owed,
-        cargo: &mut Cargo,
+        payload: &mut Payload,
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
-        cargo.end_leaving_out();
-        cargo.end_references();
-        cargo.end_deltas();
+        payload.end_free_page_hints();
+        payload.end_references();
+        payload.end_deltas();
         let mut owed = owed;
         let vm = self.vm.as_mut().ok_or_else(gone)?;
-        look_at_disks(vm, cargo, &mut owed)?;
+        scan_disks(vm, payload, &mut owed)?;
         let saving = Instant::now();
         let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
         self.clock.measured.save_us = saving.elapsed().as_micros() as u64;
-        let ram_blocks = cargo.ram_blocks();
+        let ram_blocks = payload.ram_blocks();
         let (cleared, found) = owed
-            .clear_marks_and_report(&mut cargo.ram_log(), ram_blocks)
+            .clear_marks_and_report(&mut payload.ram_log(), ram_blocks)
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
         self.written.note(found);
         self.clock.measured.last_scans_us += cleared.scan().duration_us;
-        let (sender, left) = self.send_disks_alone(sender, cleared.skip_drain(), cargo)?;
-        self.take_last_notices()?;
-        if left.pages() > 0 {
-            self.name_and_serve(sender, &left, cargo)?;
+        let (sender, remaining) = self.send_disks_alone(sender, cleared.skip_drain(), payload)?;
+        self.handle_last_notices()?;
+        if remaining.pages() > 0 {
+            self.announce_and_serve(sender, &remaining, payload)?;
         }
         self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok(state)
@@ -191,39 +196,48 @@ impl Driver {
         &mut self,
         sender: Sender,
         readable: Readable,
-        cargo: &Cargo,
+        payload: &Payload,
     ) -> Result<(Sender, Owed), Failure> {
-        let memory: Vec<_> = cargo.ram_bytes().iter().map(|bytes| DirtyBitmap::full(*bytes)).collect();
-        let (disks, left) = readable.without(&memory);
+        let memory: Vec<_> = payload.ram_bytes().iter().map(|bytes| DirtyBitmap::full(*bytes)).collect();
+        let (disks, remaining) = readable.without(&memory);
         if disks.pages() == 0 {
-            return Ok((sender, left));
+            return Ok((sender, remaining));
         }
         let CompletedRound { sender, owed: mut unsent, .. } = sender
-            .send_round_by(disks, self.standstill_ends())
+            .send_round_by(disks, self.switchover_deadline())
             .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
         if unsent.pages() > 0 {
             let reason = format!("{} pages of disks are owed after the last round", unsent.pages());
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
-        unsent.take_back(&left);
+        unsent.take_back(&remaining);
         Ok((sender, unsent))
     }
 
     /// Announces these pages to the destination, and begins to send them.
-    fn name_and_serve(&mut self, sender: Sender, left: &Owed, cargo: &Cargo) -> Result<(), Failure> {
-        let blocks = self.named.with(&left.blocks()[..cargo.ram_blocks()], self.generation);
+    fn announce_and_serve(
+        &mut self,
+        sender: Sender,
+        remaining: &Owed,
+        payload: &Payload,
+    ) -> Result<(), Failure> {
+        let blocks = self.discarded.with(&remaining.blocks()[..payload.ram_blocks()], self.generation);
         let set = encode_set(&blocks);
         let vm = self.vm.as_ref().ok_or_else(gone)?;
-        let regions = ram::regions(&vm.blocks).iter().map(KeptRegion::of).collect();
+        let regions = ram::regions(&vm.blocks).iter().map(JournalledRegion::of).collect();
         // An agent that restarts must be able to continue.
         let details = Details { later: Some(regions), ..Details::of(&self.context, Some(vm), true) };
         self.context
             .journal
             .set_details(&self.terms.migration, &details, Durability::Process)
             .map_err(|error| Failure::local("cannot note that pages are left", &error))?;
-        self.say_by(Some(self.standstill_ends()));
+        self.set_control_deadline(Some(self.switchover_deadline()));
         let digest = blake3::hash(&set).to_hex().to_string();
-        self.say(&Message::MissingPages { bytes: set.len() as u64, digest, round: left.round() })?;
+        self.send_message(&Message::MissingPages {
+            bytes: set.len() as u64,
+            digest,
+            round: remaining.round(),
+        })?;
         for piece in set.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot name the pages that are left", |writer| writer.send_blob(piece))?;
         }
@@ -240,9 +254,13 @@ impl Driver {
         sender.handle().set_niceness(0);
         sender.handle().limit_copying_threads(u16::MAX);
         let written = std::mem::take(&mut self.written);
-        let mut later =
-            Later::new(cargo.readers(), written, self.telemetry.left(), Arc::clone(&self.controls.rate));
-        later.packing = cargo.saving().packing;
+        let mut later = PostCopyServer::new(
+            payload.readers(),
+            written,
+            self.telemetry.remaining(),
+            Arc::clone(&self.controls.rate),
+        );
+        later.packing = payload.saving().packing;
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("no thread to send pages in", &error))?;
@@ -267,25 +285,33 @@ mod tests {
     #[test]
     fn only_what_the_destination_does_not_know_of_is_named() {
         let (first, second) = (Generation(1), Generation(2));
-        let mut named = Named::none();
-        named.begin();
-        let all = named.next(&set(&[1, 2, 3, 4]), first);
+        let mut discarded = DiscardedPages::none();
+        discarded.begin();
+        let all = discarded.next(&set(&[1, 2, 3, 4]), first);
         assert_eq!(all, Some(set(&[1, 2, 3, 4])));
-        named.add(&set(&[1, 2, 3, 4]), Duration::from_millis(10));
-        assert_eq!(named.next(&set(&[1, 2, 3, 4, 5]), first), Some(set(&[5])));
-        named.add(&set(&[5]), Duration::from_millis(2));
-        assert_eq!(named.next(&set(&[1, 2, 3, 4, 5]), first), None, "nothing is new");
-        named.begin();
-        assert_eq!(named.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
-        assert_eq!(named.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
-        assert_eq!((named.is_none(first), named.is_none(second)), (false, true));
-        named.may_be_back();
-        assert!(named.is_none(first));
-        named.begin();
-        assert_eq!(named.next(&set(&[2, 9]), first), Some(set(&[2, 9])), "a round may have brought it back");
-        assert_eq!(named.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "and what was said comes");
-        named.begin();
-        assert_eq!(named.next(&set(&[1, 9]), second), Some(set(&[1, 9])), "other connections know nothing");
-        assert_eq!(named.with(&set(&[1, 9]), second), set(&[1, 9]));
+        discarded.add(&set(&[1, 2, 3, 4]), Duration::from_millis(10));
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), Some(set(&[5])));
+        discarded.add(&set(&[5]), Duration::from_millis(2));
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), None, "nothing is new");
+        discarded.begin();
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
+        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
+        assert_eq!((discarded.is_none(first), discarded.is_none(second)), (false, true));
+        discarded.mark_resent();
+        assert!(discarded.is_none(first));
+        discarded.begin();
+        assert_eq!(
+            discarded.next(&set(&[2, 9]), first),
+            Some(set(&[2, 9])),
+            "a round may have brought it back"
+        );
+        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "and what was said comes");
+        discarded.begin();
+        assert_eq!(
+            discarded.next(&set(&[1, 9]), second),
+            Some(set(&[1, 9])),
+            "other connections know nothing"
+        );
+        assert_eq!(discarded.with(&set(&[1, 9]), second), set(&[1, 9]));
     }
 }

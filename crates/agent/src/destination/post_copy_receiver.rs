@@ -9,7 +9,7 @@
 //! stream; the remaining pages arrive over the data streams. Neither needs the driver, which may itself wait for QEMU.
 //!
 //! QEMU holds a second descriptor, and a file ([`Ledger`]) lists the missing pages: if this agent dies, the threads
-//! keep waiting, and the next agent takes over ([`Awaiting::take_over`]).
+//! keep waiting, and the next agent takes over ([`PostCopyReceiver::take_over`]).
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -29,22 +29,22 @@ use serde::{Deserialize, Serialize};
 use tracee::{AddressRange, Injector, LastingUserfaultfd, PageFaultError, PageFaultHandler, Process};
 use tracing::{info, warn};
 
-use super::arriving::Arriving;
+use super::arriving::ArrivingVm;
+use super::discarding::{DiscardedPages, check_discarded, discard_range, runs_of};
 use super::inbox::{Mailbox, Notice};
-use super::taking::{TakenAway, are_away, discard_range, runs_of};
-use super::untrusted::Untrusted;
+use super::untrusted::UntrustedPage;
 use crate::context::Context;
-use crate::ram::{self, KeptRegion};
+use crate::ram::{self, JournalledRegion};
 
 /// The kernel's setting for huge pages in the memory of memfds.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
 /// Delay before the placement of a zero page is tried again.
-const AGAIN: Duration = Duration::from_millis(20);
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 
 /// Reason for which pages cannot arrive while the guest runs.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum AwaitError {
+pub(crate) enum PostCopyError {
     /// No userfaultfd can be created in QEMU.
     #[error(
         "QEMU cannot be made to wait for pages; it needs CAP_SYS_PTRACE, or vm.unprivileged_userfaultfd = 1"
@@ -77,7 +77,7 @@ pub(crate) enum AwaitError {
     #[error(
         "the page at {offset:#x} of RAM block {block} was taken away for the source, which does not send it; please report this"
     )]
-    NotNamed {
+    NotInList {
         /// Name of the RAM block.
         block: String,
         /// Offset in the block, in bytes.
@@ -99,25 +99,29 @@ pub(crate) enum AwaitError {
 
 /// Journalled facts about missing pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct AwaitedTrace {
+pub(crate) struct MissingPagesRecord {
     /// Number of the descriptor inside QEMU.
     descriptor: i32,
     /// The file that lists the missing pages.
     ledger: PathBuf,
     /// The guest's memory.
-    regions: Vec<KeptRegion>,
+    regions: Vec<JournalledRegion>,
     /// A page that was present although it was still to arrive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) untrusted: Option<Untrusted>,
+    pub(super) untrusted: Option<UntrustedPage>,
 }
 
-impl AwaitedTrace {
+impl MissingPagesRecord {
     fn regions(&self) -> Vec<RamRegion> {
-        self.regions.iter().map(KeptRegion::region).collect()
+        self.regions.iter().map(JournalledRegion::region).collect()
     }
 
     /// Ends the waits that a previous agent, which found all pages present, may have left registered.
-    pub(super) fn end_left(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
+    pub(super) fn end_leftover_waits(
+        &self,
+        injector: &Injector,
+        process: &Process,
+    ) -> Result<(), PostCopyError> {
         if self.is_open(process) {
             PageFaultHandler::take_over(process, self.descriptor, &ranges(&self.regions()))?.end()?;
         }
@@ -125,7 +129,7 @@ impl AwaitedTrace {
     }
 
     /// Closes the descriptor inside QEMU, if it is still open.
-    fn close(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
+    fn close(&self, injector: &Injector, process: &Process) -> Result<(), PostCopyError> {
         if self.is_open(process) {
             injector.close_lasting(process, self.descriptor)?;
         }
@@ -144,40 +148,40 @@ impl AwaitedTrace {
 }
 
 /// Pages that are still to arrive.
-pub(super) struct Awaiting {
+pub(super) struct PostCopyReceiver {
     pages: Arc<MissingPages<PageFaultHandler>>,
-    trace: AwaitedTrace,
+    trace: MissingPagesRecord,
     stream: Arc<PageStream>,
     /// The thread that reads page faults; it ends when this socket closes.
-    hearing: Option<(UnixStream, JoinHandle<()>)>,
+    fault_reader: Option<(UnixStream, JoinHandle<()>)>,
     mailbox: Mailbox,
 }
 
 /// Checks that this QEMU's memory can arrive while the guest runs; the error has the reason. Leaves nothing behind.
 pub(super) fn try_out(
     injector: &Injector,
-    vm: &Arriving,
+    vm: &ArrivingVm,
     writers: &[Box<dyn BlockWriter>],
-) -> Result<(), AwaitError> {
+) -> Result<(), PostCopyError> {
     if longest_list(writers.iter().map(|writer| writer.bytes())) > MISSING_PAGES_BYTES {
-        return Err(AwaitError::TooMuch);
+        return Err(PostCopyError::TooMuch);
     }
     let is_fixed =
         |writer: &dyn BlockWriter| writer.is_ram() && writer.discard_method() == DiscardMethod::Never;
     if let Some(writer) = writers.iter().find(|writer| is_fixed(&***writer)) {
-        return Err(AwaitError::Block(writer.name().to_owned()));
+        return Err(PostCopyError::Block(writer.name().to_owned()));
     }
     if writers.iter().any(|writer| writer.discard_method() == DiscardMethod::FromOutside) {
         let says = std::fs::read_to_string(SHARED_HUGE_PAGES).unwrap_or_default();
         let chosen = says.split(['[', ']']).nth(1).unwrap_or("never");
         if ["always", "within_size", "force"].contains(&chosen) {
-            return Err(AwaitError::HugePages(chosen.to_owned()));
+            return Err(PostCopyError::HugePages(chosen.to_owned()));
         }
     }
     let status = std::fs::read_to_string(format!("/proc/{}/status", vm.process.pid()))?;
     let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
     if locked.is_some_and(|kib| kib.trim().split(' ').next() != Some("0")) {
-        return Err(AwaitError::Locked);
+        return Err(PostCopyError::Locked);
     }
     let LastingUserfaultfd { here, there } = injector.create_lasting_userfaultfd(&vm.process)?;
     let ranges = ranges(&ram::regions(&vm.blocks));
@@ -192,7 +196,7 @@ fn longest_list(blocks: impl Iterator<Item = u64>) -> u64 {
 }
 
 /// Turns the error into a finding for users.
-pub(super) fn finding(error: &AwaitError) -> Finding {
+pub(super) fn finding(error: &PostCopyError) -> Finding {
     Finding {
         severity: Severity::Warning,
         code: "no-post-copy".to_owned(),
@@ -201,26 +205,26 @@ pub(super) fn finding(error: &AwaitError) -> Finding {
     }
 }
 
-impl Awaiting {
+impl PostCopyReceiver {
     /// Makes every thread that touches one of these pages wait for it, and places pages that arrive.
     pub(super) fn begin(
         context: &Context,
-        vm: &Arriving,
+        vm: &ArrivingVm,
         (writers, switch): (&[Box<dyn BlockWriter>], &WriterSwitch),
         set: &[u8],
-        taken: &TakenAway,
+        discarded_pages: &DiscardedPages,
         mailbox: &Mailbox,
-        keep: impl FnOnce(&AwaitedTrace) -> Result<(), std::io::Error>,
-    ) -> Result<Self, AwaitError> {
+        keep: impl FnOnce(&MissingPagesRecord) -> Result<(), std::io::Error>,
+    ) -> Result<Self, PostCopyError> {
         let regions = ram::regions(&vm.blocks);
         let awaited = decode_set(set, regions.iter().map(|region| region.bytes))?;
-        taken.check(&regions, &awaited)?;
+        discarded_pages.check(&regions, &awaited)?;
         let LastingUserfaultfd { here, there } = context.injector.create_lasting_userfaultfd(&vm.process)?;
         let blocks = regions.iter().zip(writers);
-        let kept = blocks.map(|(region, writer)| KeptRegion::awaiting(region, &**writer));
-        let trace = AwaitedTrace {
+        let kept = blocks.map(|(region, writer)| JournalledRegion::with_missing_pages(region, &**writer));
+        let trace = MissingPagesRecord {
             descriptor: there,
-            ledger: vm.traces.directory.join("awaited"),
+            ledger: vm.artifacts.directory.join("awaited"),
             regions: kept.collect(),
             untrusted: None,
         };
@@ -228,7 +232,7 @@ impl Awaiting {
         keep(&trace)?;
         let placer = PageFaultHandler::begin(&vm.process, here, &ranges(&regions))?;
         discard_range(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
-        are_away((&regions, writers), runs_of(&awaited))?;
+        check_discarded((&regions, writers), runs_of(&awaited))?;
         let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;
         switch.switch(this.pages.writers());
         Ok(this)
@@ -238,9 +242,9 @@ impl Awaiting {
     /// pages are present: that agent may have ended the waits already.
     pub(super) fn take_over(
         process: &Process,
-        trace: &AwaitedTrace,
+        trace: &MissingPagesRecord,
         mailbox: &Mailbox,
-    ) -> Result<Option<Self>, AwaitError> {
+    ) -> Result<Option<Self>, PostCopyError> {
         let regions = trace.regions();
         let (ledger, awaited) = Ledger::open(&trace.ledger, regions.iter().map(|region| region.bytes))?;
         if awaited.iter().all(DirtyBitmap::is_empty) {
@@ -252,35 +256,36 @@ impl Awaiting {
 
     fn over(
         placer: PageFaultHandler,
-        trace: AwaitedTrace,
+        trace: MissingPagesRecord,
         regions: Vec<RamRegion>,
         awaited: Vec<DirtyBitmap>,
         ledger: Ledger,
         mailbox: &Mailbox,
         is_taken_over: bool,
-    ) -> Result<Self, AwaitError> {
+    ) -> Result<Self, PostCopyError> {
         let notices = mailbox.clone();
         // The driver may wait for this thread, so the notice is dropped if the inbox is full; the driver also checks by
         // itself.
-        let tell = move || notices.try_put(Notice::MissingPages);
+        let notify = move || notices.try_put(Notice::MissingPages);
         let places_zeros: Vec<_> = trace.regions.iter().map(|region| region.places_zeros).collect();
-        let pages =
-            MissingPages::new(placer, regions, awaited, tell).with_ledger(ledger).placing_zeros(places_zeros);
+        let pages = MissingPages::new(placer, regions, awaited, notify)
+            .with_ledger(ledger)
+            .placing_zeros(places_zeros);
         let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
         let stream = Arc::new(PageStream::default());
         let (end, ended) = UnixStream::pair()?;
         let (waits, asks) = (Arc::clone(&pages), Arc::clone(&stream));
         let thread = thread::Builder::new().name("waits".to_owned()).spawn(move || {
-            if let Err(error) = hear(&waits, &asks, &ended) {
+            if let Err(error) = read_faults(&waits, &asks, &ended) {
                 warn!(error = crate::chain(&error), "nobody hears who waits for pages any more");
             }
         })?;
         info!(pages = pages.pages(), "pages come while the guest runs");
-        Ok(Self { pages, trace, stream, hearing: Some((end, thread)), mailbox: mailbox.clone() })
+        Ok(Self { pages, trace, stream, fault_reader: Some((end, thread)), mailbox: mailbox.clone() })
     }
 
     /// Returns the number of missing pages.
-    pub(super) fn left_pages(&self) -> u64 {
+    pub(super) fn remaining_pages(&self) -> u64 {
         self.pages.pages()
     }
 
@@ -321,7 +326,7 @@ impl Awaiting {
 
     /// Ends the waits, because every page is present, and closes the descriptor in QEMU. After an error it must be
     /// called again.
-    pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
+    pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), PostCopyError> {
         self.hang_up();
         self.pages.placer().end()?;
         self.trace.close(injector, process)
@@ -332,7 +337,7 @@ impl Awaiting {
     /// Ends the threads and the page stream. Waiting threads keep waiting.
     pub(super) fn hang_up(&mut self) {
         self.stream.replace(None);
-        if let Some((end, thread)) = self.hearing.take() {
+        if let Some((end, thread)) = self.fault_reader.take() {
             drop(end);
             drop(thread.join());
         }
@@ -345,7 +350,7 @@ fn ranges(regions: &[RamRegion]) -> Vec<AddressRange> {
 }
 
 /// Requests pages that threads wait for, until the other end of `ended` is closed.
-fn hear(
+fn read_faults(
     pages: &MissingPages<PageFaultHandler>,
     stream: &PageStream,
     ended: &UnixStream,
@@ -366,7 +371,7 @@ fn hear(
         }
         stream.ask(&wanted);
         if !again.is_empty() {
-            thread::sleep(AGAIN);
+            thread::sleep(RETRY_DELAY);
             for address in again {
                 pages.placer().report_again(address);
             }
@@ -449,7 +454,7 @@ mod tests {
 
     /// Otherwise the source would find the list too long when the guest is stopped already.
     #[test]
-    fn more_memory_than_a_list_can_name_is_said_before_the_stop() {
+    fn memory_beyond_one_list_is_reported_before_the_stop() {
         assert!(longest_list([4 << 40, 1 << 40].into_iter()) < MISSING_PAGES_BYTES);
         assert!(longest_list([4 << 40, 4 << 40].into_iter()) > MISSING_PAGES_BYTES);
     }

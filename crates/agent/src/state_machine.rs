@@ -13,7 +13,7 @@ use tracing::{debug, info};
 use crate::fault::Faults;
 
 /// One role of a handover, with the means to perform the engine's effects.
-pub(crate) trait Machine {
+pub(crate) trait StateMachine {
     /// The role's state, as the journal keeps it.
     type State: Clone + fmt::Debug;
     /// Inputs of the state machine.

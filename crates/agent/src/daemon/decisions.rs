@@ -8,8 +8,8 @@ use engine::handover::recover::{Advice, Choice, OperatorDecision, advise_destina
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::{HostId, MigrationId};
 
-use super::{Daemon, Mail};
-use crate::api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegisterSay};
+use super::{Daemon, DriverMailbox};
+use crate::api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
 use crate::destination::DestinationDetails;
 use crate::journal::{MigrationRecord, State};
 use crate::progress::Standing;
@@ -30,16 +30,16 @@ impl Daemon {
         let known =
             advice.known.iter().chain(&advice.unknown).cloned().chain(self.copied_disks(&record)).collect();
         let mut risked = Vec::new();
-        let (done, message) = match wanted(request) {
+        let (done, message) = match requested_decision(request) {
             None => {
                 risked = advice.choices.iter().map(described).collect();
                 self.nudge(id);
-                self.settled(id, |status| status.standing != Standing::Underway);
+                self.wait_until_settled(id, |status| status.standing != Standing::Underway);
                 let over = self.status(id)?.standing.is_over();
                 (over, if over { "settled" } else { "asked again; nobody could say more" }.to_owned())
             }
             Some(decision) => match choice(&advice, decision) {
-                None => (record.state.standing().is_over(), not_to_be_had(&advice)),
+                None => (record.state.standing().is_over(), unavailable_decision(&advice)),
                 Some(choice) => {
                     risked.push(described(choice));
                     if request.i_know_the_risk {
@@ -82,20 +82,20 @@ impl Daemon {
             State::Destination(_) => {
                 let details: DestinationDetails = serde_json::from_value(record.details.clone()).ok()?;
                 let path = |image: PathBuf| image.display().to_string();
-                details.traces.images.into_iter().map(path).collect::<Vec<_>>()
+                details.artifacts.images.into_iter().map(path).collect::<Vec<_>>()
             }
         };
-        (!images.is_empty()).then(|| copied_to(&images, source, destination))
+        (!images.is_empty()).then(|| describe_copies(&images, source, destination))
     }
 
     /// Sends a decision to a driver, and waits until it is carried out, or known to be impossible.
     fn carry_out(&self, before: &MigrationRecord, decision: OperatorDecision) {
         let id = before.id();
         let heard = match self.mailbox(id) {
-            Some(Mail::Source(mailbox)) => {
+            Some(DriverMailbox::Source(mailbox)) => {
                 mailbox.put(source::Notice::Event(SourceEvent::OperatorDecides(decision)))
             }
-            Some(Mail::Destination(mailbox)) => {
+            Some(DriverMailbox::Destination(mailbox)) => {
                 mailbox.put(destination::Notice::Event(DestinationEvent::OperatorDecides(decision)))
             }
             None => false,
@@ -104,7 +104,7 @@ impl Daemon {
             return;
         }
         let before = self.status_of(before);
-        self.settled(id, |status| {
+        self.wait_until_settled(id, |status| {
             // The peer was asked, and has answered that the VM is there: more is not possible. State and time come from
             // one read: with two, one could be from before the decision and the other from the middle of it.
             let refused = status.state == "committed" && status.updated != before.updated;
@@ -114,7 +114,7 @@ impl Daemon {
 }
 
 /// Describes disks that have another image at the destination.
-fn copied_to(images: &[String], source: &HostId, destination: &HostId) -> String {
+fn describe_copies(images: &[String], source: &HostId, destination: &HostId) -> String {
     format!(
         "its disks were copied to {destination}: {}. If the guest has run there, these are its disks, and the images at {source} \
          are what they were when it was stopped; if it has not, its disks are those at {source}",
@@ -123,15 +123,15 @@ fn copied_to(images: &[String], source: &HostId, destination: &HostId) -> String
 }
 
 /// Returns the requested decision; none for a request to ask the peers again.
-fn wanted(request: &RecoverRequest) -> Option<OperatorDecision> {
+fn requested_decision(request: &RecoverRequest) -> Option<OperatorDecision> {
     match (request.action, request.register) {
         (RecoverAction::Ask, _) => None,
-        (RecoverAction::RunHere, RegisterSay::Asked) => Some(OperatorDecision::RunHere { force: false }),
-        (RecoverAction::RunHere, RegisterSay::Overruled) => Some(OperatorDecision::RunHere { force: true }),
-        (RecoverAction::RunHere, RegisterSay::None) => {
+        (RecoverAction::RunHere, RegistryUse::Asked) => Some(OperatorDecision::RunHere { force: false }),
+        (RecoverAction::RunHere, RegistryUse::Overruled) => Some(OperatorDecision::RunHere { force: true }),
+        (RecoverAction::RunHere, RegistryUse::None) => {
             Some(OperatorDecision::WithoutRegister { run_here: true })
         }
-        (RecoverAction::GiveUpHere, RegisterSay::None) => {
+        (RecoverAction::GiveUpHere, RegistryUse::None) => {
             Some(OperatorDecision::WithoutRegister { run_here: false })
         }
         (RecoverAction::GiveUpHere, _) => Some(OperatorDecision::RunElsewhere),
@@ -142,7 +142,7 @@ fn choice(advice: &Advice, decision: OperatorDecision) -> Option<&Choice> {
     advice.choices.iter().find(|choice| choice.decision == decision)
 }
 
-fn not_to_be_had(advice: &Advice) -> String {
+fn unavailable_decision(advice: &Advice) -> String {
     if advice.choices.is_empty() {
         return "nothing needs to be decided here".to_owned();
     }
@@ -174,7 +174,7 @@ mod tests {
     fn images_are_named_with_the_host_where_they_are_right() {
         let host = |name| HostId::new(name).unwrap();
         let images = ["/pool/one.raw", "/pool/two.raw"].map(str::to_owned);
-        let told = copied_to(&images, &host("a"), &host("b"));
+        let told = describe_copies(&images, &host("a"), &host("b"));
         assert!(told.starts_with("its disks were copied to b: /pool/one.raw, /pool/two.raw. If"), "{told}");
         assert!(told.ends_with("if it has not, its disks are those at a"), "{told}");
     }

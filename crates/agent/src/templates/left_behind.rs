@@ -23,24 +23,24 @@ use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 use super::catalogue::{Catalogue, Identity, UNFINISHED};
-use super::librarian::{CATALOGUE, catalogue_of};
-use super::{Shelf, State, Template, lock};
+use super::template_indexer::{CATALOGUE, catalogue_of};
+use super::{IndexState, Template, TemplateTable, lock};
 
 /// Extension of the file that identifies the image of a catalogue.
 const LEFT: &str = "left";
 /// Maximum number of known images, those that were left last: a catalogue takes up to 9 MiB.
-const MOST: usize = 64;
+const MAX_IMAGES: usize = 64;
 /// Maximum number of tasks that are queued while the thread is busy, of up to 16 MiB each; callers with more have to
 /// wait.
-const MOST_WAITING: usize = 4;
+const QUEUE_CAPACITY: usize = 4;
 /// Longest wait of a caller for its task.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Interval at which a caller checks for room in the queue.
-const LOOK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// An image that a VM has left behind here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct LeftImage {
+pub(crate) struct LeftTemplate {
     /// Path of its file.
     pub(crate) path: PathBuf,
     /// Format, by its name in QEMU.
@@ -53,14 +53,14 @@ pub(crate) type NamedPages = Vec<(u64, PageName)>;
 /// An image and the identity of its file, by which it is recognised after the host was rebooted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Note {
-    image: LeftImage,
+    image: LeftTemplate,
     file: FileIdentity,
 }
 
 impl Note {
     /// Returns the note of an image, if it is there. Identities are only compared on this host, so the host is omitted;
     /// if the file system is local to this host, the device's name is omitted too, because another boot may change it.
-    fn of(image: LeftImage) -> Option<Self> {
+    fn of(image: LeftTemplate) -> Option<Self> {
         let mut file = FileIdentity::of(&image.path)?;
         if file.host.take().is_some() {
             file.mounted.clear();
@@ -75,29 +75,29 @@ impl Note {
 }
 
 /// A task of the thread.
-enum Task {
-    Keep(Vec<(LeftImage, NamedPages)>),
-    Look,
+enum LeftImageTask {
+    Keep(Vec<(LeftTemplate, NamedPages)>),
+    Scan,
 }
 
 /// Handle of the thread that manages images that were left behind.
 #[derive(Debug)]
-pub(super) struct Left {
-    tasks: SyncSender<(Task, SyncSender<()>)>,
+pub(super) struct LeftImageIndex {
+    tasks: SyncSender<(LeftImageTask, SyncSender<()>)>,
 }
 
-impl Left {
+impl LeftImageIndex {
     /// Starts the thread, with the images that an earlier agent knew. The thread ends when this is dropped.
-    pub(super) fn start(directory: PathBuf, shelf: Arc<Shelf>) -> io::Result<Self> {
-        let (tasks, todo) = mpsc::sync_channel(MOST_WAITING);
-        let keeper = Keeper { directory, shelf };
-        thread::Builder::new().name("left-images".to_owned()).spawn(move || keeper.work(&todo))?;
+    pub(super) fn start(directory: PathBuf, table: Arc<TemplateTable>) -> io::Result<Self> {
+        let (tasks, todo) = mpsc::sync_channel(QUEUE_CAPACITY);
+        let store = LeftImageStore { directory, table };
+        thread::Builder::new().name("left-images".to_owned()).spawn(move || store.work(&todo))?;
         Ok(Self { tasks })
     }
 
     /// Stores the catalogues of images.
-    pub(super) fn keep(&self, images: Vec<(LeftImage, NamedPages)>) {
-        if !images.is_empty() && !self.done(Task::Keep(images)) {
+    pub(super) fn keep(&self, images: Vec<(LeftTemplate, NamedPages)>) {
+        if !images.is_empty() && !self.done(LeftImageTask::Keep(images)) {
             warn!(
                 "what VMs left behind here is not noted in time, and may be sent again when they come back"
             );
@@ -105,12 +105,12 @@ impl Left {
     }
 
     /// Checks which of the images exist, and forgets those that do not.
-    pub(super) fn look(&self) {
-        self.done(Task::Look);
+    pub(super) fn scan(&self) {
+        self.done(LeftImageTask::Scan);
     }
 
     /// Runs a task. Returns true if it was done in time; otherwise it may still be done later.
-    fn done(&self, task: Task) -> bool {
+    fn done(&self, task: LeftImageTask) -> bool {
         let deadline = Instant::now() + PATIENCE;
         let (done, is_done) = mpsc::sync_channel(1);
         let mut task = (task, done);
@@ -119,34 +119,34 @@ impl Left {
                 return false;
             }
             task = again;
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         is_done.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_ok()
     }
 }
 
 /// State of the thread, which alone accesses the files.
-struct Keeper {
+struct LeftImageStore {
     directory: PathBuf,
-    shelf: Arc<Shelf>,
+    table: Arc<TemplateTable>,
 }
 
-impl Keeper {
-    fn work(&self, todo: &Receiver<(Task, SyncSender<()>)>) {
+impl LeftImageStore {
+    fn work(&self, todo: &Receiver<(LeftImageTask, SyncSender<()>)>) {
         self.clean();
-        self.look();
+        self.scan();
         while let Ok((task, done)) = todo.recv() {
             match task {
-                Task::Keep(images) => {
+                LeftImageTask::Keep(images) => {
                     for (image, pages) in images {
                         let path = image.path.clone();
                         if let Err(error) = self.keep(image, pages) {
                             warn!(image = %path.display(), %error, "what is in it will be sent again to whoever comes back");
                         }
                     }
-                    self.forget_eldest();
+                    self.forget_oldest();
                 }
-                Task::Look => self.look(),
+                LeftImageTask::Scan => self.scan(),
             }
             let _ = done.try_send(());
         }
@@ -164,10 +164,10 @@ impl Keeper {
         files.filter(|path| path.extension().is_some_and(|found| found == ending)).collect()
     }
 
-    fn keep(&self, image: LeftImage, pages: NamedPages) -> io::Result<()> {
+    fn keep(&self, image: LeftTemplate, pages: NamedPages) -> io::Result<()> {
         // Block devices are omitted, because they are reused for other VMs.
         let Some(note) = Note::of(image).filter(|note| note.image.path.is_file()) else { return Ok(()) };
-        if is_named(&lock(&self.shelf), &note.image.path) {
+        if is_named(&lock(&self.table), &note.image.path) {
             return Ok(());
         }
         fs::create_dir_all(&self.directory)?;
@@ -190,7 +190,7 @@ impl Keeper {
     /// Puts existing images on the shelf, and forgets those that are other files now, or existed and are gone. An image
     /// that has never been there may be on a file system that is mounted later; and if a file system does not answer,
     /// everything stays as it is.
-    fn look(&self) {
+    fn scan(&self) {
         for file in self.files(LEFT) {
             let Ok(bytes) = fs::read(&file) else { continue };
             let Ok(note) = serde_json::from_slice::<Note>(&bytes) else {
@@ -205,17 +205,17 @@ impl Keeper {
             match Note::of(note.image.clone()) {
                 Some(now) if now.file == note.file => self.put(note, catalogue),
                 Some(_) => self.forget(&path),
-                None if self.is_shelved(&path) && is_gone(&path) => self.forget(&path),
+                None if self.is_in_table(&path) && is_gone(&path) => self.forget(&path),
                 None => {}
             }
         }
     }
 
-    fn forget_eldest(&self) {
+    fn forget_oldest(&self) {
         let left_at = |file: &PathBuf| fs::metadata(file).and_then(|meta| meta.modified());
         let mut files = self.files(LEFT);
         files.sort_by_cached_key(|file| left_at(file).unwrap_or(SystemTime::UNIX_EPOCH));
-        let too_many = files.len().saturating_sub(MOST);
+        let too_many = files.len().saturating_sub(MAX_IMAGES);
         for file in files.into_iter().take(too_many) {
             match fs::read(&file).ok().and_then(|bytes| serde_json::from_slice::<Note>(&bytes).ok()) {
                 Some(note) => self.forget(&note.image.path),
@@ -225,29 +225,29 @@ impl Keeper {
     }
 
     fn forget(&self, image: &Path) {
-        lock(&self.shelf).retain(|template| !(template.is_left && template.path == image));
+        lock(&self.table).retain(|template| !(template.is_left && template.path == image));
         remove_both(&catalogue_of(&self.directory, image).with_extension(LEFT));
     }
 
-    fn is_shelved(&self, image: &Path) -> bool {
-        lock(&self.shelf).iter().any(|template| template.is_left && template.path == image)
+    fn is_in_table(&self, image: &Path) -> bool {
+        lock(&self.table).iter().any(|template| template.is_left && template.path == image)
     }
 
     fn put(&self, note: Note, catalogue: Catalogue) {
         let identity = note.identity();
-        let LeftImage { path, format } = note.image;
-        let mut shelf = lock(&self.shelf);
-        if is_named(&shelf, &path) {
+        let LeftTemplate { path, format } = note.image;
+        let mut table = lock(&self.table);
+        if is_named(&table, &path) {
             return;
         }
-        shelf.retain(|template| template.path != path);
-        shelf.push(Template { path, format, identity, state: State::Ready(catalogue), is_left: true });
+        table.retain(|template| template.path != path);
+        table.push(Template { path, format, identity, state: IndexState::Ready(catalogue), is_left: true });
     }
 }
 
 /// True if the configuration names the image as a template, which is read anyway, and stays one.
-fn is_named(shelf: &[Template], image: &Path) -> bool {
-    shelf.iter().any(|template| !template.is_left && template.path == image)
+fn is_named(table: &[Template], image: &Path) -> bool {
+    table.iter().any(|template| !template.is_left && template.path == image)
 }
 
 fn is_gone(image: &Path) -> bool {

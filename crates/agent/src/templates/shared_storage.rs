@@ -24,20 +24,20 @@ use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, SHARED_IMAGES};
 use qemu::describe::Disk;
 use tracing::debug;
 
+use super::advertised_templates::MAX_ADVERTISED_PAGES;
 use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, name_pages};
-use super::librarian::{CATALOGUE, catalogue_of};
-use super::told::TOLD_PAGES;
+use super::template_indexer::{CATALOGUE, catalogue_of};
 
 /// An image with more data than this many times the guest's memory is not read: too little of it would be in memory.
-const MOST_OF_MEMORY: u64 = 4;
+const MAX_MEMORY_MULTIPLE: u64 = 4;
 /// Time for which an unchanging image is read on after its last user has ended.
-const FINISH: Duration = Duration::from_secs(10);
+const READ_ON_TIME: Duration = Duration::from_secs(10);
 /// Interval at which a thread that waits to read checks that it is still needed.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Unit of `st_blocks`, in bytes.
 const SECTOR_BYTES: u64 = 512;
 /// Maximum number of stored catalogues, those that were made last.
-const MOST_KEPT: usize = 64;
+const MAX_CATALOGUES: usize = 64;
 /// Socket at which an image is served while it is read.
 const SOCKET: &str = "shared.sock";
 
@@ -47,7 +47,7 @@ pub(crate) struct SharedImage {
     pub(super) path: PathBuf,
     pub(super) format: String,
     /// True if the image is not written.
-    stays: bool,
+    is_immutable: bool,
 }
 
 /// Returns the images of a VM's disks that are not copied, in the order in which both hosts number them.
@@ -57,7 +57,7 @@ pub(crate) fn shared_images(disks: &[Disk], is_copied: impl Fn(&str) -> bool) ->
         disk.layers.iter().enumerate().map(|(depth, layer)| SharedImage {
             path: PathBuf::from(&layer.file),
             format: layer.format.clone(),
-            stays: depth > 0 || disk.read_only,
+            is_immutable: depth > 0 || disk.read_only,
         })
     });
     layers.take(SHARED_IMAGES.into()).collect()
@@ -65,7 +65,7 @@ pub(crate) fn shared_images(disks: &[Disk], is_copied: impl Fn(&str) -> bool) ->
 
 /// The stored catalogues of shared images, and the lock for reading: one reader at a time.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct SharedImageIndexer {
     directory: PathBuf,
     socket: PathBuf,
     patience: Duration,
@@ -74,7 +74,7 @@ pub(super) struct Shared {
 
 /// Statistics of the images of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Learnt {
+pub(crate) struct IndexingStats {
     /// Number of images with known pages.
     pub(crate) images: usize,
     /// Number of their pages, without zero pages.
@@ -100,7 +100,7 @@ impl From<ImageError> for ReadError {
     }
 }
 
-impl Shared {
+impl SharedImageIndexer {
     /// Keeps catalogues in `directory`; serves images in `sockets`.
     pub(super) fn new(directory: PathBuf, sockets: &Path, patience: Duration) -> Self {
         let socket = sockets.join(SOCKET);
@@ -117,8 +117,8 @@ impl Shared {
         images: &[SharedImage],
         memory_bytes: u64,
         known: &Weak<ContentIndex>,
-    ) -> Learnt {
-        let mut learning = Learning { known, learnt: Learnt::default() };
+    ) -> IndexingStats {
+        let mut learning = Indexing { known, stats: IndexingStats::default() };
         let mut unread: Vec<(u16, &SharedImage)> = Vec::new();
         for (number, image) in (ADVERTISED_TEMPLATES..).zip(images) {
             if unread.iter().any(|(_, other)| other.path == image.path) {
@@ -130,7 +130,7 @@ impl Shared {
             }
         }
         unread.sort_by_key(|(_, image)| fs::metadata(&image.path).map_or(0, |file| file.blocks()));
-        let Some(_alone) = self.alone(&learning) else { return learning.learnt };
+        let Some(_alone) = self.alone(&learning) else { return learning.stats };
         for (number, image) in unread {
             if learning.is_over() {
                 break;
@@ -142,17 +142,17 @@ impl Shared {
                 debug!(image = %image.path.display(), error = crate::chain(&error), "not read");
             }
         }
-        learning.learnt
+        learning.stats
     }
 
     /// Acquires the right to read; returns none if the pages are not needed any more.
-    fn alone(&self, learning: &Learning<'_>) -> Option<MutexGuard<'_, ()>> {
+    fn alone(&self, learning: &Indexing<'_>) -> Option<MutexGuard<'_, ()>> {
         loop {
             match self.alone.try_lock() {
                 Ok(alone) => return Some(alone),
                 Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) if learning.is_over() => return None,
-                Err(TryLockError::WouldBlock) => thread::sleep(LOOK),
+                Err(TryLockError::WouldBlock) => thread::sleep(POLL_INTERVAL),
             }
         }
     }
@@ -168,9 +168,10 @@ impl Shared {
         number: u16,
         image: &SharedImage,
         memory_bytes: u64,
-        learning: &mut Learning<'_>,
+        learning: &mut Indexing<'_>,
     ) -> Result<(), ReadError> {
-        let most_bytes = memory_bytes.saturating_mul(MOST_OF_MEMORY).min(TOLD_PAGES * PAGE_BYTES);
+        let most_bytes =
+            memory_bytes.saturating_mul(MAX_MEMORY_MULTIPLE).min(MAX_ADVERTISED_PAGES * PAGE_BYTES);
         // To find out where its data is needs a while, too. For a block device there is no other way to learn its
         // amount of data.
         let taken =
@@ -199,8 +200,8 @@ impl Shared {
         let file = catalogue_of(&self.directory, &image.path);
         self.tidy().map_err(|source| CatalogueError::Keep { path: file.clone(), source })?;
         let mut over_since: Option<Instant> = None;
-        Catalogue::make_telling(&mut reading, extents, identity, &file, |pages| {
-            if learning.is_over() && over_since.get_or_insert_with(Instant::now).elapsed() > FINISH {
+        Catalogue::make_with(&mut reading, extents, identity, &file, |pages| {
+            if learning.is_over() && over_since.get_or_insert_with(Instant::now).elapsed() > READ_ON_TIME {
                 return Err(ReadError::Over);
             }
             learning.read(number, pages);
@@ -219,7 +220,7 @@ impl Shared {
             fs::metadata(path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
         };
         kept.sort_by_cached_key(made);
-        let too_many = (kept.len() + 1).saturating_sub(MOST_KEPT);
+        let too_many = (kept.len() + 1).saturating_sub(MAX_CATALOGUES);
         // A file that cannot be removed only wastes space.
         kept.drain(..too_many).chain(begun).for_each(|path| drop(fs::remove_file(path)));
         Ok(())
@@ -229,27 +230,27 @@ impl Shared {
 /// Returns the identity of an image for its catalogue; none if no catalogue is kept: others may write to it, or it is a
 /// block device, which has no record of writes.
 fn identity_of(image: &SharedImage) -> Option<Identity> {
-    let is_kept = image.stays && image.path.is_file();
+    let is_kept = image.is_immutable && image.path.is_file();
     is_kept.then(|| Identity::of(&image.path).ok()).flatten()
 }
 
 /// Collects the pages that become known, as long as they are needed.
-struct Learning<'a> {
+struct Indexing<'a> {
     known: &'a Weak<ContentIndex>,
-    learnt: Learnt,
+    stats: IndexingStats,
 }
 
-impl Learning<'_> {
+impl Indexing<'_> {
     fn is_over(&self) -> bool {
         self.known.upgrade().is_none_or(|known| !known.is_memory_lookup_enabled())
     }
 
     /// Begins an image with this many pages.
     fn begin(&mut self, pages: u64) -> Result<(), ReadError> {
-        if self.learnt.pages + pages > TOLD_PAGES {
+        if self.stats.pages + pages > MAX_ADVERTISED_PAGES {
             return Err(ReadError::TooLarge);
         }
-        self.learnt.images += 1;
+        self.stats.images += 1;
         if let Some(known) = self.known.upgrade() {
             known.make_room(pages as usize);
         }
@@ -262,7 +263,7 @@ impl Learning<'_> {
             return;
         }
         for run in runs.map_while(Result::ok) {
-            self.learnt.pages += run.names.len() as u64;
+            self.stats.pages += run.names.len() as u64;
             if let Some(known) = self.known.upgrade() {
                 known.learn(number, run.first_page, run.names);
             }
@@ -270,8 +271,8 @@ impl Learning<'_> {
     }
 
     fn read(&mut self, number: u16, pages: &[(u64, PageName)]) {
-        self.learnt.pages += pages.len() as u64;
-        self.learnt.read_pages += pages.len() as u64;
+        self.stats.pages += pages.len() as u64;
+        self.stats.read_pages += pages.len() as u64;
         if let Some(known) = self.known.upgrade() {
             for run in pages.chunk_by(|(page, _), (next, _)| page + 1 == *next) {
                 known.learn(number, run[0].0, run.iter().map(|(_, name)| *name));
@@ -289,7 +290,7 @@ mod tests {
     use ::memory::Templates as _;
     use qemu::describe::Layer;
 
-    use super::super::Told;
+    use super::super::AdvertisedTemplates;
     use super::*;
 
     const PATIENCE: Duration = Duration::from_secs(30);
@@ -306,10 +307,10 @@ mod tests {
     }
 
     /// Makes a raw image with these pages from its beginning on.
-    fn image(directory: &Path, name: &str, pages: std::ops::Range<u64>, stays: bool) -> SharedImage {
+    fn image(directory: &Path, name: &str, pages: std::ops::Range<u64>, is_immutable: bool) -> SharedImage {
         let path = directory.join(name);
         fs::write(&path, pages.flat_map(page).collect::<Vec<_>>()).unwrap();
-        SharedImage { path, format: "raw".to_owned(), stays }
+        SharedImage { path, format: "raw".to_owned(), is_immutable }
     }
 
     fn disk(name: &str, layers: &[(&str, &str)], read_only: bool) -> Disk {
@@ -331,7 +332,8 @@ mod tests {
             disk("remote", &[], false),
         ];
         let images = shared_images(&disks, |name| name == "copied");
-        let found: Vec<_> = images.iter().map(|image| (image.path.to_str().unwrap(), image.stays)).collect();
+        let found: Vec<_> =
+            images.iter().map(|image| (image.path.to_str().unwrap(), image.is_immutable)).collect();
         assert_eq!(found, [("/vm/one", false), ("/base", true), ("/cd", true)]);
         let many = vec![disk("one", &[("/vm/one", "qcow2"); 40], false); 2];
         assert_eq!(shared_images(&many, |_| false).len(), usize::from(SHARED_IMAGES));
@@ -340,16 +342,16 @@ mod tests {
     #[test]
     fn what_stays_is_read_once_and_what_is_written_to_each_time() {
         let directory = tempfile::tempdir().unwrap();
-        let shared = Shared::new(directory.path().join("catalogues"), directory.path(), PATIENCE);
+        let shared = SharedImageIndexer::new(directory.path().join("catalogues"), directory.path(), PATIENCE);
         let images = [
             image(directory.path(), "own", 0..100, false),
             image(directory.path(), "base", 50..1000, true),
-            SharedImage { path: "/nowhere".into(), format: "raw".to_owned(), stays: true },
+            SharedImage { path: "/nowhere".into(), format: "raw".to_owned(), is_immutable: true },
         ];
         let learn = |memory_bytes| {
             let known = known();
-            let learnt = shared.learn(&images, memory_bytes, &Arc::downgrade(&known));
-            (learnt.images, learnt.pages, learnt.read_pages)
+            let stats = shared.learn(&images, memory_bytes, &Arc::downgrade(&known));
+            (stats.images, stats.pages, stats.read_pages)
         };
         assert_eq!(learn(8 << 20), (2, 1050, 1050));
         assert_eq!(learn(8 << 20), (2, 1050, 100));
@@ -362,8 +364,8 @@ mod tests {
         // The pages are not needed: nothing is begun.
         let known = known();
         known.end();
-        assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)), Learnt::default());
-        assert_eq!(shared.learn(&images, 8 << 20, &Weak::new()), Learnt::default());
+        assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)), IndexingStats::default());
+        assert_eq!(shared.learn(&images, 8 << 20, &Weak::new()), IndexingStats::default());
     }
 
     #[test]
@@ -371,18 +373,18 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let kept = directory.path().join("catalogues");
         fs::create_dir(&kept).unwrap();
-        for number in 0..MOST_KEPT {
+        for number in 0..MAX_CATALOGUES {
             let file = fs::File::create(kept.join(format!("{number}.{CATALOGUE}"))).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(number as u64)).unwrap();
         }
         fs::write(kept.join(format!("begun.{UNFINISHED}")), "").unwrap();
-        let shared = Shared::new(kept.clone(), directory.path(), PATIENCE);
+        let shared = SharedImageIndexer::new(kept.clone(), directory.path(), PATIENCE);
         let known = known();
         let images = [image(directory.path(), "base", 0..10, true)];
         assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)).pages, 10);
         let is_there = |name: &str| kept.join(name).exists();
         assert!(!is_there("0.catalogue") && is_there("1.catalogue") && !is_there("begun.unfinished"));
-        assert_eq!(fs::read_dir(&kept).unwrap().count(), MOST_KEPT);
+        assert_eq!(fs::read_dir(&kept).unwrap().count(), MAX_CATALOGUES);
     }
 
     /// The destination reads referenced pages from each image by itself, and also after it has closed them.
@@ -397,16 +399,17 @@ mod tests {
             .status()
             .unwrap();
         assert!(made.success());
-        let images = vec![SharedImage { path: own, format: "qcow2".to_owned(), stays: false }, base.clone()];
-        let told = Told::new(directory.path().to_owned(), PATIENCE, images);
+        let images =
+            vec![SharedImage { path: own, format: "qcow2".to_owned(), is_immutable: false }, base.clone()];
+        let advertised_templates = AdvertisedTemplates::new(directory.path().to_owned(), PATIENCE, images);
         let mut bytes = vec![7; PAGE];
         for _ in 0..2 {
-            told.read(ADVERTISED_TEMPLATES + 1, 3, &mut bytes).unwrap();
+            advertised_templates.read(ADVERTISED_TEMPLATES + 1, 3, &mut bytes).unwrap();
             assert_eq!(bytes, page(3));
             // The image above it has no data.
-            told.read(ADVERTISED_TEMPLATES, 3, &mut bytes).unwrap();
+            advertised_templates.read(ADVERTISED_TEMPLATES, 3, &mut bytes).unwrap();
             assert_eq!(bytes, vec![0; PAGE]);
-            told.close();
+            advertised_templates.close();
         }
         for (image, first_page) in [
             (ADVERTISED_TEMPLATES, 16),
@@ -414,11 +417,14 @@ mod tests {
             (ADVERTISED_TEMPLATES + 2, 0),
             (0, 0),
         ] {
-            assert!(told.read(image, first_page, &mut bytes).is_err(), "{image} {first_page}");
+            assert!(
+                advertised_templates.read(image, first_page, &mut bytes).is_err(),
+                "{image} {first_page}"
+            );
         }
         // It is read as it is now, whatever it was.
         fs::File::options().write(true).open(&base.path).unwrap().write_all_at(&page(99), 0).unwrap();
-        told.read(ADVERTISED_TEMPLATES + 1, 0, &mut bytes).unwrap();
+        advertised_templates.read(ADVERTISED_TEMPLATES + 1, 0, &mut bytes).unwrap();
         assert_eq!(bytes, page(99));
     }
 }

@@ -19,20 +19,20 @@ const LONG_US: u64 = 500_000;
 
 /// Throttle of the guest's writes, adapted at every sample.
 #[derive(Debug)]
-pub(crate) struct Throttling {
+pub(crate) struct DiskWriteThrottle {
     policy: TracedPolicy<WriteThrottle>,
     /// Writes before copying began.
     first: Option<Written>,
-    last: Option<Look>,
+    last: Option<WriteSample>,
     cap: Cap,
-    drained: Drained,
+    drained: SendingRate,
 }
 
 /// Recent sending rate, in bytes of the guest's memory and disks per second, once it is known.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Drained(Option<u64>);
+pub(crate) struct SendingRate(Option<u64>);
 
-impl Drained {
+impl SendingRate {
     /// Learns from `pages` sent pages. The destination had `there` of them already, or an earlier version of them:
     /// pages that the guest writes now will have to be sent in full.
     pub(crate) fn learn(&mut self, pages: u64, there: u64, duration_us: u64) {
@@ -52,13 +52,13 @@ impl Drained {
 
 /// Counters of one sample.
 #[derive(Clone, Copy, Debug)]
-struct Look {
+struct WriteSample {
     at: Instant,
     written_bytes: u64,
     dirtied_bytes: u64,
 }
 
-impl Throttling {
+impl DiskWriteThrottle {
     /// Creates the throttle; returns none if nothing is to be capped.
     pub(crate) fn new(choice: ThrottleWrites) -> Option<Self> {
         let policy = match choice {
@@ -67,7 +67,7 @@ impl Throttling {
             ThrottleWrites::Threshold => WriteThrottle::Threshold(Threshold::default()),
         };
         let policy = TracedPolicy::new(policy);
-        Some(Self { policy, first: None, last: None, cap: Cap::default(), drained: Drained::default() })
+        Some(Self { policy, first: None, last: None, cap: Cap::default(), drained: SendingRate::default() })
     }
 
     /// Returns the policy that decides the cap.
@@ -92,14 +92,17 @@ impl Throttling {
 
     /// Samples the writes since the last call, and has QEMU apply the policy's decision. Returns the cap if it has
     /// changed.
-    pub(crate) fn look(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
+    pub(crate) fn sample(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
         if disks.throttled_by_others().count() == disks.names().len() {
             return Ok(None);
         }
         let written = disks.written(qmp)?;
         let first = *self.first.get_or_insert(written);
-        let now =
-            Look { at: Instant::now(), written_bytes: written.bytes, dirtied_bytes: disks.dirtied_bytes() };
+        let now = WriteSample {
+            at: Instant::now(),
+            written_bytes: written.bytes,
+            dirtied_bytes: disks.dirtied_bytes(),
+        };
         let Some(last) = self.last.replace(now) else { return Ok(None) };
         let milliseconds = u64::try_from((now.at - last.at).as_millis()).unwrap_or(u64::MAX).max(1);
         let per_s = |now: u64, then: u64| now.saturating_sub(then).saturating_mul(1000) / milliseconds;
@@ -128,12 +131,12 @@ mod tests {
 
     /// Pages that the destination has in some form are sent faster than new writes of the guest will be.
     #[test]
-    fn what_was_there_is_not_drained() {
-        let mut throttling = Throttling::new(ThrottleWrites::Drain).unwrap();
+    fn pages_already_present_do_not_count_as_sent() {
+        let mut write_throttle = DiskWriteThrottle::new(ThrottleWrites::Drain).unwrap();
         let mut rate = |data, reference, delta| {
             let contents = Contents { data, reference, delta, ..Contents::default() };
-            throttling.drained(&RoundStats { contents, duration_us: 1_000_000, ..RoundStats::default() });
-            throttling.drained.bytes_per_s()
+            write_throttle.drained(&RoundStats { contents, duration_us: 1_000_000, ..RoundStats::default() });
+            write_throttle.drained.bytes_per_s()
         };
         assert_eq!(rate(30_000, 0, 0), Some(30_000 * PAGE_BYTES));
         assert_eq!(rate(20_000, 5_000, 5_000), Some(20_000 * PAGE_BYTES));

@@ -7,29 +7,33 @@ use std::thread;
 use proto::MigrationId;
 use tracing::error;
 
-use super::{Daemon, Driven};
-use crate::api::{Kind, Problem};
+use super::{Daemon, DriverHandle};
+use crate::api::{Problem, ProblemKind};
 
 impl Daemon {
     /// Reserves an entry in the list of drivers, and a thread that waits for its work. It is reserved before the
     /// journal has anything that only a driver can end. Refused if the migration has a driver already, which must stay
     /// reachable.
-    pub(super) fn place(self: &Arc<Self>, id: &MigrationId, driven: Driven) -> Result<Place, Problem> {
+    pub(super) fn driver_slot(
+        self: &Arc<Self>,
+        id: &MigrationId,
+        driven: DriverHandle,
+    ) -> Result<DriverSlot, Problem> {
         match self.drivers().entry(id.clone()) {
             Entry::Vacant(free) => drop(free.insert(driven)),
             Entry::Occupied(_) => {
                 let error = format!("{id} is under way already");
-                return Err(Problem::new(Kind::Conflict, error, "wait for it"));
+                return Err(Problem::new(ProblemKind::Conflict, error, "wait for it"));
             }
         }
-        let held = Held { daemon: Arc::clone(self), id: id.clone() };
-        let (work, given) = mpsc::channel::<(Held, Work)>();
+        let held = DriverEntry { daemon: Arc::clone(self), id: id.clone() };
+        let (work, given) = mpsc::channel::<(DriverEntry, Work)>();
         let daemon = Arc::clone(self);
         let run = move || {
             if let Ok((held, work)) = given.recv() {
-                let at_work = AtWork;
+                let panic_guard = PanicGuard;
                 work();
-                drop((at_work, held));
+                drop((panic_guard, held));
                 // Not while another VM is being moved: its driver would wait for the allocator.
                 if daemon.drivers().is_empty() {
                     tracee::allocator::release_free_memory();
@@ -37,8 +41,10 @@ impl Daemon {
             }
         };
         match thread::Builder::new().name(format!("driver-{}", id.vm)).spawn(run) {
-            Ok(_) => Ok(Place { held, thread: work }),
-            Err(error) => Err(Problem::caused_by(Kind::Internal, &error, "the system gives no more threads")),
+            Ok(_) => Ok(DriverSlot { held, thread: work }),
+            Err(error) => {
+                Err(Problem::caused_by(ProblemKind::Internal, &error, "the system gives no more threads"))
+            }
         }
     }
 }
@@ -46,12 +52,12 @@ impl Daemon {
 type Work = Box<dyn FnOnce() + Send>;
 
 /// A driver's entry in the list, and a thread for it. Dropping it without work frees both.
-pub(super) struct Place {
-    held: Held,
-    thread: mpsc::Sender<(Held, Work)>,
+pub(super) struct DriverSlot {
+    held: DriverEntry,
+    thread: mpsc::Sender<(DriverEntry, Work)>,
 }
 
-impl Place {
+impl DriverSlot {
     /// Runs `work` on the thread; the slot is freed when that is done.
     pub(super) fn work(self, work: impl FnOnce() + Send + 'static) {
         // The thread waits for nothing else.
@@ -61,9 +67,9 @@ impl Place {
 
 /// Guard of a running driver. A driver that panics leaves a migration without a driver: the agent aborts, as if it had
 /// been killed there, and resumes the migration when it is started again.
-struct AtWork;
+struct PanicGuard;
 
-impl Drop for AtWork {
+impl Drop for PanicGuard {
     fn drop(&mut self) {
         if thread::panicking() {
             error!("a driver panicked; the agent ends, and takes the migration up when it is started again");
@@ -73,12 +79,12 @@ impl Drop for AtWork {
 }
 
 /// An entry in the list of drivers.
-struct Held {
+struct DriverEntry {
     daemon: Arc<Daemon>,
     id: MigrationId,
 }
 
-impl Drop for Held {
+impl Drop for DriverEntry {
     fn drop(&mut self) {
         self.daemon.drivers().remove(&self.id);
     }

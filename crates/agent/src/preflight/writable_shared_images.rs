@@ -12,20 +12,20 @@ use qemu::command::HostRules;
 use qemu::describe::VmDescription;
 use rustix::fs::{SeekFrom, seek};
 
-use crate::disks::{KnownFile, opens_as};
+use crate::disks::{KnownFile, check_can_open_as};
 
 /// Alignment that QEMU assumes for direct I/O if it cannot determine one, in bytes.
 const LARGEST_BLOCK_BYTES: u64 = 4096;
 
 /// A file that the guest will write to.
 #[derive(Debug)]
-pub(super) struct SharedImage {
+pub(super) struct WritableSharedImage {
     path: PathBuf,
     /// True for a raw image that is used without the page cache.
     is_raw_and_direct: bool,
 }
 
-impl SharedImage {
+impl WritableSharedImage {
     /// Returns the current identity of the file.
     pub(super) fn known(&self) -> Option<KnownFile> {
         KnownFile::at(&self.path)
@@ -33,7 +33,7 @@ impl SharedImage {
 }
 
 /// Returns the images of a guest's shared disks that are files or devices of this host.
-pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<SharedImage> {
+pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<WritableSharedImage> {
     let stays = |disk: &&qemu::describe::Disk| !disk.read_only && !here.images.contains_key(&disk.name);
     let files = vm.disks.iter().filter(stays).flat_map(|disk| {
         let is_raw_and_direct = disk.direct && disk.part.is_none() && disk.format.as_deref() == Some("raw");
@@ -41,7 +41,7 @@ pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<SharedImage> {
         top.chain(disk.data_files.iter().map(move |file| (file, disk.direct)))
     });
     files
-        .map(|(file, is_raw_and_direct)| SharedImage {
+        .map(|(file, is_raw_and_direct)| WritableSharedImage {
             path: here.local_path(file).into(),
             is_raw_and_direct,
         })
@@ -49,10 +49,10 @@ pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<SharedImage> {
         .collect()
 }
 
-impl SharedImage {
+impl WritableSharedImage {
     /// Returns a finding if the QEMU with this process id will not be able to write to the image.
     pub(super) fn refused(&self, pid: u32) -> Option<Finding> {
-        if let Err(error) = opens_as(pid, &self.path) {
+        if let Err(error) = check_can_open_as(pid, &self.path) {
             return Some(blocker(
                 "disk-not-writable",
                 format!("QEMU at the destination cannot open {} for writing: {error}", self.path.display()),
@@ -103,7 +103,7 @@ mod tests {
     fn an_image_is_refused_before_the_guest_runs() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk");
-        let image = |is_raw_and_direct| SharedImage { path: path.clone(), is_raw_and_direct };
+        let image = |is_raw_and_direct| WritableSharedImage { path: path.clone(), is_raw_and_direct };
         let code =
             |is_raw_and_direct| image(is_raw_and_direct).refused(std::process::id()).map(|found| found.code);
         assert_eq!(code(true).as_deref(), Some("disk-not-writable"));

@@ -12,7 +12,7 @@ use block::reading::ImageReader;
 use tracing::{info, warn};
 
 use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED};
-use super::{Shelf, State, Template, lock};
+use super::{IndexState, Template, TemplateTable, lock};
 
 /// Extension of a catalogue's name, and the number of digits before it.
 pub(super) const CATALOGUE: &str = "catalogue";
@@ -24,11 +24,11 @@ const READING: &str = "reading.sock";
 const QCOW2: &str = "qcow2";
 
 /// State of the thread that finds and reads templates.
-pub(super) struct Librarian {
+pub(super) struct TemplateIndexer {
     places: Vec<PathBuf>,
     directory: PathBuf,
     patience: Duration,
-    shelf: Arc<Shelf>,
+    table: Arc<TemplateTable>,
 }
 
 /// Reason for which a template cannot be used.
@@ -44,59 +44,59 @@ enum TemplateError {
     NotWhole,
 }
 
-impl Librarian {
+impl TemplateIndexer {
     pub(super) fn new(
         places: Vec<PathBuf>,
         directory: PathBuf,
         patience: Duration,
-        shelf: Arc<Shelf>,
+        table: Arc<TemplateTable>,
     ) -> Self {
         for place in places.iter().filter(|place| !place.exists()) {
             warn!(place = %place.display(), "there are no templates: see [disks] templates in the configuration");
         }
         // Left by an agent that was killed as it began to read.
         block::image::end_unused_server(&directory.join(READING));
-        Self { places, directory, patience, shelf }
+        Self { places, directory, patience, table }
     }
 
     /// Scans for templates, and reads those that have no catalogue yet.
-    pub(super) fn look(&self) {
-        self.shelve();
-        self.sweep();
+    pub(super) fn scan(&self) {
+        self.update_table();
+        self.remove_stale_catalogues();
         self.read();
     }
 
     /// Updates the shelf; unchanged templates keep their state.
-    fn shelve(&self) {
+    fn update_table(&self) {
         let before: BTreeMap<PathBuf, Template> =
-            lock(&self.shelf).iter().map(|template| (template.path.clone(), template.clone())).collect();
+            lock(&self.table).iter().map(|template| (template.path.clone(), template.clone())).collect();
         let mut now = Vec::new();
         for path in self.files() {
             let Ok(identity) = Identity::of(&path) else { continue };
             let known = before.get(&path).filter(|old| old.identity == identity).map(|old| &old.state);
             let state = match known {
-                Some(state @ (State::Ready(_) | State::Failed(_, true))) => state.clone(),
+                Some(state @ (IndexState::Ready(_) | IndexState::Failed(_, true))) => state.clone(),
                 _ => Catalogue::kept(&catalogue_of(&self.directory, &path), identity)
-                    .map_or(State::BeingRead, State::Ready),
+                    .map_or(IndexState::BeingRead, IndexState::Ready),
             };
             let format = format_of(&path).to_owned();
             now.push(Template { path, format, identity, state, is_left: false });
         }
-        let mut shelf = lock(&self.shelf);
+        let mut table = lock(&self.table);
         // A VM may have left an image behind in between.
         let named: BTreeSet<PathBuf> = now.iter().map(|template| template.path.clone()).collect();
-        shelf.retain(|template| template.is_left && !named.contains(&template.path));
-        shelf.extend(now);
+        table.retain(|template| template.is_left && !named.contains(&template.path));
+        table.extend(now);
     }
 
     /// Removes catalogues of templates that are gone, and unfinished catalogues; only files with names of this
     /// directory's format are removed.
-    fn sweep(&self) {
+    fn remove_stale_catalogues(&self) {
         let wanted: HashSet<PathBuf> =
-            lock(&self.shelf).iter().map(|template| catalogue_of(&self.directory, &template.path)).collect();
+            lock(&self.table).iter().map(|template| catalogue_of(&self.directory, &template.path)).collect();
         for entry in fs::read_dir(&self.directory).into_iter().flatten().flatten() {
             let path = entry.path();
-            if is_ours(&path) && !wanted.contains(&path) {
+            if is_catalogue_name(&path) && !wanted.contains(&path) {
                 // The file only wastes space.
                 let _ = fs::remove_file(path);
             }
@@ -105,14 +105,14 @@ impl Librarian {
 
     fn read(&self) {
         let unread: Vec<_> = {
-            let shelf = lock(&self.shelf);
-            shelf.iter().filter(|template| matches!(template.state, State::BeingRead)).cloned().collect()
+            let table = lock(&self.table);
+            table.iter().filter(|template| matches!(template.state, IndexState::BeingRead)).cloned().collect()
         };
         for Template { path, identity, .. } in unread {
             let state = match self.catalogue(&path, identity) {
                 Ok(catalogue) => {
                     info!(template = %path.display(), pages = catalogue.pages(), "its catalogue was made");
-                    State::Ready(catalogue)
+                    IndexState::Ready(catalogue)
                 }
                 Err(error) => {
                     let why = crate::chain(&error);
@@ -122,12 +122,12 @@ impl Librarian {
                         TemplateError::NotWhole
                             | TemplateError::Catalogue(CatalogueError::Image(ImageError::Tool { .. }))
                     );
-                    State::Failed(why, for_good)
+                    IndexState::Failed(why, for_good)
                 }
             };
-            let mut shelf = lock(&self.shelf);
+            let mut table = lock(&self.table);
             let same = |template: &&mut Template| template.path == path && template.identity == identity;
-            if let Some(template) = shelf.iter_mut().find(same) {
+            if let Some(template) = table.iter_mut().find(same) {
                 template.state = state;
             }
         }
@@ -164,7 +164,7 @@ pub(super) fn catalogue_of(directory: &Path, image: &Path) -> PathBuf {
 }
 
 /// True if a file has the name of a catalogue, finished or not.
-fn is_ours(path: &Path) -> bool {
+fn is_catalogue_name(path: &Path) -> bool {
     let ending = path.extension().is_some_and(|ending| ending == CATALOGUE || ending == UNFINISHED);
     let name = path.file_stem().map(std::ffi::OsStr::as_encoded_bytes).unwrap_or_default();
     ending && name.len() == NAME_DIGITS && name.iter().all(u8::is_ascii_hexdigit)

@@ -17,14 +17,14 @@ use crate::register::Register;
 /// Asks the registry with which the migration began. Blocks until it has answered or its time-outs have passed. Another
 /// registry, which the configuration may name by now, is not asked.
 pub(crate) fn ask(context: &Context, terms: &MigrationTerms, request: &RegistryRequest) -> RegistryAnswer {
-    if other_witness(context, terms).is_some() {
+    if witness_mismatch(context, terms).is_some() {
         return RegistryAnswer::Unreachable;
     }
     context.register.as_ref().map_or(RegistryAnswer::Unreachable, |register| register.ask(request))
 }
 
 /// Asks in a thread of its own, which passes on the answer. Returns false if the thread cannot be started.
-pub(crate) fn ask_aside(
+pub(crate) fn ask_in_thread(
     context: &Arc<Context>,
     terms: &MigrationTerms,
     request: RegistryRequest,
@@ -40,7 +40,7 @@ pub(crate) fn ask_aside(
 }
 
 /// Publishes that the registry has been silent for long, so that the migration now waits for an operator.
-pub(crate) fn tell_of_silence(vm: &VmName, progress: &mut Progress) {
+pub(crate) fn publish_silence(vm: &VmName, progress: &mut Progress) {
     progress.phase = Phase::InDoubt;
     progress.standing = Standing::InDoubt;
     progress.message =
@@ -48,7 +48,7 @@ pub(crate) fn tell_of_silence(vm: &VmName, progress: &mut Progress) {
 }
 
 /// Returns a message if the configuration does not name the registry with which a migration began.
-pub(crate) fn other_witness(context: &Context, terms: &MigrationTerms) -> Option<String> {
+pub(crate) fn witness_mismatch(context: &Context, terms: &MigrationTerms) -> Option<String> {
     let theirs = terms.witness.as_ref()?;
     let ours = context.config.register.as_ref();
     (ours != Some(theirs)).then(|| {
@@ -65,15 +65,15 @@ pub(crate) fn other_witness(context: &Context, terms: &MigrationTerms) -> Option
 /// threads. A request in between waits; a later one replaces it, because the state machine repeats the requests that it
 /// needs.
 #[derive(Debug, Default)]
-pub(crate) struct Desk {
+pub(crate) struct RegistryClient {
     busy: bool,
     waiting: Option<RegistryRequest>,
     silent_since: Option<Instant>,
 }
 
-impl Desk {
+impl RegistryClient {
     /// Accepts a driver's request. Returns it if it can be sent now.
-    pub(crate) fn question(&mut self, request: RegistryRequest) -> Option<RegistryRequest> {
+    pub(crate) fn submit(&mut self, request: RegistryRequest) -> Option<RegistryRequest> {
         if self.busy {
             self.waiting = Some(request);
             return None;
@@ -96,7 +96,7 @@ impl Desk {
     /// now.
     pub(crate) fn answered(&mut self) -> Option<RegistryRequest> {
         self.busy = false;
-        self.waiting.take().and_then(|request| self.question(request))
+        self.waiting.take().and_then(|request| self.submit(request))
     }
 }
 
@@ -137,7 +137,7 @@ fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option
 }
 
 /// Makes this host the owner in place of the expected record, and returns the resulting record.
-fn enter(
+fn set_owner(
     context: &Context,
     (register, witness): (&dyn Register, &HostId),
     vm: &VmName,
@@ -155,7 +155,7 @@ fn enter(
 
 /// Returns the epoch in which this host is the owner of a VM in the registry; a VM that the registry does not know, or
 /// that its owner has released, is registered. None if no registry is configured.
-pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
+pub(crate) fn owned_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
     let Some((register, witness)) = configured(context) else { return Ok(None) };
     let mut found = read(register, witness, vm)?;
     let epoch = match &found {
@@ -163,7 +163,7 @@ pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>
         Some(record) => record.released.then(|| record.epoch.next()),
     };
     if let Some(epoch) = epoch {
-        found = enter(context, (register, witness), vm, found.as_ref(), epoch)?;
+        found = set_owner(context, (register, witness), vm, found.as_ref(), epoch)?;
     }
     match found {
         Some(record) if record.owner == context.config.host => Ok(Some(record.epoch)),
@@ -215,7 +215,7 @@ pub(crate) enum Claim {
 ///
 /// # Errors
 /// When no registry is configured, or it does not answer.
-pub(crate) fn claimed(context: &Context, vm: &VmName) -> Result<Claim, OwnerError> {
+pub(crate) fn read_claim(context: &Context, vm: &VmName) -> Result<Claim, OwnerError> {
     let (register, witness) = configured(context).ok_or(OwnerError::NoRegister)?;
     Ok(match read(register, witness, vm)? {
         Some(record) if record.owner == context.config.host && !record.released => Claim::Held,
@@ -236,7 +236,7 @@ pub(crate) fn claim(
 ) -> Result<Epoch, OwnerError> {
     let configured = configured(context).ok_or(OwnerError::NoRegister)?;
     let epoch = found.map_or(largest, |record| record.epoch.max(largest)).next();
-    match enter(context, configured, vm, found, epoch)? {
+    match set_owner(context, configured, vm, found, epoch)? {
         Some(record) if record.owner == context.config.host => Ok(record.epoch),
         Some(record) => Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }),
         None => Err(OwnerError::Unreachable(configured.1.clone())),
@@ -264,12 +264,12 @@ mod tests {
     #[test]
     fn one_question_at_a_time_and_the_latest_waits() {
         let ask = |vm: &str| RegistryRequest::Read { vm: VmName::new(vm).unwrap() };
-        let mut desk = Desk::default();
-        assert_eq!(desk.question(ask("one")), Some(ask("one")));
-        assert_eq!(desk.question(ask("two")), None);
-        assert_eq!(desk.question(ask("three")), None);
-        assert_eq!(desk.answered(), Some(ask("three")));
-        assert_eq!(desk.answered(), None);
-        assert_eq!(desk.question(ask("four")), Some(ask("four")));
+        let mut client = RegistryClient::default();
+        assert_eq!(client.submit(ask("one")), Some(ask("one")));
+        assert_eq!(client.submit(ask("two")), None);
+        assert_eq!(client.submit(ask("three")), None);
+        assert_eq!(client.answered(), Some(ask("three")));
+        assert_eq!(client.answered(), None);
+        assert_eq!(client.submit(ask("four")), Some(ask("four")));
     }
 }

@@ -23,7 +23,7 @@ pub struct Compression {
     /// required.
     pub opening_bytes: u64,
     /// The first hundred choices of `auto`, with their times.
-    pub ways: Vec<PickedWay>,
+    pub ways: Vec<LevelChoice>,
 }
 
 /// Statistics of deltas: pages of which only the changes were sent.
@@ -65,7 +65,7 @@ pub struct SoftPageSet {
 /// A compression level that `auto` chose.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct PickedWay {
+pub struct LevelChoice {
     /// Time since the request for the migration, in microseconds.
     pub at_us: u64,
     /// Name of the level (`none`, `lz4`, `zstd:3`).

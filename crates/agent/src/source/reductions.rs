@@ -14,34 +14,34 @@ use proto::limits::PAGE_BYTES;
 use proto::packed::{Codec, Compression as Way, CompressionTrial};
 
 use super::references::SharedImages;
-use super::{Aims, Controls, Telemetry};
+use super::{Controls, Goals, Telemetry};
 use crate::api::{Compress, Deltas as WantedDeltas};
 use crate::cpu;
-use crate::report::{self, Compression, PickedWay};
+use crate::report::{self, Compression, LevelChoice};
 
 /// Interval of the policy's samples, and the shorter one at first, when the policy knows nothing.
-const LOOK: Duration = Duration::from_millis(50);
-const EARLY_LOOK: Duration = Duration::from_millis(20);
-const EARLY_LOOKS: u32 = 10;
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
+const EARLY_INTERVAL: Duration = Duration::from_millis(20);
+const EARLY_SAMPLES: u32 = 10;
 /// Less data allows no conclusion about a link: data that fits into a buffer is sent at once, and a worker that waits
 /// reports its wait only afterwards. Then the policy waits for more data, but not for ever.
-const LEAST_DATA_BYTES: u64 = 2 << 20;
-const LONGEST: Duration = Duration::from_millis(500);
+const MIN_DATA_BYTES: u64 = 2 << 20;
+const MAX_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Maximum number of compression choices in the report.
-const MOST_TOLD: usize = 100;
+const MAX_REPORTED: usize = 100;
 
 /// Reductions of a migration. Dropping it ends the samples and completes the report.
 #[derive(Debug)]
-pub(super) struct Sparing {
-    means: Means,
+pub(super) struct Reductions {
+    active: ActiveReductions,
     controls: Arc<Controls>,
     _stop: Option<Sender<()>>,
 }
 
 /// Reductions that the policy controls.
 #[derive(Clone, Debug)]
-struct Means {
+struct ActiveReductions {
     wanted: Compress,
     /// Compression; none if nothing is compressed and the link need not be measured either.
     packing: Option<Arc<Packing>>,
@@ -53,7 +53,7 @@ struct Means {
     known: Option<(Arc<ContentIndex>, Option<SharedImages>)>,
 }
 
-impl Sparing {
+impl Reductions {
     /// Starts the reductions that were requested and that the destination can undo; the report notes each request that
     /// is left out for that reason. Deltas need a seed.
     pub(super) fn begin(
@@ -64,8 +64,8 @@ impl Sparing {
         controls: &Arc<Controls>,
         telemetry: &Telemetry,
     ) -> Self {
-        let Aims { compression, worth, streams, deltas: wanted_deltas, deltas_bytes, .. } = controls.aims();
-        let wanted = possible(compression, codecs, controls, telemetry);
+        let Goals { compression, worth, streams, deltas: wanted_deltas, deltas_bytes, .. } = controls.goals();
+        let wanted = supported_compression(compression, codecs, controls, telemetry);
         let seed = delta_seed.filter(|_| wanted_deltas != WantedDeltas::Never && deltas_bytes > 0);
         let deltas = seed.map(|seed| Arc::new(Deltas::new(ram_blocks, deltas_bytes, seed)));
         if wanted_deltas == WantedDeltas::Always && deltas.is_none() {
@@ -84,26 +84,32 @@ impl Sparing {
             let opens = wanted == Compress::Auto;
             Arc::new(if opens { Packing::opening(worth) } else { Packing::new(way, worth) })
         });
-        let means = Means { wanted, packing, wanted_deltas, deltas, known };
+        let active = ActiveReductions { wanted, packing, wanted_deltas, deltas, known };
         if wanted_deltas == WantedDeltas::Always {
-            means.mark(controls);
+            active.start_deltas(controls);
         }
-        let watched = means.packing.clone().filter(|_| is_watched);
-        let stop = watched.and_then(|packing| watch(means.clone(), packing, streams, Arc::clone(controls)));
-        Self { means, controls: Arc::clone(controls), _stop: stop }
+        let watched = active.packing.clone().filter(|_| is_watched);
+        let stop =
+            watched.and_then(|packing| start_policy(active.clone(), packing, streams, Arc::clone(controls)));
+        Self { active, controls: Arc::clone(controls), _stop: stop }
     }
 
     pub(super) fn packing(&self) -> Option<Arc<Packing>> {
-        self.means.packing.clone()
+        self.active.packing.clone()
     }
 
     pub(super) fn deltas(&self) -> Option<Arc<Deltas>> {
-        self.means.deltas.clone()
+        self.active.deltas.clone()
     }
 }
 
 /// Returns the requested compression, or none if the destination cannot unpack it.
-fn possible(wanted: Compress, codecs: &[Codec], controls: &Controls, telemetry: &Telemetry) -> Compress {
+fn supported_compression(
+    wanted: Compress,
+    codecs: &[Codec],
+    controls: &Controls,
+    telemetry: &Telemetry,
+) -> Compress {
     let needed: Vec<_> = match wanted {
         Compress::Auto => WAYS.iter().filter_map(|way| way.codec()).collect(),
         Compress::Fixed(way) => way.codec().into_iter().collect(),
@@ -117,9 +123,9 @@ fn possible(wanted: Compress, codecs: &[Codec], controls: &Controls, telemetry: 
     Compress::Fixed(Way::None)
 }
 
-impl Drop for Sparing {
+impl Drop for Reductions {
     fn drop(&mut self) {
-        let Means { wanted, packing, deltas, .. } = &self.means;
+        let ActiveReductions { wanted, packing, deltas, .. } = &self.active;
         self.controls.report(|report| {
             if let Some(packing) = packing.as_ref().filter(|_| *wanted != Compress::Fixed(Way::None)) {
                 let CompressionCounters {
@@ -158,14 +164,14 @@ impl Drop for Sparing {
     }
 }
 
-impl Means {
+impl ActiveReductions {
     /// Starts the reductions that need time for each page: the senders wait for the link, so that these are worthwhile
     /// from here on.
-    fn use_what_is_known(&self, controls: &Arc<Controls>) {
+    fn start_slow_link_reductions(&self, controls: &Arc<Controls>) {
         if self.wanted_deltas == WantedDeltas::Auto {
-            self.mark(controls);
+            self.start_deltas(controls);
         }
-        self.refer_memory();
+        self.start_memory_references();
         if let Some((known, Some(shared))) = &self.known {
             shared.clone().learn(known, controls);
         }
@@ -176,14 +182,14 @@ impl Means {
         self.known.as_ref().map_or_else(ReferenceOutcome::default, |(known, _)| known.referred())
     }
 
-    fn refer_memory(&self) {
+    fn start_memory_references(&self) {
         if let Some((known, _)) = &self.known {
             known.enable_memory_lookup();
         }
     }
 
     /// Ends references to memory, because the destination reads the content more slowly than the link would carry it.
-    fn send_memory(&self, controls: &Controls) {
+    fn end_memory_references(&self, controls: &Controls) {
         let Some((known, _)) = self.known.as_ref().filter(|(known, _)| known.is_memory_lookup_enabled())
         else {
             return;
@@ -195,7 +201,7 @@ impl Means {
     }
 
     /// Turns deltas on: from here on the versions of sent pages are recorded, and deltas are sent.
-    fn mark(&self, controls: &Controls) {
+    fn start_deltas(&self, controls: &Controls) {
         let Some(deltas) = &self.deltas else { return };
         deltas.set(true);
         let since_us = controls.requested.elapsed().as_micros() as u64;
@@ -205,51 +211,56 @@ impl Means {
 
 /// Notes the picked compression in the report.
 fn update_report(decision: &Decision, controls: &Controls) {
-    let picked = PickedWay {
+    let picked = LevelChoice {
         at_us: controls.requested.elapsed().as_micros() as u64,
         way: decision.way.to_string(),
         link_bytes_per_s: decision.link_bytes_per_s.unwrap_or(0),
     };
     controls.report(|report| {
         let ways = &mut report.compression.get_or_insert_default().ways;
-        if ways.len() < MOST_TOLD {
+        if ways.len() < MAX_REPORTED {
             ways.push(picked);
         }
     });
 }
 
 /// Runs the policy in a separate thread; returns none if no thread can be started, and then nothing is picked.
-fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Controls>) -> Option<Sender<()>> {
+fn start_policy(
+    active: ActiveReductions,
+    packing: Arc<Packing>,
+    workers: u16,
+    controls: Arc<Controls>,
+) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
-    let looks = move || {
-        let now = || Look::now(&packing, means.referred());
+    let samples = move || {
+        let now = || LinkSample::now(&packing, active.referred());
         let mut chooser = TracedPolicy::<CompressionPolicy>::new(CompressionPolicy::default());
         let mut referring = TracedPolicy::<ReferencePolicy>::new(ReferencePolicy::default());
         let mut before = now();
-        let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
-        let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
-        while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
+        let (mut present, mut is_slow, mut samples) = (Way::None, false, 0);
+        let pause = |samples| if samples < EARLY_SAMPLES { EARLY_INTERVAL } else { SAMPLE_INTERVAL };
+        while stopped.recv_timeout(pause(samples)) == Err(RecvTimeoutError::Timeout) {
             let now = now();
             if now.referred.interruptions != before.referred.interruptions {
                 // A connection was lost: the missing answers do not measure the destination's speed.
                 referring.reset();
                 before = now;
                 if is_slow {
-                    means.refer_memory();
+                    active.start_memory_references();
                 }
                 continue;
             }
             let passed_bytes = now.passed_bytes() - before.passed_bytes();
-            let is_long = before.at.elapsed() >= LONGEST;
+            let is_long = before.at.elapsed() >= MAX_INTERVAL;
             let is_awaited = is_long && passed_bytes == 0 && now.referred.awaited_bytes > 0;
-            if !is_awaited && (passed_bytes == 0 || (passed_bytes < LEAST_DATA_BYTES && !is_long)) {
+            if !is_awaited && (passed_bytes == 0 || (passed_bytes < MIN_DATA_BYTES && !is_long)) {
                 continue;
             }
-            looks += 1;
+            samples += 1;
             let working = packing.active_workers(workers).into();
             let decision = chooser.decide_on(now.since(&before, working, packing.take_trials()));
             if is_slow && !referring.decide_on(now.passed_since(&before, &decision, is_awaited)) {
-                means.send_memory(&controls);
+                active.end_memory_references(&controls);
             }
             controls.report(|report| {
                 let told = &mut report.traces.others;
@@ -261,10 +272,10 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
             before = now;
             if decision.link_is_slow && !is_slow {
                 is_slow = true;
-                means.use_what_is_known(&controls);
+                active.start_slow_link_reductions(&controls);
             }
-            if means.wanted != Compress::Auto {
-                if is_slow && means.known.is_none() {
+            if active.wanted != Compress::Auto {
+                if is_slow && active.known.is_none() {
                     return;
                 }
                 continue;
@@ -283,18 +294,18 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Contro
             }
         }
     };
-    thread::Builder::new().name("sparing".to_owned()).spawn(looks).ok().map(|_| stop)
+    thread::Builder::new().name("sparing".to_owned()).spawn(samples).ok().map(|_| stop)
 }
 
 /// Counters at one moment.
-struct Look {
+struct LinkSample {
     at: Instant,
     counted: CompressionCounters,
     referred: ReferenceOutcome,
     idle_ns: u64,
 }
 
-impl Look {
+impl LinkSample {
     fn now(packing: &Packing, referred: ReferenceOutcome) -> Self {
         Self { at: Instant::now(), counted: packing.count(), referred, idle_ns: cpu::idle_ns() }
     }
@@ -320,7 +331,7 @@ impl Look {
         let (now, then) = (&self.counted, &before.counted);
         let (interval, data_bytes) = (self.at.duration_since(before.at), now.data_bytes - then.data_bytes);
         // Between references there may be too little data for a conclusion about the link.
-        let tells = data_bytes >= LEAST_DATA_BYTES || interval >= LONGEST;
+        let tells = data_bytes >= MIN_DATA_BYTES || interval >= MAX_INTERVAL;
         CompressionObservation {
             interval_ns: interval.as_nanos() as u64,
             workers,

@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Error of freezing a QEMU or of letting it go on.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum HoldError {
+pub(crate) enum FreezeError {
     /// The process is gone, or may not be signalled.
     #[error(transparent)]
     Process(#[from] ProcessError),
@@ -33,22 +33,22 @@ pub(crate) enum HoldError {
 /// Freezes a process by SIGSTOP. When this returns, its first thread does not run, in which QEMU executes monitor
 /// commands, so that no `cont` is executed. The other threads have the signal too, and stop when they next leave the
 /// kernel; this does not wait for them: the threads of a stopped guest run none of its code.
-pub(crate) fn hold(process: &Process) -> Result<(), HoldError> {
+pub(crate) fn freeze(process: &Process) -> Result<(), FreezeError> {
     process.signal(Signal::STOP)?;
-    wait_until(process, is_held, "stop", "SIGSTOP")
+    wait_until(process, is_frozen, "stop", "SIGSTOP")
 }
 
 /// Lets the process go on by SIGCONT, not yet its guest.
-pub(crate) fn release(process: &Process) -> Result<(), HoldError> {
-    if !is_held(process) {
+pub(crate) fn release(process: &Process) -> Result<(), FreezeError> {
+    if !is_frozen(process) {
         return Ok(());
     }
     process.signal(Signal::CONT)?;
-    wait_until(process, |process| !is_held(process), "go on", "SIGCONT")
+    wait_until(process, |process| !is_frozen(process), "go on", "SIGCONT")
 }
 
 /// Returns true if a process is stopped by a signal, no matter who sent it.
-pub(crate) fn is_held(process: &Process) -> bool {
+pub(crate) fn is_frozen(process: &Process) -> bool {
     process.status().is_ok_and(|status| status.state == 'T')
 }
 
@@ -57,12 +57,12 @@ fn wait_until(
     holds: impl Fn(&Process) -> bool,
     what: &'static str,
     signal: &'static str,
-) -> Result<(), HoldError> {
+) -> Result<(), FreezeError> {
     let deadline = Instant::now() + PATIENCE;
     while !holds(process) {
         process.check_alive()?;
         if Instant::now() > deadline {
-            return Err(HoldError::Signal { pid: process.pid(), what, signal });
+            return Err(FreezeError::Signal { pid: process.pid(), what, signal });
         }
         thread::sleep(Duration::from_micros(50));
     }

@@ -10,11 +10,11 @@ use proto::message::Message;
 use tracing::warn;
 
 use super::{Failure, Ready, gone, unexpected};
-use crate::machine::Machine;
 use crate::progress::Phase;
 use crate::report::Round;
-use crate::source::memory::Cargo;
+use crate::source::memory::Payload;
 use crate::source::{Driver, SourceVm, VmError, memory};
+use crate::state_machine::StateMachine;
 use crate::verification::CompareError;
 
 /// Result of a round of the stopped guest.
@@ -28,7 +28,7 @@ struct StoppedRound {
 }
 
 /// Error of a round of the stopped guest.
-enum RoundFailed {
+enum StoppedRoundError {
     Scan(ScanFailed),
     Link(Box<Interrupted>),
 }
@@ -39,20 +39,24 @@ fn stopped_round(
     owed: Owed,
     log: &mut dyn DirtyLog,
     acknowledged_by: Instant,
-) -> Result<StoppedRound, RoundFailed> {
-    let cleared = owed.clear_marks(log).map_err(RoundFailed::Scan)?;
+) -> Result<StoppedRound, StoppedRoundError> {
+    let cleared = owed.clear_marks(log).map_err(StoppedRoundError::Scan)?;
     let (dirty_pages, scan_us) = (cleared.pages(), cleared.scan().duration_us);
     if dirty_pages == 0 {
         return Ok(StoppedRound { sender, owed: cleared.give_up(), sent: None, dirty_pages, scan_us });
     }
-    let sent = sender.send_round_by(cleared.skip_drain(), acknowledged_by).map_err(RoundFailed::Link)?;
+    let sent =
+        sender.send_round_by(cleared.skip_drain(), acknowledged_by).map_err(StoppedRoundError::Link)?;
     let CompletedRound { sender, owed, stats } = sent;
     Ok(StoppedRound { sender, owed, sent: Some(stats), dirty_pages, scan_us })
 }
 
 /// Runs both at the same time, `there` in a separate thread. If the system cannot start a thread, `there` runs first:
 /// the guest is then stopped a little longer. An error is a panic of `there`.
-fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send) -> (H, thread::Result<T>) {
+fn run_concurrently<H, T: Send>(
+    here: impl FnOnce() -> H,
+    there: impl FnMut() -> T + Send,
+) -> (H, thread::Result<T>) {
     let there = Mutex::new(there);
     let run = || (there.lock().unwrap_or_else(PoisonError::into_inner))();
     thread::scope(|scope| match thread::Builder::new().name("save".to_owned()).spawn_scoped(scope, run) {
@@ -67,13 +71,13 @@ fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send)
 
 /// Adds the pages of disks that were written since the last scan. This precedes the saving of the devices, because QEMU
 /// then releases the disks; the devices' requests are complete: `stop` waits for them.
-pub(super) fn look_at_disks(vm: &mut SourceVm, cargo: &mut Cargo, owed: &mut Owed) -> Result<(), Failure> {
-    if !cargo.has_disks() {
+pub(super) fn scan_disks(vm: &mut SourceVm, payload: &mut Payload, owed: &mut Owed) -> Result<(), Failure> {
+    if !payload.has_disks() {
         return Ok(());
     }
     let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
-    cargo
-        .look_at_disks(monitor, owed)
+    payload
+        .scan_disks(monitor, owed)
         .map_err(|error| Failure::local("cannot find out what was written", &error))
 }
 
@@ -92,7 +96,7 @@ impl Driver {
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;
         // Later changes of the guest's state are detected when its devices are saved.
-        let run = self.vm()?.runs_or_is_paused().map_err(cannot)?;
+        let run = self.vm()?.check_run_state().map_err(cannot)?;
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;
         self.clock.measured.stop_us = self.since_stop_us();
@@ -106,31 +110,31 @@ impl Driver {
         &mut self,
         sender: Sender,
         owed: Owed,
-        cargo: &mut Cargo,
+        payload: &mut Payload,
     ) -> Result<(Vec<u8>, Sender), Failure> {
         let began = Instant::now();
-        let acknowledged_by = self.standstill_ends();
-        cargo.end_leaving_out();
+        let acknowledged_by = self.switchover_deadline();
+        payload.end_free_page_hints();
         // No program gives memory back from now on. Without a comparison, the guest is not kept stopped for this check.
-        if self.controls.aims().verify {
-            cargo.announce_comparison();
+        if self.controls.goals().verify {
+            payload.announce_comparison();
         }
         let mut owed = owed;
         let vm = self.vm.as_mut().ok_or_else(gone)?;
-        look_at_disks(vm, cargo, &mut owed)?;
-        let round = || stopped_round(sender, owed, &mut cargo.ram_log(), acknowledged_by);
+        scan_disks(vm, payload, &mut owed)?;
+        let round = || stopped_round(sender, owed, &mut payload.ram_log(), acknowledged_by);
         let save = || {
             let began = Instant::now();
             vm.save_devices().map(|state| (state, began.elapsed()))
         };
-        let (round, saved) = beside(round, save);
+        let (round, saved) = run_concurrently(round, save);
         let (sender, owed) = self.last_round(round)?;
         let (state, saving) = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| cannot_save(&error))?;
         self.clock.measured.save_us = saving.as_micros() as u64;
-        cargo.end_deltas();
-        let round = stopped_round(sender, owed, &mut cargo.ram_log(), self.standstill_ends());
+        payload.end_deltas();
+        let round = stopped_round(sender, owed, &mut payload.ram_log(), self.switchover_deadline());
         let (sender, owed) = self.last_round(round)?;
         if owed.pages() > 0 {
             let reason = format!("{} pages are owed after the last round; please report this", owed.pages());
@@ -138,13 +142,13 @@ impl Driver {
         }
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
-        self.take_last_notices()?;
+        self.handle_last_notices()?;
         self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok((state, sender))
     }
 
     /// Sets the deadline for messages to the destination while the guest is stopped.
-    pub(super) fn say_by(&mut self, deadline: Option<Instant>) {
+    pub(super) fn set_control_deadline(&mut self, deadline: Option<Instant>) {
         if let Some(control) = &mut self.control {
             control.writer.set_deadline(deadline);
         }
@@ -153,19 +157,24 @@ impl Driver {
     /// Returns the time until which the stopped guest waits for the destination's next answer: longer than everything
     /// should need, but not for ever. An agent that hangs is no reason to keep the guest stopped, even if its host
     /// works.
-    pub(super) fn standstill_ends(&self) -> Instant {
+    pub(super) fn switchover_deadline(&self) -> Instant {
         let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
         Instant::now() + 4 * self.clock.expected_downtime + patience
     }
 
     /// Adds a round of the stopped guest to the report.
-    fn last_round(&mut self, round: Result<StoppedRound, RoundFailed>) -> Result<(Sender, Owed), Failure> {
+    fn last_round(
+        &mut self,
+        round: Result<StoppedRound, StoppedRoundError>,
+    ) -> Result<(Sender, Owed), Failure> {
         let round = match round {
             Ok(round) => round,
-            Err(RoundFailed::Scan(failed)) => {
+            Err(StoppedRoundError::Scan(failed)) => {
                 return Err(Failure::local("cannot scan for dirty pages", &failed));
             }
-            Err(RoundFailed::Link(interrupted)) => return Err(self.lost_while_stopped(&interrupted.cause)),
+            Err(StoppedRoundError::Link(interrupted)) => {
+                return Err(self.lost_while_stopped(&interrupted.cause));
+            }
         };
         let StoppedRound { sender, owed, sent, dirty_pages, scan_us } = round;
         self.clock.measured.last_scans_us += scan_us;
@@ -182,7 +191,7 @@ impl Driver {
     /// migration ends.
     pub(super) fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
         self.inbox.interrupts(None);
-        match self.take_notices_or(cause) {
+        match self.handle_notices_or(cause) {
             Err(failure) => failure,
             Ok(()) => Failure::new(
                 SourceEvent::PeerLost,
@@ -191,21 +200,21 @@ impl Driver {
         }
     }
 
-    pub(super) fn verify(&mut self, cargo: &Cargo) -> Result<(), Failure> {
+    pub(super) fn verify(&mut self, payload: &Payload) -> Result<(), Failure> {
         self.phase(Phase::Verifying);
         let began = Instant::now();
         // Otherwise memory that was plugged in the meantime would be taken for lost memory.
         self.check_unchanged()?;
         let cannot_read = |error: CompareError| Failure::local("cannot read what is to be compared", &error);
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        let (images, socket) = (self.copied_images(cargo)?, self.compare_socket());
-        let left_out = cargo.left_out();
+        let (images, socket) = (self.copied_images(payload)?, self.compare_socket());
+        let left_out = payload.left_out();
         let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
         let mut hashes = self.vm()?.hashes(&left_out).map_err(cannot_read)?;
-        hashes.add_disks(cargo.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
+        hashes.add_disks(payload.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
         // The destination has as much to do as the source had.
-        let compared_by = self.standstill_ends() + 4 * began.elapsed();
+        let compared_by = self.switchover_deadline() + 4 * began.elapsed();
         let different = self.compare(hashes.messages, compared_by)?;
         let duration_us = began.elapsed().as_micros() as u64;
         self.clock.measured.verify_us = duration_us;
@@ -235,11 +244,11 @@ impl Driver {
         hashes: impl IntoIterator<Item = Message>,
         compared_by: Instant,
     ) -> Result<u64, Failure> {
-        self.say_by(Some(compared_by));
+        self.set_control_deadline(Some(compared_by));
         let mut different = 0;
         for message in hashes {
-            self.say(&message)?;
-            match self.hear(compared_by)? {
+            self.send_message(&message)?;
+            match self.receive_message(compared_by)? {
                 Message::Verified { different_chunks } => different += different_chunks.len() as u64,
                 other => return Err(unexpected(&other)),
             }
@@ -253,20 +262,20 @@ impl Driver {
         self.phase(Phase::DeviceState);
         let began = Instant::now();
         let digest = blake3::hash(state).to_hex().to_string();
-        self.say_by(Some(self.standstill_ends()));
-        self.say(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
+        self.set_control_deadline(Some(self.switchover_deadline()));
+        self.send_message(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
         for piece in state.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
         }
         // This runs while the destination loads. Its READY then implies that the source's QEMU is frozen.
         drop(sender);
         self.check_unchanged()?;
-        self.hold()?;
+        self.freeze()?;
         let run = !matches!(self.state, SourceState::Stopped { run: false });
         // Even if sending fails, the message may have arrived.
         self.may_have_all = self.later.is_none();
-        self.say(&Message::Held { epoch: self.terms.epoch(), run })?;
-        match self.hear(self.standstill_ends())? {
+        self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;
+        match self.receive_message(self.switchover_deadline())? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
                 if epoch != self.terms.epoch() || loaded != digest {
                     return Err(Failure::new(
@@ -290,9 +299,9 @@ impl Driver {
 
     /// Ensures that no `cont` has reached the guest before READY, and that none can from here on: QEMU is frozen first,
     /// and then checked. If the handover fails, the guest's `cont` lets QEMU go, or the undo does.
-    pub(crate) fn hold(&mut self) -> Result<(), Failure> {
-        self.vm()?.hold().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
-        if self.vm()?.was_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
+    pub(crate) fn freeze(&mut self) -> Result<(), Failure> {
+        self.vm()?.freeze().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
+        if self.vm()?.has_been_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
             let reason = "somebody else continued the guest while it was stopped for the handover";
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
@@ -314,9 +323,9 @@ mod tests {
     #[test]
     fn both_are_done_at_the_same_time() {
         let meeting = Barrier::new(2);
-        let (here, there) = beside(|| meeting.wait().is_leader(), || meeting.wait().is_leader());
+        let (here, there) = run_concurrently(|| meeting.wait().is_leader(), || meeting.wait().is_leader());
         assert!(here != there.unwrap());
-        let (here, there) = beside(|| 1, || panic!("as planned"));
+        let (here, there) = run_concurrently(|| 1, || panic!("as planned"));
         let _: Box<dyn std::any::Any + Send> = there.map(|never: u8| never).unwrap_err();
         assert_eq!(here, 1);
     }
@@ -330,7 +339,7 @@ mod tests {
         }
         let order = Mutex::new(Vec::new());
         let note = |what| order.lock().unwrap().push(what);
-        let (here, there) = beside(|| note("here"), || note("there"));
+        let (here, there) = run_concurrently(|| note("here"), || note("there"));
         assert_eq!((here, there.unwrap()), ((), ()));
         assert_eq!(order.into_inner().unwrap(), ["there", "here"]);
         println!("done alone");
@@ -338,7 +347,7 @@ mod tests {
 
     #[test]
     fn where_the_system_gives_no_thread_one_comes_after_the_other() {
-        let test = "source::phases::standstill::tests::alone";
+        let test = "source::phases::switchover::tests::alone";
         let alone = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", test])
             // No address space has room for such a stack.

@@ -23,18 +23,18 @@ const PID_BYTES: usize = 16;
 
 /// Runtime files to be removed after a QEMU's end.
 #[derive(Debug, Default)]
-pub(super) struct Leavings {
+pub(super) struct RuntimeFiles {
     /// Sockets that QEMU listens on.
-    sockets: Vec<Leaving>,
+    sockets: Vec<RuntimeFile>,
     /// File of `-pidfile`, and the number that QEMU wrote there.
-    pid_file: Option<(Leaving, String)>,
+    pid_file: Option<(RuntimeFile, String)>,
     /// Directory that the agent made for QEMU, when it arrived or was started from a file.
     directory: Option<PathBuf>,
     /// Directory of QEMU's log files; those with content stay.
     logs: Option<PathBuf>,
 }
 
-impl Leavings {
+impl RuntimeFiles {
     /// Collects the runtime files of a process; `made` are the directories that the agent made for it and for its logs.
     /// Files that cannot be examined are left out.
     pub(super) fn of(process: &Process, made: Option<(PathBuf, PathBuf)>) -> Self {
@@ -51,7 +51,7 @@ impl Leavings {
 
     /// Removes the files that still exist. The caller calls this after QEMU's end.
     pub(super) fn remove(&self) {
-        self.sockets.iter().for_each(Leaving::remove);
+        self.sockets.iter().for_each(RuntimeFile::remove);
         if let Some((file, pid)) = &self.pid_file
             // A QEMU that was started since writes its own number into the same file.
             && file.text().is_ok_and(|text| text.trim() == pid)
@@ -70,7 +70,7 @@ impl Leavings {
 }
 
 /// Returns the sockets that a process listens on.
-fn sockets(process: &Process) -> Result<Vec<Leaving>, ProcessError> {
+fn sockets(process: &Process) -> Result<Vec<RuntimeFile>, ProcessError> {
     let descriptors = process.descriptors()?;
     let own: Vec<_> = descriptors
         .iter()
@@ -86,9 +86,9 @@ fn sockets(process: &Process) -> Result<Vec<Leaving>, ProcessError> {
     });
     let (ours, theirs): (Vec<_>, Vec<_>) = listening.partition(|(inode, _)| own.contains(inode));
     let found = ours.into_iter().filter_map(|(_, path)| {
-        let file = Leaving::find(process, path.as_ref(), OFlags::PATH)?;
+        let file = RuntimeFile::find(process, path.as_ref(), OFlags::PATH)?;
         let mut others = theirs.iter().filter(|(_, other)| *other == path);
-        let unclear = others.any(|(inode, _)| may_be_anothers(&file, inode));
+        let unclear = others.any(|(inode, _)| may_belong_to_another(&file, inode));
         if unclear {
             info!(path, pid = process.pid(), "not to be removed: another process listens there too");
         }
@@ -99,7 +99,7 @@ fn sockets(process: &Process) -> Result<Vec<Leaving>, ProcessError> {
 
 /// Returns true if a file may belong to another socket with the same path as text. If two sockets were made at one
 /// place, their owners cannot be distinguished from outside.
-fn may_be_anothers(file: &Leaving, inode: &str) -> bool {
+fn may_belong_to_another(file: &RuntimeFile, inode: &str) -> bool {
     let socket = PathBuf::from(format!("socket:[{inode}]"));
     let holds = |process: &Process| {
         process.descriptors().is_ok_and(|all| all.iter().any(|(_, target)| *target == socket))
@@ -108,16 +108,16 @@ fn may_be_anothers(file: &Leaving, inode: &str) -> bool {
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let holder = pids.filter_map(|pid| Process::open(pid).ok()).find(holds);
     let Some(holder) = holder else { return true };
-    let theirs = Leaving::find(&holder, &file.path, OFlags::PATH);
+    let theirs = RuntimeFile::find(&holder, &file.path, OFlags::PATH);
     theirs.is_some_and(|theirs| theirs.is(file).unwrap_or(true))
 }
 
-fn pid_file(process: &Process) -> Option<(Leaving, String)> {
+fn pid_file(process: &Process) -> Option<(RuntimeFile, String)> {
     let line = fs::read(process.path("cmdline")).ok()?;
     let words: Vec<_> = line.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
     let place = words.iter().position(|word| word == "-pidfile" || word == "--pidfile")?;
     let path = PathBuf::from(words.get(place + 1)?.as_ref());
-    let file = Leaving::find(process, &path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+    let file = RuntimeFile::find(process, &path, OFlags::RDONLY | OFlags::NONBLOCK)?;
     // The number that it has in its own PID namespace is the last one.
     let status = process.read("status").ok()?;
     let pid = status.lines().find_map(|line| line.strip_prefix("NSpid:")?.split_whitespace().next_back())?;
@@ -126,7 +126,7 @@ fn pid_file(process: &Process) -> Option<(Leaving, String)> {
 
 /// A file, held so that no other can be taken for it: as long as it is open, no other file gets its inode number.
 #[derive(Debug)]
-struct Leaving {
+struct RuntimeFile {
     /// Path as it was passed to QEMU, for messages.
     path: PathBuf,
     directory: OwnedFd,
@@ -134,7 +134,7 @@ struct Leaving {
     file: File,
 }
 
-impl Leaving {
+impl RuntimeFile {
     fn find(process: &Process, path: &Path, flags: OFlags) -> Option<Self> {
         let name = path.file_name()?.to_owned();
         let directory = directory_of(process, path.parent()?).ok()?;
@@ -215,7 +215,7 @@ mod tests {
                 ])
                 .arg("sh")
                 .arg(std::env::current_exe().unwrap())
-                .args(["--exact", "--ignored", "--nocapture", "source::leavings::tests::listens"])
+                .args(["--exact", "--ignored", "--nocapture", "source::runtime_files::tests::listens"])
                 // To the tests' program these are two filters more, to the agent they are QEMU's option.
                 .args(["--", "-pidfile"])
                 .arg(Self::relative(directory).join("pid"))
@@ -264,10 +264,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("its user's"), "").unwrap();
         let listener = Listener::start(directory.path(), ":");
-        let leavings = Leavings::of(&listener.1, None);
+        let runtime_files = RuntimeFiles::of(&listener.1, None);
         listener.end();
         assert_eq!(names(directory.path()), ["absolute", "its user's", "pid", "relative"]);
-        leavings.remove();
+        runtime_files.remove();
         assert_eq!(names(directory.path()), ["its user's"]);
     }
 
@@ -281,10 +281,10 @@ mod tests {
         let listener = Listener::start(directory.path(), &bind);
         assert!(names(directory.path()).is_empty());
         let others = ["absolute", "relative"].map(|name| UnixListener::bind(at(name)).unwrap());
-        let leavings = Leavings::of(&listener.1, None);
+        let runtime_files = RuntimeFiles::of(&listener.1, None);
         fs::write(at("pid"), listener.1.pid().to_string()).unwrap();
         listener.end();
-        leavings.remove();
+        runtime_files.remove();
         assert_eq!(names(directory.path()), ["absolute", "pid", "relative"], "another VM's");
         assert!(others.iter().all(|other| UnixStream::connect_addr(&other.local_addr().unwrap()).is_ok()));
         assert!(names(inside.path()).is_empty(), "its own");
@@ -295,17 +295,17 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         let listener = Listener::start(directory.path(), ":");
-        let leavings = Leavings::of(&listener.1, None);
+        let runtime_files = RuntimeFiles::of(&listener.1, None);
         fs::remove_file(at("absolute")).unwrap();
         let _other = UnixListener::bind(at("absolute")).unwrap();
         // QEMU writes into the file that is there.
         fs::write(at("pid"), "1\n").unwrap();
         // The file's owner can no longer be determined.
-        let unclear = Leavings::of(&listener.1, None);
+        let unclear = RuntimeFiles::of(&listener.1, None);
         listener.end();
         unclear.remove();
         assert_eq!(names(directory.path()), ["absolute", "pid"]);
-        leavings.remove();
+        runtime_files.remove();
         assert_eq!(names(directory.path()), ["absolute", "pid"]);
         assert!(UnixStream::connect(at("absolute")).is_ok());
     }

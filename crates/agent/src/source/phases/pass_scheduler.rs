@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 use ::memory::{FirstPass, Owed, PageCursor, PartBoundary, RoundStats, SentHistory, WrappedPart};
 use engine::precopy::{Sampling, TracedPolicy};
 
-use super::rounds::Looked;
-use crate::source::memory::Cargo;
+use super::rounds::DirtyScan;
+use crate::source::memory::Payload;
 
 /// Scheduler that selects the pages of each round.
 ///
 /// In the first pass, which sends all of memory, pages that the guest writes in the meantime are left for later:
 /// otherwise they would have to be sent twice ([`FirstPass`]).
-pub(super) struct Course {
+pub(super) struct PassScheduler {
     pub(super) policy: TracedPolicy,
     /// Number of completed passes over the dirty pages.
     pub(super) passes: u32,
@@ -33,15 +33,15 @@ pub(super) struct Course {
 }
 
 /// Pages of a dirty scan that a round sends.
-pub(super) struct Share {
-    pub(super) looked: Looked,
+pub(super) struct RoundPages {
+    pub(super) scanned: DirtyScan,
     /// Pages that wait for a later round.
     pub(super) later: Option<Owed>,
     /// Time at which sending stops; none to send all.
     pub(super) until: Option<Instant>,
 }
 
-impl Course {
+impl PassScheduler {
     pub(super) fn new(policy: TracedPolicy, sampling: Sampling, passes: u32) -> Self {
         let history = if policy.has_history() { sampling.history } else { 0 };
         let interval_ns = if sampling.interval_ns > 0 { sampling.interval_ns } else { Sampling::LONGEST_NS };
@@ -66,47 +66,47 @@ impl Course {
 
     /// Handles a dirty scan in the first pass: pages that were written leave the pass. The pass ends when no pages
     /// remain.
-    pub(super) fn record_scan(&mut self, looked: &mut Looked) {
+    pub(super) fn record_scan(&mut self, scanned: &mut DirtyScan) {
         if self.passes > 0 {
             return;
         }
-        if !self.first_pass.record_scan(looked.readable.owed(), &std::mem::take(&mut looked.found)) {
+        if !self.first_pass.record_scan(scanned.readable.owed(), &std::mem::take(&mut scanned.found)) {
             self.passes = 1;
         }
     }
 
     /// Returns the pages to send now: in the first pass those that were not written, later up to the maximum number of
     /// pages.
-    pub(super) fn share(&mut self, looked: Looked, cargo: &Cargo) -> Share {
+    pub(super) fn select_pages(&mut self, scanned: DirtyScan, payload: &Payload) -> RoundPages {
         if self.passes == 0
             && let Some(part) = self.first_pass.next_part()
         {
-            let (looked, later) = looked.divided(cargo, |readable| readable.only(part));
-            let least = Duration::from_micros(looked.scan.duration_us) * Sampling::MIN_SCANS as u32;
+            let (scanned, later) = scanned.divided(payload, |readable| readable.only(part));
+            let least = Duration::from_micros(scanned.scan.duration_us) * Sampling::MIN_SCANS as u32;
             self.planned = self.first_pass.part(least) * self.interval_factor;
-            return Share { looked, later: Some(later), until: Some(Instant::now() + self.planned) };
+            return RoundPages { scanned, later: Some(later), until: Some(Instant::now() + self.planned) };
         }
         if std::mem::take(&mut self.disks_alone) {
-            let mut of_disks = looked.readable.owed().blocks().to_vec();
-            for without_disks in of_disks.iter_mut().take(cargo.ram_blocks()) {
+            let mut of_disks = scanned.readable.owed().blocks().to_vec();
+            for without_disks in of_disks.iter_mut().take(payload.ram_blocks()) {
                 without_disks.clear(0..without_disks.pages());
             }
             self.next = Some((self.place, false));
-            let (looked, later) = looked.divided(cargo, |readable| readable.only(&of_disks));
-            return Share { looked, later: Some(later), until: None };
+            let (scanned, later) = scanned.divided(payload, |readable| readable.only(&of_disks));
+            return RoundPages { scanned, later: Some(later), until: None };
         }
         let most_pages = self.most_pages.map(|most| most.saturating_mul(self.interval_factor.into()));
-        let Some(pages) = most_pages.filter(|most| *most < looked.readable.pages()) else {
+        let Some(pages) = most_pages.filter(|most| *most < scanned.readable.pages()) else {
             self.next = None;
-            return Share { looked, later: None, until: None };
+            return RoundPages { scanned, later: None, until: None };
         };
-        let (looked, later) = looked.divided(cargo, |readable| {
+        let (scanned, later) = scanned.divided(payload, |readable| {
             let WrappedPart { readable, later, next, has_wrapped } =
                 readable.part_wrapping(self.place, pages, PartBoundary::BetweenClusters);
             self.next = Some((next, has_wrapped));
             (readable, later)
         });
-        Share { looked, later: Some(later), until: None }
+        RoundPages { scanned, later: Some(later), until: None }
     }
 
     /// Returns true if every page was sent once, including those that were written during the first pass.
@@ -116,12 +116,12 @@ impl Course {
 
     /// Returns how many of the present round's pages of memory were sent shortly before. In the first pass there are
     /// none.
-    pub(super) fn count_resent(&mut self, looked: &Looked, cargo: &Cargo) -> u64 {
+    pub(super) fn count_resent(&mut self, scanned: &DirtyScan, payload: &Payload) -> u64 {
         if self.passes == 0 {
             return 0;
         }
-        let blocks = looked.readable.owed().blocks();
-        self.recent.count(&blocks[..cargo.ram_blocks().min(blocks.len())])
+        let blocks = scanned.readable.owed().blocks();
+        self.recent.count(&blocks[..payload.ram_blocks().min(blocks.len())])
     }
 
     /// Records that a round was sent except for these pages; without stats it was cut off.

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use crate::error::Result;
-use crate::follow::Follow;
+use crate::follow::LogFollower;
 
 /// The assembled boot sector; a test assembles the source again and compares.
 const SECTOR: &[u8; 512] = include_bytes!("../../guest/bare/bare.bin");
@@ -20,14 +20,14 @@ pub fn image() -> Vec<u8> {
 
 /// Progress that the guest has printed so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct PassProgress {
     /// Lines of each processor: one every eight passes over its memory.
     pub lines: [u64; 2],
     /// Wrong pages found by the guest itself.
     pub wrong: u64,
 }
 
-impl Progress {
+impl PassProgress {
     /// Adds a line of output. With two processors a line may hold words of both, or none.
     pub fn add(&mut self, line: &str) {
         for letter in line.chars() {
@@ -41,7 +41,13 @@ impl Progress {
     }
 
     /// Waits until each of `vcpus` processors has printed `lines` more lines than now.
-    pub fn wait(&mut self, output: &mut Follow, vcpus: usize, lines: u64, deadline: Duration) -> Result<()> {
+    pub fn wait(
+        &mut self,
+        output: &mut LogFollower,
+        vcpus: usize,
+        lines: u64,
+        deadline: Duration,
+    ) -> Result<()> {
         let start = *self;
         output.wait_for("passes of the bare-metal guest", deadline, |line| {
             self.add(line);

@@ -26,7 +26,7 @@ const SILENCE: Duration = Duration::from_mins(1);
 
 /// Observations on one connection.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct Watched {
+pub struct ConnectionReport {
     /// Requests answered with success.
     pub answered: u64,
     /// The longest time between two answers, ms.
@@ -45,9 +45,9 @@ pub struct ClientReport {
     /// Time for which the client watched, ms.
     pub watched_ms: f64,
     /// The connection that requests the page.
-    pub page: Watched,
+    pub page: ConnectionReport,
     /// The connection that hands in notes.
-    pub notes: Watched,
+    pub notes: ConnectionReport,
     /// Notes that the service has in the end, minus those that it had at the beginning. `None` if the service did not
     /// answer.
     pub notes_kept: Option<u64>,
@@ -69,8 +69,8 @@ pub struct Client {
     stop: Arc<AtomicBool>,
     /// Receives one item for each answer with the page; disconnected when the connection ends.
     answers: Receiver<()>,
-    page: JoinHandle<Watched>,
-    notes: JoinHandle<(Watched, Option<u64>)>,
+    page: JoinHandle<ConnectionReport>,
+    notes: JoinHandle<(ConnectionReport, Option<u64>)>,
 }
 
 impl Client {
@@ -135,8 +135,8 @@ fn watch(
     start: Instant,
     pause: Duration,
     mut request: impl FnMut(u64) -> io::Result<()>,
-) -> Watched {
-    let mut watched = Watched::default();
+) -> ConnectionReport {
+    let mut watched = ConnectionReport::default();
     let mut times_ms = Vec::new();
     let mut last = Instant::now();
     while !stop.load(Relaxed) {

@@ -8,7 +8,7 @@ use crate::error::{Context, Result};
 
 /// A type of device that QEMU lets its user plug.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pluggable {
+pub struct DeviceType {
     /// Its name for `-device`.
     pub name: String,
     /// The kind of bus that it needs; `None` for the few devices that are on no bus.
@@ -17,7 +17,7 @@ pub struct Pluggable {
 
 /// A device of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plugged {
+pub struct PluggedDevice {
     /// Its type.
     pub name: String,
     /// Words of QEMU's command line: the device, and what it needs (a controller, a back end).
@@ -28,7 +28,7 @@ pub struct Plugged {
 ///
 /// # Errors
 /// Fails if QEMU does not start.
-pub fn pluggable(qemu: &Qemu) -> Result<Vec<Pluggable>> {
+pub fn device_types(qemu: &Qemu) -> Result<Vec<DeviceType>> {
     let output = Command::new(&qemu.program)
         .args(qemu.arguments())
         .args(["-device", "help"])
@@ -37,12 +37,12 @@ pub fn pluggable(qemu: &Qemu) -> Result<Vec<Pluggable>> {
     Ok(parse(&String::from_utf8_lossy(&output.stdout)))
 }
 
-fn parse(help: &str) -> Vec<Pluggable> {
+fn parse(help: &str) -> Vec<DeviceType> {
     let device = |line: &str| {
         let name = line.strip_prefix("name \"")?.split('"').next()?.to_owned();
         let bus =
             line.split_once(", bus ").map(|(_, rest)| rest.split(',').next().unwrap_or(rest).to_owned());
-        (!name.ends_with("-x86_64-cpu")).then_some(Pluggable { name, bus })
+        (!name.ends_with("-x86_64-cpu")).then_some(DeviceType { name, bus })
     };
     help.lines().filter_map(device).collect()
 }
@@ -79,10 +79,10 @@ const LINES: [&str; 8] = [
 ///
 /// # Errors
 /// Fails if a file cannot be made.
-pub fn plug(device: &Pluggable, number: usize, directory: &Path) -> Result<Plugged> {
+pub fn plug(device: &DeviceType, number: usize, directory: &Path) -> Result<PluggedDevice> {
     let name = device.name.as_str();
     let begins = |list: &[&str]| list.iter().any(|start| name.starts_with(start));
-    let mut line = Line { words: Vec::new(), number };
+    let mut line = OptionLine { words: Vec::new(), number };
     let mut properties = vec![name.to_owned(), format!("id=x{number}")];
     let bus = match device.bus.as_deref() {
         Some("usb-bus") => Some(("qemu-xhci", "u")),
@@ -154,15 +154,15 @@ pub fn plug(device: &Pluggable, number: usize, directory: &Path) -> Result<Plugg
         _ => {}
     }
     line.option("-device", properties.join(","));
-    Ok(Plugged { name: name.to_owned(), words: line.words })
+    Ok(PluggedDevice { name: name.to_owned(), words: line.words })
 }
 
-struct Line {
+struct OptionLine {
     words: Vec<String>,
     number: usize,
 }
 
-impl Line {
+impl OptionLine {
     fn option(&mut self, name: &str, value: String) {
         self.words.extend([name.to_owned(), value]);
     }

@@ -61,7 +61,7 @@ pub struct Committer {
 
 /// Result of a committer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Committed {
+pub struct CommitReport {
     /// Rows 0 to just before this one were confirmed.
     pub rows: u64,
     /// Error that ended its connection, if any.
@@ -109,10 +109,10 @@ impl Committer {
     }
 
     /// Ends the committer and returns the confirmed commits.
-    pub fn finish(self) -> Committed {
+    pub fn finish(self) -> CommitReport {
         self.stop.store(true, Relaxed);
         let (rows, error) = self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        Committed { rows, error }
+        CommitReport { rows, error }
     }
 }
 

@@ -61,7 +61,7 @@ impl Default for Settings {
 
 /// Packets counted in one direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct PacketCounts {
     /// Delivered.
     pub delivered: u64,
     /// Bytes of those.
@@ -118,7 +118,7 @@ impl Emulator {
         for (n, wire) in wires.iter().enumerate() {
             let (receiver, sender) = (Arc::clone(wire), Arc::clone(wire));
             let settings = Arc::clone(&settings);
-            let dice = Dice(mix(seed ^ n as u64));
+            let dice = LossGenerator(mix(seed ^ n as u64));
             threads.push(thread::spawn(move || receiver.receive(&settings, dice)));
             threads.push(thread::spawn(move || sender.send()));
         }
@@ -142,9 +142,9 @@ impl Emulator {
     }
 
     /// Returns the counts of one direction.
-    pub fn counts(&self, direction: Direction) -> Counts {
+    pub fn counts(&self, direction: Direction) -> PacketCounts {
         let wire = self.wire(direction);
-        Counts {
+        PacketCounts {
             delivered: wire.delivered.load(Relaxed),
             delivered_bytes: wire.delivered_bytes.load(Relaxed),
             lost: wire.lost.load(Relaxed),
@@ -205,11 +205,11 @@ impl Wire {
     }
 
     /// Receives packets from the one device until the link ends.
-    fn receive(&self, settings: &Mutex<Settings>, mut dice: Dice) {
+    fn receive(&self, settings: &Mutex<Settings>, mut dice: LossGenerator) {
         let mut buffer = vec![0; usize::from(MTU) + 64];
         while let Ok(true) = self.wait_for_packet() {
             match self.from.recv(&mut buffer) {
-                Ok(length) => self.take(&buffer[..length], settings, &mut dice),
+                Ok(length) => self.enqueue(&buffer[..length], settings, &mut dice),
                 // Taken down, or removed with its namespace: no packet arrives any longer.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => return,
@@ -226,7 +226,7 @@ impl Wire {
     }
 
     /// Decides whether a packet is dropped, and otherwise when it is due.
-    fn take(&self, packet: &[u8], settings: &Mutex<Settings>, dice: &mut Dice) {
+    fn enqueue(&self, packet: &[u8], settings: &Mutex<Settings>, dice: &mut LossGenerator) {
         let settings = lock(settings).clone();
         // The dice are thrown for every packet, so that decisions depend on its number alone.
         let (loss, late) = (dice.throw(), dice.throw());
@@ -290,9 +290,9 @@ impl Wire {
 
 /// A generator of numbers from 0 to 1.
 #[derive(Debug)]
-struct Dice(u64);
+struct LossGenerator(u64);
 
-impl Dice {
+impl LossGenerator {
     fn throw(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(1);
         (mix(self.0) >> 11) as f64 / (1_u64 << 53) as f64

@@ -19,11 +19,11 @@ use crate::error::{Context, Error, Result};
 pub const DEADLINE: Duration = Duration::from_mins(2);
 
 /// Longest wait for an answer while lines report that work on it continues.
-pub(crate) const LONGEST: Duration = Duration::from_mins(5);
+pub(crate) const LONGEST_WAIT: Duration = Duration::from_mins(5);
 
 /// A growing file, read line by line.
 #[derive(Debug)]
-pub struct Follow {
+pub struct LogFollower {
     path: PathBuf,
     file: File,
     watch: OwnedFd,
@@ -34,7 +34,7 @@ pub struct Follow {
     tail: std::collections::VecDeque<String>,
 }
 
-impl Follow {
+impl LogFollower {
     /// Follows a file from its beginning. A missing file is made. With `writer`, waiting fails as soon as that process
     /// has ended and all of its output was read.
     pub fn start(path: &Path, writer: Option<u32>) -> Result<Self> {
@@ -80,16 +80,16 @@ impl Follow {
         deadline: Duration,
         wanted: impl FnMut(&str) -> bool,
     ) -> Result<String> {
-        self.wait_while(awaited, deadline, |_| false, wanted)
+        self.wait_while_working(awaited, deadline, |_| false, wanted)
     }
 
-    /// Waits like [`Follow::wait_for`] for a writer that may need long and reports so: the deadline is counted from the
-    /// last line for which `is_at_it` holds, and ends after [`LONGEST`] at the latest.
-    pub fn wait_while(
+    /// Waits like [`LogFollower::wait_for`] for a writer that may need long and reports so: the deadline is counted from the
+    /// last line for which `is_working` holds, and ends after [`LONGEST_WAIT`] at the latest.
+    pub fn wait_while_working(
         &mut self,
         awaited: &str,
         deadline: Duration,
-        mut is_at_it: impl FnMut(&str) -> bool,
+        mut is_working: impl FnMut(&str) -> bool,
         mut wanted: impl FnMut(&str) -> bool,
     ) -> Result<String> {
         let start = Instant::now();
@@ -101,8 +101,8 @@ impl Follow {
                 if wanted(&line) {
                     return Ok(line);
                 }
-                if is_at_it(&line) {
-                    until = (start.elapsed() + deadline).min(LONGEST);
+                if is_working(&line) {
+                    until = (start.elapsed() + deadline).min(LONGEST_WAIT);
                 }
             }
             let awaited = || awaited.to_owned();

@@ -58,11 +58,11 @@ pub mod storage;
 pub mod sweep;
 
 pub use agents::Agents;
-pub use client::{Client, ClientReport, Watched};
+pub use client::{Client, ClientReport, ConnectionReport};
 pub use emulator::{Emulator, Settings};
 pub use environment::{Environment, Qemu, QemuVersion, not_tried};
 pub use error::{Error, Result};
-pub use follow::{DEADLINE, Follow};
+pub use follow::{DEADLINE, LogFollower};
 pub use guest::Guest;
 pub use host::Host;
 pub use lab::{Direction, Lab, LabConfig, Link, Packets, vm_address};

@@ -36,13 +36,13 @@ pub(crate) fn migrate(
     vm: &str,
     more: &[&str],
     patience: Duration,
-) -> Result<Told> {
-    migrate_meanwhile(agents, from, to, vm, more, patience, |_| Ok(()))
+) -> Result<MigrationReport> {
+    migrate_while(agents, from, to, vm, more, patience, |_| Ok(()))
 }
 
 /// Migrates like [`migrate`], and runs `meanwhile` at the same time. The receiver passed to it is disconnected when the
 /// migration has ended, with success or without. Returns when both have ended.
-pub(crate) fn migrate_meanwhile(
+pub(crate) fn migrate_while(
     agents: &Agents,
     from: &Host,
     to: &Host,
@@ -50,11 +50,11 @@ pub(crate) fn migrate_meanwhile(
     more: &[&str],
     patience: Duration,
     meanwhile: impl FnOnce(&mpsc::Receiver<()>) -> Result<()> + Send,
-) -> Result<Told> {
+) -> Result<MigrationReport> {
     let mut command = agents.command(from, &["migrate", vm, "--to", to.name(), "--json"]);
     command.args(more);
     // The program ends with an error if the guest was not moved, and reports the reason in the same document.
-    let said = thread::scope(|scope| {
+    let printed = thread::scope(|scope| {
         let (ended, waiting) = mpsc::channel::<()>();
         scope.spawn(move || {
             if waiting.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
@@ -64,22 +64,22 @@ pub(crate) fn migrate_meanwhile(
         });
         let (over, underway) = mpsc::channel::<()>();
         let meanwhile = scope.spawn(move || meanwhile(&underway));
-        let said = command.stderr(Stdio::null()).output();
+        let printed = command.stderr(Stdio::null()).output();
         drop((ended, over));
         // A panic of `meanwhile` continues here.
         meanwhile.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        said.context(|| "cannot run Whimbrel")
+        printed.context(|| "cannot run Whimbrel")
     })?;
-    serde_json::from_slice(&said.stdout)
-        .map(Told)
+    serde_json::from_slice(&printed.stdout)
+        .map(MigrationReport)
         .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))
 }
 
 /// Whimbrel's report of a migration.
 #[derive(Debug, Clone)]
-pub(crate) struct Told(Value);
+pub(crate) struct MigrationReport(Value);
 
-impl Told {
+impl MigrationReport {
     /// Returns the whole report.
     pub(crate) fn report(&self) -> &Value {
         &self.0
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_report_is_read() {
-        let told = Told(json!({
+        let told = MigrationReport(json!({
             "outcome": "moved", "total_us": 7, "started_unix_ms": 1000, "downtime": {"stop_us": 3},
             "events": [{"what": "running", "at_us": 500_000}],
         }));
@@ -150,7 +150,7 @@ mod tests {
         assert!(told.downtime("load_us").unwrap_err().to_string().contains("no number load_us"));
         assert_eq!(told.at("running").unwrap(), SystemTime::UNIX_EPOCH + Duration::from_millis(1500));
         assert!(told.at("stopped").is_err());
-        assert!(!Told(json!({"outcome": "cancelled"})).has_moved().unwrap());
-        assert!(Told(json!({"outcome": "in-doubt"})).has_moved().is_err());
+        assert!(!MigrationReport(json!({"outcome": "cancelled"})).has_moved().unwrap());
+        assert!(MigrationReport(json!({"outcome": "in-doubt"})).has_moved().is_err());
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::follow::{DEADLINE, Follow};
+use crate::follow::{DEADLINE, LogFollower};
 use crate::serial::Serial;
 
 /// Time that a program may need until it ends, or until it has begun its work: emulated, on a busy machine.
@@ -88,7 +88,7 @@ impl Serial {
     }
 }
 
-impl Follow {
+impl LogFollower {
     /// Waits for the end of the next run of the guest's kernel. Returns true if the run verified. An incomplete line is
     /// skipped; the end of the program itself is an error.
     pub fn wait_for_nas_run(&mut self) -> Result<bool> {

@@ -9,12 +9,12 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 
 use crate::error::{Context, Error, Result};
-use crate::follow::Follow;
+use crate::follow::LogFollower;
 
 /// Runs a command to its end and returns its output.
 pub fn run(command: &mut Command) -> Result<String> {
     let output =
-        command.stdin(Stdio::null()).output().context(|| format!("cannot run {}", shown(command)))?;
+        command.stdin(Stdio::null()).output().context(|| format!("cannot run {}", command_line(command)))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
@@ -23,11 +23,11 @@ pub fn run(command: &mut Command) -> Result<String> {
     if !stdout.trim().is_empty() {
         text = format!("{text}\n{}", stdout.trim());
     }
-    Err(Error::Command { command: shown(command), status: output.status, output: text })
+    Err(Error::Command { command: command_line(command), status: output.status, output: text })
 }
 
 /// Returns an approximation of the command line as a user would type it.
-fn shown(command: &Command) -> String {
+fn command_line(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
@@ -51,7 +51,7 @@ impl Daemon {
             .stderr(errors)
             .process_group(0)
             .spawn()
-            .context(|| format!("cannot start {}", shown(command)))?;
+            .context(|| format!("cannot start {}", command_line(command)))?;
         Ok(Self { pid: child.id(), child: Some(child), log: log.to_owned() })
     }
 
@@ -66,8 +66,8 @@ impl Daemon {
     }
 
     /// Follows its output from the start of the log. Waiting fails when the process ends.
-    pub fn follow(&self) -> Result<Follow> {
-        Follow::start(&self.log, Some(self.pid))
+    pub fn follow(&self) -> Result<LogFollower> {
+        LogFollower::start(&self.log, Some(self.pid))
     }
 
     /// Returns true if it still runs.

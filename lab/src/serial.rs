@@ -11,7 +11,7 @@ use std::time::Duration;
 use whimbrel_guest_load::checksum;
 
 use crate::error::{Context, Error, Result};
-use crate::follow::{DEADLINE, Follow, LONGEST};
+use crate::follow::{DEADLINE, LONGEST_WAIT, LogFollower};
 
 /// A guest's serial line: a socket for its input, a log with its output. The guest may have been started here, or may
 /// have arrived by a migration.
@@ -103,12 +103,12 @@ impl Serial {
     }
 
     /// Follows the output from its beginning.
-    pub fn follow(&self) -> Result<Follow> {
-        Follow::start(&self.log, self.pid)
+    pub fn follow(&self) -> Result<LogFollower> {
+        LogFollower::start(&self.log, self.pid)
     }
 
     /// Follows the output from now on.
-    pub fn follow_from_now(&self) -> Result<Follow> {
+    pub fn follow_from_now(&self) -> Result<LogFollower> {
         let mut follow = self.follow()?;
         follow.skip()?;
         Ok(follow)
@@ -132,7 +132,7 @@ impl Serial {
         // Until then the output that arrives here must be drained, or the guest's output stops; the log has it too.
         let mut drained = input.try_clone().context(context)?;
         let drain = thread::spawn(move || io::copy(&mut drained, &mut io::sink()));
-        let answer = output.wait_while(awaited, deadline, is_checking, wanted);
+        let answer = output.wait_while_working(awaited, deadline, is_checking, wanted);
         // QEMU may have ended in the meantime, and closed the connection.
         let _ = input.shutdown(Shutdown::Both);
         let _ = drain.join();
@@ -178,7 +178,7 @@ impl Serial {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
         let number = NUMBER.fetch_add(1, Relaxed);
         let id = format!(" id={number} ");
-        let line = self.ask_until_whole(&format!("check {number}"), CHECK_PATIENCE, |answer| {
+        let line = self.ask_until_complete(&format!("check {number}"), CHECK_PATIENCE, |answer| {
             answer.starts_with("CHECK ") && answer.contains(&id)
         })?;
         Ok(Check {
@@ -191,7 +191,7 @@ impl Serial {
 
     /// Returns the time since the tiny guest's load began, by the guest's clock.
     pub fn now(&self) -> Result<Duration> {
-        let answer = self.ask_until_whole("now", PATIENCE, |answer| answer.starts_with("NOW "))?;
+        let answer = self.ask_until_complete("now", PATIENCE, |answer| answer.starts_with("NOW "))?;
         Ok(Duration::from_micros(value(&answer, "uptime_us")))
     }
 
@@ -207,7 +207,7 @@ impl Serial {
         let mut all = Progress { first: slot(from), ..Progress::default() };
         loop {
             let next = all.first + all.work.len() as u64;
-            let piece = self.piece_of_progress(next)?;
+            let piece = self.progress_piece(next)?;
             if piece.work.is_empty() || next > slot(until) {
                 return Ok(all);
             }
@@ -223,37 +223,38 @@ impl Serial {
     /// Returns a fifth of a second of progress: lines are short, so that most arrive whole. A line of more than 270
     /// characters fills the socket, to which QEMU passes each character by itself, if its reader is slow; then one
     /// character is repeated, each time.
-    fn piece_of_progress(&self, first: u64) -> Result<Progress> {
+    fn progress_piece(&self, first: u64) -> Result<Progress> {
         let question = format!("trace {first} 20");
-        let line = self.ask_until_whole(&question, PATIENCE, |answer| answer.starts_with("TRACE "))?;
+        let line = self.ask_until_complete(&question, PATIENCE, |answer| answer.starts_with("TRACE "))?;
         Ok(Progress::parse(&line))
     }
 
     /// Changes settings of the load while it runs: `rate=100 mode=few pattern=random`. See `guest/load`.
     pub fn set(&self, settings: &str) -> Result<()> {
         let done = format!("SET {settings}");
-        self.ask_until_whole(&format!("set {settings}"), PATIENCE, |answer| answer == done).map(drop)
+        self.ask_until_complete(&format!("set {settings}"), PATIENCE, |answer| answer == done).map(drop)
     }
 
     /// Returns the answer without its checksum. An emulated serial line loses a character now and then, also of the
     /// command: a command without a complete answer is typed again, a few times.
-    fn ask_until_whole(
+    fn ask_until_complete(
         &self,
         question: &str,
         patience: Duration,
         mut wanted: impl FnMut(&str) -> bool,
     ) -> Result<String> {
         let awaited = format!("the answer to {question}");
-        let mut is_answer =
-            |line: &str| whole(line).is_some_and(|answer| answer.starts_with("ERROR ") || wanted(answer));
+        let mut is_answer = |line: &str| {
+            complete_line(line).is_some_and(|answer| answer.starts_with("ERROR ") || wanted(answer))
+        };
         let mut attempts = 0;
         loop {
             attempts += 1;
             let answer = self.ask(question, &awaited, patience, &mut is_answer);
-            match answer.map(|line| whole(&line).unwrap_or_default().to_owned()) {
+            match answer.map(|line| complete_line(&line).unwrap_or_default().to_owned()) {
                 // A guest that has reported progress all the while, and did not finish, has understood the command.
                 Err(Error::Timeout { waited_ms, .. })
-                    if attempts < ATTEMPTS && waited_ms < LONGEST.as_millis() => {}
+                    if attempts < ATTEMPTS && waited_ms < LONGEST_WAIT.as_millis() => {}
                 Ok(answer) if answer.starts_with("ERROR ") => {
                     if attempts == ATTEMPTS {
                         return Err(Error::Config(format!("{question}: the guest answers: {answer}")));
@@ -272,12 +273,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const CHECK_PATIENCE: Duration = Duration::from_secs(40);
 
 /// Returns the tiny guest's line without its checksum. `None` if the line is incomplete, or has no checksum.
-fn whole(line: &str) -> Option<&str> {
+fn complete_line(line: &str) -> Option<&str> {
     let (said, sum) = line.rsplit_once(" sum=")?;
     (Some(checksum(said)) == u64::from_str_radix(sum, 16).ok()).then_some(said)
 }
 
-impl Follow {
+impl LogFollower {
     /// Returns the tiny guest's next tick that is wanted. Incomplete lines are skipped: the next tick reports as much.
     pub fn wait_for_tick(
         &mut self,
@@ -293,7 +294,7 @@ impl Follow {
 impl Tick {
     /// Parses a line; returns `None` for a line that is no tick, or incomplete.
     pub fn parse(line: &str) -> Option<Self> {
-        let line = whole(line)?.strip_prefix("tick ")?;
+        let line = complete_line(line)?.strip_prefix("tick ")?;
         Some(Self {
             n: value(line, "n"),
             uptime_ms: value(line, "uptime_ms"),

@@ -275,7 +275,7 @@ impl GuestSpec {
 
     /// Returns QEMU's arguments. Files that the guest needs (sockets, logs) are in `directory`.
     pub fn arguments(&self, environment: &Environment, directory: &Path) -> Result<Vec<String>> {
-        let mut line = Line::default();
+        let mut line = CommandLine::default();
         let file = |name: &str| directory.join(name).display().to_string();
         line.option("-name", &self.name);
         line.flags(["-no-user-config", "-nodefaults"]);
@@ -304,7 +304,7 @@ impl GuestSpec {
         Ok(line.0)
     }
 
-    fn processor_and_memory(&self, line: &mut Line) {
+    fn processor_and_memory(&self, line: &mut CommandLine) {
         match self.accel {
             Accel::Tcg => line.option("-accel", "tcg").option("-cpu", "max"),
             Accel::Kvm => line.option("-accel", "kvm").option("-cpu", "host,-arch-capabilities"),
@@ -350,7 +350,7 @@ impl GuestSpec {
         }
     }
 
-    fn boot(&self, line: &mut Line, environment: &Environment, directory: &Path) -> Result<()> {
+    fn boot(&self, line: &mut CommandLine, environment: &Environment, directory: &Path) -> Result<()> {
         match &self.boot {
             Boot::Tiny(load) => {
                 line.kernel(&environment.kernel()?, &environment.tiny_initrd()?, &self.append(load));
@@ -413,9 +413,9 @@ impl GuestSpec {
 
 /// A command line that grows.
 #[derive(Default)]
-struct Line(Vec<String>);
+struct CommandLine(Vec<String>);
 
-impl Line {
+impl CommandLine {
     fn option(&mut self, name: &str, value: &str) -> &mut Self {
         self.flags([name, value])
     }

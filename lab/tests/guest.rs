@@ -13,7 +13,7 @@ use std::time::Duration;
 use whimbrel_guest_load::words;
 use whimbrel_lab as lab;
 
-use lab::bare::Progress;
+use lab::bare::PassProgress;
 use lab::{
     Accel, DEADLINE, Device, Disk, Environment, Error, Guest, GuestSpec, Lab, LabConfig, Load, LoadMode, Net,
     Pattern, QemuVersion, Ram, disk, vm_address,
@@ -232,7 +232,7 @@ fn the_bare_guest_runs_on_one_and_two_processors() {
         let name = format!("{accel:?}{vcpus}").to_lowercase();
         let spec = GuestSpec { ram: Ram::Memfd, ..GuestSpec::bare(&name, accel, vcpus) };
         let mut guest = Guest::start(&lab.a, &environment, &spec).unwrap();
-        let mut progress = Progress::default();
+        let mut progress = PassProgress::default();
         let mut output = guest.serial().follow().unwrap();
         progress.wait(&mut output, vcpus as usize, 2, DEADLINE).unwrap();
         assert_eq!(progress.wrong, 0);

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use crate::pages::{Kernel, Use};
+use crate::pages::{KernelMemory, PageUse};
 use crate::protocol::Cache;
 
 const PAGE_BYTES: u64 = 4096;
@@ -14,7 +14,7 @@ const PAGE_BYTES: u64 = 4096;
 ///
 /// # Errors
 /// Fails if the kernel has no interface for this, or refuses.
-pub fn give_back(root: &Path, kernel: &Kernel, cache: Cache) -> io::Result<()> {
+pub fn give_back(root: &Path, kernel: &KernelMemory, cache: Cache) -> io::Result<()> {
     match cache {
         Cache::None => Ok(()),
         Cache::All => write(root, "proc/sys/vm/drop_caches", "1"),
@@ -22,10 +22,10 @@ pub fn give_back(root: &Path, kernel: &Kernel, cache: Cache) -> io::Result<()> {
     }
 }
 
-fn cold_bytes(kernel: &Kernel) -> io::Result<u64> {
+fn cold_bytes(kernel: &KernelMemory) -> io::Result<u64> {
     let mut pages = 0;
     kernel.scan(|run, used| {
-        if used == (Use::Cache { cold: true }) {
+        if used == (PageUse::Cache { cold: true }) {
             pages += run.end - run.start;
         }
         Ok(())
@@ -51,14 +51,14 @@ fn reclaim(root: &Path, bytes: u64) -> io::Result<()> {
                 let error = "memory.reclaim of this kernel would swap out programs' memory";
                 return Err(io::Error::new(io::ErrorKind::Unsupported, error));
             }
-            enough(write(root, RECLAIM, &bytes.to_string()))
+            accept_less(write(root, RECLAIM, &bytes.to_string()))
         }
-        other => enough(other),
+        other => accept_less(other),
     }
 }
 
 /// Accepts a smaller amount than requested as success: the kernel returns `EAGAIN` then.
-fn enough(reclaimed: io::Result<()>) -> io::Result<()> {
+fn accept_less(reclaimed: io::Result<()>) -> io::Result<()> {
     match reclaimed {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
         other => other,
@@ -96,7 +96,7 @@ mod tests {
         let flags: Vec<u8> =
             [0, cold, cold, cold | 1 << 6].iter().flat_map(|flags: &u64| flags.to_le_bytes()).collect();
         put("proc/kpageflags", &flags);
-        let kernel = Kernel::open(root.path()).unwrap();
+        let kernel = KernelMemory::open(root.path()).unwrap();
         let give = |cache| give_back(root.path(), &kernel, cache);
         give(Cache::None).unwrap();
         assert_eq!(give(Cache::All).unwrap_err().kind(), io::ErrorKind::NotFound);
@@ -108,7 +108,7 @@ mod tests {
         give(Cache::Cold).unwrap();
         assert_eq!(read("sys/fs/cgroup/memory.reclaim"), "8192 swappiness=0");
         assert!(swaps("Filename Type\n/dev/vdb partition\n") && !swaps("Filename Type\n") && !swaps(""));
-        assert!(enough(Err(io::ErrorKind::WouldBlock.into())).is_ok());
-        assert!(enough(Err(io::ErrorKind::PermissionDenied.into())).is_err());
+        assert!(accept_less(Err(io::ErrorKind::WouldBlock.into())).is_ok());
+        assert!(accept_less(Err(io::ErrorKind::PermissionDenied.into())).is_err());
     }
 }

@@ -46,7 +46,7 @@ const BATCH: u64 = 8192;
 
 /// Use of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
+pub enum PageUse {
     /// Unused: the page belongs to the buddy allocator.
     Free,
     /// A copy of a file's content that is not mapped.
@@ -58,7 +58,7 @@ pub enum Use {
     Other,
 }
 
-impl Use {
+impl PageUse {
     /// Returns the use for flags of `/proc/kpageflags`.
     pub fn of(flags: u64) -> Self {
         let has = |bit: u32| flags & 1 << bit != 0;
@@ -85,13 +85,13 @@ impl Use {
 
 /// The kernel's record of its memory.
 #[derive(Debug)]
-pub struct Kernel {
+pub struct KernelMemory {
     flags: File,
     memory: Vec<Pages>,
     poisoned: bool,
 }
 
-impl Kernel {
+impl KernelMemory {
     /// Opens the files of the kernel whose `/proc` and `/boot` are below `root`, which is `/` except in tests.
     ///
     /// # Errors
@@ -107,7 +107,7 @@ impl Kernel {
         }
         let release = read("proc/sys/kernel/osrelease").unwrap_or_default();
         let config = read(&format!("boot/config-{}", release.trim())).unwrap_or_default();
-        let poisoned = looks_at_free_pages(&read("proc/cmdline")?, &config);
+        let poisoned = checks_free_pages(&read("proc/cmdline")?, &config);
         Ok(Self { flags: File::open(root.join("proc/kpageflags"))?, memory, poisoned })
     }
 
@@ -122,11 +122,11 @@ impl Kernel {
         self.poisoned
     }
 
-    /// Passes the use of each page to `tell`, in ascending order, in runs.
+    /// Passes the use of each page to `visit`, in ascending order, in runs.
     ///
     /// # Errors
-    /// Fails if the kernel does not report it, or `tell` fails.
-    pub fn scan(&self, mut tell: impl FnMut(Pages, Use) -> io::Result<()>) -> io::Result<()> {
+    /// Fails if the kernel does not report it, or `visit` fails.
+    pub fn scan(&self, mut visit: impl FnMut(Pages, PageUse) -> io::Result<()>) -> io::Result<()> {
         let mut bytes = vec![0; BATCH as usize * WORD];
         for range in &self.memory {
             let mut first = range.start;
@@ -134,16 +134,16 @@ impl Kernel {
                 let count = BATCH.min(range.end - first);
                 let bytes = &mut bytes[..count as usize * WORD];
                 self.flags.read_exact_at(bytes, first * WORD as u64)?;
-                let uses = bytes.as_chunks().0.iter().map(|flags| Use::of(u64::from_le_bytes(*flags)));
+                let uses = bytes.as_chunks().0.iter().map(|flags| PageUse::of(u64::from_le_bytes(*flags)));
                 let (mut start, mut before) = (first, None);
                 for (page, now) in (first..).zip(uses) {
                     if let Some(before) = before.replace(now).filter(|before| *before != now) {
-                        tell(start..page, before)?;
+                        visit(start..page, before)?;
                         start = page;
                     }
                 }
                 first += count;
-                before.map_or(Ok(()), |last| tell(start..first, last))?;
+                before.map_or(Ok(()), |last| visit(start..first, last))?;
             }
         }
         Ok(())
@@ -172,7 +172,7 @@ fn system_ram(iomem: &str) -> Vec<Pages> {
 
 /// Returns true if the kernel fills free pages with a pattern and checks it on allocation, by its command line and its
 /// configuration.
-fn looks_at_free_pages(command_line: &str, config: &str) -> bool {
+fn checks_free_pages(command_line: &str, config: &str) -> bool {
     let mut looks = config.lines().any(|line| line == "CONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT=y");
     for word in command_line.split_ascii_whitespace() {
         if let Some(("page_poison" | "debug_pagealloc", value)) = word.split_once('=') {
@@ -198,25 +198,25 @@ mod tests {
 
     #[test]
     fn what_pages_are_used_for() {
-        let of = |bits: &[u32]| Use::of(bits.iter().fold(0, |flags, bit| flags | 1 << bit));
-        assert_eq!(of(&[]), Use::Other);
-        assert_eq!(of(&[BUDDY]), Use::Free);
-        assert_eq!(of(&[BUDDY, UPTODATE]), Use::Free);
+        let of = |bits: &[u32]| PageUse::of(bits.iter().fold(0, |flags, bit| flags | 1 << bit));
+        assert_eq!(of(&[]), PageUse::Other);
+        assert_eq!(of(&[BUDDY]), PageUse::Free);
+        assert_eq!(of(&[BUDDY, UPTODATE]), PageUse::Free);
         // Tails of other allocations, offline pages, page tables.
         for bit in [LRU, SLAB, HWPOISON, 16, 22, 23, 26, 32] {
-            assert_eq!(of(&[BUDDY, bit]), Use::Other, "{bit}");
+            assert_eq!(of(&[BUDDY, bit]), PageUse::Other, "{bit}");
         }
-        assert_eq!(of(&[UPTODATE, LRU]), Use::Cache { cold: true });
-        assert_eq!(of(&[UPTODATE, LRU, ACTIVE]), Use::Cache { cold: false });
-        assert_eq!(of(&[UPTODATE, LRU, REFERENCED]), Use::Cache { cold: false });
+        assert_eq!(of(&[UPTODATE, LRU]), PageUse::Cache { cold: true });
+        assert_eq!(of(&[UPTODATE, LRU, ACTIVE]), PageUse::Cache { cold: false });
+        assert_eq!(of(&[UPTODATE, LRU, REFERENCED]), PageUse::Cache { cold: false });
         for bit in [LOCKED, DIRTY, WRITEBACK, MMAP, ANON, SWAPBACKED, SWAPCACHE, UNEVICTABLE, HWPOISON] {
-            assert_eq!(of(&[UPTODATE, LRU, bit]), Use::Other, "{bit}");
+            assert_eq!(of(&[UPTODATE, LRU, bit]), PageUse::Other, "{bit}");
         }
-        assert_eq!((of(&[LRU]), of(&[UPTODATE])), (Use::Other, Use::Other));
-        let (cold, warm) = (Use::Cache { cold: true }, Use::Cache { cold: false });
+        assert_eq!((of(&[LRU]), of(&[UPTODATE])), (PageUse::Other, PageUse::Other));
+        let (cold, warm) = (PageUse::Cache { cold: true }, PageUse::Cache { cold: false });
         assert!(cold.is_cache(Cache::All) && cold.is_cache(Cache::Cold) && !cold.is_cache(Cache::None));
         assert!(warm.is_cache(Cache::All) && !warm.is_cache(Cache::Cold));
-        assert!(!Use::Free.is_cache(Cache::All) && !Use::Other.is_cache(Cache::All));
+        assert!(!PageUse::Free.is_cache(Cache::All) && !PageUse::Other.is_cache(Cache::All));
     }
 
     #[test]
@@ -231,15 +231,15 @@ mod tests {
     #[test]
     fn kernels_that_look_at_free_pages_are_known() {
         for line in ["page_poison=1", "quiet page_poison=On", "debug_pagealloc=yes ro", "page_poison=true"] {
-            assert!(looks_at_free_pages(line, ""), "{line}");
+            assert!(checks_free_pages(line, ""), "{line}");
         }
         for line in ["", "page_poison=0", "debug_pagealloc=off", "init_on_free=1", "page_poison"] {
             assert!(
-                !looks_at_free_pages(line, "# CONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT is not set\n"),
+                !checks_free_pages(line, "# CONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT is not set\n"),
                 "{line}"
             );
         }
-        assert!(looks_at_free_pages("", "CONFIG_A=y\nCONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT=y\n"));
+        assert!(checks_free_pages("", "CONFIG_A=y\nCONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT=y\n"));
     }
 
     #[test]
@@ -255,9 +255,9 @@ mod tests {
         flags[0x10000..0x15000].fill(1 << BUDDY);
         let bytes: Vec<u8> = flags.iter().flat_map(|flags| flags.to_le_bytes()).collect();
         put("proc/kpageflags", &bytes);
-        let kernel = Kernel::open(root.path()).unwrap();
+        let kernel = KernelMemory::open(root.path()).unwrap();
         assert!(!kernel.poisoned());
-        let mut told: Vec<(Pages, Use)> = Vec::new();
+        let mut told: Vec<(Pages, PageUse)> = Vec::new();
         kernel
             .scan(|pages, used| {
                 match told.last_mut() {
@@ -269,12 +269,12 @@ mod tests {
                 Ok(())
             })
             .unwrap();
-        let cache = Use::Cache { cold: true };
-        let expected = [(2..3, Use::Other), (3..5, Use::Free), (5..6, cache), (6..7, Use::Other)];
+        let cache = PageUse::Cache { cold: true };
+        let expected = [(2..3, PageUse::Other), (3..5, PageUse::Free), (5..6, cache), (6..7, PageUse::Other)];
         assert_eq!(told[..4], expected);
-        assert_eq!(told[4..], [(0x10000..0x15000, Use::Free)]);
+        assert_eq!(told[4..], [(0x10000..0x15000, PageUse::Free)]);
         // The view of an unprivileged user.
         put("proc/iomem", b"00000000-00000000 : System RAM\n");
-        assert_eq!(Kernel::open(root.path()).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(KernelMemory::open(root.path()).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 }

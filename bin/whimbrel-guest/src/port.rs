@@ -7,11 +7,11 @@ use std::thread;
 use std::time::Duration;
 
 use crate::give_back::give_back;
-use crate::pages::{Kernel, Use};
-use crate::protocol::{Kind, LINE_BYTES, Line, PORT, Question, Ranges, VERSION};
+use crate::pages::{KernelMemory, PageUse};
+use crate::protocol::{Kind, LINE_BYTES, Line, PORT, Ranges, Request, VERSION};
 
 /// Pause between reads while the host's end is not open: reading then ends at once.
-const NOBODY_THERE: Duration = Duration::from_millis(250);
+const CLOSED_PAUSE: Duration = Duration::from_millis(250);
 
 /// Finds the device of the port [`PORT`]: by the name from udev, or, without udev, by the kernel's list of its ports.
 /// `root` is `/` except in tests.
@@ -44,10 +44,10 @@ pub fn serve(root: &Path, device: &Path) -> io::Result<()> {
     let port = OpenOptions::new().read(true).write(true).open(device)?;
     let mut questions = BufReader::new(port.try_clone()?);
     loop {
-        match answer_all(root, &mut questions, &port) {
+        match serve_requests(root, &mut questions, &port) {
             // The host's end was closed, possibly before everything was read.
-            Ok(()) => thread::sleep(NOBODY_THERE),
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => thread::sleep(NOBODY_THERE),
+            Ok(()) => thread::sleep(CLOSED_PAUSE),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => thread::sleep(CLOSED_PAUSE),
             Err(error) => return Err(error),
         }
     }
@@ -57,7 +57,7 @@ pub fn serve(root: &Path, device: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// Fails if reading or writing fails.
-pub fn answer_all(root: &Path, questions: &mut impl BufRead, to: &File) -> io::Result<()> {
+pub fn serve_requests(root: &Path, questions: &mut impl BufRead, to: &File) -> io::Result<()> {
     let mut line = Vec::new();
     loop {
         line.clear();
@@ -79,14 +79,14 @@ pub fn answer_all(root: &Path, questions: &mut impl BufRead, to: &File) -> io::R
 ///
 /// # Errors
 /// Fails if writing fails. Failures of the kernel are reported in the answer.
-pub fn answer(root: &Path, question: Question, out: &mut impl Write) -> io::Result<()> {
-    let Question { id, .. } = question;
+pub fn answer(root: &Path, question: Request, out: &mut impl Write) -> io::Result<()> {
+    let Request { id, .. } = question;
     writeln!(out, "{}", Line::Begin { id, version: VERSION })?;
     let failed = |what: &str, error: &io::Error, out: &mut dyn Write| {
         let text: String = format!("{what}: {error}").replace('\n', " ").chars().take(1000).collect();
         writeln!(out, "{}", Line::Note(text))
     };
-    match Kernel::open(root) {
+    match KernelMemory::open(root) {
         Err(error) => failed("nothing is known of memory", &error, out)?,
         Ok(kernel) => {
             if question.give_back
@@ -94,7 +94,7 @@ pub fn answer(root: &Path, question: Question, out: &mut impl Write) -> io::Resu
             {
                 failed("the page cache is not given back", &error, out)?;
             }
-            if let Err(error) = tell(&kernel, question, out)? {
+            if let Err(error) = write_pages(&kernel, question, out)? {
                 failed("not all is known of memory", &error, out)?;
             }
         }
@@ -103,7 +103,7 @@ pub fn answer(root: &Path, question: Question, out: &mut impl Write) -> io::Resu
 }
 
 /// Writes the kernel's record of memory. The outer error is one of writing.
-fn tell(kernel: &Kernel, question: Question, out: &mut impl Write) -> io::Result<io::Result<()>> {
+fn write_pages(kernel: &KernelMemory, question: Request, out: &mut impl Write) -> io::Result<io::Result<()>> {
     let mut memory = Ranges::new(Kind::Memory);
     let mut lines: Vec<_> = kernel.memory().iter().filter_map(|range| memory.add(range.clone())).collect();
     lines.extend(memory.finish());
@@ -115,7 +115,7 @@ fn tell(kernel: &Kernel, question: Question, out: &mut impl Write) -> io::Result
     let mut unwritten = None;
     let scanned = kernel.scan(|pages, used| {
         let full = match used {
-            Use::Free => free.add(pages),
+            PageUse::Free => free.add(pages),
             // After reclaim there is no page that could be reclaimed.
             used if !question.give_back && used.is_cache(question.cache) => cache.add(pages),
             _ => None,
@@ -188,7 +188,7 @@ mod tests {
         let noise = [&b"hello\nreport 1\n"[..], &[b'x'; 10_000], b"\n\xff\xfe\nreport 2 none\n", b"report 3"]
             .concat();
         let answers = tempfile::tempfile().unwrap();
-        answer_all(root.path(), &mut &noise[..], &answers).unwrap();
+        serve_requests(root.path(), &mut &noise[..], &answers).unwrap();
         let said = io::read_to_string({
             io::Seek::rewind(&mut &answers).unwrap();
             answers

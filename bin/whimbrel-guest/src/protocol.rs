@@ -87,7 +87,7 @@ impl FromStr for Cache {
 
 /// A request of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Question {
+pub struct Request {
     /// Repeated in the answer.
     pub id: u64,
     /// True if the page cache is to be reclaimed first.
@@ -96,14 +96,14 @@ pub struct Question {
     pub cache: Cache,
 }
 
-impl fmt::Display for Question {
+impl fmt::Display for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = if self.give_back { "give-back" } else { "report" };
         write!(f, "{verb} {} {}", self.id, self.cache)
     }
 }
 
-impl FromStr for Question {
+impl FromStr for Request {
     type Err = BadLine;
 
     fn from_str(line: &str) -> Result<Self, BadLine> {
@@ -178,7 +178,7 @@ impl fmt::Display for Line {
             Self::Note(text) => write!(f, "note {text}"),
             Self::Pages(kind, ranges) => {
                 f.write_str(kind.word())?;
-                ranges.iter().try_for_each(|range| write!(f, " {}", Word(range)))
+                ranges.iter().try_for_each(|range| write!(f, " {}", RangeText(range)))
             }
             Self::End { id } => write!(f, "end {id}"),
         }
@@ -186,9 +186,9 @@ impl fmt::Display for Line {
 }
 
 /// A range in its text form.
-struct Word<'a>(&'a Pages);
+struct RangeText<'a>(&'a Pages);
 
-impl fmt::Display for Word<'_> {
+impl fmt::Display for RangeText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}+{:x}", self.0.start, self.0.end - self.0.start)
     }
@@ -261,7 +261,7 @@ impl Ranges {
     }
 
     fn write(&mut self, range: &Pages) -> Option<String> {
-        let word = format!(" {}", Word(range));
+        let word = format!(" {}", RangeText(range));
         let is_full = self.line.len() + word.len() + 1 > LINE_BYTES;
         let full = is_full.then(|| std::mem::replace(&mut self.line, self.kind.word().to_owned()));
         self.line.push_str(&word);
@@ -293,7 +293,7 @@ mod tests {
             assert_eq!((line(text), meant.to_string().as_str()), (meant, text));
         }
         for text in ["report 3 none", "report 4 cold", "give-back 18446744073709551615 all"] {
-            assert_eq!(text.parse::<Question>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<Request>().unwrap().to_string(), text);
         }
     }
 
@@ -317,7 +317,7 @@ mod tests {
             assert!(text.parse::<Line>().is_err(), "{text}");
         }
         for text in ["", "report", "report 1", "report 1 some", "drop 1 all", "report 1 all more"] {
-            assert!(text.parse::<Question>().is_err(), "{text}");
+            assert!(text.parse::<Request>().is_err(), "{text}");
         }
     }
 
@@ -349,7 +349,7 @@ mod tests {
         #[test]
         fn no_line_is_too_strange(text in ".{0,200}") {
             let _ = text.parse::<Line>();
-            let _ = text.parse::<Question>();
+            let _ = text.parse::<Request>();
         }
     }
 }

@@ -55,7 +55,7 @@ fn log(format: LogFormat) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match format {
-        LogFormat::Text => builder.with_ansi(Output::on_terminal()).init(),
+        LogFormat::Text => builder.with_ansi(Output::is_on_terminal()).init(),
         LogFormat::Json => builder.json().init(),
     }
 }

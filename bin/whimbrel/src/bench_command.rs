@@ -19,7 +19,7 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     let mut results = results_file::read(results, command.redraw, none, |results: &Results| &results.schema)?;
     let cases = if command.redraw { Vec::new() } else { chosen(command)? };
     for (case, contenders) in &cases {
-        keeps_what_is_known(&results, case, contenders)?;
+        check_keeps_contenders(&results, case, contenders)?;
     }
     if command.redraw {
         results_file::keep(&command.kept, &results, "results", lab::bench::tables, lab::bench::plots)?;
@@ -56,7 +56,7 @@ pub(crate) fn measure(
 }
 
 /// Fails if a result would replace one with more contenders: a case is kept whole.
-pub(crate) fn keeps_what_is_known(
+pub(crate) fn check_keeps_contenders(
     results: &Results,
     case: &Case,
     contenders: &[Contender],
@@ -161,7 +161,7 @@ fn case(options: &CaseOptions) -> Case {
 fn line(run: &Run) -> String {
     let turn = if run.turn == 0 { "warm-up".to_owned() } else { format!("turn {}", run.turn) };
     let measured = run.measured.as_ref().map_or_else(
-        || if run.contender == Contender::Nobody { String::new() } else { "given up".to_owned() },
+        || if run.contender == Contender::NoMigration { String::new() } else { "given up".to_owned() },
         |m| {
             format!(
                 "total {:.0} ms (start {:.0}), downtime {:.1}, CPU {:.0} (agents {:.0}), sent {:.1} MB, {} rounds",
@@ -226,14 +226,14 @@ mod tests {
     #[test]
     fn a_part_does_not_take_the_place_of_a_whole() {
         let (case, both) =
-            (Case::idle("idle", QemuVersion::Newer), [Contender::Nobody, Contender::Whimbrel(None)]);
+            (Case::idle("idle", QemuVersion::Newer), [Contender::NoMigration, Contender::Whimbrel(None)]);
         let run = |contender| Run::new(contender, 1);
         let known =
             CaseResult { case: case.clone(), made: Provenance::default(), runs: both.map(run).into() };
         let results = Results { schema: SCHEMA.to_owned(), cases: vec![known] };
-        assert!(keeps_what_is_known(&results, &case, &both).is_ok());
-        assert!(keeps_what_is_known(&results, &case, &both[1..]).is_err());
+        assert!(check_keeps_contenders(&results, &case, &both).is_ok());
+        assert!(check_keeps_contenders(&results, &case, &both[1..]).is_err());
         let other = Case::idle("other", QemuVersion::Newer);
-        assert!(keeps_what_is_known(&results, &other, &both[1..]).is_ok());
+        assert!(check_keeps_contenders(&results, &other, &both[1..]).is_ok());
     }
 }

@@ -1,7 +1,8 @@
 //! `whimbrel lab disks`: costs of migrating a guest with its disk.
 
 use lab::storage::{
-    Case, CaseResult, IoTurn, Mover, Note, Quantity, Results, Run, SCHEMA, Stand, bars, cases, plots, tables,
+    DiskBench, DiskCase, DiskCaseResult, DiskQuantity, DiskResults, DiskRun, IoTurn, Measurement, Mover,
+    SCHEMA, bars, cases, plots, tables,
 };
 
 use crate::Code;
@@ -17,9 +18,10 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
     }
     let program = std::env::current_exe()
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
-    let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
+    let none = DiskResults { schema: SCHEMA.to_owned(), cases: Vec::new() };
     let results = command.kept.results.as_deref();
-    let mut results = results_file::read(results, command.redraw, none, |results: &Results| &results.schema)?;
+    let mut results =
+        results_file::read(results, command.redraw, none, |results: &DiskResults| &results.schema)?;
     let chosen = if command.redraw { Vec::new() } else { chosen(command)? };
     if command.redraw {
         results_file::keep(&command.kept, &results, "disks", tables, plots)?;
@@ -28,8 +30,8 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
     for (number, (case, movers)) in chosen.into_iter().enumerate() {
         eprintln!("[{}/{total}] {}: {}", number + 1, case.name, case.describe());
         let name = case.name.clone();
-        let stand = Stand::prepare(&command.prefix, case, &program)?;
-        let measured = stand.run(&movers, command.turns, |note| eprintln!("  {}", line(&note)))?;
+        let bench = DiskBench::prepare(&command.prefix, case, &program)?;
+        let measured = bench.run(&movers, command.turns, |note| eprintln!("  {}", line(&note)))?;
         results.cases.retain(|known| known.case.name != name);
         results.cases.push(measured);
         results.cases.sort_by_key(place);
@@ -41,12 +43,12 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
 }
 
 /// Returns the position of a case among all.
-fn place(result: &CaseResult) -> usize {
+fn place(result: &DiskCaseResult) -> usize {
     cases().iter().position(|(case, _)| case.name == result.case.name).unwrap_or(usize::MAX)
 }
 
 fn names() -> Vec<String> {
-    let line = |(case, movers): (Case, Vec<Mover>)| {
+    let line = |(case, movers): (DiskCase, Vec<Mover>)| {
         let movers = movers.iter().map(Mover::to_string).collect::<Vec<_>>().join(" ");
         format!("{:12} {} [{movers}]", case.name, case.describe())
     };
@@ -54,7 +56,7 @@ fn names() -> Vec<String> {
 }
 
 /// Returns the cases to measure.
-fn chosen(command: &DisksCommand) -> Result<Vec<(Case, Vec<Mover>)>, Failure> {
+fn chosen(command: &DisksCommand) -> Result<Vec<(DiskCase, Vec<Mover>)>, Failure> {
     let known = || cases().into_iter();
     let is_wanted =
         |name: &String| command.case.is_empty() || command.case.iter().any(|wanted| wanted == name);
@@ -69,10 +71,10 @@ fn chosen(command: &DisksCommand) -> Result<Vec<(Case, Vec<Mover>)>, Failure> {
 }
 
 /// Returns the line that shows a measurement.
-fn line(note: &Note<'_>) -> String {
+fn line(note: &Measurement<'_>) -> String {
     match note {
-        Note::Run(run) => moved(run),
-        Note::Io(io) => states(io),
+        Measurement::DiskRun(run) => moved(run),
+        Measurement::Io(io) => states(io),
     }
 }
 
@@ -80,11 +82,11 @@ fn turn(turn: u32) -> String {
     if turn == 0 { "warm-up".to_owned() } else { format!("turn {turn}") }
 }
 
-fn moved(run: &Run) -> String {
+fn moved(run: &DiskRun) -> String {
     let measured = run.measured.as_ref().map_or_else(
         || format!("given up: {}", run.given_up.as_deref().unwrap_or_default()),
         |m| {
-            let overhead = Quantity::Overhead.of(run).unwrap_or_default();
+            let overhead = DiskQuantity::Overhead.of(run).unwrap_or_default();
             format!(
                 "total {:.1} s (disk {:.1}, memory {:.1}), downtime {:.1} ms, sent {:.1} MB ({overhead:+.1}%)",
                 m.total_ms / 1e3,
@@ -116,7 +118,7 @@ fn states(io: &IoTurn) -> String {
     format!("{:8} {}", turn(io.turn), io.states.iter().map(state).collect::<Vec<_>>().join(", "))
 }
 
-fn text(results: &Results) -> String {
+fn text(results: &DiskResults) -> String {
     let mut text = Text::default();
     for bar in bars(results) {
         let held = if bar.held { "held" } else { "missed" };

@@ -10,14 +10,14 @@ use crate::failure::Failure;
 use crate::output::{Output, Text};
 
 #[derive(Serialize)]
-struct Up {
+struct LabInfo {
     prefix: String,
     program: PathBuf,
-    hosts: Vec<Host>,
+    hosts: Vec<LabHostInfo>,
 }
 
 #[derive(Serialize)]
-struct Host {
+struct LabHostInfo {
     name: String,
     namespace: String,
     directory: PathBuf,
@@ -32,31 +32,31 @@ pub(crate) fn up(prefix: &str, output: &Output) -> Result<Code, Failure> {
     let mut lab = Lab::up(&LabConfig::new(prefix))?;
     let agents = Agents::new(&lab, &Environment::discover(), &program).with_register();
     agents.write()?;
-    let hosts = agents.all().iter().map(|host| Host {
+    let hosts = agents.all().iter().map(|host| LabHostInfo {
         name: host.name().to_owned(),
         namespace: host.namespace().to_owned(),
         directory: host.directory().to_owned(),
         config: host.directory().join("agent.toml"),
         socket: Agents::socket(host),
     });
-    let up = Up { prefix: prefix.to_owned(), program: program.clone(), hosts: hosts.collect() };
+    let up = LabInfo { prefix: prefix.to_owned(), program: program.clone(), hosts: hosts.collect() };
     lab.keep();
     output.show(&up, text);
     Ok(Code::Done)
 }
 
-fn text(up: &Up) -> String {
+fn text(up: &LabInfo) -> String {
     let program = up.program.display();
     let mut text = Text::default();
     text.line(format_args!(
         "The laboratory {} is up. Start its agents, each in a terminal of its own:",
         up.prefix
     ));
-    for Host { namespace, config, .. } in &up.hosts {
+    for LabHostInfo { namespace, config, .. } in &up.hosts {
         text.line(format_args!("  ip netns exec {namespace} {program} agent --config {}", config.display()));
     }
     text.line(format_args!("Speak to them by their sockets:"));
-    for Host { socket, .. } in &up.hosts {
+    for LabHostInfo { socket, .. } in &up.hosts {
         text.line(format_args!("  {program} --socket {} info", socket.display()));
     }
     text.line(format_args!("Take it down: {program} lab down --prefix {}", up.prefix));

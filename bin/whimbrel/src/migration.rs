@@ -82,17 +82,17 @@ pub(crate) fn migrate(
         });
         return Ok(Code::Done);
     }
-    to_the_end(client, &status.id, socket, output)
+    watch_to_end(client, &status.id, socket, output)
 }
 
 /// `whimbrel watch`.
 pub(crate) fn watch(client: &Client, vm: &VmName, socket: &Path, output: &Output) -> Result<Code, Failure> {
     let id = client.migration(vm, MigrationSelector::Latest)?.id;
-    to_the_end(client, &id, socket, output)
+    watch_to_end(client, &id, socket, output)
 }
 
 /// Watches a migration, and shows its result: the report, or the status from a side without one.
-fn to_the_end(client: &Client, id: &MigrationId, socket: &Path, output: &Output) -> Result<Code, Failure> {
+fn watch_to_end(client: &Client, id: &MigrationId, socket: &Path, output: &Output) -> Result<Code, Failure> {
     let ended = watching::watch(id, socket, output)?;
     let which = MigrationSelector::Epoch(id.epoch.0);
     let vm = &id.vm;

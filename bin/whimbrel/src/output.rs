@@ -43,7 +43,7 @@ impl Output {
     }
 
     /// Returns true if the standard error is a terminal.
-    pub(crate) fn on_terminal() -> bool {
+    pub(crate) fn is_on_terminal() -> bool {
         io::stderr().is_terminal()
     }
 

@@ -16,7 +16,7 @@ const MOST_SHOWN: usize = 10;
 
 /// Schema of a report. A file of traces alone has none.
 #[derive(Deserialize)]
-struct Kind {
+struct ReportHeader {
     schema: Option<String>,
 }
 
@@ -24,7 +24,7 @@ struct Kind {
 pub(crate) fn replay(path: &Path, output: &Output) -> Result<Code, Failure> {
     let text = read(path).map_err(|source| Failure::File { path: path.to_owned(), source })?;
     let no_report = |source| Failure::NotAReport { path: path.to_owned(), source };
-    let kind: Kind = serde_json::from_str(&text).map_err(no_report)?;
+    let kind: ReportHeader = serde_json::from_str(&text).map_err(no_report)?;
     if let Some(schema) = kind.schema.filter(|schema| schema != SCHEMA) {
         return Err(Failure::OtherReport { path: path.to_owned(), schema });
     }

@@ -5,7 +5,7 @@ use lab::sweep::{Axes, Point, figures, is_measured, place, plots, tables};
 use lab::{Pattern, QemuVersion};
 
 use crate::Code;
-use crate::bench_command::{keeps_what_is_known, listed, measure, text};
+use crate::bench_command::{check_keeps_contenders, listed, measure, text};
 use crate::cli::{AxesOptions, SweepCommand};
 use crate::failure::Failure;
 use crate::output::Output;
@@ -33,7 +33,7 @@ pub(crate) fn run(command: &SweepCommand, output: &Output) -> Result<Code, Failu
     let is_wanted = |point: &Point| command.again || !is_measured(&results, point, command.turns);
     let points: Vec<_> = points.into_iter().filter(is_wanted).collect();
     for (case, contenders) in &points {
-        keeps_what_is_known(&results, case, contenders)?;
+        check_keeps_contenders(&results, case, contenders)?;
     }
     if points.len() < all {
         eprintln!("{} of {all} points were measured before", all - points.len());

@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::output::Output;
 
 /// Pause before a stream is reopened that ended although the migration continues: its driver is being replaced.
-const AGAIN: Duration = Duration::from_millis(200);
+const REOPEN_PAUSE: Duration = Duration::from_millis(200);
 
 /// Outcome of watching.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +86,7 @@ fn follow(client: &Client, id: &MigrationId, events: &Sender<Event>) -> Result<(
             let _ = events.send(Event::Progress(last));
             return Ok(());
         }
-        thread::sleep(AGAIN);
+        thread::sleep(REOPEN_PAUSE);
     }
 }
 
@@ -111,10 +111,10 @@ fn on_interrupt(events: Sender<Event>) -> Result<(), Failure> {
 /// Display of progress.
 struct Display {
     name: String,
-    how: How,
+    how: DisplayMode,
 }
 
-enum How {
+enum DisplayMode {
     /// Two lines: the present step, and a bar with the outlook. Each is cut at the terminal's right edge.
     Bar {
         line: ProgressBar,
@@ -127,7 +127,7 @@ enum How {
 
 impl Display {
     fn new(id: &MigrationId, output: &Output) -> Self {
-        let how = if Output::on_terminal() {
+        let how = if Output::is_on_terminal() {
             let lines = MultiProgress::new();
             let styled = |template: &str| {
                 let line = lines.add(ProgressBar::new(1));
@@ -136,24 +136,24 @@ impl Display {
                 }
                 line
             };
-            How::Bar { line: styled("{wide_msg}"), bar: styled("[{bar:24}] {wide_msg}") }
+            DisplayMode::Bar { line: styled("{wide_msg}"), bar: styled("[{bar:24}] {wide_msg}") }
         } else if output.wants_lines() {
-            How::Lines(None)
+            DisplayMode::Lines(None)
         } else {
-            How::Nothing
+            DisplayMode::Nothing
         };
         Self { name: id.to_string(), how }
     }
 
     fn show(&mut self, progress: &Progress) {
         match &mut self.how {
-            How::Bar { line, bar } => {
+            DisplayMode::Bar { line, bar } => {
                 line.set_message(format!("{}: {}", self.name, now(progress).join(", ")));
                 bar.set_length(progress.round_bytes.max(1));
                 bar.set_position(progress.round_bytes.saturating_sub(progress.remaining_bytes));
                 bar.set_message(outlook(progress).join(", "));
             }
-            How::Lines(shown) => {
+            DisplayMode::Lines(shown) => {
                 let step = (progress.phase, progress.round);
                 if *shown != Some(step) {
                     *shown = Some(step);
@@ -161,14 +161,14 @@ impl Display {
                     eprintln!("{}: {}", self.name, parts.join(", "));
                 }
             }
-            How::Nothing => {}
+            DisplayMode::Nothing => {}
         }
     }
 }
 
 impl Drop for Display {
     fn drop(&mut self) {
-        if let How::Bar { line, bar } = &self.how {
+        if let DisplayMode::Bar { line, bar } = &self.how {
             bar.finish_and_clear();
             line.finish_and_clear();
         }

@@ -27,7 +27,7 @@ struct World {
 
 /// Output and exit code of the program.
 #[derive(Debug)]
-struct Said {
+struct CommandOutput {
     code: Option<i32>,
     stdout: String,
     stderr: String,
@@ -49,7 +49,7 @@ impl World {
         command(&self.socket(), words)
     }
 
-    fn say(&self, words: &[&str]) -> Said {
+    fn say(&self, words: &[&str]) -> CommandOutput {
         say(self.command(words))
     }
 
@@ -67,9 +67,9 @@ fn command(socket: &Path, words: &[&str]) -> Command {
     command
 }
 
-fn say(mut command: Command) -> Said {
+fn say(mut command: Command) -> CommandOutput {
     let output = command.output().unwrap();
-    Said {
+    CommandOutput {
         code: output.status.code(),
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
@@ -81,7 +81,7 @@ fn signal(child: &Child, signal: &str) {
 }
 
 #[track_caller]
-fn expect(said: &Said, code: i32, stdout: &[&str], stderr: &[&str]) {
+fn expect(said: &CommandOutput, code: i32, stdout: &[&str], stderr: &[&str]) {
     assert_eq!(said.code, Some(code), "{said:?}");
     for (text, words) in [(&said.stdout, stdout), (&said.stderr, stderr)] {
         for word in words {
@@ -403,7 +403,7 @@ fn a_configuration_is_checked() {
 
 /// A faulty certificate is a faulty configuration: a check finds it, and nothing is begun with it.
 #[test]
-fn certificates_that_cannot_be_used_are_found_before_anything_begins() {
+fn unusable_certificates_are_found_before_anything_begins() {
     let folder = tempfile::tempdir().unwrap();
     let pki = |name: &str| lab::Pki::new(&folder.path().join(name)).unwrap();
     let (ours, theirs) = (pki("ours"), pki("theirs"));

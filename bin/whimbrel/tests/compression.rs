@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::replay::is_replayed;
+use common::replay::assert_replayed;
 use common::{Cluster, GuestSpec, Load, Setup};
 use serde_json::Value;
 
@@ -19,7 +19,7 @@ fn number(report: &Value, name: &str) -> u64 {
 }
 
 /// Asserts that some pages were compressed, and some not, because it was not worth it.
-fn was_compressed(report: &Value) {
+fn assert_compressed(report: &Value) {
     let (data, packed) = (number(report, "data_bytes"), number(report, "packed_bytes"));
     assert!(0 < packed && packed < data, "{report:#}");
     assert!(number(report, "wire_bytes") < data * 9 / 10, "{report:#}");
@@ -37,11 +37,11 @@ fn what_was_wished_for_is_done() {
         if way == "none" {
             assert_eq!(report["compression"], Value::Null, "{report:#}");
         } else {
-            was_compressed(&report);
+            assert_compressed(&report);
             assert_eq!(report["compression"]["wanted"], if way == "zstd" { "zstd:3" } else { way });
             assert!(number(&report, "wire_bytes") <= report["sent_bytes"].as_u64().unwrap(), "{report:#}");
         }
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }
 
@@ -49,17 +49,17 @@ fn what_was_wished_for_is_done() {
 #[test]
 fn a_slow_link_is_reason_enough() {
     let link = lab::Link::Limited { rate_bytes_per_s: 8 << 20 };
-    let cluster = Cluster::with(&Setup { link, ..Setup::default() }.not_giving_way());
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() }.without_yielding());
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
     let report = cluster.migrate("vm1", "a", "b", &[]);
-    was_compressed(&report);
+    assert_compressed(&report);
     assert_eq!(report["compression"]["wanted"], "auto");
     let ways: Vec<_> = report["compression"]["ways"].as_array().unwrap().iter().collect();
     assert!(!ways.is_empty() && ways.windows(2).all(|pair| pair[0]["way"] != pair[1]["way"]), "{report:#}");
     assert!(ways.iter().all(|way| way["link_bytes_per_s"].as_u64().unwrap() > 0), "{report:#}");
-    let compression = is_replayed(&report).others.compression.unwrap();
+    let compression = assert_replayed(&report).others.compression.unwrap();
     assert!(compression.decisions().any(|decision| decision.way.to_string() == ways[0]["way"]), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// A cut in the middle: compressed frames that were not acknowledged are sent again.
@@ -69,6 +69,6 @@ fn a_cut_link_loses_nothing_that_was_compressed() {
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
     let report = cluster.migrate_through_a_cut("vm1", &["--compress", "zstd:1"]);
-    was_compressed(&report);
-    cluster.guest_is_whole("b", "vm1");
+    assert_compressed(&report);
+    cluster.assert_guest_whole("b", "vm1");
 }

@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use common::draw::{Draw, seed};
+use common::draw::{Generator, seed};
 use common::{Cluster, Guest, GuestSpec, Load, QemuVersion};
-use lab::configurations::{Pluggable, Plugged, plug, pluggable};
+use lab::configurations::{DeviceType, PluggedDevice, device_types, plug};
 use serde_json::Value;
 
 /// Configurations of one machine that `make test` and `make soak` try.
@@ -44,7 +44,7 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
-    fn spec(&self, devices: &[Plugged]) -> GuestSpec {
+    fn spec(&self, devices: &[PluggedDevice]) -> GuestSpec {
         let load = Load { fill_mib: 4, wss_mib: 2, rate_mib_per_s: 2, ..Load::default() };
         // Where memory may be plugged, Linux uses 64 MiB for its bounce buffers.
         let tiny = GuestSpec::tiny("vm1", load);
@@ -54,7 +54,7 @@ impl Trial<'_> {
         spec
     }
 
-    fn start(&self, devices: &[Plugged]) -> Result<Guest, String> {
+    fn start(&self, devices: &[PluggedDevice]) -> Result<Guest, String> {
         let started = Guest::start(&self.cluster.lab.a, &self.cluster.environment, &self.spec(devices));
         started.map_err(|error| {
             let log = self.cluster.lab.a.directory().join("vm1/qemu.log");
@@ -65,11 +65,11 @@ impl Trial<'_> {
     }
 
     /// Returns the devices with which QEMU starts.
-    fn startable(&self, devices: Vec<Plugged>, tally: &mut Tally) -> Vec<Plugged> {
+    fn startable(&self, devices: Vec<PluggedDevice>, tally: &mut Tally) -> Vec<PluggedDevice> {
         if self.start(&devices).is_ok() {
             return devices;
         }
-        let mut kept: Vec<Plugged> = Vec::new();
+        let mut kept: Vec<PluggedDevice> = Vec::new();
         for device in devices {
             let with_it = [&kept[..], std::slice::from_ref(&device)].concat();
             match self.start(&with_it) {
@@ -93,7 +93,7 @@ impl Trial<'_> {
     }
 
     /// Migrates a guest with such devices there and back, or returns those that `--check` names.
-    fn run(&self, devices: &[Plugged], tally: &mut Tally) -> Option<Vec<Plugged>> {
+    fn run(&self, devices: &[PluggedDevice], tally: &mut Tally) -> Option<Vec<PluggedDevice>> {
         let guest = self.start(devices).unwrap();
         let ticks = guest.wait_for_load(4).is_ok();
         let names: Vec<_> = devices.iter().map(|device| device.name.as_str()).collect();
@@ -108,7 +108,7 @@ impl Trial<'_> {
             for (from, to) in [("a", "b"), ("b", "a")] {
                 cluster.migrate("vm1", from, to, &[]);
                 if ticks {
-                    cluster.guest_is_whole(to, "vm1");
+                    cluster.assert_guest_whole(to, "vm1");
                 }
             }
             tally.moved += 1;
@@ -127,7 +127,7 @@ impl Trial<'_> {
         let words = |one: &Value| [one["what"].to_string(), one["advice"].to_string()];
         let text = blockers.iter().flat_map(words).collect::<Vec<_>>().join("\n");
         println!("refused: {text}");
-        let is_named = |device: &&Plugged| {
+        let is_named = |device: &&PluggedDevice| {
             let id =
                 device.words.last().unwrap().split(',').nth(1).unwrap().trim_start_matches("id=").to_owned();
             let of_it = |word: &str| {
@@ -151,10 +151,10 @@ fn configurations(machine: &'static str, count: usize) {
     let version = QemuVersion::Installed;
     let mut cluster = Cluster::new();
     let Ok(qemu) = cluster.environment.qemu(version) else { return };
-    let mut draw = Draw(seed(0x5eed) ^ machine.len() as u64);
-    let all = pluggable(&qemu).unwrap();
+    let mut draw = Generator(seed(0x5eed) ^ machine.len() as u64);
+    let all = device_types(&qemu).unwrap();
     assert!(all.len() > 150, "{}", all.len());
-    let mut deck: Vec<Pluggable> = Vec::new();
+    let mut deck: Vec<DeviceType> = Vec::new();
     let mut tally = Tally::default();
     for _ in 0..count {
         let directory = cluster.lab.shared_directory().unwrap();

@@ -8,7 +8,7 @@ mod common;
 use std::path::Path;
 use std::process::{Child, Command};
 
-use common::replay::{decisions, is_replayed};
+use common::replay::{assert_replayed, decisions};
 use common::{Cluster, GuestSpec, Load, Setup, has_event, per_second, until};
 use engine::precopy::Decision;
 use serde_json::Value;
@@ -30,7 +30,7 @@ fn stage_of(rate_bytes_per_s: u64, wss_mib: u64, rate_mib_per_s: u64) -> (Cluste
 
 fn link_of(rate_bytes_per_s: u64) -> Cluster {
     let link = lab::Link::Limited { rate_bytes_per_s };
-    Cluster::with(&Setup { link, ..Setup::default() }.not_giving_way())
+    Cluster::with(&Setup { link, ..Setup::default() }.without_yielding())
 }
 
 fn writing(wss_mib: u64, rate_mib_per_s: u64) -> GuestSpec {
@@ -55,7 +55,7 @@ fn rounds(report: &Value) -> &[Value] {
 }
 
 /// Returns true if rounds after the first pass were sent in parts, of which each left pages to the next.
-fn went_in_parts(report: &Value) -> bool {
+fn was_sent_in_parts(report: &Value) -> bool {
     let number = |round: &Value, what: &str| round[what].as_u64().unwrap();
     rounds(report).iter().any(|round| number(round, "pass") >= 2 && number(round, "left_pages") > 0)
 }
@@ -64,9 +64,10 @@ fn went_in_parts(report: &Value) -> bool {
 fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
     let (cluster, _guest) = stage(ALL_IT_CAN);
     let report = cluster.migrate("vm1", "a", "b", &[]);
-    cluster.guest_is_whole("b", "vm1");
-    assert!(went_in_parts(&report), "{report:#}");
-    let Some(Decision::StopAndCopy { pattern: Some(pattern), .. }) = decisions(&is_replayed(&report)).pop()
+    cluster.assert_guest_whole("b", "vm1");
+    assert!(was_sent_in_parts(&report), "{report:#}");
+    let Some(Decision::StopAndCopy { pattern: Some(pattern), .. }) =
+        decisions(&assert_replayed(&report)).pop()
     else {
         panic!("no pattern: {report:#}")
     };
@@ -82,13 +83,16 @@ fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
 
 /// Without options there is no long downtime.
 #[test]
-fn a_guest_that_is_too_fast_stays_where_it_is_unless_told_otherwise() {
+fn a_guest_that_is_too_fast_stays_by_default() {
     let (cluster, guest) = stage(ALL_IT_CAN);
     let said = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
     assert_eq!(said.code, 1, "{said:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["outcome"], "aborted", "{report:#}");
-    assert!(matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
+    assert!(
+        matches!(decisions(&assert_replayed(&report)).pop(), Some(Decision::GiveUp { .. })),
+        "{report:#}"
+    );
     cluster.b.wait_settled();
     assert!(cluster.b.vm("vm1").is_none(), "nothing is left there");
     assert!(guest.serial().check().unwrap().ok);
@@ -109,9 +113,9 @@ fn a_cut_between_two_parts_loses_nothing() {
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
-    assert!(went_in_parts(&report), "{report:#}");
-    is_replayed(&report);
-    cluster.guest_is_whole("b", "vm1");
+    assert!(was_sent_in_parts(&report), "{report:#}");
+    assert_replayed(&report);
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// The rules of KVM and Xen, for comparison.
@@ -123,16 +127,16 @@ fn other_rules_move_a_guest_too() {
         assert_eq!(report["objective"]["policy"], policy);
         assert_eq!(report["traces"][0]["policy"]["policy"], policy, "{report:#}");
         assert!(
-            matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::StopAndCopy { .. })),
+            matches!(decisions(&assert_replayed(&report)).pop(), Some(Decision::StopAndCopy { .. })),
             "{report:#}"
         );
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }
 
 /// Its processors are throttled, and it writes less; at the destination it has its full speed.
 #[test]
-fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
+fn a_cpu_throttle_moves_a_guest_that_is_too_fast() {
     if !limits_processors() {
         return;
     }
@@ -146,9 +150,9 @@ fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
     assert_eq!(report["outcome"], "moved", "{report:#}");
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     assert!(has_event(&report, "cpu-throttled"), "{report:#}");
-    let slowing = is_replayed(&report).others.slowing.unwrap();
+    let slowing = assert_replayed(&report).others.slowing.unwrap();
     assert!(slowing.decisions().any(Option::is_some), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     let of_guest = format!("whimbrel-cpu-{}-", guest.pid());
     let groups = std::fs::read_dir("/sys/fs/cgroup/cpu").into_iter().flatten().flatten();
     let left: Vec<_> =
@@ -170,23 +174,29 @@ fn limits_are_kept_by_the_way_that_is_expected_to() {
     let report = sla("1", "1");
     assert_eq!(report["outcome"], "aborted", "{report:#}");
     assert!(report["reason"].as_str().unwrap().contains("no time left"), "{report:#}");
-    assert!(matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
+    assert!(
+        matches!(decisions(&assert_replayed(&report)).pop(), Some(Decision::GiveUp { .. })),
+        "{report:#}"
+    );
     assert!(guest.serial().check().unwrap().ok);
     cluster.b.wait_settled();
 
     // A tenth of its processor time would still be too much.
     let report = sla("300", "100");
     assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.a.log());
-    assert!(matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::PostCopy { .. })), "{report:#}");
+    assert!(
+        matches!(decisions(&assert_replayed(&report)).pop(), Some(Decision::PostCopy { .. })),
+        "{report:#}"
+    );
     assert!(report["post_copy"]["left_pages"].as_u64() > Some(0), "{report:#}");
     let way = report["events"].as_array().unwrap().iter().rfind(|event| event["what"] == "way").unwrap();
     assert!(way["detail"].as_str().unwrap().starts_with("post-copy; expected of "), "{way}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// With a comparison, post-copy is not possible.
 #[test]
-fn a_guest_is_slowed_down_where_that_keeps_the_limits() {
+fn a_guest_is_throttled_where_that_keeps_the_limits() {
     if !limits_processors() {
         return;
     }
@@ -196,11 +206,11 @@ fn a_guest_is_slowed_down_where_that_keeps_the_limits() {
     let said = cluster.a.cli(&[&words[..], &["--compress", "none", "--deltas", "never"]].concat());
     let report = said.last_json();
     cluster.assert_moved("a", &report);
-    let decisions = decisions(&is_replayed(&report));
+    let decisions = decisions(&assert_replayed(&report));
     assert!(matches!(decisions.last(), Some(Decision::StopAndCopy { .. })), "{report:#}");
     assert!(decisions.iter().any(|decision| matches!(decision, Decision::NextRound { slow: true, .. })));
     assert!(has_event(&report, "cpu-throttled"), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Programs that use all processors that they can get.
@@ -251,7 +261,7 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let told = "copying nice 11, 1 thread at a time, looks 4 times as far apart";
     assert!(text.stdout.contains(told), "{text:?}");
     // A part was longer than the policy wanted, by far more than its last cluster.
-    let replayed = is_replayed(&report);
+    let replayed = assert_replayed(&report);
     let decisions = decisions(&replayed);
     let was_longer = decisions.iter().zip(&rounds(&report)[1..]).any(|(decision, next)| match decision {
         Decision::NextRound { most_pages: Some(most), .. } => {
@@ -262,7 +272,7 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     assert!(was_longer, "{report:#}");
     let pressure = replayed.others.pressure.unwrap();
     assert!(pressure.decisions().any(|restraint| restraint.threads == 1), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// The limit on processors is lifted after every outcome of the migration.
@@ -276,7 +286,7 @@ fn no_limit_on_processors_outlives_the_migration() {
         ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-rounds", "1000", "--detach"];
     for is_cancelled in [true, false] {
         cluster.a.cli(&words).ok();
-        until("the guest is slowed down", || is_slowed_down(guest.pid()));
+        until("the guest is slowed down", || is_throttled(guest.pid()));
         if is_cancelled {
             cluster.a.cli(&["cancel", "vm1"]).ok();
         } else {
@@ -291,7 +301,7 @@ fn no_limit_on_processors_outlives_the_migration() {
 
 /// The agent is killed and not restarted.
 #[test]
-fn no_limit_on_processors_outlives_an_agent_that_nobody_starts_again() {
+fn no_limit_on_processors_outlives_a_killed_agent() {
     if !limits_processors() {
         return;
     }
@@ -299,7 +309,7 @@ fn no_limit_on_processors_outlives_an_agent_that_nobody_starts_again() {
     let words =
         ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-rounds", "1000", "--detach"];
     cluster.a.cli(&words).ok();
-    until("the guest is slowed down", || is_slowed_down(guest.pid()));
+    until("the guest is slowed down", || is_throttled(guest.pid()));
     cluster.a.kill();
     until("the guest is let go", || groups_of_ours(guest.pid()).is_empty());
     assert!(guest.serial().check().unwrap().ok);
@@ -308,7 +318,7 @@ fn no_limit_on_processors_outlives_an_agent_that_nobody_starts_again() {
     cluster.b.wait_settled();
     // It can be throttled and migrated all the same.
     cluster.migrate("vm1", "a", "b", &["--throttle-cpu", "drain"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Returns true if this kernel supports limits on processors.
@@ -333,7 +343,7 @@ fn groups_of_ours(pid: u32) -> Vec<String> {
 }
 
 /// Returns true if one of them limits its threads.
-fn is_slowed_down(pid: u32) -> bool {
+fn is_throttled(pid: u32) -> bool {
     let files = [("/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "-1"), ("/sys/fs/cgroup", "cpu.max", "max")];
     groups_of_ours(pid).iter().any(|group| {
         files.iter().any(|(root, file, unlimited)| {

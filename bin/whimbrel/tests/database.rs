@@ -71,7 +71,7 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
 }
 
 /// Waits until the program in the guest has once more verified all that it had written.
-fn wait_verified(mut console: lab::Follow) {
+fn wait_verified(mut console: lab::LogFollower) {
     let wanted = |line: &str| line.contains("VERIFIED") || line.contains("FIO FAILED");
     let said = console.wait_for("the file verified", lab::DEADLINE, wanted);
     assert!(said.as_ref().is_ok_and(|line| line.contains("VERIFIED")), "{said:?}");

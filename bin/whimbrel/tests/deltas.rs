@@ -24,7 +24,7 @@ fn of_rounds(report: &Value, name: &str) -> u64 {
 
 /// Asserts that some pages were sent as deltas, that these were small, and that the destination had all of the old
 /// pages.
-fn changes_were_sent(report: &Value) {
+fn assert_deltas_sent(report: &Value) {
     assert!(number(report, "pages") > 0, "{report:#}");
     assert_eq!(number(report, "page_bytes"), number(report, "pages") * 4096);
     assert!(number(report, "changed_bytes") < number(report, "page_bytes") / 4, "{report:#}");
@@ -37,16 +37,16 @@ fn what_was_wished_for_is_done() {
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load(64)));
     // Slow enough that the guest has written to some pages when the first round ends.
     let report = cluster.migrate("vm1", "a", "b", &["--deltas", "always", "--bandwidth", "100Mi"]);
-    changes_were_sent(&report);
+    assert_deltas_sent(&report);
     let refused = of_rounds(&report, "refused_pages");
     assert_eq!(of_rounds(&report, "delta_pages"), number(&report, "pages") + refused, "{report:#}");
     // A changed piece rarely has the same check value as before.
     assert!(refused < 2 + number(&report, "pages") / 100, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     let report = cluster.migrate("vm1", "b", "a", &["--deltas", "never", "--bandwidth", "100Mi"]);
     assert_eq!(report["deltas"], Value::Null, "{report:#}");
     assert_eq!(of_rounds(&report, "delta_pages"), 0, "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 /// On a slow link, deltas are used without an option, also with a cut in the middle: pages that may not have arrived
@@ -55,12 +55,12 @@ fn what_was_wished_for_is_done() {
 fn a_slow_link_is_reason_enough_and_a_cut_loses_nothing() {
     for more in [&[][..], &["--compress", "none"]] {
         let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
-        let cluster = Cluster::with(&Setup { link, ..Setup::default() }.not_giving_way());
+        let cluster = Cluster::with(&Setup { link, ..Setup::default() }.without_yielding());
         let _guest = cluster.guest(&GuestSpec::tiny("vm1", load(96)));
         let report = cluster.migrate_through_a_cut("vm1", more);
-        changes_were_sent(&report);
+        assert_deltas_sent(&report);
         assert!(number(&report, "since_us") > 0, "{report:#}");
         assert_eq!(report["compression"].is_null(), !more.is_empty(), "{report:#}");
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
     }
 }

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::{Said, WHIMBREL, entries, until};
+use common::{CommandOutput, WHIMBREL, entries, until};
 use serde_json::Value;
 
 /// A prefix of this test's own; laboratories with this prefix are taken down in the end.
@@ -28,12 +28,12 @@ impl Prefix {
 
     #[track_caller]
     fn up(&self) -> Value {
-        Said::by(&mut self.command("up")).ok().json()
+        CommandOutput::by(&mut self.command("up")).ok().json()
     }
 
     #[track_caller]
     fn down(&self) {
-        assert_eq!(Said::by(&mut self.command("down")).ok().json()["up"], false);
+        assert_eq!(CommandOutput::by(&mut self.command("down")).ok().json()["up"], false);
     }
 
     /// Returns the names of its namespaces, without the prefix.
@@ -81,8 +81,13 @@ fn agent(host: &Value) -> u32 {
     pid
 }
 
-fn info(host: &Value) -> Said {
-    Said::by(Command::new(WHIMBREL).args(["--json", "--socket", host["socket"].as_str().unwrap(), "info"]))
+fn info(host: &Value) -> CommandOutput {
+    CommandOutput::by(Command::new(WHIMBREL).args([
+        "--json",
+        "--socket",
+        host["socket"].as_str().unwrap(),
+        "info",
+    ]))
 }
 
 /// Reaps a child, so that an ended one is gone.
@@ -164,7 +169,8 @@ fn bad_prefixes() {
     let (inside, around) = (format!("{}/a", lab.0), format!("{0}/../{0}", lab.0));
     for prefix in [&inside, &around] {
         for word in ["up", "down"] {
-            let said = Said::by(Command::new(WHIMBREL).args(["--json", "lab", word, "--prefix", prefix]));
+            let said =
+                CommandOutput::by(Command::new(WHIMBREL).args(["--json", "lab", word, "--prefix", prefix]));
             assert_eq!(said.code, 2, "{prefix:?}: {said:?}");
             assert!(said.stdout.contains("letters, digits and dashes"), "{said:?}");
         }
@@ -188,7 +194,7 @@ fn a_case_is_measured_beside_qemu() {
         for contender in contenders {
             command.args(["--contender", contender]);
         }
-        Said::by(&mut command)
+        CommandOutput::by(&mut command)
     };
     let said = bench(&["nobody", "whimbrel-2", "qemu", "post-copy"]).ok().json();
     let runs = said["cases"][0]["runs"].as_array().unwrap().clone();
@@ -228,7 +234,7 @@ fn a_point_that_was_measured_is_not_measured_again() {
         command.args(["--link", "1Gbit", "--buffer", "1", "--mtu", "8000", "--cap", "slow-start"]);
         command.args(["--contender", "whimbrel-pattern", "--contender", "qemu"]);
         command.arg("--results").arg(&results).arg("--page").arg(&page).arg("--plots").arg(directory.path());
-        Said::by(&mut command).ok()
+        CommandOutput::by(&mut command).ok()
     };
     let first = sweep("8").json();
     let name = "grid-w32-r8-l1000-b1-m8000-slow";

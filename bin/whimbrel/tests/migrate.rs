@@ -39,7 +39,7 @@ fn there_and_back(version: QemuVersion, ram: Ram, moves: usize) {
             assert_eq!(report["source"]["ram_kind"], came_as, "as it was promised");
         }
         came_as = kind;
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
         assert!(cluster.agent(from).vm("vm1").is_none(), "it is on one side only");
         // A guest that has left again leaves nothing open: no memory of it, no process.
         for host in hosts {
@@ -105,7 +105,7 @@ fn the_destination_chooses_the_kind_of_ram() {
         for said in [&check["ram_kind"], &report["destination"]["ram_kind"], &found["ram_kind"]] {
             assert_eq!(said, kind, "shared memory: {huge_pages_of_shared_memory}");
         }
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }
 
@@ -189,7 +189,7 @@ fn with_everything(version: QemuVersion) {
     for (from, to) in [("a", "b"), ("b", "a")] {
         let report = cluster.migrate("vm1", from, to, &[]);
         assert!(report["ram_blocks"].as_array().unwrap().len() > 4, "VGA and ROMs are there: {report:#}");
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
         let serial = cluster.serial(to, "vm1");
         serial.wait_for_disk_reads().unwrap();
         serial.wait_for_disk_writes().unwrap();
@@ -224,7 +224,7 @@ fn huge_pages_of_hugetlbfs_there_and_back() {
         for (from, to) in [("a", "b"), ("b", "a")] {
             let report = cluster.migrate("vm1", from, to, &[]);
             assert_eq!(report["destination"]["ram_kind"], "memfd, pages of 2048 KiB", "{version:?}");
-            cluster.guest_is_whole(to, "vm1");
+            cluster.assert_guest_whole(to, "vm1");
         }
     }
 }
@@ -300,7 +300,7 @@ fn paused_all_the_while(version: QemuVersion) {
     let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap();
     monitor.command("cont", &serde_json::json!({})).unwrap();
     drop(monitor);
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
     cluster.serial("a", "vm1").wait_for_disk_reads().unwrap();
 }
 
@@ -351,7 +351,7 @@ fn a_balloon_that_moves_during_the_rounds() {
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// A guest that reports its free pages: QEMU punches holes for them into the RAM by itself, all the time (traps 3 and
@@ -376,7 +376,7 @@ fn a_guest_that_reports_its_free_pages_there_and_back() {
     for (from, to) in [("a", "b"), ("b", "a")] {
         let report = cluster.migrate("vm1", from, to, &["--ram", "memfd"]);
         assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }
 
@@ -386,7 +386,7 @@ fn cut_and_resumed(plain: bool) {
     let cluster = Cluster::with(&Setup { link, plain, ..Setup::default() });
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
     cluster.migrate_through_a_cut("vm1", &[]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 #[test]
@@ -413,7 +413,7 @@ fn over_a_link_with_delay_and_loss() {
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load));
     for (from, to) in [("a", "b"), ("b", "a")] {
         cluster.migrate("vm1", from, to, &[]);
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
     let lost = |direction| cluster.lab.emulator().unwrap().counts(direction).lost;
     assert!(lost(Direction::AToB) > 0 && lost(Direction::BToA) > 0, "nothing was lost");
@@ -443,7 +443,7 @@ fn cancelled_then_hurried() {
     cluster.wait_for_sent(4 << 20);
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Real KVM where it works: a bare-metal guest that counts its passes, with one and with two processors.
@@ -461,7 +461,7 @@ fn real_kvm() {
             &GuestSpec::bare("vm1", Accel::Kvm, vcpus),
         )
         .unwrap();
-        let mut progress = lab::bare::Progress::default();
+        let mut progress = lab::bare::PassProgress::default();
         let mut output = guest.serial().follow().unwrap();
         progress.wait(&mut output, vcpus as usize, 5, DEADLINE).unwrap();
         cluster.a.cli(&["vm", "adopt", "--pid", &guest.pid().to_string()]).ok();

@@ -31,7 +31,7 @@ fn verifies_where_it_has_moved(kernel: &str) {
         for _ in 0..2 {
             assert!(output.wait_for_nas_run().unwrap(), "{kernel} at {to}");
         }
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }
 
@@ -89,6 +89,6 @@ fn two_guests_go_on_exchanging_while_one_is_moved() {
                 assert!(output.wait_for_nas_run().unwrap(), "{vm}, which was moved to {to} or works for it");
             }
         }
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }

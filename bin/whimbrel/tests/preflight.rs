@@ -69,7 +69,7 @@ fn refused(cluster: &Cluster, pid: u32) -> Vec<Value> {
 }
 
 /// Asserts that a destination whose QEMU differs only by `more` refuses with such findings, and no others.
-fn is_refused(more: &str, code: &str, what: &str) {
+fn assert_refused(more: &str, code: &str, what: &str) {
     let mut cluster = Cluster::new();
     arrives_with(&mut cluster, more);
     for qemu in cluster.environment.qemu_versions() {
@@ -86,7 +86,7 @@ fn is_refused(more: &str, code: &str, what: &str) {
         let found = findings.iter().any(|one| one["what"].as_str().unwrap().contains(what));
         assert!(found, "{what:?} is missing: {findings:#?}");
         // The same guest, and a destination without the difference.
-        cluster.guest_is_whole("a", "vm1");
+        cluster.assert_guest_whole("a", "vm1");
         lab::kill_pid(guest.pid()).unwrap();
         cluster.a.cli(&["vm", "forget", "vm1"]).ok();
         fs::remove_dir_all(guest.directory()).unwrap();
@@ -97,19 +97,19 @@ fn is_refused(more: &str, code: &str, what: &str) {
 /// provide.
 #[test]
 fn a_cpu_feature_that_is_not_there() {
-    is_refused("-cpu Nehalem,+avx512f", "cpu-features", "avx512f");
+    assert_refused("-cpu Nehalem,+avx512f", "cpu-features", "avx512f");
 }
 
 /// A device that only the destination has receives no state, and reports no error.
 #[test]
 fn a_device_that_only_the_destination_has() {
-    is_refused("-device usb-ehci,id=late", "devices-differ", "late");
+    assert_refused("-device usb-ehci,id=late", "devices-differ", "late");
 }
 
 /// A device of the guest that has other properties there.
 #[test]
 fn a_device_that_has_other_properties() {
-    is_refused("-global virtio-rng-device.max-bytes=4096", "devices-differ", "max-bytes");
+    assert_refused("-global virtio-rng-device.max-bytes=4096", "devices-differ", "max-bytes");
 }
 
 /// Without the difference the same guest is accepted: by the newer QEMU, and by the installed one.
@@ -124,14 +124,14 @@ fn a_like_destination_is_none_the_worse_for_it() {
     let guest = cluster.guest(&spec);
     assert_eq!(fs::read_to_string(&pid_file).unwrap().trim(), guest.pid().to_string());
     cluster.migrate("vm1", "a", "b", &[]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     assert!(!pid_file.exists(), "what the source's QEMU would have removed is left");
 }
 
 /// A device that only the destination has simulates an unknown one: QEMU ends when it saves its state.
 #[test]
 fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
-    is_refused("-device vmbus-bridge", "devices-differ", "vmbus-bridge");
+    assert_refused("-device vmbus-bridge", "devices-differ", "vmbus-bridge");
     let cluster = Cluster::new();
     for device in ["vmbus-bridge", "pci-serial-2x"] {
         let mut spec = GuestSpec { qemu: QemuVersion::Installed, ..GuestSpec::tiny("vm1", busy()) };
@@ -142,7 +142,7 @@ fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
             let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], more].concat());
             assert!(said.code == 1 && said.stdout.contains(device), "{said:?}");
         }
-        cluster.guest_is_whole("a", "vm1");
+        cluster.assert_guest_whole("a", "vm1");
         lab::kill_pid(guest.pid()).unwrap();
         cluster.a.cli(&["vm", "forget", "vm1"]).ok();
         fs::remove_dir_all(guest.directory()).unwrap();
@@ -153,7 +153,7 @@ fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
 
 /// Ports and taps in use by another program are refused by `--check`, which starts a QEMU.
 #[test]
-fn what_is_taken_at_the_destination_is_found() {
+fn ports_and_taps_in_use_at_the_destination_are_found() {
     let cluster = Cluster::new();
     for host in [&cluster.lab.a, &cluster.lab.b] {
         host.run(&["ip", "tuntap", "add", "held", "mode", "tap"]).unwrap();
@@ -188,7 +188,7 @@ fn what_is_taken_at_the_destination_is_found() {
         other.kill().unwrap();
         fs::remove_file(&monitor).unwrap();
         cluster.migrate("vm1", "a", "b", &[]);
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
         lab::kill_pid(cluster.b.vm("vm1").unwrap()["pid"].as_u64().unwrap() as u32).unwrap();
         cluster.b.cli(&["vm", "forget", "vm1"]).ok();
         fs::remove_dir_all(guest.directory()).unwrap();
@@ -314,7 +314,7 @@ fn another_machine(cluster: &mut Cluster, empty: &Path, disks: &str) {
 /// A block device of the same name may be another volume there, and `localhost` is another server. Without certainty,
 /// no agent reports that they are the same; then they are blockers. So is a missing key.
 #[test]
-fn what_has_the_same_name_on_another_machine_is_not_taken_for_the_same() {
+fn equal_names_on_other_machines_are_not_the_same_disk() {
     let mut cluster = Cluster::new();
     let directory = cluster.lab.a.directory().join("disks");
     let keys = cluster.lab.shared_directory().unwrap().join("keys");
@@ -426,7 +426,7 @@ fn two_that_arrive_at_once_are_not_promised_the_same_memory() {
 /// An agent is protected from the kernel's OOM killer (its unit sets -900); VMs that it starts have the value that they
 /// had at their source. A value that every user may set simulates that here.
 #[test]
-fn what_arrives_is_ended_as_readily_as_before() {
+fn an_arriving_vm_keeps_its_oom_score() {
     let cluster = Cluster::new();
     let guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
     let of = |pid: u32| format!("/proc/{pid}/oom_score_adj");

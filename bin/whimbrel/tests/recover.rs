@@ -9,10 +9,10 @@ mod common;
 use std::process::{Child, Stdio};
 
 use agent::register::SqliteRegistry;
-use common::{Cluster, DEADLINE, Guest, GuestSpec, Load, Said, Setup, until};
+use common::{Cluster, CommandOutput, DEADLINE, Guest, GuestSpec, Load, Setup, until};
 
 /// A migration from a to b that is held at a fault point.
-struct Doubt {
+struct HeldMigration {
     cluster: Cluster,
     guest: Guest,
     migration: Child,
@@ -20,7 +20,7 @@ struct Doubt {
 
 const NOT_DONE: i32 = 3;
 
-impl Doubt {
+impl HeldMigration {
     /// Holds a migration at a fault point, and runs `then` before the agent held there continues.
     fn at(point: &str, witness: bool, then: impl FnOnce(&mut Cluster)) -> Self {
         Self::of(point, witness, |_| {}, then)
@@ -66,19 +66,19 @@ impl Doubt {
         assert!(!report["risked"].as_array().unwrap().is_empty(), "{report:#}");
         assert!(report["message"].as_str().unwrap().contains("nothing was done"), "{report:#}");
         assert_eq!(state(), before, "nothing was done");
-        let done = self.tell(agent, &words[2..]);
+        let done = self.decide_knowing_risk(agent, &words[2..]);
         assert_eq!(done.code, 0, "{done:?}\n{}", self.cluster.agent(agent).log());
         assert_eq!(done.json()["done"], true, "{done:?}");
     }
 
     /// Gives a decision with that word.
-    fn tell(&self, agent: &str, words: &[&str]) -> Said {
+    fn decide_knowing_risk(&self, agent: &str, words: &[&str]) -> CommandOutput {
         let words = [&["recover", "vm1"], words, &["--i-know-the-risk"]].concat();
         self.cluster.agent(agent).cli(&words)
     }
 
     /// Asserts that it runs on that host alone, and finds its memory as it left it.
-    fn runs_at(&self, agent: &str) {
+    fn assert_runs_at(&self, agent: &str) {
         let vm = self.cluster.agent(agent).vm("vm1").unwrap();
         assert_eq!(vm["state"], "running", "{vm}\n{}", self.cluster.agent(agent).log());
         let other = if agent == "a" { "b" } else { "a" };
@@ -87,21 +87,21 @@ impl Doubt {
             let check = self.guest.serial().check().unwrap();
             assert!(check.ok && check.wrong == 0, "{check:?}");
         } else {
-            self.cluster.guest_is_whole(agent, "vm1");
+            self.cluster.assert_guest_whole(agent, "vm1");
         }
     }
 
     /// Switches a host on again; open migrations come to their end, and the guest stays at its host.
-    fn comes_back(&mut self, agent: &str, guest_at: &str) {
+    fn power_on(&mut self, agent: &str, guest_at: &str) {
         self.cluster.lab.heal().unwrap();
         self.cluster.agent_mut(agent).start();
         self.cluster.agent(agent).wait_settled();
         self.cluster.agent(guest_at).wait_settled();
-        self.runs_at(guest_at);
+        self.assert_runs_at(guest_at);
     }
 }
 
-impl Drop for Doubt {
+impl Drop for HeldMigration {
     fn drop(&mut self) {
         let _ = self.migration.kill();
         let _ = self.migration.wait();
@@ -120,7 +120,7 @@ fn qemus(cluster: &Cluster, name: &str) -> Vec<u32> {
 }
 
 /// Ends agent and QEMU of a host, as a loss of power does; its journal stays.
-fn off(cluster: &mut Cluster, name: &str) {
+fn power_off(cluster: &mut Cluster, name: &str) {
     cluster.agent_mut(name).kill();
     for pid in qemus(cluster, name) {
         lab::kill_pid(pid).unwrap();
@@ -132,26 +132,26 @@ const COMMITTED_WITH_REGISTER: &str = "source/stopped/ready[register]:after-1-jo
 
 #[test]
 fn without_a_register_the_source_s_operator_runs_it_here() {
-    let mut doubt = Doubt::at(COMMITTED, false, |cluster| off(cluster, "b"));
+    let mut doubt = HeldMigration::at(COMMITTED, false, |cluster| power_off(cluster, "b"));
     doubt.wait_for("a", "committed");
     let asked = doubt.cluster.a.cli(&["recover", "vm1"]);
     assert_eq!(asked.code, NOT_DONE, "{asked:?}");
     assert_eq!(asked.json()["risked"].as_array().unwrap().len(), 2, "both decisions: {asked:?}");
     doubt.decide("a", &["--run-here"]);
-    doubt.runs_at("a");
-    doubt.comes_back("b", "a");
+    doubt.assert_runs_at("a");
+    doubt.power_on("b", "a");
 }
 
 #[test]
 fn without_a_register_the_destination_s_operator_runs_it_there() {
-    let mut doubt = Doubt::at(COMMITTED, false, |cluster| {
+    let mut doubt = HeldMigration::at(COMMITTED, false, |cluster| {
         cluster.lab.cut_both().unwrap();
-        off(cluster, "a");
+        power_off(cluster, "a");
     });
     doubt.wait_for("b", "ready");
     doubt.decide("b", &["--run-here"]);
-    doubt.runs_at("b");
-    doubt.comes_back("a", "b");
+    doubt.assert_runs_at("b");
+    doubt.power_on("a", "b");
 }
 
 /// Trap 17: only the destination itself still knows that the guest was paused.
@@ -160,9 +160,9 @@ fn the_destination_s_operator_leaves_a_guest_paused_that_was() {
     let stop = |guest: &Guest| {
         guest.monitor().unwrap().command("stop", &serde_json::json!({})).unwrap();
     };
-    let doubt = Doubt::of(COMMITTED, false, stop, |cluster| {
+    let doubt = HeldMigration::of(COMMITTED, false, stop, |cluster| {
         cluster.lab.cut_both().unwrap();
-        off(cluster, "a");
+        power_off(cluster, "a");
     });
     doubt.wait_for("b", "ready");
     doubt.decide("b", &["--run-here"]);
@@ -172,23 +172,24 @@ fn the_destination_s_operator_leaves_a_guest_paused_that_was() {
 
 #[test]
 fn a_copy_that_is_given_up_is_gone() {
-    let doubt = Doubt::at(COMMITTED, false, |cluster| cluster.lab.cut_both().unwrap());
+    let doubt = HeldMigration::at(COMMITTED, false, |cluster| cluster.lab.cut_both().unwrap());
     doubt.wait_for("a", "committed");
     doubt.wait_for("b", "ready");
     doubt.decide("a", &["--give-up"]);
     assert!(doubt.cluster.a.vm("vm1").is_none());
     assert_eq!(qemus(&doubt.cluster, "a"), [0_u32; 0]);
     doubt.decide("b", &["--run-here"]);
-    doubt.runs_at("b");
+    doubt.assert_runs_at("b");
 }
 
 /// The destination's QEMU is lost when `cont` may have been sent: no host knows whether the guest ran there.
 #[test]
 fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
-    let doubt = Doubt::at("destination/ready/go[no-register,run]:after-1-journal", false, |cluster| {
-        off(cluster, "b");
-        cluster.b.start();
-    });
+    let doubt =
+        HeldMigration::at("destination/ready/go[no-register,run]:after-1-journal", false, |cluster| {
+            power_off(cluster, "b");
+            cluster.b.start();
+        });
     doubt.wait_for("b", "crashed");
     let told = "is gone and may have run";
     until("the source has heard of it", || doubt.cluster.a.log().contains(told));
@@ -201,52 +202,52 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
     let log = doubt.cluster.a.log();
     assert_eq!(log.lines().filter(|line| line.contains(told)).count(), 1, "{log}");
     doubt.decide("a", &["--run-here"]);
-    doubt.runs_at("a");
+    doubt.assert_runs_at("a");
 }
 
 #[test]
-fn an_operator_takes_it_even_from_a_destination_that_won_the_register() {
+fn an_operator_overrules_a_destination_that_won_the_register() {
     let won = "destination/taking/register-says[destination-owns,run]:after-1-journal";
-    let mut doubt = Doubt::at(won, true, |cluster| off(cluster, "b"));
-    let owner = |doubt: &Doubt| {
+    let mut doubt = HeldMigration::at(won, true, |cluster| power_off(cluster, "b"));
+    let owner = |doubt: &HeldMigration| {
         let path = doubt.cluster.witness.as_ref().unwrap().directory.join("state");
         SqliteRegistry::open(&path).unwrap().all().unwrap()[0].1.owner.to_string()
     };
     assert_eq!(owner(&doubt), "b");
     doubt.wait_for("a", "committed");
     // The register is asked, and refuses.
-    let asked = doubt.tell("a", &["--run-here"]);
+    let asked = doubt.decide_knowing_risk("a", &["--run-here"]);
     assert_eq!(asked.code, NOT_DONE, "{asked:?}");
     doubt.wait_for("a", "committed");
     doubt.decide("a", &["--run-here", "--even-against-the-register"]);
     assert_eq!(owner(&doubt), "a");
-    doubt.runs_at("a");
-    doubt.comes_back("b", "a");
+    doubt.assert_runs_at("a");
+    doubt.power_on("b", "a");
 }
 
 #[test]
 fn a_register_that_is_lost_stops_no_operator() {
     let lose = |cluster: &mut Cluster| cluster.witness.as_mut().unwrap().kill();
     // The source waits for the register to return the VM.
-    let mut doubt = Doubt::at(COMMITTED_WITH_REGISTER, true, |cluster| {
+    let mut doubt = HeldMigration::at(COMMITTED_WITH_REGISTER, true, |cluster| {
         lose(cluster);
-        off(cluster, "b");
+        power_off(cluster, "b");
     });
     doubt.wait_for("a", "reclaiming");
     doubt.wait_for_operator("a");
     doubt.decide("a", &["--run-here", "--without-the-register"]);
-    doubt.runs_at("a");
-    doubt.comes_back("b", "a");
+    doubt.assert_runs_at("a");
+    doubt.power_on("b", "a");
     drop(doubt);
 
     // The destination was given GO, and waits for the register before it lets the guest run.
     let point = "destination/ready/go[register]:after-1-journal";
-    let doubt = Doubt::at(point, true, |cluster| {
+    let doubt = HeldMigration::at(point, true, |cluster| {
         lose(cluster);
-        off(cluster, "a");
+        power_off(cluster, "a");
     });
     doubt.wait_for("b", "taking");
     doubt.wait_for_operator("b");
     doubt.decide("b", &["--run-here", "--without-the-register"]);
-    doubt.runs_at("b");
+    doubt.assert_runs_at("b");
 }

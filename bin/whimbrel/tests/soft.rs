@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 const PAGES_OF_MIB: u64 = 256;
 
 /// Returns a guest with much free memory that is not zero.
-fn littered(version: QemuVersion) -> GuestSpec {
+fn guest_with_free_memory(version: QemuVersion) -> GuestSpec {
     let load = Load { fill_mib: 48, wss_mib: 8, rate_mib_per_s: 20, litter_mib: 64, ..Load::default() };
     let mut spec = GuestSpec { qemu: version, ..GuestSpec::tiny("vm1", load) };
     spec.devices.push(Device::GuestPort);
@@ -33,7 +33,7 @@ fn soft(report: &Value, name: &str) -> u64 {
 }
 
 /// Waits until the program in the guest has opened its port.
-fn somebody_is_there(guest: &Guest) {
+fn wait_for_guest_program(guest: &Guest) {
     until("somebody in the guest listens", || {
         let chardevs = guest.monitor().unwrap().command("query-chardev", &json!({})).unwrap();
         let port = chardevs.as_array().unwrap().iter().find(|one| one["label"] == "guest0").unwrap().clone();
@@ -45,21 +45,21 @@ fn somebody_is_there(guest: &Guest) {
 fn what_is_free_is_not_sent() {
     for version in [QemuVersion::Installed, QemuVersion::Newer] {
         let cluster = Cluster::new();
-        let guest = cluster.guest(&littered(version));
-        somebody_is_there(&guest);
+        let guest = cluster.guest(&guest_with_free_memory(version));
+        wait_for_guest_program(&guest);
         // So slow that the guest has answered long before all is sent.
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
         let left_out = of_rounds(&report, "soft_pages");
         assert!(left_out > 48 * PAGES_OF_MIB, "{report:#}");
         assert!(soft(&report, "answers") > 0 && report["soft"]["notes"] == json!([]), "{report:#}");
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
         // The program answers there as well, and free pages are in use again: the guest keeps working.
         let report = cluster.migrate("vm1", "b", "a", &["--bandwidth", "40Mi", "--soft-pages", "none"]);
         assert_eq!((of_rounds(&report, "soft_pages"), &report["soft"]), (0, &Value::Null), "{report:#}");
-        cluster.guest_is_whole("a", "vm1");
+        cluster.assert_guest_whole("a", "vm1");
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "40Mi"]);
         assert!(soft(&report, "answers") > 0, "{report:#}");
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
     }
 }
 
@@ -69,9 +69,9 @@ fn what_is_free_is_not_sent() {
 fn what_is_in_use_again_is_sent() {
     let link = lab::Link::Limited { rate_bytes_per_s: 10 << 20 };
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
-    let guest = cluster.guest(&littered(QemuVersion::Newer));
-    somebody_is_there(&guest);
-    let has_answered = only_the_first_answer(&guest.directory().join("guest.sock"));
+    let guest = cluster.guest(&guest_with_free_memory(QemuVersion::Newer));
+    wait_for_guest_program(&guest);
+    let has_answered = forward_first_answer(&guest.directory().join("guest.sock"));
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--compress", "none"];
     let migration = cluster.a.begin(&words);
     assert_eq!(has_answered.recv_timeout(DEADLINE), Ok(()), "{}", cluster.a.log());
@@ -82,11 +82,11 @@ fn what_is_in_use_again_is_sent() {
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     assert!(of_rounds(&report, "soft_pages") > 0 && soft(&report, "answers") == 1, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Forwards the guest's answer to the first request, and notifies the receiver. Forwards no other request.
-fn only_the_first_answer(socket: &Path) -> mpsc::Receiver<()> {
+fn forward_first_answer(socket: &Path) -> mpsc::Receiver<()> {
     let of_qemu = socket.with_extension("qemu");
     std::fs::rename(socket, &of_qemu).unwrap();
     let listener = UnixListener::bind(socket).unwrap();
@@ -115,17 +115,17 @@ fn only_the_first_answer(socket: &Path) -> mpsc::Receiver<()> {
 /// would find zeros.
 #[test]
 fn whatever_memory_is_made_of() {
-    let spec = || littered(QemuVersion::Newer);
+    let spec = || guest_with_free_memory(QemuVersion::Newer);
     let large = GuestSpec { memory_mib: 3584, ..spec() };
     let nodes = GuestSpec { numa_nodes: 2, memory_mib: 256, ..spec() };
     let shared = GuestSpec { ram: Ram::Memfd, ..spec() };
     for spec in [large, nodes, shared] {
         let cluster = Cluster::new();
         let guest = cluster.guest(&spec);
-        somebody_is_there(&guest);
+        wait_for_guest_program(&guest);
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
         assert!(of_rounds(&report, "soft_pages") > 48 * PAGES_OF_MIB, "{report:#}");
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
     }
 }
 
@@ -134,16 +134,16 @@ fn whatever_memory_is_made_of() {
 fn kernels_that_care_for_free_pages() {
     for (words, is_poisoned) in [("init_on_free=1", false), ("page_poison=1", true)] {
         let cluster = Cluster::new();
-        let mut spec = littered(QemuVersion::Newer);
+        let mut spec = guest_with_free_memory(QemuVersion::Newer);
         if let Boot::Tiny(load) = &mut spec.boot {
             words.clone_into(&mut load.kernel);
         }
         let guest = cluster.guest(&spec);
-        somebody_is_there(&guest);
+        wait_for_guest_program(&guest);
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
         assert_eq!(report["soft"]["poisoned"], is_poisoned, "{report:#}");
         assert_eq!(of_rounds(&report, "soft_pages") == 0, is_poisoned, "{report:#}");
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
     }
 }
 
@@ -151,8 +151,8 @@ fn kernels_that_care_for_free_pages() {
 #[test]
 fn a_paused_guest_is_not_asked() {
     let cluster = Cluster::new();
-    let guest = cluster.guest(&littered(QemuVersion::Newer));
-    somebody_is_there(&guest);
+    let guest = cluster.guest(&guest_with_free_memory(QemuVersion::Newer));
+    wait_for_guest_program(&guest);
     guest.monitor().unwrap().command("stop", &json!({})).unwrap();
     let report = cluster.migrate("vm1", "a", "b", &[]);
     assert_eq!((of_rounds(&report, "soft_pages"), &report["soft"]), (0, &Value::Null), "{report:#}");
@@ -163,16 +163,16 @@ fn a_paused_guest_is_not_asked() {
 fn a_cut_loses_nothing_of_what_is_in_use() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
-    let guest = cluster.guest(&littered(QemuVersion::Newer));
-    somebody_is_there(&guest);
+    let guest = cluster.guest(&guest_with_free_memory(QemuVersion::Newer));
+    wait_for_guest_program(&guest);
     let report = cluster.migrate_through_a_cut("vm1", &[]);
     assert!(of_rounds(&report, "soft_pages") > 0, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Page cache is deferred, reclaimed before the stop, and not sent; only the requested part.
 #[test]
-fn page_cache_is_given_back_before_the_stop() {
+fn page_cache_is_reclaimed_before_the_stop() {
     let cluster = Cluster::new();
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.img");
@@ -181,17 +181,17 @@ fn page_cache_is_given_back_before_the_stop() {
     let mut spec = GuestSpec { qemu: QemuVersion::Newer, ..GuestSpec::tiny("vm1", load) };
     spec.devices.extend([Device::Disk(Disk::new("disk0", &image, "raw")), Device::GuestPort]);
     let guest = cluster.guest(&spec);
-    somebody_is_there(&guest);
+    wait_for_guest_program(&guest);
     let slowly = ["--bandwidth", "60Mi", "--compress", "none", "--soft-pages"];
 
     let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["free"]].concat());
     assert_eq!((soft(&report, "put_off_pages"), soft(&report, "given_back_pages")), (0, 0), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     // The guest receives no request that its kernel does not support: there are no cgroups in it.
     let report = cluster.migrate("vm1", "b", "a", &[&slowly[..], &["cold"]].concat());
     assert!(soft(&report, "put_off_pages") > 0, "{report:#}");
     assert!(report["soft"]["notes"][0].as_str().unwrap().contains("memory.reclaim"), "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 
     let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["all"]].concat());
     let (put_off, given_back) = (soft(&report, "put_off_pages"), soft(&report, "given_back_pages"));
@@ -199,7 +199,7 @@ fn page_cache_is_given_back_before_the_stop() {
     assert_eq!(report["soft"]["notes"], json!([]), "{report:#}");
     let text = cluster.a.text(&["report", "vm1", "--explain"]).ok().stdout;
     assert!(text.contains("of page cache that was put off the VM gave"), "{text}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Together with all other reductions, and a copied disk.
@@ -214,12 +214,12 @@ fn page_cache_of_a_disk_that_is_copied() {
     let mut spec = GuestSpec { qemu: QemuVersion::Newer, ..GuestSpec::tiny("vm1", load) };
     spec.devices.extend([Device::Disk(Disk::new("disk0", &image, "raw")), Device::GuestPort]);
     let guest = cluster.guest(&spec);
-    somebody_is_there(&guest);
+    wait_for_guest_program(&guest);
     for (from, to, wanted) in [("a", "b", "free"), ("b", "a", "all")] {
         let report = cluster.migrate("vm1", from, to, &["--disks", "copy", "--soft-pages", wanted]);
         assert!(of_rounds(&report, "soft_pages") > 0, "{report:#}");
         assert_eq!(soft(&report, "given_back_pages") > 0, wanted == "all", "{report:#}");
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }
 
@@ -227,7 +227,7 @@ fn page_cache_of_a_disk_that_is_copied() {
 #[test]
 fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() }.not_giving_way());
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() }.without_yielding());
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
     disk::known_content(&qemu, &image, "qcow2", 48).unwrap();
@@ -245,31 +245,31 @@ fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     spec.second_monitor = true;
     spec.devices.extend([Device::Disk(Disk::new("disk0", &image, "qcow2")), Device::GuestPort]);
     let guest = cluster.guest(&spec);
-    somebody_is_there(&guest);
+    wait_for_guest_program(&guest);
     let hybrid = ["--policy", "hybrid", "--disks", "copy", "--compress", "none"];
     let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], &hybrid[..]].concat());
     let report = said.ok().json();
     cluster.b.wait_settled();
     assert!(of_rounds(&report, "soft_pages") > 40 * PAGES_OF_MIB, "{report:#}");
     assert!(report["post_copy"]["left_pages"].as_u64() > Some(1000), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     let serial = cluster.serial("b", "vm1");
     serial.wait_for_disk_reads().unwrap();
     serial.wait_for_disk_writes().unwrap();
     // Pages that were not sent are in use again when the guest is compared on its way back.
     serial.set("rate=10").unwrap();
     cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 /// While the migration waits for the guest, its user's commands still work.
 #[test]
-fn a_guest_that_is_slow_to_give_back_can_be_left_where_it_is() {
+fn a_migration_can_be_cancelled_during_a_slow_reclaim() {
     let cluster = Cluster::new();
-    let guest = cluster.guest(&littered(QemuVersion::Newer));
-    somebody_is_there(&guest);
+    let guest = cluster.guest(&guest_with_free_memory(QemuVersion::Newer));
+    wait_for_guest_program(&guest);
     let (tell, told) = mpsc::channel();
-    instead_of_the_guest(guest.directory().join("guest.sock"), move |verb, id| {
+    answer_for_the_guest(guest.directory().join("guest.sock"), move |verb, id| {
         if verb == "report" {
             return Some(format!("begin {id} 1\ncache 2000+100\nend {id}\n"));
         }
@@ -283,11 +283,11 @@ fn a_guest_that_is_slow_to_give_back_can_be_left_where_it_is() {
     let report: Value = serde_json::from_slice(&said.stdout).unwrap();
     assert_eq!(report["outcome"], "cancelled", "{report:#}");
     assert_eq!(soft(&report, "put_off_pages"), 256, "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 /// Answers in place of the guest's program, with `answer` called for each request's verb and number.
-fn instead_of_the_guest(
+fn answer_for_the_guest(
     socket: std::path::PathBuf,
     answer: impl Fn(&str, &str) -> Option<String> + Send + 'static,
 ) {
@@ -311,22 +311,22 @@ fn instead_of_the_guest(
 
 /// With any answers, the VM is migrated, and only memory that they called free is missing.
 #[test]
-fn a_guest_that_says_nonsense_is_moved_as_any_other() {
+fn a_guest_with_invalid_answers_is_moved() {
     let cluster = Cluster::new();
-    let guest = cluster.guest(&littered(QemuVersion::Newer));
-    somebody_is_there(&guest);
+    let guest = cluster.guest(&guest_with_free_memory(QemuVersion::Newer));
+    wait_for_guest_program(&guest);
     let socket = guest.directory().join("guest.sock");
-    instead_of_the_guest(socket, |_, id| Some(format!("begin {id} 1\nfree ffffffffff+5 zzz\nend {id}\n")));
+    answer_for_the_guest(socket, |_, id| Some(format!("begin {id} 1\nfree ffffffffff+5 zzz\nend {id}\n")));
     let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "60Mi"]);
     assert_eq!(of_rounds(&report, "soft_pages"), 0, "{report:#}");
     let note = report["soft"]["notes"][0].as_str().unwrap();
     assert!(note.contains("cannot be read"), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// A port that is not open is no reason to wait.
 #[test]
-fn a_guest_in_which_nobody_listens_is_moved_as_any_other() {
+fn a_guest_without_a_listening_program_is_moved() {
     let cluster = Cluster::new();
     let mut spec = GuestSpec::bare("vm1", common::Accel::Tcg, 1);
     spec.devices.push(Device::GuestPort);

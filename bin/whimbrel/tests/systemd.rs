@@ -120,7 +120,7 @@ fn blockers(cluster: &Cluster) -> Vec<String> {
 }
 
 #[test]
-fn a_unit_that_starts_it_again_is_refused_and_an_arriving_guest_has_a_scope() {
+fn a_restarting_unit_is_refused_and_an_arrival_has_a_scope() {
     let mut cluster = Cluster::new();
     let Some(systemd) = Systemd::start(&cluster.lab.a) else { return };
     cluster.a.kill();
@@ -169,7 +169,7 @@ fn a_unit_that_starts_it_again_is_refused_and_an_arriving_guest_has_a_scope() {
     // There is no blocker any longer, and the unit starts no second guest.
     assert_eq!(blockers(&cluster), Vec::<String>::new());
     cluster.migrate("vm1", "a", "b", &[]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     let deadline = Instant::now() + DEADLINE;
     while state().contains("active\n") {
         assert!(Instant::now() < deadline, "its QEMU still runs: {}", state());

@@ -48,11 +48,11 @@ fn what_is_in_a_template_is_not_sent() {
     assert_eq!(first["refused_pages"], 0, "{report:#}");
     assert!(first["sent_bytes"].as_u64().unwrap() < 1 << 20, "{report:#}");
     assert!(has_event(&report, "templates"), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 
     let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy", "--no-references"]);
     assert_eq!(all(&report, "reference_pages"), 0, "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 /// Content that a VM has left at a host is not sent when it returns, also when the agent there was restarted by then.
@@ -78,24 +78,24 @@ fn a_vm_that_comes_back_does_not_bring_what_it_left() {
 
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     assert_eq!(of_the_disk(&report)[0], 0, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     cluster.a.kill();
     cluster.a.start();
     let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
     let [referred, refused, sent_bytes] = of_the_disk(&report);
     assert!(referred == all_pages && refused == 0 && sent_bytes < 1 << 20, "{report:#}");
     assert!(has_event(&report, "templates"), "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
     // The next time as well, though nothing was sent the last time.
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     assert_eq!(of_the_disk(&report)[..2], [all_pages, 0], "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 
     // Removed content is not advertised.
     cluster.a.cli(&["images", "remove", "vm1"]).ok();
     let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
     assert_eq!(of_the_disk(&report)[0], 0, "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 /// A guest that has read its disk into its memory, on a slow link: content that was sent with the disk is not sent
@@ -103,7 +103,7 @@ fn a_vm_that_comes_back_does_not_bring_what_it_left() {
 #[test]
 fn memory_that_came_from_a_disk_is_not_sent() {
     let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
-    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() }.not_giving_way());
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() }.without_yielding());
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.img");
     disk::known_content(&qemu, &image, "raw", 64).unwrap();
@@ -124,18 +124,18 @@ fn memory_that_came_from_a_disk_is_not_sent() {
     // It keeps reading: pages read anew in the first pass are sent in the second.
     assert!(of_memory(&report, 1..=2) > (16 << 20) / 4096, "{report:#}");
     assert_eq!(of_memory(&report, 3..=u64::MAX), 0, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy", "--no-references"]);
     assert_eq!(of_memory(&report, 1..=u64::MAX), 0, "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 /// A guest that has read from images that both hosts have, on a slow link: its page cache is not sent. The image below
 /// its own one is read once, for all migrations.
 #[test]
-fn memory_that_came_from_storage_that_both_hosts_have_is_not_sent() {
+fn page_cache_of_shared_storage_is_not_sent() {
     let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
-    let cluster = Cluster::with(&Setup { link, ..Setup::default() }.not_giving_way());
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() }.without_yielding());
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let shared = cluster.lab.shared_directory().unwrap();
     let (base, image) = (shared.join("base.qcow2"), shared.join("disk.qcow2"));
@@ -171,25 +171,25 @@ fn memory_that_came_from_storage_that_both_hosts_have_is_not_sent() {
     referred(&report);
     let (known, read) = learnt(&report);
     assert!(read >= 64 && known == read, "{known} and {read}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 
     let report = cluster.migrate("vm1", "b", "a", &["--no-references"]);
     assert_eq!(sum(&report, "reference_pages"), 0, "{report:#}");
     assert!(!has_event(&report, "shared-images"), "{report:#}");
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 
     // The base is known; of the guest's own image, 32 MiB at most, no content is assumed to be unchanged.
     let report = cluster.migrate("vm1", "a", "b", &[]);
     referred(&report);
     let (known, read) = learnt(&report);
     assert!(known >= read + 64, "{known} and {read}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// 20 GB of which 1 GB is in use, made from a template of 0.9 GB that the destination has: at most 120 MB are sent for
 /// it (all figures of the requirement).
 #[test]
-fn a_large_sparse_disk_is_little_more_than_what_its_template_lacks() {
+fn a_large_sparse_disk_sends_little_more_than_its_changes() {
     const MB: u64 = 1_000_000;
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
@@ -231,7 +231,7 @@ fn a_large_sparse_disk_is_little_more_than_what_its_template_lacks() {
     let of_disks = rounds.iter().filter(|round| round["disk_pages"] == round["dirty_pages"]);
     let sent: u64 = of_disks.map(|round| round["sent_bytes"].as_u64().unwrap()).sum();
     assert!((100 * MB..120 * MB).contains(&sent), "{sent}: {report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// The catalogue of a template is wrong: that has no use, and does no harm.
@@ -259,5 +259,5 @@ fn a_template_that_is_not_what_it_was_does_no_harm() {
     let refused = |round: &Value| round["refused_pages"].as_u64().unwrap();
     let rounds = report["rounds"].as_array().unwrap();
     assert!(rounds.iter().map(refused).sum::<u64>() > 0, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::replay::is_replayed;
+use common::replay::assert_replayed;
 use common::{
     Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, SmallFileSystem, has_event,
     per_second, until,
@@ -43,7 +43,7 @@ fn diabolical() -> (Cluster, Guest, [String; 4], SmallFileSystem) {
 }
 
 #[test]
-fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttled() {
+fn a_throttle_moves_a_guest_that_writes_faster_than_the_link() {
     let (cluster, _guest, slowly, _storage) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
     let migrate = ["migrate", "vm1", "--to", "b", "--max-rounds", "5"];
@@ -55,9 +55,9 @@ fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttle
 
     let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
     assert!(has_event(&report, "writes-throttled"), "{report:#}");
-    let writes = is_replayed(&report).others.writes.unwrap();
+    let writes = assert_replayed(&report).others.writes.unwrap();
     assert!(writes.decisions().any(|cap| cap.bytes_per_s.is_some()), "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     cluster.serial("b", "vm1").wait_for_disk_writes().unwrap();
 }
 
@@ -75,11 +75,11 @@ fn a_guest_is_throttled_by_what_it_has_written() {
         caps.clone().all(|cap| cap["detail"].as_str().unwrap().contains("writes a second")),
         "{report:#}"
     );
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Returns the limit on the guest's writes to all of its disks, bytes per second; 0 for no limit.
-fn throttles(guest: &Guest) -> u64 {
+fn write_limit(guest: &Guest) -> u64 {
     let blocks = guest.monitor().unwrap().command("query-block", &json!({})).unwrap();
     let of = |block: &Value| block["inserted"]["bps_wr"].as_u64().unwrap_or(0);
     blocks.as_array().unwrap().iter().map(of).sum()
@@ -93,7 +93,7 @@ fn no_throttle_outlives_the_migration() {
     let migrate = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
     for is_cancelled in [true, false] {
         cluster.a.cli(&[&migrate[..], &slowly].concat()).ok();
-        until("the guest is throttled", || throttles(&guest) > 0);
+        until("the guest is throttled", || write_limit(&guest) > 0);
         if is_cancelled {
             cluster.a.cli(&["cancel", "vm1"]).ok();
         } else {
@@ -102,31 +102,31 @@ fn no_throttle_outlives_the_migration() {
         }
         cluster.a.wait_settled();
         cluster.b.wait_settled();
-        assert_eq!(throttles(&guest), 0, "{is_cancelled}: {}", cluster.a.log());
+        assert_eq!(write_limit(&guest), 0, "{is_cancelled}: {}", cluster.a.log());
     }
 }
 
 /// The agent is killed and not restarted.
 #[test]
-fn no_throttle_outlives_an_agent_that_nobody_starts_again() {
+fn no_throttle_outlives_a_killed_agent() {
     let (mut cluster, guest, slowly, _storage) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
     let migrate = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
     cluster.a.cli(&[&migrate[..], &slowly].concat()).ok();
-    until("the guest is throttled", || throttles(&guest) > 0);
+    until("the guest is throttled", || write_limit(&guest) > 0);
     cluster.a.kill();
-    until("the guest is let go", || throttles(&guest) == 0);
+    until("the guest is let go", || write_limit(&guest) == 0);
     cluster.a.start();
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     // It can be migrated, and is throttled and released again.
     cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Without a copied disk a throttle has no effect, and so the rounds are limited.
 #[test]
-fn a_guest_without_disks_to_copy_gets_as_many_rounds_as_any_other() {
+fn a_throttle_without_copied_disks_keeps_the_round_limit() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
     let load = Load { fill_mib: 48, wss_mib: 32, rate_mib_per_s: 200, ..Load::default() };

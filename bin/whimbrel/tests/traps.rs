@@ -11,7 +11,9 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-use common::{Accel, Cluster, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Said, Setup};
+use common::{
+    Accel, Cluster, CommandOutput, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Setup,
+};
 use lab::{Monitor, disk, not_tried};
 use serde_json::{Value, json};
 use tracee::maps::{Details, Mapping, detailed_mappings};
@@ -48,9 +50,9 @@ fn monitor_of(cluster: &Cluster, agent: &str) -> Monitor {
     Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap()
 }
 
-fn said(migration: Child) -> Said {
+fn said(migration: Child) -> CommandOutput {
     let output = migration.wait_with_output().unwrap();
-    Said {
+    CommandOutput {
         code: output.status.code().unwrap_or(-1),
         stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
         stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
@@ -59,14 +61,14 @@ fn said(migration: Child) -> Said {
 
 /// Asserts that the guest runs at its source as before, whole, and that nothing is left of the attempt.
 #[track_caller]
-fn is_unharmed(cluster: &Cluster, guest: &Guest) {
-    nothing_is_left(cluster, guest);
-    cluster.guest_is_whole("a", "vm1");
+fn assert_unharmed(cluster: &Cluster, guest: &Guest) {
+    assert_nothing_left(cluster, guest);
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 /// Asserts that the guest runs at its source as before, and that nothing is left of the attempt, on either side.
 #[track_caller]
-fn nothing_is_left(cluster: &Cluster, guest: &Guest) {
+fn assert_nothing_left(cluster: &Cluster, guest: &Guest) {
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     let vm = cluster.a.vm("vm1").unwrap();
@@ -159,7 +161,7 @@ fn swapped_out(ram: Ram) {
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     let least = during.iter().min().copied().unwrap_or(0);
     assert!(during.len() > 2 && least > 0, "not always in swap while rounds went on: {during:?}");
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 #[test]
@@ -175,12 +177,12 @@ fn ram_in_a_memfd_on_a_host_that_swaps() {
 // ---- trap 12: hot-plug
 
 /// A QMP command of the guest's user.
-type Order = (&'static str, Value);
+type UserCommand = (&'static str, Value);
 
 /// The guest's user does that during the rounds: the migration ends with the reason, the guest keeps running at its
 /// source, and a second attempt migrates it in its present state.
 #[track_caller]
-fn changed_during_the_rounds(cluster: &Cluster, guest: &Guest, orders: &[Order], what: &str) {
+fn changed_during_the_rounds(cluster: &Cluster, guest: &Guest, orders: &[UserCommand], what: &str) {
     let migration = cluster.migrate_slowly("vm1", "4MiB");
     cluster.wait_for_sent(4 << 20);
     let mut monitor = guest.monitor().unwrap();
@@ -195,7 +197,7 @@ fn changed_during_the_rounds(cluster: &Cluster, guest: &Guest, orders: &[Order],
     let reason =
         format!("the guest's {what} changed during the migration; it was plugged or unplugged, try again");
     assert!(text.contains(&reason), "{reason:?} is missing: {said:#?}\n{}", cluster.a.log());
-    is_unharmed(cluster, guest);
+    assert_unharmed(cluster, guest);
 }
 
 /// Returns the names of plugged devices, from QEMU.
@@ -225,7 +227,7 @@ fn what_is_plugged_during_the_rounds_is_noticed() {
     changed_during_the_rounds(&cluster, &guest, &orders, "memory");
     let there = plugged(&mut guest.monitor().unwrap());
     cluster.migrate("vm1", "a", "b", &[]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     assert_eq!(plugged(&mut monitor_of(&cluster, "b")), there);
     assert!(there.contains(&"dimm".to_owned()));
 }
@@ -300,7 +302,7 @@ fn a_vhost_user_back_end_is_found() {
         for word in ["other processes map the guest's memory", &mapper, "vhost-user"] {
             assert!(text.contains(word), "{word:?} is missing: {said:#?}");
         }
-        is_unharmed(&cluster, &guest);
+        assert_unharmed(&cluster, &guest);
     }
     assert!(daemon.is_running());
     let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).json();
@@ -312,7 +314,7 @@ fn a_vhost_user_back_end_is_found() {
 // ---- trap 9: QEMUs without privileges
 
 /// Asserts the user and the privileges of a process.
-fn is_without_privileges(qemu: &Process) {
+fn assert_unprivileged(qemu: &Process) {
     let status = qemu.read("status").unwrap();
     let field =
         |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
@@ -340,9 +342,9 @@ fn a_qemu_of_an_unprivileged_user() {
     let cluster = Cluster::new();
     for ram in [Ram::Anonymous, Ram::Memfd] {
         let guest = cluster.guest(&GuestSpec { ram, user: Some(NOBODY), ..GuestSpec::tiny("vm1", busy()) });
-        is_without_privileges(&Process::open(guest.pid()).unwrap());
+        assert_unprivileged(&Process::open(guest.pid()).unwrap());
         cluster.migrate("vm1", "a", "b", &[]);
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
         end(&cluster, "b", &guest);
     }
 }
@@ -359,11 +361,11 @@ fn a_qemu_that_drops_its_privileges() {
         let extra = words(&qemu).map(str::to_owned).to_vec();
         let guest = cluster.guest(&GuestSpec { qemu, extra, ..GuestSpec::tiny("vm1", busy()) });
         for (from, to) in [("a", "b"), ("b", "a")] {
-            is_without_privileges(&qemu_of(&cluster, from));
+            assert_unprivileged(&qemu_of(&cluster, from));
             cluster.migrate("vm1", from, to, &[]);
-            cluster.guest_is_whole(to, "vm1");
+            cluster.assert_guest_whole(to, "vm1");
         }
-        is_without_privileges(&qemu_of(&cluster, "a"));
+        assert_unprivileged(&qemu_of(&cluster, "a"));
         end(&cluster, "a", &guest);
     }
 }
@@ -383,7 +385,7 @@ fn transparent_huge_pages() {
         let before = details(&qemu_of(&cluster, from));
         assert!(before.huge > 0, "{before:?}");
         cluster.migrate("vm1", from, to, &["--ram", "anonymous"]);
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
     }
 }
 
@@ -400,7 +402,7 @@ fn kvm_that_does_not_work_at_the_destination() {
     let guest =
         Guest::start(&cluster.lab.a, &cluster.environment, &GuestSpec::bare("vm1", Accel::Kvm, 1)).unwrap();
     let mut output = guest.serial().follow().unwrap();
-    let mut progress = lab::bare::Progress::default();
+    let mut progress = lab::bare::PassProgress::default();
     progress.wait(&mut output, 1, 1, DEADLINE).unwrap();
     cluster.a.cli(&["vm", "adopt", "--pid", &guest.pid().to_string()]).ok();
 
@@ -420,7 +422,7 @@ fn kvm_that_does_not_work_at_the_destination() {
         for word in words {
             assert!(text.contains(word), "{word:?} is missing: {said:#?}");
         }
-        nothing_is_left(&cluster, &guest);
+        assert_nothing_left(&cluster, &guest);
         progress.wait(&mut output, 1, 1, DEADLINE).unwrap();
         assert_eq!(progress.wrong, 0);
     }

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{Said, WHIMBREL};
+use common::{CommandOutput, WHIMBREL};
 
 /// Prefix of the laboratory in the tutorial.
 const PREFIX: &str = "day1";
@@ -46,7 +46,7 @@ fn the_first_day_goes_as_it_is_written() {
     assert!(script.contains("migrate"), "{script}");
     let mut bash = Command::new("bash");
     bash.args(["-euo", "pipefail", "-c", &script]).current_dir(&root);
-    let output = Said::by(&mut bash).ok().stdout;
+    let output = CommandOutput::by(&mut bash).ok().stdout;
     for wanted in ["web1#1 from a to b: moved", "web1#2 from b to a: moved", "web1.qcow2", "<h1>Notes</h1>"] {
         assert!(output.contains(wanted), "{wanted}\n{output}");
     }

@@ -92,7 +92,7 @@ fn a_forgotten_vm_keeps_its_place() {
 
 /// A VM that arrives never takes another one's directory, with any name.
 #[test]
-fn an_arriving_vm_takes_nobody_s_place() {
+fn an_arriving_vm_never_takes_another_directory() {
     let cluster = Cluster::new();
     let here = run(&cluster.a, &file(&cluster, "vm1"));
     let there = run(&cluster.b, &file(&cluster, "vm1-1"));
@@ -186,7 +186,7 @@ fn a_vm_that_ended_and_was_forgotten_is_released() {
     assert_eq!((&forgotten["released"], &forgotten["pid"]), (&true.into(), &Value::Null));
     let _guest = cluster.guest(&spec);
     cluster.migrate("vm1", "a", "b", &[]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     cluster.migrate("vm1", "b", "a", &[]);
     // A VM that keeps running stays that host's.
     let goes_on = pid(&cluster.a.vm("vm1").unwrap());
@@ -224,7 +224,7 @@ fn an_owner_that_is_wrong_is_corrected() {
     assert_eq!(cluster.b.cli(&["vm", "forget", "vm1"]).ok().json()["released"], Value::Null);
     assert!(cluster.a.cli(&["vm", "claim", "vm1"]).ok().json()["risked"].as_array().unwrap().is_empty());
     cluster.migrate("vm1", "a", "b", &[]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     cluster.migrate("vm1", "b", "a", &[]);
 }
 

@@ -161,13 +161,13 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
             assert!(taken_bytes <= 58 << 20, "{taken_bytes} of 62 MiB, of which 8 are holes");
         }
         assert_eq!(report["disks"][0]["format"], "raw");
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
 
         let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
         let images = cluster.lab.a.directory().join("images");
         assert!(Path::new(report["disks"][0]["path"].as_str().unwrap()).starts_with(images), "{report:#}");
         assert_eq!(report["disks"][0]["format"], "raw");
-        cluster.guest_is_whole("a", "vm1");
+        cluster.assert_guest_whole("a", "vm1");
     }
 }
 
@@ -197,6 +197,6 @@ fn a_pool_is_not_filled(cluster: &Cluster, volumes: &Volumes) {
     assert_eq!(report["outcome"], "aborted", "{report:#}");
     assert!(report.to_string().contains("there is no room left in the thin pool"), "{report:#}");
     assert_eq!(volumes.devices(), before);
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
     volumes.use_blocks(100);
 }

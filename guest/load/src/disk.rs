@@ -33,11 +33,11 @@ const PATH: &str = "/dev/vda";
 /// A piece of memory into which the disk may write by itself.
 #[repr(align(4096))]
 #[derive(Clone)]
-struct Slot([u8; READ]);
+struct ReadBuffer([u8; READ]);
 
 /// A writer's buffer for writes and for data read back.
 #[repr(align(4096))]
-struct Slots([[u8; READ]; CHECKED_AT_ONCE]);
+struct WriteBuffers([[u8; READ]; CHECKED_AT_ONCE]);
 
 /// Counts that all threads share.
 #[derive(Debug, Default)]
@@ -49,8 +49,8 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    fn is_wrong(&self, what: &str) {
-        if self.wrong.fetch_add(1, Relaxed) < crate::TOLD {
+    fn record_wrong(&self, what: &str) {
+        if self.wrong.fetch_add(1, Relaxed) < crate::MOST_REPORTED {
             println!("WRONG {what}");
         }
     }
@@ -63,7 +63,7 @@ impl Counts {
                 true
             }
             Err(error) => {
-                self.is_wrong(&format!("answer of the disk: {error}"));
+                self.record_wrong(&format!("answer of the disk: {error}"));
                 false
             }
         }
@@ -95,7 +95,7 @@ impl DiskLoad {
             let reader = Reader {
                 file: open(false)?,
                 places: read_only.max(1),
-                slots: vec![Slot([0; READ]); slots],
+                slots: vec![ReadBuffer([0; READ]); slots],
                 holds: vec![None; slots],
                 counts: Arc::clone(&counts),
             };
@@ -108,7 +108,7 @@ impl DiskLoad {
                 file: open(true)?,
                 first: (read_only + n * share) * BLOCKS,
                 versions: vec![0; share as usize],
-                buffer: Box::new(Slots([[0; READ]; CHECKED_AT_ONCE])),
+                buffer: Box::new(WriteBuffers([[0; READ]; CHECKED_AT_ONCE])),
                 counts: Arc::clone(&counts),
             };
             let asked = asked();
@@ -161,7 +161,7 @@ struct Reader {
     file: File,
     /// Number of places from the disk's beginning, of [`BLOCKS`] each.
     places: u64,
-    slots: Vec<Slot>,
+    slots: Vec<ReadBuffer>,
     /// The first block of each slot's last read.
     holds: Vec<Option<u64>>,
     counts: Arc<Counts>,
@@ -186,7 +186,7 @@ impl Reader {
     fn check(&self, slot: usize) -> u64 {
         let Some(first) = self.holds[slot] else { return 0 };
         if let Some(block) = wrong_disk_block(first, 0, &self.slots[slot].0) {
-            self.counts.is_wrong(&format!("block {block} of the disk in memory"));
+            self.counts.record_wrong(&format!("block {block} of the disk in memory"));
         }
         BLOCKS
     }
@@ -199,7 +199,7 @@ struct Writer {
     /// The version of each place of its own part.
     versions: Vec<u32>,
     /// For one place when it is written to, for many when all are checked.
-    buffer: Box<Slots>,
+    buffer: Box<WriteBuffers>,
     counts: Arc<Counts>,
 }
 
@@ -233,7 +233,7 @@ impl Writer {
             for (place, slot) in places.clone().zip(&self.buffer.0) {
                 let version = self.versions[place];
                 if let Some(block) = wrong_disk_block(self.block(place), version, slot) {
-                    self.counts.is_wrong(&format!("block {block} of the disk, version {version}"));
+                    self.counts.record_wrong(&format!("block {block} of the disk, version {version}"));
                 }
             }
         }

@@ -48,7 +48,7 @@ use whimbrel_guest_load::Order;
 /// Pages handled between two reads of the clock.
 const BATCH: usize = 4;
 /// Limit of printed `WRONG` lines, of pages and of blocks: beyond it, errors are only counted.
-const TOLD: u64 = 64;
+const MOST_REPORTED: u64 = 64;
 
 fn main() {
     let options = match read_options() {
@@ -131,7 +131,7 @@ fn echo(port: u16) {
 }
 
 /// Prints a line with a checksum: serial lines lose characters.
-fn tell(line: &str) {
+fn report(line: &str) {
     println!("{line} sum={:x}", whimbrel_guest_load::checksum(line));
 }
 
@@ -188,7 +188,7 @@ impl Load {
                 last = Instant::now();
                 continue;
             }
-            self.tell_of_checks();
+            self.report_checks();
             let write = writing.is_due(self.options.rate_mib_per_s, now);
             if write {
                 self.write();
@@ -223,7 +223,7 @@ impl Load {
         for _ in 0..pages.min(self.memory.len()) {
             if let Some(wrong) = self.memory.verify(self.next_verify) {
                 self.wrong += 1;
-                if self.wrong <= TOLD {
+                if self.wrong <= MOST_REPORTED {
                     let memory::Wrong { page, word, expected, found } = wrong;
                     println!("WRONG page {page} word={word} expected={expected:016x} found={found:016x}");
                 }
@@ -239,7 +239,7 @@ impl Load {
 
     fn tick(&mut self, longest_stall: Duration) {
         self.ticks += 1;
-        tell(&format!(
+        report(&format!(
             "tick n={} uptime_ms={} longest_stall_ms={:.1} writes={} verified={} passes={} disk_reads={} disk_writes={} checking={} wrong={}",
             self.ticks,
             self.start.elapsed().as_millis(),
@@ -255,7 +255,7 @@ impl Load {
     }
 
     /// Reports the checks that have ended.
-    fn tell_of_checks(&mut self) {
+    fn report_checks(&mut self) {
         let mut ended = Vec::new();
         self.checks.retain_mut(|(id, check)| match check.result() {
             Some(blocks) => {
@@ -265,13 +265,13 @@ impl Load {
             None => true,
         });
         for (id, blocks) in ended {
-            self.tell_of_check(&id, blocks);
+            self.report_check(&id, blocks);
         }
     }
 
-    fn tell_of_check(&self, id: &str, blocks: u64) {
+    fn report_check(&self, id: &str, blocks: u64) {
         let wrong = self.all_wrong();
-        tell(&format!(
+        report(&format!(
             "CHECK {} id={id} pages={} disk_blocks={blocks} n={} wrong={wrong}",
             if wrong == 0 { "ok" } else { "wrong" },
             self.memory.len(),
@@ -291,23 +291,23 @@ impl Load {
                 self.verify(self.memory.len());
                 match &self.disk {
                     Some(disk) => self.checks.push((id.to_owned(), disk.check())),
-                    None => self.tell_of_check(id, 0),
+                    None => self.report_check(id, 0),
                 }
             }
             Some("set") => match words.try_for_each(|word| self.options.set(word)) {
                 Ok(()) => {
                     self.memory.grow(self.options.fill_mib * MIB);
-                    tell(&format!("SET {}", line["set".len()..].trim()));
+                    report(&format!("SET {}", line["set".len()..].trim()));
                 }
-                Err(error) => tell(&format!("ERROR {error}")),
+                Err(error) => report(&format!("ERROR {error}")),
             },
             Some("trace") => {
                 let mut number = || words.next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
                 let (from, count) = (number(), number());
-                tell(&format!("TRACE {}", self.progress.tell(from, count as usize)));
+                report(&format!("TRACE {}", self.progress.report(from, count as usize)));
             }
-            Some("now") => tell(&format!("NOW uptime_us={}", self.start.elapsed().as_micros())),
-            Some(word) => tell(&format!("ERROR unknown command {word}")),
+            Some("now") => report(&format!("NOW uptime_us={}", self.start.elapsed().as_micros())),
+            Some(word) => report(&format!("ERROR unknown command {word}")),
             None => {}
         }
     }

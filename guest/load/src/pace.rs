@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_missed_is_not_made_up_for_and_another_rate_is_kept_from_then_on() {
+    fn missed_time_is_not_made_up_and_a_new_rate_is_kept() {
         let start = Instant::now();
         let mut pace = Pace::new(start);
         bytes_in(&mut pace, 100, start, Duration::from_secs(1));

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Length of a slot.
 const SLOT: Duration = Duration::from_millis(10);
 /// Slots kept: five minutes and a half.
-const REMEMBERED: usize = 1 << 15;
+const KEPT_SLOTS: usize = 1 << 15;
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Slot {
@@ -33,7 +33,7 @@ impl Progress {
         let number = (at.as_micros() / SLOT.as_micros()) as u64;
         while self.first + self.slots.len() as u64 <= number {
             self.slots.push_back(Slot::default());
-            if self.slots.len() > REMEMBERED {
+            if self.slots.len() > KEPT_SLOTS {
                 self.slots.pop_front();
                 self.first += 1;
             }
@@ -48,7 +48,7 @@ impl Progress {
 
     /// Formats at most `count` slots from one on: `slot_ms=10 first=N work=A,B,… gap=C,D,…`, with gaps in tenths of a
     /// millisecond.
-    pub(crate) fn tell(&self, from: u64, count: usize) -> String {
+    pub(crate) fn report(&self, from: u64, count: usize) -> String {
         let first = from.max(self.first);
         let slots = self.slots.iter().skip((first - self.first) as usize).take(count);
         let mut text = format!("slot_ms={} first={first}", SLOT.as_millis());
@@ -71,19 +71,19 @@ mod tests {
         progress.note(Duration::from_millis(1), Duration::from_micros(150), 4);
         progress.note(Duration::from_millis(9), Duration::from_micros(1_250), 4);
         progress.note(Duration::from_millis(31), Duration::from_millis(22), 1);
-        assert_eq!(progress.tell(0, 9), "slot_ms=10 first=0 work=8,0,0,1 gap=12,0,0,220");
-        assert_eq!(progress.tell(2, 1), "slot_ms=10 first=2 work=0 gap=0");
-        assert_eq!(progress.tell(9, 9), "slot_ms=10 first=9 work= gap=");
+        assert_eq!(progress.report(0, 9), "slot_ms=10 first=0 work=8,0,0,1 gap=12,0,0,220");
+        assert_eq!(progress.report(2, 1), "slot_ms=10 first=2 work=0 gap=0");
+        assert_eq!(progress.report(9, 9), "slot_ms=10 first=9 work= gap=");
     }
 
     #[test]
     fn the_past_is_forgotten() {
         let mut progress = Progress::default();
-        for slot in 0..REMEMBERED as u32 + 5 {
+        for slot in 0..KEPT_SLOTS as u32 + 5 {
             progress.note(SLOT * slot, Duration::ZERO, slot);
         }
-        assert!(progress.tell(0, 9).starts_with("slot_ms=10 first=5 work=5,6,"));
+        assert!(progress.report(0, 9).starts_with("slot_ms=10 first=5 work=5,6,"));
         progress.note(Duration::ZERO, Duration::ZERO, 1);
-        assert!(progress.tell(0, 9).starts_with("slot_ms=10 first=5 work=5,6,"));
+        assert!(progress.report(0, 9).starts_with("slot_ms=10 first=5 work=5,6,"));
     }
 }

@@ -16,7 +16,7 @@ pub enum Class {
 
 /// Name of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Name {
+pub enum KernelName {
     /// Embarrassingly parallel.
     Ep,
     /// Conjugate gradient.
@@ -67,7 +67,7 @@ impl fmt::Display for Class {
     }
 }
 
-impl FromStr for Name {
+impl FromStr for KernelName {
     type Err = Unknown;
 
     fn from_str(word: &str) -> Result<Self, Unknown> {
@@ -82,7 +82,7 @@ impl FromStr for Name {
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for KernelName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Ep => "EP",
@@ -100,13 +100,13 @@ mod tests {
 
     #[test]
     fn names_are_read_as_they_are_written() {
-        for name in [Name::Ep, Name::Cg, Name::Is, Name::Mg, Name::Ft] {
+        for name in [KernelName::Ep, KernelName::Cg, KernelName::Is, KernelName::Mg, KernelName::Ft] {
             assert_eq!(name.to_string().parse(), Ok(name));
         }
         for class in [Class::S, Class::W, Class::A] {
             assert_eq!(class.to_string().to_lowercase().parse(), Ok(class));
         }
-        assert!("LU".parse::<Name>().is_err());
+        assert!("LU".parse::<KernelName>().is_err());
         assert!("B".parse::<Class>().is_err());
     }
 }

@@ -117,7 +117,7 @@ impl Grid {
 
     /// Sets this grid to the sum of a grid and an operator's result on another, all of the same size. Borders are
     /// closed.
-    pub(crate) fn become_sum(
+    pub(crate) fn set_to_sum(
         &mut self,
         start: &Self,
         weights: Weights,
@@ -129,7 +129,7 @@ impl Grid {
     }
 
     fn add_to(&mut self, start: Option<&Self>, weights: Weights, other: &Self) {
-        let mut around = Around::new(self.n);
+        let mut around = RowSums::new(self.n);
         for plane in 1..=self.planes.len() {
             for row in 1..=self.n {
                 let points = around.row(other, plane, row, weights);
@@ -150,7 +150,7 @@ impl Grid {
         fine: &Self,
         member: &Member<'_, f64>,
     ) -> Result<(), ExchangeError> {
-        let mut around = Around::new(fine.n);
+        let mut around = RowSums::new(fine.n);
         for plane in 1..=self.planes.len() {
             for row in 1..=self.n {
                 // The second of two points of the fine grid is the one where the coarse grid has one.
@@ -202,14 +202,14 @@ impl Grid {
 }
 
 /// Sums of the rows around a row: an operator uses each of them up to three times.
-struct Around {
+struct RowSums {
     /// Sums of the four rows that are next to it in its plane, or in the next plane.
     near: Vec<f64>,
     /// Sums of the four rows that are across from it.
     far: Vec<f64>,
 }
 
-impl Around {
+impl RowSums {
     fn new(n: usize) -> Self {
         Self { near: vec![0.0; n + 2], far: vec![0.0; n + 2] }
     }
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn restriction_and_interpolation_keep_what_is_the_same_everywhere() {
+    fn restriction_and_interpolation_keep_constants() {
         team::run(2, None, |member| {
             let fill = |grid: &mut Grid| grid.data.fill(2.0);
             let coarse_planes = member.range(4);

@@ -24,12 +24,12 @@ pub struct Problem {
     /// Keys are less than this power of two.
     key_bits: u32,
     seed: u64,
-    tests: Tests,
+    tests: KnownRanks,
 }
 
 /// Ranks from the specification.
 #[derive(Debug, Clone)]
-struct Tests {
+struct KnownRanks {
     /// Places of the keys.
     places: [usize; TESTS],
     /// Number of keys that are less, before the changes.
@@ -43,7 +43,7 @@ struct Tests {
     fall_from: u32,
 }
 
-impl Tests {
+impl KnownRanks {
     fn expected(&self, iteration: u32) -> [u32; TESTS] {
         let mut ranks = self.ranks;
         let (rising, falling) = ranks.split_at_mut(self.rising);
@@ -64,7 +64,7 @@ impl Problem {
             Class::S => (
                 16,
                 11,
-                Tests {
+                KnownRanks {
                     places: [48_427, 17_148, 23_627, 62_548, 4431],
                     ranks: [0, 18, 346, 64_917, 65_463],
                     rising: 3,
@@ -75,7 +75,7 @@ impl Problem {
             Class::W => (
                 20,
                 16,
-                Tests {
+                KnownRanks {
                     places: [357_773, 934_767, 875_723, 898_999, 404_505],
                     ranks: [1249, 11_698, 1_039_987, 1_043_896, 1_048_018],
                     rising: 2,
@@ -86,7 +86,7 @@ impl Problem {
             Class::A => (
                 23,
                 19,
-                Tests {
+                KnownRanks {
                     places: [2_112_377, 662_041, 5_336_171, 3_642_833, 4_250_760],
                     ranks: [104, 17_523, 123_928, 8_288_932, 8_388_264],
                     rising: 3,

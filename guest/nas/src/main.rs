@@ -18,8 +18,8 @@ use std::net::TcpListener;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use options::{Options, Place, USAGE};
-use whimbrel_nas::class::Name;
+use options::{Options, PeerAddress, USAGE};
+use whimbrel_nas::class::KernelName;
 use whimbrel_nas::exchange::{ExchangeError, Peer};
 use whimbrel_nas::kernel::Kernel;
 use whimbrel_nas::{cg, ep, ft, is, mg, team};
@@ -38,29 +38,29 @@ fn main() -> ExitCode {
     };
     let class = options.class;
     let verified = match options.kernel {
-        Name::Ep => perform(&options, &ep::Problem::new(class), start),
-        Name::Cg => perform(&options, &cg::Problem::new(class), start),
-        Name::Is => perform(&options, &is::Problem::new(class), start),
-        Name::Mg => perform(&options, &mg::Problem::new(class), start),
-        Name::Ft => perform(&options, &ft::Problem::new(class), start),
+        KernelName::Ep => run_all(&options, &ep::Problem::new(class), start),
+        KernelName::Cg => run_all(&options, &cg::Problem::new(class), start),
+        KernelName::Is => run_all(&options, &is::Problem::new(class), start),
+        KernelName::Mg => run_all(&options, &mg::Problem::new(class), start),
+        KernelName::Ft => run_all(&options, &ft::Problem::new(class), start),
     };
     match verified {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("whimbrel-nas: {}", told(&error));
+            eprintln!("whimbrel-nas: {}", with_causes(&error));
             ExitCode::FAILURE
         }
     }
 }
 
 /// Formats an error with its causes.
-fn told(error: &dyn Error) -> String {
-    error.source().map_or_else(|| error.to_string(), |cause| format!("{error}: {}", told(cause)))
+fn with_causes(error: &dyn Error) -> String {
+    error.source().map_or_else(|| error.to_string(), |cause| format!("{error}: {}", with_causes(cause)))
 }
 
 /// Does all runs. Returns true if each of them verified.
-fn perform<K: Kernel>(options: &Options, kernel: &K, start: Instant) -> Result<bool, ExchangeError> {
+fn run_all<K: Kernel>(options: &Options, kernel: &K, start: Instant) -> Result<bool, ExchangeError> {
     let Options { kernel: name, class, threads, runs, .. } = options;
     println!(
         "NAS start kernel={name} class={class} threads={threads} bytes={}",
@@ -72,12 +72,12 @@ fn perform<K: Kernel>(options: &Options, kernel: &K, start: Instant) -> Result<b
         for run in 1..=runs.unwrap_or(u64::MAX) {
             let began = Instant::now();
             let verdict = kernel.run(member, &mut |iteration| {
-                if member.leads() {
+                if member.is_leader() {
                     let ms = start.elapsed().as_millis();
                     println!("NAS tick kernel={name} class={class} run={run} iteration={iteration} ms={ms}");
                 }
             })?;
-            if member.leads() {
+            if member.is_leader() {
                 let ms = began.elapsed().as_millis();
                 println!("NAS run kernel={name} class={class} run={run} {verdict} ms={ms}");
             }
@@ -95,11 +95,11 @@ fn find_peer(options: &Options) -> Result<Option<Peer>, ExchangeError> {
     let hello = format!("whimbrel-nas 1 {kernel} {class} threads={threads} runs={runs}");
     Ok(match peer {
         None => None,
-        Some(Place::Listen(port)) => {
+        Some(PeerAddress::Listen(port)) => {
             let listener = TcpListener::bind(("0.0.0.0", *port))
                 .map_err(|source| ExchangeError::Io { doing: "listening for the peer", source })?;
             Some(Peer::accept(&listener, &hello)?)
         }
-        Some(Place::At(address)) => Some(Peer::connect(address, &hello, PATIENCE)?),
+        Some(PeerAddress::At(address)) => Some(Peer::connect(address, &hello, PATIENCE)?),
     })
 }

@@ -177,7 +177,7 @@ impl Cycle {
     /// Computes the residual of the solution on the finest grid.
     fn assess(&mut self, charges: &Grid, member: &Member<'_, f64>) -> Result<(), ExchangeError> {
         let Level { solution, residual } = self.finest();
-        residual.become_sum(charges, RESIDUAL, solution, member)
+        residual.set_to_sum(charges, RESIDUAL, solution, member)
     }
 
     /// Restricts the residual from the finest grid down to the coarsest.
@@ -211,7 +211,7 @@ impl Cycle {
                 if index < finest {
                     residual.add(RESIDUAL, solution, member)?;
                 } else {
-                    residual.become_sum(charges, RESIDUAL, solution, member)?;
+                    residual.set_to_sum(charges, RESIDUAL, solution, member)?;
                 }
             }
             solution.add(SMOOTHER, residual, member)?;

@@ -1,6 +1,6 @@
 //! The command line.
 
-use whimbrel_nas::class::{Class, Name};
+use whimbrel_nas::class::{Class, KernelName};
 use whimbrel_nas::team::MAX_PARTS;
 
 /// Usage of the program.
@@ -15,7 +15,7 @@ pub(crate) const USAGE: &str = "usage: whimbrel-nas KERNEL CLASS [--threads T] [
 
 /// Location of the peer process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum PeerAddress {
     /// It connects to this port.
     Listen(u16),
     /// It listens at this address.
@@ -25,19 +25,19 @@ pub(crate) enum Place {
 /// Settings of the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Options {
-    pub(crate) kernel: Name,
+    pub(crate) kernel: KernelName,
     pub(crate) class: Class,
     pub(crate) threads: usize,
     /// Number of runs. `None`: until the program is killed.
     pub(crate) runs: Option<u64>,
-    pub(crate) peer: Option<Place>,
+    pub(crate) peer: Option<PeerAddress>,
 }
 
 impl Options {
     /// Reads the words of the command line after the program's name. The error describes the fault.
     pub(crate) fn read(words: impl IntoIterator<Item = String>) -> Result<Self, String> {
         let mut words = words.into_iter();
-        let kernel = words.next().ok_or("a kernel is missing")?.parse::<Name>().map_err(said)?;
+        let kernel = words.next().ok_or("a kernel is missing")?.parse::<KernelName>().map_err(said)?;
         let class = words.next().ok_or("a class is missing")?.parse::<Class>().map_err(said)?;
         let mut options = Self { kernel, class, threads: 1, runs: Some(1), peer: None };
         while let Some(word) = words.next() {
@@ -50,8 +50,8 @@ impl Options {
                         value => Some(number(&word, value)?),
                     }
                 }
-                "--listen" => options.share(Place::Listen(number(&word, &value()?)?))?,
-                "--peer" => options.share(Place::At(address(&value()?)?))?,
+                "--listen" => options.share(PeerAddress::Listen(number(&word, &value()?)?))?,
+                "--peer" => options.share(PeerAddress::At(address(&value()?)?))?,
                 _ => return Err(format!("{word}: unknown word")),
             }
         }
@@ -70,7 +70,7 @@ impl Options {
         if self.peer.is_some() { 2 } else { 1 }
     }
 
-    fn share(&mut self, place: Place) -> Result<(), String> {
+    fn share(&mut self, place: PeerAddress) -> Result<(), String> {
         match self.peer.replace(place) {
             None => Ok(()),
             Some(_) => Err("--listen and --peer: expected one of them, once".into()),
@@ -103,19 +103,20 @@ mod tests {
 
     #[test]
     fn words_are_read() {
-        let plain = Options { kernel: Name::Cg, class: Class::S, threads: 1, runs: Some(1), peer: None };
+        let plain =
+            Options { kernel: KernelName::Cg, class: Class::S, threads: 1, runs: Some(1), peer: None };
         assert_eq!(read("CG S"), Ok(plain.clone()));
         assert_eq!(
             read("ft a --threads 2 --runs forever --peer other:7000"),
             Ok(Options {
-                kernel: Name::Ft,
+                kernel: KernelName::Ft,
                 class: Class::A,
                 threads: 2,
                 runs: None,
-                peer: Some(Place::At("other:7000".into()))
+                peer: Some(PeerAddress::At("other:7000".into()))
             })
         );
-        let listening = Options { runs: Some(3), peer: Some(Place::Listen(7000)), ..plain };
+        let listening = Options { runs: Some(3), peer: Some(PeerAddress::Listen(7000)), ..plain };
         assert_eq!(read("cg s --listen 7000 --runs 3"), Ok(listening));
     }
 

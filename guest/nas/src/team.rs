@@ -121,7 +121,7 @@ impl<E: Element> Member<'_, E> {
     }
 
     /// Returns true for the member that acts for its process.
-    pub fn leads(&self) -> bool {
+    pub fn is_leader(&self) -> bool {
         self.part == self.local.start
     }
 

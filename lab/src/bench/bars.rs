@@ -1,7 +1,7 @@
 //! The project's own targets ("bars"), and the check whether the results meet them.
 
 use super::case::{Case, Program};
-use super::contender::{Contender, Mode, Policy, Soft, Way};
+use super::contender::{Contender, FreePageHints, PageCompression, Policy, QemuMode};
 use super::result::{CaseResult, Measured, Quantity, Results, Run, Spread};
 use super::{converging, nas};
 
@@ -56,9 +56,10 @@ pub fn bars(results: &Results) -> Vec<Bar> {
     let both = |(what, of, beside, quantity, most)| {
         move |result: &CaseResult| beside_another(result, what, of, beside, quantity, most)
     };
-    let (plain, xbzrle) = (Contender::Packing(Way::None), Contender::Qemu(Mode::Xbzrle));
-    let zstd = Contender::Qemu(Mode::MultifdZstd(2));
-    let (everything, dispensable) = (Contender::Soft(Soft::None), Contender::Soft(Soft::All));
+    let (plain, xbzrle) = (Contender::Compressed(PageCompression::None), Contender::Qemu(QemuMode::Xbzrle));
+    let zstd = Contender::Qemu(QemuMode::MultifdZstd(2));
+    let (everything, dispensable) =
+        (Contender::FreePageHints(FreePageHints::None), Contender::FreePageHints(FreePageHints::All));
     for (name, bar) in [
         ("packing-random", ("total", OURS, plain, Quantity::Total, 1.05)),
         ("packing-random", ("CPU", OURS, plain, Quantity::Cpu, 1.05)),

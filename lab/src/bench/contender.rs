@@ -10,26 +10,26 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "String", into = "String")]
 pub enum Contender {
     /// No migration: the guest's program runs undisturbed.
-    Nobody,
+    NoMigration,
     /// Whimbrel, with a number of data streams; `None`: Whimbrel chooses.
     Whimbrel(Option<u16>),
     /// Whimbrel with a given compression, and without page references; without compression it sends full pages, too.
-    Packing(Way),
-    /// Like `Packing` over one stream, so that one thread compresses and sends.
-    OneThread(Way),
+    Compressed(PageCompression),
+    /// Like `Compressed` over one stream, so that one thread compresses and sends.
+    OneThread(PageCompression),
     /// Whimbrel without deltas: a page that was sent before is sent in full.
-    Whole,
+    NoDeltas,
     /// Whimbrel with a given use of free page hints, and without page references.
-    Soft(Soft),
+    FreePageHints(FreePageHints),
     /// Whimbrel with a given switchover policy and without a downtime limit.
     Policy(Policy),
     /// QEMU's own migration.
-    Qemu(Mode),
+    Qemu(QemuMode),
 }
 
 /// Memory that need not be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Soft {
+pub enum FreePageHints {
     /// None: everything is sent.
     None,
     /// Free memory.
@@ -38,7 +38,7 @@ pub enum Soft {
     All,
 }
 
-impl Soft {
+impl FreePageHints {
     const WORDS: [(Self, &'static str); 3] = [(Self::None, "none"), (Self::Free, "free"), (Self::All, "all")];
 
     fn word(self) -> &'static str {
@@ -125,7 +125,7 @@ fn passes(name: &str) -> Option<u32> {
 
 /// Compression that Whimbrel is configured to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Way {
+pub enum PageCompression {
     /// No compression.
     None,
     /// LZ4.
@@ -134,7 +134,7 @@ pub enum Way {
     Zstd(u8),
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for PageCompression {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => f.write_str("none"),
@@ -144,7 +144,7 @@ impl fmt::Display for Way {
     }
 }
 
-impl FromStr for Way {
+impl FromStr for PageCompression {
     type Err = ();
 
     fn from_str(name: &str) -> Result<Self, ()> {
@@ -162,7 +162,7 @@ impl FromStr for Way {
 /// A way to set up QEMU's own migration, as its documentation advises. In all of them the bandwidth is not limited; for
 /// the downtime see [`super::Case::downtime_limit_ms`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Mode {
+pub enum QemuMode {
     /// One connection, nothing more.
     Default,
     /// Capability `multifd` with this many channels.
@@ -185,20 +185,20 @@ impl Contender {
     /// Returns all ways of QEMU, then Whimbrel.
     pub fn all() -> Vec<Self> {
         let modes = [
-            Mode::Default,
-            Mode::Multifd(2),
-            Mode::Multifd(4),
-            Mode::MultifdZstd(2),
-            Mode::Xbzrle,
-            Mode::PostCopy,
-            Mode::AutoConverge,
+            QemuMode::Default,
+            QemuMode::Multifd(2),
+            QemuMode::Multifd(4),
+            QemuMode::MultifdZstd(2),
+            QemuMode::Xbzrle,
+            QemuMode::PostCopy,
+            QemuMode::AutoConverge,
         ];
         modes.map(Self::Qemu).into_iter().chain([Self::Whimbrel(None)]).collect()
     }
 
     /// Returns true for Whimbrel with any options.
     pub fn is_whimbrel(self) -> bool {
-        !matches!(self, Self::Nobody | Self::Qemu(_))
+        !matches!(self, Self::NoMigration | Self::Qemu(_))
     }
 
     /// Returns Whimbrel's command-line options.
@@ -207,19 +207,19 @@ impl Contender {
         let alone = "--no-references";
         match self {
             Self::Whimbrel(Some(streams)) => vec![format!("--streams={streams}")],
-            Self::Packing(Way::None) => {
+            Self::Compressed(PageCompression::None) => {
                 [alone, "--compress=none", "--deltas=never"].map(str::to_owned).to_vec()
             }
-            Self::Packing(way) => vec![alone.to_owned(), format!("--compress={way}")],
+            Self::Compressed(way) => vec![alone.to_owned(), format!("--compress={way}")],
             Self::OneThread(way) => {
-                let mut options = Self::Packing(way).options();
+                let mut options = Self::Compressed(way).options();
                 options.push("--streams=1".to_owned());
                 options
             }
-            Self::Whole => vec!["--deltas=never".to_owned()],
-            Self::Soft(soft) => vec![alone.to_owned(), format!("--soft-pages={}", soft.word())],
+            Self::NoDeltas => vec!["--deltas=never".to_owned()],
+            Self::FreePageHints(soft) => vec![alone.to_owned(), format!("--soft-pages={}", soft.word())],
             Self::Policy(policy) => policy.options(),
-            Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
+            Self::Whimbrel(None) | Self::NoMigration | Self::Qemu(_) => Vec::new(),
         }
     }
 
@@ -232,23 +232,23 @@ impl Contender {
 impl fmt::Display for Contender {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Nobody => f.write_str("nobody"),
+            Self::NoMigration => f.write_str("nobody"),
             Self::Whimbrel(None) => f.write_str("whimbrel"),
             Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
-            Self::Packing(way) => write!(f, "whimbrel-{way}"),
+            Self::Compressed(way) => write!(f, "whimbrel-{way}"),
             Self::OneThread(way) => write!(f, "whimbrel-one-{way}"),
-            Self::Whole => f.write_str("whimbrel-whole"),
-            Self::Soft(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
+            Self::NoDeltas => f.write_str("whimbrel-whole"),
+            Self::FreePageHints(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
             Self::Policy(policy) => write!(f, "whimbrel-{policy}"),
-            Self::Qemu(Mode::Default) => f.write_str("qemu"),
-            Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
-            Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
-            Self::Qemu(Mode::MultifdZstd(channels)) => write!(f, "multifd-zstd-{channels}"),
-            Self::Qemu(Mode::Xbzrle) => f.write_str("xbzrle"),
-            Self::Qemu(Mode::PostCopy) => f.write_str("post-copy"),
-            Self::Qemu(Mode::AutoConverge) => f.write_str("auto-converge"),
-            Self::Qemu(Mode::Endless) => f.write_str("qemu-endless"),
-            Self::Qemu(Mode::After(passes)) => write!(f, "qemu-after-{passes}"),
+            Self::Qemu(QemuMode::Default) => f.write_str("qemu"),
+            Self::Qemu(QemuMode::Multifd(channels)) => write!(f, "multifd-{channels}"),
+            Self::Qemu(QemuMode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
+            Self::Qemu(QemuMode::MultifdZstd(channels)) => write!(f, "multifd-zstd-{channels}"),
+            Self::Qemu(QemuMode::Xbzrle) => f.write_str("xbzrle"),
+            Self::Qemu(QemuMode::PostCopy) => f.write_str("post-copy"),
+            Self::Qemu(QemuMode::AutoConverge) => f.write_str("auto-converge"),
+            Self::Qemu(QemuMode::Endless) => f.write_str("qemu-endless"),
+            Self::Qemu(QemuMode::After(passes)) => write!(f, "qemu-after-{passes}"),
         }
     }
 }
@@ -257,7 +257,7 @@ impl FromStr for Contender {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let fixed = [Self::Nobody, Self::Whole, Self::Qemu(Mode::Endless)]
+        let fixed = [Self::NoMigration, Self::NoDeltas, Self::Qemu(QemuMode::Endless)]
             .into_iter()
             .chain(Self::all())
             .find(|one| one.to_string() == name);
@@ -266,20 +266,23 @@ impl FromStr for Contender {
             let channels = || count.parse().ok().filter(|count| *count > 0);
             match kind {
                 "whimbrel" => count.parse().ok().filter(|count| *count > 0).map(|n| Self::Whimbrel(Some(n))),
-                "multifd" => channels().map(|n| Self::Qemu(Mode::Multifd(n))),
-                "multifd-zstd" => channels().map(|n| Self::Qemu(Mode::MultifdZstd(n))),
+                "multifd" => channels().map(|n| Self::Qemu(QemuMode::Multifd(n))),
+                "multifd-zstd" => channels().map(|n| Self::Qemu(QemuMode::MultifdZstd(n))),
                 _ => None,
             }
         };
-        let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Packing);
+        let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Compressed);
         let one_thread = || name.strip_prefix("whimbrel-one-")?.parse().ok().map(Self::OneThread);
         let soft = || {
             let word = name.strip_prefix("whimbrel-soft-")?;
-            Soft::WORDS.iter().find(|(_, known)| *known == word).map(|(soft, _)| Self::Soft(*soft))
+            FreePageHints::WORDS
+                .iter()
+                .find(|(_, known)| *known == word)
+                .map(|(soft, _)| Self::FreePageHints(*soft))
         };
         let policy = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Policy);
         let counted_passes =
-            || passes(name.strip_prefix("qemu-")?).map(|passes| Self::Qemu(Mode::After(passes)));
+            || passes(name.strip_prefix("qemu-")?).map(|passes| Self::Qemu(QemuMode::After(passes)));
         let found = fixed
             .or_else(counted)
             .or_else(packing)
@@ -315,24 +318,24 @@ mod tests {
     #[test]
     fn contenders_are_named_and_found_by_their_names() {
         let more = [
-            Contender::Nobody,
+            Contender::NoMigration,
             Contender::Whimbrel(Some(3)),
-            Contender::Packing(Way::None),
-            Contender::Packing(Way::Lz4),
-            Contender::Packing(Way::Zstd(7)),
-            Contender::OneThread(Way::Zstd(1)),
+            Contender::Compressed(PageCompression::None),
+            Contender::Compressed(PageCompression::Lz4),
+            Contender::Compressed(PageCompression::Zstd(7)),
+            Contender::OneThread(PageCompression::Zstd(1)),
             Contender::Policy(Policy::Drain),
-            Contender::Soft(Soft::None),
-            Contender::Soft(Soft::All),
+            Contender::FreePageHints(FreePageHints::None),
+            Contender::FreePageHints(FreePageHints::All),
             Contender::Policy(Policy::Pattern),
             Contender::Policy(Policy::Rounds),
             Contender::Policy(Policy::Hybrid),
             Contender::Policy(Policy::Endless),
             Contender::Policy(Policy::After(3)),
-            Contender::Qemu(Mode::Endless),
-            Contender::Qemu(Mode::After(12)),
-            Contender::Qemu(Mode::Multifd(8)),
-            Contender::Qemu(Mode::MultifdZstd(4)),
+            Contender::Qemu(QemuMode::Endless),
+            Contender::Qemu(QemuMode::After(12)),
+            Contender::Qemu(QemuMode::Multifd(8)),
+            Contender::Qemu(QemuMode::MultifdZstd(4)),
         ];
         for contender in Contender::all().into_iter().chain(more) {
             assert_eq!(contender.to_string().parse(), Ok(contender));

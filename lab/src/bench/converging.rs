@@ -110,7 +110,7 @@ fn needed_ms(pages: u64, rate_bytes_per_s: u64) -> f64 {
 
 fn stall_beyond(result: &CaseResult, of: Contender) -> Option<Bar> {
     let what = format!("{}: longest stall with {of}, beyond what it has unmoved", result.case.name);
-    let beyond = result.differences(of, Contender::Nobody, Quantity::Stall);
+    let beyond = result.differences(of, Contender::NoMigration, Quantity::Stall);
     at_most(what, beyond.into_iter(), 50.0, " ms")
 }
 
@@ -133,17 +133,22 @@ fn better_than_qemu(result: &CaseResult, quantity: Quantity, word: &str) -> Opti
 #[cfg(test)]
 mod tests {
     use super::super::case::Case;
-    use super::super::contender::Mode;
+    use super::super::contender::QemuMode;
     use super::super::program::Disturbance;
-    use super::super::result::{Provenance, Stop};
+    use super::super::result::{Provenance, StopCircumstances};
     use super::*;
     use crate::environment::QemuVersion;
 
-    const POST_COPY: Contender = Contender::Qemu(Mode::PostCopy);
+    const POST_COPY: Contender = Contender::Qemu(QemuMode::PostCopy);
 
     /// Returns a run with this total time and longest stall.
     fn run(contender: Contender, turn: u32, total_ms: f64, longest_stall_ms: f64) -> Run {
-        let stop = Stop { intervals: 2, left_pages: 10_000, needed_pages: Some(120_000), ..Stop::default() };
+        let stop = StopCircumstances {
+            intervals: 2,
+            left_pages: 10_000,
+            needed_pages: Some(120_000),
+            ..StopCircumstances::default()
+        };
         let measured = Measured {
             total_ms,
             downtime_ms: 12.0,
@@ -159,7 +164,7 @@ mod tests {
         let case = Case { link_bytes_per_s: Some(125_000_000), ..Case::idle("x", QemuVersion::Newer) };
         let runs = (1..4).flat_map(|turn| {
             [
-                Run { measured: None, ..run(Contender::Nobody, turn, 0.0, 5.0) },
+                Run { measured: None, ..run(Contender::NoMigration, turn, 0.0, 5.0) },
                 run(PATTERN, turn, 6000.0, 9.0),
                 run(HYBRID, turn, 4200.0, 25.0),
                 run(DRAIN, turn, 5800.0, 38.0),

@@ -7,14 +7,14 @@ use toml::toml;
 
 use super::case::Case;
 use super::contender::Contender;
-use super::course::Course;
-use super::mover::{End, Moved, Stage};
-use super::neighbours::{Beside, Neighbours};
+use super::mover::{MoveInput, MoveOutcome, Moved};
+use super::neighbours::{NeighbourClocks, Neighbours};
 use super::ours::{by_whimbrel, runs};
-use super::program::{Disturbance, Moments, UNDISTURBED, judge};
+use super::program::{Disturbance, Moments, UNDISTURBED, compute_disturbance};
+use super::program_run::ProgramRun;
 use super::qemu::{by_qemu, credentials};
 use super::result::{CaseResult, Measured, Provenance, Run, Spread};
-use super::subject::{Subject, VM, boot, clear};
+use super::subject::{SavedGuest, VM, boot, clear};
 use super::usage::{Meter, peak_bytes, processes_of, reset_peak, sent_so_far};
 use crate::agents::Agents;
 use crate::environment::Environment;
@@ -32,7 +32,7 @@ pub struct Bench {
     case: Case,
     environment: Environment,
     whimbrel: PathBuf,
-    subject: Subject,
+    subject: SavedGuest,
     neighbours: Option<Neighbours>,
     agents: Agents,
     // Ended before the laboratory is taken down.
@@ -73,7 +73,8 @@ impl Bench {
     pub fn run(&self, contenders: &[Contender], turns: u32, mut say: impl FnMut(&Run)) -> Result<CaseResult> {
         let made = Provenance::now(&self.environment, self.case.qemu)?;
         let mut result = CaseResult { case: self.case.clone(), made, runs: Vec::new() };
-        let movers: Vec<_> = contenders.iter().copied().filter(|one| *one != Contender::Nobody).collect();
+        let movers: Vec<_> =
+            contenders.iter().copied().filter(|one| *one != Contender::NoMigration).collect();
         for turn in 0..=turns {
             let mut runs = Vec::new();
             // Each contender is the first in one of the turns.
@@ -82,12 +83,16 @@ impl Bench {
                 runs.push(self.measure(contender, turn, Duration::ZERO)?);
                 runs.last().into_iter().for_each(&mut say);
             }
-            if contenders.contains(&Contender::Nobody) {
+            if contenders.contains(&Contender::NoMigration) {
                 // Watched for as long as the migrated ones: a longer time has a longer stall.
                 let totals =
                     runs.iter().filter_map(|run| run.measured.as_ref()).map(|measured| measured.total_ms);
                 let window_ms = Spread::of(totals).map_or(0.0, |spread| spread.median);
-                runs.push(self.measure(Contender::Nobody, turn, Duration::from_secs_f64(window_ms / 1e3))?);
+                runs.push(self.measure(
+                    Contender::NoMigration,
+                    turn,
+                    Duration::from_secs_f64(window_ms / 1e3),
+                )?);
                 runs.last().into_iter().for_each(&mut say);
             }
             if turn > 0 {
@@ -100,23 +105,23 @@ impl Bench {
     /// Migrates the guest, or leaves it alone for as long as `window`.
     fn measure(&self, contender: Contender, turn: u32, window: Duration) -> Result<Run> {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
-        let course = self.case.has_end().then(|| Course::begin(guest.serial()));
+        let program_run = self.case.has_end().then(|| ProgramRun::begin(guest.serial()));
         // Adoption happens once, long before a migration, and is no part of it.
         if contender.is_whimbrel() {
             adopt(&self.agents, &self.lab.a, &guest)?;
         }
-        let clock = Clock { serial: guest.serial(), tells: self.case.has_load() };
+        let clock = GuestClock { serial: guest.serial(), is_reported: self.case.has_load() };
         let settled = clock.now()?;
-        let neighbours = self.neighbours.as_ref().map(Beside::settled).transpose()?;
+        let neighbours = self.neighbours.as_ref().map(NeighbourClocks::settled).transpose()?;
         clock.wait_until(settled + UNDISTURBED)?;
         // Right before the request: the machine's host may reclaim free memory soon.
         self.subject.warm_memory(&self.lab.b, &self.environment)?;
 
         let requested = clock.now()?;
-        let beside = neighbours.map(Beside::requested).transpose()?;
-        let finish = |at: Option<&Serial>| course.map(|course| course.finish(at)).transpose();
+        let beside = neighbours.map(NeighbourClocks::requested).transpose()?;
+        let finish = |at: Option<&Serial>| program_run.map(|program_run| program_run.finish(at)).transpose();
         let mut run = Run::new(contender, turn);
-        if contender == Contender::Nobody {
+        if contender == Contender::NoMigration {
             let moments = Moments::new(settled, requested, requested + window, requested + window);
             run.disturbance = Self::disturbance(&clock, moments)?;
             run.noises = beside.map(|beside| beside.noises_for(window)).transpose()?;
@@ -126,7 +131,7 @@ impl Bench {
                 None => run.program = finish(None)?,
                 Some((measured, moved)) => {
                     let ended = beside.as_ref().map(|beside| beside.at(moved.resumed)).transpose()?;
-                    let clock = Clock { serial: &moved.serial, tells: self.case.has_load() };
+                    let clock = GuestClock { serial: &moved.serial, is_reported: self.case.has_load() };
                     let resumed = clock.at(moved.resumed)?.max(requested);
                     // Its last page arrived a moment ago.
                     let complete =
@@ -161,7 +166,7 @@ impl Bench {
         }
         let (sent, received) = (sent_so_far(&self.lab.a)?, sent_so_far(&self.lab.b)?);
         let meter = Meter::begin(guest.pid(), [&ours[..], &theirs].concat())?;
-        let stage = Stage {
+        let stage = MoveInput {
             lab: &self.lab,
             environment: &self.environment,
             agents: &self.agents,
@@ -172,10 +177,10 @@ impl Bench {
         };
         let end = match contender {
             Contender::Qemu(mode) => by_qemu(&stage, mode)?,
-            Contender::Nobody => End::GivenUp,
+            Contender::NoMigration => MoveOutcome::GivenUp,
             _ => by_whimbrel(&stage, contender)?,
         };
-        let End::Moved(moved) = end else { return Ok(None) };
+        let MoveOutcome::Moved(moved) = end else { return Ok(None) };
         let peak = |pids: &[u32]| -> Result<u64> { pids.iter().map(|pid| peak_bytes(*pid)).sum() };
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let sent_bytes = sent_so_far(&self.lab.a)? - sent;
@@ -203,25 +208,25 @@ impl Bench {
     }
 
     /// Returns the disturbance recorded by the guest's program, if it records any, up to the last of these moments.
-    fn disturbance(clock: &Clock<'_>, moments: Moments) -> Result<Option<Disturbance>> {
-        if !clock.tells {
+    fn disturbance(clock: &GuestClock<'_>, moments: Moments) -> Result<Option<Disturbance>> {
+        if !clock.is_reported {
             return Ok(None);
         }
         clock.wait_until(moments.seen_until)?;
         let progress = clock.serial.progress(moments.settled)?;
-        Ok(Some(judge(&progress, moments)))
+        Ok(Some(compute_disturbance(&progress, moments)))
     }
 }
 
 /// A guest's own clock, where its program reports it.
-pub(super) struct Clock<'a> {
+pub(super) struct GuestClock<'a> {
     pub(super) serial: &'a Serial,
-    pub(super) tells: bool,
+    pub(super) is_reported: bool,
 }
 
-impl Clock<'_> {
+impl GuestClock<'_> {
     pub(super) fn now(&self) -> Result<Duration> {
-        if self.tells { self.serial.now() } else { Ok(Duration::ZERO) }
+        if self.is_reported { self.serial.now() } else { Ok(Duration::ZERO) }
     }
 
     /// Returns the clock's value at a moment that has just passed.
@@ -242,7 +247,7 @@ impl Clock<'_> {
             }
             // A measurement needs time to pass; there is no event to wait for.
             std::thread::sleep(left);
-            if !self.tells {
+            if !self.is_reported {
                 return Ok(());
             }
         }

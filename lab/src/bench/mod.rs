@@ -20,7 +20,6 @@ mod bars;
 mod case;
 mod contender;
 mod converging;
-mod course;
 mod measure;
 mod mover;
 mod nas;
@@ -30,6 +29,7 @@ mod packing;
 pub(crate) mod page;
 pub(crate) mod plot;
 mod program;
+mod program_run;
 pub(crate) mod qemu;
 pub(crate) mod result;
 pub(crate) mod subject;
@@ -38,13 +38,15 @@ pub(crate) mod usage;
 
 pub use bars::{Bar, bars};
 pub use case::{Cap, Case, Program};
-pub use contender::{Contender, Mode, Policy};
-pub use course::Ran;
+pub use contender::{Contender, Policy, QemuMode};
 pub use measure::Bench;
 pub use mover::DowntimeParts;
 pub use neighbours::{Noise, Noises};
 pub use page::{put, tables};
 pub use plot::plots;
 pub use program::Disturbance;
-pub use result::{CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread, Stop};
+pub use program_run::ProgramResult;
+pub use result::{
+    CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread, StopCircumstances,
+};
 pub use suite::{Suite, suites};

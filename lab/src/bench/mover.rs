@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 
 use super::case::Case;
-use super::result::{Packed, Stop};
-use super::subject::Subject;
+use super::result::{CompressionStats, StopCircumstances};
+use super::subject::SavedGuest;
 use super::usage::{Meter, Used};
 use crate::agents::Agents;
 use crate::environment::Environment;
@@ -54,11 +54,11 @@ pub(super) struct Moved {
     /// Passes over memory, the last one included.
     pub(super) rounds: u64,
     /// Observations of the switchover policy, where it reported any.
-    pub(super) stop: Option<Stop>,
+    pub(super) stop: Option<StopCircumstances>,
     /// Post-copy: true if the guest resumed before all of its memory had arrived.
     pub(super) has_switched: Option<bool>,
     /// Statistics of compression, where they were reported.
-    pub(super) packing: Option<Packed>,
+    pub(super) packing: Option<CompressionStats>,
     pub(super) serial: Serial,
     /// Held as long as the guest is watched.
     pub(super) _destination: Destination,
@@ -84,18 +84,18 @@ impl Drop for Destination {
 
 /// Outcome of a migration.
 #[derive(Debug)]
-pub(super) enum End {
+pub(super) enum MoveOutcome {
     Moved(Box<Moved>),
     /// Given up, by the bench or by the migration itself: it did not converge.
     GivenUp,
 }
 
 /// Inputs of a migration.
-pub(super) struct Stage<'a> {
+pub(super) struct MoveInput<'a> {
     pub(super) lab: &'a Lab,
     pub(super) environment: &'a Environment,
     pub(super) agents: &'a Agents,
-    pub(super) subject: &'a Subject,
+    pub(super) subject: &'a SavedGuest,
     pub(super) case: &'a Case,
     /// The guest to migrate.
     pub(super) source: &'a Guest,

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 use super::bars::Bar;
 use super::case::Program;
-use super::contender::{Contender, Mode, Policy};
+use super::contender::{Contender, Policy, QemuMode};
 use super::result::{CaseResult, Quantity, Results, Run, Spread, pairs};
 
 const PATTERN: Contender = Contender::Policy(Policy::Pattern);
@@ -25,7 +25,7 @@ pub(super) fn kernels(results: &Results) -> Vec<&CaseResult> {
 /// that count.
 pub(super) fn slowdown(result: &CaseResult, of: Contender, counts: impl Fn(&Run) -> bool) -> Option<Spread> {
     let ms = |run: &Run| (run.contender != of || counts(run)).then(|| Quantity::RunTime.of(run)).flatten();
-    let pairs = pairs(&result.runs, of, Contender::Nobody, ms);
+    let pairs = pairs(&result.runs, of, Contender::NoMigration, ms);
     Spread::of(pairs.into_iter().map(|(own, alone)| (own / alone - 1.0) * 100.0))
 }
 
@@ -75,7 +75,7 @@ fn table_of(kernels: &[&CaseResult]) -> String {
     let others: BTreeSet<_> =
         kernels.iter().flat_map(|result| result.contenders()).filter(is_other).collect();
     for mode in others {
-        let is_endless = mode == Contender::Qemu(Mode::Endless);
+        let is_endless = mode == Contender::Qemu(QemuMode::Endless);
         let counts = |run: &Run| !is_endless || outlasted(run);
         row(&format!("*{mode}*: slowdown"), &|result| slowdown(result, mode, counts).map(percent));
         row(&format!("*{mode}*: downtime, ms"), &|result| downtime(result, mode, counts));
@@ -138,25 +138,28 @@ fn patterns(result: &CaseResult) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::course::Ran;
-    use super::super::result::{Measured, Provenance, SCHEMA, Stop};
+    use super::super::program_run::ProgramResult;
+    use super::super::result::{Measured, Provenance, SCHEMA, StopCircumstances};
     use super::super::suite::{large_nas_case, nas_case};
     use super::*;
 
     fn run(contender: Contender, ms: f64, at_source: bool, measured: Option<Measured>) -> Run {
-        let program = Some(Ran { ms, verified: true, at_source });
+        let program = Some(ProgramResult { ms, verified: true, at_source });
         Run { measured, program, ..Run::new(contender, 1) }
     }
 
     #[test]
     fn the_table_has_the_columns_of_the_paper() {
         let moved = |downtime_ms, pattern: Option<&str>| {
-            let stop = Some(Stop { pattern: pattern.map(str::to_owned), ..Stop::default() });
+            let stop = Some(StopCircumstances {
+                pattern: pattern.map(str::to_owned),
+                ..StopCircumstances::default()
+            });
             Some(Measured { downtime_ms, stop, ..Measured::default() })
         };
-        let default = Contender::Qemu(Mode::Default);
+        let default = Contender::Qemu(QemuMode::Default);
         let runs = vec![
-            run(Contender::Nobody, 1000.0, true, None),
+            run(Contender::NoMigration, 1000.0, true, None),
             run(PATTERN, 1100.0, false, moved(20.0, Some("resent"))),
             run(ENDLESS, 1500.0, true, moved(8.0, None)),
             run(FROZEN, 2000.0, false, moved(900.0, None)),
@@ -182,7 +185,7 @@ mod tests {
         assert!(!text.contains("*qemu*: downtime"), "{text}");
         assert!(bars(&results)[0].held);
         let mut wrong = results.clone();
-        wrong.cases[0].runs[1].program = Some(Ran { verified: false, ..Ran::default() });
+        wrong.cases[0].runs[1].program = Some(ProgramResult { verified: false, ..ProgramResult::default() });
         assert!(!bars(&wrong)[0].held);
         assert_eq!(table(&Results { cases: Vec::new(), ..results }), "");
     }
@@ -190,7 +193,7 @@ mod tests {
     #[test]
     fn each_class_has_a_table() {
         let moved = Some(Measured { downtime_ms: 8.0, ..Measured::default() });
-        let runs = vec![run(Contender::Nobody, 1000.0, true, None), run(HYBRID, 1100.0, false, moved)];
+        let runs = vec![run(Contender::NoMigration, 1000.0, true, None), run(HYBRID, 1100.0, false, moved)];
         let of = |case| CaseResult { case, made: Provenance::default(), runs: runs.clone() };
         let cases =
             vec![of(large_nas_case("cg", Some(1))), of(nas_case("cg", Some(1))), of(nas_case("mg", Some(1)))];
@@ -205,7 +208,7 @@ mod tests {
     #[test]
     fn an_endless_one_counts_where_it_was_endless() {
         let runs = vec![
-            run(Contender::Nobody, 1000.0, true, None),
+            run(Contender::NoMigration, 1000.0, true, None),
             run(ENDLESS, 1100.0, false, Some(Measured { downtime_ms: 8.0, ..Measured::default() })),
         ];
         let case = CaseResult { case: nas_case("ep", Some(1)), made: Provenance::default(), runs };

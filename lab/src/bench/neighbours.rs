@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 
 use super::case::{Case, UNPACED_MIB_PER_S};
-use super::measure::Clock;
-use super::program::{Moments, judge};
+use super::measure::GuestClock;
+use super::program::{Moments, compute_disturbance};
 use crate::environment::Environment;
 use crate::error::Result;
 use crate::guest::Guest;
@@ -66,17 +66,17 @@ impl Neighbours {
 }
 
 /// Both neighbours during a migration, each by its own clock.
-pub(super) struct Beside<'a> {
-    clocks: [Clock<'a>; 2],
+pub(super) struct NeighbourClocks<'a> {
+    clocks: [GuestClock<'a>; 2],
     settled: [Duration; 2],
     requested: [Duration; 2],
 }
 
-impl<'a> Beside<'a> {
+impl<'a> NeighbourClocks<'a> {
     /// Records that the neighbours run undisturbed from now on, for as long as the migrated guest does.
     pub(super) fn settled(neighbours: &'a Neighbours) -> Result<Self> {
         let clocks = [&neighbours.source, &neighbours.destination]
-            .map(|guest| Clock { serial: guest.serial(), tells: true });
+            .map(|guest| GuestClock { serial: guest.serial(), is_reported: true });
         let settled = [clocks[0].now()?, clocks[1].now()?];
         Ok(Self { clocks, settled, requested: settled })
     }
@@ -105,7 +105,7 @@ impl<'a> Beside<'a> {
     fn noise(&self, of: usize, ended: Duration) -> Result<Noise> {
         let (settled, requested) = (self.settled[of], self.requested[of]);
         let moments = Moments { settled, requested, resumed: ended, seen_until: ended };
-        let judged = judge(&self.clocks[of].serial.progress_until(settled, ended)?, moments);
+        let judged = compute_disturbance(&self.clocks[of].serial.progress_until(settled, ended)?, moments);
         let span_ms = ended.saturating_sub(requested).as_secs_f64() * 1e3;
         Ok(Noise { span_ms, lost_ms: judged.lost_ms, longest_stall_ms: judged.longest_stall_ms })
     }

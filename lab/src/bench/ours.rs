@@ -8,22 +8,22 @@ use std::time::{Duration, SystemTime};
 use serde_json::{Value, json};
 
 use super::contender::{Contender, Policy};
-use super::mover::{Destination, DowntimeParts, End, Moved, Stage};
-use super::result::{Packed, Stop};
+use super::mover::{Destination, DowntimeParts, MoveInput, MoveOutcome, Moved};
+use super::result::{CompressionStats, StopCircumstances};
 use super::subject::VM;
 use super::usage::processes_of;
 use crate::error::{Context, Error, Result};
-use crate::migrating::{Told, is_qemu, migrate_meanwhile, number};
+use crate::migrating::{MigrationReport, is_qemu, migrate_while, number};
 use crate::monitor::Monitor;
 use crate::nas::PATIENCE;
 use crate::run::run;
 use crate::serial::Serial;
 
 /// Interval of checks whether a pass has begun, where the rate grows with each.
-const LOOK: Duration = Duration::from_millis(250);
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Migrates the guest with Whimbrel.
-pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End> {
+pub(super) fn by_whimbrel(stage: &MoveInput<'_>, contender: Contender) -> Result<MoveOutcome> {
     if contender != Contender::Policy(Policy::Frozen) {
         return moved(stage, contender);
     }
@@ -31,12 +31,12 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End
     let mut from = stage.source.monitor()?;
     from.command("stop", &json!({}))?;
     let stopped = from.wait_for_event(|event| event.name == "STOP")?;
-    let End::Moved(moved) = moved(stage, contender)? else { return Ok(End::GivenUp) };
+    let MoveOutcome::Moved(moved) = moved(stage, contender)? else { return Ok(MoveOutcome::GivenUp) };
     let mut to = Monitor::connect(&moved.serial.socket().with_file_name("lab.sock"))?;
     to.command("cont", &json!({}))?;
     let resumed = to.wait_for_event(|event| event.name == "RESUME")?;
     let downtime = Duration::from_micros(resumed.at_unix_us.saturating_sub(stopped.at_unix_us));
-    Ok(End::Moved(Box::new(Moved {
+    Ok(MoveOutcome::Moved(Box::new(Moved {
         downtime,
         events: Some(downtime),
         parts: None,
@@ -45,18 +45,18 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End
     })))
 }
 
-fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
-    let Stage { lab, meter, .. } = *stage;
+fn moved(stage: &MoveInput<'_>, contender: Contender) -> Result<MoveOutcome> {
+    let MoveInput { lab, meter, .. } = *stage;
     let neighbours = processes_of(&lab.b, is_qemu)?;
-    let told = told(stage, contender)?;
+    let migration = migration(stage, contender)?;
     let arrived = processes_of(&lab.b, is_qemu)?.into_iter().find(|pid| !neighbours.contains(pid));
     let used = arrived.map(|pid| meter.read(pid)).transpose()?;
-    if !told.has_moved()? {
-        return Ok(End::GivenUp);
+    if !migration.has_moved()? {
+        return Ok(MoveOutcome::GivenUp);
     }
-    let report = told.report();
+    let report = migration.report();
     let is_frozen = contender == Contender::Policy(Policy::Frozen);
-    let part = |name: &str| Ok::<_, Error>(told.downtime(name)?.as_secs_f64() * 1e3);
+    let part = |name: &str| Ok::<_, Error>(migration.downtime(name)?.as_secs_f64() * 1e3);
     let rounds = report["rounds"].as_array().map_or(&[][..], Vec::as_slice);
     let first = rounds.iter().filter(|round| round["pass"] == 1);
     let sum = |what: &str| first.clone().map(|round| number(round, what)).sum::<Result<u64>>();
@@ -66,12 +66,12 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
     };
     // The guest's QEMU receives no queries while the guest is watched, so its agent receives none either.
     let socket = serial_socket(pid)?;
-    Ok(End::Moved(Box::new(Moved {
-        total: told.total()?,
-        start: told.since_request("accepted")?,
-        downtime: told.downtime("total_us")?,
+    Ok(MoveOutcome::Moved(Box::new(Moved {
+        total: migration.total()?,
+        start: migration.since_request("accepted")?,
+        downtime: migration.downtime("total_us")?,
         // A guest that was stopped already has none.
-        events: (!is_frozen).then(|| told.downtime("events_us")).transpose()?,
+        events: (!is_frozen).then(|| migration.downtime("events_us")).transpose()?,
         parts: Some(DowntimeParts {
             stop_ms: part("stop_us")?,
             last_pages_ms: part("last_pages_us")?,
@@ -80,9 +80,9 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
             handover_ms: part("handover_us")?,
             continue_ms: part("continue_us")?,
         }),
-        last_scans: Some(told.downtime("last_scans_us")?),
+        last_scans: Some(migration.downtime("last_scans_us")?),
         used,
-        resumed: told.at("running")?,
+        resumed: migration.at("running")?,
         first_round: Some((share, Duration::from_micros(sum("duration_us")?))),
         rounds: passes(rounds),
         stop: stop(report),
@@ -95,8 +95,8 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
 }
 
 /// Migrates the guest, and does what the contender and the cap need in the meantime.
-fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
-    let Stage { lab, agents, case, source, .. } = *stage;
+fn migration(stage: &MoveInput<'_>, contender: Contender) -> Result<MigrationReport> {
+    let MoveInput { lab, agents, case, source, .. } = *stage;
     let mut options = contender.options();
     options.extend(case.cap.in_pass(1).map(|rate| format!("--bandwidth={rate}")));
     let more: Vec<&str> = options.iter().map(String::as_str).collect();
@@ -108,7 +108,7 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
             let _ = limit(format!("--max-downtime={}", case.downtime_limit_ms()));
         }
         let mut rate = case.cap.in_pass(1);
-        while rate.is_some() && underway.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        while rate.is_some() && underway.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let now = rate_now(stage)?;
             if now != rate {
                 let word = now.map_or("none".to_owned(), |rate| rate.to_string());
@@ -120,12 +120,12 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
         Ok(())
     };
     let patience = Duration::from_secs(case.patience_s) + if is_endless { PATIENCE } else { Duration::ZERO };
-    migrate_meanwhile(agents, &lab.a, &lab.b, VM, &more, patience, meanwhile)
+    migrate_while(agents, &lab.a, &lab.b, VM, &more, patience, meanwhile)
 }
 
 /// Returns the rate allowed by the case's cap at the migration's progress. Post-copy is not limited, as in QEMU. Before
 /// any page is sent, the rate is that of the first pass.
-fn rate_now(stage: &Stage<'_>) -> Result<Option<u64>> {
+fn rate_now(stage: &MoveInput<'_>) -> Result<Option<u64>> {
     let said = run(&mut stage.agents.command(&stage.lab.a, &["migrations", "--json"]))?;
     let list: Value =
         serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
@@ -144,10 +144,10 @@ fn passes(rounds: &[Value]) -> u64 {
 
 /// Returns the statistics of compression; absent from the report where there was nothing to compress, and nothing to
 /// measure.
-fn packing(report: &Value) -> Option<Packed> {
+fn packing(report: &Value) -> Option<CompressionStats> {
     let compression = report["compression"].as_object()?;
     let count = |what: &str| compression.get(what)?.as_u64();
-    Some(Packed {
+    Some(CompressionStats {
         data_bytes: count("data_bytes")?,
         wire_bytes: count("wire_bytes")?,
         cpu_ms: count("pack_cpu_us")? as f64 / 1e3,
@@ -155,12 +155,12 @@ fn packing(report: &Value) -> Option<Packed> {
 }
 
 /// Returns the observations of the policy, from the trace in the report.
-fn stop(report: &Value) -> Option<Stop> {
+fn stop(report: &Value) -> Option<StopCircumstances> {
     let trace = report["traces"].as_array()?.last()?;
     let is_look = |entry: &&Value| entry["what"] == "round" && entry["observed"]["round"] != 0;
     let looks: Vec<_> = trace["entries"].as_array()?.iter().filter(is_look).collect();
     let last = looks.last()?;
-    Some(Stop {
+    Some(StopCircumstances {
         // The first dirty scan follows the pass over all of memory.
         intervals: looks.len() as u64 - 1,
         left_pages: last["observed"]["dirty_pages"].as_u64()?,

@@ -2,14 +2,14 @@
 //! – Multithread").
 
 use super::case::Program;
-use super::contender::{Contender, Way};
-use super::result::{CaseResult, Measured, Packed, Results, Spread};
+use super::contender::{Contender, PageCompression};
+use super::result::{CaseResult, CompressionStats, Measured, Results, Spread};
 
 /// Rows: the paper's name, and the contender here.
 const ROWS: [(&str, Contender); 4] = [
-    ("none", Contender::Packing(Way::None)),
-    ("zstd, selective, one thread", Contender::OneThread(Way::Zstd(1))),
-    ("the same, four threads", Contender::Packing(Way::Zstd(1))),
+    ("none", Contender::Compressed(PageCompression::None)),
+    ("zstd, selective, one thread", Contender::OneThread(PageCompression::Zstd(1))),
+    ("the same, four threads", Contender::Compressed(PageCompression::Zstd(1))),
     ("`auto`, and all else that spares bytes", Contender::Whimbrel(None)),
 ];
 
@@ -41,7 +41,7 @@ fn row(result: &CaseResult, name: &str, who: Contender, link_bytes_per_s: f64) -
     let compression_s = median(|m| m.packing.unwrap_or_default().cpu_ms / 1e3)?;
     let transfer_s = median(|m| m.sent_bytes as f64)? / link_bytes_per_s;
     let megabits_per_s = median(|m| m.sent_bytes as f64 * 8.0 / 1e3 / (m.total_ms - m.start_ms))?;
-    let ratio = median(|m| m.packing.map_or(1.0, Packed::ratio))?;
+    let ratio = median(|m| m.packing.map_or(1.0, CompressionStats::ratio))?;
     let processors_percent = median(|m| m.cpu_ms / m.total_ms * 100.0)?;
     Some(format!(
         "| {name} | {total_s:.2} | {compression_s:.2} | {transfer_s:.2} | {megabits_per_s:.0} | {ratio:.2} | \

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::bars::{Bar, bars};
 use super::case::Case;
-use super::contender::{Contender, Mode};
+use super::contender::{Contender, QemuMode};
 use super::nas;
 use super::packing;
 use super::result::{CaseResult, Quantity, Results, Run, Spread};
@@ -129,7 +129,8 @@ fn case_table(result: &CaseResult, text: &mut String) {
     let _ = writeln!(text, "| | ended | {headings} |\n|{line}");
     for contender in result.contenders() {
         let (ended, all) = result.ended(contender);
-        let ended = if contender == Contender::Nobody { String::new() } else { format!("{ended}/{all}") };
+        let ended =
+            if contender == Contender::NoMigration { String::new() } else { format!("{ended}/{all}") };
         let switched = result.runs_of(contender).filter_map(|run| run.measured.as_ref()?.has_switched);
         let stayed = switched.filter(|has_switched| !has_switched).count();
         let ended = if stayed > 0 { format!("{ended}, {stayed} before it was switched") } else { ended };
@@ -139,7 +140,7 @@ fn case_table(result: &CaseResult, text: &mut String) {
     // Pairs with as many streams as channels, where their number is the subject.
     let pairs = result.contenders().into_iter().filter_map(|one| match one {
         Contender::Whimbrel(Some(streams)) => {
-            Some((one, Contender::Qemu(Mode::Multifd(streams.try_into().ok()?))))
+            Some((one, Contender::Qemu(QemuMode::Multifd(streams.try_into().ok()?))))
         }
         _ => None,
     });
@@ -164,8 +165,8 @@ fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64)
     let is_most =
         quantity == Quantity::Downtime && contender.is_whimbrel() && result.runs_of(contender).any(is_longer);
     let beyond = result
-        .beyond(contender, Contender::Nobody, quantity)
-        .filter(|_| contender != Contender::Nobody && quantity != Quantity::Brownout)
+        .beyond(contender, Contender::NoMigration, quantity)
+        .filter(|_| contender != Contender::NoMigration && quantity != Quantity::Brownout)
         .map_or(String::new(), |beyond| format!(", {:+.1}", beyond.median / one));
     format!(" {}{}{beyond} |", if is_most { "≤ " } else { "" }, spread_of(spread, one))
 }
@@ -247,7 +248,7 @@ mod tests {
     #[test]
     fn what_is_more_in_nearly_all_turns_is_told() {
         const OURS: Contender = Contender::Whimbrel(None);
-        const THEIRS: Contender = Contender::Qemu(Mode::Default);
+        const THEIRS: Contender = Contender::Qemu(QemuMode::Default);
         let run = |contender, turn, lost_ms| {
             let disturbance = Disturbance { lost_ms, ..Disturbance::default() };
             Run { disturbance: Some(disturbance), ..Run::new(contender, turn) }

@@ -6,7 +6,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 
 use super::case::{Case, Program};
-use super::contender::{Contender, Mode, Policy};
+use super::contender::{Contender, Policy, QemuMode};
 use super::mover::DowntimeParts;
 use super::nas;
 use super::result::{CaseResult, Quantity, Results, Spread};
@@ -53,7 +53,7 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     }
     let growth = lines_by(results, "size-", |case| case.memory_mib as f64, Quantity::Moving);
     if !growth.is_empty() {
-        let axes = Axes {
+        let axes = PlotAxes {
             title: "time after the start, by size of the guest",
             x: "memory, MiB",
             y: "ms",
@@ -67,7 +67,7 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     };
     let writing = lines_by(results, "write-128-", rate, Quantity::Downtime);
     if !writing.is_empty() {
-        let axes = Axes {
+        let axes = PlotAxes {
             title: "downtime by write rate, 128 MiB rewritten",
             x: "written, MiB/s",
             y: "downtime, ms",
@@ -97,14 +97,14 @@ pub(crate) fn draw(directory: &Path, name: &str, picture: &dyn Fn(&Canvas<'_>) -
 }
 
 /// A bar of several parts, one after the other.
-struct Bar {
+struct PlotBar {
     label: String,
     parts: Vec<(&'static str, f64)>,
     spread: Option<Spread>,
 }
 
 /// Returns the total time, split into start and rest, and the processor time of each contender.
-fn totals(result: &CaseResult) -> Vec<Bar> {
+fn totals(result: &CaseResult) -> Vec<PlotBar> {
     let median = |contender, of: &dyn Fn(&super::Measured) -> f64| {
         let values = result.runs_of(contender).filter_map(|run| run.measured.as_ref()).map(of);
         Spread::of(values).map_or(0.0, |spread| spread.median)
@@ -113,12 +113,12 @@ fn totals(result: &CaseResult) -> Vec<Bar> {
     contenders
         .flat_map(|one| {
             let start = median(one, &|m| m.start_ms);
-            let total = Bar {
+            let total = PlotBar {
                 label: format!("{one}: total"),
                 parts: vec![("start of QEMU", start), ("migration", median(one, &|m| m.total_ms) - start)],
                 spread: result.spread(one, Quantity::Total),
             };
-            let cpu = Bar {
+            let cpu = PlotBar {
                 label: format!("{one}: CPU"),
                 parts: vec![("processor time", median(one, &|m| m.cpu_ms))],
                 spread: result.spread(one, Quantity::Cpu),
@@ -129,7 +129,7 @@ fn totals(result: &CaseResult) -> Vec<Bar> {
 }
 
 /// Returns the downtime of each contender, Whimbrel's in its parts.
-fn downtime(result: &CaseResult) -> Vec<Bar> {
+fn downtime(result: &CaseResult) -> Vec<PlotBar> {
     let part = |of: &dyn Fn(&DowntimeParts) -> f64| {
         let parts = result.runs_of(OURS).filter_map(|run| run.measured.as_ref()?.parts.as_ref());
         Spread::of(parts.map(of)).map_or(0.0, |spread| spread.median)
@@ -151,31 +151,31 @@ fn downtime(result: &CaseResult) -> Vec<Bar> {
             } else {
                 vec![("downtime", spread.median)]
             };
-            Some(Bar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
+            Some(PlotBar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
         })
         .collect()
 }
 
 /// Returns the additional run time of a kernel with each contender that migrates it in one way only.
-fn slowdowns(result: &CaseResult) -> Vec<Bar> {
+fn slowdowns(result: &CaseResult) -> Vec<PlotBar> {
     let shown = [
         Contender::Policy(Policy::Pattern),
-        Contender::Qemu(Mode::Default),
-        Contender::Qemu(Mode::AutoConverge),
-        Contender::Qemu(Mode::PostCopy),
+        Contender::Qemu(QemuMode::Default),
+        Contender::Qemu(QemuMode::AutoConverge),
+        Contender::Qemu(QemuMode::PostCopy),
     ];
     let bar = |one: Contender| {
         let spread = nas::slowdown(result, one, |_| true)?;
         // A run faster than the undisturbed one is chance.
         let spread = Spread { least: spread.least.max(0.0), most: spread.most.max(0.0), ..spread };
         let parts = vec![("slowdown", spread.median.max(0.0))];
-        Some(Bar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
+        Some(PlotBar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
     };
     shown.into_iter().filter_map(bar).collect()
 }
 
 /// Draws horizontal bars, with a thin line from the least to the most, cut off where it is very long.
-fn bars(canvas: &Canvas<'_>, title: &str, bars: &[Bar]) -> Drawn {
+fn bars(canvas: &Canvas<'_>, title: &str, bars: &[PlotBar]) -> Drawn {
     // Bars end in the left half: behind them are their spreads, their numbers, and the legend.
     let longest = bars.iter().filter_map(|bar| bar.spread).map(|spread| spread.median).fold(1.0, f64::max);
     let (most, cut) = (longest * 1.8, longest * 1.35);
@@ -231,7 +231,7 @@ fn bars(canvas: &Canvas<'_>, title: &str, bars: &[Bar]) -> Drawn {
 }
 
 /// A line, such as that of a contender: medians over what grows.
-pub(crate) struct Line {
+pub(crate) struct PlotLine {
     pub(crate) label: String,
     pub(crate) points: Vec<(f64, f64)>,
     /// True if its points are drawn one by one.
@@ -240,7 +240,7 @@ pub(crate) struct Line {
 
 /// Returns for each contender the medians of a quantity over `x`, in the cases whose names begin with `prefix`; all
 /// else is the same in these cases.
-fn lines_by(results: &Results, prefix: &str, x: impl Fn(&Case) -> f64, quantity: Quantity) -> Vec<Line> {
+fn lines_by(results: &Results, prefix: &str, x: impl Fn(&Case) -> f64, quantity: Quantity) -> Vec<PlotLine> {
     let cases: Vec<_> = results
         .cases
         .iter()
@@ -255,13 +255,13 @@ fn lines_by(results: &Results, prefix: &str, x: impl Fn(&Case) -> f64, quantity:
             |result: &&CaseResult| Some((x(&result.case), result.spread(contender, quantity)?.median));
         let mut points: Vec<_> = cases.iter().filter_map(point).collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Line { label: contender.to_string(), points, dotted: true }
+        PlotLine { label: contender.to_string(), points, dotted: true }
     };
     contenders.into_iter().map(line).filter(|line| line.points.len() > 1).collect()
 }
 
 /// Titles and ranges of a picture of lines.
-pub(crate) struct Axes<'a> {
+pub(crate) struct PlotAxes<'a> {
     pub(crate) title: &'a str,
     pub(crate) x: &'a str,
     pub(crate) y: &'a str,
@@ -269,7 +269,7 @@ pub(crate) struct Axes<'a> {
     pub(crate) least_y: f64,
 }
 
-pub(crate) fn lines(canvas: &Canvas<'_>, axes: &Axes<'_>, lines: &[Line]) -> Drawn {
+pub(crate) fn lines(canvas: &Canvas<'_>, axes: &PlotAxes<'_>, lines: &[PlotLine]) -> Drawn {
     let all = || lines.iter().flat_map(|line| &line.points);
     let most_x = all().map(|point| point.0).fold(1.0, f64::max) * 1.05;
     let most_y = all().map(|point| point.1).fold(axes.least_y, f64::max) * 1.1;

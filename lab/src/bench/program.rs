@@ -47,7 +47,7 @@ impl Moments {
 }
 
 /// Computes the disturbance from the program's records.
-pub(super) fn judge(progress: &Progress, moments: Moments) -> Disturbance {
+pub(super) fn compute_disturbance(progress: &Progress, moments: Moments) -> Disturbance {
     let known = progress.work.len().min(progress.gap.len());
     let slots = |from: Duration, to: Duration| {
         let slot = |at: Duration| (at.as_millis() / SLOT.as_millis()) as u64;
@@ -89,13 +89,13 @@ mod tests {
         let progress = Progress { first: 100, work, gap };
         let at = |slot: u64| Duration::from_millis((100 + slot) * 10);
         let moments = Moments { settled: at(0), requested: at(100), resumed: at(120), seen_until: at(155) };
-        let judged = judge(&progress, moments);
+        let judged = compute_disturbance(&progress, moments);
         assert!((judged.longest_stall_ms - 48.0).abs() < 1e-9, "{judged:?}");
         assert!((judged.lost_ms - 150.0).abs() < 1e-9, "{judged:?}");
         // The first tenth of a second with nine tenths of the usual work begins four slots after the arrival.
         assert_eq!(judged.brownout_ms, Some(40.0));
 
-        let nothing = judge(&Progress::default(), moments);
+        let nothing = compute_disturbance(&Progress::default(), moments);
         assert_eq!(nothing, Disturbance { brownout_ms: None, ..Disturbance::default() });
     }
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Value, json};
 
 use super::case::Case;
-use super::contender::Mode;
-use super::mover::{Destination, End, Moved, Stage};
+use super::contender::QemuMode;
+use super::mover::{Destination, MoveInput, MoveOutcome, Moved};
 use super::subject::{UNLIMITED, failed};
 use crate::error::{Error, Result};
 use crate::guest::Guest;
@@ -24,7 +24,7 @@ use crate::pki::Identity;
 const PORT: u16 = 7799;
 /// QEMU's setting for the link's rate where it must not stop the guest, bytes per second: one byte in its limit of a
 /// millisecond.
-const HELD_BYTES_PER_S: u64 = 1000;
+const NO_SWITCHOVER_BYTES_PER_S: u64 = 1000;
 /// Longer than any guest's downtime, ms: the most that QEMU accepts.
 const ANY_DOWNTIME_MS: u64 = 2_000_000;
 
@@ -51,36 +51,36 @@ fn credentials_of(host: &Host) -> PathBuf {
     host.directory().join("qemu-pki")
 }
 
-fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> Result<()> {
+fn set_up(monitor: &mut Monitor, mode: QemuMode, case: &Case, tls: Option<&str>) -> Result<()> {
     let mut capabilities = vec!["events"];
     let bandwidth = case.cap.in_pass(1).unwrap_or(UNLIMITED);
     let mut parameters = json!({"max-bandwidth": bandwidth, "downtime-limit": case.downtime_limit_ms()});
     match mode {
-        Mode::Default => {}
-        Mode::Endless | Mode::After(_) => {
+        QemuMode::Default => {}
+        QemuMode::Endless | QemuMode::After(_) => {
             // The guest is not stopped before a command allows it: the remaining pages never fit into the limit. With a
             // limit of 0 QEMU does not synchronize its dirty bitmap again, and stops the guest after the first pass.
             parameters["downtime-limit"] = 1.into();
-            parameters["avail-switchover-bandwidth"] = HELD_BYTES_PER_S.into();
+            parameters["avail-switchover-bandwidth"] = NO_SWITCHOVER_BYTES_PER_S.into();
         }
-        Mode::Multifd(channels) => {
+        QemuMode::Multifd(channels) => {
             capabilities.push("multifd");
             parameters["multifd-channels"] = channels.into();
         }
-        Mode::MultifdZstd(channels) => {
+        QemuMode::MultifdZstd(channels) => {
             capabilities.push("multifd");
             parameters["multifd-channels"] = channels.into();
             parameters["multifd-compression"] = "zstd".into();
         }
-        Mode::Xbzrle => {
+        QemuMode::Xbzrle => {
             capabilities.push("xbzrle");
             parameters["xbzrle-cache-size"] = (case.memory_mib << 20).next_power_of_two().into();
         }
-        Mode::PostCopy => {
+        QemuMode::PostCopy => {
             capabilities.extend(["postcopy-ram", "postcopy-preempt"]);
             parameters["max-postcopy-bandwidth"] = 0.into();
         }
-        Mode::AutoConverge => capabilities.push("auto-converge"),
+        QemuMode::AutoConverge => capabilities.push("auto-converge"),
     }
     if let Some(host) = tls {
         parameters["tls-creds"] = "tls0".into();
@@ -102,8 +102,8 @@ fn add_credentials(monitor: &mut Monitor, host: &Host, endpoint: &str) -> Result
 }
 
 /// Migrates the guest by QEMU's own migration.
-pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
-    let Stage { lab, environment, subject, case, source, meter, .. } = *stage;
+pub(super) fn by_qemu(stage: &MoveInput<'_>, mode: QemuMode) -> Result<MoveOutcome> {
+    let MoveInput { lab, environment, subject, case, source, meter, .. } = *stage;
     let began = Instant::now();
     let destination = subject.start_waiting(&lab.b, environment)?;
     let (mut from, mut to) = (source.monitor()?, destination.monitor()?);
@@ -119,11 +119,11 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
     to.command("migrate-incoming", &json!({ "uri": uri }))?;
     from.command("migrate", &json!({ "uri": uri }))?;
     let moved = thread::scope(|scope| {
-        let stopper = (mode == Mode::Endless).then(|| scope.spawn(|| stop_behind_program(source, case)));
+        let stopper = (mode == QemuMode::Endless).then(|| scope.spawn(|| stop_behind_program(source, case)));
         let mut follow = || {
             let Some(seen) = watch(&mut from, mode, case, began)? else { return Ok(None) };
             let resumed_us = to.wait_for_event(|event| event.name == "RESUME")?.at_unix_us;
-            Ok::<_, Error>(Some((seen, resumed_us, leave(&mut from, source)?)))
+            Ok::<_, Error>(Some((seen, resumed_us, quit_source(&mut from, source)?)))
         };
         let moved = follow()?;
         // The thread ends with the guest's program, or with the source's QEMU.
@@ -132,14 +132,16 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
         })?;
         Ok::<_, Error>(moved)
     })?;
-    let Some((Seen { stopped_us, has_switched }, resumed_us, told)) = moved else { return Ok(End::GivenUp) };
+    let Some((MigrationEvents { stopped_us, has_switched }, resumed_us, told)) = moved else {
+        return Ok(MoveOutcome::GivenUp);
+    };
     let total = began.elapsed();
     let stopped_us =
         stopped_us.ok_or_else(|| Error::Config(format!("QEMU did not tell of its stop: {told}")))?;
     let downtime = Duration::from_micros(resumed_us.saturating_sub(stopped_us));
     let used = meter.read(destination.pid())?;
     let serial = destination.serial().clone();
-    Ok(End::Moved(Box::new(Moved {
+    Ok(MoveOutcome::Moved(Box::new(Moved {
         total,
         start,
         downtime,
@@ -151,7 +153,7 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
         first_round: None,
         rounds: number(&told["ram"], "dirty-sync-count")?,
         stop: None,
-        has_switched: (mode == Mode::PostCopy).then_some(has_switched),
+        has_switched: (mode == QemuMode::PostCopy).then_some(has_switched),
         packing: None,
         serial,
         _destination: Destination::Guest { _guest: destination },
@@ -159,7 +161,7 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
 }
 
 /// Events of a migration that has ended, from QEMU.
-struct Seen {
+struct MigrationEvents {
     /// Time at which QEMU stopped the guest, in microseconds since 1970.
     stopped_us: Option<u64>,
     /// True if the guest resumed before all of its memory had arrived.
@@ -168,11 +170,11 @@ struct Seen {
 
 /// Follows a migration to its end, and applies what its way and the cap need in each pass. Returns `None` if patience
 /// ends before.
-fn watch(from: &mut Monitor, mode: Mode, case: &Case, began: Instant) -> Result<Option<Seen>> {
+fn watch(from: &mut Monitor, mode: QemuMode, case: &Case, began: Instant) -> Result<Option<MigrationEvents>> {
     let patience = Duration::from_secs(case.patience_s);
-    let patience = if mode == Mode::Endless { PATIENCE + patience } else { patience };
+    let patience = if mode == QemuMode::Endless { PATIENCE + patience } else { patience };
     from.set_patience(patience)?;
-    let mut seen = Seen { stopped_us: None, has_switched: false };
+    let mut seen = MigrationEvents { stopped_us: None, has_switched: false };
     loop {
         let event = match from.wait_for_event(|_| true) {
             Ok(event) if began.elapsed() < patience => event,
@@ -196,13 +198,13 @@ fn watch(from: &mut Monitor, mode: Mode, case: &Case, began: Instant) -> Result<
 }
 
 /// Acts at the beginning of a pass, counted from 1 on.
-fn in_pass(from: &mut Monitor, mode: Mode, case: &Case, pass: u64) -> Result<()> {
+fn in_pass(from: &mut Monitor, mode: QemuMode, case: &Case, pass: u64) -> Result<()> {
     if let Some(rate) = case.cap.in_pass(pass) {
         from.command("migrate-set-parameters", &json!({ "max-bandwidth": rate }))?;
     }
     match mode {
-        Mode::PostCopy if pass == 2 => from.command("migrate-start-postcopy", &json!({})).map(drop),
-        Mode::After(passes) if pass > u64::from(passes) => allow_downtime(from, ANY_DOWNTIME_MS),
+        QemuMode::PostCopy if pass == 2 => from.command("migrate-start-postcopy", &json!({})).map(drop),
+        QemuMode::After(passes) if pass > u64::from(passes) => allow_downtime(from, ANY_DOWNTIME_MS),
         _ => Ok(()),
     }
 }
@@ -227,7 +229,7 @@ fn stop_behind_program(source: &Guest, case: &Case) -> Result<()> {
 
 /// Ends the source's QEMU, as every manager of VMs does: only then is its memory free. Returns its report of the
 /// migration.
-fn leave(from: &mut Monitor, source: &Guest) -> Result<Value> {
+fn quit_source(from: &mut Monitor, source: &Guest) -> Result<Value> {
     let told = from.command("query-migrate", &json!({}))?;
     from.command("quit", &json!({}))?;
     source.wait_for_end()?;

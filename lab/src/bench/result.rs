@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 
 use super::case::Case;
 use super::contender::Contender;
-use super::course::Ran;
 use super::mover::DowntimeParts;
 use super::neighbours::{Noise, Noises};
 use super::page::machine;
 use super::program::{Disturbance, UNDISTURBED};
+use super::program_run::ProgramResult;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::Result;
 use crate::run::run;
@@ -100,7 +100,7 @@ pub struct Run {
     pub disturbance: Option<Disturbance>,
     /// Run time of the guest's program, if it comes to an end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub program: Option<Ran>,
+    pub program: Option<ProgramResult>,
     /// Noise for other guests, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub noises: Option<Noises>,
@@ -148,21 +148,21 @@ pub struct Measured {
     pub rounds: u64,
     /// Observations of Whimbrel's policy, where it reported any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub stop: Option<Stop>,
+    pub stop: Option<StopCircumstances>,
     /// Post-copy: true if the guest resumed before all of its memory had arrived; absent for other ways, and where it
     /// was not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub has_switched: Option<bool>,
     /// Statistics of compression, where Whimbrel reported them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub packing: Option<Packed>,
+    pub packing: Option<CompressionStats>,
     /// The sending rate of the first pass, with all headers, where it is known, bytes per second.
     pub first_round_bytes_per_s: Option<f64>,
 }
 
 /// Statistics of compression.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Packed {
+pub struct CompressionStats {
     /// Data of pages to send, bytes.
     pub data_bytes: u64,
     /// Bytes sent for the data.
@@ -171,7 +171,7 @@ pub struct Packed {
     pub cpu_ms: f64,
 }
 
-impl Packed {
+impl CompressionStats {
     /// Returns the bytes of data for each sent byte.
     pub fn ratio(self) -> f64 {
         self.data_bytes.max(1) as f64 / self.wire_bytes.max(1) as f64
@@ -180,7 +180,7 @@ impl Packed {
 
 /// Circumstances of the guest's stop.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stop {
+pub struct StopCircumstances {
     /// Sampling intervals after the first pass over all of memory.
     pub intervals: u64,
     /// Dirty pages at the last dirty scan before the stop.
@@ -411,7 +411,7 @@ pub(crate) fn pairs<R: Turn>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::contender::Mode;
+    use super::super::contender::QemuMode;
     use super::*;
 
     fn run(contender: Contender, turn: u32, total_ms: Option<f64>) -> Run {
@@ -422,7 +422,7 @@ mod tests {
     #[test]
     fn the_best_is_among_those_that_end_and_ratios_are_paired() {
         let ours = Contender::Whimbrel(None);
-        let (default, multifd) = (Contender::Qemu(Mode::Default), Contender::Qemu(Mode::Multifd(2)));
+        let (default, multifd) = (Contender::Qemu(QemuMode::Default), Contender::Qemu(QemuMode::Multifd(2)));
         let runs = vec![
             run(ours, 1, Some(10.0)),
             run(default, 1, Some(20.0)),

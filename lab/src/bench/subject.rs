@@ -26,7 +26,7 @@ pub(crate) const VM: &str = "bench";
 
 /// A saved guest.
 #[derive(Debug)]
-pub(crate) struct Subject {
+pub(crate) struct SavedGuest {
     spec: GuestSpec,
     /// The state file that QEMU saved.
     state: PathBuf,
@@ -34,7 +34,7 @@ pub(crate) struct Subject {
     disk: Option<(PathBuf, PathBuf)>,
 }
 
-impl Subject {
+impl SavedGuest {
     /// Boots a guest, waits until it is ready, and saves it.
     pub(crate) fn save(
         lab: &Lab,
@@ -128,8 +128,8 @@ pub(crate) fn waiting(mut spec: GuestSpec) -> GuestSpec {
 }
 
 /// Boots the guest of a case, and saves it when its program runs.
-pub(super) fn boot(lab: &Lab, environment: &Environment, case: &Case) -> Result<Subject> {
-    Subject::save(lab, environment, spec(lab, environment, case)?, |guest| match &case.program {
+pub(super) fn boot(lab: &Lab, environment: &Environment, case: &Case) -> Result<SavedGuest> {
+    SavedGuest::save(lab, environment, spec(lab, environment, case)?, |guest| match &case.program {
         Program::Load { fill_mib, .. } => guest.wait_for_load(*fill_mib).map(drop),
         Program::Debian => guest.serial().follow()?.wait_for_text("SERVING").map(drop),
         Program::Nas(_) => guest.serial().wait_for_nas(),

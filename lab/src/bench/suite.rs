@@ -1,7 +1,7 @@
 //! Suites that `make bench` measures.
 
 use super::case::{Case, Program};
-use super::contender::{Contender, Mode, Policy, Soft, Way};
+use super::contender::{Contender, FreePageHints, PageCompression, Policy, QemuMode};
 use crate::environment::QemuVersion;
 use crate::nas::Nas;
 use crate::spec::{LoadMode, Pattern};
@@ -25,14 +25,14 @@ pub(crate) const fn megabits(per_s: u64) -> u64 {
 const OURS: Contender = Contender::Whimbrel(None);
 const PATTERN: Contender = Contender::Policy(Policy::Pattern);
 const HYBRID: Contender = Contender::Policy(Policy::Hybrid);
-const DEFAULT: Contender = Contender::Qemu(Mode::Default);
-const MULTIFD_2: Contender = Contender::Qemu(Mode::Multifd(2));
-const MULTIFD_4: Contender = Contender::Qemu(Mode::Multifd(4));
-const ZSTD: Contender = Contender::Qemu(Mode::MultifdZstd(2));
-const ZSTD_4: Contender = Contender::Qemu(Mode::MultifdZstd(4));
-const XBZRLE: Contender = Contender::Qemu(Mode::Xbzrle);
-const POST_COPY: Contender = Contender::Qemu(Mode::PostCopy);
-const AUTO: Contender = Contender::Qemu(Mode::AutoConverge);
+const DEFAULT: Contender = Contender::Qemu(QemuMode::Default);
+const MULTIFD_2: Contender = Contender::Qemu(QemuMode::Multifd(2));
+const MULTIFD_4: Contender = Contender::Qemu(QemuMode::Multifd(4));
+const ZSTD: Contender = Contender::Qemu(QemuMode::MultifdZstd(2));
+const ZSTD_4: Contender = Contender::Qemu(QemuMode::MultifdZstd(4));
+const XBZRLE: Contender = Contender::Qemu(QemuMode::Xbzrle);
+const POST_COPY: Contender = Contender::Qemu(QemuMode::PostCopy);
+const AUTO: Contender = Contender::Qemu(QemuMode::AutoConverge);
 
 /// Returns a guest that runs a kernel of class W a number of times, or for ever, on a link of 1 Gb/s.
 pub(crate) fn nas_case(kernel: &str, runs: Option<u32>) -> Case {
@@ -56,8 +56,8 @@ fn case_of_class(class: &str, kernel: &str, runs: Option<u32>) -> Case {
 pub fn suites() -> Vec<Suite> {
     use QemuVersion::{Installed, Newer};
     let idle = |name: &str| Case::idle(name, Newer);
-    let everybody = || [vec![Contender::Nobody], Contender::all()].concat();
-    let few = || vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, POST_COPY];
+    let everybody = || [vec![Contender::NoMigration], Contender::all()].concat();
+    let few = || vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2, POST_COPY];
 
     let debian = Case { program: Program::Debian, memory_mib: 512, ..idle("debian") };
     let idle_suite = vec![
@@ -65,11 +65,11 @@ pub fn suites() -> Vec<Suite> {
         (Case::idle("idle-7.2", Installed), everybody()),
         (
             Case { tls: true, ..idle("idle-tls") },
-            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, ZSTD_4, POST_COPY],
+            vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, ZSTD_4, POST_COPY],
         ),
         (
             Case { tls: true, ..Case::idle("idle-tls-7.2", Installed) },
-            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2],
+            vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2],
         ),
         (Case { memfd: true, ..idle("idle-memfd") }, few()),
         (idle("busy").unpaced(), few()),
@@ -78,7 +78,7 @@ pub fn suites() -> Vec<Suite> {
 
     let streams = [1, 2, 4]
         .into_iter()
-        .flat_map(|n| [Contender::Whimbrel(Some(n)), Contender::Qemu(Mode::Multifd(n as u8))]);
+        .flat_map(|n| [Contender::Whimbrel(Some(n)), Contender::Qemu(QemuMode::Multifd(n as u8))]);
     let streams: Vec<_> = streams.collect();
     let stream_suite =
         vec![(idle("streams"), streams.clone()), (Case { tls: true, ..idle("streams-tls") }, streams)];
@@ -96,12 +96,12 @@ pub fn suites() -> Vec<Suite> {
         let case = |mode: LoadMode, word: &str| {
             idle(&format!("write-{wss}-{rate}-{word}")).sized(512, 300).writing(wss, rate, mode)
         };
-        let contenders = vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2];
+        let contenders = vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2];
         writing.push((case(LoadMode::Random, "random"), contenders.clone()));
         // All contenders where the two ways to write differ most, and least; elsewhere only those that send deltas.
         let few = match (wss, rate) {
             (16, 20) | (64, 80) | (128, 150) => [contenders, vec![XBZRLE, POST_COPY]].concat(),
-            _ => vec![Contender::Nobody, OURS, MULTIFD_2, XBZRLE],
+            _ => vec![Contender::NoMigration, OURS, MULTIFD_2, XBZRLE],
         };
         writing.push((case(LoadMode::Few, "few"), few));
     }
@@ -116,21 +116,23 @@ pub fn suites() -> Vec<Suite> {
         let (memory, fill) = if megabit == 100 { (256, 64) } else { (1024, 700) };
         links.push((
             linked(idle(&format!("idle-{name}")).sized(memory, fill)),
-            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, ZSTD],
+            vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2, ZSTD],
         ));
         let (wss, rate) = if megabit == 100 { (16, 4) } else { (64, 80) };
         links.push((
             linked(idle(&format!("write-{name}")).sized(memory, fill).writing(wss, rate, LoadMode::Few)),
-            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY],
+            vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY],
         ));
     }
 
-    let ways = [Way::None, Way::Lz4, Way::Zstd(1), Way::Zstd(3)].map(Contender::Packing);
-    let compressed = |rivals: &[Contender]| [&[Contender::Nobody, OURS], &ways[..], rivals].concat();
+    let ways =
+        [PageCompression::None, PageCompression::Lz4, PageCompression::Zstd(1), PageCompression::Zstd(3)]
+            .map(Contender::Compressed);
+    let compressed = |rivals: &[Contender]| [&[Contender::NoMigration, OURS], &ways[..], rivals].concat();
     let mixed = |name: &str| idle(name).noisy(33);
     let mut packing = vec![
         // Cost of the choice where there is nothing to choose.
-        (idle("packing-random"), vec![Contender::Nobody, OURS, ways[0], MULTIFD_2]),
+        (idle("packing-random"), vec![Contender::NoMigration, OURS, ways[0], MULTIFD_2]),
         (mixed("packing"), compressed(&[MULTIFD_2, ZSTD])),
     ];
     for (megabit, name) in [(1_000, "1g"), (100, "100m")] {
@@ -140,33 +142,45 @@ pub fn suites() -> Vec<Suite> {
         packing.push((case, compressed(&[MULTIFD_2, ZSTD, ZSTD_4, XBZRLE])));
         let debian = Case { program: Program::Debian, memory_mib: 512, ..idle(&format!("debian-{name}")) };
         let debian = Case { link_bytes_per_s: Some(megabits(megabit)), ..debian };
-        let one = Contender::OneThread(Way::Zstd(1));
+        let one = Contender::OneThread(PageCompression::Zstd(1));
         packing.push((debian, [&[OURS, one], &ways[..], &[DEFAULT, ZSTD, ZSTD_4, XBZRLE]].concat()));
     }
 
     // A few bytes of each page, faster than the link carries pages.
     let case = idle("changes-1g").sized(512, 300).writing(128, 150, LoadMode::Few);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 30, ..case };
-    packing.push((case, vec![Contender::Nobody, OURS, Contender::Whole, MULTIFD_2, XBZRLE, POST_COPY]));
+    packing
+        .push((case, vec![Contender::NoMigration, OURS, Contender::NoDeltas, MULTIFD_2, XBZRLE, POST_COPY]));
 
     // Koto et al., figure 3: 2 GB, of which programs use a part, and a file of 2 GB that was read before.
     let soft = [0, 500, 1000, 1500].map(|user| {
         let case = idle(&format!("cache-{user}")).sized(2048, user);
         let case = Case { cache_mib: 2048, link_bytes_per_s: Some(megabits(1_000)), ..case };
-        let ours = [Soft::None, Soft::Free, Soft::All].map(Contender::Soft);
-        (case, [&[Contender::Nobody, OURS], &ours[..], &[MULTIFD_2]].concat())
+        let ours =
+            [FreePageHints::None, FreePageHints::Free, FreePageHints::All].map(Contender::FreePageHints);
+        (case, [&[Contender::NoMigration, OURS], &ours[..], &[MULTIFD_2]].concat())
     });
 
     // Koto et al., section 2: the cost for guests that are not migrated.
     let case = idle("noise").sized(2048, 0);
     let case = Case { cache_mib: 2048, link_bytes_per_s: Some(megabits(1_000)), neighbours: true, ..case };
-    let noise = (case, vec![Contender::Nobody, OURS, Contender::Soft(Soft::All), DEFAULT, MULTIFD_2, ZSTD]);
+    let noise = (
+        case,
+        vec![
+            Contender::NoMigration,
+            OURS,
+            Contender::FreePageHints(FreePageHints::All),
+            DEFAULT,
+            MULTIFD_2,
+            ZSTD,
+        ],
+    );
 
     // Three guests that compute on two processors: the value of copying that yields (Isci et al., figures 3, 4, 9).
     let pressure =
         Case { neighbours: true, link_bytes_per_s: Some(megabits(1_000)), ..idle("pressure").unpaced() };
     let headlong = Case { name: "pressure-0".to_owned(), guest_wait_percent: Some(0), ..pressure.clone() };
-    let crowded = vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2];
+    let crowded = vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2];
     let noise = vec![noise, (pressure, crowded.clone()), (headlong, crowded)];
 
     // Faster than the link carries, and without reductions: no number of rounds converges.
@@ -175,24 +189,24 @@ pub fn suites() -> Vec<Suite> {
     let rivals = [DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY];
     let case = idle("converge-1g").sized(1024, 400).writing(128, 150, LoadMode::Random);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 60, ..case };
-    let all_alike = (case, [&[Contender::Nobody], &policies[..], &rivals].concat());
+    let all_alike = (case, [&[Contender::NoMigration], &policies[..], &rivals].concat());
     // As fast, but most of it to a few pages: rounds reduce the dirty pages to about those, and no further.
     let hot_spot = Pattern::HotSpot { writes_percent: 90, pages_percent: 10 };
     let case = idle("converge-hot-1g").sized(512, 160).writing(128, 150, LoadMode::Random);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 30, ..case.in_pattern(hot_spot) };
     let who = [Policy::Hybrid, Policy::Pattern, Policy::Target].map(Contender::Policy);
     let rivals = [DEFAULT, MULTIFD_2, POST_COPY];
-    let convergence = vec![all_alike, (case, [&[Contender::Nobody], &who[..], &rivals].concat())];
+    let convergence = vec![all_alike, (case, [&[Contender::NoMigration], &who[..], &rivals].concat())];
 
     // Ibrahim et al., table I.
     let policies_of_kernels = [Policy::Pattern, Policy::Endless, Policy::Frozen].map(Contender::Policy);
-    let modes_of_kernels = [DEFAULT, Contender::Qemu(Mode::Endless), MULTIFD_2, XBZRLE, AUTO, POST_COPY];
+    let modes_of_kernels = [DEFAULT, Contender::Qemu(QemuMode::Endless), MULTIFD_2, XBZRLE, AUTO, POST_COPY];
     // So many runs that they need much longer than a migration, emulated.
     let small = [("cg", 5), ("ep", 2), ("ft", 4), ("is", 14), ("mg", 3)];
-    let who = [&[Contender::Nobody], &policies_of_kernels[..], &modes_of_kernels].concat();
+    let who = [&[Contender::NoMigration], &policies_of_kernels[..], &modes_of_kernels].concat();
     let small = small.map(|(kernel, runs)| (nas_case(kernel, Some(runs)), who.clone()));
     let large = [("cg", 3), ("ep", 1), ("ft", 1), ("is", 5), ("mg", 1)];
-    let who = [Contender::Nobody, PATTERN, HYBRID, DEFAULT, AUTO, POST_COPY];
+    let who = [Contender::NoMigration, PATTERN, HYBRID, DEFAULT, AUTO, POST_COPY];
     let large = large.map(|(kernel, runs)| (large_nas_case(kernel, Some(runs)), who.to_vec()));
     let kernels = small.into_iter().chain(large).collect();
 
@@ -202,17 +216,17 @@ pub fn suites() -> Vec<Suite> {
         // cost that does not depend on the migration, but on the memory that was used shortly before.
         sizes.push((
             Case { preallocated: true, ..idle(&format!("size-{memory}")).sized(memory, fill) },
-            vec![Contender::Nobody, OURS, MULTIFD_2],
+            vec![Contender::NoMigration, OURS, MULTIFD_2],
         ));
     }
     for wss in [0, 8, 32, 128] {
         let case = idle(&format!("dirty-{wss}")).sized(512, 300).writing(wss, 2 * wss, LoadMode::Random);
-        sizes.push((case, vec![Contender::Nobody, OURS, MULTIFD_2]));
+        sizes.push((case, vec![Contender::NoMigration, OURS, MULTIFD_2]));
     }
     for regions in [2, 8, 32] {
         sizes.push((
             Case { regions, ..idle(&format!("regions-{regions}")).sized(1024, 500) },
-            vec![Contender::Nobody, OURS, MULTIFD_2],
+            vec![Contender::NoMigration, OURS, MULTIFD_2],
         ));
     }
 

@@ -2,7 +2,7 @@
 
 use super::case::{Mover, Workload};
 use super::io::DriverState;
-use super::result::{CaseResult, Quantity, Results};
+use super::result::{DiskCaseResult, DiskQuantity, DiskResults};
 use crate::bench::{Bar, Spread};
 
 /// Bytes sent beyond the necessary ones, in hundredths.
@@ -18,11 +18,11 @@ const RECORDING: f64 = 5.0;
 const ADOPTED: f64 = 1.0;
 
 /// Returns all bars for which there are results.
-pub fn bars(results: &Results) -> Vec<Bar> {
+pub fn bars(results: &DiskResults) -> Vec<Bar> {
     results.cases.iter().flat_map(of_case).collect()
 }
 
-fn of_case(result: &CaseResult) -> Vec<Bar> {
+fn of_case(result: &DiskCaseResult) -> Vec<Bar> {
     let bars = match result.case.workload {
         Workload::Static => vec![overhead(result, STATIC_OVERHEAD), disruption(result)],
         Workload::Board => vec![overhead(result, DYNAMIC_OVERHEAD), disruption(result)],
@@ -40,9 +40,9 @@ fn of_case(result: &CaseResult) -> Vec<Bar> {
     bars.into_iter().flatten().collect()
 }
 
-fn overhead(result: &CaseResult, most: f64) -> Option<Bar> {
+fn overhead(result: &DiskCaseResult, most: f64) -> Option<Bar> {
     // Plain: with reductions, resent bytes would not show.
-    let found = result.spread(Mover::WhimbrelPlain, Quantity::Overhead)?.median;
+    let found = result.spread(Mover::WhimbrelPlain, DiskQuantity::Overhead)?.median;
     Some(Bar {
         what: format!("{}: sent beyond what had to be", result.case.name),
         wanted: format!("≤ {most}%"),
@@ -51,8 +51,8 @@ fn overhead(result: &CaseResult, most: f64) -> Option<Bar> {
     })
 }
 
-fn disruption(result: &CaseResult) -> Option<Bar> {
-    let beyond = result.beyond(Mover::Whimbrel, Mover::MemoryOnly, Quantity::Disruption)?;
+fn disruption(result: &DiskCaseResult) -> Option<Bar> {
+    let beyond = result.beyond(Mover::Whimbrel, Mover::MemoryOnly, DiskQuantity::Disruption)?;
     Some(Bar {
         what: format!("{}: disruption, beyond that of moving memory alone", result.case.name),
         wanted: format!("≤ {DISRUPTION_MS} ms"),
@@ -61,7 +61,7 @@ fn disruption(result: &CaseResult) -> Option<Bar> {
     })
 }
 
-fn in_time(result: &CaseResult, mover: Mover) -> Option<Bar> {
+fn in_time(result: &DiskCaseResult, mover: Mover) -> Option<Bar> {
     let (ended, all) = result.ended(mover);
     if all == 0 {
         return None;
@@ -80,7 +80,7 @@ fn in_time(result: &CaseResult, mover: Mover) -> Option<Bar> {
     })
 }
 
-fn never_ends(result: &CaseResult) -> Option<Bar> {
+fn never_ends(result: &DiskCaseResult) -> Option<Bar> {
     let (ended, all) = result.ended(Mover::Whimbrel);
     (all > 0).then(|| Bar {
         what: format!("{}: without throttling it does not end", result.case.name),
@@ -90,7 +90,7 @@ fn never_ends(result: &CaseResult) -> Option<Bar> {
     })
 }
 
-fn excess(result: &CaseResult, state: DriverState, word: &str, most: f64) -> Option<Bar> {
+fn excess(result: &DiskCaseResult, state: DriverState, word: &str, most: f64) -> Option<Bar> {
     let found = Spread::of(result.io.iter().filter_map(|turn| Some(turn.excess(state)? * 100.0)))?;
     Some(Bar {
         what: format!("{}: a write takes longer while {word}", result.case.name),
@@ -104,23 +104,23 @@ fn excess(result: &CaseResult, state: DriverState, word: &str, most: f64) -> Opt
 mod tests {
     use super::super::case::cases;
     use super::super::io::{IoRate, IoTurn, StateRates};
-    use super::super::result::{Measured, Run, SCHEMA, Seen};
+    use super::super::result::{ClientObservations, DiskMeasured, DiskRun, SCHEMA};
     use super::*;
     use crate::bench::Provenance;
 
-    fn result(name: &str, runs: Vec<Run>) -> CaseResult {
+    fn result(name: &str, runs: Vec<DiskRun>) -> DiskCaseResult {
         let (case, _) = cases().into_iter().find(|(case, _)| case.name == name).unwrap();
         let made = Provenance::default();
-        CaseResult { case, made, runs, io: Vec::new() }
+        DiskCaseResult { case, made, runs, io: Vec::new() }
     }
 
-    fn run(mover: Mover, turn: u32, measured: Option<Measured>, disruption_ms: f64) -> Run {
-        let seen = Seen { disruption_ms, ..Seen::default() };
-        Run { mover, turn, measured, given_up: None, seen, timeline: None }
+    fn run(mover: Mover, turn: u32, measured: Option<DiskMeasured>, disruption_ms: f64) -> DiskRun {
+        let seen = ClientObservations { disruption_ms, ..ClientObservations::default() };
+        DiskRun { mover, turn, measured, given_up: None, seen, timeline: None }
     }
 
-    fn held(results: Vec<CaseResult>) -> Vec<bool> {
-        bars(&Results { schema: SCHEMA.to_owned(), cases: results }).iter().map(|bar| bar.held).collect()
+    fn held(results: Vec<DiskCaseResult>) -> Vec<bool> {
+        bars(&DiskResults { schema: SCHEMA.to_owned(), cases: results }).iter().map(|bar| bar.held).collect()
     }
 
     #[test]
@@ -130,9 +130,10 @@ mod tests {
     }
 
     #[test]
-    fn disruption_is_compared_within_turns_and_overhead_with_what_had_to_be_sent() {
-        let sent =
-            |payload_bytes| Some(Measured { payload_bytes, disk_content_bytes: 1000, ..Measured::default() });
+    fn disruption_pairs_turns_and_overhead_counts_needed_bytes() {
+        let sent = |payload_bytes| {
+            Some(DiskMeasured { payload_bytes, disk_content_bytes: 1000, ..DiskMeasured::default() })
+        };
         let runs = |more_ms: f64, bytes| {
             (1..=3)
                 .flat_map(|turn| {
@@ -153,7 +154,7 @@ mod tests {
         // The content of the disk needs 10 s over the link.
         let took = |s: f64| {
             let disk_content_bytes = 10 * 12_500_000;
-            Some(Measured { total_ms: s * 1e3, disk_content_bytes, ..Measured::default() })
+            Some(DiskMeasured { total_ms: s * 1e3, disk_content_bytes, ..DiskMeasured::default() })
         };
         let runs = |drain, alone| {
             vec![
@@ -181,7 +182,7 @@ mod tests {
             });
             IoTurn { turn: 1, states: states.to_vec() }
         };
-        let with = |io| CaseResult { io: vec![io], ..result("io", Vec::new()) };
+        let with = |io| DiskCaseResult { io: vec![io], ..result("io", Vec::new()) };
         assert_eq!(held(vec![with(turn(1001.0, 960.0))]), [true, true]);
         assert_eq!(held(vec![with(turn(900.0, 900.0))]), [false, false]);
     }

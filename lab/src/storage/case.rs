@@ -11,7 +11,7 @@ use crate::lab::Link;
 
 /// A guest with a workload, on a link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Case {
+pub struct DiskCase {
     /// Its name, unique in a run.
     pub name: String,
     /// The workload of the guest.
@@ -82,12 +82,12 @@ const NAMES: [(Mover, &str); 8] = [
 
 impl Mover {
     /// Returns true if Whimbrel's agents migrate the guest.
-    pub(super) fn is_ours(self) -> bool {
+    pub(super) fn is_whimbrel(self) -> bool {
         !matches!(self, Self::Mirror | Self::Scp | Self::Rsync)
     }
 
     /// Returns true if the guest's writes are throttled.
-    pub(super) fn throttles(self) -> bool {
+    pub(super) fn is_throttled(self) -> bool {
         matches!(self, Self::WhimbrelThreshold | Self::WhimbrelDrain)
     }
 }
@@ -140,7 +140,7 @@ fn is_nothing(ms: &u64) -> bool {
     *ms == 0
 }
 
-impl Case {
+impl DiskCase {
     /// Returns the link between the two hosts. One with a delay is emulated, with a queue as long as two round trips.
     pub(super) fn link(&self) -> Link {
         let rate_bytes_per_s = self.link_bytes_per_s;
@@ -181,9 +181,9 @@ impl Case {
 }
 
 /// Returns all cases, in the order in which they are measured, each with its movers.
-pub fn cases() -> Vec<(Case, Vec<Mover>)> {
+pub fn cases() -> Vec<(DiskCase, Vec<Mover>)> {
     use Mover::{MemoryOnly, Mirror, Rsync, Scp, Whimbrel, WhimbrelDrain, WhimbrelPlain, WhimbrelThreshold};
-    let case = |name: &str, workload, megabits: u64| Case {
+    let case = |name: &str, workload, megabits: u64| DiskCase {
         name: name.to_owned(),
         workload,
         memory_mib: 512,
@@ -195,14 +195,14 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
     // The paper's delay between London and the east coast of America, section 4.2. The board's memory changes nearly as
     // fast as such a link carries it (the paper's guest was stopped for 68 s at 5 Mb/s): it has to be migrated all the
     // same.
-    let far = |megabits, max_downtime_ms, name| Case {
+    let far = |megabits, max_downtime_ms, name| DiskCase {
         round_trip_ms: 100,
         max_downtime_ms,
         patience_s: 3600,
         ..case(name, Workload::Board, megabits)
     };
     // The first pass of the disk needs a minute; a mover that has not ended after four times that will not converge.
-    let diabolical = Case { patience_s: 240, ..case("diabolical", Workload::Writer, 100) };
+    let diabolical = DiskCase { patience_s: 240, ..case("diabolical", Workload::Writer, 100) };
     let live = vec![MemoryOnly, Whimbrel, Mirror];
     let web = vec![MemoryOnly, Whimbrel, WhimbrelPlain, Mirror];
     let copied = [Scp, Rsync];

@@ -31,7 +31,7 @@ pub(super) struct Clients {
     started: SystemTime,
     shared: Arc<Shared>,
     sockets: Vec<TcpStream>,
-    threads: Vec<JoinHandle<(Counts, io::Result<()>)>>,
+    threads: Vec<JoinHandle<(ClientCounts, io::Result<()>)>>,
 }
 
 #[derive(Debug, Default)]
@@ -43,7 +43,7 @@ struct Shared {
 
 /// Counts of one client.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub(super) struct Counts {
+pub(super) struct ClientCounts {
     pub(super) posted: u64,
     pub(super) refused: u64,
     /// Times at which each frame of the film was complete.
@@ -52,9 +52,9 @@ pub(super) struct Counts {
 
 /// Observations of all clients.
 #[derive(Debug, Default)]
-pub(super) struct Watched {
+pub(super) struct ClientsReport {
     pub(super) tally: Tally,
-    pub(super) counts: Counts,
+    pub(super) counts: ClientCounts,
     /// Errors that broke connections.
     pub(super) broken: Vec<String>,
 }
@@ -79,8 +79,12 @@ impl Clients {
         let (start, started) = (Instant::now(), SystemTime::now());
         let shared = Arc::new(Shared::default());
         let begin = |(work, connection): (Work, Connection)| {
-            let mut client =
-                Client { start, connection, shared: Arc::clone(&shared), counts: Counts::default() };
+            let mut client = ServiceClient {
+                start,
+                connection,
+                shared: Arc::clone(&shared),
+                counts: ClientCounts::default(),
+            };
             thread::Builder::new().stack_size(256 << 10).spawn(move || {
                 let ended = work.carry_out(&mut client);
                 // A connection that is broken at the end is no error.
@@ -121,14 +125,14 @@ impl Clients {
     }
 
     /// Ends them, and returns their observations.
-    pub(super) fn finish(self) -> Watched {
+    pub(super) fn finish(self) -> ClientsReport {
         *locked(&self.shared.is_over) = true;
         self.shared.over.notify_all();
         for socket in &self.sockets {
             // It may be broken already.
             let _ = socket.shutdown(Shutdown::Both);
         }
-        let mut watched = Watched::default();
+        let mut watched = ClientsReport::default();
         for thread in self.threads {
             // The threads do not panic; if one did, the panic continues here.
             let (counts, ended) = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -161,11 +165,11 @@ impl Shared {
 
 /// A client with its connection.
 #[derive(Debug)]
-struct Client {
+struct ServiceClient {
     start: Instant,
     connection: Connection,
     shared: Arc<Shared>,
-    counts: Counts,
+    counts: ClientCounts,
 }
 
 /// Work of a client until it has to end, or its connection breaks.
@@ -182,7 +186,7 @@ enum Work {
 }
 
 impl Work {
-    fn carry_out(self, client: &mut Client) -> io::Result<()> {
+    fn carry_out(self, client: &mut ServiceClient) -> io::Result<()> {
         match self {
             Self::Probe => client.repeat(|client| {
                 client.load("/probe")?;
@@ -205,7 +209,7 @@ impl Work {
     }
 }
 
-impl Client {
+impl ServiceClient {
     /// Repeats an action, with a pause that it returns.
     fn repeat(&mut self, mut once: impl FnMut(&mut Self) -> io::Result<Duration>) -> io::Result<()> {
         while !self.shared.is_over() {

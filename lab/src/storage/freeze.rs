@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::mirror::calendar;
-use super::mover::{Arrived, End, Moved, Stage};
+use super::mover::{ArrivedGuest, DiskMoveInput, DiskMoveOutcome, MovedGuest};
 use super::ssh::Ssh;
 use crate::agents::Agents;
 use crate::bench::subject::{UNLIMITED, wait_for_status};
@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::monitor::Monitor;
 
 /// Number of copies of the disk by `rsync` while the guest runs: the paper found no other number better.
-const BEFORE: usize = 3;
+const RSYNC_PASSES: usize = 3;
 
 /// The copying program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(super) enum Copier {
     Rsync,
 }
 
-pub(super) fn by_copying(stage: &Stage<'_>, copier: Copier) -> Result<End> {
+pub(super) fn by_copying(stage: &DiskMoveInput<'_>, copier: Copier) -> Result<DiskMoveOutcome> {
     let ssh = Ssh::start(stage.lab)?;
     let began = Instant::now();
     let (image, pool) = (stage.image()?, Agents::pool(&stage.lab.b));
@@ -42,7 +42,7 @@ pub(super) fn by_copying(stage: &Stage<'_>, copier: Copier) -> Result<End> {
         Ok::<_, crate::Error>(())
     };
     if copier == Copier::Rsync {
-        (0..BEFORE).try_for_each(|_| copy_disk())?;
+        (0..RSYNC_PASSES).try_for_each(|_| copy_disk())?;
     }
     // The second one belongs to the sampler.
     let mut from = Monitor::connect(&stage.source.qmp_socket())?;
@@ -71,7 +71,7 @@ pub(super) fn by_copying(stage: &Stage<'_>, copier: Copier) -> Result<End> {
     let resumed = to.wait_for_event(|event| event.name == "RESUME")?;
     let total = began.elapsed();
     drop(to);
-    Ok(End::Moved(Box::new(Moved {
+    Ok(DiskMoveOutcome::MovedGuest(Box::new(MovedGuest {
         total,
         disk,
         memory: total.saturating_sub(disk),
@@ -79,6 +79,6 @@ pub(super) fn by_copying(stage: &Stage<'_>, copier: Copier) -> Result<End> {
         stopped: calendar(&stopped),
         resumed: calendar(&resumed),
         resent_bytes: None,
-        arrived: Arrived::of_guest(destination, &image),
+        arrived: ArrivedGuest::of_guest(destination, &image),
     })))
 }

@@ -4,8 +4,8 @@ use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use super::case::Case;
-use crate::bench::subject::Subject;
+use super::case::DiskCase;
+use crate::bench::subject::SavedGuest;
 use crate::demo::server;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Context, Error, Result};
@@ -23,14 +23,14 @@ pub(super) const QEMU: QemuVersion = QemuVersion::Newer;
 const PATIENCE: Duration = Duration::from_mins(3);
 
 /// Boots the guest of a case, and saves it when its services run.
-pub(super) fn boot(lab: &Lab, environment: &Environment, case: &Case) -> Result<Subject> {
-    Subject::save(lab, environment, spec(lab, environment, case)?, |guest| {
+pub(super) fn boot(lab: &Lab, environment: &Environment, case: &DiskCase) -> Result<SavedGuest> {
+    SavedGuest::save(lab, environment, spec(lab, environment, case)?, |guest| {
         guest.serial().follow()?.wait_for_text("SERVING").map(drop)
     })
 }
 
 /// Returns a guest whose disk has no backing file, so that every mover copies all of it.
-fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> {
+fn spec(lab: &Lab, environment: &Environment, case: &DiskCase) -> Result<GuestSpec> {
     let disk = lab.shared_directory()?.join(format!("{VM}.qcow2"));
     fs::copy(environment.services_disk()?, &disk).context(|| format!("cannot make {}", disk.display()))?;
     let load = format!("guest.load={}", case.workload.load());
@@ -50,7 +50,7 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
 
 /// The guest's check of its services' data on the disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Checked {
+pub(super) struct GuestCheck {
     /// `nothing`, or the errors found.
     pub(super) wrong: String,
     /// Posts on the board.
@@ -58,12 +58,12 @@ pub(super) struct Checked {
 }
 
 /// Makes the guest check its services' data, and with `all` its files too.
-pub(super) fn check(serial: &Serial, all: bool) -> Result<Checked> {
+pub(super) fn check(serial: &Serial, all: bool) -> Result<GuestCheck> {
     let more = if all { " all" } else { "" };
     let line = ask(serial, &|id| format!("/etc/whimbrel/check {id}{more}"), "CHECKED", PATIENCE)?;
     let posts = word(&line, "posts").and_then(|posts| posts.parse().ok());
     let checked =
-        word(&line, "wrong").zip(posts).map(|(wrong, posts)| Checked { wrong: wrong.to_owned(), posts });
+        word(&line, "wrong").zip(posts).map(|(wrong, posts)| GuestCheck { wrong: wrong.to_owned(), posts });
     checked.ok_or_else(|| Error::Config(format!("the guest's answer cannot be understood: {line}")))
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 
-use super::mover::{Arrived, End, Moved, Stage};
+use super::mover::{ArrivedGuest, DiskMoveInput, DiskMoveOutcome, MovedGuest};
 use crate::bench::qemu::is_late;
 use crate::bench::subject::{UNLIMITED, failed, wait_for_status};
 use crate::error::{Error, Result};
@@ -20,7 +20,7 @@ use crate::run::run;
 const NBD_PORT: u16 = 7800;
 const PORT: u16 = 7801;
 /// Interval of queries of the mirror.
-const LOOK: Duration = Duration::from_millis(50);
+const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 /// The disk at both sides, and the source's node for the remote one.
 const DISK: &str = "disk0";
 const EXPORT: &str = "drive-disk0";
@@ -28,7 +28,7 @@ const JOB: &str = "mirror";
 const FAR: &str = "mirror-format";
 const FAR_STORAGE: &str = "mirror-storage";
 
-pub(super) fn by_mirror(stage: &Stage<'_>) -> Result<End> {
+pub(super) fn by_mirror(stage: &DiskMoveInput<'_>) -> Result<DiskMoveOutcome> {
     let began = Instant::now();
     let deadline = began + Duration::from_secs(stage.case.patience_s);
     let image = stage.new_image();
@@ -84,7 +84,7 @@ pub(super) fn by_mirror(stage: &Stage<'_>) -> Result<End> {
     from.command("quit", &json!({}))?;
     stage.source.wait_for_end()?;
     drop(to);
-    Ok(End::Moved(Box::new(Moved {
+    Ok(DiskMoveOutcome::MovedGuest(Box::new(MovedGuest {
         total: began.elapsed(),
         disk,
         memory: memory_began.elapsed(),
@@ -92,7 +92,7 @@ pub(super) fn by_mirror(stage: &Stage<'_>) -> Result<End> {
         stopped: calendar(&stopped),
         resumed: calendar(&resumed),
         resent_bytes: Some(copied_bytes.saturating_sub(first_bytes)),
-        arrived: Arrived::of_guest(destination, &image),
+        arrived: ArrivedGuest::of_guest(destination, &image),
     })))
 }
 
@@ -101,7 +101,7 @@ pub(super) fn calendar(event: &Event) -> SystemTime {
 }
 
 /// Makes an empty image of the source's length.
-fn make_image(stage: &Stage<'_>, image: &Path) -> Result<()> {
+fn make_image(stage: &DiskMoveInput<'_>, image: &Path) -> Result<()> {
     let img = || Command::new(&stage.qemu.img);
     let said = run(img().args(["info", "-U", "--output=json"]).arg(stage.image()?))?;
     let told: Value =
@@ -132,7 +132,7 @@ fn wait_until_ready(monitor: &mut Monitor, deadline: Instant) -> Result<Option<u
         if job["ready"] == true {
             return Ok(Some(first_bytes));
         }
-        thread::sleep(LOOK);
+        thread::sleep(QUERY_INTERVAL);
     }
     Ok(None)
 }
@@ -179,8 +179,12 @@ fn end_mirror(monitor: &mut Monitor) -> Result<u64> {
 }
 
 /// Aborts the migration; the guest stays at the source.
-fn give_up(monitor: &mut Monitor, why: &str) -> Result<End> {
+fn give_up(monitor: &mut Monitor, why: &str) -> Result<DiskMoveOutcome> {
     let job = job(monitor)?;
     let megabytes = |key| number(&job, key) / 1_000_000;
-    Ok(End::GivenUp(format!("{why}: {} of {} MB were copied", megabytes("offset"), megabytes("len"))))
+    Ok(DiskMoveOutcome::GivenUp(format!(
+        "{why}: {} of {} MB were copied",
+        megabytes("offset"),
+        megabytes("len")
+    )))
 }

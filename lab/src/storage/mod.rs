@@ -23,6 +23,7 @@ mod clients;
 mod freeze;
 mod guest;
 mod io;
+mod measure;
 mod mirror;
 mod mover;
 mod ours;
@@ -34,15 +35,16 @@ mod result;
 mod robot;
 mod sampler;
 mod ssh;
-mod stand;
 mod tally;
 
 pub use bars::bars;
-pub use case::{Case, Mover, Workload, cases};
+pub use case::{DiskCase, Mover, Workload, cases};
 pub use io::{DriverState, IoRate, IoTurn, StateRates};
+pub use measure::{DiskBench, Measurement};
 pub use page::tables;
-pub use player::Viewed;
+pub use player::FilmReport;
 pub use plot::plots;
-pub use result::{CaseResult, Measured, Quantity, Results, Run, SCHEMA, Seen};
+pub use result::{
+    ClientObservations, DiskCaseResult, DiskMeasured, DiskQuantity, DiskResults, DiskRun, SCHEMA,
+};
 pub use sampler::Timeline;
-pub use stand::{Note, Stand};

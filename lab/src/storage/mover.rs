@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
-use super::case::{Case, Mover};
+use super::case::{DiskCase, Mover};
 use super::freeze::{Copier, by_copying};
 use super::guest::VM;
 use super::mirror::by_mirror;
 use super::ours::by_whimbrel;
 use crate::agents::Agents;
-use crate::bench::subject::{Subject, waiting};
+use crate::bench::subject::{SavedGuest, waiting};
 use crate::environment::{Environment, Qemu};
 use crate::error::{Error, Result};
 use crate::guest::Guest;
@@ -21,13 +21,13 @@ use crate::serial::Serial;
 use crate::spec::Device;
 
 /// Inputs of a migration.
-pub(super) struct Stage<'a> {
+pub(super) struct DiskMoveInput<'a> {
     pub(super) lab: &'a Lab,
     pub(super) environment: &'a Environment,
     pub(super) qemu: &'a Qemu,
     pub(super) agents: &'a Agents,
-    pub(super) subject: &'a Subject,
-    pub(super) case: &'a Case,
+    pub(super) subject: &'a SavedGuest,
+    pub(super) case: &'a DiskCase,
     /// The guest to migrate.
     pub(super) source: &'a Guest,
     /// True if both sides are to be compared, at any cost.
@@ -36,7 +36,7 @@ pub(super) struct Stage<'a> {
 
 /// A guest that has been migrated.
 #[derive(Debug)]
-pub(super) struct Moved {
+pub(super) struct MovedGuest {
     /// Time from the request to the end of the source's QEMU.
     pub(super) total: Duration,
     /// The part of the total time in which the disk alone was copied.
@@ -49,19 +49,19 @@ pub(super) struct Moved {
     pub(super) resumed: SystemTime,
     /// Bytes of the disk that were resent because they were written during the migration, where that is reported.
     pub(super) resent_bytes: Option<u64>,
-    pub(super) arrived: Arrived,
+    pub(super) arrived: ArrivedGuest,
 }
 
 /// Outcome of a migration.
 #[derive(Debug)]
-pub(super) enum End {
-    Moved(Box<Moved>),
+pub(super) enum DiskMoveOutcome {
+    MovedGuest(Box<MovedGuest>),
     /// Given up, by the bench or by the mover itself, with the reason. The guest runs where it ran.
     GivenUp(String),
 }
 
 /// Migrates the guest.
-pub(super) fn move_guest(stage: &Stage<'_>, mover: Mover) -> Result<End> {
+pub(super) fn move_guest(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<DiskMoveOutcome> {
     match mover {
         Mover::Mirror => by_mirror(stage),
         Mover::Scp => by_copying(stage, Copier::Scp),
@@ -70,7 +70,7 @@ pub(super) fn move_guest(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     }
 }
 
-impl Stage<'_> {
+impl DiskMoveInput<'_> {
     /// Returns the guest's disk at its source.
     pub(super) fn image(&self) -> Result<PathBuf> {
         let mut devices = self.subject.spec().devices.iter();
@@ -109,7 +109,7 @@ impl Stage<'_> {
 
 /// The guest on its present host. Its QEMU ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Arrived {
+pub(super) struct ArrivedGuest {
     pid: u32,
     /// The directory with its sockets.
     directory: PathBuf,
@@ -118,7 +118,7 @@ pub(super) struct Arrived {
     guest: Option<Guest>,
 }
 
-impl Arrived {
+impl ArrivedGuest {
     pub(super) fn of_guest(guest: Guest, image: &Path) -> Self {
         let (pid, directory) = (guest.pid(), guest.directory().to_owned());
         Self { pid, directory, image: image.to_owned(), guest: Some(guest) }
@@ -144,7 +144,7 @@ impl Arrived {
     }
 }
 
-impl Drop for Arrived {
+impl Drop for ArrivedGuest {
     fn drop(&mut self) {
         if self.guest.is_none() {
             // `Lab::down` kills remaining processes.

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::case::Mover;
 use super::guest::VM;
-use super::mover::{Arrived, End, Moved, Stage};
+use super::mover::{ArrivedGuest, DiskMoveInput, DiskMoveOutcome, MovedGuest};
 use crate::error::{Error, Result};
 use crate::migrating::{migrate, number};
 use crate::run::run;
@@ -18,7 +18,7 @@ const PAGE_BYTES: u64 = 4096;
 pub(super) const PLAIN: [&str; 4] =
     ["--compress=none", "--no-references", "--deltas=never", "--soft-pages=none"];
 
-pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
+pub(super) fn by_whimbrel(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<DiskMoveOutcome> {
     let mut words = match mover {
         Mover::MemoryOnly => vec!["--disks=shared"],
         Mover::WhimbrelThreshold => vec!["--disks=copy", "--throttle-writes=threshold"],
@@ -36,7 +36,7 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     let report = told.report();
     if !told.has_moved()? {
         let reason = report["reason"].as_str().unwrap_or_default();
-        return Ok(End::GivenUp(format!("{reason}, after {} s", told.total()?.as_secs())));
+        return Ok(DiskMoveOutcome::GivenUp(format!("{reason}, after {} s", told.total()?.as_secs())));
     }
     let rounds = Rounds(report["rounds"].as_array().map_or(&[], Vec::as_slice));
     let copied = report["disks"][0]["path"].as_str().map(PathBuf::from);
@@ -48,13 +48,13 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     let start = told.since_request("accepted")?;
     let total = told.total()?;
     let disk = rounds.of_disk_alone()?;
-    let first_pass_pages = if mover.throttles() {
+    let first_pass_pages = if mover.is_throttled() {
         // The disk is sent in parts, and the guest's writes are collected between them.
         allocated_bytes(stage)? / PAGE_BYTES
     } else {
         rounds.first_pages()
     };
-    Ok(End::Moved(Box::new(Moved {
+    Ok(DiskMoveOutcome::MovedGuest(Box::new(MovedGuest {
         total,
         disk,
         memory: total.saturating_sub(start + disk),
@@ -68,7 +68,7 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
 }
 
 /// Returns the guest that the destination's agent has now.
-fn arrived(stage: &Stage<'_>, image: &Path) -> Result<Arrived> {
+fn arrived(stage: &DiskMoveInput<'_>, image: &Path) -> Result<ArrivedGuest> {
     let said = run(&mut stage.agents.command(&stage.lab.b, &["vm", "show", VM, "--json"]))?;
     let shown: Value =
         serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
@@ -77,11 +77,11 @@ fn arrived(stage: &Stage<'_>, image: &Path) -> Result<Arrived> {
     let (Some(directory), Some(pid)) = (directory, pid) else {
         return Err(Error::Config(format!("the destination does not tell where the guest is: {said}")));
     };
-    Ok(Arrived::of_agent(pid as u32, directory, image))
+    Ok(ArrivedGuest::of_agent(pid as u32, directory, image))
 }
 
 /// Returns the allocated bytes of the saved disk, in bytes of the guest.
-fn allocated_bytes(stage: &Stage<'_>) -> Result<u64> {
+fn allocated_bytes(stage: &DiskMoveInput<'_>) -> Result<u64> {
     let saved =
         stage.subject.saved_disk().ok_or_else(|| Error::Config("the guest has no disk".to_owned()))?;
     let mut command = Command::new(&stage.qemu.img);

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use serde_json::json;
 
-use super::mover::Arrived;
+use super::mover::ArrivedGuest;
 use crate::bench::usage::Traffic;
 use crate::environment::Qemu;
 use crate::error::{Context, Result};
@@ -39,7 +39,12 @@ pub(super) struct Content {
 }
 
 /// Counts the content of a guest, which is stopped for that.
-pub(super) fn content(arrived: &Arrived, qemu: &Qemu, memory_mib: u64, scratch: &Path) -> Result<Content> {
+pub(super) fn content(
+    arrived: &ArrivedGuest,
+    qemu: &Qemu,
+    memory_mib: u64,
+    scratch: &Path,
+) -> Result<Content> {
     let mut monitor = arrived.monitor()?;
     monitor.command("stop", &json!({}))?;
     let memory = scratch.join("content.ram");

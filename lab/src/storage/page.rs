@@ -5,30 +5,30 @@ use std::fmt::Write as _;
 use super::bars::bars;
 use super::case::Mover;
 use super::io::DriverState;
-use super::result::{CaseResult, Quantity, Results};
+use super::result::{DiskCaseResult, DiskQuantity, DiskResults};
 use crate::bench::Spread;
 use crate::bench::page::{bars_table, spread_of};
 
 /// A column of the tables: its heading, its quantity, and the quantity's value that is shown as one.
-const COLUMNS: [(&str, Quantity, f64); 18] = [
-    ("total, s", Quantity::Total, 1.0),
-    ("disk, s", Quantity::Disk, 1.0),
-    ("memory, s", Quantity::Memory, 1.0),
-    ("downtime, ms", Quantity::Downtime, 1.0),
-    ("disruption, ms", Quantity::Disruption, 1.0),
-    ("at the switch-over, ms", Quantity::Switchover, 1.0),
-    ("of it before the stop, ms", Quantity::BeforeStop, 1.0),
-    ("after the resumption, ms", Quantity::AfterResume, 1.0),
-    ("before, ms", Quantity::UsualGap, 1.0),
-    ("writes/s", Quantity::WriteRate, 1.0),
-    ("deltas", Quantity::Deltas, 1.0),
-    ("deltas/s", Quantity::DeltaRate, 1.0),
-    ("sent, MB", Quantity::Sent, 1e6),
-    ("overhead, %", Quantity::Overhead, 1.0),
-    ("answers, % of before", Quantity::Answers, 1.0),
-    ("slowest answer, ms", Quantity::SlowestAnswer, 1.0),
-    ("late frames", Quantity::LateFrames, 1.0),
-    ("underruns", Quantity::Underruns, 1.0),
+const COLUMNS: [(&str, DiskQuantity, f64); 18] = [
+    ("total, s", DiskQuantity::Total, 1.0),
+    ("disk, s", DiskQuantity::Disk, 1.0),
+    ("memory, s", DiskQuantity::Memory, 1.0),
+    ("downtime, ms", DiskQuantity::Downtime, 1.0),
+    ("disruption, ms", DiskQuantity::Disruption, 1.0),
+    ("at the switch-over, ms", DiskQuantity::Switchover, 1.0),
+    ("of it before the stop, ms", DiskQuantity::BeforeStop, 1.0),
+    ("after the resumption, ms", DiskQuantity::AfterResume, 1.0),
+    ("before, ms", DiskQuantity::UsualGap, 1.0),
+    ("writes/s", DiskQuantity::WriteRate, 1.0),
+    ("deltas", DiskQuantity::Deltas, 1.0),
+    ("deltas/s", DiskQuantity::DeltaRate, 1.0),
+    ("sent, MB", DiskQuantity::Sent, 1e6),
+    ("overhead, %", DiskQuantity::Overhead, 1.0),
+    ("answers, % of before", DiskQuantity::Answers, 1.0),
+    ("slowest answer, ms", DiskQuantity::SlowestAnswer, 1.0),
+    ("late frames", DiskQuantity::LateFrames, 1.0),
+    ("underruns", DiskQuantity::Underruns, 1.0),
 ];
 
 const STATES: [(DriverState, &str); 4] = [
@@ -39,7 +39,7 @@ const STATES: [(DriverState, &str); 4] = [
 ];
 
 /// Returns all results as tables, in Markdown, without the cases that were not measured.
-pub fn tables(results: &Results) -> String {
+pub fn tables(results: &DiskResults) -> String {
     let mut text = String::new();
     if !results.cases.is_empty() {
         let _ = write!(text, "**What was to be reached**\n\n{}", bars_table(&bars(results)));
@@ -58,7 +58,7 @@ pub fn tables(results: &Results) -> String {
     text
 }
 
-fn moves(result: &CaseResult, text: &mut String) {
+fn moves(result: &DiskCaseResult, text: &mut String) {
     let columns: Vec<_> = COLUMNS
         .into_iter()
         .filter(|(_, quantity, _)| result.runs.iter().any(|run| quantity.of(run).is_some()))
@@ -81,9 +81,9 @@ fn moves(result: &CaseResult, text: &mut String) {
 }
 
 /// Writes the differences in disruption to the same guest whose memory alone was migrated.
-fn beyond(result: &CaseResult, columns: &[(&str, Quantity, f64)], text: &mut String) {
-    let is_compared = |quantity: Quantity| {
-        matches!(quantity, Quantity::Downtime | Quantity::Disruption | Quantity::Switchover)
+fn beyond(result: &DiskCaseResult, columns: &[(&str, DiskQuantity, f64)], text: &mut String) {
+    let is_compared = |quantity: DiskQuantity| {
+        matches!(quantity, DiskQuantity::Downtime | DiskQuantity::Disruption | DiskQuantity::Switchover)
     };
     let cells = columns.iter().map(|(_, quantity, _)| {
         let beyond = result.beyond(Mover::Whimbrel, Mover::MemoryOnly, *quantity);
@@ -101,7 +101,7 @@ fn beyond(result: &CaseResult, columns: &[(&str, Quantity, f64)], text: &mut Str
     let _ = writeln!(text, "| *whimbrel beyond memory-only* | | {cells} |");
 }
 
-fn states(result: &CaseResult, text: &mut String) {
+fn states(result: &DiskCaseResult, text: &mut String) {
     text.push_str(
         "| | writes/s | latency, µs | 99 of 100 within, µs | more than with no agent, % | link, kB/s |\n",
     );
@@ -130,23 +130,31 @@ fn states(result: &CaseResult, text: &mut String) {
 mod tests {
     use super::super::case::cases;
     use super::super::io::{IoRate, IoTurn, StateRates};
-    use super::super::result::{Measured, Run, SCHEMA, Seen};
+    use super::super::result::{ClientObservations, DiskMeasured, DiskRun, SCHEMA};
     use super::*;
     use crate::bench::Provenance;
 
     #[test]
     fn tables_have_what_was_measured_and_nothing_else() {
-        let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
+        let none = DiskResults { schema: SCHEMA.to_owned(), cases: Vec::new() };
         assert_eq!(tables(&none), "");
         let (qemu, commit) = ("QEMU 10".to_owned(), Some("abc".to_owned()));
         let made = Provenance { qemu, commit, ..Provenance::default() };
         let run = |mover, total_ms| {
-            let measured = Some(Measured { total_ms, memory_ms: 1000.0, ..Measured::default() });
-            Run { mover, turn: 1, measured, given_up: None, seen: Seen::default(), timeline: None }
+            let measured = Some(DiskMeasured { total_ms, memory_ms: 1000.0, ..DiskMeasured::default() });
+            DiskRun {
+                mover,
+                turn: 1,
+                measured,
+                given_up: None,
+                seen: ClientObservations::default(),
+                timeline: None,
+            }
         };
-        let stuck = Run { measured: None, given_up: Some("rounds".to_owned()), ..run(Mover::Mirror, 0.0) };
+        let stuck =
+            DiskRun { measured: None, given_up: Some("rounds".to_owned()), ..run(Mover::Mirror, 0.0) };
         let case = |name: &str| cases().into_iter().find(|(case, _)| case.name == name).unwrap().0;
-        let video = CaseResult {
+        let video = DiskCaseResult {
             case: case("video"),
             made: made.clone(),
             runs: vec![run(Mover::MemoryOnly, 12_000.0), run(Mover::Whimbrel, 70_000.0), stuck],
@@ -154,13 +162,13 @@ mod tests {
         };
         let rate = IoRate { writes_per_s: 500.0, ..IoRate::default() };
         let state = StateRates { state: DriverState::Alone, link_bytes_per_s: 0.0, samples: vec![rate] };
-        let io = CaseResult {
+        let io = DiskCaseResult {
             case: case("io"),
             made,
             runs: Vec::new(),
             io: vec![IoTurn { turn: 1, states: vec![state] }],
         };
-        let text = tables(&Results { cases: vec![video, io], ..none });
+        let text = tables(&DiskResults { cases: vec![video, io], ..none });
         assert!(text.contains("| whimbrel | 1/1 | **70.0** (70.0–70.0) |"), "{text}");
         assert!(text.contains("| mirror | 0/1 | "), "{text}");
         assert!(text.contains("mirror, turn 1: rounds."), "{text}");

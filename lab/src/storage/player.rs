@@ -14,7 +14,7 @@ const BUFFER: Duration = Duration::from_secs(2);
 
 /// Observations of a film during the migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Viewed {
+pub struct FilmReport {
     /// Frames that arrived.
     pub frames: u64,
     /// Frames that arrived later than the next one was due: a viewer without a buffer sees the picture freeze.
@@ -28,7 +28,11 @@ pub struct Viewed {
 }
 
 /// Evaluates the arrival times of frames: those of `during`, and the usual gap in `before`.
-pub(super) fn view(frames: &[Duration], before: &Range<Duration>, during: &Range<Duration>) -> Viewed {
+pub(super) fn judge_film(
+    frames: &[Duration],
+    before: &Range<Duration>,
+    during: &Range<Duration>,
+) -> FilmReport {
     let longest_ms = |window: &Range<Duration>| {
         let gaps = frames.windows(2).filter(|pair| pair[1] >= window.start && pair[0] < window.end);
         gaps.map(|pair| pair[1].saturating_sub(pair[0])).max().unwrap_or_default().as_secs_f64() * 1e3
@@ -38,7 +42,7 @@ pub(super) fn view(frames: &[Duration], before: &Range<Duration>, during: &Range
     let first = frames.first().copied().unwrap_or_default();
     let due = |number: usize| first + FRAME * number as u32;
     let late = numbered.iter().filter(is_seen).filter(|(number, at)| *at > due(number + 1)).count();
-    Viewed {
+    FilmReport {
         frames: numbered.iter().filter(is_seen).count() as u64,
         late_frames: late as u64,
         longest_gap_ms: longest_ms(during),
@@ -78,18 +82,18 @@ mod tests {
     #[test]
     fn a_pause_is_seen_with_and_without_a_buffer() {
         let (before, during) = (Duration::ZERO..FRAME * 50, FRAME * 50..FRAME * 1000);
-        let viewed = view(&film(FRAME), &before, &during);
+        let viewed = judge_film(&film(FRAME), &before, &during);
         assert_eq!((viewed.frames, viewed.late_frames, viewed.underruns), (150, 0, 0));
         assert!((viewed.longest_gap_ms - 40.0).abs() < 1e-9 && (viewed.usual_gap_ms - 40.0).abs() < 1e-9);
 
         // Frame 100 is due at once after the 99th, and arrives eight frames late.
-        let viewed = view(&film(FRAME * 9), &before, &during);
+        let viewed = judge_film(&film(FRAME * 9), &before, &during);
         assert_eq!((viewed.late_frames, viewed.underruns), (7, 0));
         assert!((viewed.longest_gap_ms - 360.0).abs() < 1e-9, "{viewed:?}");
 
-        let viewed = view(&film(Duration::from_secs(3)), &before, &during);
+        let viewed = judge_film(&film(Duration::from_secs(3)), &before, &during);
         assert_eq!(viewed.underruns, 1, "it has two seconds in hand");
         assert!((viewed.usual_gap_ms - 40.0).abs() < 1e-9, "{viewed:?}");
-        assert_eq!(view(&[], &before, &during), Viewed::default());
+        assert_eq!(judge_film(&[], &before, &during), FilmReport::default());
     }
 }

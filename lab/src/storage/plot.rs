@@ -3,29 +3,29 @@
 use std::path::Path;
 
 use super::case::{Mover, Workload};
-use super::result::{CaseResult, Results};
+use super::result::{DiskCaseResult, DiskResults};
 use super::sampler::Timeline;
-use crate::bench::plot::{Axes, Line, draw, lines};
+use crate::bench::plot::{PlotAxes, PlotLine, draw, lines};
 use crate::error::Result;
 
 /// Draws the results into a directory: a file for each picture for which there is something to draw. Returns their names.
-pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
+pub fn plots(results: &DiskResults, directory: &Path) -> Result<Vec<String>> {
     let mut drawn = Vec::new();
-    let mut picture = |name: &str, title: &str, y: &str, content: &[Line]| -> Result<()> {
+    let mut picture = |name: &str, title: &str, y: &str, content: &[PlotLine]| -> Result<()> {
         if content.iter().any(|line| line.points.len() > 1) {
-            let axes = Axes { title, x: "since the clients' start, s", y, least_y: 1.0 };
+            let axes = PlotAxes { title, x: "since the clients' start, s", y, least_y: 1.0 };
             drawn.push(draw(directory, name, &|canvas| lines(canvas, &axes, content))?);
         }
         Ok(())
     };
     // One case of each workload: on another link the guest writes the same, for longer.
     let mut workloads = Vec::new();
-    let is_first = |result: &&CaseResult| {
+    let is_first = |result: &&DiskCaseResult| {
         let is_new = !workloads.contains(&result.case.workload);
         workloads.push(result.case.workload);
         is_new
     };
-    let written: Vec<Line> = results.cases.iter().filter(is_first).filter_map(written).collect();
+    let written: Vec<PlotLine> = results.cases.iter().filter(is_first).filter_map(written).collect();
     picture("disks-writes", "what the guest has written since the request", "MB", &written)?;
     for result in &results.cases {
         let name = &result.case.name;
@@ -57,14 +57,14 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     Ok(drawn)
 }
 
-fn timeline(result: &CaseResult, mover: Mover) -> Option<&Timeline> {
+fn timeline(result: &DiskCaseResult, mover: Mover) -> Option<&Timeline> {
     result.runs_of(mover).find_map(|run| run.timeline.as_ref())
 }
 
 /// Returns a line with a point for each second.
-fn line(label: &str, seconds: impl Iterator<Item = f64>) -> Line {
+fn line(label: &str, seconds: impl Iterator<Item = f64>) -> PlotLine {
     let points = seconds.enumerate().map(|(second, value)| (second as f64, value)).collect();
-    Line { label: label.to_owned(), points, dotted: false }
+    PlotLine { label: label.to_owned(), points, dotted: false }
 }
 
 fn megabits(bytes: &[u64]) -> impl Iterator<Item = f64> {
@@ -72,7 +72,7 @@ fn megabits(bytes: &[u64]) -> impl Iterator<Item = f64> {
 }
 
 /// Returns the rates of the clients, of the link, and of the guest's writes.
-fn flows(timeline: &Timeline) -> Vec<Line> {
+fn flows(timeline: &Timeline) -> Vec<PlotLine> {
     vec![
         line("to the clients", megabits(&timeline.client_bytes)),
         line("over the link", megabits(&timeline.link_bytes)),
@@ -81,7 +81,7 @@ fn flows(timeline: &Timeline) -> Vec<Line> {
 }
 
 /// Returns the bytes that the guest of a case has written since the request, as long as it was at its source.
-fn written(result: &CaseResult) -> Option<Line> {
+fn written(result: &DiskCaseResult) -> Option<PlotLine> {
     if !matches!(result.case.workload, Workload::Static | Workload::Board | Workload::Video) {
         return None;
     }
@@ -101,7 +101,7 @@ fn written(result: &CaseResult) -> Option<Line> {
 #[cfg(test)]
 mod tests {
     use super::super::case::cases;
-    use super::super::result::{Run, SCHEMA, Seen};
+    use super::super::result::{ClientObservations, DiskRun, SCHEMA};
     use super::*;
     use crate::bench::Provenance;
 
@@ -117,23 +117,23 @@ mod tests {
             frame_gap_ms: vec![40.0; 4],
         };
         let result = |name: &str, movers: &[Mover]| {
-            let run = |mover: &Mover| Run {
+            let run = |mover: &Mover| DiskRun {
                 mover: *mover,
                 turn: 1,
                 measured: None,
                 given_up: None,
-                seen: Seen::default(),
+                seen: ClientObservations::default(),
                 timeline: Some(timeline.clone()),
             };
             let made = Provenance::default();
             let (case, _) = cases().into_iter().find(|(case, _)| case.name == name).unwrap();
-            CaseResult { case, made, runs: movers.iter().map(run).collect(), io: Vec::new() }
+            DiskCaseResult { case, made, runs: movers.iter().map(run).collect(), io: Vec::new() }
         };
         let video = result("video", &[Mover::Whimbrel]);
         assert_eq!(written(&video).unwrap().points, [(1.0, 1.0), (2.0, 3.0)]);
         let cases = vec![video, result("diabolical", &[Mover::WhimbrelDrain]), result("io", &[])];
         let directory = tempfile::tempdir().unwrap();
-        let drawn = plots(&Results { schema: SCHEMA.to_owned(), cases }, directory.path()).unwrap();
+        let drawn = plots(&DiskResults { schema: SCHEMA.to_owned(), cases }, directory.path()).unwrap();
         let names: Vec<_> =
             drawn.iter().map(|path| Path::new(path).file_name().unwrap().to_string_lossy()).collect();
         let expected = [

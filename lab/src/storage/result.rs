@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::case::{Case, Mover};
+use super::case::{DiskCase, Mover};
 use super::io::IoTurn;
 use super::overhead::overhead;
-use super::player::Viewed;
+use super::player::FilmReport;
 use super::sampler::Timeline;
 use crate::bench::result::{Turn, pairs, spread};
 use crate::bench::{Provenance, Spread};
@@ -17,22 +17,22 @@ const PAGE_BYTES: f64 = 4096.0;
 
 /// All results of migrations with disks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Results {
+pub struct DiskResults {
     /// Always [`SCHEMA`].
     pub schema: String,
     /// Case by case.
-    pub cases: Vec<CaseResult>,
+    pub cases: Vec<DiskCaseResult>,
 }
 
 /// Results of a case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct CaseResult {
+pub struct DiskCaseResult {
     /// The case.
-    pub case: Case,
+    pub case: DiskCase,
     /// Time and circumstances of the measurements.
     pub made: Provenance,
     /// Migrations in the order in which they were made, without the warm-up.
-    pub runs: Vec<Run>,
+    pub runs: Vec<DiskRun>,
     /// I/O in all states of the driver, if that is the subject of the case.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub io: Vec<IoTurn>,
@@ -40,18 +40,18 @@ pub struct CaseResult {
 
 /// One migration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Run {
+pub struct DiskRun {
     /// The way in which the guest was migrated.
     pub mover: Mover,
     /// The turn, from 1 on: runs of one turn were made one after the other.
     pub turn: u32,
     /// Measured values; absent where the guest was not migrated.
-    pub measured: Option<Measured>,
+    pub measured: Option<DiskMeasured>,
     /// The reason if it was not migrated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub given_up: Option<String>,
     /// Observations during the migration.
-    pub seen: Seen,
+    pub seen: ClientObservations,
     /// Values second by second; of one turn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeline: Option<Timeline>,
@@ -59,7 +59,7 @@ pub struct Run {
 
 /// Measured values of a migration that ended.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Measured {
+pub struct DiskMeasured {
     /// Time from the request to the end, the start of the destination's QEMU included, ms.
     pub total_ms: f64,
     /// The part of the total time in which the disk alone was copied, ms.
@@ -85,7 +85,7 @@ pub struct Measured {
 
 /// Observations of clients from the request until some time after the arrival, and the guest's writes until it stopped.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Seen {
+pub struct ClientObservations {
     /// The longest time in which no client received data, ms.
     pub disruption_ms: f64,
     /// The longest silence that touches the switchover or the second before or after it, ms.
@@ -113,7 +113,7 @@ pub struct Seen {
     /// Errors that broke connections.
     pub broken: Vec<String>,
     /// Observations of the film's viewer.
-    pub film: Option<Viewed>,
+    pub film: Option<FilmReport>,
     /// The guest's writes to its disk from the request to its stop.
     pub writes: u64,
     /// Bytes of these writes.
@@ -122,7 +122,7 @@ pub struct Seen {
     pub written_s: f64,
 }
 
-impl Turn for Run {
+impl Turn for DiskRun {
     type Who = Mover;
 
     fn who(&self) -> Mover {
@@ -136,7 +136,7 @@ impl Turn for Run {
 
 /// A measured quantity of a migration. Less is better, except for answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quantity {
+pub enum DiskQuantity {
     /// Total time, s.
     Total,
     /// The part of the total time in which the disk alone was copied, s.
@@ -175,9 +175,9 @@ pub enum Quantity {
     Underruns,
 }
 
-impl Quantity {
+impl DiskQuantity {
     /// Returns its value in a run; `None` if there is none, or the guest was not migrated.
-    pub fn of(self, run: &Run) -> Option<f64> {
+    pub fn of(self, run: &DiskRun) -> Option<f64> {
         let measured = run.measured.as_ref()?;
         let seen = &run.seen;
         let deltas = measured.resent_bytes.map(|bytes| bytes as f64 / PAGE_BYTES);
@@ -208,7 +208,7 @@ impl Quantity {
     }
 }
 
-impl CaseResult {
+impl DiskCaseResult {
     /// Returns the movers, in a fixed order.
     pub fn movers(&self) -> Vec<Mover> {
         let mut movers: Vec<_> = self.runs.iter().map(|run| run.mover).collect();
@@ -218,7 +218,7 @@ impl CaseResult {
     }
 
     /// Returns the runs of a mover.
-    pub fn runs_of(&self, mover: Mover) -> impl Iterator<Item = &Run> {
+    pub fn runs_of(&self, mover: Mover) -> impl Iterator<Item = &DiskRun> {
         self.runs.iter().filter(move |run| run.mover == mover)
     }
 
@@ -229,12 +229,12 @@ impl CaseResult {
     }
 
     /// Returns the spread of a quantity over all runs of a mover that ended.
-    pub fn spread(&self, mover: Mover, quantity: Quantity) -> Option<Spread> {
+    pub fn spread(&self, mover: Mover, quantity: DiskQuantity) -> Option<Spread> {
         spread(&self.runs, mover, |run| quantity.of(run))
     }
 
     /// Returns the differences of a quantity between a mover and another in the same turn.
-    pub fn beyond(&self, mover: Mover, other: Mover, quantity: Quantity) -> Option<Spread> {
+    pub fn beyond(&self, mover: Mover, other: Mover, quantity: DiskQuantity) -> Option<Spread> {
         let pairs = pairs(&self.runs, mover, other, |run| quantity.of(run));
         Spread::of(pairs.into_iter().map(|(own, others)| own - others))
     }

@@ -17,9 +17,9 @@ const THINK: Duration = Duration::from_secs(20);
 
 /// Random numbers that are the same in each run (splitmix64).
 #[derive(Debug, Clone)]
-pub(super) struct Dice(u64);
+pub(super) struct BoardRandom(u64);
 
-impl Dice {
+impl BoardRandom {
     pub(super) fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -49,14 +49,14 @@ pub(super) enum Visit {
 #[derive(Debug)]
 pub(super) struct Robot {
     number: u64,
-    dice: Dice,
+    dice: BoardRandom,
     links: Vec<String>,
     posts: u64,
 }
 
 impl Robot {
     pub(super) fn new(number: u64) -> Self {
-        Self { number, dice: Dice::new(number), links: Vec::new(), posts: 0 }
+        Self { number, dice: BoardRandom::new(number), links: Vec::new(), posts: 0 }
     }
 
     /// Returns the time for reading the last page: anything up to twice the average.
@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn dice_are_even_and_the_same_in_each_run() {
         let roll = |seed| {
-            let mut dice = Dice::new(seed);
+            let mut dice = BoardRandom::new(seed);
             (0..10_000).map(|_| dice.roll(20)).collect::<Vec<_>>()
         };
         assert_eq!(roll(1), roll(1));

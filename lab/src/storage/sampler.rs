@@ -39,7 +39,7 @@ pub(super) type Growth = Vec<(Duration, f64)>;
 
 /// Samples, by the clock of the start.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Sampled {
+pub(super) struct Samples {
     pub(super) sent_bytes: Growth,
     pub(super) writes: Growth,
     pub(super) written_bytes: Growth,
@@ -49,7 +49,7 @@ pub(super) struct Sampled {
 #[derive(Debug)]
 pub(super) struct Sampler {
     stop: Sender<()>,
-    thread: JoinHandle<Sampled>,
+    thread: JoinHandle<Samples>,
 }
 
 impl Sampler {
@@ -60,7 +60,7 @@ impl Sampler {
         let host = host.clone();
         let mut monitor = Some(Monitor::connect(monitor)?);
         let thread = thread::spawn(move || {
-            let mut sampled = Sampled::default();
+            let mut sampled = Samples::default();
             loop {
                 if let Ok(traffic) = traffic(&host) {
                     sampled.sent_bytes.push((start.elapsed(), traffic.bytes as f64));
@@ -85,7 +85,7 @@ impl Sampler {
     }
 
     /// Ends, and returns the samples.
-    pub(super) fn finish(self) -> Sampled {
+    pub(super) fn finish(self) -> Samples {
         drop(self.stop);
         // The thread does not panic; if it did, the panic continues here.
         self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

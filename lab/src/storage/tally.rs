@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_counted_where_they_ended_and_waited_for_where_they_were() {
+    fn answers_count_at_their_end_and_wait_times_where_awaited() {
         let mut tally = Tally::default();
         for (at, took) in [(100, 10), (200, 20), (300, 30), (5_000, 4_000)] {
             tally.answered(ms(at), ms(took));

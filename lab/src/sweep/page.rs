@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use super::point::{ACTIVE_MIB, CONFIGURATIONS, ITERATIONS, KERNELS, kernel_case_name, place};
 use crate::bench::page::spread_of;
-use crate::bench::{CaseResult, Contender, Mode, Policy, Quantity, Results};
+use crate::bench::{CaseResult, Contender, Policy, QemuMode, Quantity, Results};
 
 /// The contender that stops a kernel of figure 5 after a number of iterations.
 type Stopper = fn(u32) -> Contender;
@@ -13,7 +13,7 @@ type Stopper = fn(u32) -> Contender;
 /// The stoppers of figure 5.
 pub(super) const STOPPERS: [(&str, Stopper); 2] = [
     ("whimbrel", |passes| Contender::Policy(Policy::After(passes))),
-    ("qemu", |passes| Contender::Qemu(Mode::After(passes))),
+    ("qemu", |passes| Contender::Qemu(QemuMode::After(passes))),
 ];
 
 /// Returns all results as tables, in Markdown, without the points that were not measured.

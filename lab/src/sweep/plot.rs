@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::page::{STOPPERS, contenders_of_latency, result};
 use super::point::{ACTIVE_MIB, CONFIGURATIONS, ITERATIONS, KERNELS, kernel_case_name};
-use crate::bench::plot::{Axes, Line, draw, lines};
+use crate::bench::plot::{PlotAxes, PlotLine, draw, lines};
 use crate::bench::{CaseResult, Quantity, Results};
 use crate::error::Result;
 
@@ -12,7 +12,7 @@ use crate::error::Result;
 /// names.
 pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     let mut drawn = Vec::new();
-    let mut picture = |name: &str, axes: &Axes<'_>, content: Vec<Line>| -> Result<()> {
+    let mut picture = |name: &str, axes: &PlotAxes<'_>, content: Vec<PlotLine>| -> Result<()> {
         let content: Vec<_> = content.into_iter().filter(|line| line.points.len() > 1).collect();
         if !content.is_empty() {
             drawn.push(draw(directory, name, &|canvas| lines(canvas, axes, &content))?);
@@ -22,26 +22,26 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     let longest_s = longest(results, |name| name.starts_with("fig1"), Quantity::Total) / 1e3;
     for contender in contenders_of_latency(results) {
         let title = format!("{contender}: total time by active memory, in seven configurations");
-        let axes = Axes { title: &title, x: "active memory, MiB", y: "total, s", least_y: longest_s };
+        let axes = PlotAxes { title: &title, x: "active memory, MiB", y: "total, s", least_y: longest_s };
         let line = CONFIGURATIONS.map(|configuration| {
             let points = ACTIVE_MIB.into_iter().filter_map(|mib| {
                 let point = result(results, &configuration.case_name(mib))?;
                 Some((mib as f64, point.spread(contender, Quantity::Total)?.median / 1e3))
             });
-            Line { label: configuration.describe(), points: points.collect(), dotted: true }
+            PlotLine { label: configuration.describe(), points: points.collect(), dotted: true }
         });
         picture(&format!("sweep-1-{contender}"), &axes, line.into())?;
     }
     let longest_ms = longest(results, |name| name.starts_with("fig5"), Quantity::Downtime);
     for (name, stopper) in STOPPERS {
         let title = format!("{name}: downtime of NAS kernels that are stopped after so many iterations");
-        let axes = Axes { title: &title, x: "iterations", y: "downtime, ms", least_y: longest_ms };
+        let axes = PlotAxes { title: &title, x: "iterations", y: "downtime, ms", least_y: longest_ms };
         let line = KERNELS.map(|kernel| {
             let points = ITERATIONS.into_iter().filter_map(|passes| {
                 let point = result(results, &kernel_case_name(kernel))?;
                 Some((f64::from(passes), point.spread(stopper(passes), Quantity::Downtime)?.median))
             });
-            Line { label: kernel.to_uppercase(), points: points.collect(), dotted: true }
+            PlotLine { label: kernel.to_uppercase(), points: points.collect(), dotted: true }
         });
         picture(&format!("sweep-5-{name}"), &axes, line.into())?;
     }

@@ -1,7 +1,7 @@
 //! Points that are measured.
 
 use crate::bench::suite::{megabits, nas_case};
-use crate::bench::{Cap, Case, CaseResult, Contender, Mode, Policy, Results};
+use crate::bench::{Cap, Case, CaseResult, Contender, Policy, QemuMode, Results};
 use crate::environment::QemuVersion;
 use crate::lab::Packets;
 use crate::spec::{LoadMode, Pattern};
@@ -96,16 +96,16 @@ pub fn figures() -> Vec<Figure> {
     let who = [
         Contender::Policy(Policy::Pattern),
         Contender::Policy(Policy::Hybrid),
-        Contender::Qemu(Mode::Default),
-        Contender::Qemu(Mode::Multifd(2)),
-        Contender::Qemu(Mode::PostCopy),
+        Contender::Qemu(QemuMode::Default),
+        Contender::Qemu(QemuMode::Multifd(2)),
+        Contender::Qemu(QemuMode::PostCopy),
     ];
     let latency = CONFIGURATIONS.into_iter().flat_map(|configuration| {
         ACTIVE_MIB.map(|active_mib| (configuration.case(active_mib), who.to_vec()))
     });
-    let stopped = ITERATIONS
-        .into_iter()
-        .flat_map(|passes| [Contender::Policy(Policy::After(passes)), Contender::Qemu(Mode::After(passes))]);
+    let stopped = ITERATIONS.into_iter().flat_map(|passes| {
+        [Contender::Policy(Policy::After(passes)), Contender::Qemu(QemuMode::After(passes))]
+    });
     let stopped: Vec<_> = stopped.collect();
     let downtime = KERNELS
         .map(|kernel| (Case { name: kernel_case_name(kernel), ..nas_case(kernel, None) }, stopped.clone()));
@@ -190,12 +190,12 @@ impl Axes {
 
     fn contenders(&self) -> Vec<Contender> {
         if self.streams.is_empty() {
-            return vec![Contender::Policy(Policy::Pattern), Contender::Qemu(Mode::Default)];
+            return vec![Contender::Policy(Policy::Pattern), Contender::Qemu(QemuMode::Default)];
         }
         // QEMU allows at most 255 channels.
         let pair = |n: &u16| {
             let channels = u8::try_from(*n).unwrap_or(u8::MAX);
-            [Contender::Whimbrel(Some(*n)), Contender::Qemu(Mode::Multifd(channels))]
+            [Contender::Whimbrel(Some(*n)), Contender::Qemu(QemuMode::Multifd(channels))]
         };
         self.streams.iter().flat_map(pair).collect()
     }
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_points_of_the_figures_have_the_same_name_and_all_can_be() {
+    fn figure_points_are_valid_and_have_unique_names() {
         let points: Vec<_> = figures().into_iter().flat_map(|figure| figure.points).collect();
         assert_eq!(points.len(), 7 * ACTIVE_MIB.len() + KERNELS.len());
         let names: BTreeSet<_> = points.iter().map(|(case, _)| case.name.clone()).collect();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_measured_is_not_measured_again_unless_something_is_new() {
+    fn only_new_points_are_measured() {
         let (case, contenders) = axes().points().remove(0);
         let runs = (1..=2).flat_map(|turn| {
             let run = move |contender| Run::new(contender, turn);

@@ -15,21 +15,21 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod noise;
+mod occupied;
 mod peers;
 mod requests;
 mod room;
 mod stranger;
-mod taken;
 mod watched;
 
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{DEADLINE, Said};
+use common::{CommandOutput, DEADLINE};
 
 /// Asserts that the program failed with this exit code, and with these words, which name the object and give advice.
 #[track_caller]
-fn refused(said: &Said, code: i32, words: &[&str]) {
+fn assert_fails(said: &CommandOutput, code: i32, words: &[&str]) {
     assert_eq!(said.code, code, "{words:?}: {said:#?}");
     let text = format!("{}{}", said.stdout, said.stderr);
     for word in words {

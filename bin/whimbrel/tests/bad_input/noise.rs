@@ -5,11 +5,11 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 
 use serde_json::{Value, json};
 
+use crate::assert_fails;
 use crate::common::{Cluster, DEADLINE, Setup};
 use crate::peers::impostor;
-use crate::refused;
 use crate::stranger::configure;
-use crate::watched::{Watched, nothing_is_left};
+use crate::watched::{WatchedGuest, assert_nothing_left};
 
 /// Sends data that no agent sends, complete and truncated. The agent may hang up at any moment, but must not answer.
 pub(crate) fn noise(from: &lab::Host, to: SocketAddr) {
@@ -27,12 +27,12 @@ pub(crate) fn noise(from: &lab::Host, to: SocketAddr) {
         let mut stream = from.within(|| TcpStream::connect(to)).unwrap().unwrap();
         let _ = stream.write_all(bytes);
         let _ = stream.shutdown(Shutdown::Write);
-        hung_up(stream);
+        read_until_hangup(stream);
     }
 }
 
 /// Waits for the agent to hang up, and returns the bytes that it sent before.
-fn hung_up(mut stream: TcpStream) -> Vec<u8> {
+fn read_until_hangup(mut stream: TcpStream) -> Vec<u8> {
     stream.set_read_timeout(Some(DEADLINE)).unwrap();
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer) {
@@ -114,7 +114,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         hello(1, json!({ "for": "control", "migration": elsewhere, "generation": 1 })),
         vec![1, 0xff, 0, 0, 2, 0, 0, 0, b'{', b'}'],
     ] {
-        let told = hung_up(connect(&bytes));
+        let told = read_until_hangup(connect(&bytes));
         assert!(!String::from_utf8_lossy(&told).contains("accepted"), "{told:?}");
     }
     // Truncated in the middle.
@@ -122,7 +122,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
     for length in [1, 7, 8, 9, whole.len() - 1] {
         let stream = connect(&whole[..length]);
         stream.shutdown(Shutdown::Write).unwrap();
-        hung_up(stream);
+        read_until_hangup(stream);
     }
     // A valid greeting, followed by invalid data.
     let rubbish = json!({ "type": "propose", "reply_to": "x:1", "streams": 4, "ram": [{ "name": "pc.ram", "bytes": 2097152, "page_bytes": 4096 }], "facts": {}, "description": {}, "check_only": false });
@@ -145,10 +145,10 @@ fn noise_at_the_port_of_an_agent_without_tls() {
             assert_eq!(said["type"], word, "{said}");
             assert!(!said["findings"][0]["advice"].as_str().unwrap().is_empty(), "{said}");
         }
-        let told = hung_up(stream);
+        let told = read_until_hangup(stream);
         assert!(!String::from_utf8_lossy(&told).contains("accept"), "{told:?}");
     }
-    nothing_is_left(&cluster, "noise");
+    assert_nothing_left(&cluster, "noise");
     assert_eq!(cluster.b.cli(&["migrations"]).ok().json(), json!([]), "no migration is remembered");
     assert!(!cluster.b.log().contains("panicked"), "{}", cluster.b.log());
 
@@ -169,12 +169,12 @@ fn noise_at_the_port_of_an_agent_without_tls() {
             .map(|(name, port, ..)| format!("[hosts.{name}]\naddress = \"{}:{port}\"\n", host_b.address()));
         text + &hosts.concat()
     });
-    let vm = Watched::new(&cluster, "vm1");
+    let vm = WatchedGuest::new(&cluster, "vm1");
     for (name, port, bytes, words) in peers {
         impostor(&host_b, port, bytes.leak());
-        refused(&cluster.a.cli(&["migrate", "vm1", "--to", name, "--check"]), 1, words);
-        refused(&cluster.a.cli(&["migrate", "vm1", "--to", name]), 1, words);
-        vm.is_unharmed(&cluster, name);
+        assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", name, "--check"]), 1, words);
+        assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", name]), 1, words);
+        vm.assert_unharmed(&cluster, name);
     }
-    vm.moves(&cluster);
+    vm.migrate_whole(&cluster);
 }

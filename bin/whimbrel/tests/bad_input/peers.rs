@@ -7,8 +7,8 @@ use std::thread;
 use crate::common::{Cluster, Guest, Setup};
 use crate::noise::noise;
 use crate::stranger::{Stranger, configure, tls};
-use crate::watched::{Watched, bare, nothing_is_left};
-use crate::{eventually, refused};
+use crate::watched::{WatchedGuest, assert_nothing_left, bare};
+use crate::{assert_fails, eventually};
 
 /// Answers every connection in a way that no agent does, for as long as the test runs.
 pub(crate) fn impostor(host: &lab::Host, port: u16, answer: &'static [u8]) -> SocketAddr {
@@ -53,7 +53,7 @@ fn peers_that_cannot_be_trusted() {
             peers.map(|(name, port)| format!("[hosts.{name}]\naddress = \"{}:{port}\"\n", host_b.address()));
         text + &hosts.concat()
     });
-    let mut vm = Watched::new(&cluster, "vm1");
+    let mut vm = WatchedGuest::new(&cluster, "vm1");
     let words: [&[&str]; 6] = [
         &["foreign", "certificate", "not signed by the authority"],
         &["open", "speaks without TLS", "configure both for plain"],
@@ -64,12 +64,12 @@ fn peers_that_cannot_be_trusted() {
     ];
     for ((to, _), words) in peers.iter().zip(words) {
         let check = cluster.a.cli(&["migrate", "vm1", "--to", to, "--check"]);
-        refused(&check, 1, words);
+        assert_fails(&check, 1, words);
         assert_eq!(check.json()["kind"], "unavailable", "{check:?}");
         let failed = cluster.a.cli(&["migrate", "vm1", "--to", to]);
-        refused(&failed, 1, words);
+        assert_fails(&failed, 1, words);
         assert_eq!(failed.last_json()["outcome"], "aborted", "{failed:?}");
-        vm.is_unharmed(&cluster, to);
+        vm.assert_unharmed(&cluster, to);
     }
 
     // And in the other direction: strangers that try to migrate a VM of theirs to this host.
@@ -80,9 +80,9 @@ fn peers_that_cannot_be_trusted() {
     let words: [&[&str]; 2] = [&["certificate", "not signed"], &["demands TLS", "certificates"]];
     for (stranger, words) in [&intruder, &naked].into_iter().zip(words) {
         stranger.cli(&["vm", "adopt", "--pid", &pid]).ok();
-        refused(&stranger.cli(&["migrate", "theirs", "--to", "b"]), 1, words);
+        assert_fails(&stranger.cli(&["migrate", "theirs", "--to", "b"]), 1, words);
         assert_eq!(stranger.cli(&["vm", "list"]).ok().json()[0]["state"], "running");
-        nothing_is_left(&cluster, "a stranger's migration");
+        assert_nothing_left(&cluster, "a stranger's migration");
     }
     let log = cluster.b.log();
     assert!(log.contains("a connection was refused") && log.contains("speaks without TLS"), "{log}");
@@ -104,9 +104,9 @@ fn peers_that_cannot_be_trusted() {
         });
     }
     noise(&host_a, SocketAddr::from((host_b.address(), 7740)));
-    vm.is_unharmed(&cluster, "strangers");
-    vm.counts();
-    vm.moves(&cluster);
+    vm.assert_unharmed(&cluster, "strangers");
+    vm.assert_counts();
+    vm.migrate_whole(&cluster);
 }
 
 /// Each of two hosts wins at a witness of its own: both would run the VM.
@@ -119,9 +119,9 @@ fn two_hosts_that_ask_different_registers() {
         assert!(text.contains("[register]\nhost = \"w\""), "{text}");
         text.replace("[register]\nhost = \"w\"", &other)
     });
-    let vm = Watched::new(&cluster, "vm1");
+    let vm = WatchedGuest::new(&cluster, "vm1");
     let words = ["the source asks the register of owners at w, this host the one at v", "the same witness"];
-    refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
-    refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words[..1]);
-    vm.is_unharmed(&cluster, "another register");
+    assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
+    assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words[..1]);
+    vm.assert_unharmed(&cluster, "another register");
 }

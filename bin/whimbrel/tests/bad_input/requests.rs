@@ -7,13 +7,13 @@ use serde_json::json;
 
 use crate::common::{self, Cluster, Guest, Setup, WHIMBREL};
 use crate::stranger::said;
-use crate::watched::{Watched, bare, is_qemu};
-use crate::{eventually, refused};
+use crate::watched::{WatchedGuest, bare, is_qemu};
+use crate::{assert_fails, eventually};
 
 #[test]
 fn requests_that_name_nothing_or_the_wrong_thing() {
     let cluster = Cluster::with(&Setup::impatient());
-    let mut vm = Watched::new(&cluster, "vm1");
+    let mut vm = WatchedGuest::new(&cluster, "vm1");
     let cases: &[(&[&str], i32, &[&str])] = &[
         (&["migrate", "vm9", "--to", "b"], 2, &["no VM vm9 here", "vm list", "vm adopt"]),
         (&["migrate", "vm9", "--to", "b", "--check"], 2, &["no VM vm9 here"]),
@@ -37,15 +37,19 @@ fn requests_that_name_nothing_or_the_wrong_thing() {
         (&["vm", "adopt", "--pid", "1", "--as", "../vm"], 2, &["no valid name"]),
     ];
     for (words, code, expected) in cases {
-        refused(&cluster.a.cli(words), *code, expected);
+        assert_fails(&cluster.a.cli(words), *code, expected);
     }
     // This very test is a process, and no QEMU.
     let pid = std::process::id().to_string();
-    refused(&cluster.a.cli(&["vm", "adopt", "--pid", &pid]), 2, &["no QEMU", &pid]);
+    assert_fails(&cluster.a.cli(&["vm", "adopt", "--pid", &pid]), 2, &["no QEMU", &pid]);
     let again = vm.guest.pid().to_string();
-    refused(&cluster.a.cli(&["vm", "adopt", "--pid", &again, "--as", "other"]), 1, &["vm1", "vm forget vm1"]);
-    vm.is_unharmed(&cluster, "requests that name nothing");
-    vm.counts();
+    assert_fails(
+        &cluster.a.cli(&["vm", "adopt", "--pid", &again, "--as", "other"]),
+        1,
+        &["vm1", "vm forget vm1"],
+    );
+    vm.assert_unharmed(&cluster, "requests that name nothing");
+    vm.assert_counts();
 }
 
 #[test]
@@ -58,37 +62,41 @@ fn qemus_that_cannot_be_taken_charge_of() {
     let dumb = cluster.lab.a.spawn("dumb", &[&["qemu-system-x86_64"], &machine[..]].concat()).unwrap();
     eventually("QEMU starts", || if is_qemu(dumb.pid()) { Ok(()) } else { Err("not yet".into()) });
     let pid = dumb.pid().to_string();
-    refused(&a.cli(&["vm", "adopt", "--pid", &pid]), 1, &["dumb", "no QMP monitor", "-qmp unix:"]);
+    assert_fails(&a.cli(&["vm", "adopt", "--pid", &pid]), 1, &["dumb", "no QMP monitor", "-qmp unix:"]);
     drop(dumb);
 
     // Its only monitor is held by another client: before it is adopted, and after.
     let guest = Guest::start(&cluster.lab.a, &cluster.environment, &bare("held")).unwrap();
     let held = guest.monitor().unwrap();
     let (pid, socket) = (guest.pid().to_string(), guest.qmp_socket().display().to_string());
-    refused(&a.cli(&["vm", "adopt", "--pid", &pid]), 1, &["held (process", "by other clients", "end them"]);
-    refused(&a.cli(&["vm", "adopt", "--qmp", &socket]), 1, &[&socket, "close what holds the socket"]);
+    assert_fails(
+        &a.cli(&["vm", "adopt", "--pid", &pid]),
+        1,
+        &["held (process", "by other clients", "end them"],
+    );
+    assert_fails(&a.cli(&["vm", "adopt", "--qmp", &socket]), 1, &[&socket, "close what holds the socket"]);
     assert_eq!(a.cli(&["vm", "list"]).ok().json(), json!([]), "nothing was adopted");
     drop(held);
     drop(guest);
 
     let mut spec = bare("vm1");
     spec.extra.extend(["-qtest-log".to_owned(), "/dev/null".to_owned()]);
-    let vm = Watched::with(&cluster, "vm1", spec);
+    let vm = WatchedGuest::with(&cluster, "vm1", spec);
     let socket = vm.guest.qmp_socket().display().to_string();
     let held = vm.guest.monitor().unwrap();
-    refused(&a.cli(&["migrate", "vm1", "--to", "b"]), 1, &[&socket, "end that client"]);
+    assert_fails(&a.cli(&["migrate", "vm1", "--to", "b"]), 1, &[&socket, "end that client"]);
     assert_eq!(a.vm("vm1").unwrap()["state"], "unreachable");
     drop(held);
-    vm.is_unharmed(&cluster, "a held monitor");
+    vm.assert_unharmed(&cluster, "a held monitor");
 
     // Another one of the same name.
     let twin = Guest::start(&cluster.lab.a, &cluster.environment, &bare("twin")).unwrap();
     let pid = twin.pid().to_string();
-    refused(&a.cli(&["vm", "adopt", "--pid", &pid, "--as", "vm1"]), 1, &["vm1", "already", "--as"]);
+    assert_fails(&a.cli(&["vm", "adopt", "--pid", &pid, "--as", "vm1"]), 1, &["vm1", "already", "--as"]);
     a.cli(&["vm", "adopt", "--pid", &pid, "--as", "twin"]).ok();
     let taken = cluster.b.cli(&["vm", "adopt", "--pid", &pid, "--as", "vm1"]).ok();
     assert_eq!(taken.json()["vm"], "vm1");
-    refused(
+    assert_fails(
         &a.cli(&["migrate", "vm1", "--to", "b", "--allow-option", "qtest-log"]),
         1,
         &["a VM named vm1 already", "another name"],
@@ -96,18 +104,18 @@ fn qemus_that_cannot_be_taken_charge_of() {
     cluster.b.cli(&["vm", "forget", "vm1"]).ok();
     a.cli(&["vm", "forget", "twin"]).ok();
     drop(twin);
-    vm.is_unharmed(&cluster, "a name that is taken");
+    vm.assert_unharmed(&cluster, "a name that is taken");
 
     // An unknown option: refused, unless it is allowed by name.
     let unknown = ["migrate", "vm1", "--to", "b"];
-    refused(&a.cli(&unknown), 1, &["-qtest-log", "allow it by name"]);
+    assert_fails(&a.cli(&unknown), 1, &["-qtest-log", "allow it by name"]);
     let check = a.cli(&[&unknown[..], &["--check"]].concat());
-    refused(&check, 1, &["option-unknown", "-qtest-log"]);
+    assert_fails(&check, 1, &["option-unknown", "-qtest-log"]);
     assert_eq!(check.json()["possible"], false);
-    vm.is_unharmed(&cluster, "an unknown option");
+    vm.assert_unharmed(&cluster, "an unknown option");
     let check = a.cli(&[&unknown[..], &["--check", "--allow-option", "-qtest-log"]].concat()).ok();
     assert_eq!(check.json()["possible"], true);
-    vm.is_unharmed(&cluster, "pre-flight alone");
+    vm.assert_unharmed(&cluster, "pre-flight alone");
     cluster.migrate("vm1", "a", "b", &["--allow-option", "qtest-log"]);
 }
 
@@ -131,14 +139,18 @@ fn vm_files_with_errors_name_file_line_and_key() {
     ];
     for (text, line, key) in cases {
         let said = run(text);
-        refused(&said, 2, &[&format!("{path}:{line}: "), key]);
+        assert_fails(&said, 2, &[&format!("{path}:{line}: "), key]);
     }
-    refused(&cluster.a.cli(&["vm", "run", "/nonexistent/vm.toml"]), 2, &["cannot read /nonexistent/vm.toml"]);
+    assert_fails(
+        &cluster.a.cli(&["vm", "run", "/nonexistent/vm.toml"]),
+        2,
+        &["cannot read /nonexistent/vm.toml"],
+    );
     // QEMU itself reports the error in its arguments.
     let said = run("name = \"web\"\nargs = [\"-frobnicate\"]\n");
-    refused(&said, 1, &["-frobnicate", "args"]);
+    assert_fails(&said, 1, &["-frobnicate", "args"]);
     let said = run("name = \"web\"\nqemu = \"/nonexistent/qemu\"\nargs = []\n");
-    refused(&said, 1, &["/nonexistent/qemu"]);
+    assert_fails(&said, 1, &["/nonexistent/qemu"]);
     assert_eq!(cluster.a.cli(&["vm", "list"]).ok().json(), json!([]));
     let left = common::entries(&cluster.a.directory.join("run/vms"));
     assert!(left.is_empty(), "{left:?} is left");
@@ -165,9 +177,9 @@ fn configurations_with_errors_name_file_line_and_key() {
     ];
     for (text, line, key, advice) in cases {
         let place = format!("agent.toml, line {line}, key `{key}");
-        refused(&start(&format!("{begin}{text}")), 2, &[&place, advice]);
+        assert_fails(&start(&format!("{begin}{text}")), 2, &[&place, advice]);
     }
-    refused(&start(&format!("{begin}[tls]\nplain = maybe\n")), 2, &["agent.toml, line 6: ", "quoted"]);
+    assert_fails(&start(&format!("{begin}[tls]\nplain = maybe\n")), 2, &["agent.toml, line 6: ", "quoted"]);
     let missing = "[tls]\nca = \"ca.pem\"\ncertificate = \"a.pem\"\nkey = \"a.key\"\n";
-    refused(&start(&format!("{begin}{missing}")), 2, &["[tls]", "ca.pem"]);
+    assert_fails(&start(&format!("{begin}{missing}")), 2, &["[tls]", "ca.pem"]);
 }

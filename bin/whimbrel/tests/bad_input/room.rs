@@ -5,10 +5,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::assert_fails;
 use crate::common::{self, Cluster, GuestSpec, QemuVersion, Setup};
-use crate::refused;
 use crate::stranger::configure;
-use crate::watched::{Watched, bare};
+use crate::watched::{WatchedGuest, bare};
 
 /// A small file system in memory, mounted on a directory; its files are lost at the end.
 struct Small(PathBuf);
@@ -57,7 +57,7 @@ fn hosts_without_room() {
     }
     cluster.a.start();
     cluster.b.start();
-    let mut vm = Watched::new(&cluster, "vm1");
+    let mut vm = WatchedGuest::new(&cluster, "vm1");
     for (full, words) in [
         // The source cannot journal the begin.
         (&small[0], ["full", "the VM is untouched"]),
@@ -71,10 +71,10 @@ fn hosts_without_room() {
         let what = format!("{} is full", full.0.display());
         assert_eq!(failed.code, 1, "{what}: {failed:#?}");
         full.empty();
-        refused(&failed, 1, &words);
-        vm.is_unharmed(&cluster, &what);
+        assert_fails(&failed, 1, &words);
+        vm.assert_unharmed(&cluster, &what);
     }
-    vm.counts();
+    vm.assert_counts();
 
     // More memory than the destination has; the guest itself touches little of it.
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
@@ -85,21 +85,21 @@ fn hosts_without_room() {
     large.memory_mib = mib;
     large.machine = "q35,memory-backend=ram".to_owned();
     large.extra = vec!["-object".to_owned(), format!("memory-backend-ram,id=ram,size={mib}M,reserve=off")];
-    let large = Watched::with(&cluster, "large", large);
+    let large = WatchedGuest::with(&cluster, "large", large);
     // QEMU itself needs some, too.
     let needs = format!("need {} MiB", mib + 256);
     let check = cluster.a.cli(&["migrate", "large", "--to", "b", "--check"]);
-    refused(&check, 1, &["memory-short", &needs, "choose another host"]);
-    refused(&cluster.a.cli(&["migrate", "large", "--to", "b"]), 1, &[&needs, "choose another host"]);
-    large.is_unharmed(&cluster, "no memory");
-    vm.moves(&cluster);
+    assert_fails(&check, 1, &["memory-short", &needs, "choose another host"]);
+    assert_fails(&cluster.a.cli(&["migrate", "large", "--to", "b"]), 1, &[&needs, "choose another host"]);
+    large.assert_unharmed(&cluster, "no memory");
+    vm.migrate_whole(&cluster);
 }
 
 #[test]
 fn qemus_that_are_too_old_or_not_there() {
     let mut cluster = Cluster::with(&Setup::impatient());
     let newest = *cluster.environment.qemu_versions().last().unwrap();
-    let vm = Watched::with(&cluster, "vm1", GuestSpec { qemu: newest, ..bare("vm1") });
+    let vm = WatchedGuest::with(&cluster, "vm1", GuestSpec { qemu: newest, ..bare("vm1") });
     let mut cases =
         vec![("/nonexistent/qemu-system-x86_64", ["/nonexistent/qemu-system-x86_64", "[qemu] binaries"])];
     if newest == QemuVersion::Installed {
@@ -118,8 +118,8 @@ fn qemus_that_are_too_old_or_not_there() {
             };
             text.lines().map(|line| ours(line) + "\n").collect()
         });
-        refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
-        refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words);
-        vm.is_unharmed(&cluster, binary);
+        assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
+        assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words);
+        vm.assert_unharmed(&cluster, binary);
     }
 }

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::common::{Agent, DEADLINE, Said, Setup, WHIMBREL};
+use crate::common::{Agent, CommandOutput, DEADLINE, Setup, WHIMBREL};
 use crate::eventually;
 
 /// Adds lines to an agent's configuration and starts it again.
@@ -51,16 +51,16 @@ impl Stranger {
         stranger
     }
 
-    pub(crate) fn cli(&self, words: &[&str]) -> Said {
+    pub(crate) fn cli(&self, words: &[&str]) -> CommandOutput {
         let mut command = self.host.command(WHIMBREL);
         command.arg("--socket").arg(self.directory.join("run/agent.sock")).arg("--json").args(words);
         said(&mut command)
     }
 }
 
-pub(crate) fn said(command: &mut Command) -> Said {
+pub(crate) fn said(command: &mut Command) -> CommandOutput {
     let output = command.output().unwrap();
-    Said {
+    CommandOutput {
         code: output.status.code().unwrap_or(-1),
         stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
         stderr: String::from_utf8_lossy(&output.stderr).into_owned(),

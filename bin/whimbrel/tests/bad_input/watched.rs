@@ -9,15 +9,15 @@ use crate::common::{self, Accel, Cluster, DEADLINE, Guest, GuestSpec};
 use crate::eventually;
 
 /// A guest on the first host that counts and checks, with its QEMU's open files before any attempt.
-pub(crate) struct Watched {
+pub(crate) struct WatchedGuest {
     pub guest: Guest,
     pub name: &'static str,
     pub open: Vec<String>,
-    pub output: lab::Follow,
-    pub counted: lab::bare::Progress,
+    pub output: lab::LogFollower,
+    pub counted: lab::bare::PassProgress,
 }
 
-impl Watched {
+impl WatchedGuest {
     pub(crate) fn new(cluster: &Cluster, name: &'static str) -> Self {
         Self::with(cluster, name, bare(name))
     }
@@ -25,9 +25,9 @@ impl Watched {
     pub(crate) fn with(cluster: &Cluster, name: &'static str, spec: GuestSpec) -> Self {
         let guest = Guest::start(&cluster.lab.a, &cluster.environment, &spec).unwrap();
         let output = guest.serial().follow().unwrap();
-        let counted = lab::bare::Progress::default();
+        let counted = lab::bare::PassProgress::default();
         let mut watched = Self { guest, name, open: Vec::new(), output, counted };
-        watched.counts();
+        watched.assert_counts();
         watched.open = open_files(watched.guest.pid());
         cluster.a.cli(&["vm", "adopt", "--pid", &watched.guest.pid().to_string()]).ok();
         watched
@@ -35,20 +35,20 @@ impl Watched {
 
     /// Asserts that the guest continues, and finds every page as it wrote it.
     #[track_caller]
-    pub(crate) fn counts(&mut self) {
+    pub(crate) fn assert_counts(&mut self) {
         self.counted.wait(&mut self.output, 1, 1, DEADLINE).unwrap();
         assert_eq!(self.counted.wrong, 0);
     }
 
     /// Asserts that it runs at its source as before, and that nothing is left of the attempt.
     #[track_caller]
-    pub(crate) fn is_unharmed(&self, cluster: &Cluster, after: &str) {
+    pub(crate) fn assert_unharmed(&self, cluster: &Cluster, after: &str) {
         cluster.a.wait_settled();
         cluster.b.wait_settled();
         let vm = cluster.a.vm(self.name).unwrap();
         let pid = self.guest.pid();
         assert_eq!((&vm["state"], &vm["pid"]), (&json!("running"), &json!(pid)), "{after}");
-        nothing_is_left(cluster, after);
+        assert_nothing_left(cluster, after);
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("TracerPid:\t0\n"), "{after}: still traced");
         let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
@@ -68,7 +68,7 @@ impl Watched {
 
     /// Migrates it completely: nothing is in the way.
     #[track_caller]
-    pub(crate) fn moves(self, cluster: &Cluster) {
+    pub(crate) fn migrate_whole(self, cluster: &Cluster) {
         cluster.migrate(self.name, "a", "b", &[]);
         assert!(cluster.a.vm(self.name).is_none());
         assert_eq!(cluster.b.vm(self.name).unwrap()["state"], "running");
@@ -81,7 +81,7 @@ pub(crate) fn bare(name: &str) -> GuestSpec {
 
 /// Asserts that nothing is left at the second host: no VM, no QEMU, no file of one.
 #[track_caller]
-pub(crate) fn nothing_is_left(cluster: &Cluster, after: &str) {
+pub(crate) fn assert_nothing_left(cluster: &Cluster, after: &str) {
     assert_eq!(cluster.b.cli(&["vm", "list"]).ok().json(), json!([]), "{after}");
     let left = common::entries(&cluster.b.directory.join("run/vms"));
     assert!(left.is_empty(), "{after}: {left:?} is left");

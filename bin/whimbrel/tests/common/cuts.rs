@@ -7,18 +7,18 @@ use std::time::Duration;
 use lab::Direction;
 use serde_json::Value;
 
-use super::draw::{Draw, seed};
+use super::draw::{Generator, seed};
 use super::{Cluster, has_event};
 
 /// The longest cut.
 const LONGEST_CUT: Duration = Duration::from_secs(3);
 
 /// Interval of checks of the sent bytes.
-const LOOK: Duration = Duration::from_millis(2);
+const CHECK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Cuts of one migration after the other.
 pub struct Cuts {
-    draw: Draw,
+    draw: Generator,
     /// Bytes that a migration sends, as the last one did: unknown before the first, which is cut near its beginning.
     bytes_of_a_move: u64,
     /// Migrations whose link was cut before they had ended.
@@ -29,14 +29,14 @@ impl Cuts {
     pub fn new(usual_seed: u64) -> Self {
         let seed = seed(usual_seed);
         println!("cuts drawn with WHIMBREL_SEED={seed}");
-        Self { draw: Draw(seed), bytes_of_a_move: 1 << 20, made: 0 }
+        Self { draw: Generator(seed), bytes_of_a_move: 1 << 20, made: 0 }
     }
 }
 
 /// Records the end of a migration, also of a failed one.
-struct Over<'a>(&'a AtomicBool);
+struct EndMark<'a>(&'a AtomicBool);
 
-impl Drop for Over<'_> {
+impl Drop for EndMark<'_> {
     fn drop(&mut self) {
         self.0.store(true, Relaxed);
     }
@@ -69,7 +69,7 @@ impl Cluster {
                     if is_over.load(Relaxed) {
                         return false;
                     }
-                    thread::sleep(LOOK);
+                    thread::sleep(CHECK_INTERVAL);
                 }
                 for direction in which {
                     lab.cut(*direction).unwrap();
@@ -79,7 +79,7 @@ impl Cluster {
                 lab.heal().unwrap();
                 true
             });
-            let over = Over(&is_over);
+            let over = EndMark(&is_over);
             let words = [&["migrate", vm, "--to", to, "--verify", "--on-limit", "stop"], more].concat();
             let said = self.agent(from).cli(&words);
             drop(over);

@@ -11,9 +11,9 @@ pub fn seed(usual: u64) -> u64 {
 }
 
 /// A small generator, so that a sample can be repeated from its seed.
-pub struct Draw(pub u64);
+pub struct Generator(pub u64);
 
-impl Draw {
+impl Generator {
     pub fn below(&mut self, limit: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

@@ -10,15 +10,15 @@ use std::thread;
 use std::time::Duration;
 
 /// Lets agents pass every fault point except the wanted one.
-pub struct Harness {
+pub struct FaultServer {
     directory: PathBuf,
     wanted: Arc<Mutex<Option<String>>>,
     seen: Arc<Mutex<BTreeMap<String, u64>>>,
-    held: Receiver<Held>,
+    held: Receiver<HeldAgent>,
 }
 
 /// An agent that is held at the fault point.
-pub struct Held {
+pub struct HeldAgent {
     /// The agent.
     pub agent: &'static str,
     /// The fault point.
@@ -26,7 +26,7 @@ pub struct Held {
     stream: UnixStream,
 }
 
-impl Held {
+impl HeldAgent {
     /// Lets it continue.
     pub fn release(mut self) {
         // It may have been killed in the meantime.
@@ -34,7 +34,7 @@ impl Held {
     }
 }
 
-impl Harness {
+impl FaultServer {
     pub fn new(directory: &Path) -> Self {
         let (sender, held) = mpsc::channel();
         let harness =
@@ -49,7 +49,7 @@ impl Harness {
         self.directory.join(format!("faults-{agent}.sock"))
     }
 
-    fn serve(&self, agent: &'static str, sender: Sender<Held>) {
+    fn serve(&self, agent: &'static str, sender: Sender<HeldAgent>) {
         let listener = UnixListener::bind(self.socket(agent)).unwrap();
         let (wanted, seen) = (Arc::clone(&self.wanted), Arc::clone(&self.seen));
         thread::spawn(move || {
@@ -62,7 +62,7 @@ impl Harness {
                 }
                 let point = point.trim().to_owned();
                 *seen.lock().unwrap().entry(point.clone()).or_default() += 1;
-                let held = Held { agent, point, stream: reader.into_inner() };
+                let held = HeldAgent { agent, point, stream: reader.into_inner() };
                 let mut wanted = wanted.lock().unwrap();
                 if wanted.as_deref() == Some(held.point.as_str()) {
                     *wanted = None;
@@ -87,7 +87,7 @@ impl Harness {
     }
 
     /// Waits until an agent is held at the wanted point; returns `None` if that does not happen in time.
-    pub fn held(&self, patience: Duration) -> Option<Held> {
+    pub fn held(&self, patience: Duration) -> Option<HeldAgent> {
         self.held.recv_timeout(patience).ok()
     }
 

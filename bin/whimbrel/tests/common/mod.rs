@@ -67,7 +67,7 @@ impl Setup {
 impl Setup {
     /// Turns off the yielding of copying to guests that wait for processors: the course then depends on the guest
     /// alone, also on a busy machine.
-    pub fn not_giving_way(self) -> Self {
+    pub fn without_yielding(self) -> Self {
         Self { extra: self.extra + "[limits]\nguest_wait_percent = 0\n", ..self }
     }
 }
@@ -100,7 +100,7 @@ pub struct Cluster {
     pub b: Agent,
     pub witness: Option<Agent>,
     pub environment: Environment,
-    pub faults: Option<faults::Harness>,
+    pub faults: Option<faults::FaultServer>,
     /// Migrations that were checked before.
     checked: Mutex<BTreeSet<String>>,
     pub lab: Lab,
@@ -118,13 +118,13 @@ pub struct Agent {
 
 /// Output and exit code of the program.
 #[derive(Debug)]
-pub struct Said {
+pub struct CommandOutput {
     pub code: i32,
     pub stdout: String,
     pub stderr: String,
 }
 
-impl Said {
+impl CommandOutput {
     /// Runs it to its end. A program that does not end is killed, so that a test reports its state.
     pub fn by(command: &mut Command) -> Self {
         let child =
@@ -171,7 +171,7 @@ impl Cluster {
         let lab = Lab::up(&LabConfig::for_test().link(setup.link.clone())).unwrap();
         let environment = Environment::discover();
         let pki = lab::Pki::new(&lab.shared_directory().unwrap().join("pki")).unwrap();
-        let faults = setup.fault_harness.then(|| faults::Harness::new(&lab.shared_directory().unwrap()));
+        let faults = setup.fault_harness.then(|| faults::FaultServer::new(&lab.shared_directory().unwrap()));
         let qemus = environment.qemu_versions();
         let agent = |host: &lab::Host, name: &'static str, role: &str, address: String| {
             let directory = host.directory().join("agent");
@@ -324,7 +324,7 @@ impl Cluster {
 
     /// Asserts that the guest itself finds every page as it wrote it.
     #[track_caller]
-    pub fn guest_is_whole(&self, agent: &str, vm: &str) {
+    pub fn assert_guest_whole(&self, agent: &str, vm: &str) {
         let check = self.serial(agent, vm).check().unwrap_or_else(|error| {
             panic!("the guest at {agent} does not answer: {error}\n{}", self.what_qemu_says(agent, vm))
         });
@@ -429,14 +429,14 @@ impl Agent {
     }
 
     /// Runs the program to its end.
-    pub fn cli(&self, words: &[&str]) -> Said {
-        Said::by(&mut self.command(words))
+    pub fn cli(&self, words: &[&str]) -> CommandOutput {
+        CommandOutput::by(&mut self.command(words))
     }
 
     /// Runs the program with text output.
-    pub fn text(&self, words: &[&str]) -> Said {
+    pub fn text(&self, words: &[&str]) -> CommandOutput {
         let mut command = self.host.command(WHIMBREL);
-        Said::by(command.arg("--socket").arg(self.socket()).args(words))
+        CommandOutput::by(command.arg("--socket").arg(self.socket()).args(words))
     }
 
     /// Returns a VM as the agent shows it; `None` if the agent does not know it.

@@ -9,7 +9,7 @@ use serde_json::Value;
 /// Asserts that every decision follows from the inputs in the report. Where `WHIMBREL_RECORD_TRACES` names a directory,
 /// the traces are kept there, by the test's name and the VM's migration.
 #[track_caller]
-pub fn is_replayed(report: &Value) -> Traces {
+pub fn assert_replayed(report: &Value) -> Traces {
     let traces: Traces = serde_json::from_value(report.clone()).unwrap();
     let replayed = traces.compare();
     assert!(!replayed.is_empty(), "no traces: {report:#}");

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::Cluster;
 
 /// Lines of an answer that are printed.
-const TOLD: usize = 24;
+const SHOWN_LINES: usize = 24;
 
 impl Cluster {
     /// Describes how long a guest's disk has been idle, and QEMU's answers, twice, to show changes: whether it runs,
@@ -38,7 +38,7 @@ impl Cluster {
         let directory = self.lab.a.directory().join(vm);
         let serial = lab::Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), None);
         let ticks = serial.ticks().unwrap_or_default();
-        ticks.into_iter().rev().take(TOLD).rev().collect()
+        ticks.into_iter().rev().take(SHOWN_LINES).rev().collect()
     }
 }
 
@@ -64,5 +64,5 @@ fn say(socket: &Path) -> lab::Result<Vec<String>> {
 /// Returns QEMU's answer to a line of its human monitor.
 fn human(monitor: &mut Monitor, line: &str) -> lab::Result<Vec<String>> {
     let told = monitor.command("human-monitor-command", &json!({ "command-line": line }))?;
-    Ok(told.as_str().unwrap_or_default().lines().take(TOLD).map(str::to_owned).collect())
+    Ok(told.as_str().unwrap_or_default().lines().take(SHOWN_LINES).map(str::to_owned).collect())
 }

@@ -3,12 +3,12 @@
 use lab::Direction;
 
 use crate::common::{self, QemuVersion, Serial, Setup, has_event, until};
-use crate::{goes_on, with_disk_and};
+use crate::{assert_guest_works, with_disk_and};
 
 /// Asserts that the guest's clock advances and that it writes to its disk, as long as a cut lasts: a minute in `make
 /// soak`.
 #[track_caller]
-fn works_on_while_cut(serial: &Serial) {
+fn assert_works_while_cut(serial: &Serial) {
     let cut_ms = if std::env::var_os("WHIMBREL_SOAK").is_some() { 60_000 } else { 2_000 };
     let until_ms = serial.next_tick().unwrap().uptime_ms + cut_ms;
     while serial.next_tick().unwrap().uptime_ms < until_ms {
@@ -36,7 +36,7 @@ fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
         });
         cluster.lab.cut(Direction::AToB).unwrap();
         cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
-        works_on_while_cut(serial);
+        assert_works_while_cut(serial);
         cluster.lab.heal().unwrap();
         cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
     }
@@ -44,8 +44,8 @@ fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(report["reconnections"].as_u64().unwrap() >= 2, "{report:#}");
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
-    goes_on(&cluster.serial("b", "vm1"));
+    cluster.assert_guest_whole("b", "vm1");
+    assert_guest_works(&cluster.serial("b", "vm1"));
 }
 
 /// Cuts the link when a migration is at a fault point; the guest is at that host then, and keeps working.
@@ -60,10 +60,10 @@ fn a_cut_at(point: &str, host: &str) {
     cluster.lab.cut_both().unwrap();
     held.release();
     if host == "a" {
-        works_on_while_cut(guest.serial());
+        assert_works_while_cut(guest.serial());
     } else {
         until("the destination has it", || cluster.b.vm("vm1").is_some_and(|vm| vm["state"] == "running"));
-        works_on_while_cut(&cluster.serial("b", "vm1"));
+        assert_works_while_cut(&cluster.serial("b", "vm1"));
     }
     cluster.lab.heal().unwrap();
     let said = migration.wait_with_output().unwrap();
@@ -75,11 +75,11 @@ fn a_cut_at(point: &str, host: &str) {
     if cluster.b.vm("vm1").is_none() {
         assert_eq!(host, "a", "{point}: {said:?}\n{}", cluster.a.log());
         assert_eq!(report["outcome"], "aborted", "{point}: {report:#}");
-        goes_on(guest.serial());
+        assert_guest_works(guest.serial());
         cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     }
-    cluster.guest_is_whole("b", "vm1");
-    goes_on(&cluster.serial("b", "vm1"));
+    cluster.assert_guest_whole("b", "vm1");
+    assert_guest_works(&cluster.serial("b", "vm1"));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use lab::{Guest, Host};
 use serde_json::json;
 
 use crate::common::{Cluster, QemuVersion, entries, has_event, until};
-use crate::{goes_on, pool, report_of_failed, with_disk};
+use crate::{assert_guest_works, pool, report_of_failed, with_disk};
 
 /// Returns the processes of a host that run a program with this in its name.
 fn processes(host: &Host, program: &str) -> Vec<u32> {
@@ -35,7 +35,7 @@ fn begin(cluster: &Cluster) -> std::process::Child {
 
 /// Asserts that QEMU records no writes and serves no disk.
 #[track_caller]
-fn no_recording(guest: &Guest) {
+fn assert_no_recording(guest: &Guest) {
     let mut monitor = guest.monitor().unwrap();
     assert_eq!(monitor.command("query-block-exports", &json!({})).unwrap(), json!([]));
     let nodes = monitor.command("query-named-block-nodes", &json!({ "flat": true })).unwrap();
@@ -63,10 +63,10 @@ fn a_destination_that_is_booted_anew_leaves_no_image() {
     cluster.b.start();
     report_of_failed(&cluster, migration);
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0], "{}", cluster.b.log());
-    goes_on(guest.serial());
-    no_recording(&guest);
+    assert_guest_works(guest.serial());
+    assert_no_recording(&guest);
     cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// The guest keeps running without an agent, and the next agent cleans up on both sides.
@@ -75,21 +75,21 @@ fn a_source_agent_that_dies_leaves_no_recording_and_no_image() {
     let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
     lose_the_source_agent(&mut cluster, &guest);
     cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Kills the source's agent while a disk is copied.
 pub(crate) fn lose_the_source_agent(cluster: &mut Cluster, guest: &Guest) {
     let migration = begin(cluster);
     cluster.a.kill();
-    goes_on(guest.serial());
+    assert_guest_works(guest.serial());
     cluster.a.start();
     drop(migration.wait_with_output());
     cluster.a.wait_settled();
     cluster.b.wait_settled();
-    no_recording(guest);
+    assert_no_recording(guest);
     assert_eq!(entries(&pool(cluster, "b")), [""; 0], "{}", cluster.b.log());
-    goes_on(guest.serial());
+    assert_guest_works(guest.serial());
 }
 
 /// Storage that neither completes a write nor fails it: the migration ends after `stall_ms`.
@@ -102,15 +102,15 @@ fn storage_that_stalls_ends_the_migration() {
     cluster.b.start();
     let migration = begin(&cluster);
     signal("-STOP", &processes(&cluster.lab.b, "qemu-nbd"));
-    goes_on(guest.serial());
+    assert_guest_works(guest.serial());
     let report = report_of_failed(&cluster, migration);
     let reason = report["reason"].as_str().unwrap();
     assert!(reason.contains("cannot write"), "{reason}\n{}", cluster.b.log());
     assert!(!has_event(&report, "stopped"), "the guest stood still for it: {report:#}");
     assert_eq!(processes(&cluster.lab.b, "qemu-nbd"), [0; 0], "its server is gone");
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0], "{}", cluster.b.log());
-    no_recording(&guest);
-    goes_on(guest.serial());
+    assert_no_recording(&guest);
+    assert_guest_works(guest.serial());
 }
 
 /// Configures a `qemu-nbd` whose image fails like a dying disk: all requests of one kind.
@@ -145,7 +145,7 @@ exec {} $words --image-opts "driver=$format,file.driver=blkdebug,file.image.driv
 
 /// Data that does not reach stable storage is not handed over, and the guest is unharmed.
 #[test]
-fn an_image_that_cannot_be_written_or_flushed_is_not_handed_over() {
+fn an_image_with_failed_writes_or_flushes_is_not_handed_over() {
     for fails in ["write", "flush"] {
         let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
         with_failing_images(&mut cluster, fails);
@@ -160,6 +160,6 @@ fn an_image_that_cannot_be_written_or_flushed_is_not_handed_over() {
         cluster.a.wait_settled();
         cluster.b.wait_settled();
         assert_eq!(entries(&pool(&cluster, "b")), [""; 0], "{}", cluster.b.log());
-        goes_on(guest.serial());
+        assert_guest_works(guest.serial());
     }
 }

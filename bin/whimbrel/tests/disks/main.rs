@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-use common::replay::{decisions, is_replayed};
+use common::replay::{assert_replayed, decisions};
 use common::{
     Cluster, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Serial, Setup, SmallFileSystem,
     entries, until,
@@ -69,7 +69,7 @@ fn same(one: &Path, other: &Path) -> bool {
 }
 
 /// Asserts that the guest keeps reading and writing, and finds all that it wrote.
-fn goes_on(serial: &Serial) {
+fn assert_guest_works(serial: &Serial) {
     serial.wait_for_disk_reads().unwrap();
     serial.wait_for_disk_writes().unwrap();
     assert!(serial.check().unwrap().ok);
@@ -95,7 +95,7 @@ fn a_busy_disk(version: QemuVersion, format: &str) {
         let image = image_of(&report);
         assert!(image.starts_with(pool(&cluster, to)), "{}", image.display());
         assert_eq!(report["disks"][0]["format"], format);
-        cluster.guest_is_whole(to, "vm1");
+        cluster.assert_guest_whole(to, "vm1");
         let serial = cluster.serial(to, "vm1");
         serial.wait_for_disk_reads().unwrap();
         serial.wait_for_disk_writes().unwrap();
@@ -122,9 +122,9 @@ fn a_busy_qcow2_disk_there_and_back_with_a_newer_qemu() {
 
 /// Its disk is complete when it runs; the rest of its memory follows.
 #[test]
-fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
+fn the_disk_arrives_before_the_guest_and_memory_after_it() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let setup = Setup { link, ..Setup::default() }.not_giving_way();
+    let setup = Setup { link, ..Setup::default() }.without_yielding();
     let (cluster, guest, _) = with_disk_and(QemuVersion::Newer, "qcow2", setup);
     guest.serial().set("rate=200").unwrap();
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--policy", "hybrid"];
@@ -144,15 +144,15 @@ fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
         let seen = |name: &str| look["observed"][name].as_u64().unwrap_or(0);
         seen("round") >= 1 && seen("disk_pages") > 200
     });
-    let decisions = decisions(&is_replayed(&report));
+    let decisions = decisions(&assert_replayed(&report));
     let ahead = decisions.iter().any(|one| matches!(one, Decision::NextRound { disks_alone: true, .. }));
     assert!(ahead || !had_gathered, "{report:#}");
     assert!(went_ahead.count() >= 1 || !ahead, "{report:#}");
     cluster.b.wait_settled();
-    goes_on(&cluster.serial("b", "vm1"));
+    assert_guest_works(&cluster.serial("b", "vm1"));
     cluster.serial("b", "vm1").set("rate=10").unwrap();
     cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
-    goes_on(&cluster.serial("a", "vm1"));
+    assert_guest_works(&cluster.serial("a", "vm1"));
 }
 
 /// Byte for byte, compared by a program that had no part in it: the guest is stopped before and after.
@@ -198,7 +198,7 @@ fn a_disk_that_differs_is_not_handed_over() {
     assert_eq!(report["verification"]["different_chunks"], 1, "{report:#}");
     assert!(report["reason"].as_str().unwrap().contains("differ"), "{report:#}");
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
-    goes_on(guest.serial());
+    assert_guest_works(guest.serial());
 }
 
 /// Makes the guest write to another image from here on, above its present one.
@@ -225,7 +225,7 @@ fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
     guest.serial().wait_for_disk_writes().unwrap();
     // It is migrated in its present state, with the image below the snapshot.
     cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// After the abort the guest keeps running, and nothing is left on either side.
@@ -265,7 +265,7 @@ fn a_cancelled_migration_leaves_no_image_and_no_bitmap() {
         // And it can be migrated now.
         let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
         assert_eq!(image_of(&report).parent(), Some(pool(&cluster, "b").as_path()));
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
     }
 }
 
@@ -291,12 +291,12 @@ fn a_destination_that_is_full_gets_no_disk() {
     let reason = report["reason"].as_str().unwrap();
     assert!(reason.contains("disk disk0") && reason.contains("No space left"), "{filled:?}: {reason}");
     assert_eq!(entries(&images), ["somebody's"]);
-    goes_on(guest.serial());
+    assert_guest_works(guest.serial());
 }
 
 /// An impossible copy is reported before anything is begun.
 #[test]
-fn what_cannot_be_copied_is_said() {
+fn an_impossible_copy_is_reported_first() {
     let (cluster, _guest, _image) = with_disk(QemuVersion::Installed, "raw");
     let unknown = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disk", "sda=copy"]);
     assert_ne!(unknown.code, 0);
@@ -341,13 +341,13 @@ fn several_disks_go_each_as_it_was_asked_for() {
     assert!(paths.iter().all(|path| path.starts_with(pool(&cluster, "b"))), "{paths:?}");
     // That disk was not written to.
     assert!(same(&device, &paths[1]));
-    cluster.guest_is_whole("b", "vm1");
-    goes_on(&cluster.serial("b", "vm1"));
+    cluster.assert_guest_whole("b", "vm1");
+    assert_guest_works(&cluster.serial("b", "vm1"));
     drop(guest);
     let back = cluster.migrate("vm1", "b", "a", &["--disk", "disk1=shared", "--disks", "copy"]);
     assert_eq!(back["disks"].as_array().unwrap().len(), 2, "{back:#}");
-    cluster.guest_is_whole("a", "vm1");
-    goes_on(&cluster.serial("a", "vm1"));
+    cluster.assert_guest_whole("a", "vm1");
+    assert_guest_works(&cluster.serial("a", "vm1"));
 }
 
 /// The destination's QEMU was started with the image that was the top one when the migration began.
@@ -361,9 +361,9 @@ fn a_snapshot_of_a_disk_that_both_sides_see_ends_the_migration() {
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
     let report = report_of_failed(&cluster, migration);
     assert!(report["reason"].as_str().unwrap().contains("snapshot"), "{report:#}");
-    goes_on(guest.serial());
+    assert_guest_works(guest.serial());
     cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// Its plain text would be written to the copy.
@@ -395,7 +395,7 @@ fn an_encrypted_disk_is_not_copied() {
 
     // Both hosts have its key on a command line, and nowhere else.
     cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     for agent in [&cluster.a, &cluster.b] {
         let state = agent.directory.join("state");
         for name in entries(&state) {
@@ -415,7 +415,7 @@ fn qemu_io(guest: &Guest, disk: &str, what: &str) {
 
 /// A range that is zeroed or discarded during the copy is zeros there, and uses no space.
 #[test]
-fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
+fn ranges_zeroed_during_the_copy_are_holes_there() {
     for format in ["raw", "qcow2"] {
         let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
         let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
@@ -441,8 +441,8 @@ fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
         assert_eq!(cluster.a.cli(&["limit", "vm1", "--bandwidth", "1G"]).code, 0);
         let said = migration.wait_with_output().unwrap();
         assert!(said.status.success(), "{said:?}\n{}", cluster.a.log());
-        cluster.guest_is_whole("b", "vm1");
-        goes_on(&cluster.serial("b", "vm1"));
+        cluster.assert_guest_whole("b", "vm1");
+        assert_guest_works(&cluster.serial("b", "vm1"));
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();
         let copied = report["disks"].as_array().unwrap();
         let there = copied.iter().find(|copied| copied["name"] == "disk1").unwrap()["path"].as_str().unwrap();
@@ -463,7 +463,7 @@ fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
 
 /// A disk with a thread of its own. QEMU 7.2 would crash if it were read through it, so it is not.
 #[test]
-fn a_disk_with_an_iothread_is_copied_where_that_does_not_end_the_guest() {
+fn a_disk_with_an_iothread_is_copied_where_qemu_survives_it() {
     for version in [QemuVersion::Installed, QemuVersion::Newer] {
         let mut cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
         let qemu = cluster.environment.qemu(version).unwrap();
@@ -479,7 +479,7 @@ fn a_disk_with_an_iothread_is_copied_where_that_does_not_end_the_guest() {
             let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
             assert_eq!(refused.code, 1, "{refused:?}");
             assert!(refused.stdout.contains("iothread"), "{refused:?}");
-            goes_on(guest.serial());
+            assert_guest_works(guest.serial());
             cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
         } else {
             // All connections are lost at once, and the guest is unharmed.
@@ -487,7 +487,7 @@ fn a_disk_with_an_iothread_is_copied_where_that_does_not_end_the_guest() {
             let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
             assert_eq!(image_of(&report).parent(), Some(pool(&cluster, "b").as_path()));
         }
-        cluster.guest_is_whole("b", "vm1");
-        goes_on(&cluster.serial("b", "vm1"));
+        cluster.assert_guest_whole("b", "vm1");
+        assert_guest_works(&cluster.serial("b", "vm1"));
     }
 }

@@ -13,9 +13,9 @@ use proto::HostId;
 use proto::message::{Ownership, RegistryRequest};
 use serde_json::Value;
 
-use crate::common::faults::{Harness, Held};
+use crate::common::faults::{FaultServer, HeldAgent};
 use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};
-use crate::way::{Injury, Way};
+use crate::plan::{Injury, InjuryPlan};
 
 /// A cluster with one guest, on its present host.
 pub struct Arena {
@@ -285,7 +285,7 @@ impl Arena {
     /// Leaves a link cut, or an agent frozen, until it has an effect: until the migration waits, or has ended, or
     /// (`next`) an agent is held at the next wanted point. Where nothing more has to be sent a cut never has an effect,
     /// so the patience has an end; nothing is asserted about it.
-    fn let_it_be_felt(&self, next: bool) {
+    fn wait_for_effect(&self, next: bool) {
         let until = Instant::now() + Duration::from_secs(8);
         while Instant::now() < until && (!next || self.faults().is_wanted()) {
             let list = self.cluster.agent(self.at).cli(&["migrations"]);
@@ -390,12 +390,12 @@ impl Arena {
         assert!(check.ok && check.wrong == 0, "{what}: {check:?}");
     }
 
-    pub fn faults(&self) -> &Harness {
+    pub fn faults(&self) -> &FaultServer {
         self.cluster.faults.as_ref().unwrap()
     }
 
     /// Returns the agent held at the wanted point; `None` if the migration ends without one.
-    fn held_unless_ended(&self, migration: &mut Child) -> Option<Held> {
+    fn held_unless_ended(&self, migration: &mut Child) -> Option<HeldAgent> {
         let has_ended = |migration: &mut Child| matches!(migration.try_wait(), Ok(Some(_)));
         let deadline = Instant::now() + common::DEADLINE;
         while Instant::now() < deadline && !has_ended(migration) {
@@ -409,15 +409,15 @@ impl Arena {
 
     /// Runs one cell of the matrix: a migration, injured at each step and healed after it, comes to its end. Returns
     /// true if all points were reached.
-    pub fn run(&mut self, way: &Way) -> bool {
-        let what = format!("{way}, from {}", self.at);
+    pub fn run(&mut self, plan: &InjuryPlan) -> bool {
+        let what = format!("{plan}, from {}", self.at);
         self.source_qemu = SourceQemu::NotKilled;
         self.dealt.clear();
-        self.undisturbed = way.0.iter().all(|step| step.injury == Injury::SourceQemu);
-        self.faults().want(&way.0[0].point);
+        self.undisturbed = plan.0.iter().all(|step| step.injury == Injury::SourceQemu);
+        self.faults().want(&plan.0[0].point);
         let mut migration = self.migrate();
         let mut reached = true;
-        for (index, step) in way.0.iter().enumerate() {
+        for (index, step) in plan.0.iter().enumerate() {
             let Some(held) = self.held_unless_ended(&mut migration) else {
                 reached = false;
                 break;
@@ -428,13 +428,13 @@ impl Arena {
                 self.source_qemu = self.worth_of_source_qemu(&step.point);
             }
             self.injure(step.injury);
-            let next = way.0.get(index + 1);
+            let next = plan.0.get(index + 1);
             if let Some(next) = next {
                 self.faults().want(&next.point);
             }
             held.release();
-            if step.injury.is_silence() {
-                self.let_it_be_felt(next.is_some());
+            if step.injury.is_delayed() {
+                self.wait_for_effect(next.is_some());
             }
             self.heal_and_restart();
         }

@@ -12,7 +12,7 @@
 mod arena;
 #[path = "../common/mod.rs"]
 mod common;
-mod way;
+mod plan;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
@@ -24,12 +24,12 @@ use std::time::{Duration, Instant};
 
 use agent::register::SqliteRegistry;
 use common::DEADLINE;
-use common::draw::{Draw, seed};
+use common::draw::{Generator, seed};
 use engine::handover::table::{fault_points, transitions};
 use lab::Direction;
 
 use arena::Arena;
-use way::{INJURIES, Injury, Way};
+use plan::{INJURIES, Injury, InjuryPlan};
 
 fn soak() -> bool {
     std::env::var_os("WHIMBREL_SOAK").is_some()
@@ -57,24 +57,24 @@ fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
     let is_on_every_way =
         |point: &String| point.split_once(':').is_some_and(|(name, _)| list.word(name) == "undisturbed");
     let points: Vec<_> = points_of(&mut arena).into_iter().filter(is_on_every_way).collect();
-    tell(&format!(
+    print_past_harness(&format!(
         "{} fault points in the table, {} on the way of an undisturbed migration",
         fault_points().len(),
         points.len()
     ));
-    let nothing = Way(Vec::new());
+    let nothing = InjuryPlan(Vec::new());
     let mut all: Vec<_> =
         points.iter().flat_map(|point| INJURIES.map(|injury| nothing.and(point, injury))).collect();
-    let mut draw = Draw(seed);
+    let mut draw = Generator(seed);
     let mut ways: Vec<_> = (0..cells).map(|_| all.swap_remove(draw.below(all.len()))).collect();
-    tell(&format!("{cells} cells drawn with WHIMBREL_SEED={seed}"));
+    print_past_harness(&format!("{cells} cells drawn with WHIMBREL_SEED={seed}"));
     // One cell again and again, for debugging: WHIMBREL_CELL="CutBoth at destination/starting/contd:before-effects".
     if let Ok(cell) = std::env::var("WHIMBREL_CELL") {
-        ways = vec![Way::parse(&cell); 10];
+        ways = vec![InjuryPlan::parse(&cell); 10];
     }
-    for (turn, way) in ways.iter().enumerate() {
+    for (turn, plan) in ways.iter().enumerate() {
         // On a busy host a migration may take another path than usual.
-        assert!((0..5).any(|_| arena.run(way)), "{way} was not reached");
+        assert!((0..5).any(|_| arena.run(plan)), "{plan} was not reached");
         if turn % 4 == 3 || turn + 1 == ways.len() {
             arena.retry();
         }
@@ -85,19 +85,19 @@ fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
 /// led to; and so on, until no new point is found or a cell has three injuries. Failed cells are reported together at
 /// the end.
 fn whole(new_arena: fn() -> Arena) {
-    const LONGEST_WAY: usize = 3;
+    const MOST_INJURIES: usize = 3;
     let mut arena = new_arena();
     let points = points_of(&mut arena);
     let mut known: BTreeSet<String> = points.iter().cloned().collect();
-    let mut open: VecDeque<_> = points.into_iter().map(|point| (Way(Vec::new()), point)).collect();
+    let mut open: VecDeque<_> = points.into_iter().map(|point| (InjuryPlan(Vec::new()), point)).collect();
     let (mut done, mut failed, mut unreached) = (0, Vec::new(), Vec::new());
     let mut injured = BTreeSet::new();
     while let Some((before, point)) = open.pop_front() {
         for injury in INJURIES {
-            let way = before.and(&point, injury);
+            let plan = before.and(&point, injury);
             let seen_before = arena.faults().seen();
             let cell = catch_unwind(AssertUnwindSafe(|| {
-                let reached = arena.run(&way);
+                let reached = arena.run(&plan);
                 arena.retry();
                 reached
             }));
@@ -107,25 +107,25 @@ fn whole(new_arena: fn() -> Arena) {
                 if reached {
                     injured.insert(point.clone());
                 } else {
-                    unreached.push(way.to_string());
+                    unreached.push(plan.to_string());
                 }
             } else {
-                failed.push(way.to_string());
-                eprintln!("FAILED: {way}");
+                failed.push(plan.to_string());
+                eprintln!("FAILED: {plan}");
                 arena = new_arena();
             }
             let is_new = |name: &&String| seen_before.get(*name) != seen.get(*name) && !known.contains(*name);
             let new: Vec<_> = seen.keys().filter(is_new).cloned().collect();
             for point in new {
                 known.insert(point.clone());
-                if way.0.len() < LONGEST_WAY {
-                    open.push_back((way.clone(), point));
+                if plan.0.len() < MOST_INJURIES {
+                    open.push_back((plan.clone(), point));
                 }
             }
         }
     }
     let all = fault_points();
-    tell(&format!(
+    print_past_harness(&format!(
         "{done} cells, {} of {} fault points injured, {} seen",
         injured.len(),
         all.len(),
@@ -143,7 +143,7 @@ fn whole(new_arena: fn() -> Arena) {
 }
 
 /// Prints past the harness, which keeps the output of passing tests.
-fn tell(what: &str) {
+fn print_past_harness(what: &str) {
     drop(writeln!(std::io::stderr(), "{what}"));
 }
 
@@ -322,7 +322,7 @@ fn every_transition_has_its_line() {
     let missing: Vec<_> = table.iter().filter(|name| !list.contains_key(*name)).collect();
     let surplus: Vec<_> = list.keys().filter(|name| !table.contains(*name)).collect();
     let count = |word: &str| list.values().filter(|other| *other == word).count();
-    tell(&format!(
+    print_past_harness(&format!(
         "{} fault points in {} transitions: {} undisturbed, {} injured, {} by an operator, {} in post-copy, {} \
          in the model alone, {} unreached",
         fault_points().len(),

@@ -29,7 +29,7 @@ fn a_file_that_took_the_place_of_an_image_is_not_taken_for_it() {
     // The remedy in the message.
     std::fs::rename(&away, &image).unwrap();
     cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// QEMU opens images by their paths before its guest runs: a file swapped during the migration is found before that.
@@ -69,7 +69,7 @@ fn a_file_that_takes_the_place_of_an_image_on_the_way_is_found() {
     cluster.b.wait_settled();
 
     cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
 }
 
 /// QEMU clears unknown bits of a header when it begins to write: one of them shows whether it did.
@@ -107,6 +107,6 @@ fn no_shared_image_is_written_before_the_guest_has_left() {
 
     set_mark();
     cluster.migrate("vm1", "a", "b", &[]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     assert!(std::fs::read(&image).unwrap()[mark] == [0; 8], "the mark shows nothing");
 }

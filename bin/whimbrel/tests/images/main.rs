@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{
-    Cluster, DEADLINE, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Said, Setup,
+    Cluster, CommandOutput, DEADLINE, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Setup,
     SmallFileSystem, entries, until,
 };
 use lab::{Direction, disk};
@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 /// Runs one of QEMU's tools on an image, and returns its output.
 #[track_caller]
 fn qemu_img(words: &[&str], image: &Path) -> String {
-    Said::by(Command::new("qemu-img").args(words).arg(image)).ok().stdout
+    CommandOutput::by(Command::new("qemu-img").args(words).arg(image)).ok().stdout
 }
 
 fn two_hosts() -> Cluster {
@@ -76,7 +76,7 @@ fn snapshots_and_bitmaps_in_an_image_are_not_lost_in_silence() {
     let (cluster, image) = with_image("qcow2", 32);
     qemu_img(&["snapshot", "-c", "before-the-upgrade"], &image);
     let bitmap = ["bitmap", "--add"].map(str::to_owned);
-    Said::by(Command::new("qemu-img").args(bitmap).arg(&image).arg("backup-7")).ok();
+    CommandOutput::by(Command::new("qemu-img").args(bitmap).arg(&image).arg("backup-7")).ok();
     let _guest = guest_with(&cluster, &image, "qcow2");
 
     let (possible, found) = checked(&cluster, "disk-snapshots-copy", &["--disks", "copy"]);
@@ -149,7 +149,7 @@ fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
 
 /// Asserts that it is listed with the reason why it is kept, and not removed.
 #[track_caller]
-fn kept(cluster: &Cluster, why: &str) {
+fn assert_kept(cluster: &Cluster, why: &str) {
     let listed = cluster.a.cli(&["images", "list"]).ok().json();
     assert!(listed[0]["kept_because"].as_str().is_some_and(|said| said.contains(why)), "{listed:#}");
     let refused = cluster.a.cli(&["images", "remove", "vm1"]);
@@ -179,8 +179,9 @@ fn no_second_copy(cluster: &Cluster, image: &Path) {
 
 /// Returns the bytes of a file in the host's page cache.
 fn cached_bytes(file: &Path) -> u64 {
-    let said =
-        Said::by(Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(file));
+    let said = CommandOutput::by(
+        Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(file),
+    );
     said.ok().stdout.trim().parse().unwrap()
 }
 
@@ -217,11 +218,11 @@ fn an_image_that_was_left_is_removed_on_demand() {
     no_second_copy(&cluster, &image);
 
     let reader = fs::File::open(&image).unwrap();
-    kept(&cluster, &format!("process {}", std::process::id()));
+    assert_kept(&cluster, &format!("process {}", std::process::id()));
     drop(reader);
     // No process has it open, but the kernel has.
     let over_it = LoopDevice::over(&image);
-    kept(&cluster, "/dev/loop");
+    assert_kept(&cluster, "/dev/loop");
     drop(over_it);
     // The loop device is removed when the host's device manager has closed it.
     until("the kernel has let go of it", || list(&cluster.a)[0].get("kept_because").is_none());
@@ -233,7 +234,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     assert_eq!(removed[0]["path"].as_str(), image.to_str());
     assert!(!image.exists());
     assert_eq!(list(&cluster.a), [Value::Null; 0]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     drop(guest);
 
     // There is another file under the name of the image that it leaves there.
@@ -285,7 +286,7 @@ fn a_disk_whose_length_is_no_multiple_of_a_block_moves() {
     fs::write(&image, &content).unwrap();
     let _guest = guest_with(&cluster, &image, "raw");
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     assert!(fs::read(image_of(&report)).unwrap() == content);
 }
 
@@ -317,7 +318,7 @@ fn an_agent_that_was_started_anew_knows_the_images() {
     cluster.lab.heal().unwrap();
     cluster.a.wait_settled();
     cluster.b.wait_settled();
-    cluster.guest_is_whole("b", "vm1");
+    cluster.assert_guest_whole("b", "vm1");
     let listed = cluster.a.cli(&["images", "list"]).ok().json();
     assert_eq!((&listed[0]["path"], &listed[0]["to"]), (&json!(image), &json!("b")), "{listed:#}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
@@ -418,9 +419,9 @@ fn a_qemu_that_gives_its_rights_up_has_its_image() {
         fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o711)).unwrap();
         let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
         assert_eq!(fs::metadata(image_of(&report)).unwrap().uid(), NOBODY, "{drive}");
-        cluster.guest_is_whole("b", "vm1");
+        cluster.assert_guest_whole("b", "vm1");
         // And back.
         cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
-        cluster.guest_is_whole("a", "vm1");
+        cluster.assert_guest_whole("a", "vm1");
     }
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use engine::handover::table::fault_points;
 use lab::Direction;
 
-use super::common::draw::{Draw, seed};
+use super::common::draw::{Generator, seed};
 use super::common::{Cluster, DEADLINE, Setup, has_event, until};
-use super::{HOT_MIB, HYBRID, came_after_the_guest, is_whole_and_goes_on, stage, stage_of, stage_with};
+use super::{HOT_MIB, HYBRID, assert_post_copy, assert_whole_and_movable, stage, stage_of, stage_with};
 
 /// An agent is killed, or the link cut, while pages are missing.
 #[derive(Clone, Copy, Debug)]
@@ -77,22 +77,22 @@ fn moves_through(cluster: &mut Cluster, ram: &str, injury: Injury, rest_bytes: u
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     println!("{injury:?} for {length:?} after {rest_bytes} bytes: {} reconnections", report["reconnections"]);
     assert_eq!(report["destination"]["ram_kind"], ram, "{report:#}");
-    came_after_the_guest(&report);
+    assert_post_copy(&report);
 }
 
 #[test]
-fn a_cut_while_pages_come_is_mended() {
+fn a_cut_during_post_copy_is_healed() {
     let (mut cluster, _guest) = stage();
     moves_through(&mut cluster, "anonymous", Injury::Cut, 1 << 20, Duration::from_secs(2));
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(has_event(&report, "reconnected"), "{report:#}");
-    is_whole_and_goes_on(&cluster);
+    assert_whole_and_movable(&cluster);
 }
 
 /// A cut longer than all patience: no user is offered to run the guest at the source, a request to do so fails, and the
 /// migration is not in doubt on either side when the link is healed.
 #[test]
-fn a_cut_that_outlasts_all_patience_is_no_reason_to_run_it_at_the_source() {
+fn a_long_cut_never_runs_the_guest_at_the_source() {
     let (cluster, _guest) = stage_with(Setup::impatient());
     let migration = cluster.a.begin(&HYBRID);
     // The source has the report that it runs there.
@@ -113,10 +113,10 @@ fn a_cut_that_outlasts_all_patience_is_no_reason_to_run_it_at_the_source() {
     let out = migration.wait_with_output().unwrap();
     assert!(out.status.success(), "{out:?}\n{}", cluster.a.log());
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    came_after_the_guest(&report);
+    assert_post_copy(&report);
     assert!(has_event(&report, "reconnected"), "{report:#}");
     cluster.b.wait_settled();
-    is_whole_and_goes_on(&cluster);
+    assert_whole_and_movable(&cluster);
 }
 
 #[test]
@@ -130,7 +130,7 @@ fn agents_that_die_while_pages_come_are_no_harm() {
     for (injury, ram) in ways {
         let (mut cluster, _guest) = stage();
         moves_through(&mut cluster, ram, injury, 1 << 20, Duration::from_secs(1));
-        is_whole_and_goes_on(&cluster);
+        assert_whole_and_movable(&cluster);
     }
 }
 
@@ -149,7 +149,7 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
     let mut points: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
     assert!(points.len() >= TRANSITIONS.len(), "{points:?}");
     if std::env::var_os("WHIMBREL_SOAK").is_none() {
-        let mut draw = Draw(seed(23));
+        let mut draw = Generator(seed(23));
         points = (0..3).map(|_| points.swap_remove(draw.below(points.len()))).collect();
     }
     for point in points {
@@ -167,8 +167,8 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
         cluster.a.wait_settled();
         cluster.b.wait_settled();
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-        came_after_the_guest(&report);
-        is_whole_and_goes_on(&cluster);
+        assert_post_copy(&report);
+        assert_whole_and_movable(&cluster);
     }
 }
 
@@ -182,7 +182,7 @@ const BEFORE_IT_RUNS: [&str; 3] = [
 
 /// An agent is killed there, or the link cut: the VM is whole, on either side.
 #[test]
-fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
+fn injuries_before_the_resumption_leave_one_guest() {
     let is_one = |point: &String| BEFORE_IT_RUNS.iter().any(|name| point.starts_with(&format!("{name}:")));
     let of_table: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
     assert!(of_table.len() >= BEFORE_IT_RUNS.len(), "{of_table:?}");
@@ -196,7 +196,7 @@ fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
     if std::env::var_os("WHIMBREL_SOAK").is_none() {
         let seed = seed(61);
         println!("drawn with WHIMBREL_SEED={seed}");
-        let mut draw = Draw(seed);
+        let mut draw = Generator(seed);
         named = (0..2).map(|_| named.swap_remove(draw.below(named.len()))).collect();
         of_table = (0..2).map(|_| of_table.swap_remove(draw.below(of_table.len()))).collect();
     }
@@ -229,16 +229,16 @@ fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
         assert_eq!(guest.is_running(), !has_moved, "{report:#}");
         let here = if has_moved { "b" } else { "a" };
         assert_eq!(cluster.agent(here).vm("vm1").unwrap()["state"], "running", "{report:#}");
-        cluster.guest_is_whole(here, "vm1");
+        cluster.assert_guest_whole(here, "vm1");
     }
 }
 
 /// Any of these at any time: three migrations, one of them with a cut, and many more in a soak.
 #[test]
-fn whatever_happens_while_pages_come_the_guest_is_whole() {
+fn injuries_during_post_copy_leave_the_guest_whole() {
     let seed = seed(41);
     println!("drawn with WHIMBREL_SEED={seed}");
-    let mut draw = Draw(seed);
+    let mut draw = Generator(seed);
     let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 50 } else { 3 };
     for number in 0..moves {
         let (ram, vcpus) = (["anonymous", "memfd"][draw.below(2)], 1 + draw.below(2) as u32);
@@ -248,6 +248,6 @@ fn whatever_happens_while_pages_come_the_guest_is_whole() {
         let rest_bytes = draw.below((HOT_MIB << 20) as usize * 3 / 4) as u64;
         let length = Duration::from_millis(1000 + draw.below(2500) as u64);
         moves_through(&mut cluster, ram, injury, rest_bytes, length);
-        is_whole_and_goes_on(&cluster);
+        assert_whole_and_movable(&cluster);
     }
 }

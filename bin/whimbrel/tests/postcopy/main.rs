@@ -7,7 +7,7 @@
 mod common;
 mod injuries;
 
-use common::replay::{decisions, is_replayed};
+use common::replay::{assert_replayed, decisions};
 use common::{Agent, Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
 use engine::naming::DiscardDecision;
 use engine::precopy::Decision;
@@ -31,7 +31,7 @@ fn stage_with(setup: Setup) -> (Cluster, lab::Guest) {
 
 fn stage_of(setup: Setup, vcpus: u32) -> (Cluster, lab::Guest) {
     let link = lab::Link::Limited { rate_bytes_per_s: RATE };
-    let cluster = Cluster::with(&Setup { link, ..setup }.not_giving_way());
+    let cluster = Cluster::with(&Setup { link, ..setup }.without_yielding());
     let load = Load { fill_mib: HOT_MIB + 16, wss_mib: HOT_MIB, rate_mib_per_s: 200, ..Load::default() };
     let guest = cluster.guest(&GuestSpec { vcpus, ..GuestSpec::tiny("vm1", load) });
     (cluster, guest)
@@ -41,11 +41,11 @@ const HYBRID: [&str; 8] = ["migrate", "vm1", "--to", "b", "--policy", "hybrid", 
 
 /// Asserts that the VM was migrated, and that pages followed by post-copy.
 #[track_caller]
-fn came_after_the_guest(report: &Value) {
+fn assert_post_copy(report: &Value) {
     assert_eq!(report["outcome"], "moved", "{report:#}");
     let left = report["post_copy"]["left_pages"].as_u64().unwrap();
     assert!(left > 1000, "{report:#}");
-    let traces = is_replayed(report);
+    let traces = assert_replayed(report);
     assert!(matches!(decisions(&traces).last(), Some(Decision::PostCopy { .. })), "{report:#}");
     assert!(traces.others.push.is_some(), "{report:#}");
     let naming = traces.others.naming.unwrap();
@@ -54,8 +54,8 @@ fn came_after_the_guest(report: &Value) {
 
 /// Asserts that the guest is whole, and that its QEMU has no remains: it can be migrated like any other, and compared.
 #[track_caller]
-fn is_whole_and_goes_on(cluster: &Cluster) {
-    cluster.guest_is_whole("b", "vm1");
+fn assert_whole_and_movable(cluster: &Cluster) {
+    cluster.assert_guest_whole("b", "vm1");
     let pid = cluster.b.vm("vm1").unwrap()["pid"].as_u64().unwrap();
     let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
     let left = descriptors.flatten().filter(|descriptor| {
@@ -66,20 +66,20 @@ fn is_whole_and_goes_on(cluster: &Cluster) {
     assert!(cluster.a.vm("vm1").is_none());
     cluster.serial("b", "vm1").set("rate=1").unwrap();
     cluster.migrate("vm1", "b", "a", &[]);
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }
 
 #[test]
 fn a_guest_that_is_too_fast_runs_before_its_pages_are_there() {
     let (cluster, mut guest) = stage();
     let report = cluster.a.cli(&HYBRID).last_json();
-    came_after_the_guest(&report);
+    assert_post_copy(&report);
     assert!(report["post_copy"]["wanted_pages"].as_u64().unwrap() > 0, "{report:#}");
     assert!(report["downtime"]["total_us"].as_u64().unwrap() > 0, "{report:#}");
     assert!(!guest.is_running(), "the source's QEMU is left");
     let text = cluster.a.text(&["report", "vm1"]).ok();
     assert!(text.stdout.contains("came when the VM ran at the destination already"), "{text:?}");
-    is_whole_and_goes_on(&cluster);
+    assert_whole_and_movable(&cluster);
 }
 
 #[test]
@@ -87,9 +87,9 @@ fn memory_of_either_kind_comes_after_the_guest() {
     for kind in ["anonymous", "memfd"] {
         let (cluster, _guest) = stage();
         let report = cluster.a.cli(&[&HYBRID[..], &["--ram", kind]].concat()).last_json();
-        came_after_the_guest(&report);
+        assert_post_copy(&report);
         assert_eq!(report["destination"]["ram_kind"], kind, "{report:#}");
-        is_whole_and_goes_on(&cluster);
+        assert_whole_and_movable(&cluster);
     }
 }
 
@@ -98,7 +98,7 @@ fn memory_of_either_kind_comes_after_the_guest() {
 fn hot_pages_come_last() {
     let (cluster, _guest) = stage();
     let report = cluster.a.cli(&HYBRID).last_json();
-    came_after_the_guest(&report);
+    assert_post_copy(&report);
     let of_pass = |round: &&Value| round["pass"] == 1;
     let parts: Vec<_> = report["rounds"].as_array().unwrap().iter().filter(of_pass).collect();
     assert!(parts.len() > 1, "all of it went at once: {report:#}");
@@ -118,25 +118,25 @@ fn hot_pages_come_last() {
 fn as_many_passes_are_made_as_are_asked_for() {
     let (cluster, _guest) = stage();
     let report = cluster.a.cli(&[&HYBRID[..], &["--hybrid-passes", "3"]].concat()).last_json();
-    came_after_the_guest(&report);
+    assert_post_copy(&report);
     let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
     assert_eq!(passes.max(), Some(3), "{report:#}");
     // The end of the stream is no loss.
     assert!(!has_event(&report, "link-lost"), "{report:#}");
-    is_whole_and_goes_on(&cluster);
+    assert_whole_and_movable(&cluster);
 }
 
 /// Rounds make no progress, and the remaining pages follow by post-copy: also pages that were sent before, which the
 /// destination has to discard.
 #[test]
-fn what_rounds_do_not_bring_comes_after_the_guest() {
+fn pages_left_by_the_rounds_follow_by_post_copy() {
     let (cluster, _guest) = stage();
     let words = ["migrate", "vm1", "--to", "b", "--on-limit", "post-copy", "--compress", "none"];
     let report = cluster.a.cli(&words).last_json();
-    came_after_the_guest(&report);
+    assert_post_copy(&report);
     let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
     assert!(passes.max() >= Some(2), "{report:#}");
-    let naming = is_replayed(&report).others.naming.unwrap();
+    let naming = assert_replayed(&report).others.naming.unwrap();
     let [.., before, last] = &naming.entries[..] else { panic!("{report:#}") };
     assert_eq!(
         (before.decision, last.decision),
@@ -144,7 +144,7 @@ fn what_rounds_do_not_bring_comes_after_the_guest() {
         "{report:#}"
     );
     assert!(last.observed.pages < before.observed.pages, "most is taken away before the stop: {report:#}");
-    is_whole_and_goes_on(&cluster);
+    assert_whole_and_movable(&cluster);
 }
 
 /// A guest that its user has paused does not write: it does not need both hosts.
@@ -159,7 +159,7 @@ fn a_paused_guest_has_all_before() {
 }
 
 #[test]
-fn what_cannot_be_done_is_said_before_anything_is() {
+fn impossible_requests_are_refused_first() {
     let (cluster, guest) = stage();
     let said = cluster.a.cli(&[&HYBRID[..], &["--verify"]].concat());
     assert_eq!(said.code, 2, "{said:?}");
@@ -187,7 +187,7 @@ fn missing_pages(agent: &Agent) -> u64 {
 }
 
 #[test]
-fn until_the_last_page_has_come_both_sides_say_that_both_are_needed() {
+fn both_sides_report_that_both_are_needed_during_post_copy() {
     let (cluster, _guest) = stage();
     let migration = cluster.a.begin(&HYBRID);
     cluster.wait_for_progress(|progress| progress["missing_pages"].as_u64() > Some(0));
@@ -201,12 +201,12 @@ fn until_the_last_page_has_come_both_sides_say_that_both_are_needed() {
     let shown = cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
     assert_eq!(shown["needs_hosts"], serde_json::json!(["b"]), "{shown:#}");
     assert!(shown["missing_pages"].is_null() && shown["findings"] == serde_json::json!([]), "{shown:#}");
-    is_whole_and_goes_on(&cluster);
+    assert_whole_and_movable(&cluster);
 }
 
 /// Fills all missing memory of the arriving guest, past the waits of its QEMU, as another process could that has mapped
 /// it.
-fn somebody_else_writes(cluster: &Cluster) {
+fn write_missing_pages(cluster: &Cluster) {
     let socket = format!("{}/", cluster.b.directory.display());
     let is_its_qemu = |pid: &u32| {
         std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
@@ -237,18 +237,18 @@ fn somebody_else_writes(cluster: &Cluster) {
 /// Another program writes a missing page while the guest runs there: the guest is stopped, and this is reported
 /// everywhere.
 #[test]
-fn a_guest_does_not_run_on_with_a_page_that_somebody_else_wrote() {
+fn a_running_guest_is_stopped_at_a_foreign_page() {
     let (mut cluster, mut guest) = stage();
     let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", "memfd"]].concat());
     cluster
         .wait_for_progress(|progress| progress["phase"] == "post-copy" && progress["downtime_us"].is_u64());
     cluster.lab.cut_both().unwrap();
-    somebody_else_writes(&cluster);
+    write_missing_pages(&cluster);
     cluster.lab.heal().unwrap();
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
     cluster.b.wait_settled();
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    came_after_the_guest(&report);
+    assert_post_copy(&report);
     assert!(has_event(&report, "page-not-trusted"), "{report:#}\n{}", cluster.b.log());
     assert_eq!(report["run_state_after"], "paused", "{report:#}");
     assert!(!guest.is_running(), "the source's QEMU is left");
@@ -269,13 +269,13 @@ fn a_guest_does_not_run_on_with_a_page_that_somebody_else_wrote() {
 
 /// Another program writes a missing page before the guest has run there: it continues where all of its memory is right.
 #[test]
-fn a_guest_with_a_page_that_somebody_else_wrote_is_not_run_there() {
+fn a_guest_with_a_foreign_page_is_not_run_there() {
     let (cluster, mut guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
     let faults = cluster.faults.as_ref().unwrap();
     faults.want("destination/ready/go[no-register,run]:before-effects");
     let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", "memfd"]].concat());
     let Some(held) = faults.held(DEADLINE) else { panic!("{}\n---\n{}", cluster.a.log(), cluster.b.log()) };
-    somebody_else_writes(&cluster);
+    write_missing_pages(&cluster);
     until("it is seen there", || cluster.b.log().contains("a page that was to come was there"));
     held.release();
     drop(migration.wait_with_output().unwrap());
@@ -286,5 +286,5 @@ fn a_guest_with_a_page_that_somebody_else_wrote_is_not_run_there() {
     assert!(report["reason"].as_str().unwrap().contains("cannot be trusted"), "{report:#}");
     assert!(cluster.b.vm("vm1").is_none());
     assert!(guest.is_running());
-    cluster.guest_is_whole("a", "vm1");
+    cluster.assert_guest_whole("a", "vm1");
 }

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::SoftPageSet;
-use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Question, VERSION};
+use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Request, VERSION};
 use proto::limits::PAGE_BYTES;
 use qemu::ram::GuestMapping;
 
@@ -61,7 +61,7 @@ struct RegistryClient {
 
 #[derive(Debug, Default)]
 struct QueueState {
-    waiting: Option<(Question, mpsc::Sender<()>)>,
+    waiting: Option<(Request, mpsc::Sender<()>)>,
     /// True while the answer to a question is not complete.
     is_answering: bool,
     /// True if no further questions follow.
@@ -79,7 +79,7 @@ impl RegistryClient {
     }
 
     /// Waits for the next question; returns none if no further questions follow.
-    fn next(&self) -> Option<(Question, mpsc::Sender<()>)> {
+    fn next(&self) -> Option<(Request, mpsc::Sender<()>)> {
         let mut queue_state = self.queue_state();
         loop {
             if queue_state.is_closed {
@@ -125,7 +125,7 @@ impl Guest {
     /// waits for it is dropped. Returns a channel that is closed when the answer is complete, or never will be.
     pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
         let (done, told) = mpsc::channel();
-        let question = Question { id: self.soft.begin(), give_back, cache: self.cache };
+        let question = Request { id: self.soft.begin(), give_back, cache: self.cache };
         let mut queue_state = self.queue.queue_state();
         if queue_state.is_silent {
             return None;
@@ -229,7 +229,7 @@ impl GuestRequester {
         }
     }
 
-    fn ask(&mut self, question: Question) -> Result<(), AnswerError> {
+    fn ask(&mut self, question: Request) -> Result<(), AnswerError> {
         self.connection.set_write_timeout(Some(self.patience))?;
         self.connection.write_all(format!("{question}\n").as_bytes()).map_err(late)?;
         let (mut bytes, mut has_begun, mut is_poisoned) = (Vec::new(), false, false);

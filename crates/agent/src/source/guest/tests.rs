@@ -17,7 +17,7 @@ fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<SoftPageSet>, BufReade
     (guest, soft, BufReader::new(far))
 }
 
-fn receive_question(far: &mut BufReader<UnixStream>) -> Question {
+fn receive_question(far: &mut BufReader<UnixStream>) -> Request {
     let mut line = String::new();
     far.read_line(&mut line).unwrap();
     line.trim().parse().unwrap()

@@ -29,7 +29,7 @@ pub const INJURIES: [Injury; 8] = [
 
 impl Injury {
     /// Returns true if it has an effect only after a while.
-    pub fn is_silence(self) -> bool {
+    pub fn is_delayed(self) -> bool {
         matches!(self, Self::CutToDestination | Self::CutToSource | Self::CutBoth | Self::FrozenDestination)
     }
 }
@@ -37,7 +37,7 @@ impl Injury {
 /// Injuries of one migration: at each of these points in turn, an injury. Each point is reached only because of the
 /// injuries before it.
 #[derive(Clone, Debug)]
-pub struct Way(pub Vec<Step>);
+pub struct InjuryPlan(pub Vec<Step>);
 
 #[derive(Clone, Debug)]
 pub struct Step {
@@ -45,7 +45,7 @@ pub struct Step {
     pub injury: Injury,
 }
 
-impl Way {
+impl InjuryPlan {
     /// Parses the words of its `Display`.
     pub fn parse(words: &str) -> Self {
         let step = |words: &str| {
@@ -63,7 +63,7 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for InjuryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, Step { point, injury }) in self.0.iter().enumerate() {
             write!(f, "{}{injury:?} at {point}", if index == 0 { "" } else { ", then " })?;

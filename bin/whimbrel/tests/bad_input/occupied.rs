@@ -5,13 +5,13 @@ use std::process::Command;
 
 use crate::common::{Cluster, Setup, WHIMBREL};
 use crate::stranger::said;
-use crate::watched::{Watched, nothing_is_left};
-use crate::{eventually, refused};
+use crate::watched::{WatchedGuest, assert_nothing_left};
+use crate::{assert_fails, eventually};
 
 #[test]
 fn a_vm_that_is_debugged_or_on_its_way_already() {
     let cluster = Cluster::with(&Setup::impatient());
-    let vm = Watched::new(&cluster, "vm1");
+    let vm = WatchedGuest::new(&cluster, "vm1");
     let pid = vm.guest.pid().to_string();
     let traced = |traced: bool| {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -23,13 +23,13 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
             eventually("strace attaches", || traced(true));
             let by = format!("debugged by process {}", debugger.id());
             let words = [by.as_str(), "detach the debugger"];
-            refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
-            refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words);
-            nothing_is_left(&cluster, "a debugger");
+            assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
+            assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words);
+            assert_nothing_left(&cluster, "a debugger");
             debugger.kill().unwrap();
             debugger.wait().unwrap();
             eventually("strace is gone", || traced(false));
-            vm.is_unharmed(&cluster, "a debugger");
+            vm.assert_unharmed(&cluster, "a debugger");
         }
     }
 
@@ -37,8 +37,8 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
     let holder = format!("pid {}", cluster.a.pid());
     let config = cluster.a.config();
     let second = || said(cluster.lab.a.command(WHIMBREL).arg("agent").arg("--config").arg(&config));
-    refused(&second(), 1, &["another agent", &holder, "state_dir"]);
-    vm.is_unharmed(&cluster, "a second agent");
+    assert_fails(&second(), 1, &["another agent", &holder, "state_dir"]);
+    vm.assert_unharmed(&cluster, "a second agent");
 
     // A second migration, and all other requests that would disturb the first.
     cluster
@@ -68,9 +68,9 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
         (&["vm", "adopt", "--pid", &pid, "--as", "other"], &["vm1"]),
     ];
     for (words, expected) in cases {
-        refused(&cluster.a.cli(words), 1, expected);
+        assert_fails(&cluster.a.cli(words), 1, expected);
     }
-    refused(&second(), 1, &["another agent", &holder]);
+    assert_fails(&second(), 1, &["another agent", &holder]);
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
     let watched = cluster.a.cli(&["watch", "vm1"]).ok();
     assert_eq!(watched.last_json()["outcome"], "moved", "the first one went on: {watched:?}");

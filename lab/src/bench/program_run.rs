@@ -11,7 +11,7 @@ use crate::serial::Serial;
 
 /// Result of a guest's program.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Ran {
+pub struct ProgramResult {
     /// From the guest's start to the end of its program, ms.
     pub ms: f64,
     /// True if all results are right, by its own verification.
@@ -21,12 +21,12 @@ pub struct Ran {
 }
 
 /// The course of a program, followed from the start of its guest.
-pub(super) struct Course {
+pub(super) struct ProgramRun {
     began: Instant,
     at_source: JoinHandle<Result<Option<(Instant, i32)>>>,
 }
 
-impl Course {
+impl ProgramRun {
     /// Follows the program of a guest that has just been started.
     pub(super) fn begin(source: &Serial) -> Self {
         let (began, serial) = (Instant::now(), source.clone());
@@ -35,7 +35,7 @@ impl Course {
 
     /// Waits until the program has ended, at the destination or at the source. With `None` the guest has not moved: its
     /// program continues at the source.
-    pub(super) fn finish(self, destination: Option<&Serial>) -> Result<Ran> {
+    pub(super) fn finish(self, destination: Option<&Serial>) -> Result<ProgramResult> {
         let at_source = self.at_source.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         let ended = match (at_source, destination) {
             (None, Some(serial)) => end(serial)?,
@@ -44,7 +44,7 @@ impl Course {
         let (at, status) = ended
             .ok_or_else(|| Error::Config("the guest was gone before its program had ended".to_owned()))?;
         let ms = (at - self.began).as_secs_f64() * 1e3;
-        Ok(Ran { ms, verified: status == 0, at_source: at_source.is_some() })
+        Ok(ProgramResult { ms, verified: status == 0, at_source: at_source.is_some() })
     }
 }
 

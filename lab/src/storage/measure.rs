@@ -6,18 +6,18 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use super::case::{Case, Mover, Workload};
-use super::clients::{Clients, Watched};
+use super::case::{DiskCase, Mover, Workload};
+use super::clients::{Clients, ClientsReport};
 use super::guest::{NUMBER, QEMU, VM, boot, check};
 use super::io::{self, IoTurn};
-use super::mover::{End, Moved, Stage, move_guest};
+use super::mover::{DiskMoveInput, DiskMoveOutcome, MovedGuest, move_guest};
 use super::overhead::{content, disk_content, payload_bytes};
-use super::player::view;
-use super::result::{CaseResult, Measured, Run, Seen};
-use super::sampler::{Sampled, Sampler, Timeline, at, by_seconds, gaps_by_seconds};
+use super::player::judge_film;
+use super::result::{ClientObservations, DiskCaseResult, DiskMeasured, DiskRun};
+use super::sampler::{Sampler, Samples, Timeline, at, by_seconds, gaps_by_seconds};
 use crate::agents::Agents;
 use crate::bench::Provenance;
-use crate::bench::subject::{Subject, clear};
+use crate::bench::subject::{SavedGuest, clear};
 use crate::bench::usage::{Traffic, traffic};
 use crate::environment::{Environment, Qemu};
 use crate::error::{Context, Error, Result};
@@ -38,11 +38,11 @@ const DRAWN_TURN: u32 = 1;
 
 /// A laboratory with agents, for one case.
 #[derive(Debug)]
-pub struct Stand {
-    case: Case,
+pub struct DiskBench {
+    case: DiskCase,
     environment: Environment,
     qemu: Qemu,
-    subject: Subject,
+    subject: SavedGuest,
     agents: Agents,
     // Ended before the laboratory is taken down.
     _daemons: Vec<Daemon>,
@@ -51,16 +51,16 @@ pub struct Stand {
 
 /// A result, reported at once.
 #[derive(Debug)]
-pub enum Note<'a> {
+pub enum Measurement<'a> {
     /// A migration.
-    Run(&'a Run),
+    DiskRun(&'a DiskRun),
     /// I/O in all states of the driver.
     Io(&'a IoTurn),
 }
 
-impl Stand {
+impl DiskBench {
     /// Makes a laboratory for a case, with agents by the program `whimbrel`; boots the guest and saves it.
-    pub fn prepare(prefix: &str, case: Case, whimbrel: &Path) -> Result<Self> {
+    pub fn prepare(prefix: &str, case: DiskCase, whimbrel: &Path) -> Result<Self> {
         let environment = Environment::discover();
         let qemu = environment.qemu(QEMU)?;
         let lab = Lab::up(&LabConfig { link: case.link(), ..LabConfig::new(prefix) })?;
@@ -73,20 +73,25 @@ impl Stand {
     }
 
     /// Lets all movers migrate the guest in `turns` turns, after a warm-up; `say` receives each result.
-    pub fn run(&self, movers: &[Mover], turns: u32, mut say: impl FnMut(Note<'_>)) -> Result<CaseResult> {
+    pub fn run(
+        &self,
+        movers: &[Mover],
+        turns: u32,
+        mut say: impl FnMut(Measurement<'_>),
+    ) -> Result<DiskCaseResult> {
         let made = Provenance::now(&self.environment, QEMU)?;
-        let mut result = CaseResult { case: self.case.clone(), made, runs: Vec::new(), io: Vec::new() };
+        let mut result = DiskCaseResult { case: self.case.clone(), made, runs: Vec::new(), io: Vec::new() };
         for turn in 0..=turns {
             if self.case.workload == Workload::Io {
                 let io = self.measure_io(turn)?;
-                say(Note::Io(&io));
+                say(Measurement::Io(&io));
                 result.io.extend((turn > 0).then_some(io));
             }
             // Each mover is the first in one of the turns.
             let first = turn as usize % movers.len().max(1);
             for &mover in movers[first..].iter().chain(&movers[..first]) {
                 let run = self.measure(mover, turn)?;
-                say(Note::Run(&run));
+                say(Measurement::DiskRun(&run));
                 result.runs.extend((turn > 0).then_some(run));
             }
         }
@@ -102,10 +107,10 @@ impl Stand {
         Ok(io)
     }
 
-    fn measure(&self, mover: Mover, turn: u32) -> Result<Run> {
+    fn measure(&self, mover: Mover, turn: u32) -> Result<DiskRun> {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
         let posts = check(guest.serial(), false)?.posts;
-        if mover.is_ours() {
+        if mover.is_whimbrel() {
             adopt(&self.agents, &self.lab.a, &guest)?;
         }
         let service = (vm_address(NUMBER), 80).into();
@@ -119,15 +124,16 @@ impl Stand {
         let end = move_guest(&stage, mover)?;
         let ended = clients.now();
         let sent = self.traffic()?.since(before);
-        let resumed = if let End::Moved(moved) = &end { clients.moment(moved.resumed) } else { ended };
+        let resumed =
+            if let DiskMoveOutcome::MovedGuest(moved) = &end { clients.moment(moved.resumed) } else { ended };
         clients.wait_for_answer(resumed)?;
         thread::sleep(WATCHED_AFTER);
         let until = clients.now();
-        let moments = Moments {
+        let moments = MigrationMoments {
             requested,
             switchover: match &end {
-                End::Moved(moved) => Some(clients.moment(moved.stopped)..resumed),
-                End::GivenUp(_) => None,
+                DiskMoveOutcome::MovedGuest(moved) => Some(clients.moment(moved.stopped)..resumed),
+                DiskMoveOutcome::GivenUp(_) => None,
             },
             until,
         };
@@ -136,19 +142,19 @@ impl Stand {
         let seen = moments.judge(&watched, &sampled);
         let timeline = (turn == DRAWN_TURN).then(|| moments.timeline(&watched, &sampled));
         let (measured, given_up) = match end {
-            End::GivenUp(why) => (None, Some(why)),
-            End::Moved(moved) => {
-                is_well(&moved, turn, posts + watched.counts.posted, mover)?;
+            DiskMoveOutcome::GivenUp(why) => (None, Some(why)),
+            DiskMoveOutcome::MovedGuest(moved) => {
+                check_guest(&moved, turn, posts + watched.counts.posted, mover)?;
                 (Some(self.measured(&moved, sent, mover)?), None)
             }
         };
         drop(guest);
         self.clear()?;
-        Ok(Run { mover, turn, measured, given_up, seen, timeline })
+        Ok(DiskRun { mover, turn, measured, given_up, seen, timeline })
     }
 
-    fn stage<'a>(&'a self, source: &'a Guest, turn: u32) -> Stage<'a> {
-        Stage {
+    fn stage<'a>(&'a self, source: &'a Guest, turn: u32) -> DiskMoveInput<'a> {
+        DiskMoveInput {
             lab: &self.lab,
             environment: &self.environment,
             qemu: &self.qemu,
@@ -164,10 +170,10 @@ impl Stand {
         Ok(BothWays { there: traffic(&self.lab.a)?, back: traffic(&self.lab.b)? })
     }
 
-    fn measured(&self, moved: &Moved, sent: BothWays, mover: Mover) -> Result<Measured> {
+    fn measured(&self, moved: &MovedGuest, sent: BothWays, mover: Mover) -> Result<DiskMeasured> {
         let content = content(&moved.arrived, &self.qemu, self.case.memory_mib, self.lab.b.directory())?;
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
-        Ok(Measured {
+        Ok(DiskMeasured {
             total_ms: ms(moved.total),
             disk_ms: ms(moved.disk),
             memory_ms: ms(moved.memory),
@@ -202,7 +208,7 @@ impl Stand {
 }
 
 /// Fails unless the guest has all expected content.
-fn is_well(moved: &Moved, turn: u32, posts: u64, mover: Mover) -> Result<()> {
+fn check_guest(moved: &MovedGuest, turn: u32, posts: u64, mover: Mover) -> Result<()> {
     let checked = check(&moved.arrived.serial(), turn == 0)?;
     if checked.wrong == "nothing" && checked.posts >= posts {
         return Ok(());
@@ -227,20 +233,20 @@ impl BothWays {
 }
 
 /// Moments of a measurement, by the clients' clock.
-struct Moments {
+struct MigrationMoments {
     requested: Duration,
     /// Time from the stop of the guest until it resumed.
     switchover: Option<Range<Duration>>,
     until: Duration,
 }
 
-impl Moments {
+impl MigrationMoments {
     fn undisturbed(&self) -> Range<Duration> {
         self.requested.saturating_sub(UNDISTURBED)..self.requested
     }
 
     /// Evaluates the clients' observations and the guest's writes.
-    fn judge(&self, watched: &Watched, sampled: &Sampled) -> Seen {
+    fn judge(&self, watched: &ClientsReport, sampled: &Samples) -> ClientObservations {
         let (before, during) = (self.undisturbed(), self.requested..self.until);
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let around = self.switchover.as_ref().map(|it| it.start.saturating_sub(AROUND)..it.end + AROUND);
@@ -250,8 +256,8 @@ impl Moments {
         // Until it stopped, or until the end of the observation.
         let stopped = self.switchover.as_ref().map_or(self.until, |it| it.start);
         let grown = |growth| (at(growth, stopped) - at(growth, self.requested)).max(0.0) as u64;
-        let Watched { tally, counts, broken } = watched;
-        Seen {
+        let ClientsReport { tally, counts, broken } = watched;
+        ClientObservations {
             disruption_ms: ms(tally.longest_gap(&during)),
             switchover_gap_ms: around.map(|around| ms(tally.longest_gap(&around))),
             silent_before_stop_ms: silence.as_ref().map(|(silent, stood)| apart(stood.start, silent.start)),
@@ -264,14 +270,14 @@ impl Moments {
             posted: counts.posted,
             refused: counts.refused,
             broken: broken.clone(),
-            film: (!counts.frames.is_empty()).then(|| view(&counts.frames, &before, &during)),
+            film: (!counts.frames.is_empty()).then(|| judge_film(&counts.frames, &before, &during)),
             writes: grown(&sampled.writes),
             written_bytes: grown(&sampled.written_bytes),
             written_s: stopped.saturating_sub(self.requested).as_secs_f64(),
         }
     }
 
-    fn timeline(&self, watched: &Watched, sampled: &Sampled) -> Timeline {
+    fn timeline(&self, watched: &ClientsReport, sampled: &Samples) -> Timeline {
         let seconds = self.until.as_secs() as usize;
         let mut client_bytes = watched.tally.seconds().to_vec();
         client_bytes.resize(seconds, 0);
@@ -298,15 +304,15 @@ mod tests {
     #[test]
     fn what_clients_saw_is_judged_by_when_it_was() {
         let s = Duration::from_secs;
-        let mut watched = Watched::default();
+        let mut watched = ClientsReport::default();
         // An answer each second; none for 3 s while the guest was copied, none for 2 s at its switch-over.
         for at in (1..=100).filter(|at| ![50, 51, 90].contains(at)) {
             watched.tally.arrived(s(at), 1_000);
             watched.tally.answered(s(at), s(1));
         }
         let written = (0..=80).map(|at| (s(at), at as f64 * 10.0)).collect();
-        let sampled = Sampled { writes: written, ..Sampled::default() };
-        let moments = Moments { requested: s(40), switchover: Some(s(89)..s(90)), until: s(100) };
+        let sampled = Samples { writes: written, ..Samples::default() };
+        let moments = MigrationMoments { requested: s(40), switchover: Some(s(89)..s(90)), until: s(100) };
         let seen = moments.judge(&watched, &sampled);
         assert!((seen.disruption_ms - 3_000.0).abs() < 1e-6, "{seen:?}");
         assert!(seen.switchover_gap_ms.is_some_and(|gap| (gap - 2_000.0).abs() < 1e-6), "{seen:?}");

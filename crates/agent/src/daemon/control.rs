@@ -251,7 +251,7 @@ impl Daemon {
     pub(super) fn nudge(&self, id: &MigrationId) {
         match self.mailbox(id) {
             Some(DriverMailbox::Source(mailbox)) => {
-                drop(mailbox.put(source::Notice::Event(SourceEvent::Repeat)))
+                mailbox.put(source::Notice::Event(SourceEvent::Repeat));
             }
             Some(DriverMailbox::Destination(mailbox)) => {
                 mailbox.put(destination::Notice::Event(DestinationEvent::Repeat));

@@ -132,7 +132,7 @@ impl Driver {
                     }
                     if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
                         self.publisher.update(|progress| {
-                            ownership::publish_silence(&self.terms.migration.vm, progress)
+                            ownership::publish_silence(&self.terms.migration.vm, progress);
                         });
                     }
                 }

@@ -147,7 +147,7 @@ fn happen(event: &PathEvent, directory: &Path) -> bool {
             fs::rename(&away, &disk).unwrap();
         }
         PathEvent::HardLink if is_file && !path("hard").exists() => {
-            fs::hard_link(&disk, path("hard")).unwrap()
+            fs::hard_link(&disk, path("hard")).unwrap();
         }
         PathEvent::BecomesLink if is_file => {
             fs::rename(&disk, &away).unwrap();
@@ -160,7 +160,7 @@ fn happen(event: &PathEvent, directory: &Path) -> bool {
         }
         PathEvent::Write if is_file => fs::write(&disk, "others'").unwrap(),
         PathEvent::Grow if is_file => {
-            File::options().write(true).open(&disk).unwrap().set_len(1 << 20).unwrap()
+            File::options().write(true).open(&disk).unwrap().set_len(1 << 20).unwrap();
         }
         PathEvent::Reflink if is_file => drop(fs::copy(&disk, path("copy")).unwrap()),
         PathEvent::Touch if is_file => {

@@ -257,7 +257,7 @@ impl GuestRequester {
                 Line::End { id } if id == question.id => return Ok(()),
                 Line::End { .. } => return Err(AnswerError::Disorder("the end of another answer")),
                 Line::Note(text) => {
-                    self.queue.queue_state().answer_statistics.note(&format!("in the guest: {text}"))
+                    self.queue.queue_state().answer_statistics.note(&format!("in the guest: {text}"));
                 }
                 Line::Poisoned => {
                     is_poisoned = true;

@@ -353,7 +353,7 @@ fn memory_keeps_its_properties() {
     let unmerged: [fn(&mut SourceFacts); 2] = [
         |source| source.vm.options.push(QemuOption::new("machine", "q35,mem-merge=off".to_owned())),
         |source| {
-            source.vm.options.push(QemuOption::new("object", "memory-backend-ram,id=m,merge=off".to_owned()))
+            source.vm.options.push(QemuOption::new("object", "memory-backend-ram,id=m,merge=off".to_owned()));
         },
     ];
     for change in unmerged {

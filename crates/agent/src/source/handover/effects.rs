@@ -139,7 +139,7 @@ impl StateMachine for Driver {
                 }
             }
             SourceEffect::AskDestination => {
-                self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() })
+                self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() });
             }
             SourceEffect::Register { why, request } => self.ask_register(*why, request.clone()),
             SourceEffect::Report(report) => self.report_to_user(*report),

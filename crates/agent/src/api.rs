@@ -8,6 +8,7 @@
 //! | `POST /v1/vms/run` | [`RunRequest`] | 201, [`Adopted`] |
 //! | `GET /v1/vms/{vm}` | | [`VmDetail`] |
 //! | `DELETE /v1/vms/{vm}` | | 204 |
+//! | `POST /v1/vms/{vm}/claim` | [`ClaimRequest`] | [`ClaimReport`] |
 //! | `POST /v1/migrations` | [`MigrateRequest`] | 202, [`MigrationStatus`]; with `check_only` 200, [`CheckReport`] |
 //! | `GET /v1/migrations` | | list of [`MigrationStatus`], newest first |
 //! | `GET /v1/migrations/{vm}/{epoch}` | | [`MigrationStatus`] |

@@ -291,7 +291,7 @@ pub(crate) struct Driver {
     /// The guest's recent writes, recorded if post-copy is possible.
     written: ::memory::RecentWrites,
     /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
-    came_untrusted: bool,
+    has_untrusted_page: bool,
     /// True while the destination's answer about its templates is not complete.
     is_querying_templates: bool,
     /// Peer that waits for the answer to the question in progress.
@@ -368,7 +368,7 @@ impl Driver {
             can_discard: false,
             discarded: phases::DiscardedPages::none(),
             written: ::memory::RecentWrites::default(),
-            came_untrusted: false,
+            has_untrusted_page: false,
             is_querying_templates: false,
             asker: None,
             follow_ups: VecDeque::new(),

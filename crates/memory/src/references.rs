@@ -293,7 +293,7 @@ impl ContentIndex {
     }
 
     /// Records pages of a disk that were passed to a stream, as data or as references.
-    pub(crate) fn sent_pages(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
+    pub(crate) fn record_sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         if usize::from(block) < self.first_disk {
             return;
         }
@@ -351,7 +351,7 @@ mod tests {
         let sent = |pages: &[(u64, u64)]| {
             let named = || pages.iter().map(|(page, number)| (*page, name(*number)));
             known.sent(1, named());
-            known.sent_pages(1, named());
+            known.record_sent(1, named());
         };
         sent(&[(500, 2), (600, 5)]);
         sent(&[(601, 5)]);
@@ -363,8 +363,8 @@ mod tests {
         assert_eq!(all(5), [(ContentSource::Block(1), 601)]);
         assert_eq!(all(9), []);
         sent(&[(500, 6), (7, 8)]);
-        known.sent_pages(1, [(8, name(1))].into_iter());
-        known.sent_pages(0, [(8, name(1))].into_iter());
+        known.record_sent(1, [(8, name(1))].into_iter());
+        known.record_sent(0, [(8, name(1))].into_iter());
         known.end();
         assert_eq!((all(1), all(5), known.allowed(1, 0)), (Vec::new(), Vec::new(), None));
         let sent = [(7, 8), (8, 1), (500, 6), (600, 5), (601, 5)].map(|(page, number)| (page, name(number)));

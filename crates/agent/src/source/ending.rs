@@ -152,7 +152,7 @@ impl Driver {
             _ => Standing::Failed,
         };
         if let SourceState::Done { run, .. } = self.state {
-            let word = if run && !self.came_untrusted { "running" } else { "paused" };
+            let word = if run && !self.has_untrusted_page { "running" } else { "paused" };
             self.controls.report(|report| report.run_state_after = Some(word.to_owned()));
         }
         if let Some(vm) = &mut self.vm {
@@ -166,7 +166,7 @@ impl Driver {
         });
         let reason = self.telemetry.now().message;
         let (sent, received) = self.telemetry.counted();
-        let untrusted = self.came_untrusted;
+        let untrusted = self.has_untrusted_page;
         let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu.map(CpuTime::used_us));
         let report = self.controls.report(|report| {
             report.sent_bytes = sent;

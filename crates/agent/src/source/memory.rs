@@ -222,9 +222,9 @@ impl Payload {
     }
 
     /// Records a round, or a part of one, that was sent; none if it was cut off.
-    pub(crate) fn drained(&mut self, stats: Option<&RoundStats>) {
+    pub(crate) fn record_sent(&mut self, stats: Option<&RoundStats>) {
         if let Some((write_throttle, stats)) = self.write_throttle.as_mut().zip(stats) {
-            write_throttle.drained(stats);
+            write_throttle.record_sent(stats);
         }
     }
 

@@ -232,7 +232,7 @@ impl Driver {
                     report.findings.extend(findings);
                     report.disks = copied.iter().map(disk).collect();
                 });
-                self.accepted()?;
+                self.record_accepted()?;
                 let left_out = |disk: &&ProposedDisk| {
                     disk.wanted == DiskMode::Copy && copied.iter().all(|copied| copied.name != disk.name)
                 };
@@ -279,7 +279,7 @@ impl Driver {
     /// Records, before anything is sent, that the destination has accepted: only such a destination is ever asked for
     /// its state. The present report is recorded, too, because it names the images that the destination has made: an
     /// agent that restarts, or an operator who has to decide, needs to know where they are.
-    fn accepted(&self) -> Result<(), Failure> {
+    fn record_accepted(&self) -> Result<(), Failure> {
         let report = self.controls.report(|report| report.clone());
         let details = Details::of(&self.context, self.vm.as_ref(), true);
         let journal = &self.context.journal;

@@ -76,7 +76,7 @@ impl DiskWriteThrottle {
     }
 
     /// Records a round, or a part of one, that was sent.
-    pub(crate) fn drained(&mut self, stats: &RoundStats) {
+    pub(crate) fn record_sent(&mut self, stats: &RoundStats) {
         let there = stats.contents.reference + stats.contents.delta;
         let pages = stats.contents.pages() - stats.contents.empty();
         self.drained.learn(pages, there, stats.duration_us);
@@ -135,7 +135,11 @@ mod tests {
         let mut write_throttle = DiskWriteThrottle::new(ThrottleWrites::Drain).unwrap();
         let mut rate = |data, reference, delta| {
             let contents = Contents { data, reference, delta, ..Contents::default() };
-            write_throttle.drained(&RoundStats { contents, duration_us: 1_000_000, ..RoundStats::default() });
+            write_throttle.record_sent(&RoundStats {
+                contents,
+                duration_us: 1_000_000,
+                ..RoundStats::default()
+            });
             write_throttle.drained.bytes_per_s()
         };
         assert_eq!(rate(30_000, 0, 0), Some(30_000 * PAGE_BYTES));

@@ -140,7 +140,7 @@ fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Reducti
         hang_up: Box::new(End(acks)),
     };
     let memory: Box<dyn BlockReader> = Box::new(Memory { kind, chunks });
-    let sender = Sender::saving([memory].into(), saving, vec![stream]).unwrap();
+    let sender = Sender::with_reductions([memory].into(), saving, vec![stream]).unwrap();
     let nothing = Owed::everything([chunks * CHUNK_BYTES]);
     let mut state = Some((sender, nothing));
     let mut log = Written(written);

@@ -256,27 +256,31 @@ impl Sender {
     /// # Errors
     /// If the system cannot start another thread, or there is no stream.
     pub fn start(ram: SourceRam, streams: Vec<DataStream>) -> io::Result<Self> {
-        Self::saving(ram, Reductions::default(), streams)
+        Self::with_reductions(ram, Reductions::default(), streams)
     }
 
     /// Starts a sender as [`start`](Self::start) does, with reductions.
     ///
     /// # Errors
     /// Those of [`start`](Self::start).
-    pub fn saving(ram: SourceRam, saving: Reductions, streams: Vec<DataStream>) -> io::Result<Self> {
-        Self::with_window(ram, saving, streams, WINDOW_FRAMES)
+    pub fn with_reductions(
+        ram: SourceRam,
+        reductions: Reductions,
+        streams: Vec<DataStream>,
+    ) -> io::Result<Self> {
+        Self::with_window(ram, reductions, streams, WINDOW_FRAMES)
     }
 
     pub(crate) fn with_window(
         ram: SourceRam,
-        saving: Reductions,
+        reductions: Reductions,
         streams: Vec<DataStream>,
         window: usize,
     ) -> io::Result<Self> {
         if streams.is_empty() || streams.len() > usize::from(STREAMS) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let (shared, sources) = SenderState::new(ram, saving, streams, window);
+        let (shared, sources) = SenderState::new(ram, reductions, streams, window);
         let mut sender = Self { shared: Arc::new(shared), threads: Vec::new() };
         for (stream, source) in (0_u16..).zip(sources) {
             let shared = Arc::clone(&sender.shared);

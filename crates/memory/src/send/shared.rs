@@ -308,7 +308,7 @@ impl SenderState {
                 let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);
                 let (names, referred) = (outlet.builder.names(), outlet.builder.referred());
                 known.sent(*block, names.iter().map(in_block));
-                known.sent_pages(*block, names.iter().chain(referred).map(in_block));
+                known.record_sent(*block, names.iter().chain(referred).map(in_block));
             }
             if let Some((deltas, _)) = &knowledge.marks {
                 deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());

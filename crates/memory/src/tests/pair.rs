@@ -35,7 +35,7 @@ impl Pair {
         receiver.begin(Generation(1));
         let (near, far) = connection(WHOLE, WHOLE);
         receiver.attach(Generation(1), 0, far).unwrap();
-        let sender = Sender::saving(source.readers(), saving, vec![near]).unwrap();
+        let sender = Sender::with_reductions(source.readers(), saving, vec![near]).unwrap();
         Self { source, destination, _receiver: receiver, sender }
     }
 

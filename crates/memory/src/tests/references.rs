@@ -239,7 +239,7 @@ fn pages_that_were_sent_cannot_be_missed() {
         source.0[0].guest_writes(30, 99, 0);
         let known = Arc::new(known.unwrap_or(template_known));
         let (near, mut far) = connection(WHOLE, WHOLE);
-        let sender = Sender::saving(source.readers(), referring(known), vec![near]).unwrap();
+        let sender = Sender::with_reductions(source.readers(), referring(known), vec![near]).unwrap();
         let peer = std::thread::spawn(move || {
             let (mut payload, mut runs) = (Vec::new(), Vec::new());
             assert_eq!(far.source.receive(&mut payload).unwrap(), FrameKind::Pages);

@@ -34,7 +34,7 @@ impl Driver {
         let event = match message {
             Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, untrusted } => {
                 if epoch == own {
-                    self.came_untrusted(untrusted);
+                    self.record_untrusted(untrusted);
                     self.controls.report(|report| {
                         let known = &mut report.destination.agent_cpu_us;
                         *known = known.or(agent_cpu_us);
@@ -46,7 +46,7 @@ impl Driver {
             }
             Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us, untrusted } => {
                 if epoch == own {
-                    self.came_untrusted(untrusted);
+                    self.record_untrusted(untrusted);
                     // An agent that restarted does not know how many sets of connections there were.
                     self.generation = self.generation.max(generation);
                     self.running(continue_us, since_us, resumed_us);

@@ -140,7 +140,7 @@ impl Driver {
             return Err(self.control_loss());
         };
         let saving = Reductions { packing: later.packing.clone(), ..Reductions::default() };
-        let sender = Sender::saving(later.readers.clone(), saving, streams)
+        let sender = Sender::with_reductions(later.readers.clone(), saving, streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         // The guest has left this host.
         sender.handle().set_niceness(0);
@@ -151,9 +151,9 @@ impl Driver {
     }
 
     /// Records that the destination found a page present that post-copy was to send, and has stopped the guest.
-    pub(super) fn came_untrusted(&mut self, page: Option<PageRequest>) {
-        let Some(page) = page.filter(|_| !self.came_untrusted) else { return };
-        self.came_untrusted = true;
+    pub(super) fn record_untrusted(&mut self, page: Option<PageRequest>) {
+        let Some(page) = page.filter(|_| !self.has_untrusted_page) else { return };
+        self.has_untrusted_page = true;
         let ram = self.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
         let (to, said) = (&self.terms.destination, untrusted::said(page, ram));
         let said = format!("the VM was stopped at {to}: {said}; see `whimbrel vm show` there");

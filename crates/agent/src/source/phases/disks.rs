@@ -171,7 +171,7 @@ impl Driver {
         let mut sent_bytes = None;
         let mut ahead = TracedPolicy::new(DisksFirstPolicy { memory_bytes: payload.total_ram_bytes() });
         loop {
-            let scanned = self.sample(owed, payload)?;
+            let scanned = self.scan(owed, payload)?;
             let dirty_bytes = scanned.readable.pages() * PAGE_BYTES;
             if let Some(sent_bytes) = sent_bytes {
                 let observed = DiskRound { dirty_bytes, sent_bytes };
@@ -221,13 +221,13 @@ impl Driver {
             self.telemetry.begin_round(0, payload.waiting(&later));
             let sent = self.send_scanned(sender, part, None, payload)?;
             is_whole &= sent.stats.is_some();
-            payload.drained(sent.stats.as_ref());
+            payload.record_sent(sent.stats.as_ref());
             let mut owed = sent.owed;
             owed.take_back(&later);
             sender = sent.sender;
             let Some(next) = next else { return Ok(SentInParts { sender, owed, is_whole }) };
             place = next;
-            scanned = self.sample(owed, payload)?;
+            scanned = self.scan(owed, payload)?;
         }
     }
 

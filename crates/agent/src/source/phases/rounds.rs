@@ -95,7 +95,7 @@ impl Driver {
         payload: &Payload,
         streams: Vec<DataStream>,
     ) -> Result<Sender, Failure> {
-        let started = Sender::saving(payload.readers(), payload.saving(), streams);
+        let started = Sender::with_reductions(payload.readers(), payload.saving(), streams);
         let sender = started.map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         self.inbox.interrupts(Some(sender.handle()));
         self.telemetry.follow(Some(sender.handle()));
@@ -187,7 +187,7 @@ impl Driver {
                 self.discarded.mark_resent();
             }
             let sent = self.send_scanned(sender, scanned, until, payload)?;
-            payload.drained(sent.stats.as_ref());
+            payload.record_sent(sent.stats.as_ref());
             (sender, owed) = (sent.sender, sent.owed);
             let refused_pages = sent.stats.as_ref().map_or(0, |stats| stats.refused_pages);
             // Pages that the destination refused count as sent in this round.
@@ -300,7 +300,7 @@ impl Driver {
     }
 
     /// Scans the logs for dirty pages, and waits until I/O in flight has completed.
-    pub(super) fn sample(&mut self, owed: Owed, payload: &mut Payload) -> Result<DirtyScan, Failure> {
+    pub(super) fn scan(&mut self, owed: Owed, payload: &mut Payload) -> Result<DirtyScan, Failure> {
         self.scan_dirty(owed, false, payload)
     }
 

@@ -83,8 +83,8 @@ impl LogFollower {
         self.wait_while_working(awaited, deadline, |_| false, wanted)
     }
 
-    /// Waits like [`LogFollower::wait_for`] for a writer that may need long and reports so: the deadline is counted from the
-    /// last line for which `is_working` holds, and ends after [`LONGEST_WAIT`] at the latest.
+    /// Waits like [`LogFollower::wait_for`] for a writer that may need long and reports so: the deadline is counted
+    /// from the last line for which `is_working` holds, and ends after [`LONGEST_WAIT`] at the latest.
     pub fn wait_while_working(
         &mut self,
         awaited: &str,

@@ -11,8 +11,8 @@
 //! - [`Serial`]: a guest's serial line: its output, and commands typed to it.
 //! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
 //! - [`Client`]: watches a service from outside; [`demo`]: all of these together.
-//! - [`bench`] and [`storage`]: costs of a migration, without disks and with them; [`sweep`]: their dependence on
-//!   parameters.
+//! - [`bench`](mod@bench) and [`storage`]: costs of a migration, without disks and with them; [`sweep`]: their
+//!   dependence on parameters.
 //! - [`Environment`]: the files that `scripts/setup` has made.
 //!
 //! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but

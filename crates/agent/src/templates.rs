@@ -4,10 +4,10 @@
 //! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as the file does not
 //! change ([`template_indexer`]). Images that VMs left behind here serve as well ([`left_behind`]).
 //!
-//! A source queries some pages of its disks ([`Message::Seek`](proto::Message::Seek)); the answer is the content of the
-//! templates that have such pages ([`Message::ContentIndex`](proto::Message::Known)), and the source sends references to pages
-//! of those ([`AdvertisedTemplates`]). Each referenced page is read and compared before it is used, so that neither a catalogue nor a
-//! template that was changed can do harm.
+//! A source queries some pages of its disks ([`Message::QueryTemplates`](proto::Message::QueryTemplates)); the answer
+//! is the content of the templates that have such pages ([`Message::TemplatePages`](proto::Message::TemplatePages)),
+//! and the source sends references to pages of those ([`AdvertisedTemplates`]). Each referenced page is read and
+//! compared before it is used, so that neither a catalogue nor a template that was changed can do harm.
 
 mod advertised_templates;
 mod catalogue;

@@ -14,9 +14,9 @@
 //! if expected_downtime < max_downtime then stop and send the rest
 //! ```
 //!
-//! [`PatternPolicy`] keeps its idea and changes five things. The expected downtime has a *fixed part*, because stopping,
-//! saving and loading devices and continuing take time even when no page remains; for few remaining pages they are
-//! most of it. The bandwidth is not that of the last interval alone.
+//! [`PatternPolicy`] keeps its idea and changes five things. The expected downtime has a *fixed part*, because
+//! stopping, saving and loading devices and continuing take time even when no page remains; for few remaining pages
+//! they are most of it. The bandwidth is not that of the last interval alone.
 //!
 //! Below the downtime limit rounds continue as long as a round is worth it. There are limits: section II.B shows that
 //! a target below what is attainable keeps KVM's loop going for ever.
@@ -24,9 +24,9 @@
 //! And beyond the downtime limit the policy checks how the guest writes (section VII, Algorithm 2): where a
 //! [`Pattern`] shows that rounds do not help, it stops before a limit is reached.
 //!
-//! [`SlaPolicy`] has a time limit beside the downtime limit, and picks the way that is expected to keep both. [`HybridPolicy`]
-//! does not wait for the guest at all: the remaining pages after the first pass are sent in post-copy. [`TargetPolicy`] is
-//! KVM's rule itself, [`RoundCountPolicy`] Xen's: they are there for comparison.
+//! [`SlaPolicy`] has a time limit beside the downtime limit, and picks the way that is expected to keep both.
+//! [`HybridPolicy`] does not wait for the guest at all: the remaining pages after the first pass are sent in post-copy.
+//! [`TargetPolicy`] is KVM's rule itself, [`RoundCountPolicy`] Xen's: they are there for comparison.
 //!
 //! # Replay
 //!

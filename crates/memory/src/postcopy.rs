@@ -1,12 +1,12 @@
 //! Post-copy: the guest runs at the destination already, and some of its pages are still missing there.
 //!
 //! At the destination [`MissingPages`] has the set of missing pages. A thread that touches a missing page waits
-//! ([`tracee::PageFaultHandler`]). Such a wait is either for a page that will arrive, which is requested, or for one that
-//! the source will not send, because it is empty: that is filled with zeros at once. Pages arrive as in any round, and
-//! are placed instead of written.
+//! ([`tracee::PageFaultHandler`]). Such a wait is either for a page that will arrive, which is requested, or for one
+//! that the source will not send, because it is empty: that is filled with zeros at once. Pages arrive as in any round,
+//! and are placed instead of written.
 //!
-//! At the source, where the guest is stopped for good, [`RemainingPages`] has the pages still to be sent: requested pages
-//! first, then those behind them, then those that the guest wrote last.
+//! At the source, where the guest is stopped for good, [`RemainingPages`] has the pages still to be sent: requested
+//! pages first, then those behind them, then those that the guest wrote last.
 //!
 //! | module | content |
 //! |---|---|

@@ -1,9 +1,10 @@
 //! Content that the destination has already, found by its hash: such pages are sent as references instead of data.
 //!
 //! The source keeps for each page of known content a short name, the beginning of its BLAKE3, and its location: in a
-//! template that the destination advertised ([`ContentIndex::learn`]), or in a block of this migration, if the page was sent
-//! before ([`ContentIndex::sent`]). A page with the same name is sent as a [`Reference`]. The destination compares a longer
-//! hash before it uses the page, and so detects equal names of different pages and pages that are no longer there.
+//! template that the destination advertised ([`ContentIndex::learn`]), or in a block of this migration, if the page was
+//! sent before ([`ContentIndex::sent`]). A page with the same name is sent as a [`Reference`]. The destination compares
+//! a longer hash before it uses the page, and so detects equal names of different pages and pages that are no longer
+//! there.
 //!
 //! Therefore a wrong name, or a forgotten one, costs bytes and never a page; a page whose reference was refused once is
 //! sent.
@@ -119,7 +120,7 @@ pub struct ReferenceOutcome {
 }
 
 /// Known content of the destination, shared by all streams and all generations of a migration, until it
-/// [ends](Known::end).
+/// [ends](ContentIndex::end).
 #[derive(Debug)]
 pub struct ContentIndex {
     ended: AtomicBool,

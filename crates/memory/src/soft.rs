@@ -12,7 +12,8 @@
 //!
 //! An answer may take as long as several rounds. Pages that scans have found since the request count as not free,
 //! whatever the answer reports. When the answer is complete, the pages that it does not name stop being free, too
-//! ([`SoftPageSet::end_answer`]): pages about which the guest was wrong, and which have not been sent by then, are sent.
+//! ([`SoftPageSet::end_answer`]): pages about which the guest was wrong, and which have not been sent by then, are
+//! sent.
 //!
 //! A soft page is not simply omitted but sent as a hole, which costs next to nothing and becomes zeros at the
 //! destination: a kernel that fills freed pages with zeros, and relies on that, finds zeros. A kernel that fills them
@@ -22,9 +23,9 @@
 //!
 //! # Page cache
 //!
-//! Clean page cache is in use, but the guest can give it back. It is put off ([`SoftPageSet::cache`], [`Readable::without`])
-//! and stays owed. Before the stop the guest is asked to give it back, and a round sends the pages that were put off:
-//! pages free by then as holes, all others as they are.
+//! Clean page cache is in use, but the guest can give it back. It is put off ([`SoftPageSet::cache`],
+//! [`Readable::without`]) and stays owed. Before the stop the guest is asked to give it back, and a round sends the
+//! pages that were put off: pages free by then as holes, all others as they are.
 //!
 //! [`Readable::without`]: crate::Readable::without
 
@@ -85,7 +86,7 @@ impl SoftPageSet {
     }
 
     /// Records the pages of a block that a scan has found written. As long as pages are left out, every taker of
-    /// memory's marks has to report them here ([`TrackedRam::tell`](crate::TrackedRam::tell)).
+    /// memory's marks has to report them here ([`TrackedRam::report_to`](crate::TrackedRam::report_to)).
     pub(crate) fn written(&self, block: usize, found: &DirtyBitmap) {
         let mut state = lock(&self.0);
         let HintState { has_ended: false, free, written, .. } = &mut *state else { return };

@@ -1,6 +1,7 @@
 //! Post-copy: the list of missing pages, which arrive while the guest runs, and requests for single pages.
 //!
-//! After the stop the source lists the missing pages on the control stream, before the device state: `MissingPages`, and in
+//! After the stop the source lists the missing pages on the control stream, before the device state: `MissingPages`,
+//! and in
 //! `Blob` frames an entry for each chunk of guest memory that has any:
 //!
 //! ```text
@@ -13,17 +14,17 @@
 //!
 //! All numbers are little-endian. The pages travel over the data streams as in any round. A thread that touches a
 //! missing page blocks until the page is placed. So the destination requests that page on the *page stream*, a data
-//! stream of its own whose number is one more than that of the last data stream: the destination sends `RequestPages`, and the
-//! source answers with a `Blob` frame for each page:
+//! stream of its own whose number is one more than that of the last data stream: the destination sends `RequestPages`,
+//! and the source answers with a `Blob` frame for each page:
 //!
 //! ```text
 //! block u16 | page u48 | 4096 bytes, or none for a page of zeros
 //! ```
 //!
-//! The first message of the destination on the page stream is the list of missing pages: `MissingPages` and its entries.
-//! The source sends no page before this list arrives, because a page that is placed before is discarded again when the
-//! destination prepares to wait for its faults. After a cut the streams are opened anew, with the next generation, and
-//! the destination sends the list again, so the source has to remember nothing.
+//! The first message of the destination on the page stream is the list of missing pages: `MissingPages` and its
+//! entries. The source sends no page before this list arrives, because a page that is placed before is discarded again
+//! when the destination prepares to wait for its faults. After a cut the streams are opened anew, with the next
+//! generation, and the destination sends the list again, so the source has to remember nothing.
 
 use crate::limits::{CHUNK_PAGES, PAGE_BYTES};
 

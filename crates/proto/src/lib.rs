@@ -20,17 +20,17 @@
 //!            ◄───────────────────────────────────  Running{epoch}
 //! ```
 //!
-//! If the destination has templates of disks, the source queries them after `Accept` with `QueryTemplates`; the destination
-//! answers with one or more `TemplatePages`. Pages that the destination has are then [referred to](reference). Images that
-//! both hosts have (those of disks that are not copied) need no query: they are the templates from number 8 on, in the
-//! order of `disks` and their `layers` in the proposal's description.
+//! If the destination has templates of disks, the source queries them after `Accept` with `QueryTemplates`; the
+//! destination answers with one or more `TemplatePages`. Pages that the destination has are then [referred
+//! to](reference). Images that both hosts have (those of disks that are not copied) need no query: they are the
+//! templates from number 8 on, in the order of `disks` and their `layers` in the proposal's description.
 //!
 //! If an earlier version of a page was sent, a [delta](delta) replaces the page. Where the link is slower than
 //! compression, and at first, `Packed` frames replace some `Pages` ([`packed`]).
 //!
 //! In *post-copy*, where pages arrive after the guest, the source lists outdated pages of the destination with
-//! `Discard` before the stop. `MissingPages` replaces the last round, and the data streams go on until all missing pages
-//! have arrived ([`awaited`]): the destination sends `Incomplete` when the guest runs, and `Running` at the end.
+//! `Discard` before the stop. `MissingPages` replaces the last round, and the data streams go on until all missing
+//! pages have arrived ([`awaited`]): the destination sends `Incomplete` when the guest runs, and `Running` at the end.
 //!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`. The destination stops and joins the workers of the old generation, answers `Resumed`, and accepts the new

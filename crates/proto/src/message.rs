@@ -105,8 +105,8 @@ pub enum Message {
         /// Names of pages: the first 6 bytes of their BLAKE3, in 12 lower-case hexadecimal digits.
         names: Vec<String>,
     },
-    /// Destination: pages of a template. Several of these messages answer one [`Message::QueryTemplates`], each template in
-    /// order.
+    /// Destination: pages of a template. Several of these messages answer one [`Message::QueryTemplates`], each
+    /// template in order.
     TemplatePages {
         /// Number of the template, which references use.
         template: u16,

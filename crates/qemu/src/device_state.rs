@@ -128,8 +128,9 @@ impl PermissionEdge {
 }
 
 impl PermissionGraph {
-    /// Returns [`DiskOwnership::Held`] only if all images are proved to be held, because releasing them a second time kills
-    /// QEMU. The other mistake only leaves locks until this QEMU ends, and a guest that is paused does not need them.
+    /// Returns [`DiskOwnership::Held`] only if all images are proved to be held, because releasing them a second time
+    /// kills QEMU. The other mistake only leaves locks until this QEMU ends, and a guest that is paused does not need
+    /// them.
     ///
     /// So one released disk decides (others were plugged in since, or acquired again to be copied), and so does an
     /// image whose ownership cannot be determined, because it is only read, or no device uses it.

@@ -14,8 +14,8 @@
 //! | [`maps`], [`Pagemap`] | memory map, and which pages exist |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
-//! ([`allocator`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: none of these operations
-//! has a safe interface.)
+//! ([`allocator`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: none of these
+//! operations has a safe interface.)
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines or migrations. Everything that changes
 //! the other process has an undo that works when it is dropped and when this process dies. There are two exceptions:

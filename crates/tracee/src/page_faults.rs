@@ -6,8 +6,8 @@
 //! because its process may have written to it since.
 //!
 //! **There is no undo.** After unregistering, waiting threads read zeros (design, trap 10), so nothing here does that
-//! by itself: a second descriptor stays inside the process ([`crate::Injector::create_lasting_userfaultfd`]), and with it the
-//! threads continue to wait when the agent dies, until another one takes over ([`PageFaultHandler::take_over`]).
+//! by itself: a second descriptor stays inside the process ([`crate::Injector::create_lasting_userfaultfd`]), and with
+//! it the threads continue to wait when the agent dies, until another one takes over ([`PageFaultHandler::take_over`]).
 //! [`PageFaultHandler::end`] is for the time when every page has been placed.
 //!
 //! A range may be unmapped in the meantime, as QEMU does with the memory of a device that is unplugged: no thread can

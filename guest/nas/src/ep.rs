@@ -1,4 +1,5 @@
-//! EP, embarrassingly parallel: pairs of random numbers in a circle are made into Gaussian deviates, which are added up.
+//! EP, embarrassingly parallel: pairs of random numbers in a circle are made into Gaussian deviates, which are added
+//! up.
 //!
 //! It computes in batches and hardly touches memory. Its members meet only to add up their sums, sixteen times in a
 //! run.

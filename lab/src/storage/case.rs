@@ -65,7 +65,8 @@ pub enum Mover {
     Mirror,
     /// The guest is stopped, and its memory and disk are copied by `scp`.
     Scp,
-    /// The disk is copied by `rsync` three times while the guest runs, and once more, with its memory, when it is stopped.
+    /// The disk is copied by `rsync` three times while the guest runs, and once more, with its memory, when it is
+    /// stopped.
     Rsync,
 }
 

@@ -8,7 +8,8 @@ use super::sampler::Timeline;
 use crate::bench::plot::{PlotAxes, PlotLine, draw, lines};
 use crate::error::Result;
 
-/// Draws the results into a directory: a file for each picture for which there is something to draw. Returns their names.
+/// Draws the results into a directory: a file for each picture for which there is something to draw. Returns their
+/// names.
 pub fn plots(results: &DiskResults, directory: &Path) -> Result<Vec<String>> {
     let mut drawn = Vec::new();
     let mut picture = |name: &str, title: &str, y: &str, content: &[PlotLine]| -> Result<()> {

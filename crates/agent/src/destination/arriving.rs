@@ -311,8 +311,8 @@ impl ArrivingVm {
         Ok(self.qmp.insert(qmp))
     }
 
-    /// Sends `cont`, or checks for the answer to an earlier one. Returns [`ContOutcome::Pending`] if there is no answer yet;
-    /// the caller calls again later, because while this thread waits, it answers no connection on which QEMU may
+    /// Sends `cont`, or checks for the answer to an earlier one. Returns [`ContOutcome::Pending`] if there is no answer
+    /// yet; the caller calls again later, because while this thread waits, it answers no connection on which QEMU may
     /// depend.
     pub(crate) fn cont(&mut self) -> Result<ContOutcome, QmpError> {
         let (asked, until) = match self.asked_to_cont.take() {

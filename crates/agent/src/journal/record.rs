@@ -79,7 +79,7 @@ pub struct MigrationRecord {
     pub terms: MigrationTerms,
     /// State of the handover on this side.
     pub state: State,
-    /// True until [`Journal::close`]: the agent or an operator still has something to do.
+    /// True until the migration is closed: the agent or an operator still has something to do.
     pub open: bool,
     /// Further data that this side needs in order to go on or to clean up after a restart; its driver defines it.
     pub details: serde_json::Value,

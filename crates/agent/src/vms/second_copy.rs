@@ -1,4 +1,5 @@
-//! Refusal to start a VM a second time: while another host owns it, or from images that it left here when it moved away.
+//! Refusal to start a VM a second time: while another host owns it, or from images that it left here when it moved
+//! away.
 
 use std::path::Path;
 

@@ -36,9 +36,9 @@
 //!    with the host. The rule behind it: entries that let a vCPU of the *source* run again are durable, because its
 //!    RAM does not outlive a crash of the host but its disks do; `PREPARED` is durable because it makes a rebooted
 //!    host ask first.
-//! 4. **After a restart** the agent loads the last entry and its [`MigrationTerms`], searches the QEMU and feeds `Restarted`
-//!    before anything else. Unfinished effects are not remembered; every state repeats what is necessary, so all
-//!    effects must be harmless when done twice.
+//! 4. **After a restart** the agent loads the last entry and its [`MigrationTerms`], searches the QEMU and feeds
+//!    `Restarted` before anything else. Unfinished effects are not remembered; every state repeats what is necessary,
+//!    so all effects must be harmless when done twice.
 //! 5. **Messages** of a peer go to the state machine of their epoch, out of the journal if need be: a source that has
 //!    begun another attempt still answers for the older one. A message of an unknown epoch goes to a fresh machine
 //!    (`Idle`), which answers REFUSED; that is right only for a journal that is known to be complete. An agent that

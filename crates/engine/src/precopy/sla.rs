@@ -112,8 +112,8 @@ impl fmt::Display for Outlook {
 /// Where the round sent pages that are never written, as in the first pass, the share is not known, and rounds are not
 /// expected to converge.
 ///
-/// Within the downtime limit it continues as [`PatternPolicy`] does, while there is time. One scan may be chance: the way
-/// changes when two scans agree, or when there is no time for a second. A CPU throttle stays on.
+/// Within the downtime limit it continues as [`PatternPolicy`] does, while there is time. One scan may be chance: the
+/// way changes when two scans agree, or when there is no time for a second. A CPU throttle stays on.
 ///
 /// If no way keeps both limits it continues, with a CPU throttle if possible, as long as there is time and rounds
 /// are allowed, because a guest may become calmer; then it applies the user's choice for the limit, early enough for

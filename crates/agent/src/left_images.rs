@@ -22,7 +22,7 @@ use proto::VmName;
 use qemu::describe::{Disk, VmDescription};
 use qemu::preflight::FileIdentity;
 use qemu::preflight::files::created_unix_ns;
-use tracee::Lease;
+use tracee::FileLease;
 use tracing::info;
 
 use crate::api::{LeftImage, Problem, ProblemKind};
@@ -384,9 +384,9 @@ fn unescaped(path: &str) -> String {
 
 /// Acquires a lease of a file, so that no process can open it while the lease is held; or returns the reason for which
 /// there is none.
-fn acquire_lease(file: File, path: &Path) -> Result<Lease, String> {
+fn acquire_lease(file: File, path: &Path) -> Result<FileLease, String> {
     let cannot = |error: std::io::Error| format!("it cannot be seen whether it is open elsewhere: {error}");
-    match Lease::take(file).map_err(cannot)? {
+    match FileLease::take(file).map_err(cannot)? {
         Some(lease) => Ok(lease),
         None => Err(match holders(path) {
             found if found.is_empty() => {

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 pub use engine::trace::{Replayed, Traces};
 pub use explain::explain;
-pub use reductions::{Compression, Deltas, LevelChoice, SoftPageSet};
+pub use reductions::{Compression, Deltas, FreePageHintStats, LevelChoice};
 pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 
 /// Name and version of the document. Fields may be added under the same version; none is removed or changes its
@@ -68,7 +68,7 @@ pub struct Report {
     pub deltas: Option<Deltas>,
     /// Statistics of free page hints; absent if no program in the guest was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub soft: Option<SoftPageSet>,
+    pub soft: Option<FreePageHintStats>,
     /// Time for which the guest's vCPUs waited for processors of the host during the migration; absent if the kernel
     /// does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]

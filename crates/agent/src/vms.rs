@@ -12,7 +12,7 @@ use qemu::command::QMP_FILE;
 use qemu::describe::VmDescription;
 use qemu::find::{self, QemuProcess, Selector};
 use qemu::qmp::Qmp;
-use qemu::units;
+use qemu::restart_units;
 use qemu::vmfile::VmFile;
 use tracee::Process;
 use tracing::{info, warn};
@@ -186,7 +186,7 @@ fn same_process(context: &Context, record: &VmRecord, process: &QemuProcess) -> 
 /// Returns findings about units that would start the VM a second time after it has moved away: a migration is refused
 /// because of them.
 fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
-    units::starts_again(process).into_iter().map(|again| Finding {
+    restart_units::starts_again(process).into_iter().map(|again| Finding {
         severity: Severity::Warning,
         code: again.when.code().to_owned(),
         what: again.what,

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use qemu::units::RestartTime;
+use qemu::restart_units::RestartTime;
 
 /// Source text that precedes a finding's code, without white space.
 const BEFORE: [&str; 9] = [

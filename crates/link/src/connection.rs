@@ -10,7 +10,7 @@ use proto::frame::{FrameKind, HEADER_BYTES, Header};
 use proto::{HostId, Message, limits};
 
 use crate::error::LinkError;
-use crate::rate::RateLimit;
+use crate::rate_limit::RateLimit;
 use crate::socket::ByteCounters;
 use crate::stream::{ByteReader, ByteWriter, Shared};
 

@@ -30,7 +30,7 @@ mod gate;
 mod handshake;
 mod identity;
 mod listen;
-mod rate;
+mod rate_limit;
 mod router;
 mod socket;
 mod stream;
@@ -40,7 +40,7 @@ pub use endpoint::{Endpoint, Peer, Settings};
 pub use error::{BindError, ConnectError, HandshakeError, LinkError};
 pub use identity::{Identity, IdentityError, Security, TlsFiles};
 pub use listen::{Arrival, Listener, ListenerHandle, Rejected};
-pub use rate::{RateLimit, TokenBucket};
+pub use rate_limit::{RateLimit, TokenBucket};
 pub use router::{Route, Router};
 
 // Tests inside and outside of the crate share helpers, which call it by its name.

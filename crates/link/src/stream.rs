@@ -20,7 +20,7 @@ use rustls::IoState;
 use rustls::pki_types::CertificateDer;
 
 use crate::error::LinkError;
-use crate::rate::RateLimit;
+use crate::rate_limit::RateLimit;
 use crate::socket::Socket;
 
 /// Maximum number of bytes that are encrypted under one lock, and sent between two checks of the rate limit.

@@ -32,7 +32,7 @@ const PAGE: usize = PAGE_BYTES as usize;
 
 /// Number of pages by content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Contents {
+pub struct PageCounts {
     /// Pages with data.
     pub data: u64,
     /// Pages of zeros.
@@ -49,7 +49,7 @@ pub struct Contents {
     pub soft: u64,
 }
 
-impl Contents {
+impl PageCounts {
     /// Returns the number of all pages.
     pub fn pages(&self) -> u64 {
         self.data + self.zero + self.hole + self.reference + self.delta + self.filled + self.soft
@@ -118,7 +118,7 @@ impl FrameBuilder {
         chunk: u64,
         wanted: &ChunkPages,
         knowledge: &mut ChunkKnowledge<'_>,
-    ) -> Result<(ChunkPages, Contents), ReadFailed> {
+    ) -> Result<(ChunkPages, PageCounts), ReadFailed> {
         self.runs.clear();
         self.names.clear();
         self.referred.clear();
@@ -146,7 +146,7 @@ impl FrameBuilder {
         }
         self.close();
         soft.retain(&taken);
-        let mut contents = Contents { soft: soft.count(), ..Contents::default() };
+        let mut contents = PageCounts { soft: soft.count(), ..PageCounts::default() };
         let mut empty = ChunkPages::EMPTY;
         for run in &self.runs {
             let count = match run.content {

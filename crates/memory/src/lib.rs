@@ -18,7 +18,7 @@
 //! | [`send`], [`receive`] | the two ends of the streams |
 //! | [`ContentIndex`] | content that the destination has already, and need not be sent |
 //! | [`Deltas`] | pieces of a page that changed since it was sent |
-//! | [`Packing`] | compression of the data sent |
+//! | [`CompressionState`] | compression of the data sent |
 //! | [`SoftPageSet`] | free page hints of the guest |
 //! | [`MissingPages`], [`RemainingPages`] | pages that arrive after the switchover: post-copy |
 //! | [`verify`] | comparison of both sides, by a path of its own |
@@ -49,20 +49,20 @@ mod tracked;
 pub mod verify;
 pub mod wire;
 
-pub use chunk::{Contents, FRAME_PAGES};
+pub use chunk::{FRAME_PAGES, PageCounts};
 pub use deltas::{DeltaCounters, Deltas};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
 pub use pack::codec::BadPacked;
-pub use pack::{CompressionCounters, CompressionCriteria, Packing};
+pub use pack::{CompressionCounters, CompressionCriteria, CompressionState};
 pub use postcopy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
     decode_set, encode_set,
 };
 pub use ram::{BlockReader, BlockWriter, DiscardMethod, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
-    AcceptedReductions, AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent,
-    ReceiverHandle,
+    AcceptedReductions, AttachError, DestinationRam, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
+    ZeroedRange,
 };
 pub use references::{ContentIndex, NAME_BYTES, PageName, ReferenceOutcome, Templates};
 pub use round::{

@@ -187,7 +187,7 @@ pub enum AttachError {
 
 /// Memory that was zeroed and could be given back to the host, in bytes of a block.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Discardable {
+pub struct ZeroedRange {
     /// Index of the block.
     pub block: u16,
     /// Range in the block, in whole pages of the host.
@@ -431,13 +431,13 @@ impl ReceiverHandle {
     ///
     /// Meant for the end of a long round, not for a last one: giving memory back makes QEMU run a system call, and the
     /// guest waits for it.
-    pub fn discard_with<R>(&self, discard: impl FnOnce(Vec<Discardable>) -> R) -> R {
+    pub fn discard_with<R>(&self, discard: impl FnOnce(Vec<ZeroedRange>) -> R) -> R {
         let gate = self.0.gate.write().unwrap_or_else(PoisonError::into_inner);
         if *gate == Gate::Shut {
             return discard(Vec::new());
         }
         let found = (0_u16..).zip(self.0.ram.iter()).flat_map(|(block, writer)| {
-            writer.take_discardable().into_iter().map(move |bytes| Discardable { block, bytes })
+            writer.take_discardable().into_iter().map(move |bytes| ZeroedRange { block, bytes })
         });
         discard(found.collect())
     }

@@ -41,6 +41,6 @@ pub mod qmp;
 pub mod queues;
 pub mod ram;
 pub mod recording;
+pub mod restart_units;
 pub mod tree;
-pub mod units;
 pub mod vmfile;

@@ -25,8 +25,8 @@ pub use checks::run_state_refusal;
 
 use crate::describe::{Problem, VmDescription};
 use crate::ram::RamBlock;
+use crate::restart_units::RestartRisk;
 use crate::tree::Difference;
-use crate::units::RestartRisk;
 use facts::{HostFacts, Mappers};
 pub use identity::FileIdentity;
 pub use open_files::{MismatchedFile, OpenFiles};

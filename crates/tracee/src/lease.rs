@@ -10,12 +10,12 @@ use nix::libc;
 
 /// Lease that proves that no other opener has a file open; a process that opens it waits until the lease is dropped.
 #[derive(Debug)]
-pub struct Lease {
+pub struct FileLease {
     /// The lease ends when the file is closed.
     _file: File,
 }
 
-impl Lease {
+impl FileLease {
     /// Acquires a lease of a file, which must be open for reading; returns none if any other opener has it open, in
     /// whatever mode. The lease should be held only for a moment.
     ///
@@ -58,9 +58,9 @@ mod tests {
         let open = || File::open(&path).unwrap();
         for write in [false, true] {
             let other = OpenOptions::new().read(!write).write(write).open(&path).unwrap();
-            assert!(Lease::take(open()).unwrap().is_none(), "{write}");
+            assert!(FileLease::take(open()).unwrap().is_none(), "{write}");
             drop(other);
-            let lease = Lease::take(open()).unwrap().unwrap();
+            let lease = FileLease::take(open()).unwrap().unwrap();
             // An opener in the meantime is admitted afterwards, and neither side is harmed.
             thread::scope(|scope| {
                 let late = scope.spawn(|| OpenOptions::new().read(!write).write(write).open(&path));

@@ -14,7 +14,7 @@
 //! | [`maps`], [`Pagemap`] | memory map, and which pages exist |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
-//! ([`allocator`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: none of these
+//! ([`allocator`] is about this process, [`FileLease`] about a file, [`unsent_bytes`] about a socket: none of these
 //! operations has a safe interface.)
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines or migrations. Everything that changes
@@ -44,7 +44,7 @@ pub use cpu_limit::{CpuLimit, CpuLimitError, PERIOD as CPU_LIMIT_PERIOD};
 pub use inject::is_holding_thread;
 pub use inject::{InjectError, Injector, LastingUserfaultfd, injector_main};
 pub use kernel::{Feature, Kernel, MissingFeatures};
-pub use lease::Lease;
+pub use lease::FileLease;
 pub use page_faults::{PageFaultError, PageFaultHandler};
 pub use pagemap::Pagemap;
 pub use process::{Process, ProcessError, Signal, Status, ThreadTimes};

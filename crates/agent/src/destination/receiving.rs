@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{
-    AcceptedReductions, BlockWriter, DataStream, DestinationRam, Discardable, ReceiveError, Receiver,
-    ReceiverEvent, ReceiverHandle, WriterSwitch,
+    AcceptedReductions, BlockWriter, DataStream, DestinationRam, ReceiveError, Receiver, ReceiverEvent,
+    ReceiverHandle, WriterSwitch, ZeroedRange,
 };
 use proto::message::Proposal;
 use proto::{Generation, MigrationId};
@@ -304,7 +304,7 @@ impl MemoryReleaser {
         });
     }
 
-    fn address(&self, part: &Discardable) -> Option<AddressRange> {
+    fn address(&self, part: &ZeroedRange) -> Option<AddressRange> {
         let base = self.addresses.get(usize::from(part.block))?;
         Some(AddressRange::new(base + part.bytes.start, base + part.bytes.end))
     }

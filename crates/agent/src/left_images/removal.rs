@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, open, openat, renameat_with, statat, unlinkat};
 use rustix::io::Errno;
-use tracee::Lease;
+use tracee::FileLease;
 
 /// A file that is open by its name in a directory that is open as well, and that no other process has open.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub(super) struct Removable {
     name: PathBuf,
     file: File,
     /// Keeps others from opening the file.
-    _lease: Lease,
+    _lease: FileLease,
 }
 
 impl Removable {

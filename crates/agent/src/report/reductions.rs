@@ -45,7 +45,7 @@ pub struct Deltas {
 /// Statistics of free page hints from the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct SoftPageSet {
+pub struct FreePageHintStats {
     /// The kinds of pages that were to be omitted.
     pub wanted: SoftPages,
     /// Number of complete answers.

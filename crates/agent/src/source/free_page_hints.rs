@@ -39,7 +39,7 @@ pub(super) struct FreePageHints {
     asked: Option<Instant>,
     /// Page cache that was deferred in the first round. It is owed.
     deferred: Option<Owed>,
-    told: report::SoftPageSet,
+    told: report::FreePageHintStats,
     controls: Arc<Controls>,
 }
 
@@ -78,7 +78,7 @@ impl Driver {
                 let guest = Guest::new(connection, seen, Arc::clone(&soft), cache, ANSWER_LIMIT);
                 let failed = |error| self.note("guest", format!("it is not asked: {error}"));
                 let guest = guest.map_err(failed).ok()?;
-                let told = report::SoftPageSet { wanted, ..report::SoftPageSet::default() };
+                let told = report::FreePageHintStats { wanted, ..report::FreePageHintStats::default() };
                 let controls = Arc::clone(&self.controls);
                 Some(FreePageHints { guest, soft, cache, asked: None, deferred: None, told, controls })
             }
@@ -180,7 +180,7 @@ impl Drop for FreePageHints {
     /// Adds the statistics to the report.
     fn drop(&mut self) {
         let answer_statistics = self.guest.answer_statistics();
-        let told = report::SoftPageSet {
+        let told = report::FreePageHintStats {
             answers: answer_statistics.answers,
             longest_answer_us: answer_statistics.longest.as_micros() as u64,
             poisoned: answer_statistics.poisoned,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use ::memory::ram::RamError;
 use ::memory::{
-    ContentIndex, Deltas, DirtyBitmap, DirtyLog, Owed, Packing, Reductions, RoundStats, ScanError, ScanStats,
-    SoftPageSet, SourceRam, TrackedRam,
+    CompressionState, ContentIndex, Deltas, DirtyBitmap, DirtyLog, Owed, Reductions, RoundStats, ScanError,
+    ScanStats, SoftPageSet, SourceRam, TrackedRam,
 };
 use block::nbd::NbdError;
 use engine::precopy::{
@@ -128,7 +128,7 @@ impl Payload {
     }
 
     /// Lets data that is sent from here on be compressed.
-    pub(crate) fn enable_compression(&mut self, packing: Arc<Packing>) {
+    pub(crate) fn enable_compression(&mut self, packing: Arc<CompressionState>) {
         self.saving.packing = Some(packing);
     }
 

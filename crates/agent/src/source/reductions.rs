@@ -6,7 +6,9 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{CompressionCounters, ContentIndex, DeltaCounters, Deltas, Packing, ReferenceOutcome};
+use ::memory::{
+    CompressionCounters, CompressionState, ContentIndex, DeltaCounters, Deltas, ReferenceOutcome,
+};
 use engine::compression::{CompressionObservation, CompressionPolicy, Decision, WAYS};
 use engine::referring::{ReferenceObservation, ReferencePolicy};
 use engine::trace::TracedPolicy;
@@ -44,7 +46,7 @@ pub(super) struct Reductions {
 struct ActiveReductions {
     wanted: Compress,
     /// Compression; none if nothing is compressed and the link need not be measured either.
-    packing: Option<Arc<Packing>>,
+    packing: Option<Arc<CompressionState>>,
     wanted_deltas: WantedDeltas,
     /// Deltas; none if pages are sent in full.
     deltas: Option<Arc<Deltas>>,
@@ -82,7 +84,7 @@ impl Reductions {
         };
         let packing = (is_watched || way != Way::None).then(|| {
             let opens = wanted == Compress::Auto;
-            Arc::new(if opens { Packing::opening(worth) } else { Packing::new(way, worth) })
+            Arc::new(if opens { CompressionState::opening(worth) } else { CompressionState::new(way, worth) })
         });
         let active = ActiveReductions { wanted, packing, wanted_deltas, deltas, known };
         if wanted_deltas == WantedDeltas::Always {
@@ -94,7 +96,7 @@ impl Reductions {
         Self { active, controls: Arc::clone(controls), _stop: stop }
     }
 
-    pub(super) fn packing(&self) -> Option<Arc<Packing>> {
+    pub(super) fn packing(&self) -> Option<Arc<CompressionState>> {
         self.active.packing.clone()
     }
 
@@ -227,7 +229,7 @@ fn update_report(decision: &Decision, controls: &Controls) {
 /// Runs the policy in a separate thread; returns none if no thread can be started, and then nothing is picked.
 fn start_policy(
     active: ActiveReductions,
-    packing: Arc<Packing>,
+    packing: Arc<CompressionState>,
     workers: u16,
     controls: Arc<Controls>,
 ) -> Option<Sender<()>> {
@@ -306,7 +308,7 @@ struct LinkSample {
 }
 
 impl LinkSample {
-    fn now(packing: &Packing, referred: ReferenceOutcome) -> Self {
+    fn now(packing: &CompressionState, referred: ReferenceOutcome) -> Self {
         Self { at: Instant::now(), counted: packing.count(), referred, idle_ns: cpu::idle_ns() }
     }
 

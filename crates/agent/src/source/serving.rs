@@ -15,8 +15,8 @@ use std::time::Instant;
 
 use ::memory::ram::zero::is_zero;
 use ::memory::{
-    BadSet, CompletedRound, Interrupted, Packing, RamError, RecentWrites, RemainingPages, SendError, Sender,
-    SenderHandle, SourceRam, decode_set,
+    BadSet, CompletedRound, CompressionState, Interrupted, RamError, RecentWrites, RemainingPages, SendError,
+    Sender, SenderHandle, SourceRam, decode_set,
 };
 use engine::push::{Part, Push};
 use engine::trace::TracedPolicy;
@@ -40,7 +40,7 @@ pub(super) struct PostCopyServer {
     /// Rate limit of all data streams.
     rate: Arc<RateLimit>,
     /// Compression of the last round, also used for pushed pages.
-    pub(super) packing: Option<Arc<Packing>>,
+    pub(super) packing: Option<Arc<CompressionState>>,
     /// Counts of an agent before this one.
     pub(super) before: PostCopy,
     /// Time at which post-copy began, as far as the source knows.

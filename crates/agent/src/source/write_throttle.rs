@@ -125,7 +125,7 @@ impl DiskWriteThrottle {
 
 #[cfg(test)]
 mod tests {
-    use ::memory::Contents;
+    use ::memory::PageCounts;
 
     use super::*;
 
@@ -134,7 +134,7 @@ mod tests {
     fn pages_already_present_do_not_count_as_sent() {
         let mut write_throttle = DiskWriteThrottle::new(ThrottleWrites::Drain).unwrap();
         let mut rate = |data, reference, delta| {
-            let contents = Contents { data, reference, delta, ..Contents::default() };
+            let contents = PageCounts { data, reference, delta, ..PageCounts::default() };
             write_throttle.record_sent(&RoundStats {
                 contents,
                 duration_us: 1_000_000,

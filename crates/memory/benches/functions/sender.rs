@@ -12,8 +12,8 @@ use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Compression;
 use proto::pages::{Ack, decode_round_end};
 use whimbrel_memory::{
-    BlockReader, CompletedRound, CompressionCriteria, DataStream, Deltas, DirtyBitmap, DirtyLog, FrameSink,
-    FrameSource, HangUp, Owed, Packing, RamError, Reductions, ScanError, ScanStats, Sender,
+    BlockReader, CompletedRound, CompressionCriteria, CompressionState, DataStream, Deltas, DirtyBitmap,
+    DirtyLog, FrameSink, FrameSource, HangUp, Owed, RamError, Reductions, ScanError, ScanStats, Sender,
 };
 
 use crate::harness::{Amount, Benches};
@@ -166,7 +166,7 @@ pub(crate) fn cases(benches: &mut Benches) {
     for way in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, pack/{way}"), pages, || {
-            let packing = Some(Arc::new(Packing::new(way, CompressionCriteria::default())));
+            let packing = Some(Arc::new(CompressionState::new(way, CompressionCriteria::default())));
             let saving = Reductions { packing, ..Reductions::default() };
             rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
         });

@@ -6,8 +6,8 @@
 //! it full waits, so that no worker compresses faster than the link carries.
 //!
 //! Not all data is worth compressing ([`select`]), and the best compression depends on the link and on the processors:
-//! the owner of a [`Packing`] may change the compression while pages are sent, according to its counters
-//! ([`Packing::count`]).
+//! the owner of a [`CompressionState`] may change the compression while pages are sent, according to its counters
+//! ([`CompressionState::count`]).
 
 pub(crate) mod codec;
 mod opening;
@@ -33,7 +33,7 @@ const LEAST_TRIAL_BYTES: usize = 32 << 10;
 
 /// Compression of a migration, shared by all streams of all its generations.
 #[derive(Debug)]
-pub struct Packing {
+pub struct CompressionState {
     worth: CompressionCriteria,
     is_opening: AtomicBool,
     most_workers: AtomicU16,
@@ -95,7 +95,7 @@ pub struct CompressionCounters {
     pub peer_waited_us: u64,
 }
 
-impl Packing {
+impl CompressionState {
     /// Creates a state with a fixed compression.
     pub fn new(way: Compression, worth: CompressionCriteria) -> Self {
         Self::begin(way, None, worth)
@@ -230,7 +230,7 @@ impl StreamCompressor {
     /// guest is stopped.
     pub(crate) fn pack(
         &mut self,
-        packing: &Packing,
+        packing: &CompressionState,
         data: &[u8],
         guest_runs: bool,
     ) -> Option<(Codec, &[u8])> {
@@ -263,7 +263,7 @@ impl StreamCompressor {
 
     fn pack_if_worth(
         &mut self,
-        packing: &Packing,
+        packing: &CompressionState,
         encoders: &mut Encoders,
         way: Compression,
         data: &[u8],
@@ -285,7 +285,7 @@ impl StreamCompressor {
 
     fn try_out(
         &mut self,
-        packing: &Packing,
+        packing: &CompressionState,
         encoders: &mut Encoders,
         way: Compression,
         data: &[u8],

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use crate::chunk::Contents;
+use crate::chunk::PageCounts;
 use crate::dirty::ChunkPages;
 use crate::send::plan::Plan;
 use crate::send::{BlockProgress, Progress};
@@ -66,7 +66,7 @@ impl RoundCounters {
     }
 
     /// Counts pages of a block as sent, in a frame of `bytes` bytes.
-    pub(super) fn sent(&self, block: u16, taken: &ChunkPages, contents: &Contents, bytes: usize) {
+    pub(super) fn sent(&self, block: u16, taken: &ChunkPages, contents: &PageCounts, bytes: usize) {
         self.data.fetch_add(contents.data, Ordering::Relaxed);
         self.zero.fetch_add(contents.zero, Ordering::Relaxed);
         self.hole.fetch_add(contents.hole, Ordering::Relaxed);
@@ -92,7 +92,7 @@ impl RoundCounters {
 
     pub(super) fn progress(&self) -> Progress {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let sent = Contents {
+        let sent = PageCounts {
             data: get(&self.data),
             zero: get(&self.zero),
             hole: get(&self.hole),

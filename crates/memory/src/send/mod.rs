@@ -40,9 +40,9 @@ use proto::frame::FrameKind;
 use proto::limits::STREAMS;
 use proto::pages::BadPages;
 
-use crate::chunk::Contents;
+use crate::chunk::PageCounts;
 use crate::deltas::Deltas;
-use crate::pack::Packing;
+use crate::pack::CompressionState;
 use crate::ram::{BlockReader, RamError};
 use crate::references::ContentIndex;
 use crate::round::{Owed, Readable};
@@ -76,7 +76,7 @@ pub struct Reductions {
     /// Pages that are sent again are sent as deltas. The destination must have announced that it accepts them.
     pub deltas: Option<Arc<Deltas>>,
     /// Data is compressed. The destination must have named the codecs.
-    pub packing: Option<Arc<Packing>>,
+    pub packing: Option<Arc<CompressionState>>,
     /// Pages that the guest does not use are left out.
     pub soft: Option<Arc<SoftPageSet>>,
 }
@@ -184,7 +184,7 @@ pub struct RoundStats {
     /// Number of the round, from 1 on.
     pub round: u32,
     /// Number of pages by content.
-    pub contents: Contents,
+    pub contents: PageCounts,
     /// Pages of `contents.reference` and `contents.delta` that the destination did not have after all: they are still
     /// owed.
     pub refused_pages: u64,
@@ -202,7 +202,7 @@ pub struct Progress {
     /// Pages of the round.
     pub pages: u64,
     /// Pages that were sent, by content.
-    pub sent: Contents,
+    pub sent: PageCounts,
     /// Pages that the destination lacks, although references or deltas were sent for them.
     pub refused: u64,
     /// Bytes of frames written to the connections in this round.

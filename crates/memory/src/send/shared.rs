@@ -11,7 +11,7 @@ use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
 
-use crate::chunk::{ChunkKnowledge, Contents, ReferenceLookup};
+use crate::chunk::{ChunkKnowledge, PageCounts, ReferenceLookup};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::priority::{NICE, Niceness};
@@ -327,7 +327,7 @@ impl SenderState {
         ChunkId { block, chunk }: ChunkId,
         wanted: &ChunkPages,
         knowledge: &mut ChunkKnowledge<'_>,
-    ) -> Result<(ChunkPages, Contents, usize), SendError> {
+    ) -> Result<(ChunkPages, PageCounts, usize), SendError> {
         let Some(reader) = self.ram.get(usize::from(block)) else { return Err(SendError::Cancelled) };
         let (taken, contents) = outlet
             .builder

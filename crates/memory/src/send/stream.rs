@@ -10,7 +10,7 @@ use proto::pages::PagesHeader;
 use crate::chunk::{FrameBuilder, PresumedPages};
 use crate::dirty::ChunkPages;
 use crate::lock;
-use crate::pack::{Packing, StreamCompressor};
+use crate::pack::{CompressionState, StreamCompressor};
 use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 
@@ -47,7 +47,7 @@ impl FrameOutput {
     pub(super) fn send_pages(
         &mut self,
         header: &PagesHeader,
-        packing: Option<&Packing>,
+        packing: Option<&CompressionState>,
         guest_runs: bool,
     ) -> Result<usize, LinkError> {
         let Self { sink, builder, packer } = self;

@@ -18,8 +18,8 @@ use super::references::FakeTemplates;
 use crate::deltas::MARKS_BYTES;
 use crate::deltas::tests::PAGE_SEED;
 use crate::{
-    AcceptedReductions, CompletedRound, CompressionCriteria, Deltas, DirtyLog, Owed, Packing, PageCursor,
-    PartBoundary, Receiver, ReceiverEvent, Reductions, Sender, SoftPageSet, Templates, lock,
+    AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, Owed,
+    PageCursor, PartBoundary, Receiver, ReceiverEvent, Reductions, Sender, SoftPageSet, Templates, lock,
 };
 
 /// A drain that does not fail.
@@ -77,7 +77,8 @@ impl Move {
             skip_bytes: dice.below(1 << 20),
         };
         let (opens, way) = (dice.one_in(3), some_way(dice));
-        let packing = || if opens { Packing::opening(worth) } else { Packing::new(way, worth) };
+        let packing =
+            || if opens { CompressionState::opening(worth) } else { CompressionState::new(way, worth) };
         let packing = dice.one_in(2).then(packing).map(Arc::new);
         // Marks of a few bits, so that some changed pieces are mistaken for unchanged ones.
         let marks_bytes = dice.below(3) as usize * 30_000;

@@ -22,7 +22,7 @@ fn names() {
 }
 
 #[test]
-fn units() {
+fn restart_units() {
     assert_eq!(unit("0::/system.slice/vm@web1.service\n").as_deref(), Some("vm@web1.service"));
     assert_eq!(unit("0::/machine.slice/qemu.scope/libvirt/emulator\n").as_deref(), Some("qemu.scope"));
     assert_eq!(unit("0::/\n"), None);

@@ -6,8 +6,8 @@ use crate::describe::Problem;
 use crate::options::Value;
 use crate::queues;
 use crate::ram::RamBlock;
+use crate::restart_units::RestartTime;
 use crate::tree::Device;
-use crate::units::RestartTime;
 
 /// Memory in bytes that a QEMU needs besides the guest's memory: its code, caches, the devices'
 /// buffers.

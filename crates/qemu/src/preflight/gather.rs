@@ -11,8 +11,8 @@ use crate::find::QemuProcess;
 use crate::qmp::{Qmp, QmpError};
 use crate::queues;
 use crate::ram::RamBlock;
+use crate::restart_units;
 use crate::tree;
-use crate::units;
 
 /// Gathers the facts of the source: describes its guest. Its memory was located already, see
 /// [`crate::ram::ram_blocks`].
@@ -38,7 +38,7 @@ pub fn source(
         user: facts::user(process.pid),
         oom_score_adj: facts::oom_score_adj(process.pid),
         stuck_queues: queues::find_stuck(qmp)?,
-        starts_again: units::starts_again(process),
+        starts_again: restart_units::starts_again(process),
         files_not_open: files_not_open(&vm, &open),
         ram_blocks,
         vm,

@@ -3,8 +3,8 @@ use crate::cmdline::QemuOption;
 use crate::command::RamPlan;
 use crate::describe::{Machine, Memory, Program, SCHEMA};
 use crate::ram::{MappedFile, RamKind};
+use crate::restart_units::RestartTime;
 use crate::tree::{DeviceTree, Difference};
-use crate::units::RestartTime;
 use facts::MemoryFeatures;
 
 fn block(name: &str, bytes: u64) -> RamBlock {

@@ -47,25 +47,25 @@ soak:
 demo:
 	scripts/setup packages newer-qemu debian-guest
 	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
-	target/release/whimbrel-demo target/release/whimbrel
+	target/release/whimbrel-lab demo
 
 SUITE ?= all
 bench:
 	scripts/setup packages newer-qemu tiny-guest debian-guest
-	$(CARGO) build --locked --release -p whimbrel
-	. scripts/test-env && target/release/whimbrel lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation/migrations.md --plots docs/evaluation
+	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
+	. scripts/test-env && target/release/whimbrel-lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation/migrations.md --plots docs/evaluation
 
 CASE ?=
 bench-disks:
 	scripts/setup packages newer-qemu bench-disks services-guest
-	$(CARGO) build --locked --release -p whimbrel
-	. scripts/test-env && target/release/whimbrel lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation/disks.md --plots docs/evaluation
+	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
+	. scripts/test-env && target/release/whimbrel-lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation/disks.md --plots docs/evaluation
 
 FIGURE ?=
 bench-sweep:
 	scripts/setup packages newer-qemu tiny-guest
-	$(CARGO) build --locked --release -p whimbrel
-	. scripts/test-env && target/release/whimbrel lab sweep $(FIGURE:%=--figure %) --results docs/evaluation/sweep.json --page docs/evaluation/sweep.md --plots docs/evaluation
+	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
+	. scripts/test-env && target/release/whimbrel-lab sweep $(FIGURE:%=--figure %) --results docs/evaluation/sweep.json --page docs/evaluation/sweep.md --plots docs/evaluation
 
 # --target keeps the flags away from build scripts.
 guest-agent:

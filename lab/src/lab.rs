@@ -185,7 +185,7 @@ impl Lab {
             let path = host.namespace_path();
             if !path.exists() {
                 return Err(Error::Config(format!(
-                    "no laboratory with prefix {} is up ({} is missing): bring it up with `whimbrel lab up`",
+                    "no laboratory with prefix {} is up ({} is missing): bring it up with `whimbrel-lab up`",
                     config.prefix,
                     path.display()
                 )));

@@ -56,6 +56,7 @@ mod serial;
 mod spec;
 pub mod storage;
 pub mod sweep;
+mod testing;
 
 pub use agents::Agents;
 pub use client::{Client, ClientReport, ConnectionReport};
@@ -72,3 +73,4 @@ pub use pki::{Identity, Pki};
 pub use run::{Daemon, kill_pid, run};
 pub use serial::{Check, Serial, Tick};
 pub use spec::{Accel, Boot, Device, Disk, GuestSpec, Load, LoadMode, Net, Pattern, Ram};
+pub use testing::{CommandOutput, entries, until};

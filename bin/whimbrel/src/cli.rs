@@ -1,19 +1,14 @@
 //! The command line.
 
 mod choices;
-mod laboratory;
 
 use std::path::PathBuf;
 
-use agent::api::{BadName, Compress, HostId, VmName};
+use agent::api::{BadName, Compress, HostId, Rate, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::rate::Rate;
 use choices::{
     DeltasArg, DisksArg, OnLimitArg, PolicyArg, RamArg, SoftPagesArg, ThrottleArg, ThrottleCpuArg, one_disk,
-};
-pub(crate) use laboratory::{
-    AxesOptions, BenchCommand, CaseOptions, DisksCommand, LabCommand, ResultsOptions, SweepCommand,
 };
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
@@ -156,11 +151,6 @@ pub(crate) enum Command {
     },
     /// Settle a migration that is in doubt; describes the risk first
     Recover(RecoverCommand),
-    /// Make hosts on this machine, as network namespaces, for experiments
-    Lab {
-        #[command(subcommand)]
-        command: LabCommand,
-    },
 }
 
 #[derive(Debug, Args)]

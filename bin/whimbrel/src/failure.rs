@@ -63,9 +63,6 @@ pub(crate) enum Failure {
         /// The file.
         path: PathBuf,
     },
-    /// The laboratory does not work, or its configuration is invalid.
-    #[error(transparent)]
-    Lab(#[from] lab::Error),
     /// A basic operation of the system failed.
     #[error("{what}")]
     System {
@@ -102,10 +99,9 @@ impl Failure {
             | Self::NotAReport { .. }
             | Self::OtherReport { .. }
             | Self::NoTraces { .. }
-            | Self::Agent(StartError::Identity(_))
-            | Self::Lab(lab::Error::Prefix(_)) => Code::Usage,
+            | Self::Agent(StartError::Identity(_)) => Code::Usage,
             Self::Unwatched(_) => Code::InDoubt,
-            Self::Client(_) | Self::Agent(_) | Self::Lab(_) | Self::System { .. } => Code::Failed,
+            Self::Client(_) | Self::Agent(_) | Self::System { .. } => Code::Failed,
         }
     }
 
@@ -117,10 +113,7 @@ impl Failure {
             | Self::File { .. }
             | Self::NotAReport { .. }
             | Self::OtherReport { .. }
-            | Self::NoTraces { .. }
-            | Self::Lab(lab::Error::Prefix(_)) => {
-                Problem::new(ProblemKind::BadRequest, with_causes(self), "")
-            }
+            | Self::NoTraces { .. } => Problem::new(ProblemKind::BadRequest, with_causes(self), ""),
             Self::Agent(StartError::Identity(_)) => {
                 let advice = "see docs/operations/certificates.md for what has to be in them";
                 Problem::new(ProblemKind::BadRequest, with_causes(self), advice)

@@ -12,31 +12,24 @@
 //! standard error.
 
 mod agent_command;
-mod bench_command;
 mod cli;
-mod disks_command;
 mod failure;
 mod images;
 mod inventory;
-mod lab_command;
 mod migration;
 mod output;
-mod rate;
 mod recovery;
 mod replay;
-mod results_file;
-mod sweep_command;
 mod watching;
 
 use std::process::ExitCode;
 
-use agent::api::Limits;
+use agent::api::{Limits, Rate};
 use clap::Parser;
 
-use cli::{Cli, Command, ImagesCommand, LabCommand, VmCommand};
+use cli::{Cli, Command, ImagesCommand, VmCommand};
 use failure::Failure;
 use output::Output;
-use rate::Rate;
 
 /// The hidden command under which the agent starts its injector.
 const INJECTOR: &str = "injector";
@@ -133,12 +126,5 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             }
         },
         Command::Recover(command) => recovery::recover(&client()?, &command, output),
-        Command::Lab { command } => match command {
-            LabCommand::Up { prefix } => lab_command::up(&prefix, output),
-            LabCommand::Down { prefix } => lab_command::down(&prefix, output),
-            LabCommand::Bench(command) => bench_command::run(&command, output),
-            LabCommand::Disks(command) => disks_command::run(&command, output),
-            LabCommand::Sweep(command) => sweep_command::run(&command, output),
-        },
     }
 }

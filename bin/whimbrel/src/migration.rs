@@ -4,7 +4,7 @@ use std::path::Path;
 
 use agent::api::{
     CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationSelector,
-    MigrationStatus, VmName,
+    MigrationStatus, Rate, VmName,
 };
 use agent::progress::Standing;
 use agent::report::{Report, explain, rate, render, to_the_second};
@@ -13,7 +13,6 @@ use crate::Code;
 use crate::cli::MigrateCommand;
 use crate::failure::Failure;
 use crate::output::{Output, Text, findings, table};
-use crate::rate::Rate;
 use crate::watching::{self, Ended};
 
 fn request(command: MigrateCommand) -> MigrateRequest {

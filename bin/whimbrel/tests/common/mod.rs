@@ -30,17 +30,14 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 pub use lab::{
-    Accel, Boot, DEADLINE, Device, Disk, Environment, Guest, GuestSpec, Lab, LabConfig, Load, QemuVersion,
-    Ram, Serial, Tick,
+    Accel, Boot, CommandOutput, DEADLINE, Device, Disk, Environment, Guest, GuestSpec, Lab, LabConfig, Load,
+    QemuVersion, Ram, Serial, Tick, entries, until,
 };
 
 pub use storage::{LoopDevice, SmallFileSystem};
 
 /// The program under test.
 pub const WHIMBREL: &str = env!("CARGO_BIN_EXE_whimbrel");
-
-/// Far longer than any command of a test needs, also migrations on a loaded machine.
-const LONGEST_COMMAND: Duration = Duration::from_mins(10);
 
 /// Differences of a cluster to the usual one.
 #[derive(Clone, Debug)]
@@ -114,52 +111,6 @@ pub struct Agent {
     pub starter: Vec<String>,
     host: lab::Host,
     daemon: Option<lab::Daemon>,
-}
-
-/// Output and exit code of the program.
-#[derive(Debug)]
-pub struct CommandOutput {
-    pub code: i32,
-    pub stdout: String,
-    pub stderr: String,
-}
-
-impl CommandOutput {
-    /// Runs it to its end. A program that does not end is killed, so that a test reports its state.
-    pub fn by(command: &mut Command) -> Self {
-        let child =
-            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let (pid, (ended, end)) = (child.id(), mpsc::channel::<()>());
-        let guard = thread::spawn(move || {
-            if end.recv_timeout(LONGEST_COMMAND) == Err(mpsc::RecvTimeoutError::Timeout) {
-                lab::kill_pid(pid).unwrap();
-            }
-        });
-        let output = child.wait_with_output().unwrap();
-        drop(ended);
-        guard.join().unwrap();
-        Self {
-            code: output.status.code().unwrap_or(-1),
-            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        }
-    }
-
-    pub fn json(&self) -> Value {
-        serde_json::from_str(self.stdout.trim()).unwrap_or_else(|error| panic!("no JSON ({error}): {self:?}"))
-    }
-
-    /// Returns the last line that is JSON: lines of progress may precede it.
-    pub fn last_json(&self) -> Value {
-        let line = self.stdout.lines().rev().find(|line| line.starts_with('{'));
-        line.and_then(|line| serde_json::from_str(line).ok()).unwrap_or_else(|| self.json())
-    }
-
-    #[track_caller]
-    pub fn ok(self) -> Self {
-        assert_eq!(self.code, 0, "{self:?}");
-        self
-    }
 }
 
 impl Cluster {
@@ -474,23 +425,4 @@ pub fn is_stopped(pid: u32) -> bool {
 /// Returns true if a report contains this event.
 pub fn has_event(report: &Value, what: &str) -> bool {
     report["events"].as_array().unwrap().iter().any(|event| event["what"] == what)
-}
-
-/// Waits until a condition is true.
-#[track_caller]
-pub fn until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "in vain: {what}");
-        thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// Returns the names of a directory's entries, for "nothing is left behind".
-pub fn entries(directory: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
-    names
 }

@@ -2,9 +2,21 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
-use crate::rate::Rate;
+use agent::api::Rate;
+
+/// Makes hosts on this machine, as network namespaces, and measures migrations between them
+#[derive(Debug, Parser)]
+#[command(name = "whimbrel-lab", version, max_term_width = 100)]
+pub(crate) struct Cli {
+    /// Print one JSON document on the standard output, also for errors
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    #[command(subcommand)]
+    pub command: LabCommand,
+}
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum LabCommand {
@@ -21,6 +33,12 @@ pub(crate) enum LabCommand {
         /// The prefix given to `up`
         #[arg(long, default_value = "lab")]
         prefix: String,
+    },
+    /// Migrate a Debian guest that serves a page, while a client watches it (as root)
+    Demo {
+        /// Directory for the reports
+        #[arg(default_value = "target/demo", value_name = "DIR")]
+        directory: PathBuf,
     },
     /// Measure migrations by Whimbrel and by QEMU itself, side by side (as root)
     ///

@@ -1,4 +1,4 @@
-//! `whimbrel lab`: hosts on this machine for experiments.
+//! `whimbrel-lab`: hosts on this machine for experiments.
 
 use std::path::PathBuf;
 
@@ -27,8 +27,7 @@ struct LabHostInfo {
 
 /// Makes the laboratory and configurations for its agents, and leaves it up.
 pub(crate) fn up(prefix: &str, output: &Output) -> Result<Code, Failure> {
-    let program = std::env::current_exe()
-        .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
+    let program = crate::whimbrel()?;
     let mut lab = Lab::up(&LabConfig::new(prefix))?;
     let agents = Agents::new(&lab, &Environment::discover(), &program).with_register();
     agents.write()?;
@@ -59,7 +58,11 @@ fn text(up: &LabInfo) -> String {
     for LabHostInfo { socket, .. } in &up.hosts {
         text.line(format_args!("  {program} --socket {} info", socket.display()));
     }
-    text.line(format_args!("Take it down: {program} lab down --prefix {}", up.prefix));
+    text.line(format_args!(
+        "Take it down: {} down --prefix {}",
+        up.program.with_file_name("whimbrel-lab").display(),
+        up.prefix
+    ));
     text.finish()
 }
 

@@ -1,4 +1,4 @@
-//! `whimbrel lab disks`: costs of migrating a guest with its disk.
+//! `whimbrel-lab disks`: costs of migrating a guest with its disk.
 
 use lab::storage::{
     DiskBench, DiskCase, DiskCaseResult, DiskQuantity, DiskResults, DiskRun, IoTurn, Measurement, Mover,
@@ -16,8 +16,7 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
         output.show(&names(), |names| names.join("\n") + "\n");
         return Ok(Code::Done);
     }
-    let program = std::env::current_exe()
-        .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
+    let program = crate::whimbrel()?;
     let none = DiskResults { schema: SCHEMA.to_owned(), cases: Vec::new() };
     let results = command.kept.results.as_deref();
     let mut results =
@@ -62,7 +61,7 @@ fn chosen(command: &DisksCommand) -> Result<Vec<(DiskCase, Vec<Mover>)>, Failure
         |name: &String| command.case.is_empty() || command.case.iter().any(|wanted| wanted == name);
     let unknown = command.case.iter().find(|wanted| !known().any(|(case, _)| case.name == **wanted));
     if let Some(unknown) = unknown {
-        let error = format!("there is no case {unknown}: `whimbrel lab disks --list` has them");
+        let error = format!("there is no case {unknown}: `whimbrel-lab disks --list` has them");
         return Err(lab::Error::Config(error).into());
     }
     let movers = |movers| if command.mover.is_empty() { movers } else { command.mover.clone() };

@@ -4,13 +4,14 @@ use std::str::FromStr;
 
 /// A rate in bytes per second; 0 means no cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Rate(pub(crate) u64);
+pub struct Rate(pub u64);
 
+/// Text that is no rate.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "write bytes per second as 500000, 500k, 1.5G or 512Mi, bits per second as 10Gbit, or `none` for no cap"
 )]
-pub(crate) struct BadRate;
+pub struct BadRate;
 
 impl FromStr for Rate {
     type Err = BadRate;

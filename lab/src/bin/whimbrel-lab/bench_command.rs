@@ -1,4 +1,4 @@
-//! `whimbrel lab bench`: Whimbrel beside QEMU's own migration.
+//! `whimbrel-lab bench`: Whimbrel beside QEMU's own migration.
 
 use lab::bench::{Bench, Cap, Case, CaseResult, Contender, Program, Quantity, Results, Run, SCHEMA, suites};
 use lab::{Packets, QemuVersion};
@@ -39,8 +39,7 @@ pub(crate) fn measure(
     results: &mut Results,
     keep: impl Fn(&Results) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    let program = std::env::current_exe()
-        .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
+    let program = crate::whimbrel()?;
     let total = cases.len();
     for (number, (case, contenders)) in cases.into_iter().enumerate() {
         eprintln!("[{}/{total}] {}: {} contenders", number + 1, case.name, contenders.len());
@@ -115,7 +114,7 @@ fn chosen(command: &BenchCommand) -> Result<Vec<(Case, Vec<Contender>)>, Failure
         }
         if chosen.len() == before {
             return Err(lab::Error::Config(format!(
-                "there is no suite and no case {wanted}: `whimbrel lab bench --list` has them"
+                "there is no suite and no case {wanted}: `whimbrel-lab bench --list` has them"
             ))
             .into());
         }

@@ -1,16 +1,22 @@
-//! `whimbrel lab up` and `down`, as users call them. Needs root.
+//! `whimbrel-lab up` and `down`, as users call them. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
-
-mod common;
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::{CommandOutput, WHIMBREL, entries, until};
 use serde_json::Value;
+use whimbrel_lab::{CommandOutput, entries, until};
+
+/// The program under test.
+const LAB: &str = env!("CARGO_BIN_EXE_whimbrel-lab");
+
+/// Returns the program whose agents run in the laboratory.
+fn whimbrel() -> PathBuf {
+    Path::new(LAB).with_file_name("whimbrel")
+}
 
 /// A prefix of this test's own; laboratories with this prefix are taken down in the end.
 struct Prefix(String);
@@ -21,8 +27,8 @@ impl Prefix {
     }
 
     fn command(&self, word: &str) -> Command {
-        let mut command = Command::new(WHIMBREL);
-        command.args(["--json", "lab", word, "--prefix", &self.0]).stdin(Stdio::null());
+        let mut command = Command::new(LAB);
+        command.args(["--json", word, "--prefix", &self.0]).stdin(Stdio::null());
         command
     }
 
@@ -69,11 +75,12 @@ fn host<'a>(up: &'a Value, name: &str) -> &'a Value {
     up["hosts"].as_array().unwrap().iter().find(|host| host["name"] == name).unwrap()
 }
 
-/// Starts the agent of a host with the command in the output of `lab up`. The laboratory ends it.
+/// Starts the agent of a host with the command in the output of `whimbrel-lab up`. The laboratory ends it.
 fn agent(host: &Value) -> u32 {
     let text = |key: &str| host[key].as_str().unwrap().to_owned();
     let mut command = Command::new("ip");
-    command.args(["netns", "exec", &text("namespace"), WHIMBREL, "agent", "--config", &text("config")]);
+    command.args(["netns", "exec", &text("namespace")]).arg(whimbrel());
+    command.args(["agent", "--config", &text("config")]);
     let child = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let pid = child.id();
     reap(child);
@@ -82,7 +89,7 @@ fn agent(host: &Value) -> u32 {
 }
 
 fn info(host: &Value) -> CommandOutput {
-    CommandOutput::by(Command::new(WHIMBREL).args([
+    CommandOutput::by(Command::new(whimbrel()).args([
         "--json",
         "--socket",
         host["socket"].as_str().unwrap(),
@@ -169,8 +176,7 @@ fn bad_prefixes() {
     let (inside, around) = (format!("{}/a", lab.0), format!("{0}/../{0}", lab.0));
     for prefix in [&inside, &around] {
         for word in ["up", "down"] {
-            let said =
-                CommandOutput::by(Command::new(WHIMBREL).args(["--json", "lab", word, "--prefix", prefix]));
+            let said = CommandOutput::by(Command::new(LAB).args(["--json", word, "--prefix", prefix]));
             assert_eq!(said.code, 2, "{prefix:?}: {said:?}");
             assert!(said.stdout.contains("letters, digits and dashes"), "{said:?}");
         }

@@ -1,4 +1,4 @@
-//! `whimbrel lab sweep`: dependence of a migration's cost on parameters.
+//! `whimbrel-lab sweep`: dependence of a migration's cost on parameters.
 
 use lab::bench::{Cap, Results, SCHEMA};
 use lab::sweep::{Axes, Point, figures, is_measured, place, plots, tables};
@@ -83,7 +83,7 @@ fn of_figures(command: &SweepCommand) -> Result<Vec<Point>, Failure> {
 }
 
 fn unknown_word(what: &str) -> Failure {
-    lab::Error::Config(format!("there is {what}: `whimbrel lab sweep --list` has what there is")).into()
+    lab::Error::Config(format!("there is {what}: `whimbrel-lab sweep --list` has what there is")).into()
 }
 
 /// Returns the requested grid; axes without a request have one value.
@@ -93,7 +93,7 @@ fn axes(options: &AxesOptions) -> Axes {
     }
     // 0 stands for the kernel's choice.
     let kernels = |value: &u32| (*value > 0).then_some(*value);
-    let rate = |rate: &crate::rate::Rate| (rate.0 > 0).then_some(rate.0);
+    let rate = |rate: &agent::api::Rate| (rate.0 > 0).then_some(rate.0);
     let links: Vec<_> = options.link.iter().map(rate).collect();
     let buffers: Vec<_> = options.buffer.iter().map(kernels).collect();
     let packets: Vec<_> = options.mtu.iter().map(|bytes| Some(*bytes)).collect();

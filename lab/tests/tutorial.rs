@@ -2,13 +2,14 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{CommandOutput, WHIMBREL};
+use whimbrel_lab::CommandOutput;
+
+/// The program that makes the hosts.
+const LAB: &str = env!("CARGO_BIN_EXE_whimbrel-lab");
 
 /// Prefix of the laboratory in the tutorial.
 const PREFIX: &str = "day1";
@@ -18,8 +19,8 @@ struct Laboratory(String);
 
 impl Drop for Laboratory {
     fn drop(&mut self) {
-        let _ = Command::new(WHIMBREL)
-            .args(["lab", "down", "--prefix", &self.0])
+        let _ = Command::new(LAB)
+            .args(["down", "--prefix", &self.0])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -35,11 +36,11 @@ fn commands(page: &str) -> String {
 
 #[test]
 fn the_first_day_goes_as_it_is_written() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap();
     let page = fs::read_to_string(root.join("docs/tutorial.md")).unwrap();
     // A laboratory of its own, so that a user's is left alone.
     let laboratory = Laboratory(format!("d{}", std::process::id()));
-    let programs = Path::new(WHIMBREL).parent().unwrap();
+    let programs = Path::new(LAB).parent().unwrap();
     let script = commands(&page)
         .replace(PREFIX, &laboratory.0)
         .replace("$PWD/target/release", &programs.display().to_string());

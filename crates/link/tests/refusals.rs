@@ -3,29 +3,19 @@
 
 mod common;
 
-use std::error::Error;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use common::{Authority, PATIENCE, Server, both_endpoints, connected, control, host, plain, soon};
+use common::{
+    Authority, PATIENCE, Server, both_endpoints, connected, control, error_chain, host, plain, soon,
+};
 use proto::Versions;
 use proto::frame::{FrameKind, Header};
 use whimbrel_link::{
-    ConnectError, Connection, Endpoint, HandshakeError, Identity, IdentityError, LinkError, Listener, Peer,
-    Security, Settings, TlsFiles,
+    ConnectError, Connection, Endpoint, HandshakeError, Identity, LinkError, Listener, Peer, Security,
+    Settings, TlsFiles,
 };
-
-/// Returns the whole chain of an error, as a user reads it.
-fn error_chain(error: &(dyn Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        text = format!("{text}: {source}");
-        next = source.source();
-    }
-    text
-}
 
 fn handshake(result: Result<Connection, ConnectError>) -> HandshakeError {
     match result {
@@ -447,61 +437,4 @@ fn a_listener_stops_while_somebody_hangs_in_its_only_place() {
     while TcpListener::bind(address).is_err() {
         std::thread::yield_now();
     }
-}
-
-#[test]
-fn files_are_named_when_they_are_no_good() {
-    let (authority, other) = (Authority::default(), Authority::default());
-    let at = tempfile::tempdir().unwrap();
-    let good = authority.files(at.path(), &["host-a"], |_| ());
-    let second = authority.files(at.path(), &["host-a"], |_| ());
-    let write = |name: &str, text: &str| {
-        let path = at.path().join(name);
-        std::fs::write(&path, text).unwrap();
-        path
-    };
-    let missing = at.path().join("missing.pem");
-    let (empty, garbage) =
-        (write("empty.pem", ""), write("garbage.pem", "-----BEGIN CERTIFICATE-----\n%%%\n"));
-
-    let files = |change: &dyn Fn(&mut TlsFiles)| {
-        let mut files = good.clone();
-        change(&mut files);
-        error_chain(&Identity::load(&files).unwrap_err())
-    };
-    for bad in [&missing, &empty, &garbage] {
-        for text in [
-            files(&|files| files.ca = bad.clone()),
-            files(&|files| files.certificate = bad.clone()),
-            files(&|files| files.key = bad.clone()),
-        ] {
-            assert!(text.contains(bad.to_str().unwrap()), "{text}");
-        }
-    }
-    let text = files(&|files| files.key.clone_from(&second.key));
-    assert!(
-        text.contains(good.certificate.to_str().unwrap()) && text.contains(second.key.to_str().unwrap()),
-        "{text}"
-    );
-
-    // Files that can be read, but an agent's check at its start finds that no peer will accept them.
-    assert!(Identity::load(&good).unwrap().check(&host("host-a")).is_ok());
-    let check = |identity: Identity, name: &str| identity.check(&host(name)).unwrap_err();
-    let error = check(Identity::load(&good).unwrap(), "host-b");
-    assert!(matches!(error, IdentityError::Name { .. }), "{error:?}");
-    assert!(
-        error_chain(&error).contains("'host-a'") && error_chain(&error).contains("'host-b'"),
-        "{}",
-        error_chain(&error)
-    );
-    let error = check(Identity::load(&good).unwrap(), "host_");
-    assert!(matches!(error, IdentityError::Name { .. }), "{error:?}");
-    let foreign = TlsFiles { ca: other.files(at.path(), &["host-a"], |_| ()).ca, ..good.clone() };
-    let error = check(Identity::load(&foreign).unwrap(), "host-a");
-    assert!(error_chain(&error).contains("not signed"), "{}", error_chain(&error));
-    let expired = authority.spoilt_identity(&["host-a"], |params| {
-        params.not_before = rcgen::date_time_ymd(2001, 1, 1);
-        params.not_after = rcgen::date_time_ymd(2002, 1, 1);
-    });
-    assert!(error_chain(&check(expired, "host-a")).contains("expired"));
 }

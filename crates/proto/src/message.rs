@@ -162,6 +162,10 @@ pub enum Message {
         /// The pages.
         pages: Vec<PageRequest>,
     },
+    /// Destination, last message on the page stream: all pages are present, and the destination closes the page stream
+    /// and the data streams. It is no end of post-copy: that is [`Message::Running`], which may still have to wait for
+    /// the journal.
+    PagesComplete,
     /// Source: state of the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
     DeviceState {
         /// Length of the device state, in bytes.

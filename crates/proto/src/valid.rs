@@ -168,6 +168,7 @@ impl Message {
             | Self::Resume
             | Self::Resumed
             | Self::Discarded { .. }
+            | Self::PagesComplete
             | Self::Held { .. }
             | Self::Running { .. }
             | Self::Incomplete { .. }

@@ -247,6 +247,9 @@ impl Driver {
         {
             return;
         }
+        if let Some(post_copy_receiver) = &self.post_copy_receiver {
+            post_copy_receiver.report_complete();
+        }
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }

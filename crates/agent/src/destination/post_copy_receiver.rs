@@ -324,6 +324,11 @@ impl PostCopyReceiver {
         Ok(())
     }
 
+    /// Informs the source that all pages are present, before the connections are closed: that is no loss.
+    pub(super) fn report_complete(&self) {
+        self.stream.send(&Message::PagesComplete);
+    }
+
     /// Ends the waits, because every page is present, and closes the descriptor in QEMU. After an error it must be
     /// called again.
     pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), PostCopyError> {
@@ -428,13 +433,18 @@ struct Connected {
 impl PageStream {
     /// Sends page requests; requests that are lost are sent again on the next connection.
     fn ask(&self, wanted: &[PageRequest]) {
-        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for pages in wanted.chunks(REQUESTED_PAGES) {
-            let Some(connected) = &mut *stream else { return };
-            if connected.writer.send(&Message::RequestPages { pages: pages.to_vec() }).is_err() {
-                connected.handle.shutdown();
-                return;
-            }
+            self.send(&Message::RequestPages { pages: pages.to_vec() });
+        }
+    }
+
+    /// Sends a message if there is a connection.
+    fn send(&self, message: &Message) {
+        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(connected) = &mut *stream
+            && connected.writer.send(message).is_err()
+        {
+            connected.handle.shutdown();
         }
     }
 

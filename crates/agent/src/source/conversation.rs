@@ -271,7 +271,10 @@ impl Driver {
             Notice::Lost { .. } => Ok(None),
             Notice::ServingEnded { generation, .. } if generation != self.generation => Ok(None),
             // The guest is still stopped at the source.
-            Notice::ServingEnded { error, .. } => Err(Failure::new(SourceEvent::PeerLost, error)),
+            Notice::ServingEnded { error, .. } => Err(Failure::new(
+                SourceEvent::PeerLost,
+                error.unwrap_or_else(|| "the destination has ended the page stream too early".to_owned()),
+            )),
             Notice::Asked { epoch, reply } => {
                 if matches!(self.state, SourceState::Stopped { .. }) {
                     self.asked(epoch, reply);

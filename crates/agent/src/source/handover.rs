@@ -218,7 +218,11 @@ impl Driver {
     /// separately, which needs as long as the kernel waits for an answer.
     pub(super) fn control_lost(&mut self, error: String) {
         self.control = None;
-        self.handle_serving_end(error);
+        self.handle_serving_end(Some(error));
+        if let Some(later) = &mut self.later {
+            // That the handover is over can be said on a new control stream only.
+            later.is_complete = false;
+        }
     }
 
     fn waiting_phase(&self) -> Phase {

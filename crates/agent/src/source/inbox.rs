@@ -38,8 +38,8 @@ pub(crate) enum Notice {
     ServingEnded {
         /// Generation of the connections.
         generation: Generation,
-        /// Cause.
-        error: String,
+        /// Cause; none if the destination has all pages.
+        error: Option<String>,
     },
     /// The end of a connection to the destination.
     Lost {

@@ -49,6 +49,8 @@ pub(super) struct PostCopyServer {
     pub(super) serving: Option<SenderThreads>,
     /// Error that ended the last connections, until it is handled.
     pub(super) lost: Option<String>,
+    /// True if the destination has said over the last connections that it has all pages.
+    pub(super) is_complete: bool,
 }
 
 /// Counts of pages and the push policy's trace, for the report.
@@ -84,7 +86,18 @@ impl PostCopyServer {
             push: Mutex::new(TracedPolicy::new(Push::default())),
         });
         let (before, began) = (PostCopy::default(), Instant::now());
-        Self { readers, counted, recency, rate, packing: None, before, began, serving: None, lost: None }
+        Self {
+            readers,
+            counted,
+            recency,
+            rate,
+            packing: None,
+            before,
+            began,
+            serving: None,
+            lost: None,
+            is_complete: false,
+        }
     }
 
     /// Sends pages over these connections until they end. The destination first reports the remaining pages, and only
@@ -104,8 +117,8 @@ impl PostCopyServer {
         let work = move || {
             let ended = serve(&readers, &recency, sender, page_stream, &counted, &rate);
             hang_up.shutdown();
-            let error = crate::chain(&ended);
-            info!(%generation, error, "nothing more is sent over these connections");
+            let error = (!matches!(ended, ServingEnd::Complete)).then(|| crate::chain(&ended));
+            info!(%generation, end = crate::chain(&ended), "nothing more is sent over these connections");
             // The driver may be waiting for this thread; in that case it notices the thread's end anyway.
             mailbox.try_put(Notice::ServingEnded { generation, error });
         };
@@ -125,11 +138,10 @@ impl PostCopyServer {
         }
     }
 
-    /// Returns true if no thread sends.
+    /// Returns true if no thread sends although the destination may need pages.
     pub(super) fn is_cut(&self) -> bool {
-        self.serving
-            .as_ref()
-            .is_none_or(|serving| serving.thread.as_ref().is_none_or(JoinHandle::is_finished))
+        let has_ended = |serving: &SenderThreads| serving.thread.as_ref().is_none_or(JoinHandle::is_finished);
+        !self.is_complete && self.serving.as_ref().is_none_or(has_ended)
     }
 }
 
@@ -177,6 +189,8 @@ impl Drop for SenderThreads {
 /// Cause of the end of a set of connections.
 #[derive(Debug, thiserror::Error)]
 enum ServingEnd {
+    #[error("the destination has all pages")]
+    Complete,
     #[error("the page stream ended")]
     Stream(#[from] LinkError),
     #[error("the data streams ended")]
@@ -227,6 +241,8 @@ fn serve(
         };
         cancel.cancel();
         match pushing.join() {
+            // The destination has closed the data streams, too.
+            _ if matches!(ended, ServingEnd::Complete) => ended,
             // This error is why the source ended the page stream.
             Ok(Err(error)) if !matches!(error, SendError::Cancelled) => error.into(),
             _ => ended,
@@ -296,8 +312,10 @@ fn answer(
 ) -> Result<std::convert::Infallible, ServingEnd> {
     let mut bytes = vec![0; PAGE_BYTES as usize];
     loop {
-        let Incoming::Message(Message::RequestPages { pages }) = reader.recv(None)? else {
-            return Err(ServingEnd::Message);
+        let pages = match reader.recv(None)? {
+            Incoming::Message(Message::RequestPages { pages }) => pages,
+            Incoming::Message(Message::PagesComplete) => return Err(ServingEnd::Complete),
+            _ => return Err(ServingEnd::Message),
         };
         // Each requested page is sent, even if it was already sent: it is not known how long the transfer lasts.
         for &wanted in &pages {

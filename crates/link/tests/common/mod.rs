@@ -155,3 +155,14 @@ pub fn both_kinds() -> [(&'static str, Connection, Connection); 2] {
     let [tls, plain] = both_endpoints().map(|(client, server)| connected(&client, server));
     [("tls", tls.0, tls.1), ("plain", plain.0, plain.1)]
 }
+
+/// Returns the whole chain of an error, as a user reads it.
+pub fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        text = format!("{text}: {source}");
+        next = source.source();
+    }
+    text
+}

@@ -58,12 +58,13 @@ impl Driver {
         self.found(vm)
     }
 
-    /// Handles the end of post-copy over a set of connections.
-    pub(super) fn handle_serving_end(&mut self, error: String) {
+    /// Handles the end of post-copy over a set of connections; there is no error if the destination has all pages.
+    pub(super) fn handle_serving_end(&mut self, error: Option<String>) {
         let Some(serving) = self.later.as_mut().and_then(|later| later.serving.take()) else { return };
         drop(serving);
         if let Some(later) = &mut self.later {
-            later.lost = Some(error);
+            later.is_complete = error.is_none();
+            later.lost = error;
         }
         // If this agent dies before the next connections exist, the report has the decisions made until now.
         self.report_served();
@@ -90,8 +91,6 @@ impl Driver {
         if !is_cut || !self.may_be_needed() {
             return;
         }
-        // When the destination has all pages, it closes the connections and reports that a moment later: then nothing
-        // was lost.
         if let Some(error) = self.later.as_mut().and_then(|later| later.lost.take()) {
             self.note("link-lost", error);
         }

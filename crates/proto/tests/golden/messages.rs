@@ -1,0 +1,293 @@
+//! Examples of all messages, in the order of the file.
+
+use proto::message::{
+    Acceptance, CopiedDisk, DiskMode, Finding, Hello, Message, NamedRun, Offer, Ownership, PageRequest,
+    Proposal, ProposedDisk, Purpose, RamBlock, RegistryReply, RegistryRequest, Severity, Verdict, Welcome,
+};
+use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
+use whimbrel_proto as proto;
+
+const HASH: &str = "0123456789abcdef";
+const DIGEST: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+fn vm() -> VmName {
+    VmName::new("web-1").unwrap()
+}
+
+fn host() -> HostId {
+    HostId::new("host-a").unwrap()
+}
+
+fn incarnation() -> Incarnation {
+    Incarnation {
+        boot_id: "7d0e3f6c-3b44-4d7b-9d0f-0d2f7a1c5e11".into(),
+        pid: 4711,
+        start_time_ticks: 123_456_789,
+        generation: Generation(2),
+    }
+}
+
+fn ownership() -> Ownership {
+    let offer = Offer { epoch: Epoch(4), incarnation: incarnation(), run: true };
+    Ownership { epoch: Epoch(3), owner: host(), offer: Some(Box::new(offer)), released: false }
+}
+
+fn finding() -> Finding {
+    Finding {
+        severity: Severity::Blocker,
+        code: "kernel-too-old".into(),
+        what: "Linux 6.1".into(),
+        advice: "install 6.7 or newer".into(),
+    }
+}
+
+/// Acceptance of a destination without any optional feature.
+fn acceptance() -> Acceptance {
+    Acceptance {
+        findings: Vec::new(),
+        qemu_start_us: 250_000,
+        ram_kind: "memfd".into(),
+        qemu_version: None,
+        copied: Vec::new(),
+        references: false,
+        templates: 0,
+        codecs: Vec::new(),
+        deltas: false,
+        post_copy: false,
+        can_discard: false,
+    }
+}
+
+fn proposal() -> Proposal {
+    Proposal {
+        reply_to: "host-a:7700".into(),
+        streams: 4,
+        ram: vec![
+            RamBlock { name: "pc.ram".into(), bytes: 1 << 30, page_bytes: 2 << 20 },
+            RamBlock { name: "0000:00:02.0/vga.vram".into(), bytes: 16 << 20, page_bytes: 4096 },
+        ],
+        facts: serde_json::json!({ "kernel": "6.18" }),
+        description: serde_json::json!({ "machine": "pc-i440fx-7.2" }),
+        check_only: false,
+        register_epoch: None,
+        witness: None,
+        ram_kind: None,
+        allow_options: Vec::new(),
+        disks: Vec::new(),
+        delta_seed: None,
+        post_copy: false,
+    }
+}
+
+pub(crate) fn greetings() -> Vec<Hello> {
+    let migration = || MigrationId { vm: vm(), epoch: Epoch(3) };
+    [
+        Purpose::Control { migration: migration(), generation: Generation(1) },
+        Purpose::Data { migration: migration(), generation: Generation(1), stream: 3 },
+        Purpose::Handover { migration: migration() },
+        Purpose::Register,
+    ]
+    .map(|purpose| Hello { oldest: 1, newest: 1, host: host(), purpose })
+    .into()
+}
+
+pub(crate) fn answers() -> Vec<Welcome> {
+    vec![
+        Welcome::Accepted { version: 1, host: host() },
+        Welcome::Refused { reason: "no such migration".into() },
+    ]
+}
+
+/// One message of each kind, in the order of the file; for those with optional fields one without and one with them.
+pub(crate) fn messages() -> Vec<Message> {
+    let epoch = Epoch(3);
+    let reason = || "the link was cut".to_owned();
+    let full = Proposal {
+        check_only: true,
+        register_epoch: Some(Epoch(2)),
+        witness: Some(HostId::new("host-w").unwrap()),
+        ram_kind: Some("memfd".into()),
+        allow_options: vec!["-foo".into()],
+        disks: vec![ProposedDisk {
+            name: "drive0".into(),
+            bytes: 20 << 30,
+            allocated_bytes: 1 << 30,
+            wanted: DiskMode::Auto,
+            drop_snapshots: false,
+        }],
+        delta_seed: Some(u64::MAX),
+        post_copy: true,
+        ..proposal()
+    };
+    let committed = Verdict::Committed { incarnation: incarnation(), run: false };
+    let set = RegistryRequest::CompareAndSet {
+        vm: vm(),
+        expected: Some((Epoch(2), HostId::new("host-b").unwrap())),
+        new: ownership(),
+    };
+    let first = RegistryRequest::CompareAndSet {
+        vm: vm(),
+        expected: None,
+        new: Ownership { epoch: Epoch(1), owner: host(), offer: None, released: false },
+    };
+    vec![
+        Message::Propose(Box::new(proposal())),
+        Message::Propose(Box::new(full)),
+        Message::Accept(Acceptance {
+            findings: vec![Finding { severity: Severity::Warning, ..finding() }],
+            ..acceptance()
+        }),
+        Message::Accept(Acceptance {
+            qemu_version: Some("10.0.2".into()),
+            copied: vec![CopiedDisk {
+                name: "drive0".into(),
+                path: "/var/lib/whimbrel/disks/web@3-drive0.qcow2".into(),
+                format: "qcow2".into(),
+                send_zeros: false,
+            }],
+            ..acceptance()
+        }),
+        Message::Accept(Acceptance {
+            copied: vec![CopiedDisk {
+                name: "drive0".into(),
+                path: "/dev/vg0/web+3-drive0".into(),
+                format: "raw".into(),
+                send_zeros: true,
+            }],
+            references: true,
+            templates: 2,
+            codecs: vec!["lz4".into(), "zstd".into()],
+            deltas: true,
+            post_copy: true,
+            ..acceptance()
+        }),
+        Message::Accept(Acceptance { post_copy: true, can_discard: true, ..acceptance() }),
+        Message::Reject {
+            findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
+            largest_epoch: None,
+        },
+        Message::Reject { findings: vec![finding()], largest_epoch: Some(Epoch(9)) },
+        Message::Resume,
+        Message::Resumed,
+        Message::QueryTemplates { names: vec!["00112233aabb".into(), "ffeeddccbbaa".into()] },
+        Message::TemplatePages {
+            template: 1,
+            runs: vec![NamedRun { first_page: 4096, names: "00112233aabbffeeddccbbaa".into() }],
+            last: false,
+        },
+        Message::TemplatePages { template: 0, runs: Vec::new(), last: true },
+        Message::Verify { block: 1, first_chunk: 4096, hashes: vec![HASH.into(), HASH.into()] },
+        Message::Verified { different_chunks: vec![4097] },
+        Message::Discard { bytes: 72, digest: DIGEST.into() },
+        Message::Discarded { duration_us: 4_000 },
+        Message::MissingPages { bytes: 144, digest: DIGEST.into(), round: 9 },
+        Message::RequestPages { pages: vec![PageRequest { block: 1, page: 4711 }] },
+        Message::PagesComplete,
+        Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
+        Message::Held { epoch, run: true },
+        Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
+        Message::Go { epoch, incarnation: incarnation(), run: true },
+        Message::Running {
+            epoch,
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: None,
+            agent_cpu_us: None,
+            untrusted: None,
+        },
+        Message::Running {
+            epoch,
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: None,
+            agent_cpu_us: Some(1_250_000),
+            untrusted: None,
+        },
+        Message::Running {
+            epoch,
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: Some(700),
+            agent_cpu_us: None,
+            untrusted: None,
+        },
+        Message::Incomplete {
+            epoch,
+            generation: Generation(2),
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: None,
+            untrusted: None,
+        },
+        Message::Incomplete {
+            epoch,
+            generation: Generation(2),
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: Some(700),
+            untrusted: None,
+        },
+        Message::Incomplete {
+            epoch,
+            generation: Generation(2),
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: None,
+            untrusted: Some(PageRequest { block: 1, page: 4096 }),
+        },
+        Message::Refused { epoch, reason: reason() },
+        Message::Crashed { epoch, reason: reason() },
+        Message::Inquire { epoch },
+        Message::Abort { epoch, reason: reason() },
+        Message::Ask { epoch },
+        Message::Verdict { epoch, verdict: committed },
+        Message::Verdict { epoch, verdict: Verdict::Aborted },
+        Message::Verdict { epoch, verdict: Verdict::Returned },
+        Message::Verdict { epoch, verdict: Verdict::Undecided },
+        Message::Ping,
+        Message::Pong,
+        Message::Register(RegistryRequest::Read { vm: vm() }),
+        Message::Register(set),
+        Message::Register(first),
+        Message::Registered(RegistryReply::Stands { record: Some(ownership()) }),
+        Message::Registered(RegistryReply::Stands { record: None }),
+        Message::Registered(RegistryReply::Set),
+        Message::Registered(RegistryReply::Failed { reason: reason() }),
+    ]
+}
+
+/// Number of a message's kind. A new message does not compile here; its number also has to be in the list above.
+pub(crate) fn number(message: &Message) -> usize {
+    match message {
+        Message::Propose(_) => 0,
+        Message::Accept(_) => 1,
+        Message::Reject { .. } => 2,
+        Message::Resume => 3,
+        Message::Resumed => 4,
+        Message::QueryTemplates { .. } => 5,
+        Message::TemplatePages { .. } => 6,
+        Message::Verify { .. } => 7,
+        Message::Verified { .. } => 8,
+        Message::Discard { .. } => 9,
+        Message::Discarded { .. } => 10,
+        Message::MissingPages { .. } => 11,
+        Message::RequestPages { .. } => 12,
+        Message::PagesComplete => 13,
+        Message::DeviceState { .. } => 14,
+        Message::Held { .. } => 15,
+        Message::Ready { .. } => 16,
+        Message::Go { .. } => 17,
+        Message::Running { .. } => 18,
+        Message::Incomplete { .. } => 19,
+        Message::Refused { .. } => 20,
+        Message::Crashed { .. } => 21,
+        Message::Inquire { .. } => 22,
+        Message::Abort { .. } => 23,
+        Message::Ask { .. } => 24,
+        Message::Verdict { .. } => 25,
+        Message::Ping => 26,
+        Message::Pong => 27,
+        Message::Register(_) => 28,
+        Message::Registered(_) => 29,
+    }
+}

@@ -4,7 +4,7 @@ mod choices;
 
 use std::path::PathBuf;
 
-use agent::api::{BadName, Compress, HostId, Rate, VmName};
+use api::{BadName, Compress, HostId, Rate, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use choices::{

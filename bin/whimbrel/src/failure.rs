@@ -3,10 +3,10 @@
 use std::io;
 use std::path::PathBuf;
 
-use agent::api::{ClientError, Problem, ProblemKind, with_causes};
 use agent::config::ConfigError;
 use agent::daemon::StartError;
-use agent::report::SCHEMA;
+use api::report::SCHEMA;
+use api::{ClientError, Problem, ProblemKind, with_causes};
 
 use crate::Code;
 

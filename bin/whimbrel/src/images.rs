@@ -1,7 +1,7 @@
 //! Images that VMs left on this host when they migrated away with their disks, or ended.
 
-use agent::api::{Client, LeftImage, VmName};
-use agent::report::bytes;
+use api::report::bytes;
+use api::{Client, LeftImage, VmName};
 
 use crate::Code;
 use crate::failure::Failure;

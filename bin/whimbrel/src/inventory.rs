@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use agent::api::{
+use api::report::bytes;
+use api::{
     AdoptRequest, Adopted, AgentInfo, ClaimRequest, Client, Forgotten, HostId, KernelFeature, RunRequest,
     TemplateState, VmDetail, VmName, VmSummary,
 };
-use agent::report::bytes;
 use serde_json::Value;
 
 use crate::Code;

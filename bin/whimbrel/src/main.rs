@@ -24,7 +24,7 @@ mod watching;
 
 use std::process::ExitCode;
 
-use agent::api::{Limits, Rate};
+use api::{Limits, Rate};
 use clap::Parser;
 
 use cli::{Cli, Command, ImagesCommand, VmCommand};
@@ -87,7 +87,7 @@ impl From<Code> for ExitCode {
 }
 
 fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
-    let client = || agent::api::Client::new(&cli.socket).map_err(Failure::from);
+    let client = || api::Client::new(&cli.socket).map_err(Failure::from);
     match cli.command {
         Command::Agent(command) => agent_command::run(&command, output),
         Command::Info => inventory::agent(&client()?, output),

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use agent::api::{
+use api::progress::Standing;
+use api::report::{Report, explain, rate, render, to_the_second};
+use api::{
     CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationSelector,
     MigrationStatus, Rate, VmName,
 };
-use agent::progress::Standing;
-use agent::report::{Report, explain, rate, render, to_the_second};
 
 use crate::Code;
 use crate::cli::MigrateCommand;

@@ -3,7 +3,7 @@
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
 
-use agent::api::{Finding, Severity};
+use api::{Finding, Severity};
 use serde::Serialize;
 
 use crate::failure::Failure;

@@ -1,7 +1,7 @@
 //! `whimbrel recover`: shows the state and the risks, and carries out the operator's decision.
 
-use agent::api::{Client, MigrationSelector, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
-use agent::progress::Standing;
+use api::progress::Standing;
+use api::{Client, MigrationSelector, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
 
 use crate::Code;
 use crate::cli::RecoverCommand;

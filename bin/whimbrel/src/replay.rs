@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::Path;
 use std::{fs, io};
 
-use agent::report::{Replayed, SCHEMA, Traces};
+use api::report::{Replayed, SCHEMA, Traces};
 use serde::Deserialize;
 
 use crate::Code;

@@ -5,9 +5,9 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
-use agent::api::{Client, ClientError, MigrationId, MigrationSelector};
-use agent::progress::{DiskProgress, Phase, Progress, Standing};
-use agent::report::{bytes, milliseconds, rate};
+use api::progress::{DiskProgress, Phase, Progress, Standing};
+use api::report::{bytes, milliseconds, rate};
+use api::{Client, ClientError, MigrationId, MigrationSelector};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::failure::Failure;

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests, beside the tests themselves")]
 
-#[path = "../../../crates/agent/tests/fake/mod.rs"]
+#[path = "../../../crates/api/tests/fake/mod.rs"]
 mod fake;
 
 use std::io::{BufRead, BufReader, Read};
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
-use ::agent;
-use agent::api::{Control, Server, serve};
+use ::api;
+use api::{Control, Server, serve};
 use serde_json::Value;
 
 use fake::Fake;

@@ -27,8 +27,8 @@ use engine::precopy::Sampling;
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 pub use crate::pool::{Pool, PoolFormat, Storage};
+use api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 
 /// Default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";

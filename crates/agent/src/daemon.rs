@@ -21,17 +21,17 @@ use proto::MigrationId;
 use tracee::Injector;
 use tracing::info;
 
-use crate::api::{self, Server, ServerError};
 use crate::config::{AgentRole, Config, Security};
 use crate::context::Context;
 use crate::fault::Faults;
 use crate::journal::{Journal, JournalError};
 use crate::names::NameLocks;
 use crate::preflight::EmulatorCache;
-use crate::progress::Publisher;
 use crate::register::{Register, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
 use crate::templates::Templates;
 use crate::{destination, source};
+use api::progress::Publisher;
+use api::{self, Server, ServerError};
 
 /// Reason for which an agent cannot start.
 #[derive(Debug, thiserror::Error)]

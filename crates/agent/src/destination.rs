@@ -36,7 +36,7 @@ use crate::context::Context;
 use crate::cpu::CpuTime;
 use crate::disks::CopiedImages;
 use crate::ownership;
-use crate::progress::Publisher;
+use api::progress::Publisher;
 
 /// The destination's side of one migration.
 pub(crate) struct Driver {

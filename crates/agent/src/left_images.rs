@@ -25,13 +25,13 @@ use qemu::preflight::files::created_unix_ns;
 use tracee::FileLease;
 use tracing::info;
 
-use crate::api::{LeftImage, Problem, ProblemKind};
 use crate::context::Context;
 use crate::destination::DestinationDetails;
 use crate::journal::{JournalError, MigrationRecord, State};
 use crate::pool::MadeImage;
 use crate::preflight::files_of;
-use crate::progress::Standing;
+use api::progress::Standing;
+use api::{LeftImage, Problem, ProblemKind};
 use removal::Removable;
 pub(crate) use removal::is_same_file;
 
@@ -353,7 +353,7 @@ impl LeftBehind {
         let changed_unix_ms =
             found.ctime().saturating_mul(1000).saturating_add(found.ctime_nsec() / 1_000_000);
         (changed_unix_ms > gone_unix_ms).then(|| {
-            let when = crate::report::rfc3339(changed_unix_ms.unsigned_abs());
+            let when = api::report::rfc3339(changed_unix_ms.unsigned_abs());
             format!("it was changed after the VM had left, at {when}")
         })
     }

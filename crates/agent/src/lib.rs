@@ -8,10 +8,9 @@
 //!                                        journal (SQLite)   report   progress
 //! ```
 //!
-//! Threads and blocking calls throughout; tokio lives in [`api`] alone, on threads of its own, so that no request from
+//! Threads and blocking calls throughout; tokio lives in the API alone, on threads of its own, so that no request from
 //! outside can delay a migration.
 
-pub mod api;
 mod arrivals;
 pub mod config;
 mod context;
@@ -31,10 +30,8 @@ mod peers;
 mod pool;
 mod preflight;
 mod private;
-pub mod progress;
 mod ram;
 pub mod register;
-pub mod report;
 mod source;
 mod state_machine;
 mod templates;

@@ -36,13 +36,13 @@ use serde::{Deserialize, Serialize};
 use tracee::{Feature, Kernel};
 use tracing::info;
 
-use crate::api::{KernelFeature, RamChoice};
 use crate::arrivals::{Needs, ReservationGuard};
 use crate::context::Context;
 use crate::destination::{ArrivalArtifacts, ArrivalError};
 use crate::disks::KnownFile;
 use crate::peers::{self, PeerError};
 use crate::source::{SourceVm, VmError};
+use api::{KernelFeature, RamChoice};
 use writable_shared_images::WritableSharedImage;
 
 /// Kernel features that migrations need.

@@ -37,17 +37,15 @@ use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
-use crate::api::{
-    Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites,
-};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
 use crate::journal::VmRecord;
 use crate::ownership;
-use crate::progress::{Phase, Publisher};
 use crate::ram::JournalledRegion;
-use crate::report::{Objective, Outcome, Report};
+use api::progress::{Phase, Publisher};
+use api::report::{Objective, Outcome, Report};
+use api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 use telemetry::Telemetry;
 pub(crate) use vm::{SourceVm, VmError};
 

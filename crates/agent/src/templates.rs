@@ -35,7 +35,7 @@ pub(crate) use self::left_behind::{LeftTemplate, NamedPages};
 use self::shared_storage::SharedImageIndexer;
 pub(crate) use self::shared_storage::{IndexingStats, SharedImage, shared_images};
 use self::template_indexer::TemplateIndexer;
-use crate::api::{TemplateInfo, TemplateState};
+use api::{TemplateInfo, TemplateState};
 
 /// A template is useful if it has one of this many queried pages.
 const USEFUL_IF_ONE_IN: usize = 50;

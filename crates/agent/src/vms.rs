@@ -17,15 +17,15 @@ use qemu::vmfile::VmFile;
 use tracee::Process;
 use tracing::{info, warn};
 
-use crate::api::{AdoptRequest, Forgotten, Problem, ProblemKind, RunRequest, VmDetail, VmSummary};
 use crate::context::Context;
 use crate::destination::find_by_monitor;
 use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::logs;
 use crate::ownership;
 use crate::preflight;
-use crate::progress::Standing;
-use crate::report::rfc3339;
+use api::progress::Standing;
+use api::report::rfc3339;
+use api::{AdoptRequest, Forgotten, Problem, ProblemKind, RunRequest, VmDetail, VmSummary};
 pub(crate) use claim::claim;
 use second_copy::SecondCopy;
 

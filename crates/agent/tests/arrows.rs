@@ -16,6 +16,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-engine", &["whimbrel-proto"]),
     ("whimbrel-link", &["whimbrel-proto"]),
     ("whimbrel-memory", &["whimbrel-proto", "whimbrel-link", "whimbrel-tracee"]),
+    ("whimbrel-api", &["whimbrel-proto", "whimbrel-engine"]),
     (
         "whimbrel-agent",
         &[
@@ -27,21 +28,22 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "whimbrel-guest",
             "whimbrel-qemu",
             "whimbrel-tracee",
+            "whimbrel-api",
         ],
     ),
     ("whimbrel-guest-load", &[]),
     ("whimbrel-nas", &[]),
     // What only tests and benchmarks need is not linked into the program that users install.
-    ("whimbrel", &["whimbrel-agent", "whimbrel-tracee"]),
-    ("whimbrel-lab", &["whimbrel-agent", "whimbrel-guest-load"]),
+    ("whimbrel", &["whimbrel-agent", "whimbrel-api", "whimbrel-tracee"]),
+    ("whimbrel-lab", &["whimbrel-agent", "whimbrel-api", "whimbrel-guest-load"]),
 ];
 
 /// The only crates that may open connections to peers, serve HTTP, or hold a database.
 const KEPT_IN: &[(&str, &[&str])] = &[
     ("rustls", &["whimbrel-link"]),
-    ("axum", &["whimbrel-agent"]),
+    ("axum", &["whimbrel-api"]),
     ("rusqlite", &["whimbrel-agent"]),
-    ("tokio", &["whimbrel-agent", "whimbrel"]),
+    ("tokio", &["whimbrel-api", "whimbrel"]),
     ("linux-raw-sys", &["whimbrel-tracee"]),
 ];
 

@@ -1,6 +1,6 @@
 //! Choices for a migration, as words of the command line.
 
-use agent::api::{Deltas, DiskMode, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
+use api::{Deltas, DiskMode, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -11,18 +11,18 @@ use proto::{HostId, MigrationId, VmName};
 
 use super::drive::{check_time_limit, internal};
 use super::{Daemon, DriverMailbox};
-use crate::api::Control;
-use crate::api::{
+use crate::destination::untrusted;
+use crate::journal::{MigrationRecord, State};
+use crate::{destination, left_images, preflight, source, vms};
+use api::Control;
+use api::progress::{Publisher, Standing, Watcher};
+use api::report::Report;
+use api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
     LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
     VmSummary,
 };
-use crate::api::{Problem, ProblemKind};
-use crate::destination::untrusted;
-use crate::journal::{MigrationRecord, State};
-use crate::progress::{Publisher, Standing, Watcher};
-use crate::report::Report;
-use crate::{destination, left_images, preflight, source, vms};
+use api::{Problem, ProblemKind};
 
 /// Longest wait of a user for the outcome of a request.
 const PATIENCE: Duration = Duration::from_mins(1);

@@ -9,11 +9,11 @@ use engine::handover::source::{SourceEvent, SourceState};
 use proto::{HostId, MigrationId};
 
 use super::{Daemon, DriverMailbox};
-use crate::api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
 use crate::destination::DestinationDetails;
 use crate::journal::{MigrationRecord, State};
-use crate::progress::Standing;
 use crate::{destination, source};
+use api::progress::Standing;
+use api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
 
 impl Daemon {
     /// Asks the peer again, describes a decision, or carries it out.

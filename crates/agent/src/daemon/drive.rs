@@ -11,14 +11,14 @@ use proto::message::{Finding, Proposal};
 use proto::{MigrationId, VmName};
 
 use super::{Daemon, DriverHandle, DriverMailbox};
-use crate::api::{CheckReport, MigrateRequest, MigrationStatus};
-use crate::api::{Problem, ProblemKind, SoftPages, StopPolicy};
 use crate::journal::{Durability, JournalError, VmRecord};
 use crate::preflight;
-use crate::progress::Publisher;
-use crate::report::{Report, unix_ms_now};
 use crate::source::{self, Controls, Goals};
 use crate::{ownership, vms};
+use api::progress::Publisher;
+use api::report::{Report, unix_ms_now};
+use api::{CheckReport, MigrateRequest, MigrationStatus};
+use api::{Problem, ProblemKind, SoftPages, StopPolicy};
 
 /// Longest wait for the end of a migration that is decided.
 const LAST_ENTRIES_TIMEOUT: Duration = Duration::from_secs(2);

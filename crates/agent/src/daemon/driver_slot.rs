@@ -8,7 +8,7 @@ use proto::MigrationId;
 use tracing::error;
 
 use super::{Daemon, DriverHandle};
-use crate::api::{Problem, ProblemKind};
+use api::{Problem, ProblemKind};
 
 impl Daemon {
     /// Reserves an entry in the list of drivers, and a thread that waits for its work. It is reserved before the

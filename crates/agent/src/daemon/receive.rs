@@ -18,7 +18,7 @@ use crate::destination::{self, ArrivingVm};
 use crate::disks::{CopiedImages, KnownFile};
 use crate::journal::Durability;
 use crate::preflight;
-use crate::progress::Publisher;
+use api::progress::Publisher;
 
 const SEE_DISK: &str = "see that the destination's disk is not full";
 

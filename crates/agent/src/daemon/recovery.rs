@@ -13,13 +13,13 @@ use tracee::ProcessError;
 use tracing::{error, info, warn};
 
 use super::Daemon;
-use crate::api::Problem;
 use crate::context::Context;
 use crate::destination::{ArrivalArtifacts, ArrivalError, ArrivingVm, DestinationDetails};
 use crate::journal::{JournalError, MigrationRecord, State};
 use crate::ownership;
-use crate::report::{Objective, Report};
 use crate::source::{Controls, Details, Goals, SourceVm, VmError};
+use api::Problem;
+use api::report::{Objective, Report};
 
 impl Daemon {
     /// Starts drivers for all open migrations. An agent that cannot read the list must not start: it would treat VMs
@@ -153,8 +153,7 @@ impl Daemon {
             Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)
         });
         // Times in the report count from the request, whichever agent received it.
-        let since =
-            Duration::from_millis(crate::report::unix_ms_now().saturating_sub(report.started_unix_ms));
+        let since = Duration::from_millis(api::report::unix_ms_now().saturating_sub(report.started_unix_ms));
         let now = Instant::now();
         Controls::new(goals, report, now.checked_sub(since).unwrap_or(now))
     }

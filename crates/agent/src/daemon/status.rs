@@ -4,11 +4,11 @@ use proto::MigrationId;
 
 use super::Daemon;
 use super::drive::internal;
-use crate::api::{MigrationStatus, Role};
-use crate::api::{Problem, ProblemKind};
 use crate::journal::{MigrationRecord, State};
-use crate::progress::Standing;
-use crate::report::rfc3339;
+use api::progress::Standing;
+use api::report::rfc3339;
+use api::{MigrationStatus, Role};
+use api::{Problem, ProblemKind};
 
 impl Daemon {
     /// Returns the journal's record of a migration.

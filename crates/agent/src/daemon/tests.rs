@@ -9,14 +9,14 @@ use proto::message::{Message, Verdict};
 use proto::{Epoch, Generation, Incarnation, Purpose};
 
 use super::*;
-use crate::api::{Control as _, ProblemKind};
 use crate::destination::{ArrivalArtifacts, DestinationDetails};
 use crate::journal::{Durability, State};
-use crate::report::Report;
 use crate::source::{Controls, Goals};
 use crate::testing::{
     Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, wait_until_blocked,
 };
+use api::report::Report;
+use api::{Control as _, ProblemKind};
 
 fn daemon(world: &World) -> Arc<Daemon> {
     Arc::new(Daemon { context: Arc::clone(&world.context), drivers: Mutex::default(), witness: None })

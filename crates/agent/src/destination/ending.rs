@@ -13,7 +13,7 @@ use super::Driver;
 use super::arriving::ArrivalArtifacts;
 use crate::context::Context;
 use crate::journal::{Durability, VmRecord};
-use crate::progress::{Phase, Standing};
+use api::progress::{Phase, Standing};
 
 impl Driver {
     pub(super) fn report_to_user(&mut self, report: DestinationReport) {

@@ -19,8 +19,8 @@ use super::receiving::MemoryReceiver;
 use super::{ArrivalError, ArrivingVm, Driver};
 use crate::disks::CopiedImages;
 use crate::ownership;
-use crate::progress::Phase;
 use crate::state_machine::StateMachine;
+use api::progress::Phase;
 
 impl Driver {
     /// Receives a VM whose migration is PREPARED, once the source has been informed of that.

@@ -16,8 +16,8 @@ use super::receiving::MemoryReceiver;
 use super::{ArrivalError, Driver};
 use crate::disks::KnownFile;
 use crate::journal::Durability;
-use crate::progress::Phase;
 use crate::verification;
+use api::progress::Phase;
 
 /// Payload that is sent in pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

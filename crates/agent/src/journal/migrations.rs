@@ -13,7 +13,7 @@ use tracing::warn;
 
 use super::record::{MigrationColumns, MigrationRecord, NewMigration, json, parsed};
 use super::{Durability, Journal, JournalError, TransactionError, WriteSpace};
-use crate::report::unix_ms_now;
+use api::report::unix_ms_now;
 
 impl Journal {
     /// Returns an epoch for a new migration of a VM: larger than all that were ever seen, and never returned again.
@@ -251,12 +251,12 @@ impl Journal {
     }
 
     /// Returns the report of a migration.
-    pub fn report(&self, id: &MigrationId) -> Result<Option<crate::report::Report>, JournalError> {
+    pub fn report(&self, id: &MigrationId) -> Result<Option<api::report::Report>, JournalError> {
         self.document(id, "read a report", "SELECT report FROM reports WHERE vm = ?1 AND epoch = ?2")
     }
 
     /// Stores the report of a migration, in place of an earlier one.
-    pub fn put_report(&self, report: &crate::report::Report) -> Result<(), JournalError> {
+    pub fn put_report(&self, report: &api::report::Report) -> Result<(), JournalError> {
         let id = &report.migration;
         let text = json(serde_json::to_string(report), || format!("report of {id}"))?;
         let room = WriteSpace::Free(text.len());

@@ -9,7 +9,7 @@ use rusqlite::Row;
 use serde::de::DeserializeOwned;
 
 use super::{JournalError, TransactionError};
-use crate::progress::Standing;
+use api::progress::Standing;
 
 /// A migration to be begun. It is journalled together with its first state.
 #[derive(Clone, Debug)]

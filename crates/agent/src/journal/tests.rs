@@ -10,8 +10,8 @@ use proto::{Generation, HostId, Incarnation};
 use serde_json::json;
 
 use super::*;
-use crate::progress::Standing;
-use crate::report::{Objective, Outcome, Report};
+use api::progress::Standing;
+use api::report::{Objective, Outcome, Report};
 
 impl Journal {
     /// Makes every write fail, or none any more.

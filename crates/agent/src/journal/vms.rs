@@ -9,7 +9,7 @@ use tracee::{Process, ProcessError};
 
 use super::record::parsed;
 use super::{Durability, Journal, JournalError, TransactionError, WriteSpace};
-use crate::report::unix_ms_now;
+use api::report::unix_ms_now;
 
 /// A VM that the agent has adopted.
 #[derive(Clone, Debug, PartialEq, Eq)]

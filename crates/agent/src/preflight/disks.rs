@@ -12,9 +12,9 @@ use qemu::options::Value;
 use qemu::preflight::DestinationFile;
 use qemu::preflight::files::NeededFile;
 
-use crate::api::{MigrateRequest, Problem, ProblemKind};
 use crate::arrivals::ImageNeed;
 use crate::pool::{ImageLocation, Pool};
+use api::{MigrateRequest, Problem, ProblemKind};
 
 /// A disk that is to be copied.
 #[derive(Clone, Debug)]
@@ -354,7 +354,7 @@ pub(super) fn unique_word() -> String {
     let mut word = [0_u8; 8];
     // Without random numbers from the kernel the clock is used.
     if rustix::rand::getrandom(&mut word, rustix::rand::GetRandomFlags::empty()) != Ok(word.len()) {
-        word = crate::report::unix_ms_now().to_be_bytes();
+        word = api::report::unix_ms_now().to_be_bytes();
     }
     format!("{:016x}", u64::from_be_bytes(word))
 }

@@ -156,7 +156,7 @@ impl Register for SqliteRegistry {
         match self.apply(request) {
             Ok(reply) => RegistryAnswer::from_reply(request, reply),
             Err(error) => {
-                tracing::error!(error = crate::api::with_causes(&error), "register");
+                tracing::error!(error = api::with_causes(&error), "register");
                 match error {
                     RegistryError::Unknown { .. } => RegistryAnswer::Unknown,
                     _ => RegistryAnswer::Unreachable,

@@ -257,5 +257,5 @@ fn other_purposes_are_refused() {
     let (_serving, peer) = witness(move |arrival| server.serve(arrival));
     let purpose = Purpose::Handover { migration: proto::MigrationId { vm: web(), epoch: Epoch(1) } };
     let error = endpoint("alpha").connect(&peer, purpose, Instant::now() + LONG).unwrap_err();
-    assert!(crate::api::with_causes(&error).contains("witness"), "{error}");
+    assert!(api::with_causes(&error).contains("witness"), "{error}");
 }

@@ -10,7 +10,7 @@ use proto::{HostId, Purpose};
 
 use super::Register;
 use super::sqlite::{RegistryError, SqliteRegistry};
-use crate::api::with_causes;
+use api::with_causes;
 
 /// Idle time after which a connection is tested with a ping before a request is sent on it: a request on a dead
 /// connection has an unknown outcome, a ping has none.

@@ -15,7 +15,7 @@ use super::inbox::Notice;
 use super::memory::Payload;
 use super::phases::{Control, Failure, unexpected};
 use crate::peers;
-use crate::progress::Phase;
+use api::progress::Phase;
 
 /// Minimum time that a destination has between closing its data streams and sending its reason: it ends its QEMU in
 /// between.

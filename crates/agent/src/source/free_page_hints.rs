@@ -11,8 +11,8 @@ use super::guest::Guest;
 use super::memory::Payload;
 use super::phases::Failure;
 use super::{Controls, Driver, VmError};
-use crate::api::SoftPages;
-use crate::report;
+use api::SoftPages;
+use api::report;
 
 /// Time limit for the next line of an answer, and for all of an answer before the stop. To give back a large page cache
 /// needs seconds.

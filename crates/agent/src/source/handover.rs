@@ -20,8 +20,8 @@ use super::vm::{SourceVm, VmError};
 use super::{Details, Driver};
 use crate::config::Timeouts;
 use crate::ownership;
-use crate::progress::Phase;
 use crate::state_machine::StateMachine;
+use api::progress::Phase;
 
 /// Time of the last message from the destination, and the patience with it.
 #[derive(Debug)]

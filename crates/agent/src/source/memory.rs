@@ -24,11 +24,11 @@ use super::Goals;
 use super::telemetry::DeferredPages;
 use super::vm::{SourceVm, VmError};
 use super::write_throttle::DiskWriteThrottle;
-use crate::api::{self, StopPolicy, ThrottleWrites};
 use crate::context::Context;
 use crate::disks::{DiskLog, LeavingDisk, first_pages};
 use crate::ram;
-use crate::report::Round;
+use api::report::Round;
+use api::{self, StopPolicy, ThrottleWrites};
 
 /// Error of tracking the guest's writes.
 #[derive(Debug, thiserror::Error)]

@@ -39,10 +39,10 @@ use super::references::SharedImages;
 use super::slowing::CpuThrottle;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
-use crate::api::{StopPolicy, ThrottleCpu};
 use crate::journal::Durability;
-use crate::progress::Phase;
-use crate::report::{Disk, Measured};
+use api::progress::Phase;
+use api::report::{Disk, Measured};
+use api::{StopPolicy, ThrottleCpu};
 
 /// Failure of a phase, which ends the migration.
 #[derive(Debug)]

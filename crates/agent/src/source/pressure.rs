@@ -6,7 +6,7 @@ use engine::trace::TracedPolicy;
 use tracee::{Process, ProcessError};
 
 use super::vm::{SourceVm, VmError};
-use crate::report::Waiting;
+use api::report::Waiting;
 
 /// Measurement of how long the guest's processors wait for processors of the host.
 #[derive(Debug)]

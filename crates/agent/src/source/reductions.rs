@@ -17,9 +17,9 @@ use proto::packed::{Codec, Compression as Way, CompressionTrial};
 
 use super::references::SharedImages;
 use super::{Controls, Goals, Telemetry};
-use crate::api::{Compress, Deltas as WantedDeltas};
 use crate::cpu;
-use crate::report::{self, Compression, LevelChoice};
+use api::report::{self, Compression, LevelChoice};
+use api::{Compress, Deltas as WantedDeltas};
 
 /// Interval of the policy's samples, and the shorter one at first, when the policy knows nothing.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);

@@ -29,7 +29,7 @@ use tracing::info;
 
 use super::inbox::{Mailbox, Notice};
 use super::telemetry::RemainingCounter;
-use crate::report::PostCopy;
+use api::report::PostCopy;
 
 /// State of post-copy for a guest that runs at the destination.
 pub(super) struct PostCopyServer {

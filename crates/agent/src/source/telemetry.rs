@@ -10,7 +10,7 @@ use ::memory::SenderHandle;
 use link::Handle;
 use proto::limits::PAGE_BYTES;
 
-use crate::progress::{DiskProgress, Phase, Progress, Publisher};
+use api::progress::{DiskProgress, Phase, Progress, Publisher};
 
 /// Interval of the progress samples.
 const SAMPLE: Duration = Duration::from_millis(200);

@@ -9,8 +9,8 @@ use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::{WriteCap, Written};
 
-use crate::api::ThrottleWrites;
 use crate::disks::DiskLog;
+use api::ThrottleWrites;
 
 /// Pages of a part before the sending rate is known, and the minimum for a measurement of this rate: the duration of a
 /// smaller part depends on its beginning and end, unless it is long.

@@ -2,10 +2,10 @@
 
 use tracing::info;
 
-use crate::api::{ClaimReport, ClaimRequest, Problem, ProblemKind};
 use crate::context::Context;
 use crate::journal::{JournalError, VmRecord};
 use crate::ownership::{self, Claim};
+use api::{ClaimReport, ClaimRequest, Problem, ProblemKind};
 
 /// Makes this host the owner of one of its VMs in the ownership registry, or reports the risk.
 pub(crate) fn claim(

@@ -8,10 +8,10 @@ use qemu::find::QemuProcess;
 use qemu::preflight::OpenFiles;
 use qemu::process::Launch;
 
-use crate::api::{LeftImage, Problem, ProblemKind, RunRequest};
 use crate::context::Context;
 use crate::left_images;
 use crate::ownership;
+use api::{LeftImage, Problem, ProblemKind, RunRequest};
 
 /// Images that are an old state of VMs that moved away, and that a VM which is started here must not have.
 #[derive(Debug)]

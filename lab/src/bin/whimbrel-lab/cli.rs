@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use agent::api::Rate;
+use api::Rate;
 
 /// Makes hosts on this machine, as network namespaces, and measures migrations between them
 #[derive(Debug, Parser)]

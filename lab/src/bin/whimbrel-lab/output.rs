@@ -3,7 +3,7 @@
 use std::fmt::{self, Write as _};
 use std::io::{self, Write as _};
 
-use agent::api::with_causes;
+use api::with_causes;
 use serde::Serialize;
 
 use crate::failure::Failure;

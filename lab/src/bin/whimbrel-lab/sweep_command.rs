@@ -93,7 +93,7 @@ fn axes(options: &AxesOptions) -> Axes {
     }
     // 0 stands for the kernel's choice.
     let kernels = |value: &u32| (*value > 0).then_some(*value);
-    let rate = |rate: &agent::api::Rate| (rate.0 > 0).then_some(rate.0);
+    let rate = |rate: &api::Rate| (rate.0 > 0).then_some(rate.0);
     let links: Vec<_> = options.link.iter().map(rate).collect();
     let buffers: Vec<_> = options.buffer.iter().map(kernels).collect();
     let packets: Vec<_> = options.mtu.iter().map(|bytes| Some(*bytes)).collect();

@@ -12,8 +12,8 @@ use proto::{Epoch, Generation, Incarnation};
 use super::*;
 use crate::destination::{ArrivalArtifacts, Inbox};
 use crate::journal::{Durability, State};
-use crate::progress::Publisher;
 use crate::testing::{PATIENCE, Peer, Qemu, SlowRegistry, World, host, id, proposal, terms};
+use api::progress::Publisher;
 
 /// Returns a driver of the first migration, which is in the journal in this state, and the source's end of a
 /// connection.

@@ -13,11 +13,11 @@ use tracing::warn;
 
 use super::effects::EffectError;
 use crate::peers;
-use crate::report::Downtime;
 use crate::source::Driver;
 use crate::source::inbox::{Notice, Reply};
 use crate::source::phases::{Control, unexpected};
 use crate::state_machine::StateMachine;
+use api::report::Downtime;
 
 impl Driver {
     /// Handles a question that the destination asks on a connection of its own, on which it waits for the answer.

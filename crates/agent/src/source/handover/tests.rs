@@ -12,17 +12,17 @@ use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::api::{Compress, Deltas, OnLimit, ThrottleWrites};
 use crate::journal::State;
-use crate::progress::Publisher;
-use crate::report::{Outcome, Report};
 use crate::source::phases::Accepted;
 use crate::source::{Controls, Goals, Inbox, Mailbox, memory};
 use crate::testing::{Peer, Qemu, SlowRegistry, World, host, id, terms};
+use api::progress::Publisher;
+use api::report::{Outcome, Report};
+use api::{Compress, Deltas, OnLimit, ThrottleWrites};
 
 fn goals() -> Goals {
     Goals {
-        policy: crate::api::StopPolicy::Pattern,
+        policy: api::StopPolicy::Pattern,
         sampling: engine::precopy::Sampling::default(),
         max_downtime_ms: 30,
         max_total_ms: None,
@@ -34,13 +34,13 @@ fn goals() -> Goals {
         bandwidth_bytes_per_s: None,
         verify: false,
         throttle_writes: ThrottleWrites::Off,
-        throttle_cpu: crate::api::ThrottleCpu::Off,
+        throttle_cpu: api::ThrottleCpu::Off,
         references: true,
         compression: Compress::Auto,
         worth: ::memory::CompressionCriteria::default(),
         deltas: Deltas::Auto,
         deltas_bytes: 1 << 20,
-        soft_pages: crate::api::SoftPages::Free,
+        soft_pages: api::SoftPages::Free,
     }
 }
 

@@ -21,7 +21,6 @@ use qemu::recording::{RecordedDisk, Recording};
 
 use super::rounds::DirtyScan;
 use super::{Failure, gone};
-use crate::api::OnLimit;
 use crate::context::Context;
 use crate::disks::{DiskLog, LeavingDisk, SocketPath};
 use crate::guard::ThrottleGuard;
@@ -29,6 +28,7 @@ use crate::source::memory::{Payload, PayloadError};
 use crate::source::write_throttle::DiskWriteThrottle;
 use crate::source::{Driver, SourceVm, VmError};
 use crate::verification::DiskImage;
+use api::OnLimit;
 
 /// Starts a guard: no guest is slowed down without one that ends this if the agent dies.
 fn start_write_guard(context: &Context, vm: &SourceVm) -> Result<ThrottleGuard, PayloadError> {

@@ -15,14 +15,14 @@ use tracing::info;
 
 use super::pass_scheduler::{PassScheduler, RoundPages};
 use super::{Ending, Failure};
-use crate::api::ThrottleCpu;
-use crate::progress::Phase;
-use crate::report::Round;
 use crate::source::memory::Payload;
 use crate::source::pressure::PressureMeter;
 use crate::source::slowing::CpuThrottle;
 use crate::source::telemetry::DeferredPages;
 use crate::source::{Driver, VmError, memory};
+use api::ThrottleCpu;
+use api::progress::Phase;
+use api::report::Round;
 
 /// Result of a dirty scan: the pages that a round has to send, ready to be read.
 pub(super) struct DirtyScan {

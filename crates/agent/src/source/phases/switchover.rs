@@ -10,12 +10,12 @@ use proto::message::Message;
 use tracing::warn;
 
 use super::{Failure, Ready, gone, unexpected};
-use crate::progress::Phase;
-use crate::report::Round;
 use crate::source::memory::Payload;
 use crate::source::{Driver, SourceVm, VmError, memory};
 use crate::state_machine::StateMachine;
 use crate::verification::CompareError;
+use api::progress::Phase;
+use api::report::Round;
 
 /// Result of a round of the stopped guest.
 struct StoppedRound {
@@ -219,7 +219,7 @@ impl Driver {
         let duration_us = began.elapsed().as_micros() as u64;
         self.clock.measured.verify_us = duration_us;
         self.controls.report(|report| {
-            report.verification = Some(crate::report::Verification {
+            report.verification = Some(api::report::Verification {
                 compared_bytes,
                 chunks,
                 different_chunks: different,

@@ -30,8 +30,10 @@
 mod choices;
 mod client;
 mod control;
-pub(crate) mod problem;
+mod problem;
+pub mod progress;
 mod rate;
+pub mod report;
 mod routes;
 mod server;
 mod types;

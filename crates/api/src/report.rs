@@ -118,7 +118,7 @@ pub struct Waiting {
 
 impl Waiting {
     /// Records a restraint of the copying threads.
-    pub(crate) fn reached(&mut self, restraint: Restraint) {
+    pub fn reached(&mut self, restraint: Restraint) {
         let Restraint { nice, threads, interval_factor } = restraint;
         self.nicest = self.nicest.max(nice);
         self.fewest_threads = Some(self.fewest_threads.map_or(threads, |fewest| fewest.min(threads)));
@@ -436,7 +436,7 @@ impl Report {
     }
 
     /// Sets the time of the request, which was before the report was begun: all times count from then on.
-    pub(crate) fn requested_at(&mut self, unix_ms: u64) {
+    pub fn requested_at(&mut self, unix_ms: u64) {
         self.started_unix_ms = unix_ms;
         self.started = rfc3339(unix_ms);
     }

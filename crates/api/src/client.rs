@@ -29,7 +29,7 @@ const ANSWER_BYTES: usize = 64 << 20;
 /// Longest time in which a running agent answers a connection.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// A client of one agent. Its methods correspond to the paths of [`crate::api`].
+/// A client of one agent. Its methods correspond to the paths of [the crate](crate).
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::api::SoftPages;
+use crate::SoftPages;
 
 /// Statistics of compression. Data is the content of pages without zero pages, holes and page references.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,14 +10,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use crate::agent::api::{
+use crate::api::progress::{Phase, Progress, Publisher, Standing, Watcher};
+use crate::api::report::{Downtime, Measured, Objective, Outcome, Report, Round};
+use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
     Finding, Forgotten, HostId, KernelFeature, LeftImage, Limits, MigrateRequest, MigrationId,
     MigrationStatus, Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest,
     Severity, VmDetail, VmName, VmSummary,
 };
-use crate::agent::progress::{Phase, Progress, Publisher, Standing, Watcher};
-use crate::agent::report::{Downtime, Measured, Objective, Outcome, Report, Round};
 
 /// The fake control; see the module.
 #[derive(Default)]

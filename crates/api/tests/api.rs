@@ -11,13 +11,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 
-use agent::api::{
+use api::progress::{Phase, Standing};
+use api::{
     AdoptRequest, CancelOutcome, ClaimRequest, Client, ClientError, Control, Limits, MigrateRequest,
     MigrationSelector, Problem, ProblemKind, RecoverAction, RecoverRequest, RegistryUse, Server, ServerError,
     serve,
 };
-use agent::progress::{Phase, Standing};
-use whimbrel_agent as agent;
+use whimbrel_api as api;
 
 use fake::{Fake, host, vm};
 

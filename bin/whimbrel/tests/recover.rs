@@ -8,8 +8,8 @@ mod common;
 
 use std::process::{Child, Stdio};
 
-use agent::register::SqliteRegistry;
 use common::{Cluster, CommandOutput, DEADLINE, Guest, GuestSpec, Load, Setup, until};
+use store::register::SqliteRegistry;
 
 /// A migration from a to b that is held at a fault point.
 struct HeldMigration {

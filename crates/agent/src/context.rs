@@ -12,11 +12,11 @@ use crate::arrivals::Reservations;
 use crate::config::Config;
 use crate::daemon::HelperProgram;
 use crate::fault::Faults;
-use crate::journal::Journal;
 use crate::names::NameLocks;
 use crate::preflight::EmulatorCache;
-use crate::register::Register;
 use crate::templates::Templates;
+use store::journal::Journal;
+use store::register::Register;
 
 /// State that all parts of an agent share.
 pub(crate) struct Context {

@@ -24,14 +24,14 @@ use tracing::info;
 use crate::config::{AgentRole, Config, Security};
 use crate::context::Context;
 use crate::fault::Faults;
-use crate::journal::{Journal, JournalError};
 use crate::names::NameLocks;
 use crate::preflight::EmulatorCache;
-use crate::register::{Register, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
 use crate::templates::Templates;
 use crate::{destination, source};
 use api::progress::Publisher;
 use api::{self, Server, ServerError};
+use store::journal::{Journal, JournalError};
+use store::register::{Register, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
 
 /// Reason for which an agent cannot start.
 #[derive(Debug, thiserror::Error)]

@@ -27,13 +27,13 @@ use tracing::info;
 
 use crate::context::Context;
 use crate::destination::DestinationDetails;
-use crate::journal::{JournalError, MigrationRecord, State};
 use crate::pool::MadeImage;
 use crate::preflight::files_of;
 use api::progress::Standing;
 use api::{LeftImage, Problem, ProblemKind};
 use removal::Removable;
 pub(crate) use removal::is_same_file;
+use store::journal::{JournalError, MigrationRecord, State};
 
 /// Returns all images that VMs left behind here and that still exist, newest first.
 pub(crate) fn list(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
@@ -157,7 +157,7 @@ struct OtherUsers {
 
 impl OtherUsers {
     fn of(context: &Context) -> Result<Self, JournalError> {
-        let described = |record: crate::journal::VmRecord| {
+        let described = |record: store::journal::VmRecord| {
             Some((record.vm, serde_json::from_value(record.description).ok()?))
         };
         let vms = context.journal.vms()?.into_iter().filter_map(described).collect();

@@ -11,8 +11,8 @@ use proto::{Epoch, HostId, VmName};
 use tracing::warn;
 
 use crate::context::Context;
-use crate::register::Register;
 use api::progress::{Phase, Progress, Standing};
+use store::register::Register;
 
 /// Asks the registry with which the migration began. Blocks until it has answered or its time-outs have passed. Another
 /// registry, which the configuration may name by now, is not asked.

@@ -40,12 +40,12 @@ pub(crate) use inbox::{Inbox, Mailbox, Notice};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
-use crate::journal::VmRecord;
 use crate::ownership;
 use crate::ram::JournalledRegion;
 use api::progress::{Phase, Publisher};
 use api::report::{Objective, Outcome, Report};
 use api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
+use store::journal::VmRecord;
 use telemetry::Telemetry;
 pub(crate) use vm::{SourceVm, VmError};
 

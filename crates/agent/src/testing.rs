@@ -26,11 +26,11 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::daemon::HelperProgram;
 use crate::fault::Faults;
-use crate::journal::{Journal, NewMigration, State, VmRecord};
 use crate::names::NameLocks;
 use crate::preflight::EmulatorCache;
-use crate::register::Register;
 use crate::templates::Templates;
+use store::journal::{Journal, NewMigration, State, VmRecord};
+use store::register::Register;
 
 /// Longest wait of a test for an expected event.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(1);

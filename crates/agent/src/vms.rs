@@ -19,7 +19,6 @@ use tracing::{info, warn};
 
 use crate::context::Context;
 use crate::destination::find_by_monitor;
-use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::logs;
 use crate::ownership;
 use crate::preflight;
@@ -28,6 +27,7 @@ use api::report::rfc3339;
 use api::{AdoptRequest, Forgotten, Problem, ProblemKind, RunRequest, VmDetail, VmSummary};
 pub(crate) use claim::claim;
 use second_copy::SecondCopy;
+use store::journal::{JournalError, MigrationRecord, State, VmRecord};
 
 /// Timeout for a monitor's greeting when a VM is only queried.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(2);

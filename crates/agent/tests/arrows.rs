@@ -18,6 +18,17 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-memory", &["whimbrel-proto", "whimbrel-link", "whimbrel-tracee"]),
     ("whimbrel-api", &["whimbrel-proto", "whimbrel-engine"]),
     (
+        "whimbrel-store",
+        &[
+            "whimbrel-proto",
+            "whimbrel-engine",
+            "whimbrel-link",
+            "whimbrel-qemu",
+            "whimbrel-tracee",
+            "whimbrel-api",
+        ],
+    ),
+    (
         "whimbrel-agent",
         &[
             "whimbrel-proto",
@@ -29,6 +40,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "whimbrel-qemu",
             "whimbrel-tracee",
             "whimbrel-api",
+            "whimbrel-store",
         ],
     ),
     ("whimbrel-guest-load", &[]),
@@ -42,7 +54,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const KEPT_IN: &[(&str, &[&str])] = &[
     ("rustls", &["whimbrel-link"]),
     ("axum", &["whimbrel-api"]),
-    ("rusqlite", &["whimbrel-agent"]),
+    ("rusqlite", &["whimbrel-store"]),
     ("tokio", &["whimbrel-api", "whimbrel"]),
     ("linux-raw-sys", &["whimbrel-tracee"]),
 ];

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use agent::register::SqliteRegistry;
 use lab::{Device, Direction, Disk, disk};
 use proto::HostId;
 use proto::message::{Ownership, RegistryRequest};
 use serde_json::Value;
+use store::register::SqliteRegistry;
 
 use crate::common::faults::{FaultServer, HeldAgent};
 use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};

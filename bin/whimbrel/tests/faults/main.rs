@@ -22,11 +22,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use std::time::{Duration, Instant};
 
-use agent::register::SqliteRegistry;
 use common::DEADLINE;
 use common::draw::{Generator, seed};
 use engine::handover::table::{fault_points, transitions};
 use lab::Direction;
+use store::register::SqliteRegistry;
 
 use arena::Arena;
 use plan::{INJURIES, Injury, InjuryPlan};

@@ -14,8 +14,8 @@ use tracing::{debug, warn};
 
 use super::{Daemon, DriverMailbox};
 use crate::destination::untrusted;
-use crate::journal::State;
 use crate::source as from;
+use store::journal::State;
 
 /// Longest wait for a proposal on a new connection.
 const PROPOSAL_PATIENCE: Duration = Duration::from_secs(10);

@@ -12,7 +12,6 @@ use proto::{HostId, MigrationId, VmName};
 use super::drive::{check_time_limit, internal};
 use super::{Daemon, DriverMailbox};
 use crate::destination::untrusted;
-use crate::journal::{MigrationRecord, State};
 use crate::{destination, left_images, preflight, source, vms};
 use api::Control;
 use api::progress::{Publisher, Standing, Watcher};
@@ -23,6 +22,7 @@ use api::{
     VmSummary,
 };
 use api::{Problem, ProblemKind};
+use store::journal::{MigrationRecord, State};
 
 /// Longest wait of a user for the outcome of a request.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -236,7 +236,7 @@ impl Control for UserApi {
 }
 
 impl Daemon {
-    fn summary(&self, record: &crate::journal::VmRecord) -> VmSummary {
+    fn summary(&self, record: &store::journal::VmRecord) -> VmSummary {
         let latest = self.context.journal.latest(&record.vm).ok().flatten().filter(|latest| latest.open);
         let open = latest.as_ref().map(|latest| (latest, self.standing_of(latest)));
         vms::summary(&self.context, record, open)

@@ -10,10 +10,10 @@ use proto::{HostId, MigrationId};
 
 use super::{Daemon, DriverMailbox};
 use crate::destination::DestinationDetails;
-use crate::journal::{MigrationRecord, State};
 use crate::{destination, source};
 use api::progress::Standing;
 use api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
+use store::journal::{MigrationRecord, State};
 
 impl Daemon {
     /// Asks the peer again, describes a decision, or carries it out.

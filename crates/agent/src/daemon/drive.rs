@@ -11,7 +11,6 @@ use proto::message::{Finding, Proposal};
 use proto::{MigrationId, VmName};
 
 use super::{Daemon, DriverHandle, DriverMailbox};
-use crate::journal::{Durability, JournalError, VmRecord};
 use crate::preflight;
 use crate::source::{self, Controls, Goals};
 use crate::{ownership, vms};
@@ -19,6 +18,7 @@ use api::progress::Publisher;
 use api::report::{Report, unix_ms_now};
 use api::{CheckReport, MigrateRequest, MigrationStatus};
 use api::{Problem, ProblemKind, SoftPages, StopPolicy};
+use store::journal::{Durability, JournalError, VmRecord};
 
 /// Longest wait for the end of a migration that is decided.
 const LAST_ENTRIES_TIMEOUT: Duration = Duration::from_secs(2);

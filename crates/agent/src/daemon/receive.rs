@@ -16,9 +16,9 @@ use tracing::{info, warn};
 use super::{Daemon, DriverHandle, DriverMailbox};
 use crate::destination::{self, ArrivingVm};
 use crate::disks::{CopiedImages, KnownFile};
-use crate::journal::Durability;
 use crate::preflight;
 use api::progress::Publisher;
+use store::journal::Durability;
 
 const SEE_DISK: &str = "see that the destination's disk is not full";
 

@@ -15,11 +15,11 @@ use tracing::{error, info, warn};
 use super::Daemon;
 use crate::context::Context;
 use crate::destination::{ArrivalArtifacts, ArrivalError, ArrivingVm, DestinationDetails};
-use crate::journal::{JournalError, MigrationRecord, State};
 use crate::ownership;
 use crate::source::{Controls, Details, Goals, SourceVm, VmError};
 use api::Problem;
 use api::report::{Objective, Report};
+use store::journal::{JournalError, MigrationRecord, State};
 
 impl Daemon {
     /// Starts drivers for all open migrations. An agent that cannot read the list must not start: it would treat VMs

@@ -4,11 +4,11 @@ use proto::MigrationId;
 
 use super::Daemon;
 use super::drive::internal;
-use crate::journal::{MigrationRecord, State};
 use api::progress::Standing;
 use api::report::rfc3339;
 use api::{MigrationStatus, Role};
 use api::{Problem, ProblemKind};
+use store::journal::{MigrationRecord, State};
 
 impl Daemon {
     /// Returns the journal's record of a migration.

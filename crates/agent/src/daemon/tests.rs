@@ -10,13 +10,13 @@ use proto::{Epoch, Generation, Incarnation, Purpose};
 
 use super::*;
 use crate::destination::{ArrivalArtifacts, DestinationDetails};
-use crate::journal::{Durability, State};
 use crate::source::{Controls, Goals};
 use crate::testing::{
     Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, wait_until_blocked,
 };
 use api::report::Report;
 use api::{Control as _, ProblemKind};
+use store::journal::{Durability, State};
 
 fn daemon(world: &World) -> Arc<Daemon> {
     Arc::new(Daemon { context: Arc::clone(&world.context), drivers: Mutex::default(), witness: None })
@@ -183,7 +183,7 @@ fn one_silent_qemu_keeps_no_agent_from_its_work() {
     let other = MigrationId { vm: proto::VmName::new("db").unwrap(), epoch: Epoch(4) };
     let other_terms = engine::handover::MigrationTerms { migration: other.clone(), ..terms("a", "b") };
     let state = State::Source(SourceState::Prepared { run: true });
-    let new = crate::journal::NewMigration { terms: &other_terms, state, proposal: &proposal() };
+    let new = store::journal::NewMigration { terms: &other_terms, state, proposal: &proposal() };
     world.context.journal.begin(&new).unwrap();
     qemu.monitor().mute = true;
     daemon.resume_migrations().unwrap();
@@ -237,7 +237,7 @@ fn a_vm_that_hangs_as_it_begins_to_move_holds_up_no_other() {
     let start = |name: &str| Qemu::start(&world.folder.path().join(name));
     let (web, db) = (start("web"), start("db"));
     let other = proto::VmName::new("db").unwrap();
-    let db_record = crate::journal::VmRecord { vm: other.clone(), ..db.record() };
+    let db_record = store::journal::VmRecord { vm: other.clone(), ..db.record() };
     for record in [&web.record(), &db_record] {
         world.context.journal.put_vm(record).unwrap();
     }
@@ -280,7 +280,7 @@ fn a_process_of_another_boot_is_a_stranger() {
     let qemu = Qemu::start(world.folder.path());
     let record = qemu.record();
     assert!(source::SourceVm::find(&world.context, &record).is_ok());
-    let older = crate::journal::VmRecord { boot_id: "last boot".to_owned(), ..record };
+    let older = store::journal::VmRecord { boot_id: "last boot".to_owned(), ..record };
     let gone = source::SourceVm::find(&world.context, &older).map(drop).unwrap_err();
     assert!(matches!(gone, source::VmError::Process(tracee::ProcessError::Gone { .. })), "{gone:?}");
     assert_eq!(crate::vms::summary(&world.context, &older, None).state, "gone");
@@ -363,7 +363,7 @@ fn an_agent_that_cannot_read_what_is_open_does_not_start() {
     let config = Config::parse(&folder.path().join("agent.toml"), text).unwrap();
     let journal = Journal::open(&config.state_dir).unwrap();
     let state = State::Source(SourceState::Prepared { run: true });
-    let new = crate::journal::NewMigration { terms: &terms("a", "b"), state, proposal: &proposal() };
+    let new = store::journal::NewMigration { terms: &terms("a", "b"), state, proposal: &proposal() };
     journal.begin(&new).unwrap();
     let path = journal.path().to_owned();
     drop(journal);

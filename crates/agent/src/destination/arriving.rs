@@ -24,10 +24,10 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::disks::{self, KnownFile};
 use crate::freeze::{self, FreezeError};
-use crate::journal::{Durability, JournalError};
 use crate::logs;
 use crate::pool::{self, MadeImage};
 use crate::watch::ExitWatch;
+use store::journal::{Durability, JournalError};
 
 /// Longest wait for a killed process to exit.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);

@@ -12,8 +12,8 @@ use tracing::{error, info, warn};
 use super::Driver;
 use super::arriving::ArrivalArtifacts;
 use crate::context::Context;
-use crate::journal::{Durability, VmRecord};
 use api::progress::{Phase, Standing};
+use store::journal::{Durability, VmRecord};
 
 impl Driver {
     pub(super) fn report_to_user(&mut self, report: DestinationReport) {

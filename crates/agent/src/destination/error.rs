@@ -10,7 +10,7 @@ use qemu::ram::RamError;
 use tracee::ProcessError;
 
 use crate::freeze::FreezeError;
-use crate::journal::JournalError;
+use store::journal::JournalError;
 
 /// Reason for which a VM does not arrive.
 #[derive(Debug, thiserror::Error)]

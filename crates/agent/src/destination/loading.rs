@@ -15,9 +15,9 @@ use super::post_copy_receiver::{MissingPagesRecord, PostCopyReceiver};
 use super::receiving::MemoryReceiver;
 use super::{ArrivalError, Driver};
 use crate::disks::KnownFile;
-use crate::journal::Durability;
 use crate::verification;
 use api::progress::Phase;
+use store::journal::Durability;
 
 /// Payload that is sent in pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -26,7 +26,7 @@ use tracing::{error, warn};
 
 use super::{ArrivalArtifacts, DestinationDetails, Driver};
 use crate::context::Context;
-use crate::journal::{Durability, MigrationRecord};
+use store::journal::{Durability, MigrationRecord};
 
 /// Journalled record of such a page.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -9,10 +9,10 @@ use tracing::{error, info, warn};
 use super::inbox::Notice;
 use super::{Details, Driver};
 use crate::cpu::CpuTime;
-use crate::journal::{Durability, JournalError};
 use crate::source::vm::SourceVm;
 use api::progress::{Phase, Standing};
 use api::report::Outcome;
+use store::journal::{Durability, JournalError};
 
 impl Driver {
     /// Records the reason of a migration's end. The first reason is the one that users need; later ones are only its

@@ -39,10 +39,10 @@ use super::references::SharedImages;
 use super::slowing::CpuThrottle;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
-use crate::journal::Durability;
 use api::progress::Phase;
 use api::report::{Disk, Measured};
 use api::{StopPolicy, ThrottleCpu};
+use store::journal::Durability;
 
 /// Failure of a phase, which ends the migration.
 #[derive(Debug)]

@@ -23,10 +23,10 @@ use super::runtime_files::RuntimeFiles;
 use crate::context::Context;
 use crate::disks::DiskLog;
 use crate::freeze::{self, FreezeError};
-use crate::journal::VmRecord;
 use crate::verification::{self, CompareError, Hashes};
 use crate::vms;
 use crate::watch::ExitWatch;
+use store::journal::VmRecord;
 
 /// Time limit for a killed process to disappear.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);

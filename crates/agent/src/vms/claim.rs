@@ -3,9 +3,9 @@
 use tracing::info;
 
 use crate::context::Context;
-use crate::journal::{JournalError, VmRecord};
 use crate::ownership::{self, Claim};
 use api::{ClaimReport, ClaimRequest, Problem, ProblemKind};
+use store::journal::{JournalError, VmRecord};
 
 /// Makes this host the owner of one of its VMs in the ownership registry, or reports the risk.
 pub(crate) fn claim(

@@ -17,9 +17,9 @@ use crate::destination::inbox::Notice;
 use crate::destination::{ArrivalArtifacts, Continued, Driver};
 use crate::disks::CopiedImages;
 use crate::fault::Faults;
-use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::ownership;
 use crate::state_machine::StateMachine;
+use store::journal::{Durability, JournalError, NewMigration, State};
 
 /// Reason for which an effect could not be performed.
 #[derive(Debug, thiserror::Error)]

@@ -11,9 +11,9 @@ use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
 use crate::destination::{ArrivalArtifacts, Inbox};
-use crate::journal::{Durability, State};
 use crate::testing::{PATIENCE, Peer, Qemu, SlowRegistry, World, host, id, proposal, terms};
 use api::progress::Publisher;
+use store::journal::{Durability, State};
 
 /// Returns a driver of the first migration, which is in the journal in this state, and the source's end of a
 /// connection.

@@ -12,7 +12,6 @@ use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::fault::Faults;
-use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::source::Driver;
 use crate::source::inbox::Notice;
 use crate::source::memory;
@@ -20,6 +19,7 @@ use crate::source::slowing::CpuThrottle;
 use crate::source::vm::{SourceVm, VmError};
 use crate::state_machine::StateMachine;
 use crate::{disks, ownership, vms};
+use store::journal::{Durability, JournalError, NewMigration, State};
 
 /// Error of an effect that failed.
 #[derive(Debug, thiserror::Error)]

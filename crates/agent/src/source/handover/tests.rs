@@ -12,13 +12,13 @@ use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::journal::State;
 use crate::source::phases::Accepted;
 use crate::source::{Controls, Goals, Inbox, Mailbox, memory};
 use crate::testing::{Peer, Qemu, SlowRegistry, World, host, id, terms};
 use api::progress::Publisher;
 use api::report::{Outcome, Report};
 use api::{Compress, Deltas, OnLimit, ThrottleWrites};
+use store::journal::State;
 
 fn goals() -> Goals {
     Goals {

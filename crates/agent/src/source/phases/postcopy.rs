@@ -14,12 +14,12 @@ use proto::message::Message;
 use super::rounds::DirtyScan;
 use super::switchover::{cannot_save, scan_disks};
 use super::{Failure, gone, unexpected};
-use crate::journal::Durability;
 use crate::ram::{self, JournalledRegion};
 use crate::source::memory::Payload;
 use crate::source::serving::PostCopyServer;
 use crate::source::{Details, Driver};
 use api::report::PostCopy;
+use store::journal::Durability;
 
 /// Maximum number of lists of pages without an answer, for 2 GiB in all: more than any link needs to be fully used, and
 /// less than would fill the buffers between the two drivers while both only send.

@@ -13,13 +13,6 @@ use super::*;
 use api::progress::Standing;
 use api::report::{Objective, Outcome, Report};
 
-impl Journal {
-    /// Makes every write fail, or none any more.
-    pub(crate) fn refuse_writes(&self, refuse: bool) {
-        self.guard().connection.pragma_update(None, "query_only", refuse).unwrap();
-    }
-}
-
 fn name(name: &str) -> VmName {
     VmName::new(name).unwrap()
 }

@@ -7,13 +7,13 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
 
-use agent::journal::{Durability, Journal, JournalError, NewMigration, State};
 use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use serde_json::json;
-use whimbrel_agent as agent;
+use store::journal::{Durability, Journal, JournalError, NewMigration, State};
+use whimbrel_store as store;
 
 /// A small file system in memory.
 struct Small(tempfile::TempDir);

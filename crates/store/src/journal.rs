@@ -356,5 +356,18 @@ fn is_full(error: &rusqlite::Error) -> bool {
     failure.code == ErrorCode::DiskFull || failure.extended_code == rusqlite::ffi::SQLITE_IOERR_SHMSIZE
 }
 
+/// Support for tests of callers.
+#[cfg(any(test, feature = "testing"))]
+#[expect(clippy::unwrap_used, reason = "only tests use it")]
+impl Journal {
+    /// Makes every write fail, or none any more.
+    ///
+    /// # Panics
+    /// If the database cannot be asked to.
+    pub fn refuse_writes(&self, refuse: bool) {
+        self.guard().connection.pragma_update(None, "query_only", refuse).unwrap();
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -10,8 +10,8 @@ use tracee::Injector;
 
 use crate::arrivals::Reservations;
 use crate::config::Config;
-use crate::daemon::HelperProgram;
 use crate::fault::Faults;
+use crate::helper_program::HelperProgram;
 use crate::names::NameLocks;
 use crate::preflight::EmulatorCache;
 use crate::templates::Templates;

@@ -11,8 +11,6 @@ mod recovery;
 mod status;
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -24,6 +22,7 @@ use tracing::info;
 use crate::config::{AgentRole, Config, Security};
 use crate::context::Context;
 use crate::fault::Faults;
+pub use crate::helper_program::HelperProgram;
 use crate::names::NameLocks;
 use crate::preflight::EmulatorCache;
 use crate::templates::Templates;
@@ -57,15 +56,6 @@ pub enum StartError {
     /// The host's boot id cannot be read.
     #[error("cannot read /proc/sys/kernel/random/boot_id")]
     BootId(#[source] std::io::Error),
-}
-
-/// The command line of a helper: a program that does nothing but call its function.
-#[derive(Clone, Debug)]
-pub struct HelperProgram {
-    /// Path of the program.
-    pub program: PathBuf,
-    /// Its arguments.
-    pub arguments: Vec<OsString>,
 }
 
 /// A running agent. Dropping it ends its listeners; drivers end with the process, and the next agent resumes their

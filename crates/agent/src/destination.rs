@@ -26,17 +26,14 @@ use link::{Connection, Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
 
-pub(crate) use arriving::{ArrivalArtifacts, ArrivingVm, DestinationDetails, find_by_monitor};
-pub(crate) use error::ArrivalError;
-pub(crate) use inbox::{Inbox, Mailbox, Notice};
-#[cfg(test)]
-pub(crate) use post_copy_receiver::MissingPagesRecord;
-
 use crate::context::Context;
 use crate::cpu::CpuTime;
 use crate::disks::CopiedImages;
 use crate::ownership;
 use api::progress::Publisher;
+pub(crate) use arriving::{ArrivalArtifacts, ArrivingVm, DestinationDetails, find_by_monitor};
+pub(crate) use error::ArrivalError;
+pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 /// The destination's side of one migration.
 pub(crate) struct Driver {

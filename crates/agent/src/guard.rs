@@ -21,7 +21,7 @@ use qemu::{find, recording};
 use tracee::{CpuLimit, Process};
 use tracing::warn;
 
-use crate::daemon::HelperProgram;
+use crate::helper_program::HelperProgram;
 
 /// Time limit for the connection to a monitor.
 const PATIENCE: Duration = Duration::from_secs(10);

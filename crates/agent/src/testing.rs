@@ -24,8 +24,8 @@ use tracee::{Injector, Process};
 
 use crate::config::Config;
 use crate::context::Context;
-use crate::daemon::HelperProgram;
 use crate::fault::Faults;
+use crate::helper_program::HelperProgram;
 use crate::names::NameLocks;
 use crate::preflight::EmulatorCache;
 use crate::templates::Templates;

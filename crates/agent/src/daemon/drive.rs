@@ -168,7 +168,7 @@ impl Daemon {
             DriverHandle { mailbox, publisher: publisher.clone(), controls: Some(Arc::clone(&controls)) };
         let mut vm = vm;
         if let Some(vm) = &mut vm {
-            vm.watch(inbox.mailbox());
+            vm.watch(inbox.mailbox().qemu_exit());
         }
         let context = Arc::clone(&self.context);
         (source::Driver::new(context, terms, state, vm, inbox, controls, publisher), driven)

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use engine::handover::QemuAtStart;
-use engine::handover::destination::DestinationEvent;
 use proto::message::{Finding, RamBlock as ProposedBlock, Severity};
 use proto::{Generation, Incarnation, MigrationId};
 use qemu::device_state::Incoming;
@@ -18,13 +17,12 @@ use tracee::{Process, Signal};
 use tracing::{info, warn};
 
 use super::error::ArrivalError;
-use super::inbox::{Mailbox, Notice};
-use super::post_copy_receiver::MissingPagesRecord;
 use crate::config::Config;
 use crate::context::Context;
 use crate::disks::{self, KnownFile};
 use crate::freeze::{self, FreezeError};
 use crate::logs;
+use crate::missing_pages_record::MissingPagesRecord;
 use crate::pool::{self, MadeImage};
 use crate::watch::ExitWatch;
 use store::journal::{Durability, JournalError};
@@ -267,11 +265,9 @@ impl ArrivingVm {
         })
     }
 
-    /// Sends an event to `mailbox` when QEMU exits, for as long as this VM is kept.
-    pub(crate) fn watch(&mut self, mailbox: Mailbox) {
-        self.watch = ExitWatch::start(&self.process, move || {
-            mailbox.put(Notice::Event(DestinationEvent::QemuDied));
-        });
+    /// Calls `ended` when QEMU exits, for as long as this VM is kept.
+    pub(crate) fn watch(&mut self, ended: impl FnOnce() + Send + 'static) {
+        self.watch = ExitWatch::start(&self.process, ended);
     }
 
     /// Loads the device state, and runs `meanwhile` while QEMU loads it. The guest stays paused.

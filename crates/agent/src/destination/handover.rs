@@ -259,7 +259,7 @@ impl Driver {
     pub(crate) fn watch_found(&mut self) {
         let mailbox = self.inbox.mailbox();
         if let Some(vm) = &mut self.vm {
-            vm.watch(mailbox);
+            vm.watch(mailbox.qemu_exit());
         }
     }
 }

@@ -93,6 +93,13 @@ impl Mailbox {
         self.notices.send(notice).is_ok()
     }
 
+    /// Returns the function that sends the notice of QEMU's exit.
+    pub(crate) fn qemu_exit(self) -> impl FnOnce() + Send + 'static {
+        move || {
+            self.put(Notice::Event(DestinationEvent::QemuDied));
+        }
+    }
+
     /// Sends a notice unless the queue is full. For threads that the driver may wait for.
     pub(crate) fn try_put(&self, notice: Notice) {
         drop(self.notices.try_send(notice));

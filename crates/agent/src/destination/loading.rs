@@ -11,10 +11,11 @@ use proto::message::Message;
 use tracing::{error, info, warn};
 
 use super::inbox::Notice;
-use super::post_copy_receiver::{MissingPagesRecord, PostCopyReceiver};
+use super::post_copy_receiver::{self, PostCopyReceiver};
 use super::receiving::MemoryReceiver;
 use super::{ArrivalError, Driver};
 use crate::disks::KnownFile;
+use crate::missing_pages_record::MissingPagesRecord;
 use crate::verification;
 use api::progress::Phase;
 use store::journal::Durability;
@@ -199,13 +200,15 @@ impl Driver {
         }
         let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
         match PostCopyReceiver::take_over(&vm.process, trace, &mailbox) {
-            Ok(None) => match trace.end_leftover_waits(&self.context.injector, &vm.process) {
-                Ok(()) => self.found_complete = true,
-                Err(error) => {
-                    let error = crate::chain(&error);
-                    error!(%migration, error, "QEMU still waits for pages");
+            Ok(None) => {
+                match post_copy_receiver::end_leftover_waits(trace, &self.context.injector, &vm.process) {
+                    Ok(()) => self.found_complete = true,
+                    Err(error) => {
+                        let error = crate::chain(&error);
+                        error!(%migration, error, "QEMU still waits for pages");
+                    }
                 }
-            },
+            }
             Ok(Some(post_copy_receiver)) => {
                 let (streams, writers) = (self.proposal.streams, post_copy_receiver.writers());
                 let receiving = MemoryReceiver::placing(&self.context, migration, streams, writers, mailbox);

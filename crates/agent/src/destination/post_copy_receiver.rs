@@ -12,7 +12,6 @@
 //! keep waiting, and the next agent takes over ([`PostCopyReceiver::take_over`]).
 
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -25,15 +24,14 @@ use link::{Connection, Handle, Incoming, LinkError, Reader, Writer};
 use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
 use proto::limits::{BLOB_BYTES, CHUNK_BYTES, MISSING_PAGES_BYTES, PAGE_BYTES, REQUESTED_PAGES};
 use proto::message::{Finding, Message, PageRequest, Severity};
-use serde::{Deserialize, Serialize};
 use tracee::{AddressRange, Injector, LastingUserfaultfd, PageFaultError, PageFaultHandler, Process};
 use tracing::{info, warn};
 
 use super::arriving::ArrivingVm;
 use super::discarding::{DiscardedPages, check_discarded, discard_range, runs_of};
 use super::inbox::{Mailbox, Notice};
-use super::untrusted::UntrustedPage;
 use crate::context::Context;
+use crate::missing_pages_record::MissingPagesRecord;
 use crate::ram::{self, JournalledRegion};
 
 /// The kernel's setting for huge pages in the memory of memfds.
@@ -95,56 +93,6 @@ pub(crate) enum PostCopyError {
     /// An operation on QEMU's process failed.
     #[error(transparent)]
     Process(#[from] tracee::ProcessError),
-}
-
-/// Journalled facts about missing pages.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct MissingPagesRecord {
-    /// Number of the descriptor inside QEMU.
-    descriptor: i32,
-    /// The file that lists the missing pages.
-    ledger: PathBuf,
-    /// The guest's memory.
-    regions: Vec<JournalledRegion>,
-    /// A page that was present although it was still to arrive.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) untrusted: Option<UntrustedPage>,
-}
-
-impl MissingPagesRecord {
-    fn regions(&self) -> Vec<RamRegion> {
-        self.regions.iter().map(JournalledRegion::region).collect()
-    }
-
-    /// Ends the waits that a previous agent, which found all pages present, may have left registered.
-    pub(super) fn end_leftover_waits(
-        &self,
-        injector: &Injector,
-        process: &Process,
-    ) -> Result<(), PostCopyError> {
-        if self.is_open(process) {
-            PageFaultHandler::take_over(process, self.descriptor, &ranges(&self.regions()))?.end()?;
-        }
-        self.close(injector, process)
-    }
-
-    /// Closes the descriptor inside QEMU, if it is still open.
-    fn close(&self, injector: &Injector, process: &Process) -> Result<(), PostCopyError> {
-        if self.is_open(process) {
-            injector.close_lasting(process, self.descriptor)?;
-        }
-        Ok(())
-    }
-
-    fn is_open(&self, process: &Process) -> bool {
-        let descriptor = format!("/proc/{}/fd/{}", process.pid(), self.descriptor);
-        std::fs::read_link(descriptor).is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"))
-    }
-
-    /// Removes the ledger.
-    pub(super) fn remove(&self) {
-        drop(std::fs::remove_file(&self.ledger));
-    }
 }
 
 /// Pages that are still to arrive.
@@ -334,7 +282,7 @@ impl PostCopyReceiver {
     pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), PostCopyError> {
         self.hang_up();
         self.pages.placer().end()?;
-        self.trace.close(injector, process)
+        close(&self.trace, injector, process)
         // The ledger stays: an agent that starts before ACTIVE is in the journal learns from it that all pages have
         // arrived.
     }
@@ -347,6 +295,26 @@ impl PostCopyReceiver {
             drop(thread.join());
         }
     }
+}
+
+/// Ends the waits that a previous agent, which found all pages present, may have left registered.
+pub(super) fn end_leftover_waits(
+    record: &MissingPagesRecord,
+    injector: &Injector,
+    process: &Process,
+) -> Result<(), PostCopyError> {
+    if record.is_open(process) {
+        PageFaultHandler::take_over(process, record.descriptor, &ranges(&record.regions()))?.end()?;
+    }
+    close(record, injector, process)
+}
+
+/// Closes the descriptor inside QEMU, if it is still open.
+fn close(record: &MissingPagesRecord, injector: &Injector, process: &Process) -> Result<(), PostCopyError> {
+    if record.is_open(process) {
+        injector.close_lasting(process, record.descriptor)?;
+    }
+    Ok(())
 }
 
 /// Returns the ranges of all blocks: an agent that takes over need not know which of them have missing pages.

@@ -20,22 +20,13 @@ use std::time::{Duration, Instant};
 use engine::handover::destination::{DestinationReport, DestinationState};
 use proto::limits::PAGE_BYTES;
 use proto::message::{Finding, PageRequest, RamBlock as ProposedBlock, Severity};
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing::{error, warn};
 
 use super::{ArrivalArtifacts, DestinationDetails, Driver};
 use crate::context::Context;
+use crate::missing_pages_record::UntrustedPage;
 use store::journal::{Durability, MigrationRecord};
-
-/// Journalled record of such a page.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct UntrustedPage {
-    /// The first page that was found, or one of those that arrived with it and lie behind it.
-    pub(crate) page: PageRequest,
-    /// True if the guest was stopped because of the page: it is not stopped again if a user lets it go on.
-    pub(super) is_stopped: bool,
-}
 
 impl Driver {
     /// Returns the recorded page, if there is one.

@@ -111,7 +111,7 @@ impl Driver {
 
     /// Attaches the QEMU that an agent before this one was moving; returns its state.
     pub(crate) fn found(&mut self, mut vm: SourceVm) -> QemuAtStart {
-        vm.watch(self.inbox.mailbox());
+        vm.watch(self.inbox.mailbox().qemu_exit());
         let found = vm.found();
         self.vm = Some(vm);
         found

@@ -70,6 +70,13 @@ impl Mailbox {
         there
     }
 
+    /// Returns the function that puts the notice of QEMU's exit into the queue.
+    pub(crate) fn qemu_exit(self) -> impl FnOnce() + Send + 'static {
+        move || {
+            self.put(Notice::Event(SourceEvent::QemuDied));
+        }
+    }
+
     /// Puts a notice into the queue unless the queue is full. For threads that the driver may be waiting for.
     pub(crate) fn try_put(&self, notice: Notice) {
         let interrupts = self.interrupts(&notice);

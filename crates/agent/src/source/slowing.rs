@@ -11,8 +11,8 @@ use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
 
 use super::vm::{SourceVm, VmError};
 use super::write_throttle::SendingRate;
-use crate::daemon::HelperProgram;
 use crate::guard::{DismissOnDrop, ThrottleGuard};
+use crate::helper_program::HelperProgram;
 
 /// Throttle of the guest's processors, which are in groups of their own.
 #[derive(Debug)]

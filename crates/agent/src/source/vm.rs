@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use ::memory::DirtyBitmap;
 use engine::handover::QemuAtStart;
-use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, DiskOwnership, StateError, StateFile};
 use qemu::drives::Media;
@@ -18,7 +17,6 @@ use qemu::tree::DeviceTree;
 use tracee::{CpuLimit, Process, ProcessError, Signal};
 use tracing::{info, warn};
 
-use super::inbox::{Mailbox, Notice};
 use super::runtime_files::RuntimeFiles;
 use crate::context::Context;
 use crate::disks::DiskLog;
@@ -418,10 +416,8 @@ impl SourceVm {
         largest.map(crate::ram::kind).unwrap_or_default()
     }
 
-    /// Turns QEMU's end into an event, for as long as this is alive.
-    pub(crate) fn watch(&mut self, mailbox: Mailbox) {
-        self.watch = ExitWatch::start(&self.process, move || {
-            mailbox.put(Notice::Event(SourceEvent::QemuDied));
-        });
+    /// Calls `ended` when QEMU exits, for as long as this VM is kept.
+    pub(crate) fn watch(&mut self, ended: impl FnOnce() + Send + 'static) {
+        self.watch = ExitWatch::start(&self.process, ended);
     }
 }

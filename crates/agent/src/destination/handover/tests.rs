@@ -394,12 +394,12 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
 }
 
 /// Returns the awaited trace of a guest with a page that was present before it arrived.
-fn untrusted(world: &World) -> crate::destination::MissingPagesRecord {
+fn untrusted(world: &World) -> crate::missing_pages_record::MissingPagesRecord {
     awaited(world, &serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false}))
 }
 
 /// Returns the awaited trace of a guest with missing pages.
-fn awaited(world: &World, untrusted: &serde_json::Value) -> crate::destination::MissingPagesRecord {
+fn awaited(world: &World, untrusted: &serde_json::Value) -> crate::missing_pages_record::MissingPagesRecord {
     let trace = serde_json::json!({
         "descriptor": 9999, "ledger": world.folder.path().join("awaited"), "regions": [],
         "untrusted": untrusted,

@@ -58,6 +58,7 @@ pub mod storage;
 pub mod sweep;
 mod testing;
 
+pub use self::host::Host;
 pub use agents::Agents;
 pub use client::{Client, ClientReport, ConnectionReport};
 pub use emulator::{Emulator, Settings};
@@ -65,7 +66,6 @@ pub use environment::{Environment, Qemu, QemuVersion, not_tried};
 pub use error::{Error, Result};
 pub use follow::{DEADLINE, LogFollower};
 pub use guest::Guest;
-pub use host::Host;
 pub use lab::{Direction, Lab, LabConfig, Link, Packets, vm_address};
 pub use monitor::Monitor;
 pub use nas::{Nas, NasEnd, Peer};

@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
-use agent::config::{AgentRole, Config, Security};
+use host::config::{AgentRole, Config, Security};
 use toml::toml;
 use whimbrel_lab as lab;
 

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use agent::config::Config;
-use agent::daemon::{Agent, HelperProgram};
+use agent::daemon::Agent;
+use host::HelperProgram;
+use host::config::Config;
 use tracing_subscriber::EnvFilter;
 
 use crate::cli::{AgentCommand, LogFormat};

@@ -156,7 +156,7 @@ pub(crate) enum Command {
 #[derive(Debug, Args)]
 pub(crate) struct AgentCommand {
     /// The configuration; docs/agent.example.toml has every key
-    #[arg(long, value_name = "FILE", default_value = agent::config::DEFAULT_PATH)]
+    #[arg(long, value_name = "FILE", default_value = host::config::DEFAULT_PATH)]
     pub config: PathBuf,
     /// Only check that the configuration can be used, with all files that it names
     #[arg(long)]

@@ -3,10 +3,10 @@
 use std::io;
 use std::path::PathBuf;
 
-use agent::config::ConfigError;
 use agent::daemon::StartError;
 use api::report::SCHEMA;
 use api::{ClientError, Problem, ProblemKind, with_causes};
+use host::config::ConfigError;
 
 use crate::Code;
 

@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     }
     let mut words = std::env::args_os().skip(1);
     if words.next().is_some_and(|command| command == GUARD) {
-        return agent::guard_main(words);
+        return host::guard_main(words);
     }
     let cli = Cli::parse();
     let output = Output::new(cli.json);

@@ -19,16 +19,16 @@ use proto::MigrationId;
 use tracee::Injector;
 use tracing::info;
 
-use crate::config::{AgentRole, Config, Security};
-use crate::context::Context;
-use crate::fault::Faults;
-pub use crate::helper_program::HelperProgram;
-use crate::names::NameLocks;
-use crate::preflight::EmulatorCache;
-use crate::templates::Templates;
-use crate::{destination, source};
 use api::progress::Publisher;
 use api::{self, Server, ServerError};
+use host::Context;
+pub use host::HelperProgram;
+use host::config::{AgentRole, Config, Security};
+use host::fault::Faults;
+use host::names::NameLocks;
+use host::preflight::EmulatorCache;
+use host::templates::Templates;
+use migrate::{destination, source};
 use store::journal::{Journal, JournalError};
 use store::register::{Register, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
 
@@ -107,8 +107,8 @@ impl Agent {
             config,
         };
         let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
-        crate::preflight::end_probes(&daemon.context);
-        crate::preflight::end_measurements(&daemon.context.config.run_dir);
+        host::preflight::end_probes(&daemon.context);
+        host::preflight::end_measurements(&daemon.context.config.run_dir);
         daemon.resume_migrations()?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();

@@ -13,8 +13,8 @@ use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
 use super::{Daemon, DriverMailbox};
-use crate::destination::untrusted;
-use crate::source as from;
+use migrate::destination::untrusted;
+use migrate::source as from;
 use store::journal::State;
 
 /// Longest wait for a proposal on a new connection.

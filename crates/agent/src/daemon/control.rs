@@ -11,8 +11,6 @@ use proto::{HostId, MigrationId, VmName};
 
 use super::drive::{check_time_limit, internal};
 use super::{Daemon, DriverMailbox};
-use crate::destination::untrusted;
-use crate::{destination, left_images, preflight, source, vms};
 use api::Control;
 use api::progress::{Publisher, Standing, Watcher};
 use api::report::Report;
@@ -22,6 +20,9 @@ use api::{
     VmSummary,
 };
 use api::{Problem, ProblemKind};
+use host::{left_images, preflight, vms};
+use migrate::destination::untrusted;
+use migrate::{destination, source};
 use store::journal::{MigrationRecord, State};
 
 /// Longest wait of a user for the outcome of a request.

@@ -1,5 +1,6 @@
 //! Advice to an operator about a migration in doubt, and the execution of decisions.
 
+use host::DestinationDetails;
 use std::path::PathBuf;
 
 use engine::handover::MigrationTerms;
@@ -9,10 +10,9 @@ use engine::handover::source::{SourceEvent, SourceState};
 use proto::{HostId, MigrationId};
 
 use super::{Daemon, DriverMailbox};
-use crate::destination::DestinationDetails;
-use crate::{destination, source};
 use api::progress::Standing;
 use api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
+use migrate::{destination, source};
 use store::journal::{MigrationRecord, State};
 
 impl Daemon {

@@ -11,13 +11,13 @@ use proto::message::{Finding, Proposal};
 use proto::{MigrationId, VmName};
 
 use super::{Daemon, DriverHandle, DriverMailbox};
-use crate::preflight;
-use crate::source::{self, Controls, Goals};
-use crate::{ownership, vms};
 use api::progress::Publisher;
 use api::report::{Report, unix_ms_now};
 use api::{CheckReport, MigrateRequest, MigrationStatus};
 use api::{Problem, ProblemKind, SoftPages, StopPolicy};
+use host::preflight;
+use host::{ownership, vms};
+use migrate::source::{self, Controls, Goals};
 use store::journal::{Durability, JournalError, VmRecord};
 
 /// Longest wait for the end of a migration that is decided.

@@ -1,5 +1,6 @@
 //! Start of a driver for a VM that a peer proposes.
 
+use host::ArrivingVm;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,10 @@ use qemu::ram::RamBlock;
 use tracing::{info, warn};
 
 use super::{Daemon, DriverHandle, DriverMailbox};
-use crate::destination::{self, ArrivingVm};
-use crate::disks::{CopiedImages, KnownFile};
-use crate::preflight;
 use api::progress::Publisher;
+use host::disks::{CopiedImages, KnownFile};
+use host::preflight;
+use migrate::destination::{self};
 use store::journal::Durability;
 
 const SEE_DISK: &str = "see that the destination's disk is not full";

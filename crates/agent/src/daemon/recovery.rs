@@ -1,6 +1,7 @@
 //! Resuming the migrations of a previous agent: every migration that is open in the journal gets a driver, which first
 //! determines the state of its QEMU.
 
+use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, DestinationDetails, SourceVm, VmError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,12 +14,11 @@ use tracee::ProcessError;
 use tracing::{error, info, warn};
 
 use super::Daemon;
-use crate::context::Context;
-use crate::destination::{ArrivalArtifacts, ArrivalError, ArrivingVm, DestinationDetails};
-use crate::ownership;
-use crate::source::{Controls, Details, Goals, SourceVm, VmError};
 use api::Problem;
 use api::report::{Objective, Report};
+use host::Context;
+use host::ownership;
+use migrate::source::{Controls, Details, Goals};
 use store::journal::{JournalError, MigrationRecord, State};
 
 impl Daemon {

@@ -1,5 +1,6 @@
 //! Tests of the daemon without listeners of its own: admission of peers, answers, recovery.
 
+use host::{ArrivalArtifacts, DestinationDetails};
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -9,13 +10,12 @@ use proto::message::{Message, Verdict};
 use proto::{Epoch, Generation, Incarnation, Purpose};
 
 use super::*;
-use crate::destination::{ArrivalArtifacts, DestinationDetails};
-use crate::source::{Controls, Goals};
-use crate::testing::{
-    Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, wait_until_blocked,
-};
 use api::report::Report;
 use api::{Control as _, ProblemKind};
+use host::testing::{
+    Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, wait_until_blocked,
+};
+use migrate::source::{Controls, Goals};
 use store::journal::{Durability, State};
 
 fn daemon(world: &World) -> Arc<Daemon> {
@@ -134,8 +134,8 @@ fn a_vm_that_has_just_come_can_be_moved_on() {
         let daemon = Arc::clone(&daemon);
         move || {
             begun.send(rustix::thread::gettid()).unwrap();
-            daemon.wait_for_last_migration(&crate::testing::vm()).unwrap();
-            daemon.check_not_in_migration(&crate::testing::vm())
+            daemon.wait_for_last_migration(&host::testing::vm()).unwrap();
+            daemon.check_not_in_migration(&host::testing::vm())
         }
     });
     wait_until_blocked(begins.recv().unwrap());
@@ -149,7 +149,7 @@ fn nothing_is_journalled_that_no_driver_could_end() {
     let world = World::new();
     let daemon = daemon(&world);
     let qemu = Qemu::start(world.folder.path());
-    let vm = || source::SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let vm = || host::SourceVm::find(&world.context, &qemu.record()).unwrap();
     let driver_slot = daemon.driver_slot(&id(1), driven()).unwrap();
     let start_source_driver =
         || daemon.start_source_driver(terms("a", "b"), vm(), proposal(), controls(&daemon));
@@ -212,20 +212,20 @@ fn a_vm_that_begins_to_move_is_not_forgotten() {
     let daemon = daemon(&world);
     let qemu = Qemu::start(world.folder.path());
     world.context.journal.put_vm(&qemu.record()).unwrap();
-    let exclusive = world.context.names.exclusive(&crate::testing::vm());
+    let exclusive = world.context.names.exclusive(&host::testing::vm());
     let (begun, begins) = std::sync::mpsc::channel();
     let forget = std::thread::spawn({
         let users = control::UserApi(Arc::clone(&daemon));
         move || {
             begun.send(rustix::thread::gettid()).unwrap();
-            users.forget(&crate::testing::vm())
+            users.forget(&host::testing::vm())
         }
     });
     wait_until_blocked(begins.recv().unwrap());
     world.journalled(&terms("a", "b"), State::Source(SourceState::Prepared { run: true }));
     drop(exclusive);
     assert_eq!(forget.join().unwrap().unwrap_err().kind, ProblemKind::Conflict);
-    assert!(world.context.journal.vm(&crate::testing::vm()).unwrap().is_some());
+    assert!(world.context.journal.vm(&host::testing::vm()).unwrap().is_some());
 }
 
 /// While the start of one VM's migration hangs (at its QEMU, or at the registry), others start; a second one of the
@@ -246,8 +246,8 @@ fn a_vm_that_hangs_as_it_begins_to_move_holds_up_no_other() {
         let request = serde_json::from_value(serde_json::json!({ "vm": vm, "to": "b" })).unwrap();
         std::thread::spawn(move || daemon.begin(&request))
     };
-    let hangs = world.context.names.exclusive(&crate::testing::vm());
-    let again = begin(crate::testing::vm());
+    let hangs = world.context.names.exclusive(&host::testing::vm());
+    let again = begin(host::testing::vm());
     let at_once = begin(other);
     // A sleeping process is not a QEMU that can be moved, which the check reports.
     eventually("the other one begins", || at_once.is_finished());
@@ -267,7 +267,7 @@ fn a_migration_finds_its_own_qemu() {
     let qemu = Qemu::start(world.folder.path());
     let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
     world.journalled(&terms("a", "b"), State::Source(committed));
-    let vm = source::SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let vm = host::SourceVm::find(&world.context, &qemu.record()).unwrap();
     let details = source::Details::of(&world.context, Some(&vm), true);
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
     daemon.resume_migrations().unwrap();
@@ -279,18 +279,18 @@ fn a_process_of_another_boot_is_a_stranger() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let record = qemu.record();
-    assert!(source::SourceVm::find(&world.context, &record).is_ok());
+    assert!(host::SourceVm::find(&world.context, &record).is_ok());
     let older = store::journal::VmRecord { boot_id: "last boot".to_owned(), ..record };
-    let gone = source::SourceVm::find(&world.context, &older).map(drop).unwrap_err();
-    assert!(matches!(gone, source::VmError::Process(tracee::ProcessError::Gone { .. })), "{gone:?}");
-    assert_eq!(crate::vms::summary(&world.context, &older, None).state, "gone");
+    let gone = host::SourceVm::find(&world.context, &older).map(drop).unwrap_err();
+    assert!(matches!(gone, host::VmError::Process(tracee::ProcessError::Gone { .. })), "{gone:?}");
+    assert_eq!(host::vms::summary(&world.context, &older, None).state, "gone");
 }
 
 #[test]
 fn another_register_than_a_migration_s_is_not_asked() {
     let (asked, questions) = std::sync::mpsc::channel();
     let (_answer, answers) = std::sync::mpsc::channel();
-    let register = crate::testing::SlowRegistry { asked, answers: Mutex::new(answers) };
+    let register = host::testing::SlowRegistry { asked, answers: Mutex::new(answers) };
     let world = World::with(Some(Arc::new(register)));
     let terms = engine::handover::MigrationTerms {
         register: Some(Epoch(0)),
@@ -298,7 +298,7 @@ fn another_register_than_a_migration_s_is_not_asked() {
         ..terms("b", "a")
     };
     let request = engine::handover::register::read(&terms);
-    let answer = crate::ownership::ask(&world.context, &terms, &request);
+    let answer = host::ownership::ask(&world.context, &terms, &request);
     assert_eq!(answer, engine::handover::register::RegistryAnswer::Unreachable);
     assert!(questions.try_recv().is_err(), "its word does not count");
     // Users see which one is missing.

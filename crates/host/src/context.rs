@@ -1,0 +1,69 @@
+//! State that all parts of an agent share.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use engine::precopy::CostHistory;
+use link::Endpoint;
+use proto::HostId;
+use tracee::Injector;
+
+use crate::HelperProgram;
+use crate::arrivals::Reservations;
+use crate::config::Config;
+use crate::fault::Faults;
+use crate::names::NameLocks;
+use crate::preflight::EmulatorCache;
+use crate::templates::Templates;
+use store::journal::Journal;
+use store::register::Register;
+
+/// State that all parts of an agent share.
+pub struct Context {
+    /// The configuration.
+    pub config: Config,
+    /// The journal.
+    pub journal: Journal,
+    /// The agent's identity towards its peers.
+    pub endpoint: Endpoint,
+    /// Expected data streams.
+    pub router: link::Router,
+    /// The ownership registry, if one is configured.
+    pub register: Option<Arc<dyn Register>>,
+    /// Runs system calls in other processes.
+    pub injector: Arc<Injector>,
+    /// Command that starts a guard for a throttled guest.
+    pub guard: HelperProgram,
+    /// Connection to the test harness for fault points.
+    pub faults: Faults,
+    /// Content of `/proc/sys/kernel/random/boot_id`.
+    pub boot_id: String,
+    /// Memory reserved for arriving VMs.
+    pub arrivals: Arc<Reservations>,
+    /// Held for writing while a trial QEMU is started, which uses resources that an arriving VM may need at the same
+    /// time.
+    pub starts: RwLock<()>,
+    /// Names of VMs that are locked by one operation.
+    pub names: NameLocks,
+    /// Cached capabilities of this host's QEMU binaries.
+    pub emulators: EmulatorCache,
+    /// Templates of this host.
+    pub templates: Arc<Templates>,
+    /// Measured parts of the downtime that do not depend on memory, by destination, and by whether disks were copied,
+    /// because the last writes of copied disks have to reach stable storage then.
+    pub fixed_costs: Mutex<BTreeMap<(HostId, bool), CostHistory>>,
+}
+
+impl Context {
+    /// Accesses the parts of the downtime that do not depend on memory, as measured by previous migrations to this
+    /// destination, with copied disks or without.
+    pub fn fixed_costs<T>(
+        &self,
+        destination: &HostId,
+        copies_disks: bool,
+        use_it: impl FnOnce(&mut CostHistory) -> T,
+    ) -> T {
+        let mut all = self.fixed_costs.lock().unwrap_or_else(PoisonError::into_inner);
+        use_it(all.entry((destination.clone(), copies_disks)).or_default())
+    }
+}

@@ -1,0 +1,38 @@
+//! One host: its configuration, its VMs and their QEMUs, the pre-flight check, and the files that are made for VMs.
+
+mod arrival_error;
+pub mod arrivals;
+mod arriving_vm;
+pub mod config;
+mod context;
+pub mod cpu;
+pub mod disks;
+pub mod fault;
+pub mod freeze;
+pub mod guard;
+mod helper_program;
+pub mod left_images;
+pub mod logs;
+pub mod missing_pages_record;
+pub mod names;
+pub mod ownership;
+pub mod peers;
+pub mod pool;
+pub mod preflight;
+pub mod ram;
+mod runtime_files;
+mod source_vm;
+pub mod templates;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+pub mod verification;
+pub mod vms;
+mod watch;
+
+pub(crate) use api::with_causes as chain;
+pub use arrival_error::ArrivalError;
+pub use arriving_vm::{ArrivalArtifacts, ArrivingVm, ContOutcome, DestinationDetails, find_by_monitor};
+pub use context::Context;
+pub use guard::{ThrottleGuard, guard_main};
+pub use helper_program::HelperProgram;
+pub use source_vm::{SourceVm, VmError};

@@ -1,0 +1,275 @@
+//! Requests of the drivers to the ownership registry.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::MigrationTerms;
+use engine::handover::register::RegistryAnswer;
+use proto::message::{Finding, Ownership, RegistryRequest, Severity};
+use proto::{Epoch, HostId, VmName};
+use tracing::warn;
+
+use crate::Context;
+use api::progress::{Phase, Progress, Standing};
+use store::register::Register;
+
+/// Asks the registry with which the migration began. Blocks until it has answered or its time-outs have passed. Another
+/// registry, which the configuration may name by now, is not asked.
+pub fn ask(context: &Context, terms: &MigrationTerms, request: &RegistryRequest) -> RegistryAnswer {
+    if witness_mismatch(context, terms).is_some() {
+        return RegistryAnswer::Unreachable;
+    }
+    context.register.as_ref().map_or(RegistryAnswer::Unreachable, |register| register.ask(request))
+}
+
+/// Asks in a thread of its own, which passes on the answer. Returns false if the thread cannot be started.
+pub fn ask_in_thread(
+    context: &Arc<Context>,
+    terms: &MigrationTerms,
+    request: RegistryRequest,
+    answered: impl FnOnce(RegistryAnswer) + Send + 'static,
+) -> bool {
+    let (context, terms) = (Arc::clone(context), terms.clone());
+    let asks = move || answered(ask(&context, &terms, &request));
+    let asking = thread::Builder::new().name("register".to_owned()).spawn(asks);
+    if let Err(error) = &asking {
+        warn!(%error, "cannot ask the register");
+    }
+    asking.is_ok()
+}
+
+/// Publishes that the registry has been silent for long, so that the migration now waits for an operator.
+pub fn publish_silence(vm: &VmName, progress: &mut Progress) {
+    progress.phase = Phase::InDoubt;
+    progress.standing = Standing::InDoubt;
+    progress.message =
+        Some(format!("the register does not answer; start the witness, or see `whimbrel recover {vm}`"));
+}
+
+/// Returns a message if the configuration does not name the registry with which a migration began.
+pub fn witness_mismatch(context: &Context, terms: &MigrationTerms) -> Option<String> {
+    let theirs = terms.witness.as_ref()?;
+    let ours = context.config.register.as_ref();
+    (ours != Some(theirs)).then(|| {
+        let names = ours.map_or("none".to_owned(), |ours| format!("the one at {ours}"));
+        format!(
+            "{} began with the register of owners at {theirs}, and the configuration names {names}: its word does not \
+             count here; name {theirs} under [register] again, or see `whimbrel recover {}`",
+            terms.migration, terms.migration.vm
+        )
+    })
+}
+
+/// One driver's requests to the registry: one at a time, so that a registry that does not answer does not accumulate
+/// threads. A request in between waits; a later one replaces it, because the state machine repeats the requests that it
+/// needs.
+#[derive(Debug, Default)]
+pub struct RegistryClient {
+    busy: bool,
+    waiting: Option<RegistryRequest>,
+    silent_since: Option<Instant>,
+}
+
+impl RegistryClient {
+    /// Accepts a driver's request. Returns it if it can be sent now.
+    pub fn submit(&mut self, request: RegistryRequest) -> Option<RegistryRequest> {
+        if self.busy {
+            self.waiting = Some(request);
+            return None;
+        }
+        self.busy = true;
+        Some(request)
+    }
+
+    /// Records the answer, and returns the time for which the registry has not answered.
+    pub fn silence(&mut self, answer: &RegistryAnswer) -> Duration {
+        if matches!(answer, RegistryAnswer::Stands(_)) {
+            self.silent_since = None;
+        } else {
+            self.silent_since.get_or_insert_with(Instant::now);
+        }
+        self.silent_since.map(|since| since.elapsed()).unwrap_or_default()
+    }
+
+    /// Records that the answer has arrived. Returns the request that has waited, if there is one, which is to be sent
+    /// now.
+    pub fn answered(&mut self) -> Option<RegistryRequest> {
+        self.busy = false;
+        self.waiting.take().and_then(|request| self.submit(request))
+    }
+}
+
+/// Reason for which a VM cannot be moved with this registry.
+#[derive(Debug, thiserror::Error)]
+pub enum OwnerError {
+    /// The registry does not answer.
+    #[error("the register at {0} does not answer; start the witness, or see that it can be reached")]
+    Unreachable(HostId),
+    /// Another host owns the VM.
+    #[error("by the register of owners {vm} belongs to {owner}, since epoch {epoch}")]
+    Other {
+        /// The VM.
+        vm: VmName,
+        /// The owner.
+        owner: HostId,
+        /// The epoch since which it is the owner.
+        epoch: Epoch,
+    },
+    /// No registry is configured.
+    #[error("no register of owners is configured here")]
+    NoRegister,
+}
+
+/// Returns the registry, and the host that keeps it; none if no registry is configured.
+fn configured(context: &Context) -> Option<(&dyn Register, &HostId)> {
+    Some((context.register.as_deref()?, context.config.register.as_ref()?))
+}
+
+/// Returns the registry's record of a VM; an error if the registry does not answer.
+fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option<Ownership>, OwnerError> {
+    match register.read(vm) {
+        RegistryAnswer::Stands(record) => Ok(record),
+        RegistryAnswer::Unreachable | RegistryAnswer::Unknown => {
+            Err(OwnerError::Unreachable(witness.clone()))
+        }
+    }
+}
+
+/// Makes this host the owner in place of the expected record, and returns the resulting record.
+fn set_owner(
+    context: &Context,
+    (register, witness): (&dyn Register, &HostId),
+    vm: &VmName,
+    found: Option<&Ownership>,
+    epoch: Epoch,
+) -> Result<Option<Ownership>, OwnerError> {
+    let new = Ownership { epoch, owner: context.config.host.clone(), offer: None, released: false };
+    let expected = found.map(|record| (record.epoch, record.owner.clone()));
+    match register.compare_and_set(vm, expected, new) {
+        RegistryAnswer::Stands(record) => Ok(record),
+        RegistryAnswer::Unknown => read(register, witness, vm),
+        RegistryAnswer::Unreachable => Err(OwnerError::Unreachable(witness.clone())),
+    }
+}
+
+/// Returns the epoch in which this host is the owner of a VM in the registry; a VM that the registry does not know, or
+/// that its owner has released, is registered. None if no registry is configured.
+pub fn owned_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
+    let Some((register, witness)) = configured(context) else { return Ok(None) };
+    let mut found = read(register, witness, vm)?;
+    let epoch = match &found {
+        None => Some(Epoch(0)),
+        Some(record) => record.released.then(|| record.epoch.next()),
+    };
+    if let Some(epoch) = epoch {
+        found = set_owner(context, (register, witness), vm, found.as_ref(), epoch)?;
+    }
+    match found {
+        Some(record) if record.owner == context.config.host => Ok(Some(record.epoch)),
+        Some(record) => Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }),
+        None => Err(OwnerError::Unreachable(witness.clone())),
+    }
+}
+
+/// Returns the reason for which a migration of a VM from this host would be refused because of its owner. Changes no
+/// record.
+pub fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
+    let (register, witness) = configured(context)?;
+    let error = match read(register, witness, vm) {
+        Ok(Some(record)) if record.owner != context.config.host && !record.released => {
+            OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }
+        }
+        Ok(_) => return None,
+        Err(error) => error,
+    };
+    Some(finding(&error))
+}
+
+/// Converts an error to a finding.
+pub fn finding(error: &OwnerError) -> Finding {
+    let (code, advice) = match error {
+        OwnerError::Unreachable(_) => {
+            ("register", "start the witness, see that it can be reached from the source, or take [register] out on both hosts".to_owned())
+        }
+        OwnerError::NoRegister => ("register", "name a witness, a third host, under [register]".to_owned()),
+        OwnerError::Other { vm, owner, .. } => (
+            "owner-other",
+            format!(
+                "move it from {owner}; if it does not run there and never will again, `whimbrel vm claim {vm}` here"
+            ),
+        ),
+    };
+    Finding { severity: Severity::Blocker, code: code.to_owned(), what: error.to_string(), advice }
+}
+
+/// State of the registry before a claim.
+pub(crate) enum Claim {
+    /// This host is the owner already.
+    Held,
+    /// Another host is the owner, or none.
+    Other(Option<Ownership>),
+}
+
+/// Returns the registry's record of a VM that this host claims.
+///
+/// # Errors
+/// When no registry is configured, or it does not answer.
+pub(crate) fn read_claim(context: &Context, vm: &VmName) -> Result<Claim, OwnerError> {
+    let (register, witness) = configured(context).ok_or(OwnerError::NoRegister)?;
+    Ok(match read(register, witness, vm)? {
+        Some(record) if record.owner == context.config.host && !record.released => Claim::Held,
+        other => Claim::Other(other),
+    })
+}
+
+/// Makes this host the owner of a VM, whichever host is: only an operator can decide that this is right. The epoch is
+/// larger than any that is known here, so that no request of an earlier migration matches its expected record.
+///
+/// # Errors
+/// When the registry does not answer, or another host has become the owner in between.
+pub fn claim(
+    context: &Context,
+    vm: &VmName,
+    found: Option<&Ownership>,
+    largest: Epoch,
+) -> Result<Epoch, OwnerError> {
+    let configured = configured(context).ok_or(OwnerError::NoRegister)?;
+    let epoch = found.map_or(largest, |record| record.epoch.max(largest)).next();
+    match set_owner(context, configured, vm, found, epoch)? {
+        Some(record) if record.owner == context.config.host => Ok(record.epoch),
+        Some(record) => Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }),
+        None => Err(OwnerError::Unreachable(configured.1.clone())),
+    }
+}
+
+/// Releases a VM that has ended here and was forgotten, if this host is its owner. Returns true if that succeeded; none
+/// if there is nothing to release.
+pub(crate) fn release(context: &Context, vm: &VmName) -> Option<bool> {
+    let (register, witness) = configured(context)?;
+    let record = match read(register, witness, vm) {
+        Ok(record) => record.filter(|record| record.owner == context.config.host && !record.released)?,
+        Err(_) => return Some(false),
+    };
+    let expected = (record.epoch, record.owner.clone());
+    let new = Ownership { released: true, offer: None, ..record };
+    let answer = register.compare_and_set(vm, Some(expected), new);
+    Some(matches!(answer, RegistryAnswer::Stands(Some(record)) if record.released))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_question_at_a_time_and_the_latest_waits() {
+        let ask = |vm: &str| RegistryRequest::Read { vm: VmName::new(vm).unwrap() };
+        let mut client = RegistryClient::default();
+        assert_eq!(client.submit(ask("one")), Some(ask("one")));
+        assert_eq!(client.submit(ask("two")), None);
+        assert_eq!(client.submit(ask("three")), None);
+        assert_eq!(client.answered(), Some(ask("three")));
+        assert_eq!(client.answered(), None);
+        assert_eq!(client.submit(ask("four")), Some(ask("four")));
+    }
+}

@@ -1,0 +1,475 @@
+//! Pre-flight checks: everything that prevents a migration, found before anything is changed.
+//!
+//! The source inspects its VM and sends the result as facts; the destination compares them with its own host. The rules
+//! themselves are in `qemu::preflight`; this module gathers the facts.
+
+mod binaries;
+mod disks;
+mod register;
+mod room;
+mod trial;
+mod writable_shared_images;
+
+pub use binaries::{EmulatorCache, end_probes};
+pub use disks::{PlannedDisk, proposed_disks};
+pub use room::{end_measurements, measure};
+pub use trial::{Trial, started_or_findings};
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use engine::handover::MigrationTerms;
+use link::Incoming;
+use proto::message::{Finding, Message, Proposal, Severity};
+use proto::{Generation, HostId, MigrationId, Purpose};
+use qemu::command::{self, HostRules, RamPlan};
+use qemu::describe::{Disk, VmDescription};
+use qemu::find::{self, Selector};
+use qemu::preflight::facts::MemoryFeatures;
+use qemu::preflight::files::{self, NeededFile};
+use qemu::preflight::gather;
+use qemu::preflight::{self as rules, DestinationFacts, SourceFacts};
+use qemu::process::Launch;
+use qemu::qmp::Qmp;
+use qemu::ram::RamBlock;
+use serde::{Deserialize, Serialize};
+use tracee::{Feature, Kernel};
+use tracing::info;
+
+use crate::Context;
+use crate::arrivals::{Needs, ReservationGuard};
+use crate::disks::KnownFile;
+use crate::peers::{self, PeerError};
+use crate::{ArrivalArtifacts, ArrivalError};
+use crate::{SourceVm, VmError};
+use api::{KernelFeature, RamChoice};
+use writable_shared_images::WritableSharedImage;
+
+/// Kernel features that migrations need.
+const FEATURES: [Feature; 5] = [
+    Feature::Userfaultfd,
+    Feature::WriteProtectAsync,
+    Feature::WriteProtectUnpopulated,
+    Feature::WriteProtectSharedMemory,
+    Feature::PagemapScan,
+];
+
+/// Returns the kernel's release, and the presence of each feature that migrations need, for users.
+pub fn kernel() -> (String, Vec<KernelFeature>) {
+    let (release, missing) = match Kernel::probe() {
+        Ok(kernel) => (kernel.release().to_owned(), Vec::new()),
+        Err(missing) => (missing.release.clone(), missing.missing),
+    };
+    let feature = |feature: Feature| KernelFeature {
+        name: feature.to_string(),
+        present: !missing.contains(&feature),
+        advice: "Linux 6.7 or later has it; VMs can still arrive here".to_owned(),
+    };
+    (release, FEATURES.map(feature).to_vec())
+}
+
+/// Result of the source's inspection of its VM.
+pub struct SourceSurvey {
+    /// Facts about the host and its kernel, for the destination.
+    pub facts: serde_json::Value,
+    /// Description of the VM, for the destination.
+    pub description: serde_json::Value,
+    /// Version of its QEMU.
+    pub qemu_version: String,
+    /// Findings, none of which stands in the way.
+    pub findings: Vec<Finding>,
+    /// Disks of the VM.
+    pub disks: Vec<Disk>,
+}
+
+/// Reason for which a VM could not be inspected.
+#[derive(Debug, thiserror::Error)]
+pub enum SurveyError {
+    /// The VM does not answer.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// The VM's process was not found.
+    #[error("QEMU's process was not found")]
+    Find(#[from] find::FindError),
+    /// The VM's monitor failed.
+    #[error("QEMU did not tell what it is")]
+    Gather(#[from] qemu::qmp::QmpError),
+    /// The facts cannot be converted to JSON.
+    #[error("what was found cannot be sent")]
+    Json(#[from] serde_json::Error),
+}
+
+/// Facts of the source about its host and its VM, beside the description.
+#[derive(Serialize, Deserialize)]
+struct Facts {
+    source: serde_json::Value,
+    files: Vec<NeededFile>,
+}
+
+/// Inspects a VM that is to leave.
+pub fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<SourceSurvey, SurveyError> {
+    let process = find::find(&Selector::Pid(vm.process.pid()))?;
+    let blocks = vm.blocks.clone();
+    let facts = gather::source(vm.monitor()?, &process, blocks)?;
+    let mut findings = description_findings(&facts.vm, allowed);
+    // Only findings that end the migration here: the destination reports the rest, together with its own findings.
+    for found in rules::check_source(&facts).into_iter().map(finding) {
+        if found.severity == Severity::Blocker && !findings.contains(&found) {
+            findings.push(found);
+        }
+    }
+    findings.extend(kernel_finding());
+    let files = files::needed_files(&facts.vm);
+    let qemu_version = facts.vm.program.version.clone();
+    let disks = facts.vm.disks.clone();
+    let mut source = serde_json::to_value(&facts)?;
+    // The description is sent separately.
+    let description = source.as_object_mut().and_then(|facts| facts.remove("vm")).unwrap_or_default();
+    let facts = serde_json::to_value(Facts { source, files })?;
+    Ok(SourceSurvey { facts, description, qemu_version, findings, disks })
+}
+
+/// Returns findings for a VM whose description is not exact, because it cannot be built again.
+pub(crate) fn description_findings(description: &VmDescription, allowed: &[String]) -> Vec<Finding> {
+    let mut findings = problems(&description.problems);
+    // The destination builds the command line; errors that any host would report are detected here already.
+    let rules =
+        HostRules { allow_options: allowed.to_vec(), ..HostRules::new("qemu", "/run/whimbrel/vms/x") };
+    if let Err(error) = command::build(description, &rules) {
+        for found in problems(&error.problems) {
+            if !findings.contains(&found) {
+                findings.push(found);
+            }
+        }
+    }
+    findings
+}
+
+fn problems(problems: &[qemu::describe::Problem]) -> Vec<Finding> {
+    let blocker = |problem: &qemu::describe::Problem| Finding {
+        severity: Severity::Blocker,
+        code: problem.code.clone(),
+        what: problem.what.clone(),
+        advice: problem.what_to_do.clone(),
+    };
+    problems.iter().map(blocker).collect()
+}
+
+fn kernel_finding() -> Option<Finding> {
+    Kernel::probe().err().map(|missing| Finding {
+        severity: Severity::Blocker,
+        code: "kernel".to_owned(),
+        what: missing.to_string(),
+        advice: "run Linux 6.7 or later on the source, with CONFIG_USERFAULTFD".to_owned(),
+    })
+}
+
+/// A proposal that can be accepted.
+pub struct AcceptableProposal {
+    /// Hosts, VM and epoch of the migration.
+    pub terms: MigrationTerms,
+    /// Its VM is described with the images that it will have here.
+    pub proposal: Proposal,
+    /// Command line of the QEMU that waits for the VM.
+    pub launch: Launch,
+    /// Files that are made for that QEMU.
+    pub artifacts: ArrivalArtifacts,
+    /// Findings, none of which stands in the way.
+    pub findings: Vec<Finding>,
+    /// Compared once more after that QEMU has been started.
+    pub compared: Comparison,
+    /// Memory that is reserved for it; none if this is only a check.
+    pub reserved: Option<ReservationGuard>,
+    /// Kind of the QEMU's memory, as text for users.
+    pub ram_kind: String,
+    /// Version of the QEMU that would be started.
+    pub qemu_version: String,
+    /// Copied disks.
+    pub copied: Vec<PlannedDisk>,
+    /// This host's replacements for the source's settings.
+    here: HostRules,
+}
+
+/// Compares a proposal with this host. Returns findings with a blocker as the error.
+pub fn destination(
+    context: &Context,
+    from: &HostId,
+    id: &MigrationId,
+    proposal: Proposal,
+) -> Result<AcceptableProposal, Vec<Finding>> {
+    let unreadable = |what: &str, error: &dyn std::error::Error| {
+        vec![Finding {
+            severity: Severity::Blocker,
+            code: "proposal".to_owned(),
+            what: format!("{what}: {}", crate::chain(error)),
+            advice: "use the same version of whimbrel on both hosts".to_owned(),
+        }]
+    };
+    let (theirs, files) =
+        theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
+    let mut artifacts = ArrivalArtifacts::plan(&context.config, id);
+    let (plan, ram_kind) = ram_plan(proposal.ram_kind.as_deref(), &theirs);
+    let config = &context.config.qemu;
+    let mut here = HostRules {
+        data_dirs: config.data_dirs.clone(),
+        tap: context.config.taps.clone(),
+        disk_dirs: context
+            .config
+            .disk_dirs
+            .iter()
+            .map(|(there, here)| (there.clone(), here.clone()))
+            .collect(),
+        ram: plan,
+        allow_options: config.allow_options.iter().chain(&proposal.allow_options).cloned().collect(),
+        ..HostRules::new(
+            context.emulators.choose(&config.binaries, &theirs.vm.program.version),
+            &artifacts.directory,
+        )
+    };
+    here.log_dir = Some(artifacts.log_directory.clone());
+    let sights = files::inspect_files(&files, &here, &shared(context));
+    let disks = disks::plan(context.config.pool.as_ref(), id, &theirs.vm, &proposal.disks, &sights);
+    let files = disks::needed_at_destination(files, &theirs.vm, &disks.copied);
+    here.images = disks.copied.iter().map(|disk| (disk.name.clone(), disk.new_image())).collect();
+    artifacts.images = disks.copied.iter().map(|disk| disk.location.path.clone()).collect();
+    let built = command::build(&theirs.vm, &here);
+    let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
+    let emulator = context.emulators.ask(context, &here).map_err(|error| {
+        vec![Finding {
+            severity: Severity::Blocker,
+            code: "qemu-start".to_owned(),
+            what: format!("{} does not start: {}", here.qemu_binary.display(), crate::chain(&error)),
+            advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
+        }]
+    })?;
+    let mut ours = gather::destination(&emulator, &theirs.vm, &files, &here, &shared(context), problems);
+    let unreachable_source_finding = unreachable_source_finding(context, from, id, &proposal.reply_to);
+    // Until the memory is reserved no other migration may read the amount of free memory.
+    let arrivals = context.arrivals.lock_reservations();
+    let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
+    let reserved_bytes = arrivals.reserved_bytes(hugepage_bytes);
+    let reserved_image_bytes = arrivals.reserved_image_bytes();
+    ours.refresh_memory(reserved_bytes);
+    let images = disks.images();
+    let room = disks.room(context.config.pool.as_ref(), reserved_image_bytes);
+    let mut others = Vec::new();
+    if let Ok(built) = &built {
+        others.extend(left_out(&built.warnings));
+        others.extend(rewritten(&context.config.host, &built.notes));
+    }
+    others.extend(disks.findings.into_iter().chain(room));
+    others.extend(unreachable_source_finding);
+    others.extend(register::finding(context.config.register.as_ref(), from, &proposal));
+    let checked = rules::check(&theirs, &ours).into_iter().map(finding);
+    let findings: Vec<_> = checked.chain(others.iter().cloned()).collect();
+    let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
+    let (Ok(built), false) = (built, blocked) else { return Err(findings) };
+    artifacts.logs = built.logs;
+    let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images };
+    let reserved = (!proposal.check_only).then(|| arrivals.reservation(needs));
+    let launch = Launch {
+        argv: built.argv,
+        env: Vec::new(),
+        cwd: None,
+        log: built.log,
+        qmp: built.qmp,
+        scope: Some(format!("whimbrel-vm-{}", id.vm)),
+        oom_score_adj: theirs.oom_score_adj,
+    };
+    let terms = MigrationTerms {
+        migration: id.clone(),
+        source: from.clone(),
+        destination: context.config.host.clone(),
+        register: proposal.register_epoch,
+        witness: proposal.witness.clone(),
+    };
+    let qemu_version = ours.qemu_version.clone();
+    let disks_here =
+        theirs.vm.disks.iter().map(|disk| disks::with_local_image(disk.clone(), &here)).collect();
+    let described = serde_json::to_value(VmDescription { disks: disks_here, ..theirs.vm.clone() });
+    let description = described.map_err(|error| unreadable("the description cannot be kept", &error))?;
+    let proposal = Proposal { description, ..proposal };
+    let images = here.images.values().map(|image| image.path.clone()).collect();
+    let shared = writable_shared_images::of(&theirs.vm, &here);
+    let compared = Comparison { theirs, ours, images, others, shared };
+    let copied = disks.copied;
+    Ok(AcceptableProposal {
+        terms,
+        proposal,
+        launch,
+        artifacts,
+        findings,
+        compared,
+        reserved,
+        ram_kind,
+        qemu_version,
+        copied,
+        here,
+    })
+}
+
+/// Facts of both hosts, for a second comparison with a QEMU that was started for the VM.
+pub struct Comparison {
+    theirs: SourceFacts,
+    ours: DestinationFacts,
+    /// Images that were made for the VM's disks.
+    images: Vec<PathBuf>,
+    /// Findings that do not come from the comparison of the two hosts.
+    others: Vec<Finding>,
+    /// Shared images that the VM will write to.
+    shared: Vec<WritableSharedImage>,
+}
+
+impl Comparison {
+    /// Returns the current identities of the shared images.
+    pub fn shared_files(&self) -> Vec<KnownFile> {
+        self.shared.iter().filter_map(WritableSharedImage::known).collect()
+    }
+
+    /// Checks the started QEMU before the source goes on: a guest that does not get the devices or the CPU features
+    /// that it had would fail after the commit point, or silently. The findings are those of both hosts.
+    pub fn check_started(
+        mut self,
+        qmp: &mut Qmp,
+        blocks: &[RamBlock],
+        pid: u32,
+    ) -> Result<Vec<Finding>, ArrivalError> {
+        gather::started(&mut self.ours, &self.theirs, qmp, blocks)?;
+        let findings = rules::check(&self.theirs, &self.ours);
+        let mut possible = rules::is_possible(&findings);
+        let mut findings: Vec<_> = findings.into_iter().map(finding).chain(self.others).collect();
+        if let Some(unused) = disks::unopened_image_finding(&self.images, &qemu::control::open_files(qmp)?) {
+            possible = false;
+            findings.push(unused);
+        }
+        let refused = self.shared.iter().filter_map(|image| image.refused(pid)).collect::<Vec<_>>();
+        possible &= refused.is_empty();
+        findings.extend(refused);
+        if possible { Ok(findings) } else { Err(ArrivalError::Refused(findings)) }
+    }
+}
+
+/// Returns the source's facts, with the description in its place.
+fn theirs(proposal: &Proposal) -> Result<(SourceFacts, Vec<NeededFile>), serde_json::Error> {
+    let Facts { mut source, files } = serde_json::from_value(proposal.facts.clone())?;
+    if let Some(facts) = source.as_object_mut() {
+        facts.insert("vm".to_owned(), proposal.description.clone());
+    }
+    Ok((serde_json::from_value(source)?, files))
+}
+
+/// Returns the files of the proposal's VM at its source; none if the source did not send them.
+pub(crate) fn files_of(proposal: &Proposal) -> Vec<NeededFile> {
+    let facts: Result<Facts, _> = serde_json::from_value(proposal.facts.clone());
+    facts.map(|facts| facts.files).unwrap_or_default()
+}
+
+/// Returns the directories, files and addresses that are the same on both hosts according to the configuration.
+fn shared(context: &Context) -> Vec<String> {
+    let dirs = context.config.disk_dirs.keys().map(|dir| dir.to_string_lossy().into_owned());
+    dirs.chain(context.config.disks_shared.iter().cloned()).collect()
+}
+
+/// Returns the plan for the VM's memory here, and its name.
+fn ram_plan(wanted: Option<&str>, theirs: &SourceFacts) -> (RamPlan, String) {
+    let plan = match wanted {
+        Some("anonymous") => RamPlan::Anonymous,
+        Some("memfd") => RamPlan::Memfd { hugepage_bytes: rules::ram::hugepage_bytes(theirs) },
+        _ => {
+            let (plan, because) = rules::ram::choose(theirs, &MemoryFeatures::gather());
+            info!(?plan, because, "kind of RAM chosen");
+            plan
+        }
+    };
+    let kind = match plan {
+        RamPlan::Memfd { hugepage_bytes: Some(bytes) } => format!("memfd, pages of {} KiB", bytes >> 10),
+        RamPlan::Memfd { hugepage_bytes: None } => "memfd".to_owned(),
+        RamPlan::Anonymous => "anonymous".to_owned(),
+    };
+    (plan, kind)
+}
+
+/// Returns the protocol's word for a user's choice; none to let the destination choose.
+pub fn wanted_ram(choice: RamChoice) -> Option<String> {
+    match choice {
+        RamChoice::Auto => None,
+        RamChoice::Memfd => Some("memfd".to_owned()),
+        RamChoice::Anonymous => Some("anonymous".to_owned()),
+    }
+}
+
+/// Sends a proposal to the destination for a check. Returns its findings, and the kind of RAM that the VM would get.
+pub fn ask(
+    context: &Context,
+    to: &HostId,
+    migration: MigrationId,
+    proposal: Proposal,
+) -> Result<(Vec<Finding>, Option<String>), PeerError> {
+    let purpose = Purpose::Control { migration, generation: Generation(1) };
+    let mut connection = peers::connect(context, to, None, purpose)?;
+    let lost = |source| PeerError::Lost { host: to.clone(), source };
+    connection.send(&Message::Propose(Box::new(proposal))).map_err(lost)?;
+    let deadline = Instant::now() + Duration::from_millis(context.config.timeouts.qemu_start_ms);
+    match connection.recv(Some(deadline)).map_err(lost)? {
+        Incoming::Message(Message::Accept(acceptance)) => {
+            Ok((acceptance.findings, Some(acceptance.ram_kind)))
+        }
+        Incoming::Message(Message::Reject { findings, .. }) => Ok((findings, None)),
+        _ => Err(PeerError::NoSense(to.clone())),
+    }
+}
+
+/// Returns findings about endpoints that users of the VM find at another path or address here.
+fn rewritten(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
+    notes.iter().map(move |note| Finding {
+        severity: Severity::Info,
+        code: "rewritten".to_owned(),
+        what: format!("on {here}, {note}"),
+        advice: "look for it there when the guest has arrived".to_owned(),
+    })
+}
+
+/// Checks that this host can connect to the source, which a destination in doubt has to ask. The problem is found
+/// before there is any doubt.
+fn unreachable_source_finding(
+    context: &Context,
+    from: &HostId,
+    id: &MigrationId,
+    reply_to: &str,
+) -> Option<Finding> {
+    let purpose = Purpose::Handover { migration: id.clone() };
+    let error = peers::connect(context, from, Some(reply_to), purpose).err()?;
+    Some(Finding {
+        severity: Severity::Warning,
+        code: "no-way-back".to_owned(),
+        what: format!(
+            "{} has to ask {from} when a handover is interrupted, and cannot: {}",
+            context.config.host,
+            crate::chain(&error)
+        ),
+        advice: format!("name the source's address under [hosts.{from}] in the destination's configuration"),
+    })
+}
+
+/// Returns findings about options that the command line here lacks.
+fn left_out(warnings: &[qemu::describe::Problem]) -> impl Iterator<Item = Finding> {
+    warnings.iter().map(|left_out| Finding {
+        severity: Severity::Warning,
+        code: left_out.code.clone(),
+        what: left_out.what.clone(),
+        advice: left_out.what_to_do.clone(),
+    })
+}
+
+fn finding(found: rules::Finding) -> Finding {
+    Finding {
+        severity: match found.severity {
+            rules::Severity::Blocker => Severity::Blocker,
+            rules::Severity::Warning => Severity::Warning,
+            rules::Severity::Info => Severity::Info,
+        },
+        code: found.code,
+        what: found.what,
+        advice: found.what_to_do,
+    }
+}

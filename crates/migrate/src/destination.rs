@@ -1,0 +1,157 @@
+//! The destination's driver: one thread that receives a VM.
+//!
+//! It reads all notices from one inbox: connections of the source and their messages, ends of data streams, the exit of
+//! QEMU, an operator's decision. The engine decides everything that concerns ownership; the rest is the work of
+//! receiving ([`arriving`]).
+
+mod discarding;
+mod ending;
+mod handover;
+mod inbox;
+mod loading;
+mod post_copy_receiver;
+mod receiving;
+pub mod untrusted;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use engine::handover::MigrationTerms;
+use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
+use link::{Connection, Handle, Writer};
+use proto::Generation;
+use proto::message::Proposal;
+
+use api::progress::Publisher;
+use host::ArrivingVm;
+use host::Context;
+use host::cpu::CpuTime;
+use host::disks::CopiedImages;
+use host::ownership;
+pub use inbox::{Inbox, Mailbox, Notice};
+
+/// The destination's side of one migration.
+pub struct Driver {
+    context: Arc<Context>,
+    terms: MigrationTerms,
+    state: DestinationState,
+    proposal: Proposal,
+    /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
+    vm: Option<ArrivingVm>,
+    receiving: Option<receiving::MemoryReceiver>,
+    /// Images of copied disks, until all of their content has arrived.
+    images: CopiedImages,
+    inbox: Inbox,
+    publisher: Publisher,
+    generation: Generation,
+    /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
+    /// count.
+    links: BTreeMap<u64, (Writer, Handle)>,
+    /// The control stream among `links`.
+    control: Option<u64>,
+    /// Events that effects produced; they are processed before the inbox.
+    follow_ups: VecDeque<DestinationEvent>,
+    /// The source's connection for page requests, until it can be used.
+    page_stream: Option<Connection>,
+    /// Pages that were discarded before the guest was stopped.
+    discarded_pages: discarding::DiscardedPages,
+    /// Pages that arrive while the guest runs.
+    post_copy_receiver: Option<post_copy_receiver::PostCopyReceiver>,
+    /// True if all pages that a previous agent waited for are present.
+    found_complete: bool,
+    /// A device state, or a list of pages, that is being received.
+    incoming_payload: Option<loading::IncomingPayload>,
+    /// Digest of the loaded device state, and the time that loading needed, in microseconds.
+    loaded: Option<(String, u64)>,
+    /// Statistics of `cont`; absent if another agent sent it.
+    continued: Option<Continued>,
+    /// CPU time since the migration began here; absent if another agent began it.
+    cpu: Option<CpuTime>,
+    go_received_at: Option<Instant>,
+    last_contact: Instant,
+    /// True while a question to the source is pending.
+    asking: Arc<AtomicBool>,
+    /// An event of this host whose effects failed.
+    unrecorded_event: Option<DestinationEvent>,
+    /// True if the state of QEMU is not known and has to be queried again.
+    must_query_qemu: bool,
+    /// Time of the next attempt to stop a guest that must not go on.
+    stop_again_at: Option<Instant>,
+    /// Requests of this migration to the ownership registry.
+    register: ownership::RegistryClient,
+    /// Images that could not be removed, with the migration's traces.
+    left_behind: Option<ending::ImagesLeftBehind>,
+    /// Reason for the end of the migration, for the source.
+    reason: Option<String>,
+    /// The last report to users, and the state in which it was made; it is not repeated with every retry.
+    last_report: Option<(&'static str, DestinationReport)>,
+}
+
+/// Statistics of QEMU's `cont` after GO.
+#[derive(Debug)]
+struct Continued {
+    /// Time at which `cont` had returned.
+    returned: Instant,
+    /// Duration from the arrival of GO to `returned`.
+    took: Duration,
+    /// The part of `took` after QEMU's event RESUME.
+    resumed: Option<Duration>,
+}
+
+impl Driver {
+    /// Creates the destination's side of a migration, in the state that the journal has.
+    pub fn new(
+        context: Arc<Context>,
+        terms: MigrationTerms,
+        state: DestinationState,
+        proposal: Proposal,
+        vm: Option<ArrivingVm>,
+        inbox: Inbox,
+        publisher: Publisher,
+    ) -> Self {
+        publisher.update(|progress| {
+            progress.ram_bytes = proposal.ram.iter().map(|block| block.bytes).sum();
+        });
+        let cpu = (state == DestinationState::Idle).then(CpuTime::start);
+        Self {
+            context,
+            terms,
+            state,
+            proposal,
+            vm,
+            receiving: None,
+            images: CopiedImages::default(),
+            inbox,
+            publisher,
+            generation: Generation(1),
+            links: BTreeMap::new(),
+            control: None,
+            follow_ups: VecDeque::new(),
+            page_stream: None,
+            discarded_pages: discarding::DiscardedPages::default(),
+            post_copy_receiver: None,
+            found_complete: false,
+            incoming_payload: None,
+            loaded: None,
+            continued: None,
+            cpu,
+            go_received_at: None,
+            last_contact: Instant::now(),
+            asking: Arc::default(),
+            unrecorded_event: None,
+            must_query_qemu: false,
+            stop_again_at: None,
+            register: ownership::RegistryClient::default(),
+            left_behind: None,
+            reason: None,
+            last_report: None,
+        }
+    }
+
+    /// Returns the source's proposal.
+    pub fn proposal(&self) -> &Proposal {
+        &self.proposal
+    }
+}

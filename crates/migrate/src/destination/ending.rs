@@ -1,0 +1,200 @@
+//! Messages to users about an arriving VM, and the last journal entries.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::{DestinationReport, DestinationState};
+use proto::MigrationId;
+use tracing::{error, info, warn};
+
+use super::Driver;
+use api::progress::{Phase, Standing};
+use host::ArrivalArtifacts;
+use host::Context;
+use store::journal::{Durability, VmRecord};
+
+impl Driver {
+    pub(super) fn report_to_user(&mut self, report: DestinationReport) {
+        let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
+        let why = self
+            .reason
+            .as_ref()
+            .filter(|reason| !reason.is_empty())
+            .map_or_else(String::new, |reason| format!(": {reason}"));
+        let text = match report {
+            DestinationReport::Discarded => {
+                format!("the migration ended before the VM was complete, and nothing is left here{why}")
+            }
+            DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
+            DestinationReport::OperatorNeeded => format!(
+                "in doubt: {from} cannot be asked whether {vm} runs there; mend the link, or see `whimbrel recover {vm}`"
+            ),
+            DestinationReport::TooLate => "too late to cancel here".to_owned(),
+            DestinationReport::Incomplete => {
+                format!("the VM runs here; some of its memory is still at {from}")
+            }
+            DestinationReport::SourceNeeded => format!(
+                "the VM waits for memory that is still at {from}, which cannot be reached: mend the link, or start its agent"
+            ),
+            DestinationReport::Active => "the VM is here".to_owned(),
+            DestinationReport::Refused => {
+                format!("this copy could not run and has not; {from} keeps the VM{why}")
+            }
+            DestinationReport::Crashed => {
+                let disks =
+                    self.images_here().map_or_else(String::new, |disks| format!("; its disks are {disks}"));
+                format!("QEMU ended after it was told to run; the VM crashed here{disks}")
+            }
+            DestinationReport::Lost => {
+                let right = self.images_here().map_or_else(String::new, |disks| {
+                    format!("; if so, its disks are {disks}, and if not, those at {from} are right")
+                });
+                format!("the copy of {vm} is gone, and nobody knows whether it has run here{right}")
+            }
+            DestinationReport::Bereft => format!(
+                "the host was booted with {vm} on its way here: the copy is gone; asking what became of it"
+            ),
+            DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
+            DestinationReport::RegisterForeign => {
+                format!(
+                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
+                )
+            }
+        };
+        let is_here = matches!(
+            report,
+            DestinationReport::Incomplete | DestinationReport::SourceNeeded | DestinationReport::Active
+        );
+        let text = match self.untrusted_message().filter(|_| is_here) {
+            Some(said) => format!("{text}; it was stopped: {said}"),
+            None => text,
+        };
+        let last_report = Some((self.state.name(), report));
+        let again = self.last_report == last_report;
+        self.last_report = last_report;
+        if !again {
+            info!(migration = %self.terms.migration, text, "report");
+        }
+        let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::RegisterForeign);
+        self.publisher.update(|progress| {
+            if doubt {
+                progress.phase = Phase::InDoubt;
+                progress.standing = Standing::InDoubt;
+            }
+            progress.message = Some(text.clone());
+        });
+        if !again {
+            record_message(&self.context, &self.terms.migration, &text);
+        }
+    }
+
+    /// Returns the paths of the images of disks that were copied here; none if none was. A volume may not be visible
+    /// yet after a boot.
+    fn images_here(&self) -> Option<String> {
+        let images = ArrivalArtifacts::of(&self.context, &self.terms.migration).images;
+        let images: Vec<_> = images.iter().map(|path| path.display().to_string()).collect();
+        (!images.is_empty()).then(|| images.join(", "))
+    }
+
+    /// Reports the images that stayed, and starts a thread that tries again to remove them: slow storage delays no
+    /// migration.
+    fn retry_image_removal(&mut self) {
+        let Some(left) = self.left_behind.take() else { return };
+        let said = left.said();
+        let before = self.publisher.now().message;
+        self.publisher.update(|progress| progress.message = Some(said.clone()));
+        let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
+        record_message(&context, &migration, &said);
+        let try_again = move || {
+            if left.try_again(&context) {
+                record_message(&context, &migration, before.as_deref().unwrap_or("nothing is left here"));
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("clear-up".to_owned()).spawn(try_again) {
+            warn!(migration = %self.terms.migration, %error, "no thread to remove images");
+        }
+    }
+
+    /// Ends the migration: the VM is one of this host's, or is gone from here.
+    pub(super) fn end(&mut self) {
+        if matches!(self.state, DestinationState::Crashed { .. }) {
+            let log = self.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.artifacts.log()));
+            warn!(migration = %self.terms.migration, log, "what its QEMU said last");
+            self.discard();
+        }
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        let active = matches!(self.state, DestinationState::Active { .. });
+        if active {
+            // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
+            self.release_qemu();
+        }
+        if let Some(vm) = self.vm.as_ref().filter(|_| active) {
+            vm.remove_missing_pages_record();
+        }
+        let record = self.vm.take_if(|_| active).map(|vm| {
+            let description = self.proposal.description.clone();
+            let process = (vm.process.pid(), vm.process.start_time());
+            VmRecord::new(id.vm.clone(), description, process, &self.context.boot_id, vm.artifacts.qmp())
+        });
+        let enter = || {
+            if let Some(record) = &record {
+                journal.put_arrived_vm(record)?;
+            }
+            journal.close(id)
+        };
+        let mut entered = enter();
+        // Until the end is in the journal, this agent must not forget the migration: it would not know its VM, or would
+        // treat the VM's name as in use.
+        while let Err(error) = entered {
+            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
+            thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
+            // The final state may be missing in the journal, too.
+            entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());
+        }
+        self.retry_image_removal();
+        self.publisher.update(|progress| {
+            progress.phase = Phase::Ended;
+            progress.missing_pages = None;
+            progress.standing = if active { Standing::Done } else { Standing::Failed };
+        });
+    }
+}
+
+/// Images that could not be removed, with the reasons.
+pub(super) struct ImagesLeftBehind {
+    pub(super) artifacts: ArrivalArtifacts,
+    pub(super) images: Vec<(PathBuf, String)>,
+}
+
+impl ImagesLeftBehind {
+    fn said(&self) -> String {
+        let each = self.images.iter().map(|(image, why)| format!("{} ({why})", image.display()));
+        let each = each.collect::<Vec<_>>().join(", ");
+        format!(
+            "the VM did not come, and what was made for its disks is left here: {each}; remove it by hand if it stays"
+        )
+    }
+
+    /// Retries for as long as storage may take. Returns true if all images are gone.
+    fn try_again(&self, context: &Context) -> bool {
+        let timeouts = &context.config.timeouts;
+        let until = Instant::now() + Duration::from_millis(timeouts.stall_ms);
+        loop {
+            thread::sleep(Duration::from_millis(timeouts.retry_ms));
+            let gone = self.artifacts.remove_images().is_empty();
+            if gone || Instant::now() >= until {
+                return gone;
+            }
+        }
+    }
+}
+
+/// Records the message that users see for an ended migration.
+fn record_message(context: &Context, migration: &MigrationId, text: &str) {
+    if let Err(error) = context.journal.set_message(migration, text) {
+        warn!(%migration, error = crate::chain(&error), "the message is not in the journal");
+    }
+}

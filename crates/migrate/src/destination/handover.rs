@@ -1,0 +1,280 @@
+//! The destination's half of the handover: the loop that processes notices until the migration is settled.
+//!
+//! [`effects`] performs the engine's effects; [`peer`] handles messages from and to the source.
+
+mod effects;
+mod peer;
+
+use host::{ArrivalError, ArrivingVm};
+use std::time::{Duration, Instant};
+
+use engine::handover::QemuAtStart;
+use engine::handover::destination::{DestinationEvent, DestinationState};
+use proto::message::Finding;
+use tracing::{error, info, warn};
+
+use self::effects::EffectError;
+use super::Driver;
+use super::inbox::Notice;
+use super::post_copy_receiver;
+use super::receiving::MemoryReceiver;
+use crate::state_machine::StateMachine;
+use api::progress::Phase;
+use host::disks::CopiedImages;
+use host::ownership;
+
+impl Driver {
+    /// Receives a VM whose migration is PREPARED, once the source has been informed of that.
+    pub fn run(self) -> DestinationState {
+        self.publisher.update(|progress| progress.phase = Phase::PreCopy);
+        self.settle()
+    }
+
+    /// Resumes a migration that a previous agent left behind.
+    pub fn run_on(mut self, found: QemuAtStart) -> DestinationState {
+        self.take(&DestinationEvent::Restarted(found));
+        self.settle()
+    }
+
+    /// Takes over the QEMU that a previous agent had started, and returns its state.
+    pub fn found(&mut self, mut vm: ArrivingVm) -> QemuAtStart {
+        let found = vm.found();
+        self.vm = Some(vm);
+        self.watch_found();
+        self.resume_post_copy();
+        found
+    }
+
+    /// Enters PREPARED in the journal, before anything is started.
+    pub fn prepare(&mut self) -> Result<(), EffectError> {
+        self.feed(&DestinationEvent::Prepare)
+    }
+
+    /// Begins to receive into the waiting QEMU. Returns the reason against post-copy, if that was proposed and is
+    /// impossible.
+    pub fn started(&mut self, vm: ArrivingVm, images: CopiedImages) -> Result<Option<Finding>, ArrivalError> {
+        let migration = self.terms.migration.clone();
+        let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
+        let receiving = MemoryReceiver::new(&self.context, migration, proposal, &vm, &images, mailbox)?;
+        let tried = self.proposal.post_copy.then(|| {
+            let (writers, _) = receiving.blocks();
+            post_copy_receiver::try_out(&self.context.injector, &vm, writers)
+        });
+        let no_post_copy = tried.and_then(Result::err).as_ref().map(post_copy_receiver::finding);
+        self.images = images;
+        receiving
+            .begin(self.generation)
+            .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
+        self.vm = Some(vm);
+        self.watch_found();
+        self.receiving = Some(receiving);
+        Ok(no_post_copy)
+    }
+
+    /// Registers the source's first control stream.
+    pub fn attach_control_stream(&mut self, connection: link::Connection) -> std::io::Result<()> {
+        self.inbox.mailbox().connected(connection, Some(self.generation))?;
+        if let Some(notice) = self.inbox.wait(Instant::now()) {
+            self.notice(notice);
+        }
+        Ok(())
+    }
+
+    /// Processes notices until the migration is settled.
+    fn settle(mut self) -> DestinationState {
+        let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
+        // The deadline does not depend on notices: a source that repeats GO must not put it off.
+        let mut repeat_at = Instant::now() + retry;
+        loop {
+            if let Some(event) = self.follow_ups.pop_front() {
+                self.take(&event);
+                continue;
+            }
+            self.publish_missing_pages();
+            self.check_untrusted_page();
+            self.finish_post_copy_if_complete();
+            if self.state.is_final() {
+                break;
+            }
+            if Instant::now() < repeat_at
+                && let Some(notice) = self.inbox.wait(repeat_at)
+            {
+                self.notice(notice);
+            } else {
+                self.on_idle();
+                // However long that took, notices that arrived in between are processed first.
+                repeat_at = Instant::now() + retry;
+            }
+        }
+        self.end();
+        self.state
+    }
+
+    /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
+    /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
+    /// counts.
+    fn record_contact(&mut self, on_control: bool) {
+        if on_control || self.state != DestinationState::Prepared {
+            self.last_contact = Instant::now();
+        }
+    }
+
+    fn notice(&mut self, notice: Notice) {
+        match notice {
+            Notice::Event(event) => {
+                if let DestinationEvent::RegisterSays(answer) = &event {
+                    let silence = self.register.silence(answer);
+                    if let Some(request) = self.register.answered() {
+                        self.send_to_register(request);
+                    }
+                    if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
+                        self.publisher.update(|progress| {
+                            ownership::publish_silence(&self.terms.migration.vm, progress);
+                        });
+                    }
+                }
+                self.take(&event);
+            }
+            Notice::Connected { link, writer, handle, generation } => {
+                self.record_contact(generation.is_some());
+                self.links.insert(link, (writer, handle));
+                match generation {
+                    Some(generation) if generation >= self.generation => {
+                        if let Some(old) = self.control.replace(link) {
+                            self.hang_up(old);
+                        }
+                        self.generation = generation;
+                    }
+                    // The source notices the closed connection, and makes a newer one.
+                    Some(_) => self.hang_up(link),
+                    None => {}
+                }
+            }
+            Notice::Message { link, message } => {
+                self.record_contact(self.control == Some(link));
+                self.message(link, message);
+            }
+            Notice::Reply(message) => self.send_message(&message),
+            Notice::PageStream { generation, connection } if generation == self.generation => {
+                self.attach(*connection);
+            }
+            // The source notices the loss as well, and makes new connections.
+            Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "a cut"),
+            Notice::Blob { link, bytes }
+                if self.control == Some(link) && self.state == DestinationState::Prepared =>
+            {
+                self.blob(&bytes);
+            }
+            Notice::Blob { link, .. } => self.handle_unexpected_message(link, "device state"),
+            Notice::Lost { link, error } => {
+                self.links.remove(&link);
+                if self.control == Some(link) {
+                    self.control = None;
+                    self.last_contact = Instant::now();
+                    info!(migration = %self.terms.migration, error, "the control stream was lost");
+                    if self.state.is_in_doubt() {
+                        self.take(&DestinationEvent::Repeat);
+                    }
+                }
+            }
+            Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
+            // These belong to a replaced generation, or are checked in any case before the next notice.
+            Notice::Broken { .. } | Notice::PageStream { .. } | Notice::MissingPages => {}
+            Notice::StorageFailed { error } => self.fail(&error),
+        }
+    }
+
+    fn hang_up(&mut self, link: u64) {
+        if let Some((_, handle)) = self.links.remove(&link) {
+            handle.shutdown();
+        }
+    }
+
+    /// Does periodic work after a time without notices.
+    fn on_idle(&mut self) {
+        self.resume_post_copy();
+        if let Some(event) = self.unrecorded_event.take() {
+            return self.take(&event);
+        }
+        if self.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending) {
+            return self.process_cont_outcome();
+        }
+        if std::mem::take(&mut self.must_query_qemu) {
+            let found = self.vm.as_mut().map_or(QemuAtStart::Gone, ArrivingVm::found);
+            return self.take(&DestinationEvent::Restarted(found));
+        }
+        let timeouts = &self.context.config.timeouts;
+        let silence = self.last_contact.elapsed();
+        if self.state == DestinationState::Prepared {
+            // While a control stream exists, the link itself detects the loss of the source.
+            if self.control.is_none() && silence >= Duration::from_millis(timeouts.give_up_after_ms) {
+                self.reason = Some("the source was lost".to_owned());
+                self.take(&DestinationEvent::PeerLost);
+            }
+        } else if silence >= Duration::from_millis(timeouts.reclaim_after_ms) {
+            self.last_contact = Instant::now();
+            self.take(&DestinationEvent::ContactLostForGood);
+        } else {
+            self.take(&DestinationEvent::Repeat);
+        }
+    }
+
+    pub(super) fn fail(&mut self, reason: &str) {
+        warn!(migration = %self.terms.migration, reason, "the migration cannot go on");
+        self.reason.get_or_insert_with(|| reason.to_owned());
+        self.take(&DestinationEvent::Failed);
+    }
+
+    pub(super) fn take(&mut self, event: &DestinationEvent) {
+        let done = self.feed(event);
+        self.done(event, done);
+    }
+
+    fn done(&mut self, event: &DestinationEvent, done: Result<(), EffectError>) {
+        let error = match done {
+            Ok(()) => return,
+            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "passed over"),
+            Err(error) => error,
+        };
+        let reason = crate::chain(&error);
+        error!(migration = %self.terms.migration, reason, "an effect failed");
+        if matches!(event, DestinationEvent::OperatorDecides(_)) {
+            let told = format!("the decision was not carried out, and will not be: {reason}; decide again");
+            self.publisher.update(|progress| progress.message = Some(told));
+        }
+        self.reason.get_or_insert(reason);
+        if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+            // A migration that cannot be journalled is not begun.
+            self.take(&DestinationEvent::Failed);
+        } else if !is_statement(event) {
+            // An event that happened cannot be dropped: it is repeated until the journal accepts it, too.
+            self.unrecorded_event = Some(event.clone());
+        }
+    }
+
+    /// Watches a QEMU that was found again like one that was started.
+    pub(crate) fn watch_found(&mut self) {
+        let mailbox = self.inbox.mailbox();
+        if let Some(vm) = &mut self.vm {
+            vm.watch(mailbox.qemu_exit());
+        }
+    }
+}
+
+/// True if the event is a statement of another party, which holds only at the time at which it is made. It is not
+/// repeated later, because the decision elsewhere may have changed before the journal accepts it: the state's
+/// repetition asks again, and an operator sees that the decision was not carried out.
+fn is_statement(event: &DestinationEvent) -> bool {
+    matches!(
+        event,
+        DestinationEvent::Go { .. }
+            | DestinationEvent::SourceSays { .. }
+            | DestinationEvent::AbortReceived { .. }
+            | DestinationEvent::Asked { .. }
+            | DestinationEvent::RegisterSays(_)
+            | DestinationEvent::OperatorDecides(_)
+    )
+}
+
+#[cfg(test)]
+mod tests;

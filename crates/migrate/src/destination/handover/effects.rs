@@ -1,0 +1,281 @@
+//! Effects that the engine requests on the destination, and their use of the journal, of QEMU and of the ownership
+//! registry.
+
+use host::ArrivalArtifacts;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use engine::handover::register::RegistryAnswer;
+use engine::handover::{Illegal, Role, Step};
+use proto::Epoch;
+use proto::message::{Message, RegistryRequest};
+use tracing::{error, warn};
+
+use crate::destination::ending::ImagesLeftBehind;
+use crate::destination::inbox::Notice;
+use crate::destination::{Continued, Driver};
+use crate::state_machine::StateMachine;
+use host::ContOutcome;
+use host::cpu::CpuTime;
+use host::disks::CopiedImages;
+use host::fault::Faults;
+use host::ownership;
+use store::journal::{Durability, JournalError, NewMigration, State};
+
+/// Reason for which an effect could not be performed.
+#[derive(Debug, thiserror::Error)]
+pub enum EffectError {
+    /// The journal did not accept the new state.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The event is not legal in this state.
+    #[error(transparent)]
+    Illegal(#[from] Illegal),
+}
+
+impl EffectError {
+    /// Returns the largest epoch that this journal has seen, if the error is that the epoch was not accepted.
+    pub fn largest_epoch(&self) -> Option<Epoch> {
+        match self {
+            Self::Journal(JournalError::OldEpoch { largest, .. }) => Some(*largest),
+            _ => None,
+        }
+    }
+}
+
+impl StateMachine for Driver {
+    type State = DestinationState;
+    type Event = DestinationEvent;
+    type Effect = DestinationEffect;
+    type Error = EffectError;
+
+    const ROLE: Role = Role::Destination;
+
+    fn names(state: &DestinationState, event: &DestinationEvent) -> (&'static str, &'static str) {
+        (state.name(), event.name())
+    }
+
+    fn decide(&self, event: &DestinationEvent) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {
+        destination(&self.terms, &self.state, event)
+    }
+
+    fn effect_name(effect: &DestinationEffect) -> &'static str {
+        effect.name()
+    }
+
+    fn is_journal(effect: &DestinationEffect) -> bool {
+        matches!(effect, DestinationEffect::Journal { .. })
+    }
+
+    fn state(&self) -> &DestinationState {
+        &self.state
+    }
+
+    fn enter(&mut self, state: DestinationState) {
+        self.state = state;
+    }
+
+    fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
+    fn perform(&mut self, effect: &DestinationEffect) -> Result<(), EffectError> {
+        let epoch = self.terms.epoch();
+        match effect {
+            DestinationEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            DestinationEffect::SendReady { incarnation } => {
+                let (digest, load_us) = self.loaded.clone().unwrap_or_default();
+                self.send_message(&Message::Ready {
+                    epoch,
+                    incarnation: incarnation.clone(),
+                    digest,
+                    load_us,
+                });
+            }
+            DestinationEffect::AskSource => self.ask_source(),
+            DestinationEffect::Register { request, .. } => self.ask_register(request.clone()),
+            DestinationEffect::Cont => self.cont(),
+            DestinationEffect::Announce => {
+                self.release_qemu();
+                self.announce();
+            }
+            DestinationEffect::SendIncomplete => self.send_incomplete(),
+            DestinationEffect::SendRunning => {
+                let agent_cpu_us = self.cpu.map(CpuTime::used_us);
+                let (since_us, continue_us, resumed_us) = self.since_continued();
+                let untrusted = self.untrusted().map(|untrusted| untrusted.page);
+                self.send_message(&Message::Running {
+                    epoch,
+                    continue_us,
+                    since_us,
+                    resumed_us,
+                    agent_cpu_us,
+                    untrusted,
+                });
+            }
+            DestinationEffect::SendRefused => {
+                let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
+                self.send_message(&Message::Refused { epoch, reason });
+            }
+            DestinationEffect::SendCrashed => {
+                let reason = "its QEMU is gone, and may have run the guest".to_owned();
+                self.send_message(&Message::Crashed { epoch, reason });
+            }
+            DestinationEffect::Discard => self.discard(),
+            DestinationEffect::Report(report) => self.report_to_user(*report),
+        }
+        Ok(())
+    }
+}
+
+impl Driver {
+    /// Returns the time since `cont` had returned, the duration of `cont`, and the part of that after the guest was
+    /// resumed, in microseconds; zeros if another agent sent it.
+    fn since_continued(&self) -> (u64, u64, Option<u64>) {
+        let us = |duration: Duration| duration.as_micros() as u64;
+        self.continued.as_ref().map_or((0, 0, None), |continued| {
+            let since = us(continued.returned.elapsed());
+            (since, us(continued.took), continued.resumed.map(us))
+        })
+    }
+
+    pub(crate) fn send_incomplete(&mut self) {
+        let (epoch, generation) = (self.terms.epoch(), self.generation);
+        let (since_us, continue_us, resumed_us) = self.since_continued();
+        let untrusted = self.untrusted().map(|untrusted| untrusted.page);
+        self.send_message(&Message::Incomplete {
+            epoch,
+            generation,
+            continue_us,
+            since_us,
+            resumed_us,
+            untrusted,
+        });
+    }
+
+    fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        if self.state == DestinationState::Idle {
+            let state = State::Destination(state.clone());
+            let new = NewMigration { terms: &self.terms, state, proposal: &self.proposal };
+            return Ok(journal.begin(&new)?);
+        }
+        let durability = if durable { Durability::Synced } else { Durability::Process };
+        match journal.record_destination(id, state, durability) {
+            // An agent that is started anew discards a copy that was only PREPARED.
+            Err(error) if matches!(state, DestinationState::Discarded) => {
+                error!(migration = %id, error = crate::chain(&error), "DISCARDED is not in the journal");
+                Ok(())
+            }
+            recorded => Ok(recorded?),
+        }
+    }
+
+    fn ask_register(&mut self, request: RegistryRequest) {
+        if let Some(request) = self.register.submit(request) {
+            self.send_to_register(request);
+        }
+    }
+
+    pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
+        let mailbox = self.inbox.mailbox();
+        let answered = move |answer| {
+            mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
+        };
+        if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
+            self.follow_ups.push_back(DestinationEvent::RegisterSays(RegistryAnswer::Unreachable));
+            // The state machine asks again; the waiting request is sent then.
+            drop(self.register.answered());
+        }
+    }
+
+    fn cont(&mut self) {
+        self.check_untrusted_page();
+        // No vCPU has run this copy yet: the source's memory is right.
+        let is_first = matches!(self.state, DestinationState::Starting { again: false, .. });
+        let untrusted = self.untrusted_message().filter(|_| is_first);
+        let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        // QEMU exited before it received a command: no vCPU has run.
+        if !vm.process.is_alive() && is_first {
+            return self.follow_ups.push_back(DestinationEvent::ContFailed);
+        }
+        if let Some(said) = untrusted {
+            self.reason = Some(said);
+            return self.follow_ups.push_back(DestinationEvent::ContFailed);
+        }
+        if let Err(error) = vm.release() {
+            error!(error = crate::chain(&error), "QEMU is not let go");
+        }
+        self.process_cont_outcome();
+    }
+
+    /// Processes the outcome of `cont`, as soon as it is known.
+    pub(super) fn process_cont_outcome(&mut self) {
+        let began = self.go_received_at.unwrap_or_else(Instant::now);
+        let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        let event = match vm.cont() {
+            Ok(ContOutcome::Pending) => return,
+            Ok(ContOutcome::Runs { resumed }) => {
+                self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
+                DestinationEvent::Contd { missing: vm.artifacts.awaited.is_some() }
+            }
+            // QEMU refused before any vCPU ran: `cont` acquires the disks first.
+            Err(error) if error.is_refusal() && vm.is_reported_paused() => {
+                self.reason = Some(format!("QEMU does not continue: {error}"));
+                DestinationEvent::ContFailed
+            }
+            Err(_) if !vm.process.is_alive() => DestinationEvent::QemuDied,
+            // It is not known whether the guest ran: after a while this driver queries QEMU as a restarted agent would.
+            Err(error) => {
+                error!(error = crate::chain(&error), "`cont` was not answered");
+                self.must_query_qemu = true;
+                return;
+            }
+        };
+        self.follow_ups.push_back(event);
+    }
+
+    fn announce(&mut self) {
+        let Some(vm) = &mut self.vm else { return };
+        if let Err(error) = vm.qmp().and_then(qemu::control::announce_self) {
+            // A QEMU that waits for a page announces the guest once the page is there.
+            warn!(
+                error = crate::chain(&error),
+                "QEMU does not announce the guest yet; switches learn by themselves"
+            );
+        }
+    }
+
+    /// Releases QEMU, because the VM belongs to this host now, and its users may control it.
+    pub(crate) fn release_qemu(&self) {
+        if let Some(vm) = &self.vm
+            && let Err(error) = vm.release()
+        {
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "QEMU is not let go");
+        }
+    }
+
+    pub(crate) fn discard(&mut self) {
+        if let Some(post_copy_receiver) = &mut self.post_copy_receiver {
+            post_copy_receiver.hang_up();
+        }
+        if let Some(receiving) = self.receiving.take() {
+            receiving.end();
+        }
+        // This ends the images' servers.
+        self.images = CopiedImages::default();
+        let artifacts = if let Some(vm) = self.vm.take() {
+            vm.discard()
+        } else {
+            let artifacts = ArrivalArtifacts::of(&self.context, &self.terms.migration);
+            artifacts.remove();
+            artifacts
+        };
+        // A guest that may have run may have written to its disks.
+        if !matches!(self.state, DestinationState::Crashed { .. }) {
+            let images = artifacts.remove_images();
+            self.left_behind = (!images.is_empty()).then_some(ImagesLeftBehind { artifacts, images });
+        }
+    }
+}

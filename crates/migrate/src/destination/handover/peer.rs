@@ -1,0 +1,175 @@
+//! Communication with the source: messages from it become events; answers and questions are sent to it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::{DestinationEvent, DestinationState};
+use link::Incoming;
+use proto::message::{Acceptance, Finding, Message, Severity};
+use proto::{Epoch, Purpose};
+use tracing::{info, warn};
+
+use super::effects::EffectError;
+use crate::destination::Driver;
+use crate::destination::inbox::Notice;
+use crate::destination::loading::PayloadKind;
+use crate::state_machine::StateMachine;
+use host::peers;
+
+impl Driver {
+    /// Sends the acceptance to the source.
+    pub fn accept(&mut self, acceptance: Acceptance) {
+        self.send_message(&Message::Accept(acceptance));
+    }
+
+    /// Rejects the migration: sends the reasons to the source, and undoes PREPARED.
+    pub fn reject(mut self, findings: Vec<Finding>, largest_epoch: Option<Epoch>) {
+        let blockers = findings.iter().filter(|finding| finding.severity == Severity::Blocker);
+        let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
+        warn!(migration = %self.terms.migration, what, "the VM cannot come");
+        self.send_message(&Message::Reject { findings, largest_epoch });
+        if self.state != DestinationState::Idle {
+            self.reason = Some(what);
+            self.take(&DestinationEvent::Failed);
+            self.settle();
+        }
+    }
+
+    /// Processes a message of the source. Messages of the handover name their epoch and are valid on any connection;
+    /// all others belong to the control stream.
+    pub(super) fn message(&mut self, link: u64, message: Message) {
+        // They are valid up to READY and no further: after that the loaded copy must not be touched, and may run.
+        let arriving = self.control == Some(link) && self.state == DestinationState::Prepared;
+        let event = match message {
+            Message::Go { epoch, incarnation, run } => {
+                self.go_received_at.get_or_insert_with(Instant::now);
+                DestinationEvent::Go { epoch, incarnation, run }
+            }
+            Message::Abort { epoch, reason } => {
+                self.reason.get_or_insert(reason);
+                DestinationEvent::AbortReceived { epoch }
+            }
+            Message::Inquire { epoch } => DestinationEvent::Asked { epoch },
+            Message::Verdict { epoch, verdict } => DestinationEvent::SourceSays { epoch, verdict },
+            Message::Ping => return self.send_message(&Message::Pong),
+            Message::Pong => return,
+            Message::Resume if arriving || self.can_receive_pages_on(link) => return self.resume(),
+            Message::QueryTemplates { names } if arriving => return self.query_templates(names),
+            Message::Verify { block, first_chunk, hashes } if arriving => {
+                return self.verify(block, first_chunk, &hashes);
+            }
+            Message::Discard { bytes, digest } if arriving => {
+                return self.begin_payload(PayloadKind::TakenAway, bytes, digest);
+            }
+            Message::MissingPages { bytes, digest, .. } if arriving => {
+                return self.begin_payload(PayloadKind::MissingPages, bytes, digest);
+            }
+            Message::DeviceState { bytes, digest } if arriving => {
+                return self.begin_payload(PayloadKind::Devices, bytes, digest);
+            }
+            Message::Held { epoch, run } if arriving && epoch == self.terms.epoch() => {
+                return self.enter_ready(run);
+            }
+            other => return self.handle_unexpected_message(link, &kind(&other)),
+        };
+        match self.feed(&event) {
+            Err(EffectError::Illegal(illegal)) => self.handle_protocol_violation(link, &illegal.to_string()),
+            done => self.done(&event, done),
+        }
+    }
+
+    /// True if pages may arrive on the streams that belong to this connection, whatever else is decided.
+    fn can_receive_pages_on(&self, link: u64) -> bool {
+        self.control == Some(link) && self.post_copy_receiver.is_some()
+    }
+
+    /// Handles a message that is not valid in this state. It is ignored if it arrives late from a replaced connection.
+    /// The connection is closed if the source does not know yet that its migration ended here, for example because this
+    /// host was rebooted.
+    pub(super) fn handle_unexpected_message(&mut self, link: u64, what: &str) {
+        if !self.links.contains_key(&link) {
+            return;
+        }
+        if self.state == DestinationState::Prepared {
+            return self.handle_protocol_violation(
+                link,
+                &format!("the source sent `{what}` where it does not belong"),
+            );
+        }
+        info!(migration = %self.terms.migration, what, "the source goes on with what is over here; it connects anew");
+        self.hang_up(link);
+    }
+
+    /// Closes a connection on which the source violates the protocol, and fails the migration if neither host depends
+    /// on this copy yet.
+    fn handle_protocol_violation(&mut self, link: u64, what: &str) {
+        warn!(migration = %self.terms.migration, what, "the source does not keep to the protocol");
+        if let Some((_, handle)) = self.links.remove(&link) {
+            handle.shutdown();
+        }
+        if self.state == DestinationState::Prepared {
+            self.fail(what);
+        }
+    }
+    /// Sends a message on all connections of the source, because it is not known which of them the source still reads.
+    pub(crate) fn send_message(&mut self, message: &Message) {
+        self.links.retain(|_, (writer, _)| writer.send(message).is_ok());
+    }
+
+    pub(super) fn ask_source(&mut self) {
+        if self.asking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let asking = Arc::clone(&self.asking);
+        let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
+        let (mailbox, address) = (self.inbox.mailbox(), self.proposal.reply_to.clone());
+        let ask = move || {
+            let event = match query_source(&context, &terms, &address) {
+                Ok(event) => event,
+                Err(error) => {
+                    warn!(source = %terms.source, error, "the source does not answer");
+                    DestinationEvent::PeerLost
+                }
+            };
+            asking.store(false, Ordering::Release);
+            mailbox.put(Notice::Event(event));
+        };
+        if thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_err() {
+            self.asking.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// Returns a message's name in the protocol.
+fn kind(message: &Message) -> String {
+    let value = serde_json::to_value(message).unwrap_or_default();
+    value["type"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Asks the source's agent for the state in its journal; it may not know either, and ask back.
+fn query_source(
+    context: &host::Context,
+    terms: &engine::handover::MigrationTerms,
+    address: &str,
+) -> Result<DestinationEvent, String> {
+    let purpose = Purpose::Handover { migration: terms.migration.clone() };
+    let patience = Duration::from_millis(context.config.timeouts.peer_silence_ms);
+    let mut connection = peers::connect(context, &terms.source, Some(address), purpose)
+        .map_err(|error| crate::chain(&error))?;
+    connection.send(&Message::Ask { epoch: terms.epoch() }).map_err(|error| crate::chain(&error))?;
+    let deadline = Instant::now() + patience;
+    loop {
+        match connection.recv(Some(deadline)).map_err(|error| crate::chain(&error))? {
+            Incoming::Message(Message::Verdict { epoch, verdict }) if epoch == terms.epoch() => {
+                return Ok(DestinationEvent::SourceSays { epoch, verdict });
+            }
+            Incoming::Message(Message::Inquire { epoch }) if epoch == terms.epoch() => {
+                return Ok(DestinationEvent::Asked { epoch });
+            }
+            Incoming::Message(_) => {}
+            Incoming::Blob(_) => return Err("the source sent device state".to_owned()),
+        }
+    }
+}

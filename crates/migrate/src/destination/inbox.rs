@@ -1,0 +1,162 @@
+//! The inbox of an arriving VM: all external events, in one queue.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::DestinationEvent;
+use link::{Connection, Handle, Incoming, Writer};
+use proto::{Generation, Message};
+
+/// Capacity of the queue. A sender waits while the queue is full.
+const INBOX_CAPACITY: usize = 256;
+
+/// An external event.
+#[derive(Debug)]
+pub enum Notice {
+    /// An event for the engine.
+    Event(DestinationEvent),
+    /// The source has connected.
+    Connected {
+        /// Number of the connection, by the inbox's own count.
+        link: u64,
+        /// Writer for answers.
+        writer: Writer,
+        /// Handle that closes the connection.
+        handle: Handle,
+        /// Generation of a control stream; none for a connection for questions.
+        generation: Option<Generation>,
+    },
+    /// A message arrived.
+    Message {
+        /// Number of the connection.
+        link: u64,
+        /// The message.
+        message: Message,
+    },
+    /// An answer to the source is ready to be sent.
+    Reply(Box<Message>),
+    /// A piece of device state, or of a list of pages, arrived.
+    Blob {
+        /// Number of the connection.
+        link: u64,
+        /// The piece.
+        bytes: Vec<u8>,
+    },
+    /// A connection ended.
+    Lost {
+        /// Number of the connection.
+        link: u64,
+        /// Error of the connection.
+        error: String,
+    },
+    /// Data that was written to an image is not on stable storage.
+    StorageFailed {
+        /// Error of the storage.
+        error: String,
+    },
+    /// The source's page stream has connected.
+    PageStream {
+        /// Generation of the stream.
+        generation: Generation,
+        /// The stream.
+        connection: Box<Connection>,
+    },
+    /// The page stream has ended.
+    PageStreamLost {
+        /// Error of the stream.
+        error: String,
+    },
+    /// The last missing page was placed, or a page was present before it arrived.
+    MissingPages,
+    /// A data stream of a generation failed in a way that new connections do not mend.
+    Broken {
+        /// The generation.
+        generation: Generation,
+        /// Error of the stream.
+        error: String,
+    },
+}
+
+/// Sending end of the inbox.
+#[derive(Clone, Debug)]
+pub struct Mailbox {
+    notices: SyncSender<Notice>,
+    links: Arc<AtomicU64>,
+}
+
+impl Mailbox {
+    /// Sends a notice. Returns false if the inbox is gone.
+    pub fn put(&self, notice: Notice) -> bool {
+        self.notices.send(notice).is_ok()
+    }
+
+    /// Returns the function that sends the notice of QEMU's exit.
+    pub(crate) fn qemu_exit(self) -> impl FnOnce() + Send + 'static {
+        move || {
+            self.put(Notice::Event(DestinationEvent::QemuDied));
+        }
+    }
+
+    /// Sends a notice unless the queue is full. For threads that the driver may wait for.
+    pub(crate) fn try_put(&self, notice: Notice) {
+        drop(self.notices.try_send(notice));
+    }
+
+    /// Reads a connection of the source into the inbox until it ends. Returns at once.
+    pub fn connected(&self, connection: Connection, generation: Option<Generation>) -> std::io::Result<()> {
+        let link = self.links.fetch_add(1, Ordering::Relaxed);
+        let handle = connection.handle();
+        let (mut reader, writer) = connection.split();
+        let mailbox = self.clone();
+        if !mailbox.put(Notice::Connected { link, writer, handle, generation }) {
+            return Ok(());
+        }
+        let read = move || loop {
+            let notice = match reader.recv(None) {
+                Ok(Incoming::Message(message)) => Notice::Message { link, message },
+                Ok(Incoming::Blob(bytes)) => Notice::Blob { link, bytes },
+                Err(error) => Notice::Lost { link, error: crate::chain(&error) },
+            };
+            let last = matches!(notice, Notice::Lost { .. });
+            if !mailbox.put(notice) || last {
+                return;
+            }
+        };
+        thread::Builder::new().name("control".to_owned()).spawn(read).map(drop)
+    }
+}
+
+/// Receiving end of the inbox.
+#[derive(Debug)]
+pub struct Inbox {
+    notices: Receiver<Notice>,
+    mailbox: Mailbox,
+}
+
+impl Default for Inbox {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Inbox {
+    /// Creates an empty inbox.
+    pub fn new() -> Self {
+        let (sender, notices) = mpsc::sync_channel(INBOX_CAPACITY);
+        Self { notices, mailbox: Mailbox { notices: sender, links: Arc::default() } }
+    }
+
+    /// Returns a sending half.
+    pub fn mailbox(&self) -> Mailbox {
+        self.mailbox.clone()
+    }
+
+    /// Waits for a notice until the deadline.
+    pub(crate) fn wait(&self, deadline: Instant) -> Option<Notice> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        self.notices.recv_timeout(left.max(Duration::from_micros(1))).ok()
+    }
+}

@@ -1,0 +1,323 @@
+//! Messages of the control stream while a VM arrives: new connections, hashes to compare, the device state.
+
+use host::ArrivalError;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::{DestinationEvent, DestinationState};
+use link::Connection;
+use proto::limits::PAGE_BYTES;
+use proto::message::Message;
+use tracing::{error, info, warn};
+
+use super::Driver;
+use super::inbox::Notice;
+use super::post_copy_receiver::{self, PostCopyReceiver};
+use super::receiving::MemoryReceiver;
+use api::progress::Phase;
+use host::disks::KnownFile;
+use host::missing_pages_record::MissingPagesRecord;
+use host::verification;
+use store::journal::Durability;
+
+/// Payload that is sent in pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PayloadKind {
+    /// Pages that are to be discarded, because they will be missing when the guest runs.
+    TakenAway,
+    /// Pages that are missing when the guest runs.
+    MissingPages,
+    /// The state of the guest's devices.
+    Devices,
+}
+
+/// A payload that is being received in pieces.
+pub(crate) struct IncomingPayload {
+    what: PayloadKind,
+    bytes: u64,
+    digest: String,
+    received: Vec<u8>,
+}
+
+impl Driver {
+    pub(super) fn resume(&mut self) {
+        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
+        match receiving.begin(self.generation) {
+            Ok(()) => {
+                info!(migration = %self.terms.migration, generation = %self.generation, "resumed");
+                self.incoming_payload = None;
+                self.discarded_pages.forget();
+                self.send_message(&Message::Resumed);
+            }
+            Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
+        }
+    }
+
+    /// Answers the source's query for pages among this host's templates.
+    pub(super) fn query_templates(&mut self, names: Vec<String>) {
+        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
+        let advertised = Arc::clone(receiving.advertised());
+        if !advertised.is_first() {
+            return self.fail("the source asks after templates again");
+        }
+        let (context, mailbox) = (Arc::clone(&self.context), self.inbox.mailbox());
+        let choose = move || {
+            for message in advertised.choose(&context.templates, &names) {
+                if !mailbox.put(Notice::Reply(Box::new(message))) {
+                    return;
+                }
+            }
+        };
+        // Without a thread the source waits a while and goes on without templates.
+        if let Err(error) = thread::Builder::new().name("choose".to_owned()).spawn(choose) {
+            warn!(migration = %self.terms.migration, %error, "no thread to look for templates");
+        }
+    }
+
+    pub(super) fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
+        let (index, ram) = (usize::from(block), &self.proposal.ram);
+        let Some(vm) = &mut self.vm else { return self.fail("there is nothing to compare") };
+        let compared = if let Some(block) = ram.get(index) {
+            let pid = vm.process.pid();
+            match vm.qmp() {
+                Ok(qmp) => verification::differences(qmp, pid, &block.name, first_chunk, hashes),
+                Err(error) => return self.fail(&format!("QEMU does not answer: {}", crate::chain(&error))),
+            }
+        } else {
+            // The numbers of disks follow those of RAM blocks.
+            let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+            let (disk, directory) = (index - ram.len(), &vm.artifacts.directory);
+            self.images.differences(disk, first_chunk, hashes, directory, patience)
+        };
+        match compared {
+            Ok(different_chunks) => self.send_message(&Message::Verified { different_chunks }),
+            Err(error) => self.fail(&format!("the two sides cannot be compared: {}", crate::chain(&error))),
+        }
+    }
+
+    /// Begins to receive a payload in pieces.
+    pub(super) fn begin_payload(&mut self, what: PayloadKind, bytes: u64, digest: String) {
+        if bytes > proto::limits::DEVICE_STATE_BYTES {
+            return self.fail(&format!("a device state of {bytes} bytes is too large"));
+        }
+        let is_of_pages = matches!(what, PayloadKind::TakenAway | PayloadKind::MissingPages);
+        if is_of_pages && (bytes == 0 || self.post_copy_receiver.is_some() || !self.proposal.post_copy) {
+            return self.fail("the source names pages to come where there can be none");
+        }
+        self.incoming_payload = Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
+    }
+
+    pub(super) fn blob(&mut self, blob: &[u8]) {
+        let Some(payload) = &mut self.incoming_payload else { return self.fail("bytes came unannounced") };
+        payload.received.extend_from_slice(blob);
+        if (payload.received.len() as u64) < payload.bytes {
+            return;
+        }
+        let Some(payload) = self.incoming_payload.take() else { return };
+        let digest = blake3::hash(&payload.received).to_hex().to_string();
+        if payload.received.len() as u64 != payload.bytes || digest != payload.digest {
+            return self.fail("what came in pieces was damaged on its way");
+        }
+        match payload.what {
+            PayloadKind::TakenAway => self.take_away(&payload.received),
+            PayloadKind::MissingPages => self.begin_post_copy(&payload.received),
+            PayloadKind::Devices => self.load(&payload.received, digest),
+        }
+    }
+
+    /// Discards these pages, which arrive after the guest; the guest still runs at the source.
+    fn take_away(&mut self, set: &[u8]) {
+        let began = Instant::now();
+        let (Some(receiving), Some(vm)) = (&self.receiving, &self.vm) else {
+            return self.fail("nothing is being received");
+        };
+        let (writers, _) = receiving.blocks();
+        match self.discarded_pages.take(&self.context.injector, vm, writers, set) {
+            Ok(()) => {
+                self.context.faults.reach(|| "destination/taken-away".to_owned());
+                self.send_message(&Message::Discarded { duration_us: began.elapsed().as_micros() as u64 });
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
+    }
+
+    /// Begins post-copy of these pages: they arrive on page requests, and in the background.
+    fn begin_post_copy(&mut self, set: &[u8]) {
+        let began = Instant::now();
+        let (Some(receiving), Some(vm)) = (&self.receiving, &mut self.vm) else {
+            return self.fail("nothing is being received");
+        };
+        let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
+        let mut artifacts = vm.artifacts.clone();
+        let keep = |trace: &MissingPagesRecord| {
+            artifacts.awaited = Some(trace.clone());
+            artifacts.keep(&context, &migration, Durability::Process).map_err(std::io::Error::other)
+        };
+        let mailbox = self.inbox.mailbox();
+        match PostCopyReceiver::begin(
+            &self.context,
+            vm,
+            receiving.blocks(),
+            set,
+            &self.discarded_pages,
+            &mailbox,
+            keep,
+        ) {
+            Ok(post_copy_receiver) => {
+                vm.artifacts = artifacts;
+                self.post_copy_receiver = Some(post_copy_receiver);
+                let duration_us = began.elapsed().as_micros() as u64;
+                info!(%migration, duration_us, "pages that are to come were taken away");
+                self.context.faults.reach(|| "destination/awaited".to_owned());
+                if let Some(stream) = self.page_stream.take() {
+                    self.attach(stream);
+                }
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
+    }
+
+    /// Attaches the source's connection for page requests.
+    pub(super) fn attach(&mut self, stream: Connection) {
+        let Some(post_copy_receiver) = &self.post_copy_receiver else {
+            self.page_stream = Some(stream);
+            return;
+        };
+        let round = self.receiving.as_ref().map_or(0, MemoryReceiver::newest_round);
+        if let Err(error) = post_copy_receiver.attach(stream, round) {
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "the page stream is of no use");
+        }
+    }
+
+    /// Resumes the post-copy of a previous agent.
+    pub(super) fn resume_post_copy(&mut self) {
+        let Some((vm, trace)) = self.vm.as_ref().and_then(|vm| Some((vm, vm.artifacts.awaited.as_ref()?)))
+        else {
+            return;
+        };
+        if self.post_copy_receiver.is_some() || self.found_complete {
+            return;
+        }
+        let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
+        match PostCopyReceiver::take_over(&vm.process, trace, &mailbox) {
+            Ok(None) => {
+                match post_copy_receiver::end_leftover_waits(trace, &self.context.injector, &vm.process) {
+                    Ok(()) => self.found_complete = true,
+                    Err(error) => {
+                        let error = crate::chain(&error);
+                        error!(%migration, error, "QEMU still waits for pages");
+                    }
+                }
+            }
+            Ok(Some(post_copy_receiver)) => {
+                let (streams, writers) = (self.proposal.streams, post_copy_receiver.writers());
+                let receiving = MemoryReceiver::placing(&self.context, migration, streams, writers, mailbox);
+                self.receiving = Some(receiving);
+                self.post_copy_receiver = Some(post_copy_receiver);
+            }
+            Err(error) => {
+                let error = crate::chain(&error);
+                error!(%migration, error, "pages of the guest cannot come");
+                self.reason.get_or_insert(error);
+            }
+        }
+    }
+
+    /// Publishes the number of missing pages for users.
+    pub(super) fn publish_missing_pages(&self) {
+        let Some(left) = self.post_copy_receiver.as_ref().map(PostCopyReceiver::remaining_pages) else {
+            return;
+        };
+        let is_new = self.publisher.now().missing_pages != Some(left);
+        if is_new && matches!(self.state, DestinationState::Completing { .. }) {
+            self.publisher.update(|progress| {
+                progress.phase = Phase::PostCopy;
+                progress.missing_pages = Some(left);
+                progress.remaining_bytes = left * PAGE_BYTES;
+            });
+        }
+    }
+
+    /// Ends post-copy once all pages are present.
+    pub(super) fn finish_post_copy_if_complete(&mut self) {
+        let is_complete = match &self.post_copy_receiver {
+            Some(post_copy_receiver) => post_copy_receiver.remaining_pages() == 0,
+            None => self.found_complete,
+        };
+        if !is_complete
+            || !matches!(self.state, DestinationState::Completing { .. })
+            || self.is_to_be_stopped()
+        {
+            return;
+        }
+        if let Some(post_copy_receiver) = &self.post_copy_receiver {
+            post_copy_receiver.report_complete();
+        }
+        if let Some(receiving) = self.receiving.take() {
+            receiving.end();
+        }
+        if let (Some(post_copy_receiver), Some(vm)) = (&mut self.post_copy_receiver, &self.vm)
+            && let Err(error) = post_copy_receiver.end(&self.context.injector, &vm.process)
+        {
+            // Until this succeeds, threads that touch never allocated memory wait for ever: it is tried again.
+            let error = crate::chain(&error);
+            return error!(migration = %self.terms.migration, error, "QEMU still waits for pages");
+        }
+        self.post_copy_receiver = None;
+        self.found_complete = false;
+        self.take(&DestinationEvent::Completed);
+    }
+
+    /// Makes this host READY with the loaded state: the source is held, and can no longer go on by itself.
+    pub(super) fn enter_ready(&mut self, run: bool) {
+        let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
+            return self.fail("the source is held before all has come");
+        };
+        if self.post_copy_receiver.is_some() && !run {
+            return self.fail("pages are to come for a guest that stays paused; please report this");
+        }
+        match vm.freeze() {
+            Ok(()) => {
+                let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
+                self.take(&DestinationEvent::Loaded { incarnation, run });
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
+    }
+
+    pub(super) fn load(&mut self, state: &[u8], digest: String) {
+        let began = Instant::now();
+        // The arrival of missing pages goes on.
+        let receiving = self.receiving.take_if(|_| self.post_copy_receiver.is_none());
+        if let Some(receiving) = &self.receiving {
+            receiving.end_disks();
+        }
+        if let Some(receiving) = &receiving {
+            receiving.shut();
+        }
+        // Joining the threads and flushing the disks needs time, which QEMU needs for loading anyway. QEMU acquires the
+        // disks when it is to run the guest, and not before.
+        let images = std::mem::take(&mut self.images);
+        let mut disks = Ok(());
+        let tidy_up = || {
+            if let Some(receiving) = receiving {
+                receiving.end();
+            }
+            disks = images.finish();
+        };
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
+        let loaded = vm.load(state, patience, tidy_up).and(disks.map_err(ArrivalError::Image));
+        let replaced = || {
+            vm.files
+                .iter()
+                .find_map(KnownFile::changed)
+                .map_or(Ok(()), |what| Err(ArrivalError::Replaced(what)))
+        };
+        match loaded.and_then(|()| replaced()) {
+            Ok(()) => self.loaded = Some((digest, began.elapsed().as_micros() as u64)),
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
+    }
+}

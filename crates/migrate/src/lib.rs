@@ -1,0 +1,7 @@
+//! Drivers of a migration, one for each role: they carry out what the engine decides.
+
+pub mod destination;
+pub mod source;
+mod state_machine;
+
+pub(crate) use api::with_causes as chain;

@@ -1,0 +1,400 @@
+//! The source's driver: one thread that migrates a VM from this host to another.
+//!
+//! A migration is a list of phases, each a function: check, prepare, pre-copy, stop, last pages, device state. They end
+//! in READY or in a [`Failure`](phases::Failure); both are events for the engine, which makes every decision from then on
+//! ([`handover`]). Every outside event (a message, a lost link, a user's command, QEMU's end) arrives in one [`inbox`],
+//! so that no phase can miss it.
+
+mod conversation;
+mod ending;
+mod free_page_hints;
+mod guest;
+mod handover;
+mod inbox;
+mod memory;
+mod phases;
+mod pressure;
+mod reductions;
+mod references;
+mod serving;
+mod slowing;
+mod telemetry;
+mod write_throttle;
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use engine::handover::MigrationTerms;
+use engine::handover::source::{SourceEvent, SourceReport, SourceState};
+use engine::precopy::{CostHistory, Sampling};
+use proto::message::Proposal;
+use proto::{Generation, VmName};
+
+pub use inbox::{Inbox, Mailbox, Notice};
+
+use api::progress::{Phase, Publisher};
+use api::report::{Objective, Outcome, Report};
+use api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
+use host::Context;
+pub use host::SourceVm;
+use host::config::Limits as ConfigLimits;
+use host::cpu::CpuTime;
+use host::ownership;
+use host::ram::JournalledRegion;
+use store::journal::VmRecord;
+use telemetry::Telemetry;
+
+/// Goals of a migration; some can be changed while it runs.
+#[derive(Clone, Debug)]
+pub struct Goals {
+    /// Policy that decides when to stop the guest.
+    pub policy: StopPolicy,
+    /// Intervals and history of the dirty scans.
+    pub sampling: Sampling,
+    /// Target downtime, in milliseconds.
+    pub max_downtime_ms: u64,
+    /// Limit on the total time, in milliseconds; none if there is no limit.
+    pub max_total_ms: Option<u64>,
+    /// Maximum number of pre-copy rounds.
+    pub max_rounds: u32,
+    /// True if the request has no maximum of rounds.
+    pub has_default_rounds: bool,
+    /// Number of pre-copy passes over the dirty pages before post-copy, with the hybrid policy.
+    pub hybrid_passes: u32,
+    /// Action when the maximum of rounds is reached.
+    pub on_limit: OnLimit,
+    /// Number of data streams.
+    pub streams: u16,
+    /// Limit on the sending rate, in bytes per second; none if unlimited.
+    pub bandwidth_bytes_per_s: Option<u64>,
+    /// True if all of memory and of copied disks is compared after the stop.
+    pub verify: bool,
+    /// Throttle of the guest's writes to copied disks.
+    pub throttle_writes: ThrottleWrites,
+    /// Throttle of the guest's processors.
+    pub throttle_cpu: ThrottleCpu,
+    /// True if pages of disks that the destination already has are sent as page references.
+    pub references: bool,
+    /// Compression of pages.
+    pub compression: Compress,
+    /// Thresholds that decide which data is worth compressing.
+    pub worth: ::memory::CompressionCriteria,
+    /// Use of deltas for pages that are sent again.
+    pub deltas: Deltas,
+    /// Memory for the record of sent pages that deltas need, in bytes.
+    pub deltas_bytes: usize,
+    /// Pages of the guest that need not be sent (free page hints, page cache).
+    pub soft_pages: SoftPages,
+}
+
+impl Goals {
+    /// Returns the goals of a request, with the configuration's values as defaults.
+    pub fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
+        let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
+        let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
+        // Writes that are throttled more and more let the migration converge in the end.
+        let usual_rounds = match throttle_writes {
+            ThrottleWrites::Off => limits.max_rounds,
+            ThrottleWrites::Drain | ThrottleWrites::Threshold => limits.max_rounds.saturating_mul(10),
+        };
+        let policy = request.policy.unwrap_or(limits.policy);
+        let is_sla = policy == StopPolicy::Sla;
+        let max_total_ms = request.max_total_ms.unwrap_or(limits.max_total_ms);
+        let soft_pages = match request.soft_pages.unwrap_or(limits.soft_pages) {
+            // It cannot be predicted how long the guest needs to give back its page cache.
+            SoftPages::Cold | SoftPages::All if is_sla => SoftPages::Free,
+            soft_pages => soft_pages,
+        };
+        Self {
+            policy,
+            sampling: limits.sampling(),
+            max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
+            max_total_ms: Some(max_total_ms).filter(|ms| *ms > 0 && is_sla),
+            max_rounds: request.max_rounds.unwrap_or(usual_rounds),
+            has_default_rounds: request.max_rounds.is_none(),
+            hybrid_passes: request.hybrid_passes.unwrap_or(limits.hybrid_passes),
+            on_limit: request.on_limit.unwrap_or(limits.on_limit),
+            streams: request.streams.unwrap_or(limits.streams),
+            bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),
+            verify: request.verify,
+            throttle_writes,
+            throttle_cpu: request.throttle_cpu.unwrap_or(limits.throttle_cpu),
+            references: request.references.unwrap_or(limits.references),
+            compression: request.compression.unwrap_or(limits.compression),
+            worth: limits.worth(),
+            deltas: request.deltas.unwrap_or(limits.deltas),
+            deltas_bytes: limits.deltas_bytes(),
+            soft_pages,
+        }
+    }
+
+    /// Adapts the goals to a migration without copied disks: there are no writes to throttle, and so no reason for more
+    /// than the usual maximum of rounds.
+    pub(crate) fn disable_write_throttle(&mut self, limits: &ConfigLimits) {
+        if self.has_default_rounds {
+            self.max_rounds = limits.max_rounds;
+        }
+        self.throttle_writes = ThrottleWrites::Off;
+    }
+
+    /// Returns true if the goals require post-copy.
+    pub fn needs_post_copy(&self) -> bool {
+        self.policy == StopPolicy::Hybrid || self.on_limit == OnLimit::PostCopy
+    }
+
+    /// Returns true if the goals allow post-copy, provided that the destination supports it.
+    pub fn can_post_copy(&self) -> bool {
+        // Pages that arrive while the guest runs cannot be compared.
+        self.needs_post_copy() || self.policy == StopPolicy::Sla && !self.verify
+    }
+
+    /// Returns the goals as the report names them.
+    pub fn objective(&self) -> Objective {
+        Objective {
+            policy: self.policy.name().to_owned(),
+            max_downtime_ms: self.max_downtime_ms,
+            max_total_ms: self.max_total_ms,
+            max_rounds: self.max_rounds,
+            on_limit: match self.on_limit {
+                OnLimit::Stop => "stop".to_owned(),
+                OnLimit::PostCopy => "post-copy".to_owned(),
+                OnLimit::Abort => "abort".to_owned(),
+            },
+            streams: self.streams,
+            bandwidth_bytes_per_s: self.bandwidth_bytes_per_s,
+        }
+    }
+}
+
+/// State of a running migration that other threads may read or change.
+#[derive(Debug)]
+pub struct Controls {
+    /// The migration's goals.
+    pub(crate) goals: Mutex<Goals>,
+    /// Limit on the sending rate, shared by all streams of all generations.
+    pub rate: Arc<link::RateLimit>,
+    /// The report, which is filled while the migration runs.
+    pub(crate) report: Mutex<Report>,
+    /// Time of the user's request; for a migration that another agent began, the time when this agent found it.
+    pub(crate) requested: Instant,
+}
+
+impl Controls {
+    /// Creates the controls of a migration that was requested at this time.
+    pub fn new(goals: Goals, report: Report, requested: Instant) -> Self {
+        let rate = Arc::new(link::RateLimit::new(goals.bandwidth_bytes_per_s));
+        Self { goals: Mutex::new(goals), rate, report: Mutex::new(report), requested }
+    }
+
+    /// Returns the current goals.
+    pub fn goals(&self) -> Goals {
+        self.goals.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Changes the migration's goals and returns the new ones.
+    pub fn change(&self, change: impl FnOnce(&mut Goals)) -> Goals {
+        let mut goals = self.goals.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut goals);
+        goals.clone()
+    }
+
+    /// Reads or changes the report.
+    pub fn report<T>(&self, change: impl FnOnce(&mut Report) -> T) -> T {
+        change(&mut self.report.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Details of a migration in the journal, for the driver of an agent that restarts.
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+pub struct Details {
+    /// Boot id of the host on which the migration began.
+    pub boot_id: String,
+    /// True if the destination has accepted. Without that it never received anything, even if other entries were not
+    /// synced: there is nothing to ask it, and a destination that is asked about a migration unknown to its journal has
+    /// lost its journal.
+    #[serde(default)]
+    pub accepted: bool,
+    /// Regions of the guest's memory, if pages are sent after the guest runs at the destination.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub later: Option<Vec<JournalledRegion>>,
+    /// The VM's QEMU. The journal's own record of the VM can be forgotten or replaced in the meantime.
+    #[serde(default)]
+    pub process: Option<ProcessIdentity>,
+    /// True if the VM ended before it was moved.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub vm_ended: bool,
+}
+
+/// Identity of a QEMU process, by which an agent that restarts finds it.
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+pub struct ProcessIdentity {
+    pub(crate) pid: u32,
+    pub(crate) start_time_ticks: u64,
+    pub(crate) qmp: PathBuf,
+}
+
+impl Details {
+    /// Returns the details for `vm`.
+    pub fn of(context: &Context, vm: Option<&SourceVm>, accepted: bool) -> Self {
+        let process = vm.map(|vm| ProcessIdentity {
+            pid: vm.process.pid(),
+            start_time_ticks: vm.process.start_time(),
+            qmp: vm.qmp_path.clone(),
+        });
+        Self { boot_id: context.boot_id.clone(), accepted, later: None, process, vm_ended: false }
+    }
+
+    /// Returns the record of the VM's QEMU, as the migration found it.
+    pub fn vm(&self, vm: &VmName) -> Option<VmRecord> {
+        let process = self.process.as_ref()?;
+        let (pid, start, qmp) = (process.pid, process.start_time_ticks, process.qmp.clone());
+        Some(VmRecord::new(vm.clone(), serde_json::Value::Null, (pid, start), &self.boot_id, qmp))
+    }
+}
+
+/// Driver of the source's part in one migration.
+pub struct Driver {
+    context: Arc<Context>,
+    terms: MigrationTerms,
+    state: SourceState,
+    /// The VM; absent if its QEMU is gone.
+    vm: Option<SourceVm>,
+    inbox: Inbox,
+    controls: Arc<Controls>,
+    telemetry: Telemetry,
+    generation: Generation,
+    /// Connection for messages: the control stream of the present generation, later a connection for questions.
+    control: Option<phases::Control>,
+    /// Error that ended the last lost control connection; none if unknown.
+    control_lost: Option<String>,
+    /// The last control connection, on which ABORT was sent.
+    aborted_control: Option<phases::Control>,
+    /// Measurement of what copying costs the guest, if the host can measure it.
+    pressure: Option<pressure::PressureMeter>,
+    /// The CPU throttle, if the guest's processors may be slowed down.
+    slowing: Option<slowing::CpuThrottle>,
+    /// The guest's memory and disks, once their writes are tracked and while no phase uses them.
+    payload: Option<memory::Payload>,
+    /// The post-copy server for pages that the destination's guest still needs, if there are such.
+    later: Option<serving::PostCopyServer>,
+    /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
+    page_stream: Option<link::Connection>,
+    /// True if the destination supports post-copy and the goals allow it.
+    can_post_copy: bool,
+    /// True if the destination discards pages before the guest is stopped.
+    can_discard: bool,
+    /// Pages that the destination was asked to discard.
+    discarded: phases::DiscardedPages,
+    /// The guest's recent writes, recorded if post-copy is possible.
+    written: ::memory::RecentWrites,
+    /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
+    has_untrusted_page: bool,
+    /// True while the destination's answer about its templates is not complete.
+    is_querying_templates: bool,
+    /// Peer that waits for the answer to the question in progress.
+    asker: Option<inbox::Reply>,
+    /// Events that effects caused, handled before anything from the inbox.
+    follow_ups: VecDeque<SourceEvent>,
+    /// True if an effect has failed since the last repetition.
+    effects_failed: bool,
+    /// State that the journal failed to record and must record before the end.
+    unjournalled: Option<SourceState>,
+    /// True if QEMU was asked to stop recording its guest's writes and has not answered.
+    is_still_recording: bool,
+    /// True if the destination may have all that it needs: HELD was sent, and no pages follow by post-copy.
+    may_have_all: bool,
+    proposal: Option<Proposal>,
+    /// Queue of the driver's questions to the ownership registry.
+    register: ownership::RegistryClient,
+    /// True while an offer to the ownership registry is in progress.
+    offering: Arc<AtomicBool>,
+    clock: phases::StopClock,
+    contact: handover::Contact,
+    outcome: Option<Outcome>,
+    /// The last report to users and the state that it was made in: it is not repeated at every repetition.
+    last_report: Option<(&'static str, SourceReport)>,
+    /// True if users were informed that the destination is unreachable, and not yet that it is reachable again.
+    reported_unreachable: bool,
+    /// The last reason recorded in the journal.
+    reason: Option<String>,
+    /// CPU time since the migration began; absent if another agent began it.
+    cpu: Option<CpuTime>,
+}
+
+impl Driver {
+    /// Passes the measured fixed costs of migrations like this one to `use_it`.
+    fn fixed_costs<T>(&self, use_it: impl FnOnce(&mut CostHistory) -> T) -> T {
+        let copies_disks = self.controls.report(|report| !report.disks.is_empty());
+        self.context.fixed_costs(&self.terms.destination, copies_disks, use_it)
+    }
+
+    /// Creates the driver of a migration, either new ([`SourceState::Idle`]) or in the state that the journal has. `vm`
+    /// is absent if its QEMU is gone.
+    pub fn new(
+        context: Arc<Context>,
+        terms: MigrationTerms,
+        state: SourceState,
+        vm: Option<SourceVm>,
+        inbox: Inbox,
+        controls: Arc<Controls>,
+        publisher: Publisher,
+    ) -> Self {
+        let contact = handover::Contact::new(&context.config.timeouts);
+        let ram_bytes = controls.report(|report| report.ram_blocks.iter().map(|block| block.bytes).sum());
+        publisher.update(|progress| progress.ram_bytes = ram_bytes);
+        let cpu = (state == SourceState::Idle).then(CpuTime::start);
+        let telemetry = Telemetry::new(publisher, controls.requested);
+        Self {
+            context,
+            terms,
+            state,
+            vm,
+            inbox,
+            controls,
+            telemetry,
+            generation: Generation(1),
+            control: None,
+            control_lost: None,
+            aborted_control: None,
+            pressure: None,
+            slowing: None,
+            payload: None,
+            later: None,
+            page_stream: None,
+            can_post_copy: false,
+            can_discard: false,
+            discarded: phases::DiscardedPages::none(),
+            written: ::memory::RecentWrites::default(),
+            has_untrusted_page: false,
+            is_querying_templates: false,
+            asker: None,
+            follow_ups: VecDeque::new(),
+            effects_failed: false,
+            unjournalled: None,
+            is_still_recording: false,
+            may_have_all: false,
+            proposal: None,
+            register: ownership::RegistryClient::default(),
+            offering: Arc::default(),
+            clock: phases::StopClock::default(),
+            contact,
+            outcome: None,
+            last_report: None,
+            reported_unreachable: false,
+            reason: None,
+            cpu,
+        }
+    }
+
+    fn phase(&self, phase: Phase) {
+        self.telemetry.update(|progress| progress.phase = phase);
+    }
+
+    fn note(&self, what: &str, detail: impl Into<String>) {
+        let at_us = self.telemetry.elapsed_us();
+        self.controls.report(|report| report.event(at_us, what, detail));
+    }
+}

@@ -1,0 +1,295 @@
+//! Connections to the destination during the phases, and the messages on them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ::memory::{DataStream, Sender};
+use engine::handover::source::{SourceEvent, SourceState};
+use link::{Connection, LinkError, Writer};
+use proto::Purpose;
+use proto::message::Message;
+use tracing::warn;
+
+use super::Driver;
+use super::inbox::Notice;
+use super::memory::Payload;
+use super::phases::{Control, Failure, unexpected};
+use api::progress::Phase;
+use host::peers;
+
+/// Minimum time that a destination has between closing its data streams and sending its reason: it ends its QEMU in
+/// between.
+const MIN_REASON_WAIT: Duration = Duration::from_millis(300);
+
+impl Driver {
+    pub(super) fn connect_control(&mut self) -> Result<Control, peers::PeerError> {
+        let migration = self.terms.migration.clone();
+        self.connect(Purpose::Control { migration, generation: self.generation })
+    }
+
+    pub(super) fn connect_streams(&mut self) -> Result<Vec<DataStream>, peers::PeerError> {
+        // The number in the proposal: an agent that restarts may have another configuration.
+        let streams =
+            self.proposal.as_ref().map_or(self.controls.goals().streams, |proposal| proposal.streams);
+        let data = (0..streams).map(|stream| {
+            let connection = self.connect_stream(stream)?;
+            Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))
+        });
+        let data = data.collect::<Result<_, _>>()?;
+        if self.proposal.as_ref().is_some_and(|proposal| proposal.post_copy) {
+            self.page_stream = Some(self.connect_stream(streams)?);
+        }
+        Ok(data)
+    }
+
+    fn connect_stream(&self, stream: u16) -> Result<Connection, peers::PeerError> {
+        let host = &self.terms.destination;
+        let stall = Duration::from_millis(self.context.config.timeouts.stall_ms);
+        let (migration, generation) = (self.terms.migration.clone(), self.generation);
+        let purpose = Purpose::Data { migration, generation, stream };
+        let connection = peers::connect(&self.context, host, None, purpose)?;
+        connection
+            .set_stall_limit(stall)
+            .map_err(|source| peers::PeerError::Lost { host: host.clone(), source })?;
+        self.telemetry.count(connection.handle());
+        Ok(connection)
+    }
+
+    /// Makes a new set of connections after a cut, and retries until the configured time is over. The guest keeps
+    /// running.
+    pub(super) fn reconnect(&mut self, payload: &Payload, cause: String) -> Result<Sender, Failure> {
+        self.phase(Phase::Reconnecting);
+        self.note("link-lost", cause);
+        // Nothing is sent in the meantime, no matter how slow the guest is.
+        self.lift_cpu_throttle();
+        let timeouts = &self.context.config.timeouts;
+        let give_up = Instant::now() + Duration::from_millis(timeouts.give_up_after_ms);
+        let pause = Duration::from_millis(timeouts.retry_ms);
+        if self.control.is_some() {
+            self.await_reason(pause.max(MIN_REASON_WAIT))?;
+            self.control = None;
+        }
+        loop {
+            self.generation = self.generation.next();
+            match self.resume_streams() {
+                Ok(streams) => {
+                    self.note("reconnected", format!("generation {}", self.generation));
+                    self.controls.report(|report| report.reconnections += 1);
+                    self.telemetry.update(|progress| progress.reconnections += 1);
+                    self.phase(Phase::PreCopy);
+                    return self.start_sender(payload, streams);
+                }
+                Err(failure)
+                    if !matches!(failure.event, SourceEvent::PeerLost | SourceEvent::PeerSilent)
+                        || Instant::now() >= give_up =>
+                {
+                    return Err(failure);
+                }
+                Err(failure) => warn!(reason = failure.reason, "not reconnected yet"),
+            }
+            self.control = None;
+            self.pause(pause)?;
+        }
+    }
+
+    /// Waits for the reason of a destination that gives up: it sends the reason on the control stream, and its data
+    /// streams may end a moment before. An unreachable destination sends nothing.
+    fn await_reason(&mut self, patience: Duration) -> Result<(), Failure> {
+        let until = Instant::now() + patience;
+        while let Some(notice) = self.inbox.wait(until) {
+            match notice {
+                Notice::Lost { link, .. } if self.is_control(link) => return Ok(()),
+                Notice::Lost { .. } => {}
+                notice => {
+                    if let Some(message) = self.handle_notice(notice)? {
+                        return Err(unexpected(&message));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn resume_streams(&mut self) -> Result<Vec<DataStream>, Failure> {
+        let control =
+            self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        self.control = Some(control);
+        self.send_message(&Message::Resume)?;
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        match self.receive_message(Instant::now() + patience)? {
+            Message::Resumed => {}
+            other => return Err(unexpected(&other)),
+        }
+        self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))
+    }
+
+    pub(super) fn send_message(&mut self, message: &Message) -> Result<(), Failure> {
+        self.send("cannot send to the destination", |writer| writer.send(message))
+    }
+
+    /// Runs `send` on the control stream's writer; `doing` begins the error message.
+    pub(super) fn send(
+        &mut self,
+        doing: &str,
+        send: impl FnOnce(&mut Writer) -> Result<(), LinkError>,
+    ) -> Result<(), Failure> {
+        let Some(control) = &mut self.control else { return Err(self.control_loss()) };
+        let link = control.link;
+        send(&mut control.writer).map_err(|error| self.send_failure(link, doing, &error))
+    }
+
+    /// Returns the failure behind a failed write. A connection that no longer accepts data has ended for its reading
+    /// thread too, whose last notice is about to arrive. That notice is reported instead of the write's error, which
+    /// may be only its consequence: of a peer's violation of the protocol, or of its last message.
+    fn send_failure(&mut self, link: u64, doing: &str, error: &LinkError) -> Failure {
+        let deadline = Instant::now() + Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        while let Some(notice) = self.inbox.wait(deadline) {
+            match notice {
+                Notice::Message { message: Message::Ping, .. } => {}
+                Notice::Lost { link: lost, error: None } if lost == link => break,
+                notice => {
+                    if let Err(failure) = self.handle_notice(notice) {
+                        return failure;
+                    }
+                }
+            }
+        }
+        Failure::peer(doing, error)
+    }
+
+    /// Waits for the destination's next message.
+    pub(super) fn receive_message(&mut self, deadline: Instant) -> Result<Message, Failure> {
+        loop {
+            if let Some(notice) = self.inbox.wait(deadline)
+                && let Some(message) = self.handle_notice(notice)?
+            {
+                return Ok(message);
+            }
+            // This holds no matter how many other messages arrive.
+            if Instant::now() >= deadline {
+                return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
+            }
+        }
+    }
+
+    /// Waits for some time, and handles the notices that arrive in it.
+    pub(super) fn pause(&mut self, pause: Duration) -> Result<(), Failure> {
+        let until = Instant::now() + pause;
+        while let Some(notice) = self.inbox.wait(until) {
+            if let Notice::Lost { .. } = notice {
+                continue;
+            }
+            if let Some(message) = self.handle_notice(notice)? {
+                return Err(unexpected(&message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Handles the notices that arrived while the guest runs. The end of the control stream is then like any other cut:
+    /// it is mended before the next round is sent ([`Driver::send_scanned`]).
+    pub(super) fn handle_notices(&mut self) -> Result<(), Failure> {
+        while let Some(notice) = self.inbox.waiting() {
+            match notice {
+                Notice::Lost { link, error } if self.is_control(link) => {
+                    self.control = None;
+                    self.control_lost = error;
+                }
+                notice => {
+                    if let Some(message) = self.handle_notice(notice)? {
+                        return Err(unexpected(&message));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Handles the notices that arrived. Fails without a control stream: the guest is stopped, or about to be.
+    pub(super) fn handle_last_notices(&mut self) -> Result<(), Failure> {
+        self.handle_notices()?;
+        if self.control.is_none() { Err(self.control_loss()) } else { Ok(()) }
+    }
+
+    /// Returns the failure for a lost control stream.
+    pub(super) fn control_loss(&self) -> Failure {
+        let why = self.control_lost.as_deref().unwrap_or("it was ended on this side");
+        Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {why}"))
+    }
+
+    /// Handles notices after a broken round: those that end the migration are reported instead of the cut, which may be
+    /// only their consequence.
+    pub(super) fn handle_notices_or(&mut self, cause: &::memory::SendError) -> Result<(), Failure> {
+        let connection = cause.is_connection() || matches!(cause, ::memory::SendError::Cancelled);
+        while let Some(notice) = self.inbox.waiting() {
+            if let Notice::Lost { .. } = notice {
+                continue;
+            }
+            if let Some(message) = self.handle_notice(notice)? {
+                return Err(unexpected(&message));
+            }
+        }
+        if connection { Ok(()) } else { Err(Failure::local("cannot send the guest's memory", cause)) }
+    }
+
+    /// Returns true if `link` is the present control connection.
+    pub(super) fn is_control(&self, link: u64) -> bool {
+        self.control.as_ref().is_some_and(|control| control.link == link)
+    }
+
+    /// Handles a notice during the phases: a message is returned, everything else ends the migration or is answered.
+    pub(super) fn handle_notice(&mut self, notice: Notice) -> Result<Option<Message>, Failure> {
+        match notice {
+            // A message on a connection that has been replaced answers no question of the present one.
+            Notice::Message { link: Some(link), .. } if !self.is_control(link) => Ok(None),
+            Notice::Message { message: Message::Ping, .. } => {
+                self.send_message(&Message::Pong)?;
+                Ok(None)
+            }
+            Notice::Message { message: Message::Pong, .. } | Notice::Event(SourceEvent::Repeat) => Ok(None),
+            // An answer about templates that arrives after the source stopped waiting.
+            Notice::Message { message: Message::TemplatePages { .. }, .. } if !self.is_querying_templates => {
+                Ok(None)
+            }
+            // This concerns another attempt.
+            Notice::Message { message: Message::Refused { epoch, .. }, .. } | Notice::Asked { epoch, .. }
+                if epoch != self.terms.epoch() =>
+            {
+                Ok(None)
+            }
+            Notice::Message { message: Message::Refused { epoch, reason }, .. } => Err(Failure::new(
+                SourceEvent::Refused { epoch },
+                format!("the destination gave up: {reason}"),
+            )),
+            Notice::Message { link: Some(_), message } => Ok(Some(message)),
+            // Answers arrive on the connection that the question was sent on.
+            Notice::Message { link: None, message } => Err(unexpected(&message)),
+            Notice::Lost { link, error } if self.is_control(link) => {
+                self.control_lost = error;
+                Err(self.control_loss())
+            }
+            Notice::Lost { .. } => Ok(None),
+            Notice::ServingEnded { generation, .. } if generation != self.generation => Ok(None),
+            // The guest is still stopped at the source.
+            Notice::ServingEnded { error, .. } => Err(Failure::new(
+                SourceEvent::PeerLost,
+                error.unwrap_or_else(|| "the destination has ended the page stream too early".to_owned()),
+            )),
+            Notice::Asked { epoch, reply } => {
+                if matches!(self.state, SourceState::Stopped { .. }) {
+                    self.asked(epoch, reply);
+                    return Ok(None);
+                }
+                Err(Failure::new(SourceEvent::Asked { epoch }, "the destination has lost its part and asks"))
+            }
+            Notice::Event(event) => {
+                let reason = match &event {
+                    SourceEvent::Cancel => "cancelled by a user",
+                    SourceEvent::QemuDied => self.qemu_end_reason(),
+                    _ => "ended from outside",
+                };
+                Err(Failure::new(event, reason))
+            }
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! Reports of a migration to users, and its last journal entries.
+
+use host::SourceVm;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::source::{SourceReport, SourceState};
+use tracing::{error, info, warn};
+
+use super::inbox::Notice;
+use super::{Details, Driver};
+use api::progress::{Phase, Standing};
+use api::report::Outcome;
+use host::cpu::CpuTime;
+use store::journal::{Durability, JournalError};
+
+impl Driver {
+    /// Records the reason of a migration's end. The first reason is the one that users need; later ones are only its
+    /// consequences.
+    pub(super) fn record_reason(&mut self, reason: &str) {
+        self.telemetry.update(|progress| {
+            progress.message.get_or_insert_with(|| reason.to_owned());
+        });
+        if self.reason.as_deref() == Some(reason) {
+            return;
+        }
+        match self.context.journal.set_message(&self.terms.migration, reason) {
+            Ok(()) => self.reason = Some(reason.to_owned()),
+            Err(error) => warn!(error = crate::chain(&error), "the reason is not in the journal"),
+        }
+    }
+
+    pub(super) fn report_to_user(&mut self, report: SourceReport) {
+        let vm = &self.terms.migration.vm;
+        let to = &self.terms.destination;
+        let is_needed =
+            self.later.is_some() || matches!(self.state, SourceState::Committed { ran: true, .. });
+        let is_lost = is_needed && !self.vm.as_ref().is_some_and(SourceVm::is_alive);
+        let report = match report {
+            SourceReport::Incomplete | SourceReport::CopyLost | SourceReport::NeededThere if is_lost => {
+                SourceReport::MemoryLost
+            }
+            report => report,
+        };
+        let text = match report {
+            SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
+            SourceReport::Failed => "failed; the VM is here".to_owned(),
+            SourceReport::PeerGaveUp => format!("{to} does not take the VM; it is here"),
+            SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
+            SourceReport::VmCrashed => self.qemu_end_reason().to_owned(),
+            SourceReport::Bereft => {
+                format!(
+                    "this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here"
+                )
+            }
+            SourceReport::Returned => format!("{to} could not run it; the VM is here again"),
+            SourceReport::Incomplete => {
+                format!("the VM runs at {to}; some of its memory is still here")
+            }
+            SourceReport::NeededThere => format!(
+                "the VM runs at {to}, which cannot be reached; some of its memory is only here, and it waits where it needs \
+                 that: mend the link, or see `whimbrel recover {vm}`"
+            ),
+            SourceReport::MemoryLost => format!(
+                "the VM runs at {to}, and some of its memory was only here and is lost: it waits there for good. Start it \
+                 again there, from the disks that it has at {to}"
+            ),
+            SourceReport::Done => format!("the VM is at {to}"),
+            SourceReport::TooLate => "too late to cancel: the point of no return has been passed".to_owned(),
+            SourceReport::OperatorNeeded => format!(
+                "{to} cannot be reached after the point of no return, and there is no register; mend the link, or see \
+                 `whimbrel recover {vm}`"
+            ),
+            SourceReport::DestinationOwns => format!("{to} owns the VM by the register; waiting for it"),
+            SourceReport::RegisterForeign => {
+                format!(
+                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
+                )
+            }
+            SourceReport::DestinationCrashed => format!(
+                "the copy at {to} is gone and may have run; this side's stopped copy is kept, see `whimbrel recover {vm}`"
+            ),
+            SourceReport::ContinueFailed => "QEMU does not continue the guest; trying again".to_owned(),
+            SourceReport::Contradiction => {
+                format!("{to} says that it runs {vm}, which is this host's: two may be running, look at once")
+            }
+            SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
+        };
+        let last_report = Some((self.state.name(), report));
+        if self.last_report != last_report {
+            self.last_report = last_report;
+            info!(migration = %self.terms.migration, text, "report");
+            self.note("report", &*text);
+        }
+        let outcome = match report {
+            SourceReport::Cancelled => Some(Outcome::Cancelled),
+            SourceReport::Returned => Some(Outcome::Returned),
+            SourceReport::Done => Some(Outcome::Moved),
+            SourceReport::VmCrashed => Some(Outcome::Ended),
+            SourceReport::Failed | SourceReport::PeerGaveUp | SourceReport::Interrupted => {
+                Some(Outcome::Aborted)
+            }
+            _ => None,
+        };
+        self.outcome = outcome.or(self.outcome);
+        let waiting = matches!(
+            report,
+            SourceReport::Bereft
+                | SourceReport::OperatorNeeded
+                | SourceReport::RegisterForeign
+                | SourceReport::DestinationCrashed
+                | SourceReport::MemoryLost
+                | SourceReport::Contradiction
+        );
+        let is_reached = outcome.is_some() || report == SourceReport::Incomplete;
+        let was_unreachable = is_reached && std::mem::take(&mut self.reported_unreachable);
+        self.reported_unreachable |= report == SourceReport::NeededThere;
+        let reason = self.reason.clone();
+        self.telemetry.update(|progress| {
+            if waiting {
+                progress.phase = Phase::InDoubt;
+                progress.standing = Standing::InDoubt;
+                progress.message = Some(text.clone());
+            } else if report == SourceReport::NeededThere {
+                progress.message = Some(text);
+            } else if report == SourceReport::Incomplete
+                && (was_unreachable || progress.standing == Standing::InDoubt)
+            {
+                // The VM's state is known again: pages are sent again.
+                (progress.standing, progress.message) = (Standing::Underway, Some(reason.unwrap_or(text)));
+            } else if outcome.is_some() && (was_unreachable || progress.standing == Standing::InDoubt) {
+                // Advice that was shown in the meantime is no longer valid.
+                progress.message = Some(reason.unwrap_or(text));
+            } else {
+                progress.message.get_or_insert(text.clone());
+            }
+        });
+    }
+
+    /// Ends a settled migration: last journal entries, report, final progress.
+    pub(super) fn end(&mut self) {
+        let known = self.payload.take().and_then(|payload| Some((payload.ram_blocks(), payload.known()?)));
+        self.telemetry.follow(None);
+        self.await_abort_read();
+        if let Some(state) = self.unjournalled.take() {
+            self.retry_journal(&state);
+        }
+        self.end_recording();
+        let standing = match self.state {
+            SourceState::Done { .. } => Standing::Done,
+            _ if self.outcome == Some(Outcome::Ended) => Standing::Ended,
+            _ => Standing::Failed,
+        };
+        if let SourceState::Done { run, .. } = self.state {
+            let word = if run && !self.has_untrusted_page { "running" } else { "paused" };
+            self.controls.report(|report| report.run_state_after = Some(word.to_owned()));
+        }
+        if let Some(vm) = &mut self.vm {
+            let state = vm.run_state();
+            self.controls.report(|report| report.run_state_after = state);
+        }
+        let outcome = self.outcome.unwrap_or(if standing == Standing::Done {
+            Outcome::Moved
+        } else {
+            Outcome::Aborted
+        });
+        let reason = self.telemetry.now().message;
+        let (sent, received) = self.telemetry.counted();
+        let untrusted = self.has_untrusted_page;
+        let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu.map(CpuTime::used_us));
+        let report = self.controls.report(|report| {
+            report.sent_bytes = sent;
+            report.received_bytes = received;
+            report.source.agent_cpu_us = cpu_us;
+            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved || untrusted), total_us);
+            report.clone()
+        });
+        let journal = &self.context.journal;
+        let id = &self.terms.migration;
+        if let Err(error) = journal.put_report(&report) {
+            warn!(migration = %id, error = crate::chain(&error), "the report is not in the journal");
+        }
+        // The agent retries until the end is in the journal: otherwise the next agent would treat the VM as its own.
+        while let Err(error) = self.close_in_journal(standing) {
+            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
+            thread::sleep(self.contact.retry);
+        }
+        if let Some((first_disk, known)) = known.filter(|_| standing == Standing::Done) {
+            self.remember_images(first_disk, &known);
+        }
+        self.telemetry.update(|progress| {
+            progress.phase = Phase::Ended;
+            progress.missing_pages = None;
+            progress.standing = standing;
+        });
+    }
+
+    /// Returns why the source's QEMU ended, by its own report.
+    pub(super) fn qemu_end_reason(&mut self) -> &'static str {
+        let reason = self.vm.as_mut().and_then(SourceVm::shutdown_reason);
+        match reason.as_deref() {
+            Some("guest-shutdown") => "the guest shut itself down",
+            Some("host-qmp-quit" | "host-ui") => "QEMU was told to quit",
+            Some("host-signal") => "QEMU was ended by a signal",
+            Some("guest-panic") => "the guest panicked",
+            _ => "QEMU ended by itself: it crashed, or was killed",
+        }
+    }
+
+    /// Makes the last journal entries.
+    fn close_in_journal(&self, standing: Standing) -> Result<(), JournalError> {
+        let (journal, id) = (&self.context.journal, &self.terms.migration);
+        if standing == Standing::Done {
+            journal.remove_vm(&id.vm)?;
+        }
+        if standing == Standing::Ended && self.state != SourceState::Idle {
+            let details =
+                serde_json::json!(Details { vm_ended: true, ..Details::of(&self.context, None, true) });
+            journal.set_details(id, &details, Durability::Process)?;
+        }
+        if self.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
+    }
+
+    /// Asks a QEMU that was too slow to answer again to end the recording of writes, for as long as an answer may need.
+    /// After that a user has to know.
+    fn end_recording(&mut self) {
+        let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        while self.is_still_recording && Instant::now() < until {
+            thread::sleep(self.contact.retry);
+            let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
+            self.is_still_recording = !vm.stop_recording(None);
+        }
+        if !self.is_still_recording {
+            return;
+        }
+        let text = "QEMU does not say that it records no writes any more, and a limit of them may be left: the next \
+                    migration that copies its disks ends both";
+        warn!(migration = %self.terms.migration, text);
+        self.telemetry.update(|progress| {
+            let before = progress.message.take().map_or_else(String::new, |before| before + "; ");
+            progress.message = Some(before + text);
+        });
+    }
+
+    /// Waits until the destination has read ABORT, but only for a moment.
+    pub(super) fn await_abort_read(&mut self) {
+        let Some(aborted_control) = self.aborted_control.take() else { return };
+        let until = Instant::now() + self.contact.retry;
+        while let Some(notice) = self.inbox.wait(until) {
+            if matches!(notice, Notice::Lost { link, .. } if link == aborted_control.link) {
+                return;
+            }
+        }
+    }
+
+    /// Records the final state, and retries until it is in the journal.
+    pub(super) fn retry_journal(&self, state: &SourceState) {
+        while let Err(error) =
+            self.context.journal.record_source(&self.terms.migration, state, Durability::Synced)
+        {
+            error!(migration = %self.terms.migration, error = crate::chain(&error), "ABORTED is not in the journal yet");
+            thread::sleep(self.contact.retry);
+        }
+    }
+}

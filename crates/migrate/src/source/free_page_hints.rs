@@ -1,0 +1,205 @@
+//! Free page hints of a migration: the guest is asked, page cache is deferred, and requested back before the stop.
+
+use host::VmError;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use ::memory::{Owed, Readable, SoftPageSet};
+use guest::protocol::{Cache, PORT};
+
+use super::guest::Guest;
+use super::memory::Payload;
+use super::phases::Failure;
+use super::{Controls, Driver};
+use api::SoftPages;
+use api::report;
+
+/// Time limit for the next line of an answer, and for all of an answer before the stop. To give back a large page cache
+/// needs seconds.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+/// Time that the first round waits for an answer that lists the page cache to defer.
+const FIRST_ANSWER_LIMIT: Duration = Duration::from_secs(3);
+/// Interval of the checks for notices in the meantime.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// Minimum number of pages to be sent (64 MiB) for a question: below it, the answer costs the guest more than the
+/// sending costs the agent.
+const MIN_PAGES: u64 = 1 << 14;
+/// Minimum interval of questions: an answer needs some of the guest's processor time.
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
+/// Divisor of the time: the guest spends at most one part in `TIME_DIVISOR` on answers.
+const TIME_DIVISOR: u32 = 5;
+
+/// State of the questions to a guest that reports which of its memory need not be sent.
+#[derive(Debug)]
+pub(super) struct FreePageHints {
+    guest: Guest,
+    soft: Arc<SoftPageSet>,
+    cache: Cache,
+    /// Time of the last question.
+    asked: Option<Instant>,
+    /// Page cache that was deferred in the first round. It is owed.
+    deferred: Option<Owed>,
+    told: report::FreePageHintStats,
+    controls: Arc<Controls>,
+}
+
+impl Driver {
+    /// Enables free page hints from here on, if they are requested and the guest has the port for them.
+    pub(super) fn enable_free_page_hints(&mut self, payload: &mut Payload) {
+        if self.controls.goals().soft_pages == SoftPages::None {
+            return;
+        }
+        if self.vm.as_ref().is_some_and(|vm| vm.has_guest_port(PORT)) {
+            payload.set_free_page_hints(Arc::new(SoftPageSet::new(payload.ram_bytes().iter().copied())));
+        } else if self.controls.goals().soft_pages != SoftPages::Free {
+            self.note(
+                "guest",
+                format!(
+                    "all of its memory is sent: it has no port {PORT}, see docs/operations/reductions.md"
+                ),
+            );
+        }
+    }
+
+    /// Connects to the program in the guest; returns none if there is no such program. This only saves bytes: its
+    /// errors are noted in the report. The caller calls this right before memory is sent, so that the port is occupied
+    /// no longer than needed.
+    pub(super) fn connect_to_guest(&mut self, payload: &Payload) -> Option<FreePageHints> {
+        let soft = payload.soft()?;
+        let wanted = self.controls.goals().soft_pages;
+        let cache = match wanted {
+            SoftPages::None => return None,
+            SoftPages::Free => Cache::None,
+            SoftPages::Cold => Cache::Cold,
+            SoftPages::All => Cache::All,
+        };
+        match self.vm.as_mut()?.connect_guest(PORT) {
+            Ok(Some((connection, seen))) => {
+                let guest = Guest::new(connection, seen, Arc::clone(&soft), cache, ANSWER_LIMIT);
+                let failed = |error| self.note("guest", format!("it is not asked: {error}"));
+                let guest = guest.map_err(failed).ok()?;
+                let told = report::FreePageHintStats { wanted, ..report::FreePageHintStats::default() };
+                let controls = Arc::clone(&self.controls);
+                Some(FreePageHints { guest, soft, cache, asked: None, deferred: None, told, controls })
+            }
+            Ok(None) | Err(VmError::Gone) => None,
+            Err(error) => {
+                self.note("guest", format!("all of its memory is sent: {}", crate::chain(&error)));
+                None
+            }
+        }
+    }
+
+    /// Asks the guest before a round whose marks have been cleared, if that is worthwhile. In the first round, which
+    /// sends all of memory, page cache that could be given back later is deferred.
+    pub(super) fn ask_guest(
+        &mut self,
+        hints: &mut FreePageHints,
+        readable: Readable,
+        is_first: bool,
+    ) -> Result<Readable, Failure> {
+        if is_first && hints.cache != Cache::None && hints.asked.is_none() {
+            let told = hints.ask(false);
+            self.wait_for_guest(hints, told, FIRST_ANSWER_LIMIT)?;
+            let (readable, deferred) = readable.without(&hints.soft.cache());
+            hints.told.put_off_pages = deferred.pages();
+            hints.deferred = (deferred.pages() > 0).then_some(deferred);
+            return Ok(readable);
+        }
+        if hints.is_due() && (is_first || readable.pages() >= MIN_PAGES) {
+            // Pages that have not been sent when the answer arrives are left out.
+            drop(hints.ask(false));
+        }
+        Ok(readable)
+    }
+
+    /// Lets the guest give back the deferred page cache before the stop, and adds it to this round, whose marks have
+    /// been cleared. Pages that the guest has not given back are sent as they are.
+    pub(super) fn take_back(
+        &mut self,
+        hints: &mut FreePageHints,
+        readable: Readable,
+    ) -> Result<Readable, Failure> {
+        let Some(deferred) = hints.deferred.take() else { return Ok(readable) };
+        self.note("guest", "gives its page cache back".to_owned());
+        let told = hints.ask(true);
+        self.wait_for_guest(hints, told, ANSWER_LIMIT)?;
+        hints.told.given_back_pages = hints.soft.count_free(deferred.blocks());
+        Ok(readable.and(&deferred))
+    }
+
+    /// Waits for an answer, at most for `patience`, and handles notices in the meantime.
+    fn wait_for_guest(
+        &mut self,
+        hints: &FreePageHints,
+        told: Option<Receiver<()>>,
+        patience: Duration,
+    ) -> Result<(), Failure> {
+        let Some(told) = told else { return Ok(()) };
+        let deadline = Instant::now() + patience;
+        while told.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            self.handle_notices()?;
+            if Instant::now() >= deadline {
+                hints.guest.withdraw();
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FreePageHints {
+    fn ask(&mut self, give_back: bool) -> Option<Receiver<()>> {
+        self.asked = Some(Instant::now());
+        self.guest.ask(give_back)
+    }
+
+    fn is_due(&self) -> bool {
+        let took = self.guest.answers().1;
+        self.asked
+            .is_none_or(|asked| !self.guest.has_pending_answer() && asked.elapsed() >= pause_after(took))
+    }
+
+    /// Returns true if the first answer is still pending.
+    pub(super) fn is_first_pending(&self) -> bool {
+        self.guest.answers().0 == 0 && self.guest.has_pending_answer()
+    }
+
+    /// Returns true if page cache is deferred that has to be requested back before the stop.
+    pub(super) fn has_deferred(&self) -> bool {
+        self.deferred.is_some()
+    }
+}
+
+/// Returns the interval from a question to the next, if its answer lasted `took`.
+fn pause_after(took: Duration) -> Duration {
+    MIN_INTERVAL.max(took.saturating_mul(TIME_DIVISOR))
+}
+
+impl Drop for FreePageHints {
+    /// Adds the statistics to the report.
+    fn drop(&mut self) {
+        let answer_statistics = self.guest.answer_statistics();
+        let told = report::FreePageHintStats {
+            answers: answer_statistics.answers,
+            longest_answer_us: answer_statistics.longest.as_micros() as u64,
+            poisoned: answer_statistics.poisoned,
+            notes: answer_statistics.notes,
+            ..self.told.clone()
+        };
+        self.controls.report(|report| report.soft = Some(told));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_answers_for_a_fifth_of_the_time_at_most() {
+        let pause = |took_ms| pause_after(Duration::from_millis(took_ms)).as_millis();
+        assert_eq!([0, 200, 201, 3000].map(pause), [1000, 1000, 1005, 15_000]);
+        assert_eq!(pause_after(Duration::MAX), Duration::MAX);
+    }
+}

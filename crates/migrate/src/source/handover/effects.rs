@@ -1,0 +1,227 @@
+//! Effects that the engine demands on the source, and their use of the journal, of QEMU and of the ownership registry.
+
+use host::{SourceVm, VmError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Instant;
+
+use engine::handover::register::{RegistryAnswer, RequestPurpose};
+use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
+use engine::handover::{Illegal, Role, Step};
+use proto::message::{Message, RegistryRequest};
+use tracing::{error, warn};
+
+use crate::source::Driver;
+use crate::source::inbox::Notice;
+use crate::source::memory;
+use crate::source::slowing::CpuThrottle;
+use crate::state_machine::StateMachine;
+use host::fault::Faults;
+use host::{disks, ownership, vms};
+use store::journal::{Durability, JournalError, NewMigration, State};
+
+/// Error of an effect that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum EffectError {
+    /// The journal did not record the new state.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// QEMU failed, or refused a command.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// The event is illegal in the present state.
+    #[error(transparent)]
+    Illegal(#[from] Illegal),
+    /// A migration without its proposal cannot begin.
+    #[error("the migration has no proposal")]
+    NoProposal,
+}
+
+impl StateMachine for Driver {
+    type State = SourceState;
+    type Event = SourceEvent;
+    type Effect = SourceEffect;
+    type Error = EffectError;
+
+    const ROLE: Role = Role::Source;
+
+    fn names(state: &SourceState, event: &SourceEvent) -> (&'static str, &'static str) {
+        (state.name(), event.name())
+    }
+
+    fn decide(&self, event: &SourceEvent) -> Result<Step<SourceState, SourceEffect>, Illegal> {
+        source(&self.terms, &self.state, event)
+    }
+
+    fn effect_name(effect: &SourceEffect) -> &'static str {
+        effect.name()
+    }
+
+    fn is_journal(effect: &SourceEffect) -> bool {
+        matches!(effect, SourceEffect::Journal { .. })
+    }
+
+    fn state(&self) -> &SourceState {
+        &self.state
+    }
+
+    fn enter(&mut self, state: SourceState) {
+        self.state = state;
+    }
+
+    fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
+    fn perform(&mut self, effect: &SourceEffect) -> Result<(), EffectError> {
+        match effect {
+            SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            SourceEffect::StopVm => {
+                self.lift_cpu_throttle();
+                self.clock.stopped_at = Some(Instant::now());
+                let until_told = self.with_vm(SourceVm::stop)?;
+                self.clock.measured.stop_event_us = until_told.map(|until| until.as_micros() as u64);
+            }
+            SourceEffect::PauseQemu => self.with_vm(SourceVm::freeze)?,
+            SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,
+            SourceEffect::ContinueVm => {
+                let event = match self.with_vm(SourceVm::cont) {
+                    Ok(()) => SourceEvent::Continued,
+                    Err(_) if !self.vm.as_ref().is_some_and(SourceVm::is_alive) => SourceEvent::QemuDied,
+                    Err(error) => {
+                        error!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU does not continue");
+                        SourceEvent::ContinueFailed
+                    }
+                };
+                self.follow_ups.push_back(event);
+            }
+            SourceEffect::QuitQemu => {
+                self.later = None;
+                match self.vm.take() {
+                    Some(vm) => vm.quit(),
+                    // An agent before this one may have died after it ended QEMU and before it removed QEMU's files.
+                    None => vms::remove_runtime_files(&self.context, &self.terms.migration.vm),
+                }
+                // The groups have no threads left.
+                self.slowing = None;
+                disks::drop_page_cache(self.left_images());
+            }
+            SourceEffect::UndoAll => {
+                self.slowing = None;
+                self.later = None;
+                let disks = self.payload.take().and_then(memory::Payload::into_disks);
+                self.inbox.interrupts(None);
+                // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
+                if let Err(error) = self.with_vm(SourceVm::release) {
+                    warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
+                }
+                if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
+                    vm.lift_leftover_limit();
+                    vm.forget_state_file();
+                    self.is_still_recording = !vm.stop_recording(disks);
+                    // Sockets of an agent before this one; this agent's are gone by now.
+                    let _ = std::fs::remove_file(self.disk_socket());
+                    block::image::end_unused_server(&self.compare_socket());
+                }
+            }
+            SourceEffect::SendGo { incarnation, run } => {
+                let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());
+                self.send_to_destination(&Message::Go { epoch, incarnation, run: *run });
+            }
+            SourceEffect::SendAbort => self.send_abort(),
+            SourceEffect::Answer(verdict) => {
+                let message = Message::Verdict { epoch: self.terms.epoch(), verdict: verdict.clone() };
+                match self.asker.take() {
+                    // The asking peer may be gone; it will ask again.
+                    Some(asker) => drop(asker.try_send(message)),
+                    None => self.send_to_destination(&message),
+                }
+            }
+            SourceEffect::AskDestination => {
+                self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() });
+            }
+            SourceEffect::Register { why, request } => self.ask_register(*why, request.clone()),
+            SourceEffect::Report(report) => self.report_to_user(*report),
+        }
+        Ok(())
+    }
+}
+
+impl Driver {
+    /// Lifts the throttle of the guest's processors.
+    pub(in crate::source) fn lift_cpu_throttle(&mut self) {
+        if let Some(Err(error)) = self.slowing.as_mut().map(CpuThrottle::lift) {
+            warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's processors stay slow");
+        }
+    }
+
+    fn with_vm<T>(&mut self, act: impl FnOnce(&mut SourceVm) -> Result<T, VmError>) -> Result<T, VmError> {
+        self.vm.as_mut().map_or(Err(VmError::Gone), act)
+    }
+
+    fn journal(&mut self, state: &SourceState, durable: bool) -> Result<(), EffectError> {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        if self.state == SourceState::Idle {
+            let proposal = self.proposal.as_ref().ok_or(EffectError::NoProposal)?;
+            let state = State::Source(state.clone());
+            return Ok(journal.begin(&NewMigration { terms: &self.terms, state, proposal })?);
+        }
+        let durability = if durable { Durability::Synced } else { Durability::Process };
+        match journal.record_source(id, state, durability) {
+            // Space for the entry was reserved, so the cause is not a full disk but a broken one. The journal has no
+            // COMMITTED, so a restart aborts too: to continue without the entry risks nothing unless the host fails
+            // before the entry can be made. A guest that is stopped for ever is worse. The destination is informed all
+            // the same: a copy that is discarded is one that cannot be started.
+            Err(error) if matches!(state, SourceState::Aborting | SourceState::Aborted) => {
+                error!(migration = %id, error = crate::chain(&error), "ABORTED is not in the journal yet");
+                self.unjournalled = Some(state.clone());
+                Ok(())
+            }
+            Err(error) => Err(error.into()),
+            // This entry supersedes the one that could not be recorded before.
+            Ok(()) => {
+                self.unjournalled = None;
+                Ok(())
+            }
+        }
+    }
+
+    fn ask_register(&mut self, why: RequestPurpose, request: RegistryRequest) {
+        if why == RequestPurpose::Offer {
+            self.offer(request);
+        } else if let Some(request) = self.register.submit(request) {
+            self.send_to_register(request);
+        }
+    }
+
+    /// Sends an offer without waiting for its result. One offer is in progress at a time, and the state repeats it.
+    fn offer(&mut self, request: RegistryRequest) {
+        if self.offering.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (offering, terms) = (Arc::clone(&self.offering), self.terms.clone());
+        let context = Arc::clone(&self.context);
+        let offer = move || {
+            ownership::ask(&context, &terms, &request);
+            offering.store(false, Ordering::Release);
+        };
+        if let Err(error) = thread::Builder::new().name("offer".to_owned()).spawn(offer) {
+            warn!(%error, "cannot offer in the register");
+            self.offering.store(false, Ordering::Release);
+        }
+    }
+
+    pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
+        let mailbox = self.inbox.mailbox();
+        let answered = move |answer| {
+            mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
+        };
+        if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
+            self.follow_ups.push_back(SourceEvent::RegisterSays(RegistryAnswer::Unreachable));
+            // The state machine asks again; a waiting question is sent then.
+            drop(self.register.answered());
+        }
+    }
+}

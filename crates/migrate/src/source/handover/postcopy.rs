@@ -1,0 +1,173 @@
+//! Post-copy after COMMITTED: connections that were cut are made anew for as long as the destination needs pages, by
+//! the agent that began post-copy or by the next one.
+
+use host::SourceVm;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ::memory::{Reductions, Sender};
+use engine::handover::QemuAtStart;
+use engine::handover::source::{SourceEvent, SourceState};
+use proto::message::{Message, PageRequest, Proposal};
+use tracing::{info, warn};
+
+use crate::destination::untrusted;
+use crate::source::inbox::Notice;
+use crate::source::phases::Failure;
+use crate::source::serving::PostCopyServer;
+use crate::source::{Details, Driver};
+use host::ram;
+
+impl Driver {
+    /// Sets the proposal that an agent before this one sent to the destination.
+    pub fn proposed(&mut self, proposal: Option<Proposal>) {
+        self.proposal = proposal;
+    }
+
+    /// Attaches the VM like [`found`](Self::found); the pages that the destination's guest may need become readable
+    /// again.
+    pub fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> QemuAtStart {
+        let later = details.and_then(|details| details.later.as_ref());
+        if let Some(regions) = later.filter(|_| self.may_be_needed()) {
+            let regions: Vec<_> = regions.iter().map(ram::JournalledRegion::region).collect();
+            // This driver has nothing else to do yet, and the destination's guest may be waiting for its memory.
+            while vm.is_alive() {
+                match ::memory::open_source(&vm.process, &regions) {
+                    Ok(readers) => {
+                        let mut later = PostCopyServer::new(
+                            readers.into(),
+                            ::memory::RecentWrites::default(),
+                            self.telemetry.remaining(),
+                            Arc::clone(&self.controls.rate),
+                        );
+                        // The earlier agent's push policy cannot be continued: its measurements are lost.
+                        later.before = self.controls.report(|report| {
+                            report.traces.others.push = None;
+                            report.post_copy.unwrap_or_default()
+                        });
+                        self.later = Some(later);
+                        break;
+                    }
+                    Err(error) => {
+                        let error = crate::chain(&error);
+                        warn!(error, "the memory that the destination may need cannot be read yet");
+                        std::thread::sleep(self.contact.retry);
+                    }
+                }
+            }
+        }
+        self.found(vm)
+    }
+
+    /// Handles the end of post-copy over a set of connections; there is no error if the destination has all pages.
+    pub(super) fn handle_serving_end(&mut self, error: Option<String>) {
+        let Some(serving) = self.later.as_mut().and_then(|later| later.serving.take()) else { return };
+        drop(serving);
+        if let Some(later) = &mut self.later {
+            later.is_complete = error.is_none();
+            later.lost = error;
+        }
+        // If this agent dies before the next connections exist, the report has the decisions made until now.
+        self.report_served();
+        let report = self.controls.report(|report| report.clone());
+        if let Err(error) = self.context.journal.put_report(&report) {
+            warn!(error = crate::chain(&error), "the report is not in the journal yet");
+        }
+    }
+
+    /// Returns true if the destination may need pages that only the source has. To read them does no harm, no matter
+    /// which host owns the guest in the end.
+    fn may_be_needed(&self) -> bool {
+        matches!(
+            self.state,
+            SourceState::Committed { .. }
+                | SourceState::Reclaiming { .. }
+                | SourceState::Bereft { incarnation: Some(_), .. }
+        )
+    }
+
+    /// Makes new connections if the destination may need pages and there are none.
+    pub(super) fn reconnect_serving(&mut self) {
+        let is_cut = self.later.as_ref().is_some_and(PostCopyServer::is_cut);
+        if !is_cut || !self.may_be_needed() {
+            return;
+        }
+        if let Some(error) = self.later.as_mut().and_then(|later| later.lost.take()) {
+            self.note("link-lost", error);
+        }
+        self.generation = self.generation.next();
+        match self.resume_serving() {
+            Ok(()) => {
+                self.note("reconnected", format!("generation {}", self.generation));
+                self.controls.report(|report| report.reconnections += 1);
+                self.telemetry.update(|progress| progress.reconnections += 1);
+                info!(migration = %self.terms.migration, generation = %self.generation, "pages go on");
+            }
+            Err(failure) => {
+                warn!(migration = %self.terms.migration, reason = failure.reason, "no connections for pages yet");
+                self.control = None;
+                self.page_stream = None;
+            }
+        }
+    }
+
+    fn resume_serving(&mut self) -> Result<(), Failure> {
+        let control =
+            self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        let link = control.link;
+        self.control = Some(control);
+        self.send_message(&Message::Resume)?;
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        let deadline = Instant::now() + patience;
+        loop {
+            match self.inbox.wait(deadline) {
+                Some(Notice::Message { link: Some(from), message: Message::Resumed }) if from == link => {
+                    break;
+                }
+                // All other messages, earlier ones included, keep their usual meaning.
+                Some(notice) => self.notice(notice),
+                None => {
+                    return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
+                }
+            }
+            if self.control.is_none() || self.later.is_none() {
+                return Err(self.control_loss());
+            }
+        }
+        let streams =
+            self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
+        let (Some(later), Some(page_stream)) = (&mut self.later, self.page_stream.take()) else {
+            return Err(self.control_loss());
+        };
+        let saving = Reductions { packing: later.packing.clone(), ..Reductions::default() };
+        let sender = Sender::with_reductions(later.readers.clone(), saving, streams)
+            .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
+        // The guest has left this host.
+        sender.handle().set_niceness(0);
+        self.telemetry.follow(Some(sender.handle()));
+        later
+            .serve(self.generation, sender, page_stream, self.inbox.mailbox())
+            .map_err(|error| Failure::local("no thread to send pages in", &error))
+    }
+
+    /// Records that the destination found a page present that post-copy was to send, and has stopped the guest.
+    pub(super) fn record_untrusted(&mut self, page: Option<PageRequest>) {
+        let Some(page) = page.filter(|_| !self.has_untrusted_page) else { return };
+        self.has_untrusted_page = true;
+        let ram = self.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
+        let (to, said) = (&self.terms.destination, untrusted::said(page, ram));
+        let said = format!("the VM was stopped at {to}: {said}; see `whimbrel vm show` there");
+        self.note("page-not-trusted", &*said);
+        self.record_reason(&said);
+    }
+
+    /// Updates the report with the pages sent until now and the policy's decisions.
+    pub(super) fn report_served(&mut self) {
+        let Some(later) = &self.later else { return };
+        self.controls.report(|report| {
+            let left_pages = report.post_copy.map_or(0, |before| before.left_pages);
+            report.post_copy = Some(later.statistics(left_pages));
+            later.counted.push().update_report(&mut report.traces.others.push);
+        });
+    }
+}

@@ -1,0 +1,360 @@
+//! The phases of a migration up to READY, each a function.
+//!
+//! ```text
+//! prepare     PREPARED journalled; the destination has accepted; streams are open; writes are tracked
+//! pre-copy    rounds: clear, drain, read; over new connections after a cut
+//! stop        the guest is stopped
+//! last pages  the remaining pages, the device state saved at the same time, one more scan; or, with post-copy, the
+//!             remaining pages are announced and sent later
+//! verify      if requested
+//! load        the destination loads the device state: READY
+//! ```
+//!
+//! A phase that cannot continue returns a [`Failure`]: the event for the engine, and the reason for users. The rounds
+//! are in [`rounds`]; the work while the guest is stopped is in [`switchover`].
+
+mod disks;
+mod pass_scheduler;
+mod postcopy;
+mod rounds;
+mod switchover;
+
+pub(super) use postcopy::DiscardedPages;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ::memory::TrackedRam;
+use engine::handover::source::{SourceEvent, SourceState};
+use link::Writer;
+use proto::message::{Acceptance, CopiedDisk, DiskMode, Finding, Message, ProposedDisk, Severity};
+use proto::packed::Codec;
+use proto::{Epoch, Incarnation};
+use tracing::{debug, warn};
+
+use super::memory::Payload;
+use super::pressure;
+use super::reductions::Reductions;
+use super::references::SharedImages;
+use super::slowing::CpuThrottle;
+use super::{Details, Driver, memory};
+use api::progress::Phase;
+use api::report::{Disk, Measured};
+use api::{StopPolicy, ThrottleCpu};
+use host::SourceVm;
+use store::journal::Durability;
+
+/// Failure of a phase, which ends the migration.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// Event for the engine.
+    pub(crate) event: SourceEvent,
+    /// Reason for users.
+    pub(crate) reason: String,
+}
+
+impl Failure {
+    pub(crate) fn new(event: SourceEvent, reason: impl Into<String>) -> Self {
+        Self { event, reason: reason.into() }
+    }
+
+    /// Creates a failure that has its cause at the source, from an error with all its causes.
+    pub(crate) fn local(doing: &str, error: &dyn std::error::Error) -> Self {
+        Self::new(SourceEvent::Failed, format!("{doing}: {}", crate::chain(error)))
+    }
+
+    pub(super) fn peer(doing: &str, error: &dyn std::error::Error) -> Self {
+        Self::new(SourceEvent::PeerLost, format!("{doing}: {}", crate::chain(error)))
+    }
+}
+
+/// The writing half of a control stream; a thread of its own reads the other half into the inbox.
+#[derive(Debug)]
+pub(crate) struct Control {
+    pub(crate) writer: Writer,
+    pub(crate) handle: link::Handle,
+    /// Number of the connection, counted by the driver.
+    pub(crate) link: u64,
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.handle.shutdown();
+    }
+}
+
+/// Times around the stop, by the source's clock.
+#[derive(Debug, Default)]
+pub(crate) struct StopClock {
+    pub(crate) stopped_at: Option<Instant>,
+    /// Downtime that the policy expected when it decided to stop.
+    pub(crate) expected_downtime: Duration,
+    pub(crate) measured: Measured,
+}
+
+/// Capabilities that a destination has accepted.
+#[derive(Debug)]
+pub(super) struct Accepted {
+    /// Disks that are to be sent.
+    pub(super) copied: Vec<CopiedDisk>,
+    /// True if the destination accepts page references.
+    pub(super) references: bool,
+    /// Number of templates at the destination.
+    pub(super) templates: u16,
+    /// Codecs that both hosts know.
+    pub(super) codecs: Vec<Codec>,
+    /// True if the destination accepts deltas.
+    pub(super) deltas: bool,
+}
+
+/// Kind of the stop that ends the rounds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// The guest is stopped while the remaining pages are sent.
+    LastRound,
+    /// The remaining pages are sent while the guest runs at the destination.
+    PostCopy,
+}
+
+/// Content of READY.
+#[derive(Debug)]
+pub(crate) struct Ready {
+    pub(crate) incarnation: Incarnation,
+}
+
+impl Driver {
+    /// Runs all phases, one after the other.
+    pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
+        self.enable_cpu_throttle()?;
+        self.start_pressure_meter();
+        let accepted = self.prepare()?;
+        let mut payload = self.payload(&accepted.copied)?;
+        let ready = self.move_to_ready(&accepted, &mut payload);
+        self.set_control_deadline(None);
+        // A guest that continues at the source does so first; changes of the kernel's and of QEMU's state are undone
+        // after that.
+        self.payload = Some(payload);
+        ready
+    }
+
+    fn move_to_ready(&mut self, accepted: &Accepted, payload: &mut Payload) -> Result<Ready, Failure> {
+        let shared = self.shared_images(accepted, payload);
+        if self.uses_references(accepted) && (payload.has_disks() || shared.is_some()) {
+            payload.enable_references(self.query_destination_content(accepted, payload)?);
+        }
+        let _reductions = self.start_reductions(accepted, shared, payload);
+        self.enable_free_page_hints(payload);
+        let ahead = if payload.has_disks() { Some(self.send_disks(payload)?) } else { None };
+        let tracked = self.track()?;
+        let (sender, mut owed) = match ahead {
+            Some(ahead) => ahead,
+            None => (self.open_streams(payload)?, payload.disks_alone()),
+        };
+        payload.add_memory(tracked, &mut owed);
+        let (sender, owed, ending) = self.pre_copy(sender, owed, payload)?;
+        self.stop()?;
+        // A guest that was paused by its user does not write: it has no reason to need both hosts.
+        if ending == Ending::PostCopy && !matches!(self.state, SourceState::Stopped { run: false }) {
+            let state = self.announce_pages(sender, owed, payload)?;
+            return self.load(&state, None);
+        }
+        let (state, sender) = self.last_pages(sender, owed, payload)?;
+        if self.controls.goals().verify {
+            self.verify(payload)?;
+        }
+        self.load(&state, Some(sender))
+    }
+
+    /// Starts the requested reductions, which last until the returned value is dropped.
+    fn start_reductions(
+        &self,
+        accepted: &Accepted,
+        shared: Option<SharedImages>,
+        payload: &mut Payload,
+    ) -> Reductions {
+        let delta_seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
+        let delta_seed = delta_seed.filter(|_| accepted.deltas);
+        let known = payload.known().map(|known| (known, shared));
+        let blocks = payload.ram_blocks();
+        let reductions =
+            Reductions::begin(&accepted.codecs, delta_seed, blocks, known, &self.controls, &self.telemetry);
+        if let Some(packing) = reductions.packing() {
+            payload.enable_compression(packing);
+        }
+        if let Some(deltas) = reductions.deltas() {
+            payload.enable_deltas(deltas);
+        }
+        reductions
+    }
+
+    /// Proposes the migration; the destination decides which disks are copied.
+    fn prepare(&mut self) -> Result<Accepted, Failure> {
+        self.phase(Phase::Preparing);
+        let control =
+            self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        self.control = Some(control);
+        let proposal =
+            self.proposal.clone().ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
+        self.send_message(&Message::Propose(Box::new(proposal)))?;
+        let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
+        match self.receive_message(Instant::now() + patience)? {
+            Message::Accept(acceptance) => {
+                self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
+                let proposed =
+                    self.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
+                let disk = |copied: &CopiedDisk| Disk {
+                    name: copied.name.clone(),
+                    bytes: proposed.iter().find(|one| one.name == copied.name).map_or(0, |one| one.bytes),
+                    path: copied.path.clone(),
+                    format: copied.format.clone(),
+                };
+                let Acceptance {
+                    copied,
+                    references,
+                    templates,
+                    codecs,
+                    deltas,
+                    ram_kind,
+                    qemu_version,
+                    findings,
+                    post_copy,
+                    can_discard,
+                    ..
+                } = acceptance;
+                let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
+                let why_not = why_not.map_or_else(
+                    || "its version of whimbrel does not know how".to_owned(),
+                    |finding| finding.what.clone(),
+                );
+                self.controls.report(|report| {
+                    report.destination.ram_kind = Some(ram_kind);
+                    report.destination.qemu_version = qemu_version;
+                    report.findings.extend(findings);
+                    report.disks = copied.iter().map(disk).collect();
+                });
+                self.record_accepted()?;
+                let left_out = |disk: &&ProposedDisk| {
+                    disk.wanted == DiskMode::Copy && copied.iter().all(|copied| copied.name != disk.name)
+                };
+                if let Some(disk) = proposed.iter().find(left_out) {
+                    let reason =
+                        format!("the destination does not say that it takes a copy of disk {}", disk.name);
+                    return Err(Failure::new(SourceEvent::Failed, reason));
+                }
+                if self.controls.goals().needs_post_copy() && !post_copy {
+                    let reason = format!(
+                        "pages cannot come after the guest: {why_not}. Choose another policy, or what to do at the limit"
+                    );
+                    return Err(Failure::new(SourceEvent::Failed, reason));
+                }
+                self.can_discard = can_discard;
+                self.can_post_copy = post_copy && self.controls.goals().can_post_copy();
+                let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
+                Ok(Accepted { copied, references, templates, codecs, deltas })
+            }
+            Message::Reject { findings, largest_epoch } => {
+                if let Some(largest) = largest_epoch {
+                    self.learn_epoch(largest);
+                }
+                let reason = refusal(&findings);
+                self.controls.report(|report| report.findings.extend(findings));
+                Err(Failure::new(SourceEvent::PeerLost, reason))
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
+    /// already seen. A peer cannot set any number: there must be epochs left.
+    fn learn_epoch(&mut self, largest: Epoch) {
+        const LEAP: u64 = 1 << 32;
+        let own = self.terms.epoch();
+        if largest.0 > own.0.saturating_add(LEAP) {
+            warn!(%largest, "an epoch out of reach");
+        } else if let Err(error) = self.context.journal.learn_epoch(&self.terms.migration.vm, largest) {
+            warn!(error = crate::chain(&error), "the epoch is not in the journal");
+        }
+    }
+
+    /// Records, before anything is sent, that the destination has accepted: only such a destination is ever asked for
+    /// its state. The present report is recorded, too, because it names the images that the destination has made: an
+    /// agent that restarts, or an operator who has to decide, needs to know where they are.
+    fn record_accepted(&self) -> Result<(), Failure> {
+        let report = self.controls.report(|report| report.clone());
+        let details = Details::of(&self.context, self.vm.as_ref(), true);
+        let journal = &self.context.journal;
+        journal
+            .put_report(&report)
+            .and_then(|()| journal.set_details(&self.terms.migration, &details, Durability::Synced))
+            .map_err(|error| Failure::local("cannot note that the destination has accepted", &error))
+    }
+
+    /// Tracks the guest's writes from here on. Needs seconds for a large guest that arrived by a migration, and handles
+    /// notices in the meantime.
+    fn track(&mut self) -> Result<TrackedRam, Failure> {
+        let failed = |error: memory::TrackError| Failure::local("cannot track the guest's writes", &error);
+        let context = Arc::clone(&self.context);
+        let mut tracking = memory::Tracking::begin(&context, self.vm()?).map_err(failed)?;
+        while tracking.step().map_err(failed)? {
+            self.handle_notices()?;
+        }
+        tracking.finish(self.vm()?).map_err(failed)
+    }
+
+    /// Prepares the throttle of the guest's processors, if it was requested or if the policy may use it.
+    fn enable_cpu_throttle(&mut self) -> Result<(), Failure> {
+        let goals = self.controls.goals();
+        let (is_wished, may_be) = (goals.throttle_cpu != ThrottleCpu::Off, goals.policy == StopPolicy::Sla);
+        if !is_wished && !may_be {
+            return Ok(());
+        }
+        let context = Arc::clone(&self.context);
+        match CpuThrottle::begin(self.vm()?, &context.guard) {
+            Ok(slowing) => self.slowing = Some(slowing),
+            Err(error) if is_wished => {
+                return Err(Failure::local("the guest's processors cannot be slowed down", &error));
+            }
+            Err(error) => self.note("cpu-not-throttled", crate::chain(&error)),
+        }
+        Ok(())
+    }
+
+    /// Starts the measurement of how long the guest waits for processors: before anything is copied, for comparison.
+    fn start_pressure_meter(&mut self) {
+        let allowed_permille = u64::from(self.context.config.limits.guest_wait_percent) * 10;
+        let watch = self.vm.as_mut().map(|vm| pressure::PressureMeter::begin(vm, allowed_permille));
+        match watch.transpose() {
+            Ok(watch) => self.pressure = watch,
+            // The kernel does not count this; nothing else is affected.
+            Err(error) => debug!(error = crate::chain(&error), "not seen how long the guest waits"),
+        }
+    }
+
+    fn vm(&mut self) -> Result<&mut SourceVm, Failure> {
+        self.vm.as_mut().ok_or_else(gone)
+    }
+}
+
+fn gone() -> Failure {
+    Failure::new(SourceEvent::QemuDied, "QEMU is gone")
+}
+
+pub(super) fn unexpected(message: &Message) -> Failure {
+    let kind = serde_json::to_value(message).ok().and_then(|value| value["type"].as_str().map(str::to_owned));
+    let kind = kind.unwrap_or_default();
+    Failure::new(SourceEvent::Failed, format!("the destination sent `{kind}` where it does not belong"))
+}
+
+/// Returns the blockers among findings, as one line.
+pub(crate) fn refusal(findings: &[Finding]) -> String {
+    let blockers: Vec<_> = findings
+        .iter()
+        .filter(|finding| finding.severity == Severity::Blocker)
+        .map(|finding| format!("{}: {}", finding.what, finding.advice))
+        .collect();
+    if blockers.is_empty() {
+        "the destination refused without a reason".to_owned()
+    } else {
+        format!("the destination refuses: {}", blockers.join("; "))
+    }
+}

@@ -1,0 +1,317 @@
+//! The stop with post-copy, in which the remaining pages are sent while the guest runs at the destination.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ::memory::{CompletedRound, DirtyBitmap, Owed, Readable, Sender, encode_set};
+use engine::handover::source::SourceEvent;
+use engine::naming::{DiscardDecision, DiscardPolicy, PendingDiscard};
+use engine::trace::TracedPolicy;
+use proto::Generation;
+use proto::limits::DISCARD_BYTES;
+use proto::message::Message;
+
+use super::rounds::DirtyScan;
+use super::switchover::{cannot_save, scan_disks};
+use super::{Failure, gone, unexpected};
+use crate::source::memory::Payload;
+use crate::source::serving::PostCopyServer;
+use crate::source::{Details, Driver};
+use api::report::PostCopy;
+use host::ram::{self, JournalledRegion};
+use store::journal::Durability;
+
+/// Maximum number of lists of pages without an answer, for 2 GiB in all: more than any link needs to be fully used, and
+/// less than would fill the buffers between the two drivers while both only send.
+const MAX_UNANSWERED_LISTS: usize = 16;
+
+/// Pages that the destination was asked to discard while the guest ran at the source.
+#[derive(Debug)]
+pub(in crate::source) struct DiscardedPages {
+    policy: TracedPolicy<DiscardPolicy>,
+    pages: Vec<DirtyBitmap>,
+    /// Pages among them that no round can have sent again since.
+    away: Vec<DirtyBitmap>,
+    /// Generation of the connections on which they were announced. Over new connections, the destination has forgotten
+    /// the list.
+    generation: Generation,
+    /// Duration of the last discard at the destination.
+    took: Duration,
+}
+
+impl DiscardedPages {
+    pub(in crate::source) fn none() -> Self {
+        let policy = TracedPolicy::new(DiscardPolicy::default());
+        Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
+    }
+
+    /// Returns true if no pages of this generation are discarded.
+    pub(super) fn is_none(&self, generation: Generation) -> bool {
+        self.generation != generation || self.away.iter().all(DirtyBitmap::is_empty)
+    }
+
+    /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
+    pub(super) fn mark_resent(&mut self) {
+        self.away.iter_mut().for_each(DirtyBitmap::clear_all);
+    }
+
+    /// Begins a new series of discards, independent of earlier ones.
+    fn begin(&mut self) {
+        self.policy.reset();
+        self.took = Duration::ZERO;
+    }
+
+    /// Returns the pages of `owed` that the destination has not discarded, if they are to be announced now.
+    fn next(&mut self, owed: &[DirtyBitmap], generation: Generation) -> Option<Vec<DirtyBitmap>> {
+        if self.generation != generation {
+            self.pages = owed.iter().map(DirtyBitmap::emptied).collect();
+            (self.away, self.generation) = (self.pages.clone(), generation);
+        }
+        let mut unnamed = owed.to_vec();
+        unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
+        let pages = unnamed.iter().map(DirtyBitmap::count).sum();
+        let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
+        (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Name).then_some(unnamed)
+    }
+
+    fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
+        for known in [&mut self.pages, &mut self.away] {
+            known.iter_mut().zip(pages).for_each(|(known, pages)| known.insert(pages));
+        }
+        self.took = took;
+    }
+
+    /// Returns the pages for post-copy: `remaining`, and all pages that the destination was asked to discard. Rounds in
+    /// between may have sent some of those again; they have not changed at the source, so to send them once more does
+    /// no harm.
+    fn with(&self, remaining: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
+        let mut all = remaining.to_vec();
+        if self.generation == generation {
+            all.iter_mut().zip(&self.pages).for_each(|(all, discarded)| all.insert(discarded));
+        }
+        all
+    }
+}
+
+impl Driver {
+    /// Lets the destination discard the pages for post-copy while the guest runs at the source, for as long as that
+    /// shortens the guest's stop. If the link is cut in the meantime, it is mended like any other cut, before the next
+    /// round; if the destination needs too long, no further discard is tried.
+    pub(super) fn discard_ahead(
+        &mut self,
+        scanned: DirtyScan,
+        payload: &mut Payload,
+    ) -> Result<DirtyScan, Failure> {
+        let mut scanned = scanned;
+        self.discarded.begin();
+        while self.control.is_some() && self.can_discard {
+            let owed = &scanned.readable.owed().blocks()[..payload.ram_blocks()];
+            let unnamed = self.discarded.next(owed, self.generation);
+            self.controls
+                .report(|report| self.discarded.policy.update_report(&mut report.traces.others.naming));
+            let Some(unnamed) = unnamed else { break };
+            payload.forget_versions(&unnamed);
+            match self.discard(&unnamed) {
+                Ok(took) => self.discarded.add(&unnamed, took),
+                Err(Failure { event: event @ (SourceEvent::PeerLost | SourceEvent::PeerSilent), reason }) => {
+                    self.can_discard &= event != SourceEvent::PeerSilent;
+                    self.control = None;
+                    self.control_lost = Some(reason);
+                    break;
+                }
+                Err(failure) => return Err(failure),
+            }
+            self.context.faults.reach(|| "source/named".to_owned());
+            scanned = self.scan_dirty(scanned.readable.give_up(), true, payload)?;
+            self.written.note(std::mem::take(&mut scanned.found));
+        }
+        Ok(scanned)
+    }
+
+    /// Lets the destination discard its versions of these pages; returns how long that lasted there.
+    fn discard(&mut self, pages: &[DirtyBitmap]) -> Result<Duration, Failure> {
+        let set = encode_set(pages);
+        let mut took = Duration::ZERO;
+        let mut unanswered = 0;
+        for list in set.chunks(DISCARD_BYTES as usize) {
+            if unanswered == MAX_UNANSWERED_LISTS {
+                took += self.receive_discarded()?;
+                unanswered -= 1;
+            }
+            let digest = blake3::hash(list).to_hex().to_string();
+            self.send_message(&Message::Discard { bytes: list.len() as u64, digest })?;
+            self.send("cannot name pages", |writer| writer.send_blob(list))?;
+            unanswered += 1;
+        }
+        for _ in 0..unanswered {
+            took += self.receive_discarded()?;
+        }
+        Ok(took)
+    }
+
+    fn receive_discarded(&mut self) -> Result<Duration, Failure> {
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        match self.receive_message(Instant::now() + patience)? {
+            Message::Discarded { duration_us } => Ok(Duration::from_micros(duration_us)),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Saves the device state, sends the remaining pages of disks, and announces the remaining pages of memory: they
+    /// are sent from here on, those first that are requested. Saving may write guest memory, so the scan for the pages
+    /// follows it.
+    pub(super) fn announce_pages(
+        &mut self,
+        sender: Sender,
+        owed: Owed,
+        payload: &mut Payload,
+    ) -> Result<Vec<u8>, Failure> {
+        let began = Instant::now();
+        payload.end_free_page_hints();
+        payload.end_references();
+        payload.end_deltas();
+        let mut owed = owed;
+        let vm = self.vm.as_mut().ok_or_else(gone)?;
+        scan_disks(vm, payload, &mut owed)?;
+        let saving = Instant::now();
+        let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
+        self.clock.measured.save_us = saving.elapsed().as_micros() as u64;
+        let ram_blocks = payload.ram_blocks();
+        let (cleared, found) = owed
+            .clear_marks_and_report(&mut payload.ram_log(), ram_blocks)
+            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+        self.written.note(found);
+        self.clock.measured.last_scans_us += cleared.scan().duration_us;
+        let (sender, remaining) = self.send_disks_alone(sender, cleared.skip_drain(), payload)?;
+        self.handle_last_notices()?;
+        if remaining.pages() > 0 {
+            self.announce_and_serve(sender, &remaining, payload)?;
+        }
+        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        Ok(state)
+    }
+
+    /// Sends the remaining pages of disks; returns the remaining pages of memory.
+    fn send_disks_alone(
+        &mut self,
+        sender: Sender,
+        readable: Readable,
+        payload: &Payload,
+    ) -> Result<(Sender, Owed), Failure> {
+        let memory: Vec<_> = payload.ram_bytes().iter().map(|bytes| DirtyBitmap::full(*bytes)).collect();
+        let (disks, remaining) = readable.without(&memory);
+        if disks.pages() == 0 {
+            return Ok((sender, remaining));
+        }
+        let CompletedRound { sender, owed: mut unsent, .. } = sender
+            .send_round_by(disks, self.switchover_deadline())
+            .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
+        if unsent.pages() > 0 {
+            let reason = format!("{} pages of disks are owed after the last round", unsent.pages());
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        unsent.take_back(&remaining);
+        Ok((sender, unsent))
+    }
+
+    /// Announces these pages to the destination, and begins to send them.
+    fn announce_and_serve(
+        &mut self,
+        sender: Sender,
+        remaining: &Owed,
+        payload: &Payload,
+    ) -> Result<(), Failure> {
+        let blocks = self.discarded.with(&remaining.blocks()[..payload.ram_blocks()], self.generation);
+        let set = encode_set(&blocks);
+        let vm = self.vm.as_ref().ok_or_else(gone)?;
+        let regions = ram::regions(&vm.blocks).iter().map(JournalledRegion::of).collect();
+        // An agent that restarts must be able to continue.
+        let details = Details { later: Some(regions), ..Details::of(&self.context, Some(vm), true) };
+        self.context
+            .journal
+            .set_details(&self.terms.migration, &details, Durability::Process)
+            .map_err(|error| Failure::local("cannot note that pages are left", &error))?;
+        self.set_control_deadline(Some(self.switchover_deadline()));
+        let digest = blake3::hash(&set).to_hex().to_string();
+        self.send_message(&Message::MissingPages {
+            bytes: set.len() as u64,
+            digest,
+            round: remaining.round(),
+        })?;
+        for piece in set.chunks(proto::limits::BLOB_BYTES) {
+            self.send("cannot name the pages that are left", |writer| writer.send_blob(piece))?;
+        }
+        self.inbox.interrupts(None);
+        let Some(page_stream) = self.page_stream.take() else {
+            return Err(Failure::new(SourceEvent::PeerLost, "there is no page stream"));
+        };
+        let pages = blocks.iter().map(DirtyBitmap::count).sum();
+        self.controls.report(|report| {
+            report.post_copy = Some(PostCopy { left_pages: pages, ..PostCopy::default() });
+        });
+        self.note("post-copy", format!("{pages} pages go when the guest runs there"));
+        // The guest has left this host; at the destination it waits.
+        sender.handle().set_niceness(0);
+        sender.handle().limit_copying_threads(u16::MAX);
+        let written = std::mem::take(&mut self.written);
+        let mut later = PostCopyServer::new(
+            payload.readers(),
+            written,
+            self.telemetry.remaining(),
+            Arc::clone(&self.controls.rate),
+        );
+        later.packing = payload.saving().packing;
+        later
+            .serve(self.generation, sender, page_stream, self.inbox.mailbox())
+            .map_err(|error| Failure::local("no thread to send pages in", &error))?;
+        self.later = Some(later);
+        self.context.faults.reach(|| "source/awaited".to_owned());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(pages: &[u64]) -> Vec<DirtyBitmap> {
+        let mut set = DirtyBitmap::new(1 << 20);
+        for page in pages {
+            set.set(*page..page + 1);
+        }
+        vec![set]
+    }
+
+    #[test]
+    fn only_what_the_destination_does_not_know_of_is_named() {
+        let (first, second) = (Generation(1), Generation(2));
+        let mut discarded = DiscardedPages::none();
+        discarded.begin();
+        let all = discarded.next(&set(&[1, 2, 3, 4]), first);
+        assert_eq!(all, Some(set(&[1, 2, 3, 4])));
+        discarded.add(&set(&[1, 2, 3, 4]), Duration::from_millis(10));
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), Some(set(&[5])));
+        discarded.add(&set(&[5]), Duration::from_millis(2));
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), None, "nothing is new");
+        discarded.begin();
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
+        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
+        assert_eq!((discarded.is_none(first), discarded.is_none(second)), (false, true));
+        discarded.mark_resent();
+        assert!(discarded.is_none(first));
+        discarded.begin();
+        assert_eq!(
+            discarded.next(&set(&[2, 9]), first),
+            Some(set(&[2, 9])),
+            "a round may have brought it back"
+        );
+        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "and what was said comes");
+        discarded.begin();
+        assert_eq!(
+            discarded.next(&set(&[1, 9]), second),
+            Some(set(&[1, 9])),
+            "other connections know nothing"
+        );
+        assert_eq!(discarded.with(&set(&[1, 9]), second), set(&[1, 9]));
+    }
+}

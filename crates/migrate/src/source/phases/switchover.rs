@@ -1,0 +1,361 @@
+//! Phases in which the guest is stopped: each ends by itself, no matter how the destination behaves.
+
+use host::{SourceVm, VmError};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ::memory::{CompletedRound, DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender};
+use engine::handover::source::{SourceEvent, SourceState};
+use proto::message::Message;
+use tracing::warn;
+
+use super::{Failure, Ready, gone, unexpected};
+use crate::source::memory::Payload;
+use crate::source::{Driver, memory};
+use crate::state_machine::StateMachine;
+use api::progress::Phase;
+use api::report::Round;
+use host::verification::CompareError;
+
+/// Result of a round of the stopped guest.
+struct StoppedRound {
+    sender: Sender,
+    owed: Owed,
+    /// Statistics of the round; none if there was nothing to send.
+    sent: Option<RoundStats>,
+    dirty_pages: u64,
+    scan_us: u64,
+}
+
+/// Error of a round of the stopped guest.
+enum StoppedRoundError {
+    Scan(ScanFailed),
+    Link(Box<Interrupted>),
+}
+
+/// Sends the owed pages and the log's dirty pages; without any, nothing is sent. No drain: QEMU's `stop` has drained.
+fn stopped_round(
+    sender: Sender,
+    owed: Owed,
+    log: &mut dyn DirtyLog,
+    acknowledged_by: Instant,
+) -> Result<StoppedRound, StoppedRoundError> {
+    let cleared = owed.clear_marks(log).map_err(StoppedRoundError::Scan)?;
+    let (dirty_pages, scan_us) = (cleared.pages(), cleared.scan().duration_us);
+    if dirty_pages == 0 {
+        return Ok(StoppedRound { sender, owed: cleared.give_up(), sent: None, dirty_pages, scan_us });
+    }
+    let sent =
+        sender.send_round_by(cleared.skip_drain(), acknowledged_by).map_err(StoppedRoundError::Link)?;
+    let CompletedRound { sender, owed, stats } = sent;
+    Ok(StoppedRound { sender, owed, sent: Some(stats), dirty_pages, scan_us })
+}
+
+/// Runs both at the same time, `there` in a separate thread. If the system cannot start a thread, `there` runs first:
+/// the guest is then stopped a little longer. An error is a panic of `there`.
+fn run_concurrently<H, T: Send>(
+    here: impl FnOnce() -> H,
+    there: impl FnMut() -> T + Send,
+) -> (H, thread::Result<T>) {
+    let there = Mutex::new(there);
+    let run = || (there.lock().unwrap_or_else(PoisonError::into_inner))();
+    thread::scope(|scope| match thread::Builder::new().name("save".to_owned()).spawn_scoped(scope, run) {
+        Ok(thread) => (here(), thread.join()),
+        Err(error) => {
+            warn!(%error, "no thread to save the device state in; it is saved before the round");
+            let done = run();
+            (here(), Ok(done))
+        }
+    })
+}
+
+/// Adds the pages of disks that were written since the last scan. This precedes the saving of the devices, because QEMU
+/// then releases the disks; the devices' requests are complete: `stop` waits for them.
+pub(super) fn scan_disks(vm: &mut SourceVm, payload: &mut Payload, owed: &mut Owed) -> Result<(), Failure> {
+    if !payload.has_disks() {
+        return Ok(());
+    }
+    let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
+    payload
+        .scan_disks(monitor, owed)
+        .map_err(|error| Failure::local("cannot find out what was written", &error))
+}
+
+pub(super) fn cannot_save(error: &VmError) -> Failure {
+    match error {
+        VmError::RunState(_) => Failure::local("the guest is not moved", error),
+        _ => Failure::local("cannot save the device state", error),
+    }
+}
+
+impl Driver {
+    pub(super) fn stop(&mut self) -> Result<(), Failure> {
+        self.phase(Phase::LastRound);
+        self.find_images_in_place()?;
+        let cannot = |error: VmError| Failure::local("the guest is not moved", &error);
+        let prepared = self.vm()?.prepare_to_save();
+        prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;
+        // Later changes of the guest's state are detected when its devices are saved.
+        let run = self.vm()?.check_run_state().map_err(cannot)?;
+        self.feed(&SourceEvent::Stop { run })
+            .map_err(|error| Failure::local("cannot stop the guest", &error))?;
+        self.clock.measured.stop_us = self.since_stop_us();
+        self.note("stopped", "");
+        Ok(())
+    }
+
+    /// Finds and sends the remaining pages. In the meantime QEMU saves its device state; because saving may write guest
+    /// memory, one more round follows. Returns the device state, and the sender, which has done its work.
+    pub(super) fn last_pages(
+        &mut self,
+        sender: Sender,
+        owed: Owed,
+        payload: &mut Payload,
+    ) -> Result<(Vec<u8>, Sender), Failure> {
+        let began = Instant::now();
+        let acknowledged_by = self.switchover_deadline();
+        payload.end_free_page_hints();
+        // No program gives memory back from now on. Without a comparison, the guest is not kept stopped for this check.
+        if self.controls.goals().verify {
+            payload.announce_comparison();
+        }
+        let mut owed = owed;
+        let vm = self.vm.as_mut().ok_or_else(gone)?;
+        scan_disks(vm, payload, &mut owed)?;
+        let round = || stopped_round(sender, owed, &mut payload.ram_log(), acknowledged_by);
+        let save = || {
+            let began = Instant::now();
+            vm.save_devices().map(|state| (state, began.elapsed()))
+        };
+        let (round, saved) = run_concurrently(round, save);
+        let (sender, owed) = self.last_round(round)?;
+        let (state, saving) = saved
+            .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
+            .map_err(|error| cannot_save(&error))?;
+        self.clock.measured.save_us = saving.as_micros() as u64;
+        payload.end_deltas();
+        let round = stopped_round(sender, owed, &mut payload.ram_log(), self.switchover_deadline());
+        let (sender, owed) = self.last_round(round)?;
+        if owed.pages() > 0 {
+            let reason = format!("{} pages are owed after the last round; please report this", owed.pages());
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        self.inbox.interrupts(None);
+        self.telemetry.follow(None);
+        self.handle_last_notices()?;
+        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        Ok((state, sender))
+    }
+
+    /// Sets the deadline for messages to the destination while the guest is stopped.
+    pub(super) fn set_control_deadline(&mut self, deadline: Option<Instant>) {
+        if let Some(control) = &mut self.control {
+            control.writer.set_deadline(deadline);
+        }
+    }
+
+    /// Returns the time until which the stopped guest waits for the destination's next answer: longer than everything
+    /// should need, but not for ever. An agent that hangs is no reason to keep the guest stopped, even if its host
+    /// works.
+    pub(super) fn switchover_deadline(&self) -> Instant {
+        let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
+        Instant::now() + 4 * self.clock.expected_downtime + patience
+    }
+
+    /// Adds a round of the stopped guest to the report.
+    fn last_round(
+        &mut self,
+        round: Result<StoppedRound, StoppedRoundError>,
+    ) -> Result<(Sender, Owed), Failure> {
+        let round = match round {
+            Ok(round) => round,
+            Err(StoppedRoundError::Scan(failed)) => {
+                return Err(Failure::local("cannot scan for dirty pages", &failed));
+            }
+            Err(StoppedRoundError::Link(interrupted)) => {
+                return Err(self.lost_while_stopped(&interrupted.cause));
+            }
+        };
+        let StoppedRound { sender, owed, sent, dirty_pages, scan_us } = round;
+        self.clock.measured.last_scans_us += scan_us;
+        if let Some(stats) = sent {
+            self.controls.report(|report| {
+                let round = memory::round_report(&stats);
+                report.rounds.push(Round { stopped: true, dirty_pages, scan_us, ..round });
+            });
+        }
+        Ok((sender, owed))
+    }
+
+    /// Returns the failure for a lost link: the guest is stopped, and would have to wait for the link too, so the
+    /// migration ends.
+    pub(super) fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
+        self.inbox.interrupts(None);
+        match self.handle_notices_or(cause) {
+            Err(failure) => failure,
+            Ok(()) => Failure::new(
+                SourceEvent::PeerLost,
+                format!("the link was lost while the guest was stopped: {}", crate::chain(cause)),
+            ),
+        }
+    }
+
+    pub(super) fn verify(&mut self, payload: &Payload) -> Result<(), Failure> {
+        self.phase(Phase::Verifying);
+        let began = Instant::now();
+        // Otherwise memory that was plugged in the meantime would be taken for lost memory.
+        self.check_unchanged()?;
+        let cannot_read = |error: CompareError| Failure::local("cannot read what is to be compared", &error);
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let (images, socket) = (self.copied_images(payload)?, self.compare_socket());
+        let left_out = payload.left_out();
+        let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
+        let mut hashes = self.vm()?.hashes(&left_out).map_err(cannot_read)?;
+        hashes.add_disks(payload.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
+        let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
+        // The destination has as much to do as the source had.
+        let compared_by = self.switchover_deadline() + 4 * began.elapsed();
+        let different = self.compare(hashes.messages, compared_by)?;
+        let duration_us = began.elapsed().as_micros() as u64;
+        self.clock.measured.verify_us = duration_us;
+        self.controls.report(|report| {
+            report.verification = Some(api::report::Verification {
+                compared_bytes,
+                chunks,
+                different_chunks: different,
+                left_out_pages,
+                duration_us,
+            });
+        });
+        if different > 0 {
+            let reason = format!(
+                "{different} of {chunks} chunks of memory and disks differ between the two sides; this is an error of \
+                 Whimbrel, please report it. The VM goes on here"
+            );
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
+    }
+
+    /// Returns how many chunks differ at the destination. All of its answers have to arrive by `compared_by`: no matter
+    /// how many there are, the guest is stopped for them.
+    pub(crate) fn compare(
+        &mut self,
+        hashes: impl IntoIterator<Item = Message>,
+        compared_by: Instant,
+    ) -> Result<u64, Failure> {
+        self.set_control_deadline(Some(compared_by));
+        let mut different = 0;
+        for message in hashes {
+            self.send_message(&message)?;
+            match self.receive_message(compared_by)? {
+                Message::Verified { different_chunks } => different += different_chunks.len() as u64,
+                other => return Err(unexpected(&other)),
+            }
+        }
+        Ok(different)
+    }
+
+    /// Sends the device state, and waits until the destination has loaded it. The sender is no longer needed; to end
+    /// its threads needs time, which the destination needs for loading anyway.
+    pub(super) fn load(&mut self, state: &[u8], sender: Option<Sender>) -> Result<Ready, Failure> {
+        self.phase(Phase::DeviceState);
+        let began = Instant::now();
+        let digest = blake3::hash(state).to_hex().to_string();
+        self.set_control_deadline(Some(self.switchover_deadline()));
+        self.send_message(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
+        for piece in state.chunks(proto::limits::BLOB_BYTES) {
+            self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
+        }
+        // This runs while the destination loads. Its READY then implies that the source's QEMU is frozen.
+        drop(sender);
+        self.check_unchanged()?;
+        self.freeze()?;
+        let run = !matches!(self.state, SourceState::Stopped { run: false });
+        // Even if sending fails, the message may have arrived.
+        self.may_have_all = self.later.is_none();
+        self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;
+        match self.receive_message(self.switchover_deadline())? {
+            Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
+                if epoch != self.terms.epoch() || loaded != digest {
+                    return Err(Failure::new(
+                        SourceEvent::Failed,
+                        "the destination has loaded another device state than the one that was sent",
+                    ));
+                }
+                self.clock.measured.load_us = load_us;
+                self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
+                self.note("ready", "");
+                Ok(Ready { incarnation })
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn check_unchanged(&mut self) -> Result<(), Failure> {
+        let unchanged = self.vm()?.check_unchanged();
+        unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
+    }
+
+    /// Ensures that no `cont` has reached the guest before READY, and that none can from here on: QEMU is frozen first,
+    /// and then checked. If the handover fails, the guest's `cont` lets QEMU go, or the undo does.
+    pub(crate) fn freeze(&mut self) -> Result<(), Failure> {
+        self.vm()?.freeze().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
+        if self.vm()?.has_been_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
+            let reason = "somebody else continued the guest while it was stopped for the handover";
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn since_stop_us(&self) -> u64 {
+        self.clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn both_are_done_at_the_same_time() {
+        let meeting = Barrier::new(2);
+        let (here, there) = run_concurrently(|| meeting.wait().is_leader(), || meeting.wait().is_leader());
+        assert!(here != there.unwrap());
+        let (here, there) = run_concurrently(|| 1, || panic!("as planned"));
+        let _: Box<dyn std::any::Any + Send> = there.map(|never: u8| never).unwrap_err();
+        assert_eq!(here, 1);
+    }
+
+    /// Runs in a separate process, in which no thread can be started.
+    #[test]
+    #[ignore = "what the next test starts"]
+    fn alone() {
+        if thread::Builder::new().spawn(|| {}).is_ok() {
+            return;
+        }
+        let order = Mutex::new(Vec::new());
+        let note = |what| order.lock().unwrap().push(what);
+        let (here, there) = run_concurrently(|| note("here"), || note("there"));
+        assert_eq!((here, there.unwrap()), ((), ()));
+        assert_eq!(order.into_inner().unwrap(), ["there", "here"]);
+        println!("done alone");
+    }
+
+    #[test]
+    fn where_the_system_gives_no_thread_one_comes_after_the_other() {
+        let test = "source::phases::switchover::tests::alone";
+        let alone = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", test])
+            // No address space has room for such a stack.
+            .env("RUST_MIN_STACK", (1_u64 << 60).to_string())
+            .output()
+            .unwrap();
+        assert!(String::from_utf8_lossy(&alone.stdout).contains("done alone"), "{alone:?}");
+        assert!(alone.status.success(), "{alone:?}");
+    }
+}

@@ -1,0 +1,221 @@
+//! Content of the copied disks that the destination already has: the source agent asks about some of their pages, and
+//! the destination reports the content of the templates that have such pages.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ::memory::{ContentIndex, NAME_BYTES, PageName};
+use engine::handover::source::SourceEvent;
+use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, QUERIED_PAGES};
+use proto::message::Message;
+use qemu::describe::VmDescription;
+use rustix::process::setpriority_process;
+use tracing::warn;
+
+use super::memory::Payload;
+use super::phases::{Accepted, Failure, unexpected};
+use super::{Controls, Driver};
+use host::templates::{
+    IndexingStats, LeftTemplate, MAX_ADVERTISED_PAGES, SharedImage, Templates, from_hex, shared_images,
+    to_hex,
+};
+
+/// Maximum number of sent pages that are remembered as targets of references: 4 GiB, for 18 MiB.
+const MAX_SENT_PAGES: u64 = MAX_ADVERTISED_PAGES;
+/// Niceness of the thread that reads images, in favour of guests and the data plane (`nice(2)`).
+const NICE: i32 = 10;
+/// Formats of images whose header names the images below them.
+const FORMATS: [&str; 2] = ["raw", "qcow2"];
+
+impl Driver {
+    /// Returns true if page references are sent.
+    pub(super) fn uses_references(&self, accepted: &Accepted) -> bool {
+        self.controls.goals().references && accepted.references
+    }
+
+    /// Returns the images that both hosts have, if pages of them may be referred to.
+    pub(super) fn shared_images(&self, accepted: &Accepted, payload: &Payload) -> Option<SharedImages> {
+        let described =
+            self.proposal.as_ref().filter(|_| self.uses_references(accepted))?.description.clone();
+        let vm = serde_json::from_value::<VmDescription>(described).ok()?;
+        let is_copied = |name: &str| accepted.copied.iter().any(|copied| copied.name == name);
+        let images = shared_images(&vm.disks, is_copied);
+        let templates = Arc::clone(&self.context.templates);
+        let memory_bytes = payload.total_ram_bytes();
+        (!images.is_empty()).then_some(SharedImages { images, memory_bytes, templates })
+    }
+
+    /// Returns the index of the content that the destination reports to have.
+    pub(super) fn query_destination_content(
+        &mut self,
+        accepted: &Accepted,
+        payload: &Payload,
+    ) -> Result<ContentIndex, Failure> {
+        let seeks = accepted.templates > 0 && !accepted.copied.is_empty();
+        let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
+        let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
+        let sent_pages = payload.first_of_disks().iter().map(::memory::DirtyBitmap::count).sum::<u64>();
+        let blocks = payload.readers();
+        let known = ContentIndex::new(
+            blocks.iter().map(|block| block.bytes()),
+            payload.ram_blocks(),
+            template_pages,
+            sent_pages.min(MAX_SENT_PAGES) as usize,
+        );
+        if template_pages > 0 {
+            let templates = runs.iter().map(|run| run.template).collect::<BTreeSet<_>>().len();
+            let mib = (template_pages as u64 * PAGE_BYTES) >> 20;
+            self.note(
+                "templates",
+                format!("{templates} of the destination's have pages in common, {mib} MiB in all"),
+            );
+        }
+        for run in runs {
+            known.learn(run.template, run.first_page, run.names);
+        }
+        Ok(known)
+    }
+
+    /// Remembers the images that the VM has left behind with its disks: the content that was sent is known, and stays
+    /// in these images until they are removed. If the VM comes back, that content need not be sent.
+    pub(super) fn remember_images(&self, first_disk: usize, known: &ContentIndex) {
+        let described = self.proposal.as_ref().map(|proposal| proposal.description.clone());
+        let Some(vm) = described.and_then(|it| serde_json::from_value::<VmDescription>(it).ok()) else {
+            return;
+        };
+        let copied = self.controls.report(|report| report.disks.clone());
+        let mut images = Vec::new();
+        for (block, copied) in (first_disk..).zip(copied) {
+            let Some(disk) = vm.disks.iter().find(|disk| disk.name == copied.name) else { continue };
+            let Some((path, format)) = disk.file.as_ref().map(PathBuf::from).zip(disk.format.clone()) else {
+                continue;
+            };
+            let pages = u16::try_from(block).map_or_else(|_| Vec::new(), |block| known.sent_pages_of(block));
+            if FORMATS.contains(&format.as_str()) && !pages.is_empty() {
+                images.push((LeftTemplate { path, format }, pages));
+            }
+        }
+        self.context.templates.left_behind(images);
+    }
+
+    /// Asks about pages from all over the disks, and records the destination's answers. This only saves bytes: answers
+    /// that are late, too many, or lost with the link are not needed.
+    fn query_templates(&mut self, payload: &Payload) -> Result<Vec<TemplateRun>, Failure> {
+        let names = sample_hashes(payload)
+            .map_err(|error| Failure::local("cannot read what is to be sent", &error))?;
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        let mut taken = Vec::new();
+        self.is_querying_templates = true;
+        let told = self
+            .send_message(&Message::QueryTemplates { names })
+            .and_then(|()| self.receive_templates(&mut taken, Instant::now() + patience));
+        self.is_querying_templates = false;
+        let why = match told {
+            Ok(()) => return Ok(taken),
+            Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
+                "the destination has not told in time what is in all of its own".to_owned()
+            }
+            // Mended before the first round is sent, like any other cut: see `open_streams`.
+            Err(Failure { event: SourceEvent::PeerLost, reason }) => {
+                self.control = None;
+                self.control_lost = Some(reason.clone());
+                reason
+            }
+            Err(failure) => return Err(failure),
+        };
+        self.note("templates", why);
+        Ok(taken)
+    }
+
+    fn receive_templates(&mut self, taken: &mut Vec<TemplateRun>, deadline: Instant) -> Result<(), Failure> {
+        let mut pages = 0;
+        loop {
+            let (template, runs, last) = match self.receive_message(deadline)? {
+                Message::TemplatePages { template, runs, last } => (template, runs, last),
+                other => return Err(unexpected(&other)),
+            };
+            // Answers beyond the limits are not remembered, but received to their end.
+            let is_too_much = template >= ADVERTISED_TEMPLATES || pages >= MAX_ADVERTISED_PAGES;
+            for run in runs.into_iter().filter(|_| !is_too_much) {
+                let digits = run.names.as_bytes().chunks_exact(2 * NAME_BYTES);
+                let names = digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();
+                let run = TemplateRun { template, first_page: run.first_page, names };
+                pages += run.names.len() as u64;
+                taken.push(run);
+            }
+            if last {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Images that both hosts have, to be read when that is worthwhile.
+#[derive(Clone, Debug)]
+pub(super) struct SharedImages {
+    images: Vec<SharedImage>,
+    memory_bytes: u64,
+    templates: Arc<Templates>,
+}
+
+impl SharedImages {
+    /// Indexes the images' content in a separate thread, until all is known or the index is no longer needed; the
+    /// result is noted in the report.
+    pub(super) fn learn(self, known: &Arc<ContentIndex>, controls: &Arc<Controls>) {
+        let (known, controls) = (Arc::downgrade(known), Arc::clone(controls));
+        let work = move || {
+            // The servers that it starts inherit the niceness. Without permission for that, it works at normal
+            // priority.
+            let _ = setpriority_process(None, NICE);
+            let IndexingStats { images, pages, read_pages } =
+                self.templates.index_shared_images(&self.images, self.memory_bytes, &known);
+            let mib = |pages: u64| (pages * PAGE_BYTES) >> 20;
+            let detail = format!(
+                "{images} of {} images that both hosts have are known, {} MiB in all, {} MiB of it read for this migration",
+                self.images.len(),
+                mib(pages),
+                mib(read_pages)
+            );
+            let at_us = controls.requested.elapsed().as_micros() as u64;
+            controls.report(|report| report.event(at_us, "shared-images", detail));
+        };
+        if let Err(error) = thread::Builder::new().name("shared images".to_owned()).spawn(work) {
+            warn!(%error, "no thread to read images that both hosts have");
+        }
+    }
+}
+
+/// Adjacent pages of a template.
+struct TemplateRun {
+    template: u16,
+    first_page: u64,
+    names: Vec<PageName>,
+}
+
+/// Returns the names of pages from all over the disks, without pages of zeros.
+fn sample_hashes(payload: &Payload) -> Result<Vec<String>, ::memory::RamError> {
+    let (disks, readers) = (payload.first_of_disks(), payload.readers());
+    let all: u64 = disks.iter().map(::memory::DirtyBitmap::count).sum();
+    let step = all.div_ceil(QUERIED_PAGES as u64 / 2).max(1);
+    let mut names = Vec::new();
+    let mut page = [0; PAGE_BYTES as usize];
+    let mut seen = 0;
+    for (disk, reader) in disks.iter().zip(&readers[payload.ram_blocks()..]) {
+        for run in disk.runs() {
+            // The next page whose number is a multiple of the step, counted over all disks.
+            let mut at = run.start + (step - seen % step) % step;
+            while at < run.end {
+                reader.read(at * PAGE_BYTES, &mut page)?;
+                if page.iter().any(|byte| *byte != 0) {
+                    names.push(to_hex(PageName::of(&page)));
+                }
+                at += step;
+            }
+            seen += run.end - run.start;
+        }
+    }
+    Ok(names)
+}

@@ -215,7 +215,7 @@ mod tests {
                 ])
                 .arg("sh")
                 .arg(std::env::current_exe().unwrap())
-                .args(["--exact", "--ignored", "--nocapture", "source::runtime_files::tests::listens"])
+                .args(["--exact", "--ignored", "--nocapture", "runtime_files::tests::listens"])
                 // To the tests' program these are two filters more, to the agent they are QEMU's option.
                 .args(["--", "-pidfile"])
                 .arg(Self::relative(directory).join("pid"))

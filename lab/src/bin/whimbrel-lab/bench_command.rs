@@ -6,7 +6,7 @@ use lab::{Packets, QemuVersion};
 use crate::Code;
 use crate::cli::{BenchCommand, CaseOptions};
 use crate::failure::Failure;
-use crate::output::{Output, Text};
+use crate::output::{Output, joined};
 use crate::results_file;
 
 pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failure> {
@@ -187,14 +187,14 @@ fn line(run: &Run) -> String {
 }
 
 pub(crate) fn text(results: &Results) -> String {
-    let mut text = Text::default();
+    let mut lines = Vec::new();
     for result in &results.cases {
-        text.line(format_args!("{}:", result.case.name));
+        lines.push(format!("{}:", result.case.name));
         for contender in result.contenders() {
-            text.line(format_args!("  {}", summary(result, contender)));
+            lines.push(format!("  {}", summary(result, contender)));
         }
     }
-    text.finish()
+    joined(&lines)
 }
 
 fn summary(result: &CaseResult, contender: Contender) -> String {

@@ -8,7 +8,7 @@ use lab::storage::{
 use crate::Code;
 use crate::cli::DisksCommand;
 use crate::failure::Failure;
-use crate::output::{Output, Text};
+use crate::output::{Output, joined};
 use crate::results_file;
 
 pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failure> {
@@ -118,10 +118,10 @@ fn states(io: &IoTurn) -> String {
 }
 
 fn text(results: &DiskResults) -> String {
-    let mut text = Text::default();
+    let mut lines = Vec::new();
     for bar in bars(results) {
         let held = if bar.held { "held" } else { "missed" };
-        text.line(format_args!("{:6} {}: {} (wanted {})", held, bar.what, bar.found, bar.wanted));
+        lines.push(format!("{:6} {}: {} (wanted {})", held, bar.what, bar.found, bar.wanted));
     }
-    text.finish()
+    joined(&lines)
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::Code;
 use crate::failure::Failure;
-use crate::output::{Output, Text};
+use crate::output::{Output, joined};
 
 #[derive(Serialize)]
 struct LabInfo {
@@ -46,24 +46,24 @@ pub(crate) fn up(prefix: &str, output: &Output) -> Result<Code, Failure> {
 
 fn text(up: &LabInfo) -> String {
     let program = up.program.display();
-    let mut text = Text::default();
-    text.line(format_args!(
+    let mut lines = Vec::new();
+    lines.push(format!(
         "The laboratory {} is up. Start its agents, each in a terminal of its own:",
         up.prefix
     ));
     for LabHostInfo { namespace, config, .. } in &up.hosts {
-        text.line(format_args!("  ip netns exec {namespace} {program} agent --config {}", config.display()));
+        lines.push(format!("  ip netns exec {namespace} {program} agent --config {}", config.display()));
     }
-    text.line(format_args!("Speak to them by their sockets:"));
+    lines.push(format!("Speak to them by their sockets:"));
     for LabHostInfo { socket, .. } in &up.hosts {
-        text.line(format_args!("  {program} --socket {} info", socket.display()));
+        lines.push(format!("  {program} --socket {} info", socket.display()));
     }
-    text.line(format_args!(
+    lines.push(format!(
         "Take it down: {} down --prefix {}",
         up.program.with_file_name("whimbrel-lab").display(),
         up.prefix
     ));
-    text.finish()
+    joined(&lines)
 }
 
 /// Takes the laboratory down.

@@ -44,19 +44,7 @@ fn write(text: &str) {
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
 
-/// Text that grows line by line.
-#[derive(Debug, Default)]
-pub(crate) struct Text(String);
-
-impl Text {
-    /// Appends a line.
-    pub(crate) fn line(&mut self, line: fmt::Arguments<'_>) {
-        // Writing to a String cannot fail.
-        let _ = writeln!(self.0, "{line}");
-    }
-
-    /// Returns the whole text.
-    pub(crate) fn finish(self) -> String {
-        self.0
-    }
+/// Returns the lines as one text, each with its end.
+pub(crate) fn joined(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("{line}\n")).collect()
 }

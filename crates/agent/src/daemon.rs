@@ -22,11 +22,11 @@ use tracing::info;
 use api::progress::Publisher;
 use api::{self, Server, ServerError};
 use host::Context;
+use host::EmulatorCache;
 pub use host::HelperProgram;
 use host::config::{AgentRole, Config, Security};
 use host::fault::Faults;
 use host::names::NameLocks;
-use host::preflight::EmulatorCache;
 use host::templates::Templates;
 use migrate::{destination, source};
 use store::journal::{Journal, JournalError};
@@ -107,7 +107,7 @@ impl Agent {
             config,
         };
         let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
-        host::preflight::end_probes(&daemon.context);
+        host::end_probes(&daemon.context.config);
         host::preflight::end_measurements(&daemon.context.config.run_dir);
         daemon.resume_migrations()?;
         let peers = Arc::clone(&daemon);

@@ -154,7 +154,7 @@ impl ArrivalArtifacts {
     pub fn remove(&self) {
         let process = match self.process {
             Some((pid, start)) => Process::open_exact(pid, start).ok(),
-            None => find_by_monitor(&self.qmp()),
+            None => crate::find_by_monitor(&self.qmp()),
         };
         if let Some(process) = process {
             kill(&process);
@@ -457,9 +457,4 @@ fn remove_directory(directory: &Path) {
         }
         _ => {}
     }
-}
-
-/// Finds the QEMU that an agent started with a monitor at `path`.
-pub fn find_by_monitor(path: &Path) -> Option<Process> {
-    qemu::find::find_by_own_monitor(path).and_then(|pid| Process::open(pid).ok())
 }

@@ -9,6 +9,7 @@ mod cached;
 mod destination;
 mod known;
 mod owner;
+mod planned;
 mod served;
 mod source;
 
@@ -16,6 +17,7 @@ pub use cached::drop_page_cache;
 pub use destination::CopiedImages;
 pub use known::KnownFile;
 pub(crate) use owner::{check_can_open_as, give_ownership};
+pub use planned::PlannedDisk;
 pub use source::{DiskLog, LeavingDisk, SocketPath, first_pages};
 
 use proto::limits::PAGE_BYTES;

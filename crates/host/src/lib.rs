@@ -7,6 +7,7 @@ pub mod config;
 mod context;
 pub mod cpu;
 pub mod disks;
+mod emulators;
 pub mod fault;
 pub mod freeze;
 pub mod guard;
@@ -31,8 +32,9 @@ mod watch;
 
 pub(crate) use api::with_causes as chain;
 pub use arrival_error::ArrivalError;
-pub use arriving_vm::{ArrivalArtifacts, ArrivingVm, ContOutcome, DestinationDetails, find_by_monitor};
+pub use arriving_vm::{ArrivalArtifacts, ArrivingVm, ContOutcome, DestinationDetails};
 pub use context::Context;
+pub use emulators::{EmulatorCache, end_probes, find_by_monitor};
 pub use guard::{ThrottleGuard, guard_main};
 pub use helper_program::HelperProgram;
 pub use source_vm::{SourceVm, VmError};

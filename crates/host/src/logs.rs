@@ -17,6 +17,13 @@ pub(crate) fn directory(config: &Config, arrival: &str) -> PathBuf {
     config.log_dir.join(arrival)
 }
 
+/// Returns the directories that the agent made for a VM's QEMU and for its logs, if it did.
+pub(crate) fn own_directories(config: &Config, qmp: &Path) -> Option<(PathBuf, PathBuf)> {
+    let run = qmp.parent().filter(|found| found.parent() == Some(&config.run_dir.join("vms")))?;
+    let name = run.file_name()?.to_str()?;
+    Some((run.to_owned(), directory(config, name)))
+}
+
 /// Makes the directory for files of these names, and links to them in `links`.
 pub(crate) fn make(directory: &Path, names: &[String], links: &Path) -> io::Result<()> {
     if names.is_empty() {

@@ -3,15 +3,13 @@
 //! The source inspects its VM and sends the result as facts; the destination compares them with its own host. The rules
 //! themselves are in `qemu::preflight`; this module gathers the facts.
 
-mod binaries;
 mod disks;
 mod register;
 mod room;
 mod trial;
 mod writable_shared_images;
 
-pub use binaries::{EmulatorCache, end_probes};
-pub use disks::{PlannedDisk, proposed_disks};
+pub use disks::proposed_disks;
 pub use room::{end_measurements, measure};
 pub use trial::{Trial, started_or_findings};
 
@@ -38,7 +36,7 @@ use tracing::info;
 
 use crate::Context;
 use crate::arrivals::{Needs, ReservationGuard};
-use crate::disks::KnownFile;
+use crate::disks::{KnownFile, PlannedDisk};
 use crate::peers::{self, PeerError};
 use crate::{ArrivalArtifacts, ArrivalError};
 use crate::{SourceVm, VmError};
@@ -234,7 +232,7 @@ pub fn destination(
     artifacts.images = disks.copied.iter().map(|disk| disk.location.path.clone()).collect();
     let built = command::build(&theirs.vm, &here);
     let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
-    let emulator = context.emulators.ask(context, &here).map_err(|error| {
+    let emulator = context.emulators.ask(&context.config, &here).map_err(|error| {
         vec![Finding {
             severity: Severity::Blocker,
             code: "qemu-start".to_owned(),

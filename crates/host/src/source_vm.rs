@@ -20,9 +20,9 @@ use tracing::{info, warn};
 use crate::Context;
 use crate::disks::DiskLog;
 use crate::freeze::{self, FreezeError};
+use crate::logs;
 use crate::runtime_files::RuntimeFiles;
 use crate::verification::{self, CompareError, Hashes};
-use crate::vms;
 use crate::watch::ExitWatch;
 use store::journal::VmRecord;
 
@@ -123,7 +123,7 @@ impl SourceVm {
     /// Attaches to a VM that an earlier agent was moving, without any query: it may be frozen by SIGSTOP.
     pub fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let process = record.process(&context.boot_id)?;
-        let runtime_files = RuntimeFiles::of(&process, vms::own_directories(context, &record.qmp));
+        let runtime_files = RuntimeFiles::of(&process, logs::own_directories(&context.config, &record.qmp));
         Ok(Self {
             process,
             runtime_files,

@@ -24,11 +24,11 @@ use serde_json::{Value, json};
 use tracee::{Injector, Process};
 
 use crate::Context;
+use crate::EmulatorCache;
 use crate::HelperProgram;
 use crate::config::Config;
 use crate::fault::Faults;
 use crate::names::NameLocks;
-use crate::preflight::EmulatorCache;
 use crate::templates::Templates;
 use store::journal::{Journal, NewMigration, State, VmRecord};
 use store::register::Register;

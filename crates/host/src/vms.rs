@@ -3,7 +3,7 @@
 mod claim;
 mod second_copy;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use proto::VmName;
@@ -287,7 +287,7 @@ pub fn remove_runtime_files(context: &Context, vm: &VmName) {
 
 fn remove_own_directory(context: &Context, record: &VmRecord) {
     let gone = record.process(&context.boot_id).is_err();
-    if gone && let Some((directory, log_directory)) = own_directories(context, &record.qmp) {
+    if gone && let Some((directory, log_directory)) = logs::own_directories(&context.config, &record.qmp) {
         remove(&directory);
         logs::remove_empty(&log_directory);
     }
@@ -300,14 +300,6 @@ fn remove(directory: &Path) {
         }
         _ => {}
     }
-}
-
-/// Returns the directories that the agent made for a VM's QEMU and for its logs, if it did.
-pub(crate) fn own_directories(context: &Context, qmp: &Path) -> Option<(PathBuf, PathBuf)> {
-    let directory =
-        qmp.parent().filter(|found| found.parent() == Some(&context.config.run_dir.join("vms")))?;
-    let name = directory.file_name()?.to_str()?;
-    Some((directory.to_owned(), logs::directory(&context.config, name)))
 }
 
 /// Returns a VM's entry in the list; `open` is its open migration, with the standing of that.

@@ -1,6 +1,7 @@
 //! Start of a driver for a VM that a peer proposes.
 
 use host::ArrivingVm;
+use host::disks::PlannedDisk;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -55,7 +56,7 @@ impl Daemon {
         let context = &self.context;
         let (seen, ram_kind) = (considered.findings.clone(), considered.ram_kind.clone());
         let qemu_version = Some(considered.qemu_version.clone());
-        let copied = considered.copied.iter().map(preflight::PlannedDisk::copied_disk).collect();
+        let copied = considered.copied.iter().map(PlannedDisk::copied_disk).collect();
         let post_copy = considered.proposal.post_copy;
         let exclusive = context.starts.write().unwrap_or_else(PoisonError::into_inner);
         let began = Instant::now();
@@ -178,7 +179,7 @@ impl Daemon {
             }
             let began = Instant::now();
             let left = artifacts.clone();
-            let copied_disk = copied.iter().map(preflight::PlannedDisk::copied_disk).collect();
+            let copied_disk = copied.iter().map(PlannedDisk::copied_disk).collect();
             // Held until the VM has arrived or failed to arrive.
             let reserved = reserved;
             let started = artifacts.make_directory().and_then(|()| {

@@ -14,10 +14,10 @@ use block::reading::ImageReader;
 use block::thin::NewVolume;
 use proto::limits::CHUNK_BYTES;
 
+use super::planned::PlannedDisk;
 use super::served::{Connections, ServedDisk, failed};
 use super::{display_name, whole_pages};
 use crate::pool::MadeImage;
-use crate::preflight::PlannedDisk;
 use crate::verification::{self, CompareError};
 
 /// The images of all copied disks, made and open for writing.

@@ -4,50 +4,18 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use proto::MigrationId;
-use proto::message::{CopiedDisk, DiskMode, Finding, ProposedDisk, Severity};
+use proto::message::{DiskMode, Finding, ProposedDisk, Severity};
 use qemu::cmdline::QemuOption;
-use qemu::command::{HostRules, NewImage};
+use qemu::command::HostRules;
 use qemu::describe::{Disk, VmDescription};
 use qemu::options::Value;
 use qemu::preflight::DestinationFile;
 use qemu::preflight::files::NeededFile;
 
 use crate::arrivals::ImageNeed;
-use crate::pool::{ImageLocation, Pool};
+use crate::disks::PlannedDisk;
+use crate::pool::Pool;
 use api::{MigrateRequest, Problem, ProblemKind};
-
-/// A disk that is to be copied.
-#[derive(Clone, Debug)]
-pub struct PlannedDisk {
-    pub(crate) name: String,
-    pub(crate) bytes: u64,
-    /// Estimated size of its image in the pool, in bytes.
-    needed_bytes: u64,
-    /// Location of its image.
-    pub(crate) location: ImageLocation,
-}
-
-impl PlannedDisk {
-    /// Returns the disk for the source's acceptance message.
-    pub fn copied_disk(&self) -> CopiedDisk {
-        CopiedDisk {
-            name: self.name.clone(),
-            path: self.location.path.display().to_string(),
-            format: self.location.format.as_str().to_owned(),
-            send_zeros: !self.location.is_blank(),
-        }
-    }
-
-    /// Returns the image for QEMU's command line.
-    pub(super) fn new_image(&self) -> NewImage {
-        NewImage {
-            path: self.location.path.clone(),
-            format: self.location.format.as_str().to_owned(),
-            cut_to_bytes: self.location.is_device().then_some(self.bytes),
-            is_device: self.location.is_device(),
-        }
-    }
-}
 
 /// Returns the disks that a guest writes to, and the user's choice for each.
 ///
@@ -366,6 +334,8 @@ fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Findin
 #[cfg(test)]
 mod tests {
     use qemu::describe::{DiskNodes, Layer};
+
+    use qemu::command::NewImage;
 
     use super::*;
 

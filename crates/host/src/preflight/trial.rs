@@ -16,10 +16,11 @@ use qemu::process::{Launch, StartError};
 use qemu::qmp::Qmp;
 use qemu::ram::RamBlock;
 
-use super::binaries::PREFIX;
 use super::disks::unique_word;
-use super::{AcceptableProposal, Comparison, PlannedDisk};
+use super::{AcceptableProposal, Comparison};
 use crate::Context;
+use crate::disks::PlannedDisk;
+use crate::emulators::PREFIX;
 use crate::{ArrivalArtifacts, ArrivalError, ArrivingVm};
 
 /// A prepared trial.

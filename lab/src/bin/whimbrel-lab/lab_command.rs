@@ -54,7 +54,7 @@ fn text(up: &LabInfo) -> String {
     for LabHostInfo { namespace, config, .. } in &up.hosts {
         lines.push(format!("  ip netns exec {namespace} {program} agent --config {}", config.display()));
     }
-    lines.push(format!("Speak to them by their sockets:"));
+    lines.push("Speak to them by their sockets:".to_owned());
     for LabHostInfo { socket, .. } in &up.hosts {
         lines.push(format!("  {program} --socket {} info", socket.display()));
     }

@@ -1,6 +1,5 @@
 //! Results on the standard output: text or JSON.
 
-use std::fmt::{self, Write as _};
 use std::io::{self, Write as _};
 
 use api::with_causes;
@@ -46,5 +45,5 @@ fn write(text: &str) {
 
 /// Returns the lines as one text, each with its end.
 pub(crate) fn joined(lines: &[String]) -> String {
-    lines.iter().map(|line| format!("{line}\n")).collect()
+    lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect()
 }

@@ -14,8 +14,7 @@ use qemu::process::{Launch, StartError};
 use qemu::qmp::{Qmp, QmpError};
 use tracee::{Process, Signal};
 
-use crate::Context;
-use crate::find_by_monitor;
+use crate::config::Config;
 
 /// Cached capabilities of this host's QEMU binaries. To start one for a query takes as long as to start it for a VM, so
 /// it is queried once, and again when its file has changed.
@@ -56,7 +55,7 @@ impl EmulatorCache {
 
     /// Chooses the QEMU for a VM that ran under version `wanted`: the first of the same version (`major.minor`), else
     /// the first newer one, else the first, for which the pre-flight checks will report findings.
-    pub(super) fn choose(&self, binaries: &[PathBuf], wanted: &str) -> PathBuf {
+    pub(crate) fn choose(&self, binaries: &[PathBuf], wanted: &str) -> PathBuf {
         let wanted = parse(wanted);
         let versions: Vec<_> = binaries.iter().map(|binary| (binary, self.version(binary))).collect();
         let same = versions.iter().find(|(_, found)| found.is_some() && *found == wanted);
@@ -75,12 +74,12 @@ impl EmulatorCache {
     }
 
     /// Returns the capabilities of the QEMU that these rules name.
-    pub(super) fn ask(&self, context: &Context, rules: &HostRules) -> Result<Arc<QemuInfo>, QemuQueryError> {
+    pub(crate) fn ask(&self, config: &Config, rules: &HostRules) -> Result<Arc<QemuInfo>, QemuQueryError> {
         let file = File::of(&rules.qemu_binary).map_err(|source| QemuQueryError::File { source })?;
         if let Some(emulator) = self.known().get(&file).and_then(|known| known.emulator.clone()) {
             return Ok(emulator);
         }
-        let mut probe = Probe::start(context, rules)?;
+        let mut probe = Probe::start(config, rules)?;
         let emulator = Arc::new(gather::emulator(&mut probe.qmp)?);
         self.known().entry(file).or_default().emulator = Some(Arc::clone(&emulator));
         Ok(emulator)
@@ -89,7 +88,7 @@ impl EmulatorCache {
 
 /// Reason for which a QEMU could not be queried.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum QemuQueryError {
+pub(crate) enum QemuQueryError {
     /// Its file cannot be found.
     #[error("it cannot be found")]
     File {
@@ -119,11 +118,11 @@ fn version(binary: &Path) -> Option<(u64, u64)> {
 }
 
 /// Prefix of the directories of probes.
-pub(super) const PREFIX: &str = "probe-";
+pub(crate) const PREFIX: &str = "probe-";
 
 /// Ends the probes that a previous agent left behind when it was killed: they would wait for ever.
-pub fn end_probes(context: &Context) {
-    let Ok(entries) = std::fs::read_dir(&context.config.run_dir) else { return };
+pub fn end_probes(config: &Config) {
+    let Ok(entries) = std::fs::read_dir(&config.run_dir) else { return };
     for directory in entries.flatten().map(|entry| entry.path()) {
         if !directory.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(PREFIX.as_bytes())) {
             continue;
@@ -137,6 +136,11 @@ pub fn end_probes(context: &Context) {
     }
 }
 
+/// Finds the QEMU that an agent started with a monitor at `path`.
+pub fn find_by_monitor(path: &Path) -> Option<Process> {
+    qemu::find::find_by_own_monitor(path).and_then(|pid| Process::open(pid).ok())
+}
+
 /// A QEMU without a guest that can be queried. Ends when dropped.
 struct Probe {
     qmp: Qmp,
@@ -145,10 +149,10 @@ struct Probe {
 }
 
 impl Probe {
-    fn start(context: &Context, rules: &HostRules) -> Result<Self, StartError> {
+    fn start(config: &Config, rules: &HostRules) -> Result<Self, StartError> {
         let name = format!("{PREFIX}{:?}", std::thread::current().id());
         let name: String = name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
-        let directory = context.config.run_dir.join(name);
+        let directory = config.run_dir.join(name);
         let log = directory.join("qemu.log");
         std::fs::create_dir_all(&directory)
             .map_err(|source| StartError::Log { path: log.clone(), source })?;
@@ -162,7 +166,7 @@ impl Probe {
         );
         argv.extend(qemu::command::monitor(&qmp).map(Into::into));
         let launch = Launch { argv, env: Vec::new(), cwd: None, log, qmp, scope: None, oom_score_adj: 0 };
-        let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
+        let patience = Duration::from_millis(config.timeouts.qemu_start_ms);
         let started = qemu::process::start(&launch, Instant::now() + patience);
         match started {
             Ok((started, qmp)) => {
@@ -250,7 +254,7 @@ mod tests {
         let path = directory.join(QMP_FILE);
         let mut others = with_argument(&format!("UNIX-CONNECT:{}", path.display()));
         let mut left = with_argument(&qemu::command::monitor(&path)[1]);
-        end_probes(&world.context);
+        end_probes(&world.context.config);
         let status = left.wait().unwrap();
         assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9));
         assert!(!directory.exists());

@@ -24,7 +24,7 @@ use whimbrel_guest_load::mix;
 
 use crate::error::{Context, Result};
 use crate::host::Host;
-use crate::lab::Direction;
+use crate::network::Direction;
 
 /// Largest packet. Larger than Ethernet's, so that fewer are handled for the same data.
 const MTU: u16 = 9000;

@@ -30,25 +30,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use crate::bench::usage::traffic;
 use crate::emulator::{Emulator, Settings};
 use crate::error::{Context, Error, Result};
 use crate::host::{Host, namespaces, remove_namespace};
+pub use crate::network::{Direction, MIGRATION_LINK, VM_BRIDGE, VM_GATEWAY, vm_address};
 use crate::run::run;
+use crate::traffic::traffic;
 pub use packets::Packets;
 use wiring::{drop_arriving, silence_ipv6};
 
-/// The bridge in each host to which VMs' taps are attached.
-pub const VM_BRIDGE: &str = "vms";
-/// The device of the migration link in each host.
-pub const MIGRATION_LINK: &str = "mig";
 /// The device towards the witness in each host.
 const CONTROL_LINK: &str = "ctl";
 /// The nftables table of cuts.
 const CUTS: &str = "cut";
-
-/// The router's address in the VMs' network: the VMs' gateway.
-pub const VM_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 92, 0, 254);
 
 const MIGRATION: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 90, 0, 1), Ipv4Addr::new(10, 90, 0, 2)];
 const CONTROL: [Ipv4Addr; 3] =
@@ -58,11 +52,6 @@ const CLIENT_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 254);
 
 /// The hosts, in the order in which they are drawn above.
 const HOSTS: [&str; 5] = ["a", "b", "witness", "router", "client"];
-
-/// Returns the address of the `n`th VM (1 to 253) in the VMs' network.
-pub const fn vm_address(n: u8) -> Ipv4Addr {
-    Ipv4Addr::new(10, 92, 0, n)
-}
 
 /// The link between the two hosts.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -127,15 +116,6 @@ impl Default for LabConfig {
     fn default() -> Self {
         Self::new("whimbrel")
     }
-}
-
-/// A direction of the migration link.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
-    /// From host `a` to host `b`.
-    AToB,
-    /// From host `b` to host `a`.
-    BToA,
 }
 
 /// A laboratory that is up. It is taken down when this is dropped, unless it was [`Lab::keep`]t.

@@ -50,6 +50,7 @@ pub mod lab;
 mod migrating;
 mod monitor;
 mod nas;
+mod network;
 mod pki;
 mod run;
 mod serial;
@@ -57,6 +58,7 @@ mod spec;
 pub mod storage;
 pub mod sweep;
 mod testing;
+mod traffic;
 
 pub use self::host::Host;
 pub use agents::Agents;

@@ -9,8 +9,8 @@ pub use whimbrel_guest_load::Pattern;
 use crate::bare;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Context, Result};
-use crate::lab::VM_GATEWAY;
 use crate::nas::Nas;
+use crate::network::VM_GATEWAY;
 
 /// A guest to be started. Start from [`GuestSpec::tiny`] or [`GuestSpec::bare`] and change what matters.
 #[derive(Debug, Clone, PartialEq)]

@@ -14,7 +14,7 @@ use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
-pub use engine::trace::{Replayed, Traces};
+pub use engine::traces::{Replayed, Traces};
 pub use explain::explain;
 pub use reductions::{Compression, Deltas, FreePageHintStats, LevelChoice};
 pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};

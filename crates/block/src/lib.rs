@@ -15,6 +15,7 @@
 pub mod compare;
 pub mod image;
 pub mod nbd;
+mod program;
 pub mod reading;
 pub mod thin;
 pub mod volume;

@@ -14,7 +14,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::image::ImageError;
 use crate::nbd::{Client, NbdError};
-use crate::volume::run;
+use crate::program::run;
 
 /// Size of a block of a pool's metadata, in bytes; the kernel supports no other.
 const METADATA_BLOCK_BYTES: u64 = 4096;

@@ -1,20 +1,17 @@
 //! Logical volumes of LVM for arriving disks, instead of files. LVM's own programs create and remove them.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use crate::image::ImageError;
+use crate::program::run;
 use crate::thin::{ThinPool, Usage};
 
 /// Longest name of a new logical volume, in bytes, without its prefix; LVM permits 127, less the group's name.
 const NAME_BYTES: usize = 60;
 /// Prefix of the names, and a tag, by which people recognize volumes of this program.
 const TAG: &str = "whimbrel";
-/// Longest time for one of LVM's programs.
-const TIMEOUT: Duration = Duration::from_secs(20);
-/// Interval between two checks whether it has ended.
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Number of attempts to remove a volume that is in use, and the pause between them.
 const REMOVALS: u32 = 5;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(500);
@@ -112,30 +109,6 @@ pub fn remove(path: &Path) -> Result<bool, ImageError> {
             Err(error) => return Err(error),
         }
     }
-}
-
-/// Runs a program of LVM or device mapper. LVM's programs wait while another one holds the group's lock.
-pub(crate) fn run(tool: &'static str, mut command: Command, path: &Path) -> Result<String, ImageError> {
-    let failed = |message: String| ImageError::Tool { tool, path: path.to_owned(), message };
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).env("LC_ALL", "C");
-    let started = command.spawn();
-    let mut child = started.map_err(|source| ImageError::NoTool { tool, package: "lvm2", source })?;
-    let deadline = Instant::now() + TIMEOUT;
-    // The output is short: it fits a pipe.
-    while child.try_wait().is_ok_and(|ended| ended.is_none()) {
-        if Instant::now() >= deadline {
-            // It may end at this very moment, or only when a system call in the kernel returns.
-            let _ = child.kill();
-            std::thread::spawn(move || child.wait());
-            return Err(failed(format!("did not end within {} s", TIMEOUT.as_secs())));
-        }
-        std::thread::sleep(POLL_INTERVAL);
-    }
-    let done = child.wait_with_output().map_err(|error| failed(error.to_string()))?;
-    if done.status.success() {
-        return Ok(String::from_utf8_lossy(&done.stdout).into_owned());
-    }
-    Err(failed(String::from_utf8_lossy(&done.stderr).trim().replace('\n', "; ")))
 }
 
 #[cfg(test)]

@@ -24,3 +24,4 @@ pub mod push;
 pub mod referring;
 pub mod throttle;
 pub mod trace;
+pub mod traces;

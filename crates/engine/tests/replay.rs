@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use engine::naming::DiscardDecision;
 use engine::precopy::{Decision, Pattern};
-use engine::trace::{Others, Traces};
+use engine::traces::{Others, Traces};
 
 /// Returns all recorded traces, with the names of their files.
 fn recorded() -> Vec<(PathBuf, Traces)> {

@@ -12,9 +12,9 @@ use proto::packed::Codec;
 use proto::pages::{Content, FILLING_BYTES, PageRun, PagesHeader};
 
 use crate::dirty::ChunkPages;
+use crate::page_name::PageName;
 use crate::ram::zero::{filling, is_zero};
 use crate::ram::{BlockReader, RamError};
-use crate::references::PageName;
 
 mod encodings;
 

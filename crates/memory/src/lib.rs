@@ -35,6 +35,7 @@ mod deltas;
 pub mod dirty;
 mod first_pass;
 mod pack;
+mod page_name;
 mod postcopy;
 mod priority;
 pub mod ram;
@@ -55,6 +56,7 @@ pub use dirty::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
 pub use pack::codec::BadPacked;
 pub use pack::{CompressionCounters, CompressionCriteria, CompressionState};
+pub use page_name::{NAME_BYTES, PageName};
 pub use postcopy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
     decode_set, encode_set,
@@ -64,10 +66,10 @@ pub use receive::{
     AcceptedReductions, AttachError, DestinationRam, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
     ZeroedRange,
 };
-pub use references::{ContentIndex, NAME_BYTES, PageName, ReferenceOutcome, Templates};
+pub use references::{ContentIndex, ReferenceOutcome, Templates};
 pub use round::{
-    Cleared, DirtyLog, DrainFailed, Owed, PageCursor, PartBoundary, Readable, ScanError, ScanFailed,
-    ScanStats, WrappedPart,
+    Cleared, DirtyLog, DrainFailed, LogError, Owed, PageCursor, PartBoundary, Readable, ScanError,
+    ScanFailed, ScanStats, WrappedPart,
 };
 pub use send::{
     BlockProgress, CompletedRound, Interrupted, Progress, Reductions, RoundStats, SendError, Sender,
@@ -76,7 +78,7 @@ pub use send::{
 pub use sent_history::SentHistory;
 pub use soft::SoftPageSet;
 pub use tracee::TrackError;
-pub use tracked::{LogError, TrackedRam};
+pub use tracked::TrackedRam;
 pub use wire::{DataStream, FrameSink, FrameSource, HangUp};
 
 /// Locks. A thread that died while it held the lock is reported by its guard, so its lock need not report it again.

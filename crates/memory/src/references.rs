@@ -21,6 +21,7 @@ use proto::reference::{ContentSource, HASH_BYTES, Reference};
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
+use crate::page_name::{PageHash, PageName, page_hash};
 use crate::ram::RamError;
 use crate::sent_pages::SentPageIndex;
 
@@ -28,44 +29,11 @@ mod table;
 
 use table::NameTable;
 
-/// Bytes of a [`PageName`].
-pub const NAME_BYTES: usize = 6;
-
 /// Maximum number of chunks of disks whose sent pages are recorded: 4 GiB, for 6 MiB.
 const MAX_RECORDED_CHUNKS: usize = ((4 << 30) / CHUNK_BYTES) as usize;
 
 /// Maximum number of pages of memory that are remembered as targets of references: 512 MiB, for 2.25 MiB.
 const MEMORY_PAGES: u64 = (512 << 20) / PAGE_BYTES;
-
-/// The BLAKE3 of a page.
-pub(crate) type PageHash = [u8; 32];
-
-/// The beginning of a page's BLAKE3: enough to identify the page among some millions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PageName(pub [u8; NAME_BYTES]);
-
-impl PageName {
-    /// Returns the name of a page's bytes.
-    pub fn of(page: &[u8]) -> Self {
-        Self::from_hash(&page_hash(page))
-    }
-
-    pub(crate) fn from_hash(hash: &PageHash) -> Self {
-        let mut name = [0; NAME_BYTES];
-        name.copy_from_slice(&hash[..NAME_BYTES]);
-        Self(name)
-    }
-
-    fn number(self) -> u64 {
-        let mut bytes = [0; 8];
-        bytes[..NAME_BYTES].copy_from_slice(&self.0);
-        u64::from_le_bytes(bytes)
-    }
-}
-
-pub(crate) fn page_hash(page: &[u8]) -> PageHash {
-    *blake3::hash(page).as_bytes()
-}
 
 /// Builder of a reference's hash, from those of its pages.
 #[derive(Debug, Default)]

@@ -35,6 +35,8 @@ use std::ops::Range;
 use proto::limits::PAGE_BYTES;
 
 use crate::dirty::DirtyBitmap;
+use crate::ram::RamError;
+use tracee::TrackError;
 
 /// Result and cost of one dirty scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,6 +47,20 @@ pub struct ScanStats {
     pub duration_us: u64,
 }
 
+/// Error of tracking writes to RAM.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// The kernel cannot track the writes.
+    #[error(transparent)]
+    Track(#[from] TrackError),
+    /// The memory cannot be reached.
+    #[error(transparent)]
+    Ram(#[from] RamError),
+    /// The log of a disk, which is sent as a block of its own.
+    #[error(transparent)]
+    Disk(Box<dyn std::error::Error + Send + Sync>),
+}
+
 /// Error of reading the dirty log.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot find out what was written to {block}")]
@@ -52,7 +68,7 @@ pub struct ScanError {
     /// Name of the block.
     pub block: String,
     /// Error of the operating system.
-    pub source: crate::LogError,
+    pub source: LogError,
 }
 
 /// Source of dirty pages: records which pages were written.
@@ -388,7 +404,7 @@ mod tests {
             if self.1 {
                 return Err(ScanError {
                     block: "pc.ram".into(),
-                    source: tracee::TrackError::NotMapped { range: tracee::AddressRange::default() }.into(),
+                    source: TrackError::NotMapped { range: tracee::AddressRange::default() }.into(),
                 });
             }
             Ok(ScanStats { pages: self.0.drain(..).count() as u64, duration_us: 0 })

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use proto::limits::CHUNK_PAGES;
 
-use crate::references::{NAME_BYTES, PageName};
+use crate::page_name::{NAME_BYTES, PageName};
 
 /// Name of a page that was not sent.
 const NONE: PageName = PageName([0; NAME_BYTES]);

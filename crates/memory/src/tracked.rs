@@ -7,23 +7,9 @@ use std::time::Instant;
 use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 
 use crate::dirty::DirtyBitmap;
-use crate::ram::{DropWatch, RamError, RamRegion, drop_watches};
-use crate::round::{DirtyLog, ScanError, ScanStats};
+use crate::ram::{DropWatch, RamRegion, drop_watches};
+use crate::round::{DirtyLog, LogError, ScanError, ScanStats};
 use crate::soft::SoftPageSet;
-
-/// Error of tracking writes to RAM.
-#[derive(Debug, thiserror::Error)]
-pub enum LogError {
-    /// The kernel cannot track the writes.
-    #[error(transparent)]
-    Track(#[from] TrackError),
-    /// The memory cannot be reached.
-    #[error(transparent)]
-    Ram(#[from] RamError),
-    /// The log of a disk, which is sent as a block of its own.
-    #[error(transparent)]
-    Disk(Box<dyn std::error::Error + Send + Sync>),
-}
 
 /// RAM blocks whose writes are tracked, until this is dropped.
 #[derive(Debug)]

@@ -15,8 +15,8 @@
 //! as it was and reports it as missing, as it does for a page that was [referred to](crate::reference). The run states
 //! how many pieces it has in all, so that its length is known before any of it is read. Disks have no deltas.
 
+use crate::decode::BadPages;
 use crate::limits::PAGE_BYTES;
-use crate::pages::BadPages;
 
 /// Bytes of a piece.
 pub const PIECE_BYTES: usize = 64;

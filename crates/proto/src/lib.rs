@@ -65,6 +65,7 @@
 //! of a message are checked before an agent acts on them ([`Message::validate`]).
 
 pub mod awaited;
+mod decode;
 pub mod delta;
 pub mod frame;
 pub mod ids;

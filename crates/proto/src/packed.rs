@@ -16,7 +16,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::pages::{BadPages, Cursor, MAX_PAYLOAD_BYTES, PageRun, PagesHeader};
+use crate::decode::{BadPages, Cursor};
+use crate::pages::{MAX_PAYLOAD_BYTES, PageRun, PagesHeader};
 
 /// Bytes before the part that a `Pages` frame has, too.
 pub const HEAD_BYTES: usize = 4;

@@ -22,6 +22,8 @@
 //!
 //! Pages that are compressed travel in frames of another kind ([`crate::packed`]).
 
+pub use crate::decode::BadPages;
+use crate::decode::Cursor;
 use crate::delta::{self, PIECE_BYTES};
 use crate::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use crate::reference::REFERENCE_BYTES;
@@ -161,35 +163,6 @@ pub struct PagesHeader {
     pub chunk: u64,
 }
 
-/// Error of a data frame that cannot be applied.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BadPages {
-    /// The payload is shorter than its header announces.
-    #[error("data frame ends early")]
-    Truncated,
-    /// The payload is longer than its header announces.
-    #[error("data frame with {0} surplus bytes")]
-    Surplus(usize),
-    /// The kind of content is unknown in this version.
-    #[error("run of unknown content {0}")]
-    Content(u16),
-    /// Runs are empty, overlap, are not in ascending order, or exceed the chunk.
-    #[error("runs are not in ascending order within their chunk")]
-    Runs,
-    /// The codec is unknown in this version.
-    #[error("pages compressed by unknown codec {0}")]
-    Codec(u16),
-    /// The compressed data is empty, or not shorter than the data that it replaces.
-    #[error("compressed pages that are none")]
-    Packed,
-    /// A delta has too many pieces, or its length differs from that in its run.
-    #[error("changes of a page that do not fit their run")]
-    Delta,
-    /// The kind of reference is unknown in this version.
-    #[error("a reference that cannot be followed")]
-    Reference,
-}
-
 impl PagesHeader {
     /// Appends header and runs; the caller appends the data, in the order of the runs.
     pub fn encode(&self, runs: &[PageRun], out: &mut Vec<u8>) {
@@ -287,19 +260,5 @@ impl Ack {
         let mut at = Cursor(payload);
         let ack = Self { seq: u64::from_le_bytes(at.take()?), waited_us: u32::from_le_bytes(at.take()?) };
         at.finish().map(|()| ack)
-    }
-}
-
-pub(crate) struct Cursor<'a>(pub(crate) &'a [u8]);
-
-impl Cursor<'_> {
-    pub(crate) fn take<const N: usize>(&mut self) -> Result<[u8; N], BadPages> {
-        let (head, rest) = self.0.split_first_chunk().ok_or(BadPages::Truncated)?;
-        self.0 = rest;
-        Ok(*head)
-    }
-
-    pub(crate) fn finish(&self) -> Result<(), BadPages> {
-        if self.0.is_empty() { Ok(()) } else { Err(BadPages::Surplus(self.0.len())) }
     }
 }

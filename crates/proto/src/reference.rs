@@ -16,8 +16,8 @@
 //! Missing: seq u64 | pages of the frame's chunk, a bit each, 64 bytes
 //! ```
 
+use crate::decode::{BadPages, Cursor};
 use crate::limits::CHUNK_PAGES;
-use crate::pages::{BadPages, Cursor};
 
 /// Length of a reference in a frame, in bytes.
 pub const REFERENCE_BYTES: usize = 32;

@@ -5,11 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::param::clock_ticks_per_second;
-use serde_json::Value;
 
 use crate::error::{Context, Error, Result};
 use crate::host::Host;
-use crate::lab::MIGRATION_LINK;
+use crate::traffic::traffic;
 
 /// Returns the processor time that a process has used so far, with its children that have ended, also if it has ended
 /// and was not reaped. The kernel counts it exactly and reports it in hundredths of a second.
@@ -50,47 +49,9 @@ pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| Error::Config(format!("{path} tells no peak of memory")))
 }
 
-/// Bytes and packets that a host has sent over the migration link so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Traffic {
-    /// Bytes with all headers.
-    pub(crate) bytes: u64,
-    pub(crate) packets: u64,
-}
-
-impl Traffic {
-    /// Returns the traffic since an earlier count.
-    pub(crate) fn since(self, before: Self) -> Self {
-        Self {
-            bytes: self.bytes.saturating_sub(before.bytes),
-            packets: self.packets.saturating_sub(before.packets),
-        }
-    }
-}
-
 /// Returns the bytes that a host has sent over the migration link so far, with all headers.
 pub(super) fn sent_so_far(host: &Host) -> Result<u64> {
     traffic(host).map(|traffic| traffic.bytes)
-}
-
-/// Returns the traffic that a host has sent over the migration link so far. Where the link has a limit, the count is
-/// the limiter's: the device itself counts one header for a large segment, which the limiter cuts into many.
-pub(crate) fn traffic(host: &Host) -> Result<Traffic> {
-    let told = |command: &[&str]| -> Result<Value> {
-        let text = host.run(command)?;
-        serde_json::from_str(&text)
-            .map_err(std::io::Error::from)
-            .context(|| format!("cannot read `{}`", command[0]))
-    };
-    let queues = told(&["tc", "-json", "-stats", "qdisc", "show", "dev", MIGRATION_LINK])?;
-    let limited = queues.as_array().into_iter().flatten().find(|queue| queue["kind"] == "tbf").cloned();
-    let counts = match limited {
-        Some(queue) => queue,
-        None => told(&["ip", "-json", "-stats", "link", "show", "dev", MIGRATION_LINK])?[0]["stats64"]["tx"]
-            .clone(),
-    };
-    let traffic = || Some(Traffic { bytes: counts["bytes"].as_u64()?, packets: counts["packets"].as_u64()? });
-    traffic().ok_or_else(|| Error::Config("neither `tc` nor `ip` tells how much was sent".to_owned()))
 }
 
 /// Processor time of a migration: that of both QEMUs and both agents, from the creation of the meter.

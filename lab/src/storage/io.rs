@@ -10,12 +10,12 @@ use serde_json::Value;
 use super::guest::{VM, ask, word};
 use super::ours::PLAIN;
 use crate::agents::Agents;
-use crate::bench::usage::traffic;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::migrating::{adopt, forget};
 use crate::run::run;
+use crate::traffic::traffic;
 
 /// Number and duration of the guest's writing phases in each state.
 const SAMPLES: usize = 3;

@@ -18,13 +18,13 @@ use super::sampler::{Sampler, Samples, Timeline, at, by_seconds, gaps_by_seconds
 use crate::agents::Agents;
 use crate::bench::Provenance;
 use crate::bench::subject::{SavedGuest, clear};
-use crate::bench::usage::{Traffic, traffic};
 use crate::environment::{Environment, Qemu};
 use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig, vm_address};
 use crate::migrating::{adopt, forget};
 use crate::run::Daemon;
+use crate::traffic::{Traffic, traffic};
 
 /// Time that clients work before anything is watched, and then before the guest is migrated.
 const WARM_UP: Duration = Duration::from_secs(10);

@@ -12,10 +12,10 @@ use std::process::Command;
 use serde_json::json;
 
 use super::mover::ArrivedGuest;
-use crate::bench::usage::Traffic;
 use crate::environment::Qemu;
 use crate::error::{Context, Result};
 use crate::run::run;
+use crate::traffic::Traffic;
 
 const PAGE_BYTES: usize = 4096;
 /// Headers of a packet of a TCP connection with timestamps: Ethernet, IP, TCP.

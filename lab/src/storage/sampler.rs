@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::bench::usage::traffic;
 use crate::error::Result;
 use crate::host::Host;
 use crate::monitor::Monitor;
+use crate::traffic::traffic;
 
 const STEP: Duration = Duration::from_millis(500);
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use engine::precopy::Decision;
-use engine::trace::Traces;
+use engine::traces::Traces;
 use serde_json::Value;
 
 /// Asserts that every decision follows from the inputs in the report. Where `WHIMBREL_RECORD_TRACES` names a directory,

@@ -10,6 +10,7 @@ use crate::push::{Part, Push};
 use crate::referring::{ReferenceObservation, ReferencePolicy};
 use crate::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy, ThrottleDemand};
 use crate::throttle::{Drain, Threshold, WriteObservation, WriteThrottle};
+use crate::traces::{Others, Replayed, Traces};
 
 /// Numbers of a realistic size: no counter reaches more.
 fn number() -> impl Strategy<Value = u64> {

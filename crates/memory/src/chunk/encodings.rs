@@ -11,7 +11,8 @@ use super::{FrameBuilder, PAGE};
 use crate::clock::measure;
 use crate::deltas::{ChunkMarks, Deltas};
 use crate::dirty::ChunkPages;
-use crate::references::{ContentIndex, ContentLocation, PageHash, PageName, RunHash, page_hash};
+use crate::page_name::{PageHash, PageName, page_hash};
+use crate::references::{ContentIndex, ContentLocation, RunHash};
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
 /// comparing a page.

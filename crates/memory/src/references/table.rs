@@ -1,6 +1,6 @@
 //! Locations of pages by name: twelve bytes for each, in bounded memory.
 
-use super::{NAME_BYTES, PageName};
+use crate::page_name::{NAME_BYTES, PageName};
 
 /// Locations by name: each is stored in the first free slot from the one to which its name hashes, or, if none is near,
 /// in the slot of another one, which is evicted.

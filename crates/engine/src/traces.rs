@@ -4,7 +4,6 @@ use std::fmt::{self, Debug};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Decider, Trace};
 use crate::bulk::DisksFirstPolicy;
 use crate::compression::CompressionPolicy;
 use crate::naming::DiscardPolicy;
@@ -14,6 +13,7 @@ use crate::push::Push;
 use crate::referring::ReferencePolicy;
 use crate::throttle::WriteThrottle;
 use crate::throttle::processors::CpuThrottlePolicy;
+use crate::trace::{Decider, Trace};
 
 /// Observations and decisions of all policies of a migration, enough to replay all decisions. A report contains them,
 /// among other data.

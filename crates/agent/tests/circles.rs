@@ -1,0 +1,129 @@
+//! Checks that no modules of a crate use one another in a circle, neither directly nor through others.
+//!
+//! Reads the sources: `crate::…` names another module of the crate, directly or by what the crate's root re-exports.
+//! Only the modules below the root are compared; comments and tests do not count.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Uses between modules: each module with those that it names.
+type Uses = BTreeMap<String, BTreeSet<String>>;
+
+fn sources(directory: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(sources(&path));
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+    found
+}
+
+/// Returns the text without comments, and without tests at its end.
+fn code(path: &Path) -> String {
+    let text = fs::read_to_string(path).unwrap();
+    let text = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+    text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+}
+
+fn identifier(text: &str) -> &str {
+    text.split(|letter: char| !letter.is_alphanumeric() && letter != '_').next().unwrap_or_default()
+}
+
+/// Returns the first names of paths like `name::…` or `{name, name::…}`.
+fn names(path: &str) -> Vec<&str> {
+    match path.strip_prefix('{') {
+        None => vec![identifier(path)],
+        Some(list) => list
+            .split('}')
+            .next()
+            .unwrap_or_default()
+            .split(',')
+            .map(|name| identifier(name.trim()))
+            .collect(),
+    }
+}
+
+/// Returns the module from which the crate's root re-exports each name.
+fn re_exports(root: &str) -> BTreeMap<&str, &str> {
+    let uses = root.split("use ").skip(1).filter_map(|rest| rest.split(';').next()?.split_once("::"));
+    uses.flat_map(|(module, items)| names(items).into_iter().map(move |item| (item, module))).collect()
+}
+
+fn uses_of(source: &Path) -> Uses {
+    let root = ["lib.rs", "main.rs"].map(|name| source.join(name)).into_iter().find(|path| path.exists());
+    let root = code(&root.unwrap());
+    let re_exported = re_exports(&root);
+    let mut uses = Uses::new();
+    for path in sources(source) {
+        let inside = path.strip_prefix(source).unwrap();
+        let is_test =
+            inside.iter().any(|part| ["tests", "tests.rs", "testing.rs"].iter().any(|name| part == *name));
+        let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();
+        if is_test || ["lib", "main", "bin"].contains(&&*module) {
+            continue;
+        }
+        let code = code(&path);
+        let named = code.split("crate::").skip(1).flat_map(names);
+        let of = uses.entry(module).or_default();
+        of.extend(named.map(|name| (*re_exported.get(name).unwrap_or(&name)).to_owned()));
+    }
+    uses
+}
+
+/// Returns a way from a module back to itself, if there is one.
+fn circle(uses: &Uses) -> Option<Vec<String>> {
+    fn walk(uses: &Uses, way: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
+        let here = way.last().unwrap().clone();
+        for next in
+            uses.get(&here).into_iter().flatten().filter(|next| **next != here && uses.contains_key(*next))
+        {
+            if way.contains(next) {
+                way.push(next.clone());
+                return true;
+            }
+            if !done.contains(next) {
+                way.push(next.clone());
+                if walk(uses, way, done) {
+                    return true;
+                }
+                way.pop();
+            }
+        }
+        done.insert(here);
+        false
+    }
+    let mut done = BTreeSet::new();
+    uses.keys().find_map(|module| {
+        let mut way = vec![module.clone()];
+        walk(uses, &mut way, &mut done).then_some(way)
+    })
+}
+
+#[test]
+fn no_modules_use_one_another_in_a_circle() {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let crates = fs::read_dir(workspace.join("crates")).unwrap().map(|entry| entry.unwrap().path());
+    let others = ["lab", "bin/whimbrel", "bin/whimbrel-guest"].map(|name| workspace.join(name));
+    for path in crates.chain(others) {
+        let uses = uses_of(&path.join("src"));
+        assert_eq!(circle(&uses), None, "in {}", path.display());
+    }
+}
+
+#[test]
+fn a_circle_is_found() {
+    let uses = |pairs: &[(&str, &[&str])]| -> Uses {
+        let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        pairs.iter().map(|(module, names)| ((*module).to_owned(), owned(names))).collect()
+    };
+    assert_eq!(circle(&uses(&[("a", &["b", "c"]), ("b", &["c"]), ("c", &["c", "elsewhere"])])), None);
+    let found = circle(&uses(&[("a", &["b"]), ("b", &["c"]), ("c", &["b"])])).unwrap();
+    assert_eq!(found, ["a", "b", "c", "b"]);
+}

@@ -77,6 +77,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // What only tests and benchmarks need is not linked into the program that users install.
     ("whimbrel", &["whimbrel-agent", "whimbrel-api", "whimbrel-host", "whimbrel-tracee"]),
     ("whimbrel-lab", &["whimbrel-api", "whimbrel-guest-load"]),
+    (
+        "whimbrel-examples",
+        &["whimbrel-proto", "whimbrel-engine", "whimbrel-link", "whimbrel-memory", "whimbrel-tracee"],
+    ),
 ];
 
 /// The only crates that may open connections to peers, serve HTTP, or hold a database.

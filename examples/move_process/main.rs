@@ -1,0 +1,266 @@
+//! Moves the memory of a running process into another process, round by round, and lets the other one go on.
+//!
+//! `cargo run -p whimbrel-examples` (as root). It is the core of a live migration, without QEMU, devices, disks and
+//! handover, and shows how the crates fit together:
+//!
+//! | step | crates |
+//! |---|---|
+//! | make the kernel track the writes of the source process | `tracee`, `memory::TrackedRam` |
+//! | connect the two sides over TCP | `link` |
+//! | send rounds: scan, read, send, write, acknowledge | `memory` |
+//! | decide after each round whether to stop | `engine::precopy` |
+//! | stop the source, send the last pages, compare, start the destination | `tracee`, `memory` |
+//!
+//! Both sides run in this program. In Whimbrel each has an agent of its own, on its own host: `crates/migrate`.
+
+mod toy;
+
+use std::convert::Infallible;
+use std::error::Error;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+use std::{env, slice, thread};
+
+use engine::precopy::{Aim, Decision, OnLimit, Policy, RoundObservation, TargetPolicy};
+use link::{Endpoint, Listener, Peer, Router, Security};
+use memory::verify::{Block, different_chunks, hash_block};
+use memory::{
+    Cleared, CompletedRound, DataStream, Owed, RamRegion, Receiver, ReceiverEvent, RoundStats, Sender,
+    TrackedRam, open_destination, open_source,
+};
+use proto::{Epoch, Generation, HostId, MigrationId, Purpose, VmName};
+use tracee::{Injector, PAGE_SIZE, Process, RemoteMemory, Signal};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const STREAMS: u16 = 2;
+/// Time limit for connecting.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Runs as one of three programs: the example, a toy, or the injector, which `tracee` needs as a process of its own.
+fn main() -> ExitCode {
+    let result = match env::args().nth(1).as_deref() {
+        Some("injector") => return tracee::injector_main(),
+        Some("toy") => toy::run(),
+        _ => move_process(),
+    };
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    eprint!("error: {error}");
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        eprint!(": {error}");
+        cause = error.source();
+    }
+    eprintln!();
+    ExitCode::FAILURE
+}
+
+fn move_process() -> Result<()> {
+    let (mut source, mut destination) = (Toy::start()?, Toy::start()?);
+    source.go()?;
+    source.wait_for_step(toy::PAGES)?;
+    println!("process {} has filled {} MiB and writes on", source.process.pid(), source.region.bytes >> 20);
+
+    // Track first, and read only then: every write from here on is found by a later scan.
+    let injector = Injector::new(env::current_exe()?, vec!["injector".into()]);
+    let userfaultfd = injector.create_userfaultfd(&source.process)?;
+    let mut log = TrackedRam::start(&source.process, userfaultfd, slice::from_ref(&source.region))?;
+
+    let (sender, mut receiver) = connect(&source, &destination)?;
+    let (sender, cleared) = send_while_running(sender, &mut log, source.region.bytes)?;
+
+    let stopped = Instant::now();
+    source.stop()?;
+    // The scan before this one does not know what the source wrote until it stopped.
+    let last = cleared.give_up().clear_marks(&mut log)?.skip_drain();
+    // Until the destination is started, the source owns the state: after an error, SIGCONT would let it go on.
+    let CompletedRound { sender, owed, stats } = sender.send_round(last)?;
+    // Nothing is written to the destination after this, whatever is still on its way.
+    receiver.shut();
+    let downtime = stopped.elapsed();
+    print_round("last", &stats);
+    if owed.pages() > 0 {
+        return Err(format!("{} pages were not acknowledged", owed.pages()).into());
+    }
+    drop(sender);
+    receiver.end_and_join();
+    log.stop()?;
+
+    compare(&source, &destination)?;
+    println!("all memory is equal; the last pages arrived {:.1} ms after the stop", ms(downtime));
+    let stopped_at = source.step()?;
+    println!("process {} was stopped at step {stopped_at}", source.process.pid());
+    drop(source);
+    let found = destination.go()?;
+    // A state that is consistent, but older, is a lost write, too.
+    if found != stopped_at {
+        return Err(format!("the destination found step {found}").into());
+    }
+    destination.wait_for_step(found + 1000)?;
+    println!("process {} found step {found}, checked every page and goes on", destination.process.pid());
+    Ok(())
+}
+
+/// Connects a sender for the source's memory with a receiver for the destination's, over loopback.
+fn connect(source: &Toy, destination: &Toy) -> Result<(Sender, Receiver)> {
+    // Real hosts have certificates: `Security::Tls`.
+    let near = Endpoint::new(HostId::new("source")?, Security::Plain);
+    let far = Endpoint::new(HostId::new("destination")?, Security::Plain);
+    let migration = MigrationId { vm: VmName::new("toy")?, epoch: Epoch(1) };
+    // After a cut, a new set of connections would be the next generation.
+    let generation = Generation(1);
+    let deadline = Instant::now() + PATIENCE;
+
+    let blocks = open_destination(&destination.process, slice::from_ref(&destination.region))?;
+    let mut receiver = Receiver::new(blocks.into(), STREAMS, |event, _| {
+        if let ReceiverEvent::Broken { stream, cause, .. } = event {
+            eprintln!("stream {stream} broke: {cause}");
+        }
+    });
+    receiver.begin(generation);
+
+    let router = Router::default();
+    let route = router.expect(migration.clone(), generation, STREAMS);
+    let peer_host = far.host().clone();
+    let listening = Listener::bind(far, "127.0.0.1:0")?.serve(move |arrival| match arrival {
+        Ok(arrival) => drop(router.deliver(arrival)),
+        Err(rejected) => eprintln!("{rejected}: {}", rejected.source),
+    })?;
+    let peer = Peer { host: peer_host, address: listening.address().to_string() };
+    let mut streams = Vec::new();
+    for stream in 0..STREAMS {
+        let purpose = Purpose::Data { migration: migration.clone(), generation, stream };
+        streams.push(DataStream::over(near.connect(&peer, purpose, deadline)?, None));
+        let (stream, connection) = route.next(deadline).ok_or("a data stream did not arrive")?;
+        receiver.attach(generation, stream, DataStream::over(connection, None))?;
+    }
+    let blocks = open_source(&source.process, slice::from_ref(&source.region))?;
+    Ok((Sender::start(blocks.into(), streams)?, receiver))
+}
+
+/// Sends rounds until the policy decides to stop the process. Returns the pages that are dirty then.
+fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Result<(Sender, Cleared)> {
+    // KVM's rule: stop as soon as the dirty pages need less than this time, or after so many rounds.
+    let aim = Aim { max_downtime_ns: 1_000_000, max_rounds: 20, ..Aim::default() };
+    let mut policy = TargetPolicy::new(aim, OnLimit::Stop);
+    println!("round  pages       bytes        time");
+    // Each stage of a round consumes the one before, so that no page is read before its mark is cleared.
+    let mut cleared = Owed::everything([bytes]).clear_marks(log)?;
+    let mut sender = sender;
+    loop {
+        // A guest's block I/O in flight would be drained here; a toy has none.
+        let readable = cleared.drain(|| Ok::<_, Infallible>(()))?;
+        let sent = sender.send_round(readable)?;
+        print_round(&sent.stats.round.to_string(), &sent.stats);
+        // Pages that were sent, but not acknowledged, are still owed: the scan adds those written since.
+        cleared = sent.owed.clear_marks(log)?;
+        sender = sent.sender;
+        if !matches!(policy.decide(&observe(&sent.stats, &cleared)), Decision::NextRound { .. }) {
+            return Ok((sender, cleared));
+        }
+    }
+}
+
+/// Returns the policy's observation of a round and of the scan after it, as far as KVM's rule needs it.
+fn observe(stats: &RoundStats, dirty: &Cleared) -> RoundObservation {
+    RoundObservation {
+        round: stats.round,
+        dirty_pages: dirty.pages(),
+        pages_sent: stats.contents.pages(),
+        bytes_sent: stats.wire_bytes,
+        duration_ns: stats.duration_us * 1000,
+        ..RoundObservation::default()
+    }
+}
+
+fn print_round(round: &str, stats: &RoundStats) {
+    let (pages, took) = (stats.contents.pages(), Duration::from_micros(stats.duration_us));
+    println!("{round:>5} {pages:>6} {:>11} {:>8.1} ms", stats.wire_bytes, ms(took));
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// Compares the memory of both processes by plain reads of `/proc/PID/mem`, which share nothing with the code that
+/// copied it.
+fn compare(source: &Toy, destination: &Toy) -> Result<()> {
+    let hashes = |toy: &Toy| {
+        let RamRegion { name, bytes, address, .. } = toy.region.clone();
+        hash_block(toy.process.pid(), &Block { name, bytes, address }, 2)
+    };
+    match different_chunks(0, &hashes(source)?, &hashes(destination)?).as_slice() {
+        [] => Ok(()),
+        chunks => Err(format!("memory differs in these chunks of 2 MiB: {chunks:?}").into()),
+    }
+}
+
+/// A toy process; killed when dropped.
+struct Toy {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+    process: Process,
+    /// Its memory, as one block of RAM.
+    region: RamRegion,
+}
+
+impl Toy {
+    fn start() -> Result<Self> {
+        let mut command = Command::new(env::current_exe()?);
+        let mut child = command.arg("toy").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let process = Process::open(child.id())?;
+        let input = child.stdin.take().ok_or("no input")?;
+        let output = BufReader::new(child.stdout.take().ok_or("no output")?);
+        let bytes = (1 + toy::PAGES) * PAGE_SIZE;
+        let region = RamRegion { name: "toy".to_owned(), bytes, page_bytes: PAGE_SIZE, address: 0 };
+        let mut toy = Self { child, input, output, process, region };
+        toy.region.address = toy.number()?;
+        Ok(toy)
+    }
+
+    /// Lets the toy go on from the state in its memory, and returns the number of steps that it found there.
+    fn go(&mut self) -> Result<u64> {
+        writeln!(self.input)?;
+        self.number()
+    }
+
+    /// Returns the next number that it prints.
+    fn number(&mut self) -> Result<u64> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        line.trim().parse().map_err(|_| format!("toy process {} has ended", self.process.pid()).into())
+    }
+
+    /// Reads the number of its last step from its memory.
+    fn step(&self) -> Result<u64> {
+        let mut bytes = [0; 8];
+        RemoteMemory::new(&self.process)?.read(self.region.address, &mut bytes)?;
+        Ok(u64::from_ne_bytes(bytes))
+    }
+
+    fn wait_for_step(&self, step: u64) -> Result<()> {
+        while self.step()? < step {
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Stops the process. A signal is delivered later than it is sent, so this waits until the process is stopped.
+    fn stop(&self) -> Result<()> {
+        self.process.signal(Signal::STOP)?;
+        // One thread is all that a toy has; `status` is that of the first one.
+        while self.process.status()?.state != 'T' {
+            thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Toy {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! It reads all notices from one inbox: connections of the source and their messages, ends of data streams, the exit of
 //! QEMU, an operator's decision. The engine decides everything that concerns ownership; the rest is the work of
-//! receiving ([`arriving`]).
+//! receiving ([`ArrivingVm`]).
 
 mod discarding;
 mod ending;

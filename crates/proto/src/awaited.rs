@@ -25,6 +25,10 @@
 //! entries. The source sends no page before this list arrives, because a page that is placed before is discarded again
 //! when the destination prepares to wait for its faults. After a cut the streams are opened anew, with the next
 //! generation, and the destination sends the list again, so the source has to remember nothing.
+//!
+//! When all pages are present, the destination sends `PagesComplete` on the page stream and closes the page stream and
+//! the data streams. So the source knows that the end of these streams is no loss. The migration is over when `Running`
+//! comes on the control stream.
 
 use crate::limits::{CHUNK_PAGES, PAGE_BYTES};
 

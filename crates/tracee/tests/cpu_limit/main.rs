@@ -97,7 +97,8 @@ fn limits_of_a_dead_process_are_ended() {
     let group = directory(&victim.process, threads[0]);
     // As if this process had been killed; and as if that had been before a thread was moved to its group.
     std::mem::forget(limit);
-    let empty = group.with_file_name(format!("whimbrel-cpu-{}-1", victim.process.pid()));
+    let name = group.file_name().unwrap().to_str().unwrap();
+    let empty = group.with_file_name(name.replace(&format!("-{}", threads[0]), "-1"));
     fs::create_dir(&empty).unwrap();
     assert!(CpuLimit::end_leftover(&victim.process).unwrap());
     for thread in &threads {

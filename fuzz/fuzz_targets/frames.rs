@@ -45,10 +45,10 @@ fuzz_target!(|bytes: &[u8]| {
                 assert!(
                     runs.iter().all(|run| u64::from(run.first_page) + u64::from(run.pages) <= CHUNK_PAGES)
                 );
-                let mut again = Vec::new();
-                pages.encode(&runs, &mut again);
-                again.extend_from_slice(data);
-                assert_eq!(again, payload);
+                let mut encoded = Vec::new();
+                pages.encode(&runs, &mut encoded);
+                encoded.extend_from_slice(data);
+                assert_eq!(encoded, payload);
             }
             FrameKind::RoundEnd => {
                 if let Ok((seq, round)) = decode_round_end(payload) {
@@ -68,10 +68,10 @@ fuzz_target!(|bytes: &[u8]| {
             FrameKind::Packed => {
                 let Ok(packed) = Packed::decode(payload, &mut runs) else { continue };
                 assert!(packed.bytes.len() < packed.data_bytes);
-                let mut again = packed.codec.encode().to_vec();
-                packed.header.encode(&runs, &mut again);
-                again.extend_from_slice(packed.bytes);
-                assert_eq!(again, payload);
+                let mut encoded = packed.codec.encode().to_vec();
+                packed.header.encode(&runs, &mut encoded);
+                encoded.extend_from_slice(packed.bytes);
+                assert_eq!(encoded, payload);
             }
             FrameKind::Message | FrameKind::Blob => {}
         }

@@ -11,7 +11,7 @@ fuzz_target!(|bytes: &[u8]| {
     if let Ok(message) = serde_json::from_slice::<Message>(bytes) {
         let _ = message.validate();
         let json = serde_json::to_vec(&message).expect("what was read can be written");
-        let again: Message = serde_json::from_slice(&json).expect("what was written can be read");
-        assert_eq!(again, message);
+        let decoded: Message = serde_json::from_slice(&json).expect("what was written can be read");
+        assert_eq!(decoded, message);
     }
 });

@@ -111,7 +111,7 @@ pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) ->
     client.wait_for_answers(ANSWERS)?;
     let client = client.finish();
 
-    let told = run(&mut agents.command(&lab.a, &["report", VM]))?;
+    let report_text = run(&mut agents.command(&lab.a, &["report", VM]))?;
     let moved = !runs_qemu(&lab.a)? && runs_qemu(&lab.b)?;
     let report = DemoReport { boot_ms, migration, client, moved };
     fs::create_dir_all(directory).context(|| format!("cannot make {}", directory.display()))?;
@@ -119,7 +119,7 @@ pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) ->
     let text = serde_json::to_string_pretty(&report).map_err(std::io::Error::from);
     fs::write(&path, text.context(|| "cannot write the report")?)
         .context(|| format!("cannot write {}", path.display()))?;
-    say(&told);
+    say(&report_text);
     describe(&report.client, &mut say);
     say(&format!("All of it: {}", path.display()));
     drop(guest);

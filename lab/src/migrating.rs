@@ -40,7 +40,7 @@ pub(crate) fn migrate(
     migrate_while(agents, from, to, vm, more, patience, |_| Ok(()))
 }
 
-/// Migrates like [`migrate`], and runs `meanwhile` at the same time. The receiver passed to it is disconnected when the
+/// Migrates like [`migrate`], and runs `concurrent` at the same time. The receiver passed to it is disconnected when the
 /// migration has ended, with success or without. Returns when both have ended.
 pub(crate) fn migrate_while(
     agents: &Agents,
@@ -49,7 +49,7 @@ pub(crate) fn migrate_while(
     vm: &str,
     more: &[&str],
     patience: Duration,
-    meanwhile: impl FnOnce(&mpsc::Receiver<()>) -> Result<()> + Send,
+    concurrent: impl FnOnce(&mpsc::Receiver<()>) -> Result<()> + Send,
 ) -> Result<MigrationReport> {
     let mut command = agents.command(from, &["migrate", vm, "--to", to.name(), "--json"]);
     command.args(more);
@@ -63,11 +63,11 @@ pub(crate) fn migrate_while(
             }
         });
         let (over, underway) = mpsc::channel::<()>();
-        let meanwhile = scope.spawn(move || meanwhile(&underway));
+        let concurrent = scope.spawn(move || concurrent(&underway));
         let printed = command.stderr(Stdio::null()).output();
         drop((ended, over));
-        // A panic of `meanwhile` continues here.
-        meanwhile.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        // A panic of `concurrent` continues here.
+        concurrent.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         printed.context(|| "cannot run Whimbrel")
     })?;
     serde_json::from_slice(&printed.stdout)
@@ -138,18 +138,18 @@ mod tests {
 
     #[test]
     fn a_report_is_read() {
-        let told = MigrationReport(json!({
+        let migration = MigrationReport(json!({
             "outcome": "moved", "total_us": 7, "started_unix_ms": 1000, "downtime": {"stop_us": 3},
             "events": [{"what": "running", "at_us": 500_000}],
         }));
-        assert!(told.has_moved().unwrap());
+        assert!(migration.has_moved().unwrap());
         assert_eq!(
-            (told.total().unwrap(), told.downtime("stop_us").unwrap()),
+            (migration.total().unwrap(), migration.downtime("stop_us").unwrap()),
             (Duration::from_micros(7), Duration::from_micros(3))
         );
-        assert!(told.downtime("load_us").unwrap_err().to_string().contains("no number load_us"));
-        assert_eq!(told.at("running").unwrap(), SystemTime::UNIX_EPOCH + Duration::from_millis(1500));
-        assert!(told.at("stopped").is_err());
+        assert!(migration.downtime("load_us").unwrap_err().to_string().contains("no number load_us"));
+        assert_eq!(migration.at("running").unwrap(), SystemTime::UNIX_EPOCH + Duration::from_millis(1500));
+        assert!(migration.at("stopped").is_err());
         assert!(!MigrationReport(json!({"outcome": "cancelled"})).has_moved().unwrap());
         assert!(MigrationReport(json!({"outcome": "in-doubt"})).has_moved().is_err());
     }

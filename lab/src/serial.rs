@@ -274,8 +274,8 @@ const CHECK_PATIENCE: Duration = Duration::from_secs(40);
 
 /// Returns the tiny guest's line without its checksum. `None` if the line is incomplete, or has no checksum.
 fn complete_line(line: &str) -> Option<&str> {
-    let (said, sum) = line.rsplit_once(" sum=")?;
-    (Some(checksum(said)) == u64::from_str_radix(sum, 16).ok()).then_some(said)
+    let (content, sum) = line.rsplit_once(" sum=")?;
+    (Some(checksum(content)) == u64::from_str_radix(sum, 16).ok()).then_some(content)
 }
 
 impl LogFollower {
@@ -333,15 +333,16 @@ mod tests {
 
     #[test]
     fn a_tick_is_read() {
-        let told = "tick n=3 uptime_ms=3001 longest_stall_ms=3.5 writes=38408 verified=24584 passes=2 disk_reads=7 disk_writes=5 wrong=1";
-        let line = format!("{told} sum={:x}", checksum(told));
+        let tick_text = "tick n=3 uptime_ms=3001 longest_stall_ms=3.5 writes=38408 verified=24584 passes=2 disk_reads=7 disk_writes=5 wrong=1";
+        let line = format!("{tick_text} sum={:x}", checksum(tick_text));
         let tick = Tick::parse(&line).unwrap();
         assert_eq!(
             (tick.n, tick.uptime_ms, tick.passes, tick.disk_reads, tick.disk_writes, tick.wrong),
             (3, 3001, 2, 7, 5, 1)
         );
         assert!((tick.longest_stall_ms - 3.5).abs() < 1e-9);
-        for damaged in [told, &line.replace("=38408", "=338408"), &line.replace("disk_writes", "diskwrites")]
+        for damaged in
+            [tick_text, &line.replace("=38408", "=338408"), &line.replace("disk_writes", "diskwrites")]
         {
             assert_eq!(Tick::parse(damaged), None);
         }

@@ -27,17 +27,17 @@ impl Traffic {
 /// Returns the traffic that a host has sent over the migration link so far. Where the link has a limit, the count is
 /// the limiter's: the device itself counts one header for a large segment, which the limiter cuts into many.
 pub(crate) fn traffic(host: &Host) -> Result<Traffic> {
-    let told = |command: &[&str]| -> Result<Value> {
+    let query = |command: &[&str]| -> Result<Value> {
         let text = host.run(command)?;
         serde_json::from_str(&text)
             .map_err(std::io::Error::from)
             .context(|| format!("cannot read `{}`", command[0]))
     };
-    let queues = told(&["tc", "-json", "-stats", "qdisc", "show", "dev", MIGRATION_LINK])?;
+    let queues = query(&["tc", "-json", "-stats", "qdisc", "show", "dev", MIGRATION_LINK])?;
     let limited = queues.as_array().into_iter().flatten().find(|queue| queue["kind"] == "tbf").cloned();
     let counts = match limited {
         Some(queue) => queue,
-        None => told(&["ip", "-json", "-stats", "link", "show", "dev", MIGRATION_LINK])?[0]["stats64"]["tx"]
+        None => query(&["ip", "-json", "-stats", "link", "show", "dev", MIGRATION_LINK])?[0]["stats64"]["tx"]
             .clone(),
     };
     let traffic = || Some(Traffic { bytes: counts["bytes"].as_u64()?, packets: counts["packets"].as_u64()? });

@@ -176,9 +176,9 @@ fn bad_prefixes() {
     let (inside, around) = (format!("{}/a", lab.0), format!("{0}/../{0}", lab.0));
     for prefix in [&inside, &around] {
         for word in ["up", "down"] {
-            let said = CommandOutput::by(Command::new(LAB).args(["--json", word, "--prefix", prefix]));
-            assert_eq!(said.code, 2, "{prefix:?}: {said:?}");
-            assert!(said.stdout.contains("letters, digits and dashes"), "{said:?}");
+            let result = CommandOutput::by(Command::new(LAB).args(["--json", word, "--prefix", prefix]));
+            assert_eq!(result.code, 2, "{prefix:?}: {result:?}");
+            assert!(result.stdout.contains("letters, digits and dashes"), "{result:?}");
         }
     }
     lab.is_up();
@@ -202,9 +202,9 @@ fn a_case_is_measured_beside_qemu() {
         }
         CommandOutput::by(&mut command)
     };
-    let said = bench(&["nobody", "whimbrel-2", "qemu", "post-copy"]).ok().json();
-    let runs = said["cases"][0]["runs"].as_array().unwrap().clone();
-    assert_eq!(runs.len(), 4, "{said:#}");
+    let result = bench(&["nobody", "whimbrel-2", "qemu", "post-copy"]).ok().json();
+    let runs = result["cases"][0]["runs"].as_array().unwrap().clone();
+    assert_eq!(runs.len(), 4, "{result:#}");
     for run in &runs {
         let (by, measured) = (run["contender"].as_str().unwrap(), &run["measured"]);
         assert_eq!(measured.is_null(), by == "nobody", "{run:#}");
@@ -216,7 +216,7 @@ fn a_case_is_measured_beside_qemu() {
         }
     }
     let written: Value = serde_json::from_str(&fs::read_to_string(&results).unwrap()).unwrap();
-    assert_eq!(written, said);
+    assert_eq!(written, result);
     let page = fs::read_to_string(&page).unwrap();
     assert!(
         page.starts_with("before") && page.ends_with("after\n") && page.contains("What was to be reached")
@@ -257,9 +257,9 @@ fn a_point_that_was_measured_is_not_measured_again() {
     );
     assert!(fs::read_to_string(&page).unwrap().contains(name));
 
-    let again = sweep("8");
-    assert!(again.stderr.contains("1 of 1 points were measured before"), "{again:?}");
-    assert_eq!(again.json(), first);
+    let second_sweep = sweep("8");
+    assert!(second_sweep.stderr.contains("1 of 1 points were measured before"), "{second_sweep:?}");
+    assert_eq!(second_sweep.json(), first);
     let more = sweep("8,0").json();
     assert_eq!(more["cases"].as_array().unwrap().len(), 2);
     assert_eq!(more["cases"][0], first["cases"][0], "what was known stays as it was");

@@ -257,22 +257,22 @@ mod tests {
         put("proc/kpageflags", &bytes);
         let kernel = KernelMemory::open(root.path()).unwrap();
         assert!(!kernel.poisoned());
-        let mut told: Vec<(Pages, PageUse)> = Vec::new();
+        let mut reported: Vec<(Pages, PageUse)> = Vec::new();
         kernel
             .scan(|pages, used| {
-                match told.last_mut() {
+                match reported.last_mut() {
                     Some((last, before)) if *before == used && last.end == pages.start => {
                         last.end = pages.end;
                     }
-                    _ => told.push((pages, used)),
+                    _ => reported.push((pages, used)),
                 }
                 Ok(())
             })
             .unwrap();
         let cache = PageUse::Cache { cold: true };
         let expected = [(2..3, PageUse::Other), (3..5, PageUse::Free), (5..6, cache), (6..7, PageUse::Other)];
-        assert_eq!(told[..4], expected);
-        assert_eq!(told[4..], [(0x10000..0x15000, PageUse::Free)]);
+        assert_eq!(reported[..4], expected);
+        assert_eq!(reported[4..], [(0x10000..0x15000, PageUse::Free)]);
         // The view of an unprivileged user.
         put("proc/iomem", b"00000000-00000000 : System RAM\n");
         assert_eq!(KernelMemory::open(root.path()).unwrap_err().kind(), io::ErrorKind::PermissionDenied);

@@ -156,7 +156,7 @@ mod tests {
         root
     }
 
-    fn said(root: &Path, question: &str) -> String {
+    fn reply(root: &Path, question: &str) -> String {
         let mut out = Vec::new();
         answer(root, question.parse().unwrap(), &mut out).unwrap();
         String::from_utf8(out).unwrap()
@@ -166,20 +166,20 @@ mod tests {
     fn questions_are_answered() {
         let root = root();
         let path = root.path();
-        assert_eq!(said(path, "report 7 none"), "begin 7 1\nmemory 1+5\nfree 1+2\nend 7\n");
-        assert_eq!(said(path, "report 8 cold"), "begin 8 1\nmemory 1+5\nfree 1+2\ncache 3+1\nend 8\n");
-        assert_eq!(said(path, "report 9 all"), "begin 9 1\nmemory 1+5\nfree 1+2\ncache 3+1 5+1\nend 9\n");
-        let failed = said(path, "give-back 10 all");
+        assert_eq!(reply(path, "report 7 none"), "begin 7 1\nmemory 1+5\nfree 1+2\nend 7\n");
+        assert_eq!(reply(path, "report 8 cold"), "begin 8 1\nmemory 1+5\nfree 1+2\ncache 3+1\nend 8\n");
+        assert_eq!(reply(path, "report 9 all"), "begin 9 1\nmemory 1+5\nfree 1+2\ncache 3+1 5+1\nend 9\n");
+        let failed = reply(path, "give-back 10 all");
         assert!(failed.starts_with("begin 10 1\nnote the page cache is not given back: "), "{failed}");
         assert!(failed.ends_with("memory 1+5\nfree 1+2\nend 10\n"), "{failed}");
         fs::write(path.join("proc/sys/vm/drop_caches"), "").unwrap();
-        assert_eq!(said(path, "give-back 10 all"), "begin 10 1\nmemory 1+5\nfree 1+2\nend 10\n");
+        assert_eq!(reply(path, "give-back 10 all"), "begin 10 1\nmemory 1+5\nfree 1+2\nend 10\n");
         fs::write(path.join("proc/cmdline"), "page_poison=1").unwrap();
-        assert!(said(path, "report 1 none").contains("\npoisoned\n"));
+        assert!(reply(path, "report 1 none").contains("\npoisoned\n"));
         fs::write(path.join("proc/kpageflags"), [0; 24]).unwrap();
-        assert!(said(path, "report 1 none").contains("\nnote not all is known of memory: "));
+        assert!(reply(path, "report 1 none").contains("\nnote not all is known of memory: "));
         fs::remove_file(path.join("proc/kpageflags")).unwrap();
-        assert!(said(path, "report 1 none").starts_with("begin 1 1\nnote nothing is known of memory: "));
+        assert!(reply(path, "report 1 none").starts_with("begin 1 1\nnote nothing is known of memory: "));
     }
 
     #[test]
@@ -189,11 +189,11 @@ mod tests {
             .concat();
         let answers = tempfile::tempfile().unwrap();
         serve_requests(root.path(), &mut &noise[..], &answers).unwrap();
-        let said = io::read_to_string({
+        let reply = io::read_to_string({
             io::Seek::rewind(&mut &answers).unwrap();
             answers
         });
-        assert_eq!(said.unwrap(), "begin 2 1\nmemory 1+5\nfree 1+2\nend 2\n");
+        assert_eq!(reply.unwrap(), "begin 2 1\nmemory 1+5\nfree 1+2\nend 2\n");
     }
 
     #[test]

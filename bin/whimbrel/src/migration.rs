@@ -38,7 +38,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         ram: command.ram.into(),
         allow_options: command.allow_options,
         disks: command.disks.into(),
-        disk: command.disk.into_iter().map(|(name, wish)| (name, wish.into())).collect(),
+        disk: command.disk.into_iter().map(|(name, mode)| (name, mode.into())).collect(),
         leave_snapshots: command.leave_snapshots,
     }
 }

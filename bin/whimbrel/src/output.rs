@@ -142,8 +142,8 @@ mod tests {
 
     #[test]
     fn nothing_that_is_shown_steers_a_terminal() {
-        let told = "QEMU said:\n\t\u{1b}[2J\u{1b}]0;owned\u{7} \u{9b}31m\r fine \u{e4}";
-        let shown = plain(told);
+        let message = "QEMU said:\n\t\u{1b}[2J\u{1b}]0;owned\u{7} \u{9b}31m\r fine \u{e4}";
+        let shown = plain(message);
         assert!(!shown.chars().any(|c| c.is_control() && c != '\n' && c != '\t'), "{shown:?}");
         assert!(shown.contains("\n\t\\u{1b}[2J") && shown.ends_with("fine \u{e4}"), "{shown}");
     }

@@ -49,15 +49,15 @@ impl World {
         command(&self.socket(), words)
     }
 
-    fn say(&self, words: &[&str]) -> CommandOutput {
-        say(self.command(words))
+    fn run(&self, words: &[&str]) -> CommandOutput {
+        run(self.command(words))
     }
 
     /// Runs it with `--json`: it prints one JSON document in all cases.
     fn json(&self, words: &[&str]) -> (i32, Value) {
-        let said = self.say(&[&["--json"], words].concat());
-        let value = serde_json::from_str(&said.stdout);
-        (said.code.unwrap(), value.unwrap_or_else(|error| panic!("{words:?}: {error}: {said:?}")))
+        let result = self.run(&[&["--json"], words].concat());
+        let value = serde_json::from_str(&result.stdout);
+        (result.code.unwrap(), value.unwrap_or_else(|error| panic!("{words:?}: {error}: {result:?}")))
     }
 }
 
@@ -67,7 +67,7 @@ fn command(socket: &Path, words: &[&str]) -> Command {
     command
 }
 
-fn say(mut command: Command) -> CommandOutput {
+fn run(mut command: Command) -> CommandOutput {
     let output = command.output().unwrap();
     CommandOutput {
         code: output.status.code(),
@@ -81,11 +81,11 @@ fn signal(child: &Child, signal: &str) {
 }
 
 #[track_caller]
-fn expect(said: &CommandOutput, code: i32, stdout: &[&str], stderr: &[&str]) {
-    assert_eq!(said.code, Some(code), "{said:?}");
-    for (text, words) in [(&said.stdout, stdout), (&said.stderr, stderr)] {
+fn expect(result: &CommandOutput, code: i32, stdout: &[&str], stderr: &[&str]) {
+    assert_eq!(result.code, Some(code), "{result:?}");
+    for (text, words) in [(&result.stdout, stdout), (&result.stderr, stderr)] {
         for word in words {
-            assert!(text.contains(word), "{word:?} is missing in {said:#?}");
+            assert!(text.contains(word), "{word:?} is missing in {result:#?}");
         }
     }
 }
@@ -93,18 +93,18 @@ fn expect(said: &CommandOutput, code: i32, stdout: &[&str], stderr: &[&str]) {
 #[test]
 fn help_names_the_exit_codes_and_hides_the_injector() {
     let world = World::new();
-    let help = world.say(&["--help"]);
+    let help = world.run(&["--help"]);
     expect(&help, 0, &["migrate", "recover", "Exit codes", "3  in doubt"], &[]);
     assert!(!help.stdout.contains("injector") && !help.stdout.contains("guard"));
-    expect(&world.say(&["--version"]), 0, &["whimbrel"], &[]);
+    expect(&world.run(&["--version"]), 0, &["whimbrel"], &[]);
     for words in
         [&["--help"][..], &["-h"], &["migrate", "--help"], &["migrate", "-h"], &["recover", "--help"]]
     {
-        let help = world.say(words);
+        let help = world.run(words);
         let wide: Vec<_> = help.stdout.lines().filter(|line| line.chars().count() > 100).collect();
         assert!(wide.is_empty(), "{words:?}: {wide:#?}");
     }
-    expect(&world.say(&["migrate", "--help"]), 0, &["--max-downtime", "--on-limit", "--allow-option"], &[]);
+    expect(&world.run(&["migrate", "--help"]), 0, &["--max-downtime", "--on-limit", "--allow-option"], &[]);
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn usage_errors_are_2() {
         (&["fly"], "fly"),
     ];
     for (words, word) in cases {
-        expect(&world.say(words), 2, &[], &[word]);
+        expect(&world.run(words), 2, &[], &[word]);
     }
     assert!(world.fake.asked().is_empty());
 }
@@ -133,39 +133,39 @@ fn usage_errors_are_2() {
 fn without_an_agent_it_says_how_to_start_one() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("agent.sock");
-    let said = say(command(&socket, &["vm", "list"]));
-    expect(&said, 1, &[], &["no agent answers", "whimbrel agent --config", "--socket"]);
-    let said = say(command(&socket, &["--json", "vm", "list"]));
-    let problem: Value = serde_json::from_str(&said.stdout).unwrap();
-    assert_eq!((said.code, &problem["kind"]), (Some(1), &Value::from("unavailable")));
+    let result = run(command(&socket, &["vm", "list"]));
+    expect(&result, 1, &[], &["no agent answers", "whimbrel agent --config", "--socket"]);
+    let result = run(command(&socket, &["--json", "vm", "list"]));
+    let problem: Value = serde_json::from_str(&result.stdout).unwrap();
+    assert_eq!((result.code, &problem["kind"]), (Some(1), &Value::from("unavailable")));
 }
 
 #[test]
 fn images_that_were_left_are_listed_and_removed() {
     let world = World::new();
     expect(
-        &world.say(&["images", "list"]),
+        &world.run(&["images", "list"]),
         0,
         &["web1#3", "beta", "5.0 GiB", "/srv/web1.qcow2", "can be removed"],
         &[],
     );
     expect(
-        &world.say(&["images", "remove", "web1", "3"]),
+        &world.run(&["images", "remove", "web1", "3"]),
         0,
         &["/srv/web1.qcow2 is removed", "5.0 GiB"],
         &[],
     );
-    expect(&world.say(&["images", "remove", "web1", "4"]), 2, &[], &["no image"]);
-    expect(&world.say(&["images", "remove", "web1", "--ended"]), 0, &["/srv/web1.qcow2 is removed"], &[]);
-    expect(&world.say(&["images", "remove", "web1", "4", "--ended"]), 2, &[], &["cannot be used with"]);
+    expect(&world.run(&["images", "remove", "web1", "4"]), 2, &[], &["no image"]);
+    expect(&world.run(&["images", "remove", "web1", "--ended"]), 0, &["/srv/web1.qcow2 is removed"], &[]);
+    expect(&world.run(&["images", "remove", "web1", "4", "--ended"]), 2, &[], &["cannot be used with"]);
     assert_eq!(world.json(&["images", "list"]).1[0]["path"], "/srv/web1.qcow2");
 }
 
 #[test]
 fn vms_are_listed_shown_adopted_run_and_forgotten() {
     let world = World::new();
-    expect(&world.say(&["vm", "list"]), 0, &["VM ", "web", "running", "4711", "512.0 MiB", "10.0.2"], &[]);
-    let shown = world.say(&["vm", "show", "web"]);
+    expect(&world.run(&["vm", "list"]), 0, &["VM ", "web", "running", "4711", "512.0 MiB", "10.0.2"], &[]);
+    let shown = world.run(&["vm", "show", "web"]);
     let words = [
         "anonymous",
         "/run/web.qmp",
@@ -178,28 +178,28 @@ fn vms_are_listed_shown_adopted_run_and_forgotten() {
     expect(&shown, 0, &words, &[]);
     assert!(!shown.stdout.contains("cd0") && !shown.stdout.contains("nodefaults"), "{shown:?}");
     assert_eq!(world.json(&["vm", "show", "web"]).1["description"]["options"][0]["name"], "nodefaults");
-    expect(&world.say(&["vm", "adopt", "--pid", "1"]), 1, &[], &["no QEMU", "give the process id"]);
+    expect(&world.run(&["vm", "adopt", "--pid", "1"]), 1, &[], &["no QEMU", "give the process id"]);
     expect(
-        &world.say(&["vm", "adopt", "--pid", "7", "--as", "mail"]),
+        &world.run(&["vm", "adopt", "--pid", "7", "--as", "mail"]),
         0,
         &["mail", "warning", "Restart=no"],
         &[],
     );
-    expect(&world.say(&["vm", "adopt", "q", "--allow-option", "-sandbox"]), 0, &["adopted"], &[]);
+    expect(&world.run(&["vm", "adopt", "q", "--allow-option", "-sandbox"]), 0, &["adopted"], &[]);
     let asked = world.fake.asked();
     assert!(asked[2].contains(r#""qemu_name":"q""#) && asked[2].contains("-sandbox"), "{asked:?}");
 
     let file = world.folder.path().join("vm.toml");
-    expect(&world.say(&["vm", "run", file.to_str().unwrap()]), 2, &[], &["cannot read", "vm.toml"]);
+    expect(&world.run(&["vm", "run", file.to_str().unwrap()]), 2, &[], &["cannot read", "vm.toml"]);
     std::fs::write(&file, "bad = 1").unwrap();
-    expect(&world.say(&["vm", "run", file.to_str().unwrap()]), 2, &[], &["line 1", "vm.example.toml"]);
+    expect(&world.run(&["vm", "run", file.to_str().unwrap()]), 2, &[], &["line 1", "vm.example.toml"]);
     std::fs::write(&file, "name = 'fresh'").unwrap();
-    expect(&world.say(&["vm", "run", "--paused", file.to_str().unwrap()]), 0, &["fresh"], &[]);
+    expect(&world.run(&["vm", "run", "--paused", file.to_str().unwrap()]), 0, &["fresh"], &[]);
     assert!(world.fake.asked().last().unwrap().contains(r#""paused":true"#));
 
-    expect(&world.say(&["vm", "forget", "db"]), 0, &["db is forgotten"], &[]);
-    expect(&world.say(&["vm", "forget", "db"]), 2, &[], &["no VM db", "vm list"]);
-    expect(&world.say(&["info"]), 0, &["alpha", "PAGEMAP_SCAN: there"], &[]);
+    expect(&world.run(&["vm", "forget", "db"]), 0, &["db is forgotten"], &[]);
+    expect(&world.run(&["vm", "forget", "db"]), 2, &[], &["no VM db", "vm list"]);
+    expect(&world.run(&["info"]), 0, &["alpha", "PAGEMAP_SCAN: there"], &[]);
 }
 
 #[test]
@@ -207,9 +207,9 @@ fn a_migration_that_succeeds_ends_with_its_report() {
     let world = World::new();
     let words =
         ["migrate", "web", "--to", "beta", "--max-downtime", "20", "--bandwidth", "1Gbit", "--verify"];
-    let said = world.say(&words);
+    let result = world.run(&words);
     expect(
-        &said,
+        &result,
         0,
         &["web#7 from alpha to beta: moved", "9.4 ms", "131072"],
         &["web#7: over, downtime 9.4 ms"],
@@ -223,23 +223,23 @@ fn a_migration_that_succeeds_ends_with_its_report() {
         (code, &report["schema"], &report["outcome"]),
         (0, &"whimbrel.report/1".into(), &"moved".into())
     );
-    expect(&world.say(&["report", "web"]), 0, &["web#8"], &[]);
-    expect(&world.say(&["report", "web", "7"]), 0, &["web#7"], &[]);
-    expect(&world.say(&["report", "web", "3"]), 2, &[], &["no migration web#3"]);
-    expect(&world.say(&["migrations"]), 0, &["MIGRATION", "web#8", "web#7", "done"], &[]);
+    expect(&world.run(&["report", "web"]), 0, &["web#8"], &[]);
+    expect(&world.run(&["report", "web", "7"]), 0, &["web#7"], &[]);
+    expect(&world.run(&["report", "web", "3"]), 2, &[], &["no migration web#3"]);
+    expect(&world.run(&["migrations"]), 0, &["MIGRATION", "web#8", "web#7", "done"], &[]);
 }
 
 #[test]
 fn a_migration_that_fails_leaves_1_and_one_in_doubt_3() {
     let world = World::new();
-    let failed = world.say(&["migrate", "web", "--to", "broken"]);
+    let failed = world.run(&["migrate", "web", "--to", "broken"]);
     expect(
         &failed,
         1,
         &["unharmed", "the destination's disk is full"],
         &["over, the destination's disk is full"],
     );
-    let doubtful = world.say(&["migrate", "web", "--to", "limbo"]);
+    let doubtful = world.run(&["migrate", "web", "--to", "limbo"]);
     expect(&doubtful, 3, &["in doubt"], &["whimbrel recover web", "beta does not answer"]);
     assert_eq!(world.json(&["watch", "web"]).0, 3);
     assert_eq!(world.json(&["migrate", "db", "--to", "broken"]).0, 1);
@@ -249,25 +249,25 @@ fn a_migration_that_fails_leaves_1_and_one_in_doubt_3() {
 fn what_preflight_finds_is_shown_with_advice() {
     let world = World::new();
     expect(
-        &world.say(&["migrate", "web", "--to", "tiny"]),
+        &world.run(&["migrate", "web", "--to", "tiny"]),
         1,
         &[],
         &["pre-flight says no", "10 MiB left", "free some"],
     );
     expect(
-        &world.say(&["migrate", "web", "--to", "tiny", "--check"]),
+        &world.run(&["migrate", "web", "--to", "tiny", "--check"]),
         1,
         &["cannot move", "blocker", "free some"],
         &[],
     );
     expect(
-        &world.say(&["migrate", "web", "--to", "beta", "--check"]),
+        &world.run(&["migrate", "web", "--to", "beta", "--check"]),
         0,
         &["can move", "memfd", "info"],
         &[],
     );
-    expect(&world.say(&["migrate", "web", "--to", "mars"]), 2, &[], &["no host mars", "[hosts]"]);
-    expect(&world.say(&["migrate", "who", "--to", "beta"]), 2, &[], &["no VM who"]);
+    expect(&world.run(&["migrate", "web", "--to", "mars"]), 2, &[], &["no host mars", "[hosts]"]);
+    expect(&world.run(&["migrate", "who", "--to", "beta"]), 2, &[], &["no VM who"]);
     assert_eq!(world.json(&["migrate", "web", "--to", "tiny", "--check"]).1["possible"], false);
     assert_eq!(world.json(&["migrate", "web", "--to", "tiny"]).1["findings"][0]["code"], "no-memory");
     assert!(world.json(&["migrations"]).1.as_array().unwrap().is_empty());
@@ -277,32 +277,32 @@ fn what_preflight_finds_is_shown_with_advice() {
 fn a_detached_migration_is_limited_and_cancelled() {
     let world = World::new();
     expect(
-        &world.say(&["migrate", "web", "--to", "far", "--detach"]),
+        &world.run(&["migrate", "web", "--to", "far", "--detach"]),
         0,
         &["under way", "whimbrel watch web"],
         &[],
     );
-    expect(&world.say(&["limit", "web", "--bandwidth", "500k"]), 0, &["488.3 KiB/s"], &[]);
-    expect(&world.say(&["limit", "web", "--bandwidth", "none"]), 0, &["none"], &[]);
-    expect(&world.say(&["cancel", "web"]), 0, &["stays where it is"], &[]);
-    expect(&world.say(&["cancel", "web"]), 0, &["over already"], &[]);
-    expect(&world.say(&["watch", "web"]), 1, &["cancelled"], &[]);
-    world.say(&["migrate", "web", "--to", "beta"]);
-    expect(&world.say(&["cancel", "web"]), 1, &["has moved already"], &[]);
-    expect(&world.say(&["cancel", "db"]), 2, &[], &["no migration of db"]);
-    world.say(&["migrate", "web", "--to", "limbo"]);
+    expect(&world.run(&["limit", "web", "--bandwidth", "500k"]), 0, &["488.3 KiB/s"], &[]);
+    expect(&world.run(&["limit", "web", "--bandwidth", "none"]), 0, &["none"], &[]);
+    expect(&world.run(&["cancel", "web"]), 0, &["stays where it is"], &[]);
+    expect(&world.run(&["cancel", "web"]), 0, &["over already"], &[]);
+    expect(&world.run(&["watch", "web"]), 1, &["cancelled"], &[]);
+    world.run(&["migrate", "web", "--to", "beta"]);
+    expect(&world.run(&["cancel", "web"]), 1, &["has moved already"], &[]);
+    expect(&world.run(&["cancel", "db"]), 2, &[], &["no migration of db"]);
+    world.run(&["migrate", "web", "--to", "limbo"]);
     assert_eq!(world.json(&["cancel", "web"]).0, 3);
 }
 
 #[test]
 fn a_decision_is_described_before_it_is_carried_out() {
     let world = World::new();
-    world.say(&["migrate", "web", "--to", "limbo"]);
-    let asked = world.say(&["recover", "web"]);
+    world.run(&["migrate", "web", "--to", "limbo"]);
+    let asked = world.run(&["recover", "web"]);
     expect(&asked, 3, &["What is known:", "committed to beta", "--run-here", "--give-up"], &[]);
-    let described = world.say(&["recover", "web", "--run-here"]);
+    let described = world.run(&["recover", "web", "--run-here"]);
     expect(&described, 3, &["What is risked:", "same disks", "Nothing was done", "--i-know-the-risk"], &[]);
-    let done = world.say(&["recover", "web", "--run-here", "--i-know-the-risk"]);
+    let done = world.run(&["recover", "web", "--run-here", "--i-know-the-risk"]);
     expect(&done, 0, &["the guest runs here again"], &[]);
     let asked = world.fake.asked();
     assert!(
@@ -312,11 +312,11 @@ fn a_decision_is_described_before_it_is_carried_out() {
     assert!(asked[3].contains(r#""action":"run-here","i_know_the_risk":true"#), "{asked:?}");
 
     let world = World::new();
-    world.say(&["migrate", "web", "--to", "limbo"]);
-    let forced = world.say(&["recover", "web", "--run-here", "--even-against-the-register"]);
-    let again = "--run-here --even-against-the-register --i-know-the-risk";
-    expect(&forced, 3, &["Nothing was done", again], &[]);
-    let without = world.say(&["recover", "web", "--give-up", "--without-the-register"]);
+    world.run(&["migrate", "web", "--to", "limbo"]);
+    let forced = world.run(&["recover", "web", "--run-here", "--even-against-the-register"]);
+    let override_options = "--run-here --even-against-the-register --i-know-the-risk";
+    expect(&forced, 3, &["Nothing was done", override_options], &[]);
+    let without = world.run(&["recover", "web", "--give-up", "--without-the-register"]);
     expect(&without, 3, &["--give-up --without-the-register --i-know-the-risk"], &[]);
     let asked = world.fake.asked();
     assert!(asked[1].contains(r#""register":"overruled""#), "{asked:?}");
@@ -344,7 +344,7 @@ fn ctrl_c_leaves_the_migration_alone() {
     assert_eq!(world.json(&["migrations"]).1[0]["standing"], "underway");
     assert!(world.fake.asked().iter().all(|asked| !asked.starts_with("cancel")));
     world.fake.finish("web");
-    expect(&world.say(&["watch", "web"]), 0, &["moved"], &[]);
+    expect(&world.run(&["watch", "web"]), 0, &["moved"], &[]);
 }
 
 #[test]
@@ -389,16 +389,16 @@ fn a_configuration_is_checked() {
     let check = |words: &[&str]| {
         let mut command = agent_command(&good, words);
         command.arg("--check-config");
-        say(command)
+        run(command)
     };
     expect(&check(&[]), 0, &["good; host alpha, witness"], &[]);
     assert_eq!(serde_json::from_str::<Value>(&check(&["--json"]).stdout).unwrap()["good"], true);
     assert!(!folder.path().join("state").exists(), "nothing was started");
 
     let bad = config(folder.path(), "[limits]\nmax_downtme_ms = 3\n");
-    let said = say(agent_command(&bad, &[]));
-    expect(&said, 2, &[], &["agent.toml, line 8, key `limits.max_downtme_ms`", "max_downtime_ms"]);
-    expect(&say(agent_command(Path::new("/nonexistent/a.toml"), &[])), 2, &[], &["cannot read", "--config"]);
+    let result = run(agent_command(&bad, &[]));
+    expect(&result, 2, &[], &["agent.toml, line 8, key `limits.max_downtme_ms`", "max_downtime_ms"]);
+    expect(&run(agent_command(Path::new("/nonexistent/a.toml"), &[])), 2, &[], &["cannot read", "--config"]);
 }
 
 /// A faulty certificate is a faulty configuration: a check finds it, and nothing is begun with it.
@@ -429,9 +429,9 @@ fn unusable_certificates_are_found_before_anything_begins() {
         for check in [&[][..], &["--check-config"]] {
             let mut command = agent_command(&path, &[]);
             command.args(check);
-            expect(&say(command), 2, &[], &["error: ", word]);
+            expect(&run(command), 2, &[], &["error: ", word]);
         }
-        let problem: Value = serde_json::from_str(&say(agent_command(&path, &["--json"])).stdout).unwrap();
+        let problem: Value = serde_json::from_str(&run(agent_command(&path, &["--json"])).stdout).unwrap();
         assert_eq!(problem["kind"], "bad-request", "{problem}");
         assert!(!folder.path().join("state").exists(), "nothing was begun");
     }
@@ -442,7 +442,7 @@ fn unusable_certificates_are_found_before_anything_begins() {
     std::fs::write(&path, good).unwrap();
     let mut check = agent_command(&path, &[]);
     check.arg("--check-config");
-    expect(&say(check), 0, &["good; host alpha"], &[]);
+    expect(&run(check), 0, &["good; host alpha"], &[]);
 }
 
 #[test]
@@ -454,17 +454,17 @@ fn an_agent_starts_answers_and_ends_in_order() {
     let mut log = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
     assert!(log.by_ref().any(|line| line.contains("ready")), "the agent did not start");
     let socket = folder.path().join("run/agent.sock");
-    expect(&say(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
-    expect(&say(command(&socket, &["vm", "list"])), 0, &["no VMs"], &[]);
+    expect(&run(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
+    expect(&run(command(&socket, &["vm", "list"])), 0, &["no VMs"], &[]);
 
     // A second one fails with the reason; the first does not notice.
-    let second = say(agent_command(&config, &[]));
+    let second = run(agent_command(&config, &[]));
     expect(&second, 1, &[], &["another agent", &format!("pid {}", child.id()), "state_dir"]);
-    expect(&say(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
+    expect(&run(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
 
     signal(&child, "-TERM");
     assert!(log.any(|line| line.contains("ending")));
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(!socket.exists());
-    expect(&say(command(&socket, &["info"])), 1, &[], &["no agent answers"]);
+    expect(&run(command(&socket, &["info"])), 1, &[], &["no agent answers"]);
 }

@@ -58,8 +58,8 @@ impl Trial<'_> {
         let started = Guest::start(&self.cluster.lab.a, &self.cluster.environment, &self.spec(devices));
         started.map_err(|error| {
             let log = self.cluster.lab.a.directory().join("vm1/qemu.log");
-            let said = fs::read_to_string(log).unwrap_or_default();
-            let last = said.lines().rfind(|line| !line.trim().is_empty()).unwrap_or_default();
+            let message = fs::read_to_string(log).unwrap_or_default();
+            let last = message.lines().rfind(|line| !line.trim().is_empty()).unwrap_or_default();
             format!("{error}: {last}")
         })
     }
@@ -74,7 +74,7 @@ impl Trial<'_> {
             let with_it = [&kept[..], std::slice::from_ref(&device)].concat();
             match self.start(&with_it) {
                 Ok(_) => kept = with_it,
-                Err(said) if kept.is_empty() => drop(tally.not_started.insert(device.name, said)),
+                Err(message) if kept.is_empty() => drop(tally.not_started.insert(device.name, message)),
                 // Not beside the devices before it.
                 Err(_) => {}
             }
@@ -173,8 +173,8 @@ fn configurations(machine: &'static str, count: usize) {
             let rest = trial.run(&devices, &mut tally);
             tally.moved_as_drawn += usize::from(rest.is_none());
             if let Some(rest) = rest {
-                let again = trial.run(&rest, &mut tally);
-                assert!(again.is_none(), "without what was named it is refused again");
+                let second = trial.run(&rest, &mut tally);
+                assert!(second.is_none(), "without what was named it is refused again");
             }
         }));
         if tried.is_err() {

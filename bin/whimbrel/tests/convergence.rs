@@ -71,8 +71,8 @@ fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
     else {
         panic!("no pattern: {report:#}")
     };
-    let told = rounds(&report).iter().find(|round| round["decision"] == "stop").unwrap();
-    assert_eq!(told["pattern"], serde_json::to_value(pattern).unwrap());
+    let reported = rounds(&report).iter().find(|round| round["decision"] == "stop").unwrap();
+    assert_eq!(reported["pattern"], serde_json::to_value(pattern).unwrap());
     let text = cluster.a.text(&["report", "vm1"]).ok();
     assert!(text.stdout.contains(&format!("stopped at {pattern}")), "{text:?}");
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -85,8 +85,8 @@ fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
 #[test]
 fn a_guest_that_is_too_fast_stays_by_default() {
     let (cluster, guest) = stage(ALL_IT_CAN);
-    let said = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
-    assert_eq!(said.code, 1, "{said:?}");
+    let output = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
+    assert_eq!(output.code, 1, "{output:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["outcome"], "aborted", "{report:#}");
     assert!(
@@ -145,8 +145,8 @@ fn a_cpu_throttle_moves_a_guest_that_is_too_fast() {
     let guest = cluster.guest(&GuestSpec { vcpus: 2, ..writing(96, ALL_IT_CAN) });
     carry_a_quarter(&cluster, &guest);
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--throttle-cpu", "drain", "--compress", "none"];
-    let said = cluster.a.cli(&[&words[..], &["--deltas", "never"]].concat());
-    let report = said.last_json();
+    let output = cluster.a.cli(&[&words[..], &["--deltas", "never"]].concat());
+    let report = output.last_json();
     assert_eq!(report["outcome"], "moved", "{report:#}");
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     assert!(has_event(&report, "cpu-throttled"), "{report:#}");
@@ -203,8 +203,8 @@ fn a_guest_is_throttled_where_that_keeps_the_limits() {
     let (cluster, guest) = stage_of(RATE, 96, ALL_IT_CAN);
     carry_a_quarter(&cluster, &guest);
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--policy", "sla", "--max-total", "600"];
-    let said = cluster.a.cli(&[&words[..], &["--compress", "none", "--deltas", "never"]].concat());
-    let report = said.last_json();
+    let output = cluster.a.cli(&[&words[..], &["--compress", "none", "--deltas", "never"]].concat());
+    let report = output.last_json();
     cluster.assert_moved("a", &report);
     let decisions = decisions(&assert_replayed(&report));
     assert!(matches!(decisions.last(), Some(Decision::StopAndCopy { .. })), "{report:#}");
@@ -258,8 +258,8 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let waiting = |what: &str| report["waiting"][what].as_u64().unwrap();
     assert!(waiting("most_permille") > waiting("before_permille") + 50, "{report:#}");
     let text = cluster.a.text(&["report", "vm1"]).ok();
-    let told = "copying nice 11, 1 thread at a time, looks 4 times as far apart";
-    assert!(text.stdout.contains(told), "{text:?}");
+    let reported = "copying nice 11, 1 thread at a time, looks 4 times as far apart";
+    assert!(text.stdout.contains(reported), "{text:?}");
     // A part was longer than the policy wanted, by far more than its last cluster.
     let replayed = assert_replayed(&report);
     let decisions = decisions(&replayed);

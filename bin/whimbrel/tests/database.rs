@@ -60,9 +60,9 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
     assert!(committed.rows >= 50 + 20 * moves as u64, "{committed:?}");
 
     // Its earlier host has a tap of its name, which is free now.
-    let again = database_guest_again(&cluster.environment, "again", 1, &image.unwrap()).unwrap();
+    let second = database_guest_again(&cluster.environment, "again", 1, &image.unwrap()).unwrap();
     let host = if hosts[0] == "a" { &cluster.lab.a } else { &cluster.lab.b };
-    let guest = Guest::start(host, &cluster.environment, &again).unwrap();
+    let guest = Guest::start(host, &cluster.environment, &second).unwrap();
     guest.serial().follow().unwrap().wait_for_text("SERVING").unwrap();
     let there = rows(&cluster.lab.client, vm_address(1), 1).unwrap();
     let lost: Vec<u64> = (0..committed.rows).filter(|row| !there.contains(row)).collect();
@@ -73,6 +73,6 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
 /// Waits until the program in the guest has once more verified all that it had written.
 fn wait_verified(mut console: lab::LogFollower) {
     let wanted = |line: &str| line.contains("VERIFIED") || line.contains("FIO FAILED");
-    let said = console.wait_for("the file verified", lab::DEADLINE, wanted);
-    assert!(said.as_ref().is_ok_and(|line| line.contains("VERIFIED")), "{said:?}");
+    let verdict = console.wait_for("the file verified", lab::DEADLINE, wanted);
+    assert!(verdict.as_ref().is_ok_and(|line| line.contains("VERIFIED")), "{verdict:?}");
 }

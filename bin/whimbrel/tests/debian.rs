@@ -115,8 +115,11 @@ fn notes_on(image: &Path) -> Vec<String> {
     let directory = tempfile::tempdir_in(image.parent().unwrap()).unwrap();
     let raw = directory.path().join("raw");
     let run = |program: &str, words: &[&str], well: &[i32]| {
-        let said = Command::new(program).args(words).output().unwrap();
-        assert!(said.status.code().is_some_and(|code| well.contains(&code)), "{program} {words:?}: {said:?}");
+        let result = Command::new(program).args(words).output().unwrap();
+        assert!(
+            result.status.code().is_some_and(|code| well.contains(&code)),
+            "{program} {words:?}: {result:?}"
+        );
     };
     let raw_path = raw.to_str().unwrap();
     run("qemu-img", &["convert", "-O", "raw", image.to_str().unwrap(), raw_path], &[0]);

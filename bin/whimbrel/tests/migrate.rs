@@ -102,8 +102,8 @@ fn the_destination_chooses_the_kind_of_ram() {
         let check = cluster.agent(from).cli(&["migrate", "vm1", "--to", to, "--check"]).ok().json();
         let report = cluster.migrate("vm1", from, to, &["--ram", "auto"]);
         let found = cluster.agent(to).cli(&["vm", "show", "vm1"]).ok().json();
-        for said in [&check["ram_kind"], &report["destination"]["ram_kind"], &found["ram_kind"]] {
-            assert_eq!(said, kind, "shared memory: {huge_pages_of_shared_memory}");
+        for reported in [&check["ram_kind"], &report["destination"]["ram_kind"], &found["ram_kind"]] {
+            assert_eq!(reported, kind, "shared memory: {huge_pages_of_shared_memory}");
         }
         cluster.assert_guest_whole(to, "vm1");
     }

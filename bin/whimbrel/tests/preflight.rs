@@ -52,8 +52,8 @@ fn refused(cluster: &Cluster, pid: u32) -> Vec<Value> {
     let checked: Vec<_> = found.concat().into_iter().filter(|one| one["severity"] == "blocker").collect();
     assert!(common::entries(&cluster.b.directory.join("run/vms")).is_empty());
 
-    let said = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
-    assert_eq!(said.code, 1, "{said:?}");
+    let result = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
+    assert_eq!(result.code, 1, "{result:?}");
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     let vm = cluster.a.vm("vm1").unwrap();
@@ -139,8 +139,8 @@ fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
         let guest = cluster.guest(&spec);
         // These are known at the source.
         for more in [&["--check"][..], &[]] {
-            let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], more].concat());
-            assert!(said.code == 1 && said.stdout.contains(device), "{said:?}");
+            let result = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], more].concat());
+            assert!(result.code == 1 && result.stdout.contains(device), "{result:?}");
         }
         cluster.assert_guest_whole("a", "vm1");
         lab::kill_pid(guest.pid()).unwrap();
@@ -207,9 +207,9 @@ fn nothing_is_left_of_a_trial() {
     let _guest = cluster.guest(&spec);
     let images = cluster.lab.b.directory().join("images");
     let check = || cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--check"]);
-    let said = check().ok().json();
-    let destination = said["destination_findings"].as_array().unwrap();
-    assert!(destination.iter().any(|one| one["code"] == "disk-copied"), "{said:#}");
+    let result = check().ok().json();
+    let destination = result["destination_findings"].as_array().unwrap();
+    assert!(destination.iter().any(|one| one["code"] == "disk-copied"), "{result:#}");
     let run_dir = cluster.b.directory.join("run");
     let left = || common::entries(&run_dir).into_iter().filter(|name| name.starts_with("probe-")).count();
     assert_eq!((common::entries(&images), left()), (Vec::new(), 0));
@@ -414,8 +414,8 @@ fn two_that_arrive_at_once_are_not_promised_the_same_memory() {
     let first = cluster.migrate_slowly("vm1", "1MiB");
     cluster.wait_for_sent(1 << 20);
     assert!(!possible("vm2"));
-    let said = cluster.a.cli(&["migrate", "vm2", "--to", "b"]);
-    assert!(said.code == 1 && said.stdout.contains("promised to others"), "{said:#?}");
+    let result = cluster.a.cli(&["migrate", "vm2", "--to", "b"]);
+    assert!(result.code == 1 && result.stdout.contains("promised to others"), "{result:#?}");
     cluster.a.cli(&["cancel", "vm1"]).ok();
     assert_eq!(first.wait_with_output().unwrap().status.code(), Some(1));
     cluster.a.wait_settled();

@@ -191,8 +191,8 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
             cluster.b.start();
         });
     doubt.wait_for("b", "crashed");
-    let told = "is gone and may have run";
-    until("the source has heard of it", || doubt.cluster.a.log().contains(told));
+    let message = "is gone and may have run";
+    until("the source has heard of it", || doubt.cluster.a.log().contains(message));
     doubt.wait_for("a", "committed");
     // The destination may repeat it, but it is reported once.
     let seen = || doubt.cluster.faults.as_ref().unwrap().seen();
@@ -200,7 +200,7 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
     let first = repeats();
     until("it is said again", || repeats() > first + 2);
     let log = doubt.cluster.a.log();
-    assert_eq!(log.lines().filter(|line| line.contains(told)).count(), 1, "{log}");
+    assert_eq!(log.lines().filter(|line| line.contains(message)).count(), 1, "{log}");
     doubt.decide("a", &["--run-here"]);
     doubt.assert_runs_at("a");
 }

@@ -8,14 +8,14 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 /// Returns the program's output, without an agent.
-fn said(words: &[&str]) -> Output {
+fn result(words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_whimbrel")).args(words).output().unwrap()
 }
 
 #[track_caller]
-fn expect(said: &Output, code: i32, stdout: &[&str], stderr: &[&str]) {
-    assert_eq!(said.status.code(), Some(code), "{said:?}");
-    for (text, words) in [(&said.stdout, stdout), (&said.stderr, stderr)] {
+fn expect(result: &Output, code: i32, stdout: &[&str], stderr: &[&str]) {
+    assert_eq!(result.status.code(), Some(code), "{result:?}");
+    for (text, words) in [(&result.stdout, stdout), (&result.stderr, stderr)] {
         let text = String::from_utf8_lossy(text);
         assert!(words.iter().all(|word| text.contains(word)), "{words:?} are not all in\n{text}");
     }
@@ -30,7 +30,7 @@ fn decisions_are_made_again_from_a_report() {
     let replayed = |text: &str, words: &[&str]| {
         let file = folder.path().join("report.json");
         std::fs::write(&file, text).unwrap();
-        said(&[words, &["replay", file.to_str().unwrap()]].concat())
+        result(&[words, &["replay", file.to_str().unwrap()]].concat())
     };
     expect(&replayed(&text, &[]), 0, &["stop (hybrid): ", "push: ", " decisions are the same"], &[]);
 
@@ -46,8 +46,8 @@ fn decisions_are_made_again_from_a_report() {
         &[],
     );
     let as_json = replayed(&other.to_string(), &["--json"]);
-    let told: Value = serde_json::from_slice(&as_json.stdout).unwrap();
-    let push = told.as_array().unwrap().iter().find(|one| one["policy"] == "push").unwrap();
+    let policies: Value = serde_json::from_slice(&as_json.stdout).unwrap();
+    let push = policies.as_array().unwrap().iter().find(|one| one["policy"] == "push").unwrap();
     assert_eq!(
         (as_json.status.code(), &push["differences"][0]["decision"], &push["left_out"]),
         (Some(1), &2.into(), &7.into())
@@ -62,5 +62,5 @@ fn decisions_are_made_again_from_a_report() {
         &["is of schema \"whimbrel.report/2\"", "replay it with the version that wrote it"],
     );
     expect(&replayed("text", &[]), 2, &[], &["holds no report"]);
-    expect(&said(&["replay", "/no/such/file"]), 2, &[], &["cannot read /no/such/file"]);
+    expect(&result(&["replay", "/no/such/file"]), 2, &[], &["cannot read /no/such/file"]);
 }

@@ -77,8 +77,8 @@ fn what_is_in_use_again_is_sent() {
     assert_eq!(has_answered.recv_timeout(DEADLINE), Ok(()), "{}", cluster.a.log());
     guest.serial().set("fill=88").unwrap();
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
-    let said = migration.wait_with_output().unwrap();
-    assert!(said.status.success(), "{said:?}");
+    let output = migration.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     assert!(of_rounds(&report, "soft_pages") > 0 && soft(&report, "answers") == 1, "{report:#}");
@@ -90,7 +90,7 @@ fn forward_first_answer(socket: &Path) -> mpsc::Receiver<()> {
     let of_qemu = socket.with_extension("qemu");
     std::fs::rename(socket, &of_qemu).unwrap();
     let listener = UnixListener::bind(socket).unwrap();
-    let (tell, told) = mpsc::channel();
+    let (notify, reported) = mpsc::channel();
     std::thread::spawn(move || {
         let (agent, _) = listener.accept().unwrap();
         let guest = UnixStream::connect(of_qemu).unwrap();
@@ -104,11 +104,11 @@ fn forward_first_answer(socket: &Path) -> mpsc::Receiver<()> {
                 break;
             }
         }
-        tell.send(()).unwrap();
+        notify.send(()).unwrap();
         // Until it hangs up.
         let _ = std::io::copy(&mut &agent, &mut std::io::sink());
     });
-    told
+    reported
 }
 
 /// Below and above 4 GiB, in several blocks, in shared memory: only reported pages are left out, or the guest's check
@@ -247,8 +247,8 @@ fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     let guest = cluster.guest(&spec);
     wait_for_guest_program(&guest);
     let hybrid = ["--policy", "hybrid", "--disks", "copy", "--compress", "none"];
-    let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], &hybrid[..]].concat());
-    let report = said.ok().json();
+    let output = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], &hybrid[..]].concat());
+    let report = output.ok().json();
     cluster.b.wait_settled();
     assert!(of_rounds(&report, "soft_pages") > 40 * PAGES_OF_MIB, "{report:#}");
     assert!(report["post_copy"]["left_pages"].as_u64() > Some(1000), "{report:#}");
@@ -268,19 +268,19 @@ fn a_migration_can_be_cancelled_during_a_slow_reclaim() {
     let cluster = Cluster::new();
     let guest = cluster.guest(&guest_with_free_memory(QemuVersion::Newer));
     wait_for_guest_program(&guest);
-    let (tell, told) = mpsc::channel();
+    let (notify, reported) = mpsc::channel();
     answer_for_the_guest(guest.directory().join("guest.sock"), move |verb, id| {
         if verb == "report" {
             return Some(format!("begin {id} 1\ncache 2000+100\nend {id}\n"));
         }
-        tell.send(()).unwrap();
+        notify.send(()).unwrap();
         None
     });
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--json", "--soft-pages", "all"]);
-    assert_eq!(told.recv_timeout(DEADLINE), Ok(()), "{}", cluster.a.log());
+    assert_eq!(reported.recv_timeout(DEADLINE), Ok(()), "{}", cluster.a.log());
     cluster.a.cli(&["cancel", "vm1"]).ok();
-    let said = migration.wait_with_output().unwrap();
-    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let output = migration.wait_with_output().unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["outcome"], "cancelled", "{report:#}");
     assert_eq!(soft(&report, "put_off_pages"), 256, "{report:#}");
     cluster.assert_guest_whole("a", "vm1");
@@ -334,8 +334,8 @@ fn a_guest_without_a_listening_program_is_moved() {
     let report = cluster.migrate("vm1", "a", "b", &[]);
     assert_eq!(report["soft"], Value::Null, "{report:#}");
     let events = report["events"].as_array().unwrap();
-    let told = events
+    let reported = events
         .iter()
         .any(|event| event["detail"].as_str().is_some_and(|text| text.contains("whimbrel-guest")));
-    assert!(told, "{report:#}");
+    assert!(reported, "{report:#}");
 }

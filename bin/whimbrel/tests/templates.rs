@@ -161,10 +161,10 @@ fn page_cache_of_shared_storage_is_not_sent() {
     // MiB that are known, and MiB that were read for this.
     let learnt = |report: &Value| {
         let mut events = report["events"].as_array().unwrap().iter();
-        let told = events.find(|event| event["what"] == "shared-images").unwrap();
-        let said = told["detail"].as_str().unwrap();
-        assert!(said.starts_with("2 of 2 images"), "{said}");
-        let numbers: Vec<u64> = said.split(' ').filter_map(|word| word.parse().ok()).collect();
+        let shared_images = events.find(|event| event["what"] == "shared-images").unwrap();
+        let detail = shared_images["detail"].as_str().unwrap();
+        assert!(detail.starts_with("2 of 2 images"), "{detail}");
+        let numbers: Vec<u64> = detail.split(' ').filter_map(|word| word.parse().ok()).collect();
         (numbers[2], numbers[3])
     };
     let report = cluster.migrate("vm1", "a", "b", &[]);

@@ -132,8 +132,8 @@ fn a_throttle_without_copied_disks_keeps_the_round_limit() {
     let load = Load { fill_mib: 48, wss_mib: 32, rate_mib_per_s: 200, ..Load::default() };
     let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
     let words = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--on-limit", "abort"];
-    let said = cluster.a.cli(&[&words[..], &["--max-downtime", "1"]].concat());
-    assert_eq!(said.code, 1, "{said:?}");
+    let output = cluster.a.cli(&[&words[..], &["--max-downtime", "1"]].concat());
+    assert_eq!(output.code, 1, "{output:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(report["reason"].as_str().unwrap().contains("rounds"), "{report:#}");
     assert_eq!(report["objective"]["max_rounds"], 30, "{report:#}");

@@ -50,7 +50,7 @@ fn monitor_of(cluster: &Cluster, agent: &str) -> Monitor {
     Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap()
 }
 
-fn said(migration: Child) -> CommandOutput {
+fn result(migration: Child) -> CommandOutput {
     let output = migration.wait_with_output().unwrap();
     CommandOutput {
         code: output.status.code().unwrap_or(-1),
@@ -155,8 +155,8 @@ fn swapped_out(ram: Ram) {
             during.extend(swapped);
         }
     }
-    let said = said(migration);
-    assert_eq!(said.code, 0, "{said:?}\n{}", cluster.a.log());
+    let result = result(migration);
+    assert_eq!(result.code, 0, "{result:?}\n{}", cluster.a.log());
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     let least = during.iter().min().copied().unwrap_or(0);
@@ -191,12 +191,12 @@ fn changed_during_the_rounds(cluster: &Cluster, guest: &Guest, orders: &[UserCom
     }
     drop(monitor);
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
-    let said = said(migration);
-    assert_eq!(said.code, 1, "{said:?}");
-    let text = format!("{}{}", said.stdout, said.stderr);
+    let result = result(migration);
+    assert_eq!(result.code, 1, "{result:?}");
+    let text = format!("{}{}", result.stdout, result.stderr);
     let reason =
         format!("the guest's {what} changed during the migration; it was plugged or unplugged, try again");
-    assert!(text.contains(&reason), "{reason:?} is missing: {said:#?}\n{}", cluster.a.log());
+    assert!(text.contains(&reason), "{reason:?} is missing: {result:#?}\n{}", cluster.a.log());
     assert_unharmed(cluster, guest);
 }
 
@@ -251,10 +251,10 @@ fn a_guest_that_stops_by_itself_is_not_moved_as_a_paused_one() {
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
-    let said = said(migration);
-    assert_eq!(said.code, 1, "{said:?}");
-    let text = format!("{}{}", said.stdout, said.stderr);
-    assert!(text.contains("the guest is in run state shutdown; only running and paused"), "{said:#?}");
+    let result = result(migration);
+    assert_eq!(result.code, 1, "{result:?}");
+    let text = format!("{}{}", result.stdout, result.stderr);
+    assert!(text.contains("the guest is in run state shutdown; only running and paused"), "{result:#?}");
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert_eq!(state(), "shutdown");
@@ -296,11 +296,11 @@ fn a_vhost_user_back_end_is_found() {
 
     let mapper = format!("qemu-storage-da (process {})", daemon.pid());
     for more in [&["--check"][..], &[]] {
-        let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], more].concat());
-        assert_eq!(said.code, 1, "{said:?}");
-        let text = format!("{}{}", said.stdout, said.stderr);
+        let result = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], more].concat());
+        assert_eq!(result.code, 1, "{result:?}");
+        let text = format!("{}{}", result.stdout, result.stderr);
         for word in ["other processes map the guest's memory", &mapper, "vhost-user"] {
-            assert!(text.contains(word), "{word:?} is missing: {said:#?}");
+            assert!(text.contains(word), "{word:?} is missing: {result:#?}");
         }
         assert_unharmed(&cluster, &guest);
     }
@@ -416,11 +416,11 @@ fn kvm_that_does_not_work_at_the_destination() {
         let instead = format!("mount --bind {kvm} /dev/kvm; exec \"$@\"");
         cluster.b.starter = ["unshare", "--mount", "sh", "-ec", &instead, "sh"].map(str::to_owned).to_vec();
         cluster.b.start();
-        let said = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
-        assert_eq!(said.code, 1, "{said:?}");
-        let text = format!("{}{}", said.stdout, said.stderr);
+        let result = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
+        assert_eq!(result.code, 1, "{result:?}");
+        let text = format!("{}{}", result.stdout, result.stderr);
         for word in words {
-            assert!(text.contains(word), "{word:?} is missing: {said:#?}");
+            assert!(text.contains(word), "{word:?} is missing: {result:#?}");
         }
         assert_nothing_left(&cluster, &guest);
         progress.wait(&mut output, 1, 1, DEADLINE).unwrap();

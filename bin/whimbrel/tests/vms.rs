@@ -70,9 +70,9 @@ fn a_forgotten_vm_keeps_its_place() {
     fs::write(&log, "a line of the first one\n").unwrap();
     a.cli(&["vm", "forget", "vm1"]).ok();
 
-    let again = a.cli(&["vm", "run", file.to_str().unwrap()]);
-    assert_eq!((again.code, &again.json()["kind"]), (1, &"conflict".into()), "{again:?}");
-    let text = again.json().to_string();
+    let second = a.cli(&["vm", "run", file.to_str().unwrap()]);
+    assert_eq!((second.code, &second.json()["kind"]), (1, &"conflict".into()), "{second:?}");
+    let text = second.json().to_string();
     for words in [format!("process {}", pid(&vm)), format!("vm adopt --pid {}", pid(&vm))] {
         assert!(text.contains(&words), "{words:?} is missing in {text}");
     }
@@ -202,10 +202,10 @@ fn an_owner_that_is_wrong_is_corrected() {
     assert!(refused.code == 1 && refused.stdout.contains("belongs to b"), "{refused:?}");
     let _guest = cluster.guest(&spec);
     let found = |words: &[&str]| {
-        let said = cluster.a.cli(words);
-        assert_eq!(said.code, 1, "{said:?}");
-        let said = said.json();
-        let of = |name: &str| said[name].as_array().cloned().unwrap_or_default();
+        let result = cluster.a.cli(words);
+        assert_eq!(result.code, 1, "{result:?}");
+        let result = result.json();
+        let of = |name: &str| result[name].as_array().cloned().unwrap_or_default();
         let all = [of("source_findings"), of("destination_findings"), of("findings")].concat();
         all.into_iter().filter(|one| one["severity"] == "blocker").collect::<Vec<_>>()
     };
@@ -214,9 +214,9 @@ fn an_owner_that_is_wrong_is_corrected() {
     assert!(owner["advice"].as_str().unwrap().contains("vm claim vm1"), "{owner}");
     assert_eq!(found(&["migrate", "vm1", "--to", "b"]), std::slice::from_ref(owner));
 
-    let said = cluster.a.cli(&["vm", "claim", "vm1"]);
-    assert_eq!(said.code, 1, "{said:?}");
-    assert!(!said.json()["risked"].as_array().unwrap().is_empty(), "{said:?}");
+    let result = cluster.a.cli(&["vm", "claim", "vm1"]);
+    assert_eq!(result.code, 1, "{result:?}");
+    assert!(!result.json()["risked"].as_array().unwrap().is_empty(), "{result:?}");
     assert!(!found(&["migrate", "vm1", "--to", "b"]).is_empty(), "nothing was done");
     let done = cluster.a.cli(&["vm", "claim", "vm1", "--i-know-the-risk"]).ok().json();
     assert_eq!((&done["done"], &done["owner"]), (&true.into(), &"b".into()));

@@ -73,9 +73,9 @@ fn what_is_there_is_not_touched_and_what_fails_is_said() {
 
     let socket = directory.path().join("image.sock");
     let error = Server::start(&image, Format::Qcow2, &socket, 1, TIMEOUT).unwrap_err();
-    let said = error.to_string();
-    assert!(matches!(error, ImageError::Tool { tool: "qemu-nbd", .. }), "{said}");
-    assert!(said.contains("qcow2"), "{said}");
+    let message = error.to_string();
+    assert!(matches!(error, ImageError::Tool { tool: "qemu-nbd", .. }), "{message}");
+    assert!(message.contains("qcow2"), "{message}");
 }
 
 #[test]

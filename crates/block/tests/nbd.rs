@@ -146,7 +146,7 @@ fn a_full_disk_is_told_from_other_failures() {
 }
 
 /// A server that sends these bytes to each client, and then waits for the client to close the connection.
-fn says(directory: &Path, bytes: Vec<u8>) -> PathBuf {
+fn serve_bytes(directory: &Path, bytes: Vec<u8>) -> PathBuf {
     let path = directory.join("says.sock");
     let listener = UnixListener::bind(&path).unwrap();
     thread::spawn(move || {
@@ -170,13 +170,13 @@ fn a_server_that_breaks_the_protocol_is_left() {
     ];
     for (bytes, expected) in cases {
         let directory = tempfile::tempdir().unwrap();
-        let path = says(directory.path(), bytes);
+        let path = serve_bytes(directory.path(), bytes);
         let error = Client::connect(&path, "disk", None, TIMEOUT).unwrap_err();
         assert!(matches!(&error, NbdError::Protocol(what) if what.contains(expected)), "{error}");
     }
     // A server that does not answer is not waited for.
     let directory = tempfile::tempdir().unwrap();
-    let path = says(directory.path(), Vec::new());
+    let path = serve_bytes(directory.path(), Vec::new());
     let error = Client::connect(&path, "disk", None, Duration::from_millis(20)).unwrap_err();
     assert!(matches!(error, NbdError::Lost(_)), "{error}");
 }

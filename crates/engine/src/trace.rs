@@ -78,13 +78,13 @@ impl<P: Decider> Trace<P> {
     #[must_use]
     pub fn replay(&self) -> Self {
         let mut policy = self.policy.clone();
-        let again = |entry: &Entry<P>| {
+        let replay_entry = |entry: &Entry<P>| {
             if entry.anew {
                 policy = self.policy.clone();
             }
             Entry { decision: policy.decide(&entry.observed), ..entry.clone() }
         };
-        let entries = self.entries.iter().map(again).collect();
+        let entries = self.entries.iter().map(replay_entry).collect();
         Self { policy: self.policy.clone(), entries, left_out: self.left_out }
     }
 

@@ -132,10 +132,10 @@ impl fmt::Display for Difference {
 }
 
 fn compare_stop(trace: &precopy::Trace) -> Replayed {
-    let again = trace.replay();
+    let replayed_trace = trace.replay();
     // An entry that only changes the rule for later ones has no decision.
     let decisions =
-        trace.decisions().zip(again.decisions()).filter(|(then, now)| (*then).or(**now).is_some());
+        trace.decisions().zip(replayed_trace.decisions()).filter(|(then, now)| (*then).or(**now).is_some());
     differences(&format!("stop ({})", trace.policy.name()), trace.left_out, decisions)
 }
 

@@ -203,11 +203,11 @@ mod tests {
         let me = PathBuf::from("/proc/self");
         let file = rustix::fs::memfd_create("taken", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let mut file = std::fs::File::from(file);
-        let again = file.try_clone().unwrap();
+        let duplicate = file.try_clone().unwrap();
         let memfds = || memfd_bytes(&me);
         let before = memfds();
         file.write_all(&vec![1; 8 << 20]).unwrap();
         assert!(memfds().abs_diff(before + (8 << 20)) < 4 << 20, "not counted, or counted twice");
-        drop((file, again));
+        drop((file, duplicate));
     }
 }

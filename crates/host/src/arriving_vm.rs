@@ -273,19 +273,19 @@ impl ArrivingVm {
         self.watch = ExitWatch::start(&self.process, ended);
     }
 
-    /// Loads the device state, and runs `meanwhile` while QEMU loads it. The guest stays paused.
+    /// Loads the device state, and runs `during_load` while QEMU loads it. The guest stays paused.
     pub fn load(
         &mut self,
         state: &[u8],
         patience: Duration,
-        meanwhile: impl FnOnce(),
+        during_load: impl FnOnce(),
     ) -> Result<(), ArrivalError> {
         // While QEMU loads, other threads than this waiting one place pages.
         self.qmp()?;
         let (Some(incoming), Some(qmp)) = (self.incoming.take(), &mut self.qmp) else {
             return Err(ArrivalError::Gone);
         };
-        Ok(incoming.load_while(qmp, state, Instant::now() + patience, meanwhile)?)
+        Ok(incoming.load_while(qmp, state, Instant::now() + patience, during_load)?)
     }
 
     /// Returns the timeout of the monitor. A QEMU whose guest lacks pages may block on one of them in any command, and
@@ -325,7 +325,7 @@ impl ArrivingVm {
                 self.asked_to_cont = Some((asked, until));
                 Ok(ContOutcome::Pending)
             }
-            heard => heard.map(|resumed| ContOutcome::Runs { resumed }),
+            result => result.map(|resumed| ContOutcome::Runs { resumed }),
         }
     }
 
@@ -402,8 +402,8 @@ impl ArrivingVm {
 /// Checks that a QEMU with these devices can save their state, as the source's QEMU must.
 fn check_can_save_devices(qmp: &mut Qmp, artifacts: &ArrivalArtifacts) -> Result<(), ArrivalError> {
     let Err(error) = qemu::device_state::try_save(qmp) else { return Ok(()) };
-    let said = qemu::process::log_tail(&artifacts.log());
-    let why = if said.is_empty() { crate::chain(&error) } else { said };
+    let log_text = qemu::process::log_tail(&artifacts.log());
+    let why = if log_text.is_empty() { crate::chain(&error) } else { log_text };
     Err(ArrivalError::Refused(vec![Finding {
         severity: Severity::Blocker,
         code: "devices-not-saved".to_owned(),

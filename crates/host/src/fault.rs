@@ -33,12 +33,12 @@ impl Faults {
     pub fn reach(&self, point: impl FnOnce() -> String) {
         let Some(socket) = &self.socket else { return };
         let point = point();
-        let told = UnixStream::connect(socket).and_then(|mut stream| {
+        let received = UnixStream::connect(socket).and_then(|mut stream| {
             writeln!(stream, "{point}")?;
             let mut answer = String::new();
             BufReader::new(stream).read_line(&mut answer)
         });
-        if let Err(error) = told {
+        if let Err(error) = received {
             warn!(%point, %error, "the test harness behind [faults] socket does not answer");
         }
     }
@@ -55,7 +55,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("faults.sock");
         let harness = UnixListener::bind(&path).unwrap();
-        let told = thread::spawn(move || {
+        let received = thread::spawn(move || {
             let (stream, _) = harness.accept().unwrap();
             let mut reader = BufReader::new(stream);
             let mut point = String::new();
@@ -64,7 +64,7 @@ mod tests {
             point
         });
         Faults::new(Some(path)).reach(|| "source/stopped/ready/0".to_owned());
-        assert_eq!(told.join().unwrap(), "source/stopped/ready/0\n");
+        assert_eq!(received.join().unwrap(), "source/stopped/ready/0\n");
     }
 
     #[test]

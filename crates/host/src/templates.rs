@@ -259,19 +259,19 @@ mod tests {
         // A second agent need not read them again, except one that was changed.
         drop(templates);
         template(&images, "other", 5000..5050);
-        let again = start();
-        read(&again, 4);
-        assert_eq!(again.infos()[3].data_bytes, Some(50 * PAGE_BYTES));
+        let restarted = start();
+        read(&restarted, 4);
+        assert_eq!(restarted.infos()[3].data_bytes, Some(50 * PAGE_BYTES));
 
         // A template that is gone is tried once, and its catalogue is removed, too.
-        advertised_templates.choose(&again, &names((100..1000).step_by(10)));
+        advertised_templates.choose(&restarted, &names((100..1000).step_by(10)));
         fs::remove_file(images.join("most")).unwrap();
         assert!(
             advertised_templates.read(0, 1, &mut two).is_err()
                 && advertised_templates.read(0, 1, &mut two).is_err()
         );
-        again.count();
-        read(&again, 3);
+        restarted.count();
+        read(&restarted, 3);
         let catalogues = || {
             let files = fs::read_dir(directory.path().join("state")).unwrap();
             files.filter(|file| file.as_ref().is_ok_and(|file| file.path().extension().is_some())).count()

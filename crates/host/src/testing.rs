@@ -228,15 +228,15 @@ impl Peer {
 
     /// Waits until the peer closes the connection, and returns the messages that it sent before.
     pub fn receive_until_closed(&mut self) -> Vec<Message> {
-        let mut said = Vec::new();
+        let mut messages = Vec::new();
         let deadline = Instant::now() + PATIENCE;
         loop {
             assert!(Instant::now() < deadline, "it does not hang up");
             match self.0.recv(Some(Instant::now() + PATIENCE)) {
-                Ok(Incoming::Message(message)) => said.push(message),
+                Ok(Incoming::Message(message)) => messages.push(message),
                 Ok(Incoming::Blob(_)) => {}
-                Err(LinkError::TimedOut) => unreachable!("it does not hang up; it said {said:?}"),
-                Err(_) => return said,
+                Err(LinkError::TimedOut) => unreachable!("it does not hang up; it said {messages:?}"),
+                Err(_) => return messages,
             }
         }
     }

@@ -186,11 +186,11 @@ fn same_process(context: &Context, record: &VmRecord, process: &QemuProcess) -> 
 /// Returns findings about units that would start the VM a second time after it has moved away: a migration is refused
 /// because of them.
 fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
-    restart_units::starts_again(process).into_iter().map(|again| Finding {
+    restart_units::starts_again(process).into_iter().map(|risk| Finding {
         severity: Severity::Warning,
-        code: again.when.code().to_owned(),
-        what: again.what,
-        advice: again.what_to_do,
+        code: risk.when.code().to_owned(),
+        what: risk.what,
+        advice: risk.what_to_do,
     })
 }
 

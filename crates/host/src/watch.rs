@@ -69,7 +69,7 @@ mod tests {
     fn the_exit_is_reported_and_a_dropped_watch_is_silent() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let process = Process::open(child.id()).unwrap();
-        let (sender, told) = mpsc::channel();
+        let (sender, received) = mpsc::channel();
         let watch = |word: &'static str| {
             let sender = sender.clone();
             ExitWatch::start(&process, move || sender.send(word).unwrap()).unwrap()
@@ -82,7 +82,7 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         // The channel ends when both threads have ended.
-        assert_eq!(told.iter().collect::<Vec<_>>(), ["kept"]);
+        assert_eq!(received.iter().collect::<Vec<_>>(), ["kept"]);
         drop((kept, inherited));
     }
 }

@@ -110,9 +110,9 @@ mod tests {
         let mut slot = Gate::acquire(&gate).unwrap();
         assert!(slot.assign_address(other));
         inside.clear();
-        let mut again = Gate::acquire(&gate).unwrap();
-        assert!(again.assign_address(noisy));
-        drop((again, slot));
+        let mut readmitted = Gate::acquire(&gate).unwrap();
+        assert!(readmitted.assign_address(noisy));
+        drop((readmitted, slot));
         assert!(gate.inside().by_address.is_empty());
         gate.close();
         assert!(Gate::acquire(&gate).is_none());

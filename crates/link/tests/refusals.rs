@@ -393,15 +393,15 @@ fn an_agent_can_refuse_with_a_reason() {
 
 #[test]
 fn addresses_that_lead_nowhere() {
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let unused_address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let connect = |address: &str| {
         let peer = Peer { host: host("host-b"), address: address.to_owned() };
         plain("host-a").connect(&peer, control(), soon()).unwrap_err()
     };
-    let error = connect(&nobody.to_string());
+    let error = connect(&unused_address.to_string());
     assert!(matches!(error, ConnectError::Unreachable { .. }), "{error:?}");
     assert!(
-        error_chain(&error).contains("host-b") && error_chain(&error).contains(&nobody.to_string()),
+        error_chain(&error).contains("host-b") && error_chain(&error).contains(&unused_address.to_string()),
         "{}",
         error_chain(&error)
     );

@@ -55,16 +55,16 @@ mod tests {
         let before = getpriority_process(None).unwrap();
         let there = std::thread::spawn(|| {
             let mut niceness = Niceness::begin();
-            let meanwhile = getpriority_process(None).unwrap();
+            let lowered = getpriority_process(None).unwrap();
             niceness.set(9);
             let more = getpriority_process(None).unwrap();
             niceness.end();
             niceness.set(7);
-            (meanwhile, more, getpriority_process(None).unwrap())
+            (lowered, more, getpriority_process(None).unwrap())
         });
-        let (meanwhile, more, after) = there.join().unwrap();
-        assert_eq!(meanwhile, (before + i32::from(NICE)).min(19));
-        assert_eq!(more, if rustix::process::geteuid().is_root() { (before + 9).min(19) } else { meanwhile });
+        let (lowered, more, after) = there.join().unwrap();
+        assert_eq!(lowered, (before + i32::from(NICE)).min(19));
+        assert_eq!(more, if rustix::process::geteuid().is_root() { (before + 9).min(19) } else { lowered });
         if rustix::process::geteuid().is_root() {
             assert_eq!(after, before);
         }

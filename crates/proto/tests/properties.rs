@@ -245,8 +245,8 @@ proptest! {
         }
         if let Ok(message) = serde_json::from_slice::<Message>(&json) {
             let _ = message.validate();
-            let again = serde_json::to_vec(&message).unwrap();
-            prop_assert_eq!(serde_json::from_slice::<Message>(&again).unwrap(), message);
+            let encoded = serde_json::to_vec(&message).unwrap();
+            prop_assert_eq!(serde_json::from_slice::<Message>(&encoded).unwrap(), message);
         }
     }
 

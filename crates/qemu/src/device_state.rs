@@ -85,9 +85,9 @@ pub enum DiskOwnership {
 pub fn disks(qmp: &mut Qmp) -> Result<DiskOwnership, QmpError> {
     let nodes: Vec<BlockNode> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     // QEMU reports it from 10.0 on.
-    let mut told = nodes.iter().filter_map(|node| node.active).peekable();
-    if told.peek().is_some() {
-        return Ok(if told.any(|active| active) { DiskOwnership::Held } else { DiskOwnership::Released });
+    let mut reported = nodes.iter().filter_map(|node| node.active).peekable();
+    if reported.peek().is_some() {
+        return Ok(if reported.any(|active| active) { DiskOwnership::Held } else { DiskOwnership::Released });
     }
     let graph: PermissionGraph = qmp.execute("x-debug-query-block-graph", json!({}))?;
     Ok(graph.disks(&nodes))

@@ -129,8 +129,8 @@ struct ListedBlock {
 pub fn ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
     let listed = list(qmp)?;
     let maps = Maps::of(pid).map_err(proc_error(pid, "maps"))?;
-    let told: Option<Vec<u64>> = listed.iter().map(|block| block.host_address).collect();
-    let addresses = match told {
+    let reported: Option<Vec<u64>> = listed.iter().map(|block| block.host_address).collect();
+    let addresses = match reported {
         Some(addresses) => addresses,
         None => heap::find(pid, &maps, &listed)?,
     };
@@ -247,8 +247,8 @@ fn compare(
     let mut answers = qmp.hmp_all(&questions)?;
     let tree_after = answers.pop().unwrap_or_default();
     let mut compared = 0;
-    for ((block, guest, expected), said) in places.into_iter().zip(answers) {
-        match text::host_address(&said) {
+    for ((block, guest, expected), reply) in places.into_iter().zip(answers) {
+        match text::host_address(&reply) {
             Some(address) if address == expected => compared += 1,
             Some(address) => {
                 let what = format!(
@@ -395,8 +395,8 @@ mod tests {
                 for (guest, host) in [(0xd8000, 0x7f00_000d_8000_u64), (0xdb000, 0x7f00_000d_b000)] {
                     let asked = fake.receive();
                     assert_eq!(asked["arguments"]["command-line"], format!("gpa2hva {guest:#x}"));
-                    let said = format!("Host virtual address for {guest:#x} (pc.ram) is {host:#x}");
-                    fake.answer(&asked["id"], &json!(said));
+                    let reply = format!("Host virtual address for {guest:#x} (pc.ram) is {host:#x}");
+                    fake.answer(&asked["id"], &json!(reply));
                 }
                 let asked = fake.receive();
                 fake.answer(&asked["id"], &json!(if settles { &new } else { &old }));

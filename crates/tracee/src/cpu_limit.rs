@@ -459,12 +459,12 @@ mod tests {
         fs::write(path("cgroup.controllers"), "cpu memory pids\n").unwrap();
         let made = make().unwrap();
         assert_eq!(made.path, group);
-        let says = |path: PathBuf| fs::read_to_string(path).unwrap();
-        assert_eq!(says(group.join("cgroup.type")), "threaded");
-        assert_eq!(says(path("cgroup.subtree_control")), "+cpury pids\n");
-        assert_eq!(says(group.join("cpu.max")), "max");
+        let content_of = |path: PathBuf| fs::read_to_string(path).unwrap();
+        assert_eq!(content_of(group.join("cgroup.type")), "threaded");
+        assert_eq!(content_of(path("cgroup.subtree_control")), "+cpury pids\n");
+        assert_eq!(content_of(group.join("cpu.max")), "max");
         made.set(Some(4_000)).unwrap();
-        assert_eq!(says(group.join("cpu.max")), "4000 24000");
+        assert_eq!(content_of(group.join("cpu.max")), "4000 24000");
         // The kernel's files are removed together with the directory.
         for file in ["cgroup.type", "cpu.max"] {
             fs::remove_file(group.join(file)).unwrap();
@@ -481,9 +481,9 @@ mod tests {
         fs::remove_dir_all(&group).unwrap();
         fs::write(path("cgroup.subtree_control"), "cpu\n").unwrap();
         disable_controller(home.path());
-        assert_eq!(says(path("cgroup.subtree_control")), "cpu\n");
+        assert_eq!(content_of(path("cgroup.subtree_control")), "cpu\n");
         fs::remove_dir_all(another.path).unwrap();
         disable_controller(home.path());
-        assert_eq!(says(path("cgroup.subtree_control")), "-cpu");
+        assert_eq!(content_of(path("cgroup.subtree_control")), "-cpu");
     }
 }

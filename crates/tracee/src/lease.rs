@@ -27,8 +27,8 @@ impl FileLease {
         // The kernel reports by a signal that a process waits for the file. Its default signal would end this
         // process; SIGURG is ignored. SAFETY: the argument is an integer, and the call touches no memory of this
         // process.
-        let told = unsafe { libc::fcntl(fd, F_SETSIG as libc::c_int, libc::SIGURG) };
-        if told < 0 {
+        let result = unsafe { libc::fcntl(fd, F_SETSIG as libc::c_int, libc::SIGURG) };
+        if result < 0 {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: as above.

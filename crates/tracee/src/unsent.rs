@@ -12,8 +12,8 @@ use nix::libc::{self, SIOCOUTQNSD};
 pub fn unsent_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one int, to a place that outlives the call.
-    let told = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCOUTQNSD as _, std::ptr::from_mut(&mut bytes)) };
-    if told < 0 { Err(io::Error::last_os_error()) } else { Ok(bytes.max(0) as u64) }
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCOUTQNSD as _, std::ptr::from_mut(&mut bytes)) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(bytes.max(0) as u64) }
 }
 
 #[cfg(test)]

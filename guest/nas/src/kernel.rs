@@ -69,9 +69,9 @@ pub(crate) mod tests {
     /// Returns the verdict of a run on `threads` threads, and asserts that all iterations were reported.
     pub(crate) fn verdict<K: Kernel>(kernel: &K, threads: usize, iterations: u32) -> Verdict {
         team::run(threads, None, |member| {
-            let mut told = Vec::new();
-            let verdict = kernel.run(member, &mut |iteration| told.push(iteration))?;
-            assert_eq!(told, (1..=iterations).collect::<Vec<_>>());
+            let mut reported = Vec::new();
+            let verdict = kernel.run(member, &mut |iteration| reported.push(iteration))?;
+            assert_eq!(reported, (1..=iterations).collect::<Vec<_>>());
             Ok(verdict)
         })
         .unwrap()

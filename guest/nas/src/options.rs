@@ -37,8 +37,8 @@ impl Options {
     /// Reads the words of the command line after the program's name. The error describes the fault.
     pub(crate) fn read(words: impl IntoIterator<Item = String>) -> Result<Self, String> {
         let mut words = words.into_iter();
-        let kernel = words.next().ok_or("a kernel is missing")?.parse::<KernelName>().map_err(said)?;
-        let class = words.next().ok_or("a class is missing")?.parse::<Class>().map_err(said)?;
+        let kernel = words.next().ok_or("a kernel is missing")?.parse::<KernelName>().map_err(message)?;
+        let class = words.next().ok_or("a class is missing")?.parse::<Class>().map_err(message)?;
         let mut options = Self { kernel, class, threads: 1, runs: Some(1), peer: None };
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or_else(|| format!("{word}: a value is missing"));
@@ -78,7 +78,7 @@ impl Options {
     }
 }
 
-fn said(error: impl std::error::Error) -> String {
+fn message(error: impl std::error::Error) -> String {
     error.to_string()
 }
 

@@ -102,7 +102,7 @@ fn migration(stage: &MoveInput<'_>, contender: Contender) -> Result<MigrationRep
     let more: Vec<&str> = options.iter().map(String::as_str).collect();
     let limit = |option: String| run(&mut agents.command(&lab.a, &["limit", VM, &option])).map(drop);
     let is_endless = contender == Contender::Policy(Policy::Endless);
-    let meanwhile = |underway: &Receiver<()>| {
+    let during_migration = |underway: &Receiver<()>| {
         if is_endless && source.serial().wait_for_nas_end()?.is_some() {
             // The guest may have arrived at this very moment; otherwise this migration is given up.
             let _ = limit(format!("--max-downtime={}", case.downtime_limit_ms()));
@@ -120,15 +120,15 @@ fn migration(stage: &MoveInput<'_>, contender: Contender) -> Result<MigrationRep
         Ok(())
     };
     let patience = Duration::from_secs(case.patience_s) + if is_endless { PATIENCE } else { Duration::ZERO };
-    migrate_while(agents, &lab.a, &lab.b, VM, &more, patience, meanwhile)
+    migrate_while(agents, &lab.a, &lab.b, VM, &more, patience, during_migration)
 }
 
 /// Returns the rate allowed by the case's cap at the migration's progress. Post-copy is not limited, as in QEMU. Before
 /// any page is sent, the rate is that of the first pass.
 fn rate_now(stage: &MoveInput<'_>) -> Result<Option<u64>> {
-    let said = run(&mut stage.agents.command(&stage.lab.a, &["migrations", "--json"]))?;
+    let output = run(&mut stage.agents.command(&stage.lab.a, &["migrations", "--json"]))?;
     let list: Value =
-        serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
+        serde_json::from_str(&output).map_err(|error| Error::Config(format!("{error}: {output}")))?;
     let mut all = list.as_array().into_iter().flatten().map(|one| &one["progress"]);
     let progress = all.find(|progress| progress.is_object());
     let is_post_copy = progress.is_some_and(|progress| progress["phase"] == "post-copy");

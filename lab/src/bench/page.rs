@@ -253,7 +253,7 @@ mod tests {
             let disturbance = Disturbance { lost_ms, ..Disturbance::default() };
             Run { disturbance: Some(disturbance), ..Run::new(contender, turn) }
         };
-        let told = |ours: [f64; 5]| {
+        let table_of = |ours: [f64; 5]| {
             let turns = (1..).zip(ours);
             let runs = turns.flat_map(|(turn, lost_ms)| {
                 [(OURS, lost_ms), (THEIRS, 10.0)].map(|(who, lost_ms)| run(who, turn, lost_ms))
@@ -265,8 +265,8 @@ mod tests {
             };
             disturbed_more(&Results { schema: String::new(), cases: vec![case] })
         };
-        assert_eq!(told([11.0, 12.0, 13.0, 9.0, 9.0]), "");
-        let table = told([11.0, 12.0, 13.0, 9.0, 14.0]);
+        assert_eq!(table_of([11.0, 12.0, 13.0, 9.0, 9.0]), "");
+        let table = table_of([11.0, 12.0, 13.0, 9.0, 14.0]);
         assert!(table.ends_with("| idle: lost work | qemu | 4 of 5 | +2.0 (-1.0–+4.0) |\n"), "{table}");
     }
 

@@ -132,12 +132,12 @@ pub(super) fn by_qemu(stage: &MoveInput<'_>, mode: QemuMode) -> Result<MoveOutco
         })?;
         Ok::<_, Error>(moved)
     })?;
-    let Some((MigrationEvents { stopped_us, has_switched }, resumed_us, told)) = moved else {
+    let Some((MigrationEvents { stopped_us, has_switched }, resumed_us, status)) = moved else {
         return Ok(MoveOutcome::GivenUp);
     };
     let total = began.elapsed();
     let stopped_us =
-        stopped_us.ok_or_else(|| Error::Config(format!("QEMU did not tell of its stop: {told}")))?;
+        stopped_us.ok_or_else(|| Error::Config(format!("QEMU did not tell of its stop: {status}")))?;
     let downtime = Duration::from_micros(resumed_us.saturating_sub(stopped_us));
     let used = meter.read(destination.pid())?;
     let serial = destination.serial().clone();
@@ -151,7 +151,7 @@ pub(super) fn by_qemu(stage: &MoveInput<'_>, mode: QemuMode) -> Result<MoveOutco
         used,
         resumed: SystemTime::UNIX_EPOCH + Duration::from_micros(resumed_us),
         first_round: None,
-        rounds: number(&told["ram"], "dirty-sync-count")?,
+        rounds: number(&status["ram"], "dirty-sync-count")?,
         stop: None,
         has_switched: (mode == QemuMode::PostCopy).then_some(has_switched),
         packing: None,
@@ -230,10 +230,10 @@ fn stop_behind_program(source: &Guest, case: &Case) -> Result<()> {
 /// Ends the source's QEMU, as every manager of VMs does: only then is its memory free. Returns its report of the
 /// migration.
 fn quit_source(from: &mut Monitor, source: &Guest) -> Result<Value> {
-    let told = from.command("query-migrate", &json!({}))?;
+    let status = from.command("query-migrate", &json!({}))?;
     from.command("quit", &json!({}))?;
     source.wait_for_end()?;
-    Ok(told)
+    Ok(status)
 }
 
 /// Returns true if the error is that patience has run out.

@@ -150,7 +150,7 @@ pub(crate) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()>
 /// Returns QEMU's reason for the failure of its migration.
 pub(crate) fn failed(monitor: &mut Monitor) -> crate::Error {
     match monitor.command("query-migrate", &json!({})) {
-        Ok(told) => crate::Error::Config(format!("QEMU's own migration has failed: {told}")),
+        Ok(status) => crate::Error::Config(format!("QEMU's own migration has failed: {status}")),
         Err(error) => error,
     }
 }

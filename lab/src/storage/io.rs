@@ -142,15 +142,15 @@ fn end_migration(lab: &Lab, agents: &Agents) -> Result<()> {
     run(&mut agents.command(&lab.a, &["cancel", VM]))?;
     let began = Instant::now();
     loop {
-        let said = run(&mut agents.command(&lab.a, &["vm", "list", "--json"]))?;
+        let output = run(&mut agents.command(&lab.a, &["vm", "list", "--json"]))?;
         let vms: Value =
-            serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
+            serde_json::from_str(&output).map_err(|error| Error::Config(format!("{error}: {output}")))?;
         let vm = vms.as_array().into_iter().flatten().find(|vm| vm["vm"] == VM);
         if vm.is_some_and(|vm| vm["migration"].is_null()) {
             return Ok(());
         }
         if began.elapsed() > PATIENCE {
-            return Err(Error::Config(format!("the migration does not end: {said}")));
+            return Err(Error::Config(format!("the migration does not end: {output}")));
         }
         thread::sleep(Duration::from_millis(50));
     }

@@ -103,10 +103,10 @@ pub(super) fn calendar(event: &Event) -> SystemTime {
 /// Makes an empty image of the source's length.
 fn make_image(stage: &DiskMoveInput<'_>, image: &Path) -> Result<()> {
     let img = || Command::new(&stage.qemu.img);
-    let said = run(img().args(["info", "-U", "--output=json"]).arg(stage.image()?))?;
-    let told: Value =
-        serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
-    let bytes = told["virtual-size"].as_u64().unwrap_or(0).to_string();
+    let output = run(img().args(["info", "-U", "--output=json"]).arg(stage.image()?))?;
+    let info: Value =
+        serde_json::from_str(&output).map_err(|error| Error::Config(format!("{error}: {output}")))?;
+    let bytes = info["virtual-size"].as_u64().unwrap_or(0).to_string();
     run(img().args(["create", "-q", "-f", "qcow2"]).arg(image).arg(bytes)).map(drop)
 }
 

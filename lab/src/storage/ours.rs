@@ -32,11 +32,11 @@ pub(super) fn by_whimbrel(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<Dis
         words.push("--verify");
     }
     let patience = Duration::from_secs(stage.case.patience_s);
-    let told = migrate(stage.agents, &stage.lab.a, &stage.lab.b, VM, &words, patience)?;
-    let report = told.report();
-    if !told.has_moved()? {
+    let reported = migrate(stage.agents, &stage.lab.a, &stage.lab.b, VM, &words, patience)?;
+    let report = reported.report();
+    if !reported.has_moved()? {
         let reason = report["reason"].as_str().unwrap_or_default();
-        return Ok(DiskMoveOutcome::GivenUp(format!("{reason}, after {} s", told.total()?.as_secs())));
+        return Ok(DiskMoveOutcome::GivenUp(format!("{reason}, after {} s", reported.total()?.as_secs())));
     }
     let rounds = Rounds(report["rounds"].as_array().map_or(&[], Vec::as_slice));
     let copied = report["disks"][0]["path"].as_str().map(PathBuf::from);
@@ -45,8 +45,8 @@ pub(super) fn by_whimbrel(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<Dis
         (None, Mover::MemoryOnly) => stage.image()?,
         (None, _) => return Err(Error::Config(format!("no disk was copied: {report}"))),
     };
-    let start = told.since_request("accepted")?;
-    let total = told.total()?;
+    let start = reported.since_request("accepted")?;
+    let total = reported.total()?;
     let disk = rounds.of_disk_alone()?;
     let first_pass_pages = if mover.is_throttled() {
         // The disk is sent in parts, and the guest's writes are collected between them.
@@ -58,9 +58,9 @@ pub(super) fn by_whimbrel(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<Dis
         total,
         disk,
         memory: total.saturating_sub(start + disk),
-        downtime: told.downtime("events_us")?,
-        stopped: told.at("stopped")?,
-        resumed: told.at("running")?,
+        downtime: reported.downtime("events_us")?,
+        stopped: reported.at("stopped")?,
+        resumed: reported.at("running")?,
         resent_bytes: (mover != Mover::MemoryOnly)
             .then(|| rounds.disk_pages().saturating_sub(first_pass_pages) * PAGE_BYTES),
         arrived: arrived(stage, &image)?,
@@ -69,13 +69,13 @@ pub(super) fn by_whimbrel(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<Dis
 
 /// Returns the guest that the destination's agent has now.
 fn arrived(stage: &DiskMoveInput<'_>, image: &Path) -> Result<ArrivedGuest> {
-    let said = run(&mut stage.agents.command(&stage.lab.b, &["vm", "show", VM, "--json"]))?;
+    let output = run(&mut stage.agents.command(&stage.lab.b, &["vm", "show", VM, "--json"]))?;
     let shown: Value =
-        serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
+        serde_json::from_str(&output).map_err(|error| Error::Config(format!("{error}: {output}")))?;
     let directory = shown["qmp"].as_str().and_then(|socket| Path::new(socket).parent());
     let pid = shown["pid"].as_u64();
     let (Some(directory), Some(pid)) = (directory, pid) else {
-        return Err(Error::Config(format!("the destination does not tell where the guest is: {said}")));
+        return Err(Error::Config(format!("the destination does not tell where the guest is: {output}")));
     };
     Ok(ArrivedGuest::of_agent(pid as u32, directory, image))
 }
@@ -85,9 +85,9 @@ fn allocated_bytes(stage: &DiskMoveInput<'_>) -> Result<u64> {
     let saved =
         stage.subject.saved_disk().ok_or_else(|| Error::Config("the guest has no disk".to_owned()))?;
     let mut command = Command::new(&stage.qemu.img);
-    let said = run(command.args(["map", "--output=json"]).arg(saved))?;
+    let output = run(command.args(["map", "--output=json"]).arg(saved))?;
     let extents: Value =
-        serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
+        serde_json::from_str(&output).map_err(|error| Error::Config(format!("{error}: {output}")))?;
     let data = extents.as_array().into_iter().flatten().filter(|extent| extent["data"] == true);
     Ok(data.filter_map(|extent| extent["length"].as_u64()).sum())
 }
@@ -131,8 +131,8 @@ mod tests {
     #[test]
     fn the_disk_comes_first_and_what_is_written_again() {
         let round = |disk: u64, all: u64| json!({"disk_pages": disk, "dirty_pages": all, "duration_us": 5});
-        let told = [round(100, 100), round(10, 10), round(3, 50), round(2, 2), round(0, 4)];
-        let rounds = Rounds(&told);
+        let reported = [round(100, 100), round(10, 10), round(3, 50), round(2, 2), round(0, 4)];
+        let rounds = Rounds(&reported);
         assert_eq!(rounds.of_disk_alone().unwrap(), Duration::from_micros(10));
         assert_eq!((rounds.first_pages(), rounds.disk_pages()), (100, 115));
         assert_eq!(Rounds(&[round(0, 50)]).of_disk_alone().unwrap(), Duration::ZERO);

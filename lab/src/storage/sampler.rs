@@ -65,10 +65,11 @@ impl Sampler {
                 if let Ok(traffic) = traffic(&host) {
                     sampled.sent_bytes.push((start.elapsed(), traffic.bytes as f64));
                 }
-                let told = monitor.as_mut().and_then(|it| it.command("query-blockstats", &json!({})).ok());
-                match told {
-                    Some(told) => {
-                        let (writes, bytes) = written(&told);
+                let statistics =
+                    monitor.as_mut().and_then(|it| it.command("query-blockstats", &json!({})).ok());
+                match statistics {
+                    Some(statistics) => {
+                        let (writes, bytes) = written(&statistics);
                         let now = start.elapsed();
                         sampled.writes.push((now, writes));
                         sampled.written_bytes.push((now, bytes));
@@ -152,11 +153,11 @@ mod tests {
     #[test]
     fn writes_of_devices_are_counted_once() {
         let stats = |operations: u64| json!({"wr_operations": operations, "wr_bytes": operations * 4096});
-        let told = json!([
+        let statistics = json!([
             {"qdev": "/machine/peripheral-anon/device[0]/virtio-backend", "stats": stats(3)},
             {"node-name": "disk0", "stats": stats(3)},
             {"qdev": "cd", "stats": {}},
         ]);
-        assert_eq!(written(&told), (3.0, 12288.0));
+        assert_eq!(written(&statistics), (3.0, 12288.0));
     }
 }

@@ -160,7 +160,7 @@ impl From<DisksArg> for DiskMode {
 
 pub(super) fn one_disk(text: &str) -> Result<(String, DisksArg), String> {
     let wrong = || format!("{text:?} is not NAME=auto, NAME=shared or NAME=copy");
-    let (name, wish) = text.rsplit_once('=').ok_or_else(wrong)?;
-    let wish = DisksArg::from_str(wish, false).map_err(|_| wrong())?;
-    if name.is_empty() { Err(wrong()) } else { Ok((name.to_owned(), wish)) }
+    let (name, mode) = text.rsplit_once('=').ok_or_else(wrong)?;
+    let mode = DisksArg::from_str(mode, false).map_err(|_| wrong())?;
+    if name.is_empty() { Err(wrong()) } else { Ok((name.to_owned(), mode)) }
 }

@@ -29,11 +29,11 @@ use common::{CommandOutput, DEADLINE};
 
 /// Asserts that the program failed with this exit code, and with these words, which name the object and give advice.
 #[track_caller]
-fn assert_fails(said: &CommandOutput, code: i32, words: &[&str]) {
-    assert_eq!(said.code, code, "{words:?}: {said:#?}");
-    let text = format!("{}{}", said.stdout, said.stderr);
+fn assert_fails(output: &CommandOutput, code: i32, words: &[&str]) {
+    assert_eq!(output.code, code, "{words:?}: {output:#?}");
+    let text = format!("{}{}", output.stdout, output.stderr);
     for word in words {
-        assert!(text.contains(word), "{word:?} is missing: {said:#?}");
+        assert!(text.contains(word), "{word:?} is missing: {output:#?}");
     }
 }
 

@@ -114,8 +114,8 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         hello(1, json!({ "for": "control", "migration": elsewhere, "generation": 1 })),
         vec![1, 0xff, 0, 0, 2, 0, 0, 0, b'{', b'}'],
     ] {
-        let told = read_until_hangup(connect(&bytes));
-        assert!(!String::from_utf8_lossy(&told).contains("accepted"), "{told:?}");
+        let received = read_until_hangup(connect(&bytes));
+        assert!(!String::from_utf8_lossy(&received).contains("accepted"), "{received:?}");
     }
     // Truncated in the middle.
     let whole = hello(1, control.clone());
@@ -141,12 +141,12 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         assert_eq!(answer(&mut stream, "a greeting")["answer"], "accepted");
         let _ = stream.write_all(&bytes);
         if let Some(word) = word {
-            let said = answer(&mut stream, word);
-            assert_eq!(said["type"], word, "{said}");
-            assert!(!said["findings"][0]["advice"].as_str().unwrap().is_empty(), "{said}");
+            let reply = answer(&mut stream, word);
+            assert_eq!(reply["type"], word, "{reply}");
+            assert!(!reply["findings"][0]["advice"].as_str().unwrap().is_empty(), "{reply}");
         }
-        let told = read_until_hangup(stream);
-        assert!(!String::from_utf8_lossy(&told).contains("accept"), "{told:?}");
+        let received = read_until_hangup(stream);
+        assert!(!String::from_utf8_lossy(&received).contains("accept"), "{received:?}");
     }
     assert_nothing_left(&cluster, "noise");
     assert_eq!(cluster.b.cli(&["migrations"]).ok().json(), json!([]), "no migration is remembered");

@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 
 use crate::common::{Cluster, Setup, WHIMBREL};
-use crate::stranger::said;
+use crate::stranger::result;
 use crate::watched::{WatchedGuest, assert_nothing_left};
 use crate::{assert_fails, eventually};
 
@@ -36,7 +36,7 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
     // Other agents on the same directories fail; this one continues.
     let holder = format!("pid {}", cluster.a.pid());
     let config = cluster.a.config();
-    let second = || said(cluster.lab.a.command(WHIMBREL).arg("agent").arg("--config").arg(&config));
+    let second = || result(cluster.lab.a.command(WHIMBREL).arg("agent").arg("--config").arg(&config));
     assert_fails(&second(), 1, &["another agent", &holder, "state_dir"]);
     vm.assert_unharmed(&cluster, "a second agent");
 

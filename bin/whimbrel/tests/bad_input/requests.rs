@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::json;
 
 use crate::common::{self, Cluster, Guest, Setup, WHIMBREL};
-use crate::stranger::said;
+use crate::stranger::result;
 use crate::watched::{WatchedGuest, bare, is_qemu};
 use crate::{assert_fails, eventually};
 
@@ -42,9 +42,9 @@ fn requests_that_name_nothing_or_the_wrong_thing() {
     // This very test is a process, and no QEMU.
     let pid = std::process::id().to_string();
     assert_fails(&cluster.a.cli(&["vm", "adopt", "--pid", &pid]), 2, &["no QEMU", &pid]);
-    let again = vm.guest.pid().to_string();
+    let same_pid = vm.guest.pid().to_string();
     assert_fails(
-        &cluster.a.cli(&["vm", "adopt", "--pid", &again, "--as", "other"]),
+        &cluster.a.cli(&["vm", "adopt", "--pid", &same_pid, "--as", "other"]),
         1,
         &["vm1", "vm forget vm1"],
     );
@@ -138,8 +138,8 @@ fn vm_files_with_errors_name_file_line_and_key() {
         ("name = \"web\"\n", 1, "args"),
     ];
     for (text, line, key) in cases {
-        let said = run(text);
-        assert_fails(&said, 2, &[&format!("{path}:{line}: "), key]);
+        let result = run(text);
+        assert_fails(&result, 2, &[&format!("{path}:{line}: "), key]);
     }
     assert_fails(
         &cluster.a.cli(&["vm", "run", "/nonexistent/vm.toml"]),
@@ -147,10 +147,10 @@ fn vm_files_with_errors_name_file_line_and_key() {
         &["cannot read /nonexistent/vm.toml"],
     );
     // QEMU itself reports the error in its arguments.
-    let said = run("name = \"web\"\nargs = [\"-frobnicate\"]\n");
-    assert_fails(&said, 1, &["-frobnicate", "args"]);
-    let said = run("name = \"web\"\nqemu = \"/nonexistent/qemu\"\nargs = []\n");
-    assert_fails(&said, 1, &["/nonexistent/qemu"]);
+    let result = run("name = \"web\"\nargs = [\"-frobnicate\"]\n");
+    assert_fails(&result, 1, &["-frobnicate", "args"]);
+    let result = run("name = \"web\"\nqemu = \"/nonexistent/qemu\"\nargs = []\n");
+    assert_fails(&result, 1, &["/nonexistent/qemu"]);
     assert_eq!(cluster.a.cli(&["vm", "list"]).ok().json(), json!([]));
     let left = common::entries(&cluster.a.directory.join("run/vms"));
     assert!(left.is_empty(), "{left:?} is left");
@@ -163,7 +163,7 @@ fn configurations_with_errors_name_file_line_and_key() {
     let begin = "host = \"a\"\nlisten = \"127.0.0.1:0\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n";
     let start = |text: &str| {
         fs::write(&path, text).unwrap();
-        said(Command::new(WHIMBREL).arg("agent").arg("--config").arg(&path))
+        result(Command::new(WHIMBREL).arg("agent").arg("--config").arg(&path))
     };
     let cases = [
         ("[tls]\nplain = 3\n", 6, "tls.plain", "boolean"),

@@ -54,11 +54,11 @@ impl Stranger {
     pub(crate) fn cli(&self, words: &[&str]) -> CommandOutput {
         let mut command = self.host.command(WHIMBREL);
         command.arg("--socket").arg(self.directory.join("run/agent.sock")).arg("--json").args(words);
-        said(&mut command)
+        result(&mut command)
     }
 }
 
-pub(crate) fn said(command: &mut Command) -> CommandOutput {
+pub(crate) fn result(command: &mut Command) -> CommandOutput {
     let output = command.output().unwrap();
     CommandOutput {
         code: output.status.code().unwrap_or(-1),

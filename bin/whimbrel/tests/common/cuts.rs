@@ -81,9 +81,9 @@ impl Cluster {
             });
             let over = EndMark(&is_over);
             let words = [&["migrate", vm, "--to", to, "--verify", "--on-limit", "stop"], more].concat();
-            let said = self.agent(from).cli(&words);
+            let output = self.agent(from).cli(&words);
             drop(over);
-            (said.last_json(), cutter.join().unwrap())
+            (output.last_json(), cutter.join().unwrap())
         });
         cuts.made += usize::from(is_cut);
         cuts.bytes_of_a_move = self.lab.sent_bytes(there).unwrap() - before;

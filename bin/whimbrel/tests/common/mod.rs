@@ -210,8 +210,8 @@ impl Cluster {
             let check = from.cli(&[&words[..], &["--check"]].concat());
             assert_eq!(check.code, 0, "{check:?}\n{}", from.log());
         }
-        let said = from.cli(&words);
-        assert_eq!(said.code, 0, "{said:?}\n{}", from.log());
+        let output = from.cli(&words);
+        assert_eq!(output.code, 0, "{output:?}\n{}", from.log());
         let report = from.cli(&["report", vm]).ok().json();
         self.assert_moved(from.name, &report);
         report
@@ -277,7 +277,7 @@ impl Cluster {
     #[track_caller]
     pub fn assert_guest_whole(&self, agent: &str, vm: &str) {
         let check = self.serial(agent, vm).check().unwrap_or_else(|error| {
-            panic!("the guest at {agent} does not answer: {error}\n{}", self.what_qemu_says(agent, vm))
+            panic!("the guest at {agent} does not answer: {error}\n{}", self.describe_qemu(agent, vm))
         });
         assert!(check.ok && check.wrong == 0, "{check:?}");
     }

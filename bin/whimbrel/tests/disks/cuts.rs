@@ -66,14 +66,14 @@ fn a_cut_at(point: &str, host: &str) {
         assert_works_while_cut(&cluster.serial("b", "vm1"));
     }
     cluster.lab.heal().unwrap();
-    let said = migration.wait_with_output().unwrap();
+    let output = migration.wait_with_output().unwrap();
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     let is_noticed = report["outcome"] == "aborted" || has_event(&report, "link-lost") || host == "b";
     assert!(is_noticed, "{point}: {report:#}");
     if cluster.b.vm("vm1").is_none() {
-        assert_eq!(host, "a", "{point}: {said:?}\n{}", cluster.a.log());
+        assert_eq!(host, "a", "{point}: {output:?}\n{}", cluster.a.log());
         assert_eq!(report["outcome"], "aborted", "{point}: {report:#}");
         assert_guest_works(guest.serial());
         cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);

@@ -78,11 +78,11 @@ fn assert_guest_works(serial: &Serial) {
 /// Returns the report of a failed migration, once both agents have cleaned up.
 #[track_caller]
 fn report_of_failed(cluster: &Cluster, migration: Child) -> Value {
-    let said = migration.wait_with_output().unwrap();
-    assert_eq!(said.status.code(), Some(1), "{said:?}");
+    let result = migration.wait_with_output().unwrap();
+    assert_eq!(result.status.code(), Some(1), "{result:?}");
     cluster.a.wait_settled();
     cluster.b.wait_settled();
-    serde_json::from_slice(&said.stdout).unwrap()
+    serde_json::from_slice(&result.stdout).unwrap()
 }
 
 /// Migrates there and back, with a guest that knows the expected content of its disk, in any format.
@@ -128,12 +128,12 @@ fn the_disk_arrives_before_the_guest_and_memory_after_it() {
     let (cluster, guest, _) = with_disk_and(QemuVersion::Newer, "qcow2", setup);
     guest.serial().set("rate=200").unwrap();
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--policy", "hybrid"];
-    let said = cluster.a.cli(&words);
-    let report = said.last_json();
+    let result = cluster.a.cli(&words);
+    let report = result.last_json();
     assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.b.log());
     assert!(report["post_copy"]["left_pages"].as_u64() > Some(1000), "{report:#}");
     // Collected writes to disks were sent in rounds without memory, while the guest ran.
-    let went_ahead = report["rounds"].as_array().unwrap().iter().filter(|round| {
+    let sent_ahead = report["rounds"].as_array().unwrap().iter().filter(|round| {
         round["pass"].as_u64() >= Some(1)
             && round["stopped"] == false
             && round["dirty_pages"] != 0
@@ -147,7 +147,7 @@ fn the_disk_arrives_before_the_guest_and_memory_after_it() {
     let decisions = decisions(&assert_replayed(&report));
     let ahead = decisions.iter().any(|one| matches!(one, Decision::NextRound { disks_alone: true, .. }));
     assert!(ahead || !had_gathered, "{report:#}");
-    assert!(went_ahead.count() >= 1 || !ahead, "{report:#}");
+    assert!(sent_ahead.count() >= 1 || !ahead, "{report:#}");
     cluster.b.wait_settled();
     assert_guest_works(&cluster.serial("b", "vm1"));
     cluster.serial("b", "vm1").set("rate=10").unwrap();
@@ -306,8 +306,8 @@ fn an_impossible_copy_is_reported_first() {
     std::fs::remove_dir(pool(&cluster, "b")).unwrap();
     let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
     assert_ne!(refused.code, 0);
-    let said = format!("{}{}", refused.stdout, refused.stderr);
-    assert!(said.contains("disk-pool") || said.contains("cannot be used"), "{said}");
+    let result = format!("{}{}", refused.stdout, refused.stderr);
+    assert!(result.contains("disk-pool") || result.contains("cannot be used"), "{result}");
     // Shared, as the two hosts of a laboratory see it.
     let report = cluster.migrate("vm1", "a", "b", &[]);
     assert!(report.get("disks").is_none(), "{report:#}");
@@ -409,8 +409,8 @@ fn an_encrypted_disk_is_not_copied() {
 /// Writes to a disk from below its guest, through QEMU's own block layer, as no program in the guest can.
 fn qemu_io(guest: &Guest, disk: &str, what: &str) {
     let command = json!({ "command-line": format!("qemu-io {disk} \"{what}\"") });
-    let said = guest.monitor().unwrap().command("human-monitor-command", &command).unwrap();
-    assert!(!said.to_string().contains("failed"), "{what}: {said}");
+    let result = guest.monitor().unwrap().command("human-monitor-command", &command).unwrap();
+    assert!(!result.to_string().contains("failed"), "{what}: {result}");
 }
 
 /// A range that is zeroed or discarded during the copy is zeros there, and uses no space.
@@ -439,8 +439,8 @@ fn ranges_zeroed_during_the_copy_are_holes_there() {
         qemu_io(&guest, "disk1", &format!("write -z -u {} {}", holes[0].0, holes[0].1));
         qemu_io(&guest, "disk1", &format!("discard {} {}", holes[1].0, holes[1].1));
         assert_eq!(cluster.a.cli(&["limit", "vm1", "--bandwidth", "1G"]).code, 0);
-        let said = migration.wait_with_output().unwrap();
-        assert!(said.status.success(), "{said:?}\n{}", cluster.a.log());
+        let result = migration.wait_with_output().unwrap();
+        assert!(result.status.success(), "{result:?}\n{}", cluster.a.log());
         cluster.assert_guest_whole("b", "vm1");
         assert_guest_works(&cluster.serial("b", "vm1"));
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();

@@ -381,9 +381,9 @@ impl Arena {
             };
         let check = serial.unwrap_or_else(|error| {
             let logs = ["a", "b"].map(|name| tail(&self.cluster.agent(name).log()));
-            let said = self.cluster.what_qemu_says(self.at, "vm1");
+            let qemu_state = self.cluster.describe_qemu(self.at, "vm1");
             panic!(
-                "{what}: the guest at {} does not answer: {error}\n{said}\n{}\n---\n{}",
+                "{what}: the guest at {} does not answer: {error}\n{qemu_state}\n{}\n---\n{}",
                 self.at, logs[0], logs[1]
             )
         });

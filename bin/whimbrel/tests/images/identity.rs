@@ -16,8 +16,8 @@ fn a_file_that_took_the_place_of_an_image_is_not_taken_for_it() {
     std::fs::rename(&image, &away).unwrap();
     std::fs::write(&image, vec![0xbb; 16 << 20]).unwrap();
     for disks in ["shared", "copy", "auto"] {
-        let said = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", disks, "--check"]);
-        assert!(said.code != 0 && said.stdout.contains("file-replaced"), "{disks}: {said:?}");
+        let output = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", disks, "--check"]);
+        assert!(output.code != 0 && output.stdout.contains("file-replaced"), "{disks}: {output:?}");
         let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", disks]);
         assert_eq!(refused.code, 1, "{refused:?}");
         cluster.a.wait_settled();

@@ -63,8 +63,8 @@ fn are_identical(one: &Path, other: &Path) -> bool {
 
 /// Returns true if the copy would be possible, and the findings with this code.
 fn checked(cluster: &Cluster, code: &str, more: &[&str]) -> (bool, Vec<Value>) {
-    let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b", "--check"], more].concat());
-    let report = said.json();
+    let output = cluster.a.cli(&[&["migrate", "vm1", "--to", "b", "--check"], more].concat());
+    let report = output.json();
     let findings = report["destination_findings"].as_array().unwrap().iter();
     let found = findings.filter(|finding| finding["code"] == code).cloned().collect();
     (report["possible"].as_bool().unwrap(), found)
@@ -151,7 +151,7 @@ fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
 #[track_caller]
 fn assert_kept(cluster: &Cluster, why: &str) {
     let listed = cluster.a.cli(&["images", "list"]).ok().json();
-    assert!(listed[0]["kept_because"].as_str().is_some_and(|said| said.contains(why)), "{listed:#}");
+    assert!(listed[0]["kept_because"].as_str().is_some_and(|output| output.contains(why)), "{listed:#}");
     let refused = cluster.a.cli(&["images", "remove", "vm1"]);
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.stdout.contains(why), "{refused:?}");
@@ -179,10 +179,10 @@ fn no_second_copy(cluster: &Cluster, image: &Path) {
 
 /// Returns the bytes of a file in the host's page cache.
 fn cached_bytes(file: &Path) -> u64 {
-    let said = CommandOutput::by(
+    let output = CommandOutput::by(
         Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(file),
     );
-    said.ok().stdout.trim().parse().unwrap()
+    output.ok().stdout.trim().parse().unwrap()
 }
 
 /// Only a user's request removes it, and only as long as it is the file that was left.
@@ -371,13 +371,14 @@ fn what_is_discarded_while_it_is_copied_is_a_hole_there() {
         let mut monitor = guest.monitor().unwrap();
         for Range { start, end } in &discarded {
             let command = format!("qemu-io disk0 \"discard {start} {}\"", end - start);
-            let said = monitor.command("human-monitor-command", &json!({ "command-line": command })).unwrap();
-            assert!(!said.as_str().unwrap().contains("rror"), "{said}");
+            let output =
+                monitor.command("human-monitor-command", &json!({ "command-line": command })).unwrap();
+            assert!(!output.as_str().unwrap().contains("rror"), "{output}");
         }
         drop(monitor);
         cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
-        let said = migration.wait_with_output().unwrap();
-        assert!(said.status.success(), "{said:?}\n{}", cluster.a.log());
+        let output = migration.wait_with_output().unwrap();
+        assert!(output.status.success(), "{output:?}\n{}", cluster.a.log());
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();
         cluster.assert_moved("a", &report);
         for range in &discarded {

@@ -101,13 +101,15 @@ fn a_long_cut_never_runs_the_guest_at_the_source() {
     cluster.lab.cut_both().unwrap();
     let status = || cluster.a.cli(&["migrations"]).ok().json()[0].clone();
     until("it says that the other side is needed", || {
-        status()["progress"]["message"].as_str().is_some_and(|said| said.contains("which cannot be reached"))
+        status()["progress"]["message"]
+            .as_str()
+            .is_some_and(|output| output.contains("which cannot be reached"))
     });
     assert_eq!(status()["standing"], "underway", "{:#}", status());
     for words in [&["recover", "vm1"][..], &["recover", "vm1", "--run-here", "--i-know-the-risk"]] {
-        let said = cluster.a.text(words);
-        assert!(said.stdout.contains("the guest runs on b"), "{said:?}");
-        assert!(!said.stdout.contains("continues here"), "{said:?}");
+        let output = cluster.a.text(words);
+        assert!(output.stdout.contains("the guest runs on b"), "{output:?}");
+        assert!(!output.stdout.contains("continues here"), "{output:?}");
     }
     cluster.lab.heal().unwrap();
     let out = migration.wait_with_output().unwrap();

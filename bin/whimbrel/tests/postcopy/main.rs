@@ -161,16 +161,16 @@ fn a_paused_guest_has_all_before() {
 #[test]
 fn impossible_requests_are_refused_first() {
     let (cluster, guest) = stage();
-    let said = cluster.a.cli(&[&HYBRID[..], &["--verify"]].concat());
-    assert_eq!(said.code, 2, "{said:?}");
-    assert!(said.stdout.contains("cannot be compared"), "{said:?}");
+    let output = cluster.a.cli(&[&HYBRID[..], &["--verify"]].concat());
+    assert_eq!(output.code, 2, "{output:?}");
+    assert!(output.stdout.contains("cannot be compared"), "{output:?}");
     for (words, why) in [
         (&["--policy", "hybrid", "--hybrid-passes", "0"][..], "0 passes are not possible"),
         (&["--policy", "hybrid", "--hybrid-passes", "31"], "more than the 30 rounds"),
         (&["--hybrid-passes", "2", "--policy", "pattern"], "only with --policy hybrid"),
     ] {
-        let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"][..], words].concat());
-        assert!(said.code == 2 && said.stdout.contains(why), "{said:?}");
+        let output = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"][..], words].concat());
+        assert!(output.code == 2 && output.stdout.contains(why), "{output:?}");
     }
     assert!(guest.serial().check().unwrap().ok);
 }
@@ -263,8 +263,8 @@ fn a_running_guest_is_stopped_at_a_foreign_page() {
             (&"paused".into(), &"page-not-trusted".into())
         );
     }
-    let said = cluster.b.cli(&["migrations"]).ok().json();
-    assert!(said[0]["message"].as_str().unwrap().contains("cannot be trusted"), "{said:#}");
+    let output = cluster.b.cli(&["migrations"]).ok().json();
+    assert!(output[0]["message"].as_str().unwrap().contains("cannot be trusted"), "{output:#}");
 }
 
 /// Another program writes a missing page before the guest has run there: it continues where all of its memory is right.

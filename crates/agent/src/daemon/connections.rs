@@ -103,8 +103,8 @@ impl Daemon {
     /// Refuses a source that reconnects to a migration that is over here. The source may not know that this host has
     /// discarded its copy, and would otherwise try again and again.
     fn refuse_late_source(&self, arrival: Arrival, id: &MigrationId) {
-        let said = self.answers_from_journal(id, &DestinationEvent::Asked { epoch: id.epoch });
-        match said.into_iter().find(|said| matches!(said, Message::Refused { .. })) {
+        let final_reply = self.answers_from_journal(id, &DestinationEvent::Asked { epoch: id.epoch });
+        match final_reply.into_iter().find(|final_reply| matches!(final_reply, Message::Refused { .. })) {
             Some(refused) => {
                 let Some(mut connection) = accepted(arrival) else { return };
                 if let Err(error) = connection.send(&refused) {
@@ -239,7 +239,7 @@ impl Daemon {
                 return vec![];
             }
         };
-        said(&terms, &state, event, (why.as_deref(), untrusted))
+        final_reply(&terms, &state, event, (why.as_deref(), untrusted))
     }
 }
 
@@ -263,7 +263,7 @@ fn moved<S, E>(step: Result<Step<S, E>, Illegal>) -> Option<Move<S, E>> {
 }
 
 /// Returns the engine's answers for a destination whose migration is over.
-fn said(
+fn final_reply(
     terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,

@@ -91,7 +91,7 @@ impl Daemon {
     /// Sends a decision to a driver, and waits until it is carried out, or known to be impossible.
     fn carry_out(&self, before: &MigrationRecord, decision: OperatorDecision) {
         let id = before.id();
-        let heard = match self.mailbox(id) {
+        let is_delivered = match self.mailbox(id) {
             Some(DriverMailbox::Source(mailbox)) => {
                 mailbox.put(source::Notice::Event(SourceEvent::OperatorDecides(decision)))
             }
@@ -100,7 +100,7 @@ impl Daemon {
             }
             None => false,
         };
-        if !heard {
+        if !is_delivered {
             return;
         }
         let before = self.status_of(before);
@@ -174,8 +174,8 @@ mod tests {
     fn images_are_named_with_the_host_where_they_are_right() {
         let host = |name| HostId::new(name).unwrap();
         let images = ["/pool/one.raw", "/pool/two.raw"].map(str::to_owned);
-        let told = describe_copies(&images, &host("a"), &host("b"));
-        assert!(told.starts_with("its disks were copied to b: /pool/one.raw, /pool/two.raw. If"), "{told}");
-        assert!(told.ends_with("if it has not, its disks are those at a"), "{told}");
+        let text = describe_copies(&images, &host("a"), &host("b"));
+        assert!(text.starts_with("its disks were copied to b: /pool/one.raw, /pool/two.raw. If"), "{text}");
+        assert!(text.ends_with("if it has not, its disks are those at a"), "{text}");
     }
 }

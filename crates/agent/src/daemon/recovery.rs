@@ -166,15 +166,15 @@ fn retry_until_known<T, E: std::error::Error>(
     id: &MigrationId,
     look: impl Fn() -> Result<Option<T>, E>,
 ) -> Option<T> {
-    let mut said = String::new();
+    let mut last_error = String::new();
     loop {
         match look() {
             Ok(vm) => return vm,
             Err(error) => {
                 let what = crate::chain(&error);
-                if said != what {
+                if last_error != what {
                     warn!(migration = %id, error = what, "QEMU cannot be looked at; trying again");
-                    said = what;
+                    last_error = what;
                 }
                 std::thread::sleep(Duration::from_millis(context.config.timeouts.retry_ms));
             }

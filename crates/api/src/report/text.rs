@@ -97,7 +97,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         }
     }
     if let Some(waiting) = report.waiting
-        && let Some(meanwhile) = waiting.permille
+        && let Some(waited_permille) = waiting.permille
     {
         let Waiting {
             before_permille, most_permille, nicest, fewest_threads, longest_interval_factor, ..
@@ -107,8 +107,8 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         writeln!(
             out,
             "  waited      {} of its time for processors, {} at worst, {before} before;",
-            percent(meanwhile),
-            percent(most_permille.unwrap_or(meanwhile))
+            percent(waited_permille),
+            percent(most_permille.unwrap_or(waited_permille))
         )?;
         write!(out, "              copying nice {nicest}")?;
         // Niceness is the first restraint: without further ones there is nothing else to report.
@@ -202,7 +202,7 @@ fn rounds(all: &[Round]) -> String {
     let rounds: Vec<&Round> = first.iter().chain(&rest[left_out..]).collect();
     let number =
         |round: &Round| if round.stopped { format!("{}*", round.round) } else { round.round.to_string() };
-    let went = |round: &Round| {
+    let sent_row = |round: &Round| {
         [
             number(round),
             bytes(round.sent_bytes),
@@ -213,7 +213,7 @@ fn rounds(all: &[Round]) -> String {
             if round.decision == "another-round" { "again" } else { &round.decision }.to_owned(),
         ]
     };
-    let held = |round: &Round| {
+    let pages_row = |round: &Round| {
         [
             number(round),
             round.dirty_pages.to_string(),
@@ -226,11 +226,11 @@ fn rounds(all: &[Round]) -> String {
     };
     let heading = ["round", "sent", "took", "rate", "dirtied", "expected", "then"].map(str::to_owned);
     let mut text =
-        table(&iter::once(heading).chain(rounds.iter().map(|round| went(round))).collect::<Vec<_>>());
+        table(&iter::once(heading).chain(rounds.iter().map(|round| sent_row(round))).collect::<Vec<_>>());
     let heading = ["round", "dirty", "data", "empty", "there", "scan", "drain"].map(str::to_owned);
     text.push('\n');
     text.push_str(&table(
-        &iter::once(heading).chain(rounds.iter().map(|round| held(round))).collect::<Vec<_>>(),
+        &iter::once(heading).chain(rounds.iter().map(|round| pages_row(round))).collect::<Vec<_>>(),
     ));
     if left_out > 0 {
         let _ = writeln!(

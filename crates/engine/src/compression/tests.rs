@@ -177,11 +177,11 @@ fn a_destination_without_a_pause_is_not_burdened() {
 fn idle_time_reported_in_bursts_counts() {
     let world = World::new(118, 2.0);
     let (mut chooser, mut decision) = (CompressionPolicy::default(), Decision::default());
-    let mut untold_ns = 0;
+    let mut unreported_ns = 0;
     for look in 0..60 {
         let mut observed = world.interval(&decision);
-        untold_ns += observed.peer_waited_ns;
-        observed.peer_waited_ns = if look % 3 == 0 { std::mem::take(&mut untold_ns) } else { 0 };
+        unreported_ns += observed.peer_waited_ns;
+        observed.peer_waited_ns = if look % 3 == 0 { std::mem::take(&mut unreported_ns) } else { 0 };
         decision = chooser.decide(&observed);
         assert!(look < 20 || decision.way == Compression::Zstd(3), "{look}: {decision:?}");
     }

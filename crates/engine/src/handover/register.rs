@@ -31,13 +31,13 @@ use super::MigrationTerms;
 
 /// Processes a request. Returns the reply, and the record to store if it changes.
 pub fn apply(request: &RegistryRequest, record: Option<&Ownership>) -> (RegistryReply, Option<Ownership>) {
-    let stands = |record: Option<&Ownership>| RegistryReply::Stands { record: record.cloned() };
+    let current = |record: Option<&Ownership>| RegistryReply::Stands { record: record.cloned() };
     match request {
-        RegistryRequest::Read { .. } => (stands(record), None),
+        RegistryRequest::Read { .. } => (current(record), None),
         RegistryRequest::CompareAndSet { expected, new, .. } => {
             let found = record.map(|record| (record.epoch, &record.owner));
             if found != expected.as_ref().map(|(epoch, owner)| (*epoch, owner)) {
-                (stands(record), None)
+                (current(record), None)
             } else if found.is_some_and(|(epoch, _)| new.epoch < epoch) {
                 let reason = format!("epoch {} would follow a later one; epochs only grow", new.epoch);
                 (RegistryReply::Failed { reason }, None)

@@ -295,13 +295,17 @@ fn source_events(terms: &MigrationTerms) -> Vec<SourceEvent> {
 fn destination_events(terms: &MigrationTerms) -> Vec<DestinationEvent> {
     use DestinationEvent as On;
     let epoch = EPOCH;
-    let says = |verdict| On::SourceSays { epoch, verdict };
+    let verdict_event = |verdict| On::SourceSays { epoch, verdict };
     let mut events = vec![On::Prepare, On::Loaded { incarnation: incarnation(1), run: true }];
     for (pid, run) in [(1, true), (1, false), (2, true)] {
         events.push(On::Go { epoch, incarnation: incarnation(pid), run });
-        events.push(says(Verdict::Committed { incarnation: incarnation(pid), run }));
+        events.push(verdict_event(Verdict::Committed { incarnation: incarnation(pid), run }));
     }
-    events.extend([says(Verdict::Aborted), says(Verdict::Returned), says(Verdict::Undecided)]);
+    events.extend([
+        verdict_event(Verdict::Aborted),
+        verdict_event(Verdict::Returned),
+        verdict_event(Verdict::Undecided),
+    ]);
     events.extend([On::AbortReceived { epoch }, On::AbortReceived { epoch: BASE }, On::Asked { epoch }]);
     events.extend([On::Failed, On::Cancel, On::PeerSilent, On::PeerLost, On::ContactLostForGood]);
     events.extend([On::QemuDied, On::Contd { missing: false }, On::Contd { missing: true }, On::Completed]);

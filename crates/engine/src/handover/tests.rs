@@ -327,8 +327,8 @@ fn a_rebooted_destination_discards_if_the_source_has_aborted() {
         assert!(booted.effects.contains(&DestinationEffect::AskSource));
     }
     let bereft = DestinationState::Bereft;
-    let says = |verdict| DestinationEvent::SourceSays { epoch: EPOCH, verdict };
-    let kept = moved(destination(&terms, &bereft, &says(Verdict::Aborted)));
+    let response = |verdict| DestinationEvent::SourceSays { epoch: EPOCH, verdict };
+    let kept = moved(destination(&terms, &bereft, &response(Verdict::Aborted)));
     assert_eq!(kept.to, DestinationState::Discarded);
     assert!(kept.effects.contains(&DestinationEffect::Discard));
     // The copy may have run, and its disks may be the only valid ones: nothing is removed.
@@ -338,9 +338,9 @@ fn a_rebooted_destination_discards_if_the_source_has_aborted() {
         (committed, DestinationState::Crashed { ran: false }),
         (Verdict::Returned, DestinationState::Crashed { ran: false }),
     ] {
-        let told = moved(destination(&terms, &bereft, &says(verdict)));
-        assert_eq!(told.to, to);
-        assert!(!told.effects.contains(&DestinationEffect::Discard));
+        let transition = moved(destination(&terms, &bereft, &response(verdict)));
+        assert_eq!(transition.to, to);
+        assert!(!transition.effects.contains(&DestinationEffect::Discard));
     }
 }
 
@@ -375,14 +375,14 @@ fn a_third_host_in_the_register_decides_nothing() {
     let record =
         Ownership { epoch: Epoch(8), owner: HostId::new("c").unwrap(), offer: None, released: false };
     assert_eq!(register::interpret_record(&terms, Some(&record)), RecordMeaning::Foreign);
-    let says = RegistryAnswer::Stands(Some(record));
+    let response = RegistryAnswer::Stands(Some(record));
     let states = [
         DestinationState::Ready { incarnation: incarnation(1), run: true },
         DestinationState::Taking { incarnation: incarnation(1), run: true },
         DestinationState::Starting { incarnation: incarnation(1), again: true },
     ];
     for state in states {
-        let step = moved(destination(&terms, &state, &DestinationEvent::RegisterSays(says.clone())));
+        let step = moved(destination(&terms, &state, &DestinationEvent::RegisterSays(response.clone())));
         assert_eq!(step.to, state);
         assert!(!step.effects.contains(&DestinationEffect::Discard), "{step:?}");
     }
@@ -393,9 +393,9 @@ fn a_third_host_in_the_register_decides_nothing() {
 fn an_older_attempt_s_end_does_not_stop_this_one() {
     let terms = terms(Some(Epoch(3)));
     let moved_on = Ownership { epoch: Epoch(5), owner: terms.source.clone(), offer: None, released: false };
-    let says = RegistryAnswer::Stands(Some(moved_on.clone()));
+    let response = RegistryAnswer::Stands(Some(moved_on.clone()));
     let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
-    let step = moved(destination(&terms, &taking, &DestinationEvent::RegisterSays(says)));
+    let step = moved(destination(&terms, &taking, &DestinationEvent::RegisterSays(response)));
     let [DestinationEffect::Register { request, .. }] = &step.effects[..] else { panic!("{step:?}") };
     let (reply, record) = apply(request, Some(&moved_on));
     assert_eq!(reply, RegistryReply::Set);

@@ -133,11 +133,11 @@ mod tests {
         pace.learn(&sent(10_000, SECOND), 10_000 * PAGE_BYTES, SECOND);
         assert_eq!(pace.overhead_ns(), 0);
         let time = |pages: u64| SECOND / 4 + pages * 100_000;
-        let mut said = 0;
+        let mut rate = 0;
         for pages in [3_000, 9_000, 4_000, 5_000, 8_000, 6_000, 9_000, 7_000] {
-            said = pace.learn(&sent(pages, time(pages)), 0, SECOND).unwrap();
+            rate = pace.learn(&sent(pages, time(pages)), 0, SECOND).unwrap();
         }
-        assert!((7_400..=7_600).contains(&said), "{said}");
+        assert!((7_400..=7_600).contains(&rate), "{rate}");
         assert!(
             (pace.overhead_ns() as i64 - (SECOND / 4) as i64).abs() < 1_000_000,
             "{}",

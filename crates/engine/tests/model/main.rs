@@ -238,14 +238,14 @@ fn the_model_takes_the_table() {
         Budget { host_crashes: 1, troubles: 1, in_flight: 2, post_copy: true, ..NONE },
     ];
     // Decisions of operators need the registry.
-    let said = [
+    let with_decisions = [
         Budget { agent_crashes: 1, troubles: 1, decisions: 2, in_flight: 2, ..NONE },
         Budget { troubles: 1, ..OVERRIDES },
         Budget { qemu_deaths: 1, ..OVERRIDES },
         Budget { host_crashes: 1, ..OVERRIDES },
     ];
     let with_and_without = runs.into_iter().flat_map(|budget| [(budget, false), (budget, true)]);
-    for (budget, register) in with_and_without.chain(said.map(|budget| (budget, true))) {
+    for (budget, register) in with_and_without.chain(with_decisions.map(|budget| (budget, true))) {
         Handover { rules: NOTED, budget, register }.checker().threads(2).spawn_bfs().join();
     }
     let taken = TAKEN.lock().expect("no test panics with it");

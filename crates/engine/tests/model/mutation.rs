@@ -223,11 +223,11 @@ pub(crate) fn destination_skips_register(
     state: &DestinationState,
     event: &DestinationEvent,
 ) -> DestinationStep {
-    let told = matches!(
+    let is_committed = matches!(
         event,
         DestinationEvent::Go { .. } | DestinationEvent::SourceSays { verdict: Verdict::Committed { .. }, .. }
     );
-    if told && matches!(state, DestinationState::Ready { .. }) {
+    if is_committed && matches!(state, DestinationState::Ready { .. }) {
         destination(&MigrationTerms { register: None, ..terms.clone() }, state, event)
     } else {
         destination(terms, state, event)

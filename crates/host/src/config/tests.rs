@@ -257,9 +257,9 @@ fn mistakes_are_located_and_explained() {
             "{what}\n{text}"
         );
         assert!(what.contains(word), "{word:?} is missing in {what:?}");
-        let said = error.to_string();
-        assert!(said.starts_with(&format!("{HERE}, line {line}")), "{said}");
-        assert!(!said.contains('\n'), "one line: {said}");
+        let message = error.to_string();
+        assert!(message.starts_with(&format!("{HERE}, line {line}")), "{message}");
+        assert!(!message.contains('\n'), "one line: {message}");
     }
 }
 

@@ -53,9 +53,9 @@ impl WritingQemu {
     }
 
     fn does(&mut self, what: &str) {
-        let said =
+        let output =
             self.qmp.hmp(&format!("qemu-io -d /machine/peripheral-anon/device[0]/virtio-backend \"{what}\""));
-        assert_eq!(said.unwrap(), "");
+        assert_eq!(output.unwrap(), "");
     }
 
     /// Records the writes to its disk, and reads it.

@@ -39,28 +39,29 @@ mod tests {
 
     #[test]
     fn both_sides_ask_the_same_register() {
-        let says = |here: Option<&str>, theirs: Option<&str>, epoch: Option<u64>, check_only: bool| {
-            let proposal = Proposal {
-                witness: theirs.map(host),
-                register_epoch: epoch.map(Epoch),
-                check_only,
-                ..proposal()
+        let finding_text =
+            |here: Option<&str>, theirs: Option<&str>, epoch: Option<u64>, check_only: bool| {
+                let proposal = Proposal {
+                    witness: theirs.map(host),
+                    register_epoch: epoch.map(Epoch),
+                    check_only,
+                    ..proposal()
+                };
+                let found = finding(here.map(host).as_ref(), &host("a"), &proposal);
+                found.map(|found| found.what).unwrap_or_default()
             };
-            let found = finding(here.map(host).as_ref(), &host("a"), &proposal);
-            found.map(|found| found.what).unwrap_or_default()
-        };
-        assert_eq!(says(None, None, None, false), "");
-        assert_eq!(says(Some("w"), Some("w"), Some(3), false), "");
-        assert_eq!(says(Some("w"), Some("w"), None, true), "");
+        assert_eq!(finding_text(None, None, None, false), "");
+        assert_eq!(finding_text(Some("w"), Some("w"), Some(3), false), "");
+        assert_eq!(finding_text(Some("w"), Some("w"), None, true), "");
         for check_only in [false, true] {
             let epoch = (!check_only).then_some(3);
-            let two = says(Some("w"), Some("v"), epoch, check_only);
+            let two = finding_text(Some("w"), Some("v"), epoch, check_only);
             assert!(two.contains("at v") && two.contains("at w"), "{two}");
-            assert!(says(Some("w"), None, None, check_only).contains("the source has none"));
-            assert!(says(None, Some("w"), epoch, check_only).contains("this host has none"));
-            assert!(says(Some("a"), Some("a"), epoch, check_only).contains("on the source"));
+            assert!(finding_text(Some("w"), None, None, check_only).contains("the source has none"));
+            assert!(finding_text(None, Some("w"), epoch, check_only).contains("this host has none"));
+            assert!(finding_text(Some("a"), Some("a"), epoch, check_only).contains("on the source"));
         }
-        assert!(says(Some("w"), Some("w"), None, false).contains("not what it read"));
-        assert!(says(None, None, Some(3), false).contains("does not say which"));
+        assert!(finding_text(Some("w"), Some("w"), None, false).contains("not what it read"));
+        assert!(finding_text(None, None, Some(3), false).contains("does not say which"));
     }
 }

@@ -114,11 +114,11 @@ impl LeftImageIndex {
         let deadline = Instant::now() + PATIENCE;
         let (done, is_done) = mpsc::sync_channel(1);
         let mut task = (task, done);
-        while let Err(TrySendError::Full(again)) = self.tasks.try_send(task) {
+        while let Err(TrySendError::Full(unsent)) = self.tasks.try_send(task) {
             if Instant::now() >= deadline {
                 return false;
             }
-            task = again;
+            task = unsent;
             thread::sleep(POLL_INTERVAL);
         }
         is_done.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_ok()

@@ -88,7 +88,7 @@ mod tests {
         assert_eq!(decoded(&[0, 3 << 20]), outside(2, 0));
         assert!(matches!(decode_set(&bytes[1..], [1 << 30]), Err(BadSet::Entries(_))));
         let twice = [&bytes[..], &bytes[..]].concat();
-        let again = decode_set(&twice, [0, 3 << 20, 8 << 20]);
-        assert_eq!(again, Err(BadSet::Order { block: 1, chunk: 0 }));
+        let decoded_twice = decode_set(&twice, [0, 3 << 20, 8 << 20]);
+        assert_eq!(decoded_twice, Err(BadSet::Order { block: 1, chunk: 0 }));
     }
 }

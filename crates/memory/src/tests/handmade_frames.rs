@@ -369,8 +369,8 @@ fn a_round_that_was_cut_off_never_ends() {
         assert_eq!(bench.acked(), 1);
         assert_eq!(bench.receiver.completed_round(), complete);
     }
-    let told = bench.events.try_recv().unwrap();
-    assert!(matches!(told, ReceiverEvent::RoundEnded { round: 2, .. }), "{told:?}");
+    let reported = bench.events.try_recv().unwrap();
+    assert!(matches!(reported, ReceiverEvent::RoundEnded { round: 2, .. }), "{reported:?}");
 }
 
 /// QEMU owns the memory from there on.
@@ -382,6 +382,6 @@ fn after_it_was_shut_nothing_is_applied() {
     // The receiver hangs up instead of answering.
     assert!(bench.peer.source.receive(&mut Vec::new()).is_err());
     assert!(bench.untouched());
-    let told = bench.receiver.handle().discard_with(|ranges| ranges);
-    assert_eq!(told, []);
+    let reported = bench.receiver.handle().discard_with(|ranges| ranges);
+    assert_eq!(reported, []);
 }

@@ -253,7 +253,7 @@ impl Move {
                 this.send_round(readable)
             };
             match sent {
-                Ok(CompletedRound { sender: again, owed: left, stats }) => {
+                Ok(CompletedRound { sender: next_sender, owed: left, stats }) => {
                     let unsent_pages = left.pages() - stats.refused_pages;
                     assert_eq!(stats.contents.pages() + unsent_pages, pages);
                     assert!(is_hasty || unsent_pages == 0);
@@ -265,7 +265,7 @@ impl Move {
                     outcome.left_out += stats.contents.soft;
                     outcome.refused += stats.refused_pages;
                     let left_pages = left.pages();
-                    (sender, owed) = (Some(again), left);
+                    (sender, owed) = (Some(next_sender), left);
                     if last {
                         assert_eq!(left_pages, 0);
                         break;

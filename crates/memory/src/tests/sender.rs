@@ -80,8 +80,8 @@ fn workers_are_nice_only_while_the_guest_runs() {
     receiver.begin(Generation(1));
     let (near, far) = connection(WHOLE, WHOLE);
     receiver.attach(Generation(1), 0, far).unwrap();
-    let (tell, told) = mpsc::channel();
-    let near = DataStream { sink: Box::new(Watched(near.sink, tell)), ..near };
+    let (notify, reported) = mpsc::channel();
+    let near = DataStream { sink: Box::new(Watched(near.sink, notify)), ..near };
     let mut sender = Sender::start(ram.readers(), vec![near]).unwrap();
     let mut owed = ram.everything();
     let own = getpriority_process(None).unwrap();
@@ -96,7 +96,7 @@ fn workers_are_nice_only_while_the_guest_runs() {
         } else {
             sender.send_round(readable).unwrap()
         };
-        let seen: Vec<_> = told.try_iter().collect();
+        let seen: Vec<_> = reported.try_iter().collect();
         assert!(!seen.is_empty() && seen.iter().all(|nice| *nice == expected.min(19)), "{seen:?}");
         (sender, owed) = (sent.sender, sent.owed);
     }
@@ -259,9 +259,9 @@ fn each_chunk_has_its_stream_and_ascending_pages() {
         })
         .collect();
     let sent = sender.send_round(all(&ram)).unwrap();
-    let told: u64 = readers.into_iter().map(|reader| reader.join().unwrap().1).sum();
-    assert_eq!(told, ram.everything().pages());
-    assert_eq!(sent.stats.contents.pages(), told);
+    let reported: u64 = readers.into_iter().map(|reader| reader.join().unwrap().1).sum();
+    assert_eq!(reported, ram.everything().pages());
+    assert_eq!(sent.stats.contents.pages(), reported);
 }
 
 /// Zeros and holes cost no data; a page that is zero but for its last byte is no zero page.
@@ -306,15 +306,15 @@ fn how_far_a_round_is_is_told_of_each_block() {
     let (sender, mut far) = sender(&ram, 1);
     receiver.attach(Generation(1), 0, far.remove(0)).unwrap();
     let handle = sender.handle();
-    let told =
+    let reported =
         || handle.block_progress().iter().map(|block| (block.pages, block.sent_pages)).collect::<Vec<_>>();
     let sent = sender.send_round(all(&ram)).unwrap();
-    assert_eq!(told(), lengths.map(|pages| (pages, pages)));
+    assert_eq!(reported(), lengths.map(|pages| (pages, pages)));
     // Pages of another round are not counted in this one.
     let mut owed = sent.owed;
     owed.add_all(0..1);
     sent.sender.send_round(owed.clear_marks(&mut ram.log()).unwrap().skip_drain()).unwrap();
-    assert_eq!(told(), [(100, 100), (0, 0)]);
+    assert_eq!(reported(), [(100, 100), (0, 0)]);
 }
 
 /// The patterns with which debugging kernels fill free pages are sent as such, between other pages and in any length.
@@ -395,12 +395,12 @@ fn old_generation_is_not_applied_after_a_new_one_begins() {
 #[test]
 fn a_round_has_ended_there_before_it_has_ended_here() {
     let (source, destination) = (FakeRam::new(&[1000]), FakeRam::new(&[1000]));
-    let told = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let reported = Arc::new(std::sync::Mutex::new(Vec::new()));
     let mut receiver = Receiver::new(destination.writers(), 3, {
-        let told = Arc::clone(&told);
+        let reported = Arc::clone(&reported);
         move |event, _| {
             if let ReceiverEvent::RoundEnded { round, .. } = event {
-                lock(&told).push(round);
+                lock(&reported).push(round);
             }
         }
     });
@@ -413,7 +413,7 @@ fn a_round_has_ended_there_before_it_has_ended_here() {
     for round in 1..=20 {
         source.0[0].guest_writes(u64::from(round) * 31, 4, 8);
         let sent = sender.send_round(owed.clear_marks(&mut source.log()).unwrap().skip_drain()).unwrap();
-        assert_eq!(lock(&told).last(), Some(&round));
+        assert_eq!(lock(&reported).last(), Some(&round));
         (sender, owed) = (sent.sender, sent.owed);
     }
     assert_eq!(source.first_difference(&destination), None);

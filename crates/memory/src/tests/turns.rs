@@ -198,12 +198,12 @@ fn cancelling_ends_a_turn_and_the_waiting_for_one() {
     let (end_of, ended) = mpsc::channel();
     thread::spawn(move || end_of.send(sender.send_round(readable).unwrap_err()));
     // Any of the streams may be the first.
-    let (tell, told) = mpsc::channel();
+    let (notify, received) = mpsc::channel();
     for mut far in far.drain(..) {
-        let tell = tell.clone();
-        thread::spawn(move || tell.send((far.read(&mut [0]).unwrap(), far)));
+        let notify = notify.clone();
+        thread::spawn(move || notify.send((far.read(&mut [0]).unwrap(), far)));
     }
-    let (bytes, _far) = told.recv().unwrap();
+    let (bytes, _far) = received.recv().unwrap();
     assert_eq!(bytes, 1);
     handle.cancel();
     let interrupted = ended.recv_timeout(TIME).unwrap();

@@ -68,13 +68,13 @@ impl Driver {
             DestinationReport::Incomplete | DestinationReport::SourceNeeded | DestinationReport::Active
         );
         let text = match self.untrusted_message().filter(|_| is_here) {
-            Some(said) => format!("{text}; it was stopped: {said}"),
+            Some(notice) => format!("{text}; it was stopped: {notice}"),
             None => text,
         };
         let last_report = Some((self.state.name(), report));
-        let again = self.last_report == last_report;
+        let is_repeated = self.last_report == last_report;
         self.last_report = last_report;
-        if !again {
+        if !is_repeated {
             info!(migration = %self.terms.migration, text, "report");
         }
         let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::RegisterForeign);
@@ -85,7 +85,7 @@ impl Driver {
             }
             progress.message = Some(text.clone());
         });
-        if !again {
+        if !is_repeated {
             record_message(&self.context, &self.terms.migration, &text);
         }
     }
@@ -102,11 +102,11 @@ impl Driver {
     /// migration.
     fn retry_image_removal(&mut self) {
         let Some(left) = self.left_behind.take() else { return };
-        let said = left.said();
+        let notice = left.notice();
         let before = self.publisher.now().message;
-        self.publisher.update(|progress| progress.message = Some(said.clone()));
+        self.publisher.update(|progress| progress.message = Some(notice.clone()));
         let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
-        record_message(&context, &migration, &said);
+        record_message(&context, &migration, &notice);
         let try_again = move || {
             if left.try_again(&context) {
                 record_message(&context, &migration, before.as_deref().unwrap_or("nothing is left here"));
@@ -170,7 +170,7 @@ pub(super) struct ImagesLeftBehind {
 }
 
 impl ImagesLeftBehind {
-    fn said(&self) -> String {
+    fn notice(&self) -> String {
         let each = self.images.iter().map(|(image, why)| format!("{} ({why})", image.display()));
         let each = each.collect::<Vec<_>>().join(", ");
         format!(

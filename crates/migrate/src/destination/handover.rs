@@ -239,8 +239,8 @@ impl Driver {
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an effect failed");
         if matches!(event, DestinationEvent::OperatorDecides(_)) {
-            let told = format!("the decision was not carried out, and will not be: {reason}; decide again");
-            self.publisher.update(|progress| progress.message = Some(told));
+            let text = format!("the decision was not carried out, and will not be: {reason}; decide again");
+            self.publisher.update(|progress| progress.message = Some(text));
         }
         self.reason.get_or_insert(reason);
         if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {

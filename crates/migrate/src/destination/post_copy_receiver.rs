@@ -120,8 +120,8 @@ pub(super) fn try_out(
         return Err(PostCopyError::Block(writer.name().to_owned()));
     }
     if writers.iter().any(|writer| writer.discard_method() == DiscardMethod::FromOutside) {
-        let says = std::fs::read_to_string(SHARED_HUGE_PAGES).unwrap_or_default();
-        let chosen = says.split(['[', ']']).nth(1).unwrap_or("never");
+        let setting = std::fs::read_to_string(SHARED_HUGE_PAGES).unwrap_or_default();
+        let chosen = setting.split(['[', ']']).nth(1).unwrap_or("never");
         if ["always", "within_size", "force"].contains(&chosen) {
             return Err(PostCopyError::HugePages(chosen.to_owned()));
         }
@@ -330,7 +330,7 @@ fn read_faults(
 ) -> Result<(), PageFaultError> {
     let mut found = Vec::new();
     while pages.placer().wait(ended, &mut found)? {
-        let (mut wanted, mut again) = (Vec::new(), Vec::new());
+        let (mut wanted, mut unresolved) = (Vec::new(), Vec::new());
         for address in found.drain(..) {
             match pages.handle_fault(address) {
                 Ok(page) => wanted.extend(page),
@@ -338,14 +338,14 @@ fn read_faults(
                 Err(error) => {
                     // The thread waits on, and its fault is reported again: there may be memory then.
                     warn!(error = crate::chain(&error), "who waits gets no page");
-                    again.push(address);
+                    unresolved.push(address);
                 }
             }
         }
         stream.ask(&wanted);
-        if !again.is_empty() {
+        if !unresolved.is_empty() {
             thread::sleep(RETRY_DELAY);
-            for address in again {
+            for address in unresolved {
                 pages.placer().report_again(address);
             }
         }

@@ -37,7 +37,7 @@ impl Driver {
 
     /// Returns the message about the page, if there is one.
     pub(super) fn untrusted_message(&self) -> Option<String> {
-        self.untrusted().map(|untrusted| said(untrusted.page, &self.proposal.ram))
+        self.untrusted().map(|untrusted| page_message(untrusted.page, &self.proposal.ram))
     }
 
     /// Records a page that was found, and discards the copy or stops the guest.
@@ -49,7 +49,7 @@ impl Driver {
             error!(migration = %self.terms.migration, why = self.untrusted_message(), "the guest must not run with it");
         }
         match (self.untrusted_message(), &self.state) {
-            (Some(said), DestinationState::Prepared) => self.fail(&said),
+            (Some(page_message), DestinationState::Prepared) => self.fail(&page_message),
             (Some(_), DestinationState::Completing { .. }) => self.stop_untrusted(),
             // Nothing can be decided here yet; the page is checked before the guest is continued.
             _ => {}
@@ -64,7 +64,7 @@ impl Driver {
     fn stop_untrusted(&mut self) {
         let Some(untrusted) = self.untrusted().filter(|untrusted| !untrusted.is_stopped) else { return };
         // Until the next attempt other notices are processed.
-        if self.stop_again_at.is_some_and(|again| Instant::now() < again) {
+        if self.stop_again_at.is_some_and(|retry_at| Instant::now() < retry_at) {
             return;
         }
         let Some(vm) = &mut self.vm else { return };
@@ -93,7 +93,7 @@ impl Driver {
 }
 
 /// Returns a message about the page.
-pub(crate) fn said(PageRequest { block, page }: PageRequest, ram: &[ProposedBlock]) -> String {
+pub(crate) fn page_message(PageRequest { block, page }: PageRequest, ram: &[ProposedBlock]) -> String {
     let name = ram.get(usize::from(block)).map_or("?", |block| &*block.name);
     let offset = page * PAGE_BYTES;
     format!(
@@ -122,7 +122,7 @@ pub fn finding(context: &Context, record: &MigrationRecord, pid: Option<u32>) ->
     Some(Finding {
         severity: Severity::Warning,
         code: "page-not-trusted".to_owned(),
-        what: said(page, proposal.as_ref().map_or(&[], |proposal| &proposal.ram)),
+        what: page_message(page, proposal.as_ref().map_or(&[], |proposal| &proposal.ram)),
         advice: "find out who else writes to its memory; start it again from its disks, or have it go on as it is with \
                  `cont` on its monitor"
             .to_owned(),

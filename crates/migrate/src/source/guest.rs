@@ -124,7 +124,7 @@ impl Guest {
     /// has cleared the dirty marks right before. The rest of the earlier answer does not count, and a question that
     /// waits for it is dropped. Returns a channel that is closed when the answer is complete, or never will be.
     pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
-        let (done, told) = mpsc::channel();
+        let (done, ended) = mpsc::channel();
         let question = Request { id: self.soft.begin(), give_back, cache: self.cache };
         let mut queue_state = self.queue.queue_state();
         if queue_state.is_silent {
@@ -132,7 +132,7 @@ impl Guest {
         }
         queue_state.waiting = Some((question, done));
         self.queue.changed.notify_one();
-        Some(told)
+        Some(ended)
     }
 
     /// Withdraws a question that still waits.

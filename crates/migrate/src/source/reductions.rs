@@ -152,10 +152,10 @@ impl Drop for Reductions {
                     ways,
                 };
             }
-            if let Some((deltas, told)) = deltas.as_ref().zip(report.deltas.as_mut()) {
+            if let Some((deltas, reported)) = deltas.as_ref().zip(report.deltas.as_mut()) {
                 let DeltaCounters { pages, bytes, mark_ns } = deltas.count();
-                *told = report::Deltas {
-                    since_us: told.since_us,
+                *reported = report::Deltas {
+                    since_us: reported.since_us,
                     pages,
                     page_bytes: pages * PAGE_BYTES,
                     changed_bytes: bytes,
@@ -265,10 +265,10 @@ fn start_policy(
                 active.end_memory_references(&controls);
             }
             controls.report(|report| {
-                let told = &mut report.traces.others;
-                chooser.update_report(&mut told.compression);
+                let reported = &mut report.traces.others;
+                chooser.update_report(&mut reported.compression);
                 if is_slow {
-                    referring.update_report(&mut told.referring);
+                    referring.update_report(&mut reported.referring);
                 }
             });
             before = now;

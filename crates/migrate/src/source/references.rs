@@ -109,11 +109,11 @@ impl Driver {
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let mut taken = Vec::new();
         self.is_querying_templates = true;
-        let told = self
+        let result = self
             .send_message(&Message::QueryTemplates { names })
             .and_then(|()| self.receive_templates(&mut taken, Instant::now() + patience));
         self.is_querying_templates = false;
-        let why = match told {
+        let why = match result {
             Ok(()) => return Ok(taken),
             Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
                 "the destination has not told in time what is in all of its own".to_owned()

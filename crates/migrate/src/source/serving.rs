@@ -288,8 +288,8 @@ fn push(
             let Interrupted { cause, .. } = *interrupted;
             cause
         })?;
-        let CompletedRound { sender: again, owed, stats } = sent;
-        sender = again;
+        let CompletedRound { sender: next_sender, owed, stats } = sent;
+        sender = next_sender;
         counted.pushed.fetch_add(stats.contents.pages(), Ordering::Relaxed);
         remaining.give_back(&owed);
         let duration_ns = began.elapsed().as_nanos() as u64;

@@ -77,8 +77,8 @@ fn what_is_always_added() {
         ]
     );
     // The monitor that an earlier agent added is not copied.
-    let again = "-display none -chardev socket,id=whimbrel-qmp,path=/x,server=on -mon chardev=whimbrel-qmp,mode=control";
-    assert_eq!(build(&vm(again), &rules()).unwrap(), built);
+    let equivalent = "-display none -chardev socket,id=whimbrel-qmp,path=/x,server=on -mon chardev=whimbrel-qmp,mode=control";
+    assert_eq!(build(&vm(equivalent), &rules()).unwrap(), built);
 }
 
 #[test]

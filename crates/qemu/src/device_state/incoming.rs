@@ -132,7 +132,7 @@ impl Incoming {
         qmp: &mut Qmp,
         stream: &[u8],
         deadline: Instant,
-        meanwhile: impl FnOnce(),
+        during_load: impl FnOnce(),
     ) -> Result<(), LoadError> {
         let Some(rest) = stream.strip_prefix(&*state_prefix(&self.machine_type)) else {
             let found = machine_type_of(stream).unwrap_or("no machine type");
@@ -140,7 +140,7 @@ impl Incoming {
             return Err(LoadError::Failed { reason });
         };
         let handed = self.send_state(rest, deadline).and_then(|()| self.stream.shutdown(Shutdown::Write));
-        meanwhile();
+        during_load();
         match &handed {
             // QEMU closes the connection as soon as it finds an error: its reason is more precise than ours.
             Err(error) if is_hang_up(error) => {}
@@ -182,13 +182,13 @@ impl Incoming {
     }
 
     fn failed(&self, qmp: Option<&mut Qmp>) -> LoadError {
-        let told = qmp
+        let qemu_error = qmp
             .and_then(|qmp| qmp.execute::<Value>("query-migrate", Value::Null).ok())
             .and_then(|answer| answer.get("error-desc")?.as_str().map(str::to_owned));
         let log = self.tail();
-        let reason = match told {
-            Some(told) if log.is_empty() => told,
-            Some(told) => format!("{told} ({log})"),
+        let reason = match qemu_error {
+            Some(qemu_error) if log.is_empty() => qemu_error,
+            Some(qemu_error) => format!("{qemu_error} ({log})"),
             None => log,
         };
         LoadError::Failed { reason }

@@ -102,9 +102,9 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             "start it with a second possible processor next time (-smp 1,maxcpus=2), or with KVM",
         );
     }
-    for again in &source.starts_again {
-        let severity = if again.when == RestartTime::Unknown { Warning } else { Blocker };
-        add(findings, severity, again.when.code(), &again.what, &again.what_to_do);
+    for risk in &source.starts_again {
+        let severity = if risk.when == RestartTime::Unknown { Warning } else { Blocker };
+        add(findings, severity, risk.when.code(), &risk.what, &risk.what_to_do);
     }
     match source.nested_guests {
         Some(true) => add(

@@ -139,7 +139,7 @@ fn the_guest() {
     assert_eq!(found(|s, _| s.run_state = "paused".to_owned()), "paused.");
     assert_eq!(found(|s, _| s.run_state = "prelaunch".to_owned()), "paused.");
     assert_eq!(found(|s, _| s.tracer_pid = 9), "debugger");
-    let again = |when| {
+    let restart_finding = |when| {
         let (what, what_to_do) = ("unit".to_owned(), "disable it".to_owned());
         found(move |s, _| s.starts_again.push(RestartRisk { when, what, what_to_do }))
     };
@@ -154,9 +154,9 @@ fn the_guest() {
     assert_eq!(emulated("virtio-blk-pci", "1"), "virtio-emulated?");
     assert_eq!(emulated("virtio-blk-pci", "1,maxcpus=2"), "");
     assert_eq!(emulated("e1000", "1"), "");
-    assert_eq!(again(RestartTime::AtOnce), "restarts");
-    assert_eq!(again(RestartTime::AtBoot), "starts-at-boot");
-    assert_eq!(again(RestartTime::Unknown), "restarts-unknown?");
+    assert_eq!(restart_finding(RestartTime::AtOnce), "restarts");
+    assert_eq!(restart_finding(RestartTime::AtBoot), "starts-at-boot");
+    assert_eq!(restart_finding(RestartTime::Unknown), "restarts-unknown?");
     assert_eq!(found(|s, _| s.nested_guests = Some(true)), "nested-guests");
     assert_eq!(found(|s, _| s.nested_guests = Some(false)), "");
     assert_eq!(found(|s, _| s.vm.machine.cpu_option = Some("Skylake,+vmx".to_owned())), "nested-possible?");

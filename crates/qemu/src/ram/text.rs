@@ -107,8 +107,8 @@ fn guest_range(line: &str) -> Option<GuestRange> {
 }
 
 /// Parses the address in `Host virtual address for 0x100000 (pc.ram) is 0x7f2be7f00000`.
-pub(super) fn host_address(said: &str) -> Option<u64> {
-    hex(said.strip_prefix("Host virtual address for")?.rsplit_once(" is ")?.1.trim())
+pub(super) fn host_address(reply: &str) -> Option<u64> {
+    hex(reply.strip_prefix("Host virtual address for")?.rsplit_once(" is ")?.1.trim())
 }
 
 fn hex(word: &str) -> Option<u64> {
@@ -184,8 +184,8 @@ FlatView #1
 
     #[test]
     fn gpa2hva_is_read() {
-        let said = "Host virtual address for 0x100000 (pc.ram) is 0x7f2be7f00000\r\n";
-        assert_eq!(host_address(said), Some(0x7f2b_e7f0_0000));
+        let reply = "Host virtual address for 0x100000 (pc.ram) is 0x7f2be7f00000\r\n";
+        assert_eq!(host_address(reply), Some(0x7f2b_e7f0_0000));
         assert_eq!(host_address("No memory is mapped at address 0x0"), None);
     }
 

@@ -423,9 +423,9 @@ fn a_linux_guest() {
             .collect::<Vec<_>>(),
         );
         let length = |path: &str| std::fs::metadata(path).map_or(0, |meta| meta.len());
-        let said = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let content_of = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let console = world.path("console");
-        until("the load ticks", || said(&console).contains("tick"));
+        until("the load ticks", || content_of(&console).contains("tick"));
         // The kernel releases a card. Those after it keep their addresses, and the gap stays.
         source.command("device_del", json!({"id": "gone"}));
         source.qmp.wait_event("DEVICE_DELETED", deadline()).unwrap();
@@ -433,6 +433,6 @@ fn a_linux_guest() {
         World::move_over(&mut source, &mut destination);
         let there = world.path("run/console");
         until("the kernel goes on", || length(&there) > 0);
-        assert!(!said(&there).contains("Linux version"), "it did not boot again");
+        assert!(!content_of(&there).contains("Linux version"), "it did not boot again");
     });
 }

@@ -65,9 +65,9 @@ impl Disks {
     fn write(&mut self, disk: usize, pattern: u8, offset: u64, bytes: u64) {
         let blocks = self.vm.command("query-block", Value::Null);
         let device = blocks[disk]["qdev"].as_str().unwrap();
-        let said = self.vm.qmp.hmp(&format!("qemu-io -d {device} \"write -P {pattern} {offset} {bytes}\""));
+        let reply = self.vm.qmp.hmp(&format!("qemu-io -d {device} \"write -P {pattern} {offset} {bytes}\""));
         // The tool reports the write on its standard output.
-        assert_eq!(said.unwrap(), "");
+        assert_eq!(reply.unwrap(), "");
     }
 
     fn client(&self, export: &str, context: &str) -> Client {
@@ -133,8 +133,8 @@ fn every_write_is_in_exactly_one_round() {
         // The server is free again.
         let listener = UnixListener::bind(disks.dir.path().join("again.sock")).unwrap();
         let recorded = disks.recorded();
-        let again = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), recorded).unwrap();
-        again.end(&mut disks.vm.qmp).unwrap();
+        let second = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), recorded).unwrap();
+        second.end(&mut disks.vm.qmp).unwrap();
     }
 }
 

@@ -29,7 +29,7 @@ fn owned(epoch: u64, owner: &str) -> Ownership {
     Ownership { epoch: Epoch(epoch), owner: host(owner), offer: None, released: false }
 }
 
-fn stands(epoch: u64, owner: &str) -> RegistryAnswer {
+fn record_of(epoch: u64, owner: &str) -> RegistryAnswer {
     RegistryAnswer::Stands(Some(owned(epoch, owner)))
 }
 
@@ -54,14 +54,18 @@ fn a_record_is_compared_before_it_is_set() {
     let folder = tempfile::tempdir().unwrap();
     let register = SqliteRegistry::open(folder.path()).unwrap();
     assert_eq!(register.read(&web()), RegistryAnswer::Stands(None));
-    assert_eq!(register.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
+    assert_eq!(register.ask(&enrol(web(), Epoch(1), host("alpha"))), record_of(1, "alpha"));
     let from_alpha = Some((Epoch(1), host("alpha")));
-    assert_eq!(register.compare_and_set(&web(), None, owned(2, "beta")), stands(1, "alpha"), "not compared");
-    assert_eq!(register.compare_and_set(&web(), from_alpha.clone(), owned(2, "beta")), stands(2, "beta"));
-    assert_eq!(register.compare_and_set(&web(), from_alpha, owned(2, "alpha")), stands(2, "beta"), "late");
+    assert_eq!(
+        register.compare_and_set(&web(), None, owned(2, "beta")),
+        record_of(1, "alpha"),
+        "not compared"
+    );
+    assert_eq!(register.compare_and_set(&web(), from_alpha.clone(), owned(2, "beta")), record_of(2, "beta"));
+    assert_eq!(register.compare_and_set(&web(), from_alpha, owned(2, "alpha")), record_of(2, "beta"), "late");
     drop(register);
     let register = SqliteRegistry::open(folder.path()).unwrap();
-    assert_eq!(register.read(&web()), stands(2, "beta"));
+    assert_eq!(register.read(&web()), record_of(2, "beta"));
     assert_eq!(register.all().unwrap(), vec![(web(), owned(2, "beta"))]);
 }
 
@@ -97,7 +101,7 @@ fn of_many_who_want_it_one_gets_it() {
         });
         let won: Vec<_> = winners.lock().unwrap().iter().filter(|(e, _)| *e == epoch).cloned().collect();
         assert_eq!(won.len(), 1, "in epoch {epoch}: {won:?}");
-        assert_eq!(registries[1].read(&web()), stands(epoch + 1, &won[0].1));
+        assert_eq!(registries[1].read(&web()), record_of(epoch + 1, &won[0].1));
     }
 }
 
@@ -160,15 +164,15 @@ fn a_witness_lets_hosts_change_only_their_own_records() {
         server.serve(arrival);
     });
     let (alpha, beta, other) = (client("alpha", &peer), client("beta", &peer), client("other", &peer));
-    assert_eq!(alpha.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
+    assert_eq!(alpha.ask(&enrol(web(), Epoch(1), host("alpha"))), record_of(1, "alpha"));
     let expected = Some((Epoch(1), host("alpha")));
     assert_eq!(
         other.compare_and_set(&web(), expected.clone(), owned(2, "beta")),
         RegistryAnswer::Unreachable,
         "a third host gives what is not its own"
     );
-    assert_eq!(beta.compare_and_set(&web(), expected, owned(2, "beta")), stands(2, "beta"));
-    assert_eq!(alpha.read(&web()), stands(2, "beta"));
+    assert_eq!(beta.compare_and_set(&web(), expected, owned(2, "beta")), record_of(2, "beta"));
+    assert_eq!(alpha.read(&web()), record_of(2, "beta"));
     let connected: Vec<_> = connections.lock().unwrap().iter().map(|host| host.as_str().to_owned()).collect();
     assert_eq!(connected, ["alpha", "other", "beta"], "connections are kept");
 }
@@ -177,8 +181,8 @@ fn a_witness_lets_hosts_change_only_their_own_records() {
 fn an_unsent_request_is_distinguished_from_an_unanswered_one() {
     // No server: certainly not carried out.
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let nobody = Peer { host: host("witness"), address: closed.to_string() };
-    assert_eq!(client("alpha", &nobody).read(&web()), RegistryAnswer::Unreachable);
+    let unreachable_peer = Peer { host: host("witness"), address: closed.to_string() };
+    assert_eq!(client("alpha", &unreachable_peer).read(&web()), RegistryAnswer::Unreachable);
 
     // Carried out, and the answer is lost.
     let folder = tempfile::tempdir().unwrap();
@@ -191,7 +195,7 @@ fn an_unsent_request_is_distinguished_from_an_unanswered_one() {
         }
     });
     assert_eq!(client("alpha", &peer).ask(&enrol(web(), Epoch(1), host("alpha"))), RegistryAnswer::Unknown);
-    assert_eq!(register.read(&web()), stands(1, "alpha"), "it had been carried out");
+    assert_eq!(register.read(&web()), record_of(1, "alpha"), "it had been carried out");
 
     // Received, not carried out, no answer: the client cannot distinguish this from the case before.
     let (_serving, peer) = witness(|arrival| drop(arrival.accept().unwrap().recv(None)));
@@ -222,9 +226,9 @@ fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
     assert_eq!(take(1), RegistryAnswer::Unknown);
     release.send(()).unwrap();
     let patient = client("beta", &peer);
-    assert_eq!(patient.read(&web()), stands(1, "alpha"));
+    assert_eq!(patient.read(&web()), record_of(1, "alpha"));
     let answer = take(7);
-    assert!(matches!(answer, RegistryAnswer::Unknown) || answer == stands(1, "alpha"), "{answer:?}");
+    assert!(matches!(answer, RegistryAnswer::Unknown) || answer == record_of(1, "alpha"), "{answer:?}");
 }
 
 #[test]
@@ -242,10 +246,10 @@ fn a_witness_that_came_back_is_reached_again() {
         }
     });
     let alpha = client("alpha", &peer);
-    assert_eq!(alpha.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
+    assert_eq!(alpha.ask(&enrol(web(), Epoch(1), host("alpha"))), record_of(1, "alpha"));
     // Requests on the dead connection may fail, but soon an answer arrives.
     let deadline = Instant::now() + LONG;
-    while alpha.read(&web()) != stands(1, "alpha") {
+    while alpha.read(&web()) != record_of(1, "alpha") {
         assert!(Instant::now() < deadline, "the register is never reached again");
     }
 }

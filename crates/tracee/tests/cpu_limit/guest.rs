@@ -41,10 +41,10 @@ fn all_of_it_holds_with_groups_of_version_two() {
         .arg(format!("file:{}", log.display()))
         .status()
         .unwrap();
-    let said = fs::read(&log).unwrap();
-    let said = String::from_utf8_lossy(&said);
-    assert!(status.success() && said.contains("tests ended: 0"), "{status}\n{said}");
-    assert!(said.contains("version_two::") && !said.contains(" 0 passed"), "{said}");
+    let console = fs::read(&log).unwrap();
+    let console = String::from_utf8_lossy(&console);
+    assert!(status.success() && console.contains("tests ended: 0"), "{status}\n{console}");
+    assert!(console.contains("version_two::") && !console.contains(" 0 passed"), "{console}");
 }
 
 /// Returns the guest's first program: it mounts the needed file systems, enters the scope, and becomes the tests.

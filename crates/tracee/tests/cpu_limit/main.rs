@@ -192,8 +192,8 @@ fn a_group_is_removed_with_its_process() {
 fn a_missing_thread_is_an_error_that_changes_nothing() {
     let Some((victim, threads, limit)) = limited() else { return };
     drop(limit);
-    let nobody = [threads[0], u32::MAX - 1];
-    assert!(CpuLimit::begin(&victim.process, &nobody).is_err());
+    let with_missing_thread = [threads[0], u32::MAX - 1];
+    assert!(CpuLimit::begin(&victim.process, &with_missing_thread).is_err());
     assert!(!group_of(&victim.process, threads[0]).contains("whimbrel"));
     victim.assert_well();
 }

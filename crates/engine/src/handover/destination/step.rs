@@ -90,12 +90,12 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
         // Starts nothing, and reports the incarnation of this host.
         On::Go { .. } => moved(here().when("other-incarnation").then([ready()])),
         On::SourceSays { verdict: Verdict::Committed { incarnation: named, run }, .. } => {
-            let told = if named == incarnation {
+            let transition = if named == incarnation {
                 follow_go(terms, incarnation, *run)
             } else {
                 here().when("other-incarnation").then([ready()])
             };
-            moved(told.within("committed"))
+            moved(transition.within("committed"))
         }
         On::SourceSays { verdict: Verdict::Aborted, .. } => {
             moved(discard(Notice::SourceKept).when("aborted"))

@@ -88,8 +88,8 @@ impl World {
             SourceEffect::ContinueVm => {
                 // After GO only the destination's REFUSED, the registry or an operator can have decided this.
                 let refused = self.ghost.destination.gave_up && self.same_attempt();
-                let told = refused || self.register_says_source() || self.ghost.word;
-                self.ghost.decided_alone |= self.ghost.source.go_sent && !told;
+                let is_justified = refused || self.register_says_source() || self.ghost.word;
+                self.ghost.decided_alone |= self.ghost.source.go_sent && !is_justified;
                 self.held = false;
                 self.source_cont = true;
             }
@@ -185,9 +185,9 @@ impl World {
                 // In doubt, a complete copy is discarded only if the source has the guest, or the copy cannot run. (A
                 // source that has begun another attempt has the guest.)
                 let kept = self.ghost.source.kept || !self.same_attempt() || self.ghost.word;
-                let told = kept || self.register_says_source() || self.ghost.destination.cont_failed;
+                let is_justified = kept || self.register_says_source() || self.ghost.destination.cont_failed;
                 let whole = self.destination_qemu != Qemu::Gone && self.ghost.destination.ready_sent;
-                self.ghost.decided_alone |= whole && !told;
+                self.ghost.decided_alone |= whole && !is_justified;
                 // Where disks were copied, the data that the guest wrote since is in images that are removed with it.
                 self.ghost.threw_away |= self.ghost.destination.ran;
                 self.destination_qemu = Qemu::Gone;

@@ -89,13 +89,14 @@ fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
 #[test]
 fn missing_page_found_present_is_reported_without_blocking() {
     for zeros in [false, true] {
-        let told = Arc::new(AtomicU64::new(0));
-        let count = Arc::clone(&told);
-        let tell = move || {
+        let reports = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&reports);
+        let count_report = move || {
             count.fetch_add(1, Ordering::Relaxed);
         };
         let sets = vec![set(1000, &[7, 8, 900])];
-        let awaited = MissingPages::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, tell);
+        let awaited =
+            MissingPages::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, count_report);
         let awaited = Arc::new(awaited);
         let writer = &awaited.writers()[0];
         lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
@@ -105,10 +106,10 @@ fn missing_page_found_present_is_reported_without_blocking() {
             writer.write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
         }
         assert_eq!(awaited.untrusted(), Some(PageRequest { block: 0, page: 7 }));
-        assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (1, 1));
+        assert_eq!((awaited.pages(), reports.load(Ordering::Relaxed)), (1, 1));
         assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
         writer.write(900 * PAGE_BYTES, &[5; PAGE]).unwrap();
-        assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (0, 2));
+        assert_eq!((awaited.pages(), reports.load(Ordering::Relaxed)), (0, 2));
     }
 }
 
@@ -126,8 +127,8 @@ fn page_placed_by_a_dead_agent_is_trusted() {
 fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
     let folder = tempfile::tempdir().unwrap();
     let (path, sets) = (folder.path().join("ledger"), vec![set(4, &[]), set(1000, &[7, 8, 900])]);
-    let told = Arc::new(AtomicU64::new(0));
-    let count = Arc::clone(&told);
+    let reports = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&reports);
     let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
     let awaited = MissingPages::new(Memory::default(), regions, sets.clone(), move || {
         count.fetch_add(1, Ordering::Relaxed);
@@ -136,11 +137,11 @@ fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
     let kept = || Ledger::open(&path, [4, 1000].map(|pages| pages * PAGE_BYTES)).unwrap().1;
     let writers = awaited.writers();
     writers[1].write(7 * PAGE_BYTES, &[5; PAGE]).unwrap();
-    assert_eq!((kept(), told.load(Ordering::Relaxed)), (awaited.set(), 0));
+    assert_eq!((kept(), reports.load(Ordering::Relaxed)), (awaited.set(), 0));
     writers[1].drop_pages(8 * PAGE_BYTES..901 * PAGE_BYTES).unwrap();
-    assert_eq!((kept(), told.load(Ordering::Relaxed)), (vec![set(4, &[]), set(1000, &[])], 1));
+    assert_eq!((kept(), reports.load(Ordering::Relaxed)), (vec![set(4, &[]), set(1000, &[])], 1));
     writers[1].write(0, &vec![5; 9 * PAGE]).unwrap();
-    assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (0, 1));
+    assert_eq!((awaited.pages(), reports.load(Ordering::Relaxed)), (0, 1));
 }
 
 #[test]

@@ -200,8 +200,8 @@ impl Driver {
         if !vm.process.is_alive() && is_first {
             return self.follow_ups.push_back(DestinationEvent::ContFailed);
         }
-        if let Some(said) = untrusted {
-            self.reason = Some(said);
+        if let Some(page_message) = untrusted {
+            self.reason = Some(page_message);
             return self.follow_ups.push_back(DestinationEvent::ContFailed);
         }
         if let Err(error) = vm.release() {

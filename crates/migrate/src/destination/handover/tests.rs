@@ -52,13 +52,13 @@ fn go(incarnation: &Incarnation) -> Message {
     Message::Go { epoch: Epoch(1), incarnation: incarnation.clone(), run: true }
 }
 
-fn nobody() -> Incarnation {
+fn other_incarnation() -> Incarnation {
     Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
 }
 
 #[test]
 fn a_protocol_violation_before_ready_ends_the_migration() {
-    for nonsense in [go(&nobody()), Message::Resumed] {
+    for nonsense in [go(&other_incarnation()), Message::Resumed] {
         let world = World::new();
         let (driver, mut source) = driver(&world, DestinationState::Prepared, None);
         let settled = thread::spawn(move || driver.run());
@@ -185,8 +185,8 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
     world.context.journal.refuse_writes(true);
     driver.notice(Notice::Event(DestinationEvent::OperatorDecides(OperatorDecision::RunElsewhere)));
     world.context.journal.refuse_writes(false);
-    let told = driver.publisher.now().message.unwrap();
-    assert!(told.starts_with("the decision was not carried out"), "{told}");
+    let text = driver.publisher.now().message.unwrap();
+    assert!(text.starts_with("the decision was not carried out"), "{text}");
     driver.on_idle();
     assert_eq!(world.state(), State::Destination(ready));
 }

@@ -80,8 +80,8 @@ impl StateMachine for Driver {
             SourceEffect::StopVm => {
                 self.lift_cpu_throttle();
                 self.clock.stopped_at = Some(Instant::now());
-                let until_told = self.with_vm(SourceVm::stop)?;
-                self.clock.measured.stop_event_us = until_told.map(|until| until.as_micros() as u64);
+                let until_stop_event = self.with_vm(SourceVm::stop)?;
+                self.clock.measured.stop_event_us = until_stop_event.map(|until| until.as_micros() as u64);
             }
             SourceEffect::PauseQemu => self.with_vm(SourceVm::freeze)?,
             SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,

@@ -155,10 +155,11 @@ impl Driver {
         let Some(page) = page.filter(|_| !self.has_untrusted_page) else { return };
         self.has_untrusted_page = true;
         let ram = self.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
-        let (to, said) = (&self.terms.destination, untrusted::said(page, ram));
-        let said = format!("the VM was stopped at {to}: {said}; see `whimbrel vm show` there");
-        self.note("page-not-trusted", &*said);
-        self.record_reason(&said);
+        let (to, page_message) = (&self.terms.destination, untrusted::page_message(page, ram));
+        let page_message =
+            format!("the VM was stopped at {to}: {page_message}; see `whimbrel vm show` there");
+        self.note("page-not-trusted", &*page_message);
+        self.record_reason(&page_message);
     }
 
     /// Updates the report with the pages sent until now and the policy's decisions.

@@ -165,8 +165,8 @@ impl Driver {
         let mut sender = self.open_streams(payload)?;
         let kept = payload.externally_throttled();
         if !kept.is_empty() {
-            let said = format!("those to {}, which somebody else has throttled", kept.join(", "));
-            self.note("writes-not-throttled", said);
+            let detail = format!("those to {}, which somebody else has throttled", kept.join(", "));
+            self.note("writes-not-throttled", detail);
         }
         let mut owed = payload.disks_alone();
         let mut sent_bytes = None;
@@ -246,12 +246,12 @@ impl Driver {
                 .report(|report| write_throttle.policy().update_report(&mut report.traces.others.writes));
         }
         if let Some(cap) = cap.map_err(|error| cannot(&error))? {
-            let said = match (cap.bytes_per_s, cap.writes_per_s) {
+            let detail = match (cap.bytes_per_s, cap.writes_per_s) {
                 (Some(bytes), _) => format!("to {} KiB/s", bytes >> 10),
                 (None, Some(writes)) => format!("to {writes} writes a second"),
                 (None, None) => "not any more".to_owned(),
             };
-            self.note("writes-throttled", said);
+            self.note("writes-throttled", detail);
         }
         Ok(())
     }

@@ -245,14 +245,14 @@ impl Driver {
         self.note_way(before, policy.outlook());
         match decision {
             Decision::NextRound { most_pages, expected_downtime_ns, slow, disks_alone } => {
-                let wish = ThrottleDemand {
+                let demand = ThrottleDemand {
                     is_chosen: slow,
                     is_asked_for: goals.throttle_cpu != ThrottleCpu::Off,
                     passes: sent.pass,
                     expected_downtime_ns,
                     max_downtime_ns: memory::aim(&goals).max_downtime_ns,
                 };
-                if let Some(held) = self.slow_down(&observed, wish) {
+                if let Some(held) = self.slow_down(&observed, demand) {
                     policy.held(held);
                 }
                 Ok(NextStep::Round { most_pages, disks_alone })
@@ -281,9 +281,9 @@ impl Driver {
     }
 
     /// Throttles the guest's processors as the policy decides, if they may be slowed down; returns the change.
-    fn slow_down(&mut self, observed: &RoundObservation, wish: ThrottleDemand) -> Option<Held> {
+    fn slow_down(&mut self, observed: &RoundObservation, demand: ThrottleDemand) -> Option<Held> {
         let slowing = self.slowing.as_mut()?;
-        let change = slowing.sample(observed, wish);
+        let change = slowing.sample(observed, demand);
         self.controls.report(|report| slowing.policy().update_report(&mut report.traces.others.slowing));
         match change {
             Ok(None) => None,
@@ -305,19 +305,19 @@ impl Driver {
         self.scan_dirty(owed, false, payload)
     }
 
-    /// Scans like `sample`, and also returns the dirty pages of memory if `tells` is true.
+    /// Scans like `sample`, and also returns the dirty pages of memory if `reports_pages` is true.
     pub(super) fn scan_dirty(
         &mut self,
         owed: Owed,
-        tells: bool,
+        reports_pages: bool,
         payload: &mut Payload,
     ) -> Result<DirtyScan, Failure> {
-        let told_blocks = if tells { payload.ram_blocks() } else { 0 };
+        let reported_blocks = if reports_pages { payload.ram_blocks() } else { 0 };
         let scanned_at = Instant::now();
         let cannot_ask = |error: VmError| Failure::local("QEMU cannot be asked", &error);
         let vm = self.vm()?;
         let (cleared, found) = owed
-            .clear_marks_and_report(&mut payload.log(vm.monitor().map_err(cannot_ask)?), told_blocks)
+            .clear_marks_and_report(&mut payload.log(vm.monitor().map_err(cannot_ask)?), reported_blocks)
             .map_err(|failed| Failure::local("cannot find out what was written", &failed))?;
         let scan = cleared.scan();
         let drain_began = Instant::now();
@@ -426,8 +426,8 @@ impl Driver {
         // Nothing was measured yet where it is the largest number.
         let expected_us = expected_us.filter(|us| *us < u64::MAX / 1000);
         self.controls.report(|report| {
-            if let Some(told) = report.traces.stop.last_mut() {
-                told.catch_up(trace);
+            if let Some(recorded) = report.traces.stop.last_mut() {
+                recorded.catch_up(trace);
             }
             if let Some(round) = report.rounds.last_mut() {
                 word.clone_into(&mut round.decision);

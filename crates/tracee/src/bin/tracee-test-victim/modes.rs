@@ -175,9 +175,9 @@ fn linger(_: &[String]) {
         )
     };
     assert_eq!(result, 0, "no lingering");
-    let (tell, told) = std::sync::mpsc::channel();
+    let (notify, thread_id) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let _ = tell.send(nix::unistd::gettid());
+        let _ = notify.send(nix::unistd::gettid());
         let mut round = super::registers::WORKERS[0].1();
         loop {
             if let Err(problem) = round() {
@@ -186,7 +186,7 @@ fn linger(_: &[String]) {
             ROUNDS.fetch_add(1, Ordering::Release);
         }
     });
-    println!("thread worker {}", told.recv().expect("a thread"));
+    println!("thread worker {}", thread_id.recv().expect("a thread"));
     println!("thread socket {}", full.as_raw_fd());
     // The injector closes it.
     std::mem::forget(full);

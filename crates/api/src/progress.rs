@@ -28,7 +28,7 @@ pub enum Phase {
     PostCopy,
     /// Connections were lost and are made anew; the guest runs where it ran.
     Reconnecting,
-    /// Nothing can be decided from here until the peer, the ownership registry or an operator answers.
+    /// The agent waits for the peer, the ownership registry or an operator: it cannot decide by itself.
     InDoubt,
     /// Incomplete steps are undone.
     Undoing,

@@ -10,7 +10,7 @@
 //! | [`reading`] | images that are read while other programs have them open |
 //! | [`compare`] | comparison of two images |
 //!
-//! Nothing here depends on a migration. Only QEMU's own tools know image formats.
+//! The crate does not depend on a migration. Only QEMU's own tools know image formats.
 
 pub mod compare;
 pub mod image;

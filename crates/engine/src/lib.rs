@@ -1,6 +1,6 @@
 //! Pure state machines of a migration. Their inputs are events and times, their outputs are effects.
 //!
-//! Nothing here reads a clock, opens a file or draws a random number, so that the same code runs in the agent, under
+//! The crate reads no clock, opens no file and draws no random number, so that the same code runs in the agent, under
 //! the model checker and in a simulator, and any run can be replayed from its events.
 //!
 //! - [`handover`]: ownership of the VM; the two roles' transition functions and the registry's compare-and-set.

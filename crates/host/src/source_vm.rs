@@ -383,7 +383,7 @@ impl SourceVm {
 
     /// Kills QEMU and removes the files that it made for itself.
     ///
-    /// Nothing remains for QEMU to do: its guest runs elsewhere, and its block devices are inactive or, for a paused
+    /// QEMU has nothing left to do: its guest runs elsewhere, and its block devices are inactive or, for a paused
     /// guest whose disks' ownership could not be determined ([`device_state::disks`]), were flushed when it was paused.
     /// The command `quit` is not used: for that QEMU would have to be let go, and another program's `cont` may wait at
     /// another of its monitors.

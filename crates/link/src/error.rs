@@ -22,7 +22,7 @@ pub enum LinkError {
     /// The network or the peer's host failed.
     #[error("the connection is lost")]
     Lost(#[source] io::Error),
-    /// Nothing arrived before the deadline. The connection can still be used.
+    /// The peer sent nothing before the deadline. The connection can still be used.
     #[error("nothing came from the other side in time")]
     TimedOut,
     /// The received bytes violate TLS.

@@ -307,7 +307,7 @@ pub enum Verdict {
     /// after COMMITTED. The destination discards the copy, unless it is unknown whether the copy has run in the
     /// meantime.
     Returned,
-    /// Nothing is decided yet; the destination asks again.
+    /// The source has not decided yet; the destination asks again.
     Undecided,
 }
 

@@ -18,7 +18,7 @@ pub enum RemoteError {
     /// The process has ended, or may not be accessed.
     #[error("cannot reach the memory of the process")]
     Process(#[from] ProcessError),
-    /// Nothing is mapped at this address, or not for this access.
+    /// The process has no mapping at this address, or none that permits this access.
     #[error("address {address:#x} cannot be {}", if *.write { "written" } else { "read" })]
     Fault {
         /// First address that could not be accessed, rounded down to the kernel's granularity.

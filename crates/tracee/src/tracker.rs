@@ -50,7 +50,7 @@ pub enum TrackError {
     /// The holes of the file behind shared memory could not be queried.
     #[error("cannot track writes")]
     RamFile(#[from] RamFileError),
-    /// Nothing is mapped in the range, or only in a part of it.
+    /// The process has no mapping in the range, or only in a part of it.
     #[error("{range} is not (wholly) mapped")]
     NotMapped {
         /// The range.
@@ -133,7 +133,7 @@ impl WriteTracker {
     /// the same in steps.
     ///
     /// # Errors
-    /// Nothing stays registered.
+    /// The tracker unregisters the ranges again.
     pub fn start(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, TrackError> {
         Self::begin(process, uffd, ranges)?.finish()
     }
@@ -141,7 +141,7 @@ impl WriteTracker {
     /// Starts tracking like [`WriteTracker::start`], but in short steps.
     ///
     /// # Errors
-    /// Nothing stays registered.
+    /// The tracker unregisters the ranges again.
     pub fn begin(
         process: &Process,
         uffd: OwnedFd,

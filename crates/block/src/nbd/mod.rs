@@ -4,8 +4,8 @@
 //! serves an image of any format for writing. Neither host needs more of a disk, so that no image format is known
 //! here. Structured replies are required: every server of interest has them, and only they report holes.
 //!
-//! Nothing is pipelined. A caller that needs several requests in flight opens several connections, which QEMU serves
-//! at the same time.
+//! The client does not pipeline requests. A caller that needs several requests in flight opens several connections,
+//! which QEMU serves at the same time.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::ops::Range;

@@ -128,7 +128,7 @@ pub enum QemuAtStart {
 pub enum Step<S, E> {
     /// A legal transition, possibly back to the same state.
     Moved(Move<S, E>),
-    /// Nothing changes and nothing is to be done.
+    /// The event changes no state and has no effects.
     Ignored(Ignored),
 }
 

@@ -42,7 +42,7 @@ pub struct AdvertisedTemplates {
 /// An advertised template.
 #[derive(Debug)]
 enum OpenTemplate {
-    /// Nothing was read yet.
+    /// The agent has not read it yet.
     Unopened(TemplateSource),
     ImageReader(ImageReader),
     /// It cannot be opened, or answered late, so that the next bytes on the connection are undefined. It is not tried

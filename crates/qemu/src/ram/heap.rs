@@ -6,7 +6,7 @@
 //! rcu_head (16) | mr * | host * | colo_cache * | offset | used_length | max_length | resized * | flags | idstr[256]
 //! ```
 //!
-//! Nothing relies on this exact layout.
+//! The search does not rely on this exact layout.
 //!
 //! Memory counts as such a structure only if three consecutive words equal the offset, the used and the maximal length
 //! that `x-query-ramblock` printed, the block's name, ended by a zero byte, follows within 160 bytes, and one of the 16

@@ -1,6 +1,6 @@
 //! Search for the instructions through which a call is injected, in the process's mappings.
 //!
-//! Nothing is written into its code: `syscall; ret` and the return from a signal handler exist in
+//! The injector writes nothing into its code: `syscall; ret` and the return from a signal handler exist in
 //! every C library, or in the program itself if it is linked statically. The search reads the
 //! memory of the process, so it does not matter whether its files still exist or in which mount
 //! namespace; the vDSO is searched first, then the C library, then everything else.

@@ -19,7 +19,7 @@
 //! the call returns, the frame does the rest. For a thread without a frame this process waits as long
 //! as necessary.
 //!
-//! Nothing between 1 and 8 allocates memory or acquires a lock.
+//! This process allocates no memory and acquires no lock between steps 1 and 8.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

@@ -47,7 +47,7 @@ impl TrackerStart {
     /// Runs all remaining steps.
     ///
     /// # Errors
-    /// Nothing stays registered.
+    /// The tracker unregisters the ranges again.
     pub fn finish(mut self) -> Result<WriteTracker, TrackError> {
         while self.step()? {}
         Ok(self.tracker)

@@ -156,7 +156,7 @@ fn one_look_may_be_chance() {
     assert!(!slow(policy.decide(&look(7, 150_000, 7_000))));
 }
 
-/// Nothing is known of the pages that the first pass has left to the end.
+/// The policy knows nothing yet of the pages that the first pass has left to the end.
 #[test]
 fn nothing_is_expected_of_rounds_before_one_was_seen() {
     let first = RoundObservation {

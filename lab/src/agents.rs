@@ -64,7 +64,7 @@ impl Agents {
         self
     }
 
-    /// Adds tables to all configurations, such as `[limits]` or `[timeouts]`. They replace the tables made here.
+    /// Adds tables to all configurations, such as `[tuning]` or `[timeouts]`. They replace the tables made here.
     #[must_use]
     pub fn with(mut self, more: Table) -> Self {
         self.more.extend(more);

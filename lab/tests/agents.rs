@@ -37,7 +37,7 @@ fn agents_accept_the_configurations() {
         .write()
         .unwrap();
     let a = load(&lab.a);
-    assert_eq!((a.security, a.limits.streams, a.register), (Security::Plain, 2, None));
+    assert_eq!((a.security, a.migration.streams, a.register), (Security::Plain, 2, None));
 }
 
 #[test]

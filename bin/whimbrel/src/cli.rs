@@ -4,12 +4,10 @@ mod choices;
 
 use std::path::PathBuf;
 
-use api::{BadName, Compress, HostId, Rate, VmName};
+use api::{BadName, HostId, MigrationOptions, RamChoice, Rate, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use choices::{
-    DeltasArg, DisksArg, OnLimitArg, PolicyArg, RamArg, SoftPagesArg, ThrottleArg, ThrottleCpuArg, one_disk,
-};
+use choices::{DisksArg, one_disk};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
@@ -90,7 +88,7 @@ pub(crate) enum Command {
     /// `whimbrel cancel` can abort the migration, and any failure leaves the VM at the source. Ctrl-C only ends the
     /// watching.
     ///
-    /// Defaults are in [limits] of the agent's configuration; the built-in ones are in parentheses.
+    /// Defaults are in [migration] of the agent's configuration; the built-in ones are in parentheses.
     Migrate(MigrateCommand),
     /// Watch the latest migration of a VM until it has ended; Ctrl-C only ends the watching
     Watch {
@@ -266,62 +264,11 @@ pub(crate) struct MigrateCommand {
     /// Only run the pre-flight checks on both hosts; changes nothing
     #[arg(long, conflicts_with = "detach")]
     pub check: bool,
-    /// When the VM is stopped: `pattern` when more rounds do not shorten the downtime any further, `target` as soon as
-    /// the downtime would be short enough, `rounds` after a number of rounds; these two are the rules of KVM and Xen.
-    /// `hybrid`: after one pass over all of memory; the remaining pages are sent by post-copy, and until they have
-    /// arrived the VM needs both hosts. `sla`: by rounds, with a CPU throttle, or as `hybrid`: whichever is expected to
-    /// keep --max-downtime and --max-total (pattern)
-    #[arg(long, value_name = "pattern|target|rounds|hybrid|sla", hide_possible_values = true)]
-    pub policy: Option<PolicyArg>,
-    /// Longest downtime, in milliseconds (300)
-    #[arg(long, value_name = "MS")]
-    pub max_downtime: Option<u64>,
-    /// With `--policy sla`: longest total time, in seconds; 0 for no limit (0)
-    #[arg(long, value_name = "SECONDS")]
-    pub max_total: Option<u64>,
-    /// Most rounds of pre-copy (30)
-    #[arg(long, value_name = "N")]
-    pub max_rounds: Option<u32>,
-    /// With `--policy hybrid`: number of passes over the dirty pages before post-copy begins (1)
-    #[arg(long, value_name = "N")]
-    pub hybrid_passes: Option<u32>,
-    /// When the rounds or the time are used up, or rounds make no progress for a while: `abort` leaves the VM at the
-    /// source, `stop` stops the VM and sends the rest in any length of time, `post-copy` sends the rest after the VM
-    /// has resumed at the destination (abort)
-    #[arg(long, value_name = "abort|stop|post-copy", hide_possible_values = true)]
-    pub on_limit: Option<OnLimitArg>,
-    /// Cap on the sending rate: 500M or 512Mi bytes per second, 1.5Gbit, none (none)
-    #[arg(long, value_name = "RATE")]
-    pub bandwidth: Option<Rate>,
-    /// Number of data streams, 1 to 64 (4)
-    #[arg(long, value_name = "N")]
-    pub streams: Option<u16>,
+    #[command(flatten)]
+    pub options: MigrationOptions,
     /// Compare all of memory and of copied disks after the stop; makes the downtime much longer
     #[arg(long)]
     pub verify: bool,
-    /// Limit on the VM's writes to disks that are copied: `off` none, `drain` at most two fifths of the sending rate,
-    /// `threshold` slower the more it has written (off)
-    #[arg(long, value_name = "off|drain|threshold", hide_possible_values = true)]
-    pub throttle_writes: Option<ThrottleArg>,
-    /// Throttle of the VM's processors: `off` none, `drain` to a speed at which it dirties half of what is sent, if it
-    /// would dirty more and could not be stopped in time (off)
-    #[arg(long, value_name = "off|drain", hide_possible_values = true)]
-    pub throttle_cpu: Option<ThrottleCpuArg>,
-    /// Send copied disks completely, also content that the destination has in its templates or from an earlier copy
-    #[arg(long)]
-    pub no_references: bool,
-    /// Compression of pages: `auto` chooses by link and processors, `none`, `lz4`, `zstd`, or `zstd:LEVEL` with a level
-    /// from 1 to 19 (auto)
-    #[arg(long, value_name = "auto|none|lz4|zstd[:LEVEL]")]
-    pub compress: Option<Compress>,
-    /// Send only the changes of pages that were sent before: `auto` where the link is slower than computing them,
-    /// `always`, `never` (auto)
-    #[arg(long, value_name = "auto|always|never", hide_possible_values = true)]
-    pub deltas: Option<DeltasArg>,
-    /// Memory that is not sent because the VM does not need it: `none`, `free` memory, page cache that is `cold` as
-    /// well, or `all` of the page cache; a program in the VM has to report it (free)
-    #[arg(long, value_name = "none|free|cold|all", hide_possible_values = true)]
-    pub soft_pages: Option<SoftPagesArg>,
     /// Kind of RAM at the destination: `auto` keeps all properties that the VM has now, `memfd` is shared, `anonymous`
     /// is not
     #[arg(
@@ -331,7 +278,7 @@ pub(crate) struct MigrateCommand {
         hide_possible_values = true,
         hide_default_value = true
     )]
-    pub ram: RamArg,
+    pub ram: RamChoice,
     /// Disks that the VM writes to: `auto` copies those that the destination does not see, `shared` copies none, `copy`
     /// copies all
     #[arg(

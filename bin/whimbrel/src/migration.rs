@@ -6,7 +6,7 @@ use api::progress::Standing;
 use api::report::{Report, explain, rate, render, to_the_second};
 use api::{
     CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationSelector,
-    MigrationStatus, Rate, VmName,
+    MigrationStatus, VmName,
 };
 
 use crate::Code;
@@ -20,22 +20,9 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         vm: command.vm,
         to: command.to,
         check_only: command.check,
-        policy: command.policy.map(Into::into),
-        max_downtime_ms: command.max_downtime,
-        max_total_ms: command.max_total.map(|seconds| seconds.saturating_mul(1000)),
-        max_rounds: command.max_rounds,
-        hybrid_passes: command.hybrid_passes,
-        on_limit: command.on_limit.map(Into::into),
-        bandwidth_bytes_per_s: command.bandwidth.map(|Rate(rate)| rate),
-        streams: command.streams,
+        options: command.options,
         verify: command.verify,
-        throttle_writes: command.throttle_writes.map(Into::into),
-        throttle_cpu: command.throttle_cpu.map(Into::into),
-        references: command.no_references.then_some(false),
-        compression: command.compress,
-        deltas: command.deltas.map(Into::into),
-        soft_pages: command.soft_pages.map(Into::into),
-        ram: command.ram.into(),
+        ram: command.ram,
         allow_options: command.allow_options,
         disks: command.disks.into(),
         disk: command.disk.into_iter().map(|(name, mode)| (name, mode.into())).collect(),

@@ -395,9 +395,9 @@ fn a_configuration_is_checked() {
     assert_eq!(serde_json::from_str::<Value>(&check(&["--json"]).stdout).unwrap()["good"], true);
     assert!(!folder.path().join("state").exists(), "nothing was started");
 
-    let bad = config(folder.path(), "[limits]\nmax_downtme_ms = 3\n");
+    let bad = config(folder.path(), "[migration]\nmax_downtme_ms = 3\n");
     let result = run(agent_command(&bad, &[]));
-    expect(&result, 2, &[], &["agent.toml, line 8, key `limits.max_downtme_ms`", "max_downtime_ms"]);
+    expect(&result, 2, &[], &["agent.toml, line 8, key `migration.max_downtme_ms`", "max_downtime_ms"]);
     expect(&run(agent_command(Path::new("/nonexistent/a.toml"), &[])), 2, &[], &["cannot read", "--config"]);
 }
 

@@ -124,7 +124,7 @@ fn other_rules_move_a_guest_too() {
     let (cluster, _guest) = stage(4);
     for (policy, from, to) in [("target", "a", "b"), ("rounds", "b", "a")] {
         let report = cluster.migrate("vm1", from, to, &["--policy", policy]);
-        assert_eq!(report["objective"]["policy"], policy);
+        assert_eq!(report["settings"]["policy"], policy);
         assert_eq!(report["traces"][0]["policy"]["policy"], policy, "{report:#}");
         assert!(
             matches!(decisions(&assert_replayed(&report)).pop(), Some(Decision::StopAndCopy { .. })),

@@ -136,6 +136,6 @@ fn a_throttle_without_copied_disks_keeps_the_round_limit() {
     assert_eq!(output.code, 1, "{output:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(report["reason"].as_str().unwrap().contains("rounds"), "{report:#}");
-    assert_eq!(report["objective"]["max_rounds"], 30, "{report:#}");
+    assert_eq!(report["settings"]["max_rounds"], 30, "{report:#}");
     assert!(guest.serial().check().unwrap().ok);
 }

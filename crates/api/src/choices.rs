@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 /// Action when no more rounds are to be made and the expected downtime is still too long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum OnLimit {
     /// Stop the guest and send the remaining pages, however long that takes.
     Stop,
@@ -23,6 +24,7 @@ pub enum OnLimit {
 /// Policy for the stop of the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum StopPolicy {
     /// Stop when rounds do not make the downtime shorter any more, or when the guest's write pattern shows that they
     /// will not (Ibrahim et al., *Optimized pre-copy live migration*, section VII).
@@ -56,6 +58,7 @@ impl StopPolicy {
 /// Limit on the guest's write rate to copied disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum ThrottleWrites {
     /// No limit.
     #[default]
@@ -70,6 +73,7 @@ pub enum ThrottleWrites {
 /// Limit on the guest's CPU time during the migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum ThrottleCpu {
     /// No limit.
     #[default]
@@ -82,6 +86,7 @@ pub enum ThrottleCpu {
 /// Use of deltas for pages that are sent again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum Deltas {
     /// Deltas if the link is slower than computing them.
     #[default]
@@ -96,6 +101,7 @@ pub enum Deltas {
 /// the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum SoftPages {
     /// Everything is sent.
     None,
@@ -111,6 +117,7 @@ pub enum SoftPages {
 /// Kind of RAM that the destination gives the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum RamChoice {
     /// The destination chooses, so that the VM loses nothing that it had (`qemu::preflight::ram::choose`).
     #[default]

@@ -30,6 +30,7 @@
 mod choices;
 mod client;
 mod control;
+mod options;
 mod problem;
 pub mod progress;
 mod rate;
@@ -42,6 +43,7 @@ pub use choices::*;
 pub use client::{Client, ClientError, Lines, MigrationSelector};
 pub use control::Control;
 pub use engine::handover::Role;
+pub use options::{MigrationOptions, MigrationSettings};
 pub use problem::{Problem, ProblemKind, with_causes};
 pub use proto::ids::BadName;
 pub use proto::message::{DiskMode, Finding, Severity};

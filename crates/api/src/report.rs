@@ -14,6 +14,8 @@ use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
+use crate::options::MigrationSettings;
+
 pub use engine::traces::{Replayed, Traces};
 pub use explain::explain;
 pub use reductions::{Compression, Deltas, FreePageHintStats, LevelChoice};
@@ -53,8 +55,8 @@ pub struct Report {
     pub run_state_before: String,
     /// QEMU's run state afterwards, on the side that has the VM; absent while that is not known.
     pub run_state_after: Option<String>,
-    /// The user's request.
-    pub objective: Objective,
+    /// Options of the migration, those of the request and those of the configuration.
+    pub settings: MigrationSettings,
     /// The VM's RAM blocks.
     pub ram_blocks: Vec<RamBlock>,
     /// Disks that were copied, with their images at the destination.
@@ -172,27 +174,6 @@ pub enum Outcome {
     Returned,
     /// It is not known which side has the VM.
     InDoubt,
-}
-
-/// The user's request.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Objective {
-    /// Policy for the stop of the guest (`pattern`, `target`, `rounds`, `hybrid`, `sla`).
-    #[serde(default)]
-    pub policy: String,
-    /// Longest allowed downtime, in milliseconds.
-    pub max_downtime_ms: u64,
-    /// Longest allowed total time, in milliseconds; absent if there was no limit.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_total_ms: Option<u64>,
-    /// Maximum number of rounds of pre-copy.
-    pub max_rounds: u32,
-    /// Action when the rounds are used up (`stop`, `abort`).
-    pub on_limit: String,
-    /// Number of data streams.
-    pub streams: u16,
-    /// Cap on the sending rate at the beginning, in bytes per second; absent for none.
-    pub bandwidth_bytes_per_s: Option<u64>,
 }
 
 /// A disk that was copied.
@@ -398,7 +379,12 @@ pub struct Event {
 
 impl Report {
     /// Creates the report of a migration that begins now.
-    pub fn begin(migration: MigrationId, source: HostId, destination: HostId, objective: Objective) -> Self {
+    pub fn begin(
+        migration: MigrationId,
+        source: HostId,
+        destination: HostId,
+        settings: MigrationSettings,
+    ) -> Self {
         let side = |host| Side { host, qemu_version: None, ram_kind: None, agent_cpu_us: None };
         let started_unix_ms = unix_ms_now();
         Self {
@@ -415,7 +401,7 @@ impl Report {
             reason: None,
             run_state_before: String::new(),
             run_state_after: None,
-            objective,
+            settings,
             ram_blocks: Vec::new(),
             disks: Vec::new(),
             compression: None,

@@ -8,9 +8,8 @@ use proto::message::{DiskMode, Finding, Severity};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
-use super::choices::{
-    Compress, Deltas, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites,
-};
+use super::choices::RamChoice;
+use super::options::MigrationOptions;
 use crate::progress::{Progress, Standing};
 
 /// Identity of the agent and capabilities of its host.
@@ -199,7 +198,7 @@ pub struct ClaimReport {
     pub done: bool,
 }
 
-/// A migration to be started or checked. Absent values are taken from the agent's configuration.
+/// A migration to be started or checked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrateRequest {
@@ -210,52 +209,12 @@ pub struct MigrateRequest {
     /// Run the pre-flight checks only.
     #[serde(default)]
     pub check_only: bool,
-    /// Policy for the stop of the guest.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub policy: Option<StopPolicy>,
-    /// Longest downtime, in milliseconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_downtime_ms: Option<u64>,
-    /// Maximum number of rounds of pre-copy.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_rounds: Option<u32>,
-    /// Number of passes over all dirty memory before post-copy of the remaining pages, with the policy
-    /// [`StopPolicy::Hybrid`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hybrid_passes: Option<u32>,
-    /// Limit on the total time, in milliseconds, with the policy [`StopPolicy::Sla`]; 0 for none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_total_ms: Option<u64>,
-    /// Action when no more rounds are to be made.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub on_limit: Option<OnLimit>,
-    /// Cap on the sending rate, in bytes per second; 0 for none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bandwidth_bytes_per_s: Option<u64>,
-    /// Number of data streams.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub streams: Option<u16>,
+    /// Options; absent ones are taken from the configuration.
+    #[serde(default)]
+    pub options: MigrationOptions,
     /// Compare all of memory and of copied disks after the stop; makes the downtime much longer.
     #[serde(default)]
     pub verify: bool,
-    /// Limit on the guest's write rate to copied disks.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub throttle_writes: Option<ThrottleWrites>,
-    /// Limit on the guest's CPU time.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub throttle_cpu: Option<ThrottleCpu>,
-    /// Send references instead of pages of disks that the destination has already.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub references: Option<bool>,
-    /// Compression of pages.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub compression: Option<Compress>,
-    /// Use of deltas for pages that are sent again.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub deltas: Option<Deltas>,
-    /// The kinds of the guest's memory that are not sent because the guest can do without them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub soft_pages: Option<SoftPages>,
     /// Kind of RAM at the destination.
     #[serde(default)]
     pub ram: RamChoice,
@@ -280,21 +239,8 @@ impl MigrateRequest {
             vm,
             to,
             check_only: false,
-            policy: None,
-            max_downtime_ms: None,
-            max_rounds: None,
-            hybrid_passes: None,
-            max_total_ms: None,
-            on_limit: None,
-            bandwidth_bytes_per_s: None,
-            streams: None,
+            options: MigrationOptions::default(),
             verify: false,
-            throttle_writes: None,
-            throttle_cpu: None,
-            references: None,
-            compression: None,
-            deltas: None,
-            soft_pages: None,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
             disks: DiskMode::Auto,

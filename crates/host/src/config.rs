@@ -28,7 +28,7 @@ use proto::HostId;
 use serde::{Deserialize, Serialize};
 
 pub use crate::pool::{Pool, PoolFormat, Storage};
-use api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
+use api::MigrationSettings;
 
 /// Default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";
@@ -70,8 +70,10 @@ pub struct Config {
     pub pool: Option<Pool>,
     /// Images, or directories of them, that disks of arriving VMs may have content in common with.
     pub templates: Vec<PathBuf>,
-    /// Goals and limits of migrations from here, unless a request overrides them.
-    pub limits: Limits,
+    /// Options of migrations from here, unless a request overrides them.
+    pub migration: MigrationSettings,
+    /// Fine adjustment of migrations from here.
+    pub tuning: Tuning,
     /// Time-outs.
     pub timeouts: Timeouts,
     /// Socket of a test harness that is asked at every fault point. For tests of this program only: a program that
@@ -139,16 +141,10 @@ impl Default for Qemu {
     }
 }
 
-/// Goals and limits of migrations.
+/// Fine adjustment of migrations.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Limits {
-    /// Number of data streams, 1 to 64.
-    pub streams: u16,
-    /// Cap on the sending rate, in bytes per second; 0 for none.
-    pub bandwidth_bytes_per_s: u64,
-    /// Policy for the stop of the guest.
-    pub policy: StopPolicy,
+pub struct Tuning {
     /// Longest time between two dirty scans, after the first pass, in milliseconds; 0 to derive it from the link's
     /// rate.
     pub sampling_ms: u64,
@@ -161,41 +157,19 @@ pub struct Limits {
     pub resent_percent: u32,
     /// Number of previous rounds that count as recent.
     pub resent_rounds: u32,
-    /// Longest downtime, in milliseconds. Below it rounds go on as long as they make it shorter.
-    pub max_downtime_ms: u64,
-    /// Longest total time of a migration with the policy `sla`, in milliseconds; 0 for no limit.
-    pub max_total_ms: u64,
-    /// Maximum number of rounds of pre-copy.
-    pub max_rounds: u32,
-    /// Number of passes over all dirty memory before post-copy of the remaining pages, with the policy `hybrid`.
-    pub hybrid_passes: u32,
-    /// Action when the rounds are used up.
-    pub on_limit: OnLimit,
-    /// Limit on the guest's write rate to copied disks.
-    pub throttle_writes: ThrottleWrites,
-    /// Limit on the guest's CPU time during a migration.
-    pub throttle_cpu: ThrottleCpu,
     /// Additional share of the time for which a guest may wait for a processor during the copy, in hundredths, before
     /// copying gives way more; 0 to disable this.
     pub guest_wait_percent: u32,
-    /// Send references instead of pages of disks that the destination has already.
-    pub references: bool,
-    /// Compression of pages.
-    pub compression: Compress,
     /// Smallest ratio of the data's size to its compressed size, in percent, for which data is compressed.
     pub compression_least_ratio_percent: u32,
     /// Bytes of each stream that are sent uncompressed after data that compressed less.
     pub compression_skip_bytes: u64,
-    /// Use of deltas for pages that are sent again.
-    pub deltas: Deltas,
     /// Memory of the source for marks of sent pages, from which deltas are computed, in MiB: 1 MiB is enough for 32 MiB
     /// of memory.
     pub deltas_memory_mib: u32,
-    /// The kinds of a guest's memory that are not sent because the guest can do without them.
-    pub soft_pages: SoftPages,
 }
 
-impl Limits {
+impl Tuning {
     /// Returns the settings of dirty scans.
     pub fn sampling(&self) -> Sampling {
         Sampling {
@@ -221,33 +195,20 @@ impl Limits {
     }
 }
 
-impl Default for Limits {
+impl Default for Tuning {
     fn default() -> Self {
         let sampling = Sampling::default();
+        let worth = memory::CompressionCriteria::default();
         Self {
-            streams: 4,
-            bandwidth_bytes_per_s: 0,
-            policy: StopPolicy::Pattern,
             sampling_ms: sampling.interval_ns / 1_000_000,
             stable_window: sampling.window,
             stable_percent: sampling.stable_percent,
             resent_percent: sampling.resent_percent,
             resent_rounds: sampling.history,
-            max_downtime_ms: 300,
-            max_total_ms: 0,
-            max_rounds: 30,
-            hybrid_passes: 1,
-            on_limit: OnLimit::Abort,
-            throttle_writes: ThrottleWrites::Off,
-            throttle_cpu: ThrottleCpu::Off,
             guest_wait_percent: 5,
-            references: true,
-            compression: Compress::Auto,
-            compression_least_ratio_percent: memory::CompressionCriteria::default().least_ratio_percent,
-            compression_skip_bytes: memory::CompressionCriteria::default().skip_bytes,
-            deltas: Deltas::Auto,
+            compression_least_ratio_percent: worth.least_ratio_percent,
+            compression_skip_bytes: worth.skip_bytes,
             deltas_memory_mib: 16,
-            soft_pages: SoftPages::Free,
         }
     }
 }

@@ -36,11 +36,11 @@ use proto::{Generation, VmName};
 pub use inbox::{Inbox, Mailbox, Notice};
 
 use api::progress::{Phase, Publisher};
-use api::report::{Objective, Outcome, Report};
-use api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
+use api::report::{Outcome, Report};
+use api::{MigrateRequest, MigrationSettings, OnLimit, SoftPages, StopPolicy, ThrottleWrites};
 use host::Context;
 pub use host::SourceVm;
-use host::config::Limits as ConfigLimits;
+use host::config::Config;
 use host::cpu::CpuTime;
 use host::ownership;
 use host::ram::JournalledRegion;
@@ -50,122 +50,84 @@ use telemetry::Telemetry;
 /// Goals of a migration; some can be changed while it runs.
 #[derive(Clone, Debug)]
 pub struct Goals {
-    /// Policy that decides when to stop the guest.
-    pub policy: StopPolicy,
-    /// Intervals and history of the dirty scans.
-    pub sampling: Sampling,
-    /// Target downtime, in milliseconds.
-    pub max_downtime_ms: u64,
-    /// Limit on the total time, in milliseconds; none if there is no limit.
-    pub max_total_ms: Option<u64>,
-    /// Maximum number of pre-copy rounds.
-    pub max_rounds: u32,
+    /// Values of all options.
+    pub settings: MigrationSettings,
     /// True if the request has no maximum of rounds.
     pub has_default_rounds: bool,
-    /// Number of pre-copy passes over the dirty pages before post-copy, with the hybrid policy.
-    pub hybrid_passes: u32,
-    /// Action when the maximum of rounds is reached.
-    pub on_limit: OnLimit,
-    /// Number of data streams.
-    pub streams: u16,
-    /// Limit on the sending rate, in bytes per second; none if unlimited.
-    pub bandwidth_bytes_per_s: Option<u64>,
+    /// Maximum number of rounds without a throttle of writes, if the request has none.
+    default_rounds: u32,
     /// True if all of memory and of copied disks is compared after the stop.
     pub verify: bool,
-    /// Throttle of the guest's writes to copied disks.
-    pub throttle_writes: ThrottleWrites,
-    /// Throttle of the guest's processors.
-    pub throttle_cpu: ThrottleCpu,
-    /// True if pages of disks that the destination already has are sent as page references.
-    pub references: bool,
-    /// Compression of pages.
-    pub compression: Compress,
+    /// Intervals and history of the dirty scans.
+    pub sampling: Sampling,
     /// Thresholds that decide which data is worth compressing.
     pub worth: ::memory::CompressionCriteria,
-    /// Use of deltas for pages that are sent again.
-    pub deltas: Deltas,
     /// Memory for the record of sent pages that deltas need, in bytes.
     pub deltas_bytes: usize,
-    /// Pages of the guest that need not be sent (free page hints, page cache).
-    pub soft_pages: SoftPages,
 }
 
 impl Goals {
     /// Returns the goals of a request, with the configuration's values as defaults.
-    pub fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
-        let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
-        let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
+    pub fn new(request: &MigrateRequest, config: &Config) -> Self {
+        let mut settings = config.migration.with(&request.options);
+        let has_default_rounds = request.options.max_rounds.is_none();
         // Writes that are throttled more and more let the migration converge in the end.
-        let usual_rounds = match throttle_writes {
-            ThrottleWrites::Off => limits.max_rounds,
-            ThrottleWrites::Drain | ThrottleWrites::Threshold => limits.max_rounds.saturating_mul(10),
-        };
-        let policy = request.policy.unwrap_or(limits.policy);
-        let is_sla = policy == StopPolicy::Sla;
-        let max_total_ms = request.max_total_ms.unwrap_or(limits.max_total_ms);
-        let soft_pages = match request.soft_pages.unwrap_or(limits.soft_pages) {
-            // It cannot be predicted how long the guest needs to give back its page cache.
-            SoftPages::Cold | SoftPages::All if is_sla => SoftPages::Free,
-            soft_pages => soft_pages,
-        };
-        Self {
-            policy,
-            sampling: limits.sampling(),
-            max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
-            max_total_ms: Some(max_total_ms).filter(|ms| *ms > 0 && is_sla),
-            max_rounds: request.max_rounds.unwrap_or(usual_rounds),
-            has_default_rounds: request.max_rounds.is_none(),
-            hybrid_passes: request.hybrid_passes.unwrap_or(limits.hybrid_passes),
-            on_limit: request.on_limit.unwrap_or(limits.on_limit),
-            streams: request.streams.unwrap_or(limits.streams),
-            bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),
-            verify: request.verify,
-            throttle_writes,
-            throttle_cpu: request.throttle_cpu.unwrap_or(limits.throttle_cpu),
-            references: request.references.unwrap_or(limits.references),
-            compression: request.compression.unwrap_or(limits.compression),
-            worth: limits.worth(),
-            deltas: request.deltas.unwrap_or(limits.deltas),
-            deltas_bytes: limits.deltas_bytes(),
-            soft_pages,
+        if has_default_rounds && settings.throttle_writes != ThrottleWrites::Off {
+            settings.max_rounds = config.migration.max_rounds.saturating_mul(10);
         }
+        if settings.policy == StopPolicy::Sla {
+            // It cannot be predicted how long the guest needs to give back its page cache.
+            if matches!(settings.soft_pages, SoftPages::Cold | SoftPages::All) {
+                settings.soft_pages = SoftPages::Free;
+            }
+        } else {
+            settings.max_total_ms = 0;
+        }
+        Self { has_default_rounds, verify: request.verify, ..Self::restored(settings, config) }
+    }
+
+    /// Returns the goals of a migration that an agent before this one began with these settings.
+    pub fn restored(settings: MigrationSettings, config: &Config) -> Self {
+        let tuning = &config.tuning;
+        Self {
+            settings,
+            has_default_rounds: true,
+            default_rounds: config.migration.max_rounds,
+            verify: false,
+            sampling: tuning.sampling(),
+            worth: tuning.worth(),
+            deltas_bytes: tuning.deltas_bytes(),
+        }
+    }
+
+    /// Returns the limit on the total time, in milliseconds; none if there is no limit.
+    pub fn max_total_ms(&self) -> Option<u64> {
+        Some(self.settings.max_total_ms).filter(|ms| *ms > 0)
+    }
+
+    /// Returns the limit on the sending rate, in bytes per second; none if unlimited.
+    pub fn bandwidth_bytes_per_s(&self) -> Option<u64> {
+        Some(self.settings.bandwidth_bytes_per_s).filter(|rate| *rate > 0)
     }
 
     /// Adapts the goals to a migration without copied disks: there are no writes to throttle, and so no reason for more
     /// than the usual maximum of rounds.
-    pub(crate) fn disable_write_throttle(&mut self, limits: &ConfigLimits) {
+    pub(crate) fn disable_write_throttle(&mut self) {
         if self.has_default_rounds {
-            self.max_rounds = limits.max_rounds;
+            self.settings.max_rounds = self.default_rounds;
         }
-        self.throttle_writes = ThrottleWrites::Off;
+        self.settings.throttle_writes = ThrottleWrites::Off;
     }
 
     /// Returns true if the goals require post-copy.
     pub fn needs_post_copy(&self) -> bool {
-        self.policy == StopPolicy::Hybrid || self.on_limit == OnLimit::PostCopy
+        self.settings.policy == StopPolicy::Hybrid || self.settings.on_limit == OnLimit::PostCopy
     }
 
     /// Returns true if the goals allow post-copy, provided that the destination supports it.
     pub fn can_post_copy(&self) -> bool {
         // Pages that arrive while the guest runs cannot be compared.
-        self.needs_post_copy() || self.policy == StopPolicy::Sla && !self.verify
-    }
-
-    /// Returns the goals as the report names them.
-    pub fn objective(&self) -> Objective {
-        Objective {
-            policy: self.policy.name().to_owned(),
-            max_downtime_ms: self.max_downtime_ms,
-            max_total_ms: self.max_total_ms,
-            max_rounds: self.max_rounds,
-            on_limit: match self.on_limit {
-                OnLimit::Stop => "stop".to_owned(),
-                OnLimit::PostCopy => "post-copy".to_owned(),
-                OnLimit::Abort => "abort".to_owned(),
-            },
-            streams: self.streams,
-            bandwidth_bytes_per_s: self.bandwidth_bytes_per_s,
-        }
+        self.needs_post_copy() || self.settings.policy == StopPolicy::Sla && !self.verify
     }
 }
 
@@ -185,7 +147,7 @@ pub struct Controls {
 impl Controls {
     /// Creates the controls of a migration that was requested at this time.
     pub fn new(goals: Goals, report: Report, requested: Instant) -> Self {
-        let rate = Arc::new(link::RateLimit::new(goals.bandwidth_bytes_per_s));
+        let rate = Arc::new(link::RateLimit::new(goals.bandwidth_bytes_per_s()));
         Self { goals: Mutex::new(goals), rate, report: Mutex::new(report), requested }
     }
 

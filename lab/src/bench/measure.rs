@@ -53,7 +53,7 @@ impl Bench {
             agents = agents.plain();
         }
         if let Some(percent) = case.guest_wait_percent {
-            agents = agents.with(toml! { limits = { guest_wait_percent = percent } });
+            agents = agents.with(toml! { tuning = { guest_wait_percent = percent } });
         }
         agents.write()?;
         let daemons = agents.start_all()?;

@@ -172,7 +172,7 @@ fn configurations_with_errors_name_file_line_and_key() {
         ("tls.plain = true\n[hosts.b]\naddress = \"nowhere\"\n", 7, "hosts.b.address", "HOST:PORT"),
         ("tls.plain = true\n[hosts.\"../b\"]\naddress = \"b:1\"\n", 6, "hosts", "name"),
         ("tls.plain = true\n[register]\nhost = \"w\"\n", 7, "register.host", "[hosts.w]"),
-        ("tls.plain = true\n[limits]\nstreams = 65\n", 7, "limits.streams", "64"),
+        ("tls.plain = true\n[migration]\nstreams = 65\n", 7, "migration.streams", "64"),
         ("tls.plain = true\n[timeouts]\nretry_ms = -1\n", 7, "timeouts.retry_ms", "u64"),
     ];
     for (text, line, key, advice) in cases {

@@ -65,7 +65,7 @@ impl Setup {
     /// Turns off the yielding of copying to guests that wait for processors: the course then depends on the guest
     /// alone, also on a busy machine.
     pub fn without_yielding(self) -> Self {
-        Self { extra: self.extra + "[limits]\nguest_wait_percent = 0\n", ..self }
+        Self { extra: self.extra + "[tuning]\nguest_wait_percent = 0\n", ..self }
     }
 }
 

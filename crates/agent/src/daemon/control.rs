@@ -205,21 +205,21 @@ impl Control for UserApi {
         }
         let goals = controls.change(|goals| {
             if let Some(rate) = limits.bandwidth_bytes_per_s {
-                goals.bandwidth_bytes_per_s = (rate > 0).then_some(rate);
+                goals.settings.bandwidth_bytes_per_s = rate;
             }
-            goals.max_downtime_ms = limits.max_downtime_ms.unwrap_or(goals.max_downtime_ms);
-            goals.max_rounds = limits.max_rounds.unwrap_or(goals.max_rounds);
+            goals.settings.max_downtime_ms = limits.max_downtime_ms.unwrap_or(goals.settings.max_downtime_ms);
+            goals.settings.max_rounds = limits.max_rounds.unwrap_or(goals.settings.max_rounds);
             goals.has_default_rounds &= limits.max_rounds.is_none();
             if let Some(ms) = limits.max_total_ms {
-                goals.max_total_ms = Some(ms).filter(|ms| *ms > 0);
+                goals.settings.max_total_ms = ms;
             }
         });
-        controls.rate.set_rate(goals.bandwidth_bytes_per_s);
+        controls.rate.set_rate(goals.bandwidth_bytes_per_s());
         Ok(Limits {
-            bandwidth_bytes_per_s: Some(goals.bandwidth_bytes_per_s.unwrap_or(0)),
-            max_downtime_ms: Some(goals.max_downtime_ms),
-            max_rounds: Some(goals.max_rounds),
-            max_total_ms: goals.max_total_ms,
+            bandwidth_bytes_per_s: Some(goals.settings.bandwidth_bytes_per_s),
+            max_downtime_ms: Some(goals.settings.max_downtime_ms),
+            max_rounds: Some(goals.settings.max_rounds),
+            max_total_ms: goals.max_total_ms(),
         })
     }
 

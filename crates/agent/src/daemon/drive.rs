@@ -103,10 +103,10 @@ impl Daemon {
             register: held,
             witness: self.context.config.register.clone(),
         };
-        let goals = Goals::new(request, &self.context.config.limits);
+        let goals = Goals::new(request, &self.context.config);
         let proposal = Proposal {
             register_epoch: held,
-            streams: goals.streams,
+            streams: goals.settings.streams,
             delta_seed: Some(RandomState::new().hash_one(&terms.migration)),
             post_copy: goals.can_post_copy(),
             ..offer.proposal
@@ -115,7 +115,7 @@ impl Daemon {
             terms.migration.clone(),
             terms.source.clone(),
             terms.destination.clone(),
-            goals.objective(),
+            goals.settings.clone(),
         );
         report.requested_at(requested_unix_ms);
         report.findings = offer.findings;
@@ -221,28 +221,30 @@ impl Daemon {
                 "the witness is neither of the two hosts; move to another",
             ));
         }
-        let goals = Goals::new(request, &self.context.config.limits);
-        if request.max_total_ms.is_some() {
+        let goals = Goals::new(request, &self.context.config);
+        if request.options.max_total_ms.is_some() {
             check_time_limit(&goals)?;
         }
-        if request.hybrid_passes.is_some() && goals.policy != StopPolicy::Hybrid {
+        if request.options.hybrid_passes.is_some() && goals.settings.policy != StopPolicy::Hybrid {
             let error = "only with --policy hybrid a number of passes means anything";
             let advice = "leave out --hybrid-passes, or choose --policy hybrid";
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
-        if goals.hybrid_passes == 0 {
+        if goals.settings.hybrid_passes == 0 {
             let error =
                 "0 passes are not possible: all of memory goes once before the rest comes after the VM";
             return Err(Problem::new(ProblemKind::BadRequest, error, "choose --hybrid-passes 1 or more"));
         }
-        if goals.policy == StopPolicy::Hybrid && goals.hybrid_passes > goals.max_rounds {
-            let (passes, most) = (goals.hybrid_passes, goals.max_rounds);
+        if goals.settings.policy == StopPolicy::Hybrid
+            && goals.settings.hybrid_passes > goals.settings.max_rounds
+        {
+            let (passes, most) = (goals.settings.hybrid_passes, goals.settings.max_rounds);
             let error = format!("{passes} passes are more than the {most} rounds that there may be");
             let advice = "choose fewer --hybrid-passes, or more --max-rounds";
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
-        if goals.policy == StopPolicy::Sla
-            && matches!(request.soft_pages, Some(SoftPages::Cold | SoftPages::All))
+        if goals.settings.policy == StopPolicy::Sla
+            && matches!(request.options.soft_pages, Some(SoftPages::Cold | SoftPages::All))
         {
             let error =
                 "with --policy sla no page cache is given back: how long that takes cannot be foreseen";
@@ -253,7 +255,7 @@ impl Daemon {
             let advice = "leave out --verify, or choose another --policy and --on-limit";
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
-        let streams = request.streams.unwrap_or(self.context.config.limits.streams);
+        let streams = request.options.streams.unwrap_or(self.context.config.migration.streams);
         if !(1..=proto::limits::STREAMS).contains(&streams) {
             let error = format!("{streams} streams are not possible");
             return Err(Problem::new(
@@ -303,7 +305,7 @@ impl Daemon {
         preflight::measure(&surveyed.disks, &mut disks, &context.config.run_dir);
         let proposal = Proposal {
             reply_to: context.config.listen.to_string(),
-            streams: request.streams.unwrap_or(context.config.limits.streams),
+            streams: request.options.streams.unwrap_or(context.config.migration.streams),
             ram: vm.proposed_blocks(),
             facts: surveyed.facts,
             description: surveyed.description,
@@ -332,9 +334,9 @@ pub(super) fn internal(error: &JournalError) -> Problem {
 
 /// Refuses a limit on the total time for policies that do not keep it.
 pub(super) fn check_time_limit(goals: &Goals) -> Result<(), Problem> {
-    if goals.policy == StopPolicy::Sla {
+    if goals.settings.policy == StopPolicy::Sla {
         return Ok(());
     }
-    let error = format!("the policy `{}` keeps no limit of time", goals.policy.name());
+    let error = format!("the policy `{}` keeps no limit of time", goals.settings.policy.name());
     Err(Problem::new(ProblemKind::BadRequest, error, "choose --policy sla, or leave out --max-total"))
 }

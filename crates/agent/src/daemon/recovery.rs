@@ -15,7 +15,7 @@ use tracing::{error, info, warn};
 
 use super::Daemon;
 use api::Problem;
-use api::report::{Objective, Report};
+use api::report::Report;
 use host::Context;
 use host::ownership;
 use migrate::source::{Controls, Details, Goals};
@@ -120,38 +120,15 @@ impl Daemon {
     /// Restores the controls of a migration. Its goals do not matter any more, except the bandwidth; its report is
     /// continued.
     fn controls_of(&self, record: &MigrationRecord) -> Controls {
-        let limits = &self.context.config.limits;
+        let config = &self.context.config;
         let report = self.context.journal.report(record.id()).ok().flatten();
-        let bandwidth_bytes_per_s = match &report {
-            Some(report) => report.objective.bandwidth_bytes_per_s,
-            None => (limits.bandwidth_bytes_per_s > 0).then_some(limits.bandwidth_bytes_per_s),
-        };
-        let goals = Goals {
-            policy: limits.policy,
-            sampling: limits.sampling(),
-            max_downtime_ms: limits.max_downtime_ms,
-            max_total_ms: None,
-            max_rounds: limits.max_rounds,
-            has_default_rounds: true,
-            hybrid_passes: limits.hybrid_passes,
-            on_limit: limits.on_limit,
-            streams: limits.streams,
-            bandwidth_bytes_per_s,
-            verify: false,
-            throttle_writes: limits.throttle_writes,
-            throttle_cpu: limits.throttle_cpu,
-            references: limits.references,
-            compression: limits.compression,
-            worth: limits.worth(),
-            deltas: limits.deltas,
-            deltas_bytes: limits.deltas_bytes(),
-            soft_pages: limits.soft_pages,
-        };
+        let settings = report.as_ref().map_or(&config.migration, |report| &report.settings).clone();
         let report = report.unwrap_or_else(|| {
             let terms = &record.terms;
-            let objective: Objective = goals.objective();
-            Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)
+            let (source, destination) = (terms.source.clone(), terms.destination.clone());
+            Report::begin(terms.migration.clone(), source, destination, settings.clone())
         });
+        let goals = Goals::restored(settings, config);
         // Times in the report count from the request, whichever agent received it.
         let since = Duration::from_millis(api::report::unix_ms_now().saturating_sub(report.started_unix_ms));
         let now = Instant::now();

@@ -40,8 +40,8 @@ fn incarnation() -> Incarnation {
 
 fn controls(daemon: &Daemon) -> Arc<Controls> {
     let request = serde_json::from_value(serde_json::json!({ "vm": "web", "to": "b" })).unwrap();
-    let goals = Goals::new(&request, &daemon.context.config.limits);
-    let report = Report::begin(id(1), host("a"), host("b"), goals.objective());
+    let goals = Goals::new(&request, &daemon.context.config);
+    let report = Report::begin(id(1), host("a"), host("b"), goals.settings.clone());
     Arc::new(Controls::new(goals, report, Instant::now()))
 }
 

@@ -44,7 +44,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
             out,
             "  downtime    {} of {} ms allowed",
             milliseconds(downtime.total_us),
-            report.objective.max_downtime_ms
+            report.settings.max_downtime_ms
         )?;
     }
     // After an earlier end the images are removed again.
@@ -75,7 +75,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         "  wire        {} out, {} back, {} streams, {} reconnections",
         bytes(report.sent_bytes),
         bytes(report.received_bytes),
-        report.objective.streams,
+        report.settings.streams,
         report.reconnections
     )?;
     if let Some(compression) = &report.compression {

@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::api::progress::{Phase, Progress, Publisher, Standing, Watcher};
-use crate::api::report::{Downtime, Measured, Objective, Outcome, Report, Round};
+use crate::api::report::{Downtime, Measured, Outcome, Report, Round};
 use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
     Finding, Forgotten, HostId, KernelFeature, LeftImage, Limits, MigrateRequest, MigrationId,
-    MigrationStatus, Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest,
-    Severity, VmDetail, VmName, VmSummary,
+    MigrationSettings, MigrationStatus, Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest,
+    Role, RunRequest, Severity, VmDetail, VmName, VmSummary,
 };
 
 /// The fake control; see the module.
@@ -329,16 +329,8 @@ impl Control for Fake {
 
     fn report(&self, id: &MigrationId) -> Result<Report, Problem> {
         let (to, progress) = self.with(id, |migration| (migration.to.clone(), migration.progress.now()))?;
-        let objective = Objective {
-            policy: "pattern".to_owned(),
-            max_downtime_ms: 30,
-            max_total_ms: None,
-            max_rounds: 30,
-            on_limit: "abort".into(),
-            streams: 4,
-            bandwidth_bytes_per_s: None,
-        };
-        let mut report = Report::begin(id.clone(), host("alpha"), to, objective);
+        let settings = MigrationSettings { max_downtime_ms: 30, ..MigrationSettings::default() };
+        let mut report = Report::begin(id.clone(), host("alpha"), to, settings);
         report.rounds = vec![Round { round: 1, dirty_pages: 131_072, ..Round::default() }];
         match progress.standing {
             Standing::Underway => {}

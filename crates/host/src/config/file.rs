@@ -5,12 +5,13 @@ use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use api::MigrationSettings;
 use block::volume::VolumeGroup;
 use proto::{HostId, limits};
 use serde::Deserialize;
 
 use super::locate::Locator;
-use super::{AgentRole, Config, ConfigError, Limits, Pool, PoolFormat, Qemu, Security, Storage, Timeouts};
+use super::{AgentRole, Config, ConfigError, Pool, PoolFormat, Qemu, Security, Storage, Timeouts, Tuning};
 use crate::pool::THIN_KEEP_FREE_PERCENT;
 
 #[derive(Deserialize)]
@@ -38,7 +39,9 @@ struct File {
     #[serde(default)]
     disks: Disks,
     #[serde(default)]
-    limits: Limits,
+    migration: MigrationSettings,
+    #[serde(default)]
+    tuning: Tuning,
     #[serde(default)]
     timeouts: Timeouts,
     faults: Option<Faults>,
@@ -166,7 +169,8 @@ impl Checks<'_> {
         let register = file.register.map(|register| register.host);
         let hosts = self.hosts(file.hosts)?;
         self.register(&file.host, file.role, register.as_ref(), &hosts)?;
-        self.limits(&file.limits)?;
+        self.migration(&file.migration)?;
+        self.tuning(&file.tuning)?;
         self.timeouts(&file.timeouts)?;
         if file.qemu.binaries.is_empty() {
             return Err(
@@ -194,7 +198,8 @@ impl Checks<'_> {
             disks_shared: self.disks_shared(file.disks.shared)?,
             pool: file.disks.pool.map(|pool| self.pool(pool)).transpose()?,
             templates: file.disks.templates.into_iter().map(|path| self.absolute(path)).collect(),
-            limits: file.limits,
+            migration: file.migration,
+            tuning: file.tuning,
             timeouts: file.timeouts,
             fault_socket: file.faults.map(|faults| self.absolute(faults.socket)),
         };
@@ -354,51 +359,57 @@ impl Checks<'_> {
         }
     }
 
-    fn limits(&self, l: &Limits) -> Result<(), ConfigError> {
-        if !(100..=1000).contains(&l.compression_least_ratio_percent) {
-            let what = format!(
-                "{}% is no ratio of data to what is sent for it; choose 100 to 1000",
-                l.compression_least_ratio_percent
-            );
-            return Err(self.wrong(&["limits", "compression_least_ratio_percent"], what));
-        }
-        self.check_sampling(l)?;
-        if l.deltas_memory_mib > 1 << 20 {
-            let what =
-                format!("{} MiB are more than a host has; choose at most 1048576", l.deltas_memory_mib);
-            return Err(self.wrong(&["limits", "deltas_memory_mib"], what));
-        }
-        if l.streams == 0 || l.streams > limits::STREAMS {
-            let what = format!("{} streams; choose 1 to {}", l.streams, limits::STREAMS);
-            return Err(self.wrong(&["limits", "streams"], what));
-        }
-        if l.guest_wait_percent > 100 {
-            let what = format!("{} hundredths; choose 1 to 100, or 0", l.guest_wait_percent);
-            return Err(self.wrong(&["limits", "guest_wait_percent"], what));
-        }
-        if l.max_downtime_ms == 0 {
-            return Err(self.wrong(&["limits", "max_downtime_ms"], "cannot be 0; the default is 300"));
-        }
-        if l.hybrid_passes == 0 {
-            return Err(self.wrong(
-                &["limits", "hybrid_passes"],
-                "cannot be 0: all of memory goes once before the rest comes after the VM",
-            ));
-        }
-        if l.max_rounds == 0 {
-            return Err(
-                self.wrong(&["limits", "max_rounds"], "cannot be 0: the first round sends all memory")
+    fn migration(&self, options: &MigrationSettings) -> Result<(), ConfigError> {
+        let wrong = |key, what: &str| Err(self.wrong(&["migration", key], what));
+        if options.streams == 0 || options.streams > limits::STREAMS {
+            return wrong(
+                "streams",
+                &format!("{} streams; choose 1 to {}", options.streams, limits::STREAMS),
             );
         }
-        if l.hybrid_passes > l.max_rounds {
-            let what = format!("{} passes are more than the {} of max_rounds", l.hybrid_passes, l.max_rounds);
-            return Err(self.wrong(&["limits", "hybrid_passes"], what));
+        if options.max_downtime_ms == 0 {
+            return wrong("max_downtime_ms", "cannot be 0; the default is 300");
+        }
+        if options.max_rounds == 0 {
+            return wrong("max_rounds", "cannot be 0: the first round sends all memory");
+        }
+        if options.hybrid_passes == 0 {
+            return wrong(
+                "hybrid_passes",
+                "cannot be 0: post-copy begins after at least one pass over all memory",
+            );
+        }
+        if options.hybrid_passes > options.max_rounds {
+            let (passes, rounds) = (options.hybrid_passes, options.max_rounds);
+            return wrong(
+                "hybrid_passes",
+                &format!("{passes} passes are more than the {rounds} of max_rounds"),
+            );
         }
         Ok(())
     }
 
-    fn check_sampling(&self, l: &Limits) -> Result<(), ConfigError> {
-        let wrong = |key, what: String| Err(self.wrong(&["limits", key], what));
+    fn tuning(&self, tuning: &Tuning) -> Result<(), ConfigError> {
+        let wrong = |key, what: String| Err(self.wrong(&["tuning", key], what));
+        let ratio = tuning.compression_least_ratio_percent;
+        if !(100..=1000).contains(&ratio) {
+            let what = format!("{ratio}% is no ratio of data to what is sent for it; choose 100 to 1000");
+            return wrong("compression_least_ratio_percent", what);
+        }
+        if tuning.deltas_memory_mib > 1 << 20 {
+            let what =
+                format!("{} MiB are more than a host has; choose at most 1048576", tuning.deltas_memory_mib);
+            return wrong("deltas_memory_mib", what);
+        }
+        if tuning.guest_wait_percent > 100 {
+            let what = format!("{} hundredths; choose 1 to 100, or 0", tuning.guest_wait_percent);
+            return wrong("guest_wait_percent", what);
+        }
+        self.check_sampling(tuning)
+    }
+
+    fn check_sampling(&self, l: &Tuning) -> Result<(), ConfigError> {
+        let wrong = |key, what: String| Err(self.wrong(&["tuning", key], what));
         if l.sampling_ms != 0 && !(10..=60_000).contains(&l.sampling_ms) {
             return wrong("sampling_ms", format!("{} ms; choose 10 to 60000, or 0", l.sampling_ms));
         }

@@ -1,6 +1,7 @@
 use std::path::{Path, PathBuf};
 
 use super::*;
+use api::OnLimit;
 
 const HERE: &str = "/etc/whimbrel/agent.toml";
 
@@ -35,7 +36,7 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!(config.security, Security::Plain);
     assert_eq!(config.state_dir, PathBuf::from("/var/lib/whimbrel"));
     assert_eq!(config.api_socket, PathBuf::from("/run/whimbrel/agent.sock"));
-    assert_eq!((config.limits.max_downtime_ms, config.limits.on_limit), (300, OnLimit::Abort));
+    assert_eq!((config.migration.max_downtime_ms, config.migration.on_limit), (300, OnLimit::Abort));
     assert_eq!((config.role, config.register, config.fault_socket), (AgentRole::Host, None, None));
 }
 
@@ -70,9 +71,10 @@ fn the_example_is_right_and_shows_the_defaults() {
 fn the_example_names_every_key() {
     let text = example_with_all_keys();
     let qemu = toml::to_string(&Qemu::default()).unwrap();
-    let limits = toml::to_string(&Limits::default()).unwrap();
+    let migration = toml::to_string(&MigrationSettings::default()).unwrap();
+    let tuning = toml::to_string(&Tuning::default()).unwrap();
     let timeouts = toml::to_string(&Timeouts::default()).unwrap();
-    for line in [qemu, limits, timeouts].iter().flat_map(|text| text.lines()) {
+    for line in [qemu, migration, tuning, timeouts].iter().flat_map(|text| text.lines()) {
         let (key, _) = line.split_once(" =").unwrap();
         assert!(text.contains(&format!("\n{key} = ")), "{key} is missing in docs/agent.example.toml");
     }
@@ -122,33 +124,33 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "0 to 99",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nstraems = 3",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nstraems = 3",
         5,
-        "limits.straems",
+        "migration.straems",
         "unknown",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nstreams = 65",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nstreams = 65",
         5,
-        "limits.streams",
+        "migration.streams",
         "1 to 64",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nstreams = \"4\"",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nstreams = \"4\"",
         5,
-        "limits.streams",
+        "migration.streams",
         "u16",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\non_limit = \"x\"",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\non_limit = \"x\"",
         5,
-        "limits.on_limit",
+        "migration.on_limit",
         "abort",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nmax_downtime_ms = 0",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nmax_downtime_ms = 0",
         5,
-        "limits.max_downtime_ms",
+        "migration.max_downtime_ms",
         "30",
     ),
     (

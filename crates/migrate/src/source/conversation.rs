@@ -29,8 +29,10 @@ impl Driver {
 
     pub(super) fn connect_streams(&mut self) -> Result<Vec<DataStream>, peers::PeerError> {
         // The number in the proposal: an agent that restarts may have another configuration.
-        let streams =
-            self.proposal.as_ref().map_or(self.controls.goals().streams, |proposal| proposal.streams);
+        let streams = self
+            .proposal
+            .as_ref()
+            .map_or(self.controls.goals().settings.streams, |proposal| proposal.streams);
         let data = (0..streams).map(|stream| {
             let connection = self.connect_stream(stream)?;
             Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))

@@ -47,12 +47,12 @@ pub(super) struct FreePageHints {
 impl Driver {
     /// Enables free page hints from here on, if they are requested and the guest has the port for them.
     pub(super) fn enable_free_page_hints(&mut self, payload: &mut Payload) {
-        if self.controls.goals().soft_pages == SoftPages::None {
+        if self.controls.goals().settings.soft_pages == SoftPages::None {
             return;
         }
         if self.vm.as_ref().is_some_and(|vm| vm.has_guest_port(PORT)) {
             payload.set_free_page_hints(Arc::new(SoftPageSet::new(payload.ram_bytes().iter().copied())));
-        } else if self.controls.goals().soft_pages != SoftPages::Free {
+        } else if self.controls.goals().settings.soft_pages != SoftPages::Free {
             self.note(
                 "guest",
                 format!(
@@ -67,7 +67,7 @@ impl Driver {
     /// no longer than needed.
     pub(super) fn connect_to_guest(&mut self, payload: &Payload) -> Option<FreePageHints> {
         let soft = payload.soft()?;
-        let wanted = self.controls.goals().soft_pages;
+        let wanted = self.controls.goals().settings.soft_pages;
         let cache = match wanted {
             SoftPages::None => return None,
             SoftPages::Free => Cache::None,

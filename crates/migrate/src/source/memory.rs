@@ -379,21 +379,21 @@ impl DirtyLog for Log<'_> {
 /// with it.
 pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost) -> TracedPolicy {
     let goal = aim(goals);
-    let on_limit = match goals.on_limit {
+    let on_limit = match goals.settings.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
         api::OnLimit::PostCopy => OnLimit::PostCopy,
         api::OnLimit::Abort => OnLimit::Abort,
     };
-    match goals.policy {
+    match goals.settings.policy {
         StopPolicy::Pattern => {
             let policy = PatternPolicy::new(goal, on_limit, fixed).sampling(goals.sampling);
             // With throttled writes, a guest may write less the longer the migration lasts.
-            let is_throttled = goals.throttle_writes != ThrottleWrites::Off;
+            let is_throttled = goals.settings.throttle_writes != ThrottleWrites::Off;
             TracedPolicy::new(if is_throttled { policy.with_write_throttle() } else { policy })
         }
         StopPolicy::Target => TracedPolicy::new(TargetPolicy::new(goal, on_limit)),
         StopPolicy::Rounds => TracedPolicy::new(RoundCountPolicy::default()),
-        StopPolicy::Hybrid => TracedPolicy::new(HybridPolicy::new(goal, goals.hybrid_passes, fixed)),
+        StopPolicy::Hybrid => TracedPolicy::new(HybridPolicy::new(goal, goals.settings.hybrid_passes, fixed)),
         StopPolicy::Sla => {
             TracedPolicy::new(SlaPolicy::new(goal, ways, on_limit, fixed).sampling(goals.sampling))
         }
@@ -404,9 +404,9 @@ pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost)
 pub(crate) fn aim(goals: &Goals) -> Aim {
     let ns = |ms: u64| ms.saturating_mul(1_000_000);
     Aim {
-        max_downtime_ns: ns(goals.max_downtime_ms),
-        max_rounds: goals.max_rounds,
-        max_total_ns: goals.max_total_ms.map(ns),
+        max_downtime_ns: ns(goals.settings.max_downtime_ms),
+        max_rounds: goals.settings.max_rounds,
+        max_total_ns: goals.max_total_ms().map(ns),
     }
 }
 

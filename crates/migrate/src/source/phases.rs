@@ -304,7 +304,8 @@ impl Driver {
     /// Prepares the throttle of the guest's processors, if it was requested or if the policy may use it.
     fn enable_cpu_throttle(&mut self) -> Result<(), Failure> {
         let goals = self.controls.goals();
-        let (is_wished, may_be) = (goals.throttle_cpu != ThrottleCpu::Off, goals.policy == StopPolicy::Sla);
+        let (is_wished, may_be) =
+            (goals.settings.throttle_cpu != ThrottleCpu::Off, goals.settings.policy == StopPolicy::Sla);
         if !is_wished && !may_be {
             return Ok(());
         }
@@ -321,7 +322,7 @@ impl Driver {
 
     /// Starts the measurement of how long the guest waits for processors: before anything is copied, for comparison.
     fn start_pressure_meter(&mut self) {
-        let allowed_permille = u64::from(self.context.config.limits.guest_wait_percent) * 10;
+        let allowed_permille = u64::from(self.context.config.tuning.guest_wait_percent) * 10;
         let watch = self.vm.as_mut().map(|vm| pressure::PressureMeter::begin(vm, allowed_permille));
         match watch.transpose() {
             Ok(watch) => self.pressure = watch,

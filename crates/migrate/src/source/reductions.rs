@@ -18,7 +18,7 @@ use proto::packed::{Codec, Compression as Way, CompressionTrial};
 use super::references::SharedImages;
 use super::{Controls, Goals, Telemetry};
 use api::report::{self, Compression, LevelChoice};
-use api::{Compress, Deltas as WantedDeltas};
+use api::{Compress, Deltas as WantedDeltas, MigrationSettings};
 use host::cpu;
 
 /// Interval of the policy's samples, and the shorter one at first, when the policy knows nothing.
@@ -66,7 +66,8 @@ impl Reductions {
         controls: &Arc<Controls>,
         telemetry: &Telemetry,
     ) -> Self {
-        let Goals { compression, worth, streams, deltas: wanted_deltas, deltas_bytes, .. } = controls.goals();
+        let Goals { settings, worth, deltas_bytes, .. } = controls.goals();
+        let MigrationSettings { compression, streams, deltas: wanted_deltas, .. } = settings;
         let wanted = supported_compression(compression, codecs, controls, telemetry);
         let seed = delta_seed.filter(|_| wanted_deltas != WantedDeltas::Never && deltas_bytes > 0);
         let deltas = seed.map(|seed| Arc::new(Deltas::new(ram_blocks, deltas_bytes, seed)));

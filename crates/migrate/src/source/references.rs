@@ -33,7 +33,7 @@ const FORMATS: [&str; 2] = ["raw", "qcow2"];
 impl Driver {
     /// Returns true if page references are sent.
     pub(super) fn uses_references(&self, accepted: &Accepted) -> bool {
-        self.controls.goals().references && accepted.references
+        self.controls.goals().settings.references && accepted.references
     }
 
     /// Returns the images that both hosts have, if pages of them may be referred to.

@@ -10,8 +10,9 @@ use proto::{Generation, HostId, Incarnation};
 use serde_json::json;
 
 use super::*;
+use api::MigrationSettings;
 use api::progress::Standing;
-use api::report::{Objective, Outcome, Report};
+use api::report::{Outcome, Report};
 
 fn name(name: &str) -> VmName {
     VmName::new(name).unwrap()
@@ -162,17 +163,9 @@ fn vms_and_reports_are_kept() {
     assert!(journal.remove_vm(&name("web")).unwrap());
     assert!(!journal.remove_vm(&name("web")).unwrap());
 
-    let objective = Objective {
-        policy: "pattern".into(),
-        max_downtime_ms: 30,
-        max_total_ms: None,
-        max_rounds: 30,
-        on_limit: "abort".into(),
-        streams: 1,
-        bandwidth_bytes_per_s: None,
-    };
+    let settings = MigrationSettings { streams: 1, ..MigrationSettings::default() };
     let terms = terms(&id("web", 3));
-    let mut report = Report::begin(terms.migration.clone(), terms.source, terms.destination, objective);
+    let mut report = Report::begin(terms.migration.clone(), terms.source, terms.destination, settings);
     journal.put_report(&report).unwrap();
     report.end(Outcome::Moved, None, 5);
     journal.put_report(&report).unwrap();

@@ -3,22 +3,14 @@ use proto::{Epoch, HostId, MigrationId, VmName};
 
 use engine::pressure::Restraint;
 
-use super::super::{Measured, Objective, Verification};
+use super::super::{Measured, Verification};
 use super::*;
+use crate::MigrationSettings;
 
 pub(in crate::report) fn sample() -> Report {
     let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(7) };
-    let objective = Objective {
-        policy: "pattern".into(),
-        max_downtime_ms: 30,
-        max_total_ms: None,
-        max_rounds: 30,
-        on_limit: "abort".into(),
-        streams: 4,
-        bandwidth_bytes_per_s: None,
-    };
-    let mut report =
-        Report::begin(id, HostId::new("alpha").unwrap(), HostId::new("beta").unwrap(), objective);
+    let settings = MigrationSettings { max_downtime_ms: 30, ..MigrationSettings::default() };
+    let mut report = Report::begin(id, HostId::new("alpha").unwrap(), HostId::new("beta").unwrap(), settings);
     report.ram_blocks = vec![RamBlock { name: "pc.ram".into(), bytes: 512 << 20, page_bytes: 4096 }];
     report.rounds = vec![
         Round {

@@ -16,31 +16,16 @@ use crate::source::phases::Accepted;
 use crate::source::{Controls, Goals, Inbox, Mailbox, memory};
 use api::progress::Publisher;
 use api::report::{Outcome, Report};
-use api::{Compress, Deltas, OnLimit, ThrottleWrites};
+use api::{MigrationSettings, OnLimit};
 use host::testing::{Peer, Qemu, SlowRegistry, World, host, id, terms};
 use store::journal::State;
 
-fn goals() -> Goals {
-    Goals {
-        policy: api::StopPolicy::Pattern,
-        sampling: engine::precopy::Sampling::default(),
-        max_downtime_ms: 30,
-        max_total_ms: None,
-        max_rounds: 30,
-        has_default_rounds: true,
-        hybrid_passes: 1,
-        on_limit: OnLimit::Stop,
+fn settings() -> MigrationSettings {
+    MigrationSettings {
         streams: 1,
-        bandwidth_bytes_per_s: None,
-        verify: false,
-        throttle_writes: ThrottleWrites::Off,
-        throttle_cpu: api::ThrottleCpu::Off,
-        references: true,
-        compression: Compress::Auto,
-        worth: ::memory::CompressionCriteria::default(),
-        deltas: Deltas::Auto,
-        deltas_bytes: 1 << 20,
-        soft_pages: api::SoftPages::Free,
+        max_downtime_ms: 30,
+        on_limit: OnLimit::Stop,
+        ..MigrationSettings::default()
     }
 }
 
@@ -56,9 +41,9 @@ fn driver_of(
     qemu: Option<&Qemu>,
 ) -> (Driver, Mailbox, Arc<Controls>) {
     world.journalled(&terms, State::Source(state.clone()));
-    let objective = goals().objective();
-    let report = Report::begin(terms.migration.clone(), host("a"), host("b"), objective);
-    let controls = Arc::new(Controls::new(goals(), report, Instant::now()));
+    let report = Report::begin(terms.migration.clone(), host("a"), host("b"), settings());
+    let goals = Goals::restored(settings(), &world.context.config);
+    let controls = Arc::new(Controls::new(goals, report, Instant::now()));
     let vm = qemu.map(|qemu| SourceVm::find(&world.context, &qemu.record()).unwrap());
     let inbox = Inbox::new();
     let mailbox = inbox.mailbox();

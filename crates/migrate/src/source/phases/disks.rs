@@ -22,9 +22,9 @@ use qemu::recording::{RecordedDisk, Recording};
 
 use super::rounds::DirtyScan;
 use super::{Failure, gone};
-use crate::source::Driver;
 use crate::source::memory::{Payload, PayloadError};
 use crate::source::write_throttle::DiskWriteThrottle;
+use crate::source::{Driver, Goals};
 use api::OnLimit;
 use host::Context;
 use host::ThrottleGuard;
@@ -41,11 +41,10 @@ impl Driver {
     pub(super) fn payload(&mut self, copied: &[CopiedDisk]) -> Result<Payload, Failure> {
         let failed = |error: PayloadError| Failure::local("cannot read what is to be sent", &error);
         if copied.is_empty() {
-            let goals =
-                self.controls.change(|goals| goals.disable_write_throttle(&self.context.config.limits));
-            self.controls.report(|report| report.objective = goals.objective());
+            let goals = self.controls.change(Goals::disable_write_throttle);
+            self.controls.report(|report| report.settings = goals.settings.clone());
         }
-        let write_throttle = DiskWriteThrottle::new(self.controls.goals().throttle_writes);
+        let write_throttle = DiskWriteThrottle::new(self.controls.goals().settings.throttle_writes);
         let vm = self.vm.as_ref().ok_or_else(gone)?;
         let guard = write_throttle.as_ref().map(|_| start_write_guard(&self.context, vm));
         let guard = guard.transpose().map_err(failed)?;
@@ -193,8 +192,10 @@ impl Driver {
     /// to wait for.
     fn has_time_for_memory(&self) -> Result<(), Failure> {
         let goals = self.controls.goals();
-        let limit =
-            goals.max_total_ms.filter(|_| goals.on_limit == OnLimit::Abort).map(Duration::from_millis);
+        let limit = goals
+            .max_total_ms()
+            .filter(|_| goals.settings.on_limit == OnLimit::Abort)
+            .map(Duration::from_millis);
         if limit.is_some_and(|limit| self.controls.requested.elapsed() > limit) {
             let reason = "there is no time left, and its memory is still to come: allow more time, or a higher bandwidth";
             return Err(Failure::new(SourceEvent::Failed, reason));

@@ -247,7 +247,7 @@ impl Driver {
             Decision::NextRound { most_pages, expected_downtime_ns, slow, disks_alone } => {
                 let demand = ThrottleDemand {
                     is_chosen: slow,
-                    is_asked_for: goals.throttle_cpu != ThrottleCpu::Off,
+                    is_asked_for: goals.settings.throttle_cpu != ThrottleCpu::Off,
                     passes: sent.pass,
                     expected_downtime_ns,
                     max_downtime_ns: memory::aim(&goals).max_downtime_ns,

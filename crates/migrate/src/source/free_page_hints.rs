@@ -40,7 +40,7 @@ pub(super) struct FreePageHints {
     asked: Option<Instant>,
     /// Page cache that was deferred in the first round. It is owed.
     deferred: Option<Owed>,
-    told: report::FreePageHintStats,
+    stats: report::FreePageHintStats,
     controls: Arc<Controls>,
 }
 
@@ -79,9 +79,9 @@ impl Driver {
                 let guest = Guest::new(connection, seen, Arc::clone(&soft), cache, ANSWER_LIMIT);
                 let failed = |error| self.note("guest", format!("it is not asked: {error}"));
                 let guest = guest.map_err(failed).ok()?;
-                let told = report::FreePageHintStats { wanted, ..report::FreePageHintStats::default() };
+                let stats = report::FreePageHintStats { wanted, ..report::FreePageHintStats::default() };
                 let controls = Arc::clone(&self.controls);
-                Some(FreePageHints { guest, soft, cache, asked: None, deferred: None, told, controls })
+                Some(FreePageHints { guest, soft, cache, asked: None, deferred: None, stats, controls })
             }
             Ok(None) | Err(VmError::Gone) => None,
             Err(error) => {
@@ -100,10 +100,10 @@ impl Driver {
         is_first: bool,
     ) -> Result<Readable, Failure> {
         if is_first && hints.cache != Cache::None && hints.asked.is_none() {
-            let told = hints.ask(false);
-            self.wait_for_guest(hints, told, FIRST_ANSWER_LIMIT)?;
+            let answer_ended = hints.ask(false);
+            self.wait_for_guest(hints, answer_ended, FIRST_ANSWER_LIMIT)?;
             let (readable, deferred) = readable.without(&hints.soft.cache());
-            hints.told.put_off_pages = deferred.pages();
+            hints.stats.put_off_pages = deferred.pages();
             hints.deferred = (deferred.pages() > 0).then_some(deferred);
             return Ok(readable);
         }
@@ -123,9 +123,9 @@ impl Driver {
     ) -> Result<Readable, Failure> {
         let Some(deferred) = hints.deferred.take() else { return Ok(readable) };
         self.note("guest", "gives its page cache back".to_owned());
-        let told = hints.ask(true);
-        self.wait_for_guest(hints, told, ANSWER_LIMIT)?;
-        hints.told.given_back_pages = hints.soft.count_free(deferred.blocks());
+        let answer_ended = hints.ask(true);
+        self.wait_for_guest(hints, answer_ended, ANSWER_LIMIT)?;
+        hints.stats.given_back_pages = hints.soft.count_free(deferred.blocks());
         Ok(readable.and(&deferred))
     }
 
@@ -133,12 +133,12 @@ impl Driver {
     fn wait_for_guest(
         &mut self,
         hints: &FreePageHints,
-        told: Option<Receiver<()>>,
+        answer_ended: Option<Receiver<()>>,
         patience: Duration,
     ) -> Result<(), Failure> {
-        let Some(told) = told else { return Ok(()) };
+        let Some(answer_ended) = answer_ended else { return Ok(()) };
         let deadline = Instant::now() + patience;
-        while told.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        while answer_ended.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             self.handle_notices()?;
             if Instant::now() >= deadline {
                 hints.guest.withdraw();
@@ -181,14 +181,14 @@ impl Drop for FreePageHints {
     /// Adds the statistics to the report.
     fn drop(&mut self) {
         let answer_statistics = self.guest.answer_statistics();
-        let told = report::FreePageHintStats {
+        let stats = report::FreePageHintStats {
             answers: answer_statistics.answers,
             longest_answer_us: answer_statistics.longest.as_micros() as u64,
             poisoned: answer_statistics.poisoned,
             notes: answer_statistics.notes,
-            ..self.told.clone()
+            ..self.stats.clone()
         };
-        self.controls.report(|report| report.soft = Some(told));
+        self.controls.report(|report| report.soft = Some(stats));
     }
 }
 

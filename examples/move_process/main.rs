@@ -22,7 +22,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, slice, thread};
 
-use engine::precopy::{Aim, Decision, OnLimit, Policy, RoundObservation, TargetPolicy};
+use engine::precopy::{Decision, OnLimit, Policy, PrecopyGoals, RoundObservation, TargetPolicy};
 use link::{Endpoint, Listener, Peer, Router, Security};
 use memory::verify::{Block, different_chunks, hash_block};
 use memory::{
@@ -142,8 +142,8 @@ fn connect(source: &Toy, destination: &Toy) -> Result<(Sender, Receiver)> {
 /// Sends rounds until the policy decides to stop the process. Returns the pages that are dirty then.
 fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Result<(Sender, Cleared)> {
     // KVM's rule: stop as soon as the dirty pages need less than this time, or after so many rounds.
-    let aim = Aim { max_downtime_ns: 1_000_000, max_rounds: 20, ..Aim::default() };
-    let mut policy = TargetPolicy::new(aim, OnLimit::Stop);
+    let goals = PrecopyGoals { max_downtime_ns: 1_000_000, max_rounds: 20, ..PrecopyGoals::default() };
+    let mut policy = TargetPolicy::new(goals, OnLimit::Stop);
     println!("round  pages       bytes        time");
     // Each stage of a round consumes the one before, so that no page is read before its mark is cleared.
     let mut cleared = Owed::everything([bytes]).clear_marks(log)?;

@@ -154,7 +154,7 @@ impl Agents {
         } else {
             if self.witness {
                 let entry = Table::from_iter([("host".to_owned(), self.hosts[2].name().into())]);
-                set("register", entry.into());
+                set("registry", entry.into());
             }
             set("qemu", self.qemu()?.into());
             let images = Self::pool(host);

@@ -26,7 +26,7 @@ fn agents_accept_the_configurations() {
     let [a, b, witness] = [&lab.a, &lab.b, &lab.witness].map(load);
     assert_eq!(a.peer(&b.host).unwrap(), b.listen.to_string());
     assert_eq!(b.peer(&a.host).unwrap(), a.listen.to_string());
-    assert_eq!((a.register.as_ref(), witness.role), (Some(&witness.host), AgentRole::Witness));
+    assert_eq!((a.registry.as_ref(), witness.role), (Some(&witness.host), AgentRole::Witness));
     assert_eq!(a.api_socket, Agents::socket(&lab.a));
     assert!(matches!(a.security, Security::Tls { .. }));
 
@@ -37,7 +37,7 @@ fn agents_accept_the_configurations() {
         .write()
         .unwrap();
     let a = load(&lab.a);
-    assert_eq!((a.security, a.migration.streams, a.register), (Security::Plain, 2, None));
+    assert_eq!((a.security, a.migration.streams, a.registry), (Security::Plain, 2, None));
 }
 
 #[test]

@@ -195,7 +195,7 @@ pub(crate) enum VmCommand {
         paused: bool,
         /// Start it also where another host owns the VM, or from images that a VM left here when it moved away
         #[arg(long)]
-        i_know_the_risk: bool,
+        accept_risk: bool,
     },
     /// Forget a VM; its QEMU keeps running
     Forget {
@@ -210,7 +210,7 @@ pub(crate) enum VmCommand {
         vm: VmName,
         /// Carry it out; the risk was read and understood
         #[arg(long)]
-        i_know_the_risk: bool,
+        accept_risk: bool,
     },
 }
 
@@ -305,9 +305,9 @@ pub(crate) struct MigrateCommand {
 
 #[derive(Debug, Args)]
 #[command(
-    long_about = "Settle a migration that is in doubt.\n\nWithout a decision the other host and the register are \
+    long_about = "Settle a migration that is in doubt.\n\nWithout a decision the other host and the registry are \
                   asked once more, and what they say is done: that risks nothing. A decision says what only an \
-                  operator can know; it is described first, and carried out with --i-know-the-risk."
+                  operator can know; it is described first, and carried out with --accept-risk."
 )]
 pub(crate) struct RecoverCommand {
     /// The VM
@@ -323,13 +323,13 @@ pub(crate) struct RecoverCommand {
     pub give_up: bool,
     /// Claim the VM in the ownership registry even if the other host has won there: that host never ran the VM
     #[arg(long, requires = "run_here", conflicts_with = "give_up")]
-    pub even_against_the_register: bool,
+    pub overrule_registry: bool,
     /// Do not use the ownership registry, which is lost for good; no other host may rely on it any longer
-    #[arg(long, requires = "decision", conflicts_with = "even_against_the_register")]
-    pub without_the_register: bool,
+    #[arg(long, requires = "decision", conflicts_with = "overrule_registry")]
+    pub without_registry: bool,
     /// Carry the decision out; the risk was read and understood
     #[arg(long)]
-    pub i_know_the_risk: bool,
+    pub accept_risk: bool,
 }
 
 #[cfg(test)]

@@ -23,9 +23,9 @@ fn row(image: &LeftImage) -> [String; 6] {
         image.migration.to_string(),
         if image.ended { "ended or forgotten".to_owned() } else { image.to.to_string() },
         image.disk.clone(),
-        bytes(image.taken_bytes),
+        bytes(image.used_bytes),
         image.path.display().to_string(),
-        match &image.kept_because {
+        match &image.blocked_by {
             Some(why) => format!("kept: {why}"),
             None if image.ended => "can be removed (--ended); there may be no other copy".to_owned(),
             None => "can be removed".to_owned(),
@@ -44,8 +44,8 @@ pub(crate) fn remove(
     let removed = if ended { client.remove_ended_images(vm)? } else { client.remove_images(vm, epoch)? };
     output.show(&removed, |images: &Vec<LeftImage>| {
         let mut text = Text::default();
-        for LeftImage { path, taken_bytes, .. } in images {
-            text.line(format_args!("{} is removed; it took {}", path.display(), bytes(*taken_bytes)));
+        for LeftImage { path, used_bytes, .. } in images {
+            text.line(format_args!("{} is removed; it took {}", path.display(), bytes(*used_bytes)));
         }
         text.finish()
     });

@@ -23,8 +23,8 @@ pub(crate) fn agent(client: &Client, output: &Output) -> Result<Code, Failure> {
         text.line(format_args!("{role} {host} (whimbrel {version}, pid {pid})"));
         text.line(format_args!("  listens at  {}", info.listen));
         text.line(format_args!("  peers       {}", list(&info.peers)));
-        let register = info.register.as_ref().map_or("none", HostId::as_str);
-        text.line(format_args!("  register    {register}"));
+        let registry = info.registry.as_ref().map_or("none", HostId::as_str);
+        text.line(format_args!("  registry    {registry}"));
         text.line(format_args!("  kernel      {}", info.kernel));
         for KernelFeature { name, present, advice } in &info.kernel_features {
             if *present {
@@ -39,7 +39,7 @@ pub(crate) fn agent(client: &Client, output: &Output) -> Result<Code, Failure> {
         for template in &info.templates {
             let state = match (template.state, &template.problem) {
                 (TemplateState::Ready, _) => format!("{} in use", bytes(template.data_bytes.unwrap_or(0))),
-                (TemplateState::BeingRead, _) => "being read".to_owned(),
+                (TemplateState::Indexing, _) => "being read".to_owned(),
                 (TemplateState::Failed, problem) => {
                     format!("NOT USED: {}", problem.as_deref().unwrap_or("it cannot be read"))
                 }
@@ -147,13 +147,13 @@ pub(crate) fn run(
     client: &Client,
     file: &Path,
     paused: bool,
-    i_know_the_risk: bool,
+    accept_risk: bool,
     output: &Output,
 ) -> Result<Code, Failure> {
     let unreadable = |source| Failure::File { path: file.to_owned(), source };
     let text = std::fs::read_to_string(file).map_err(unreadable)?;
     let path = std::path::absolute(file).map_err(unreadable)?;
-    output.show(&client.run(&RunRequest { path, text, paused, i_know_the_risk })?, taken);
+    output.show(&client.run(&RunRequest { path, text, paused, accept_risk })?, taken);
     Ok(Code::Done)
 }
 
@@ -177,10 +177,10 @@ pub(crate) fn forget(client: &Client, vm: &VmName, output: &Output) -> Result<Co
         (Some(pid), _) => format!("{vm} is forgotten; its QEMU goes on (process {pid})\n"),
         (None, None) => format!("{vm} is forgotten; its QEMU had ended\n"),
         (None, Some(true)) => {
-            format!("{vm} is forgotten; its QEMU had ended, and the register of owners has it released\n")
+            format!("{vm} is forgotten; its QEMU had ended, and the ownership registry has it released\n")
         }
         (None, Some(false)) => format!(
-            "{vm} is forgotten; its QEMU had ended. The register of owners does not answer and has it for this host's: \
+            "{vm} is forgotten; its QEMU had ended. The ownership registry does not answer and has it for this host's: \
              where it is started again, `whimbrel vm claim {vm}`\n"
         ),
     });
@@ -191,15 +191,15 @@ pub(crate) fn forget(client: &Client, vm: &VmName, output: &Output) -> Result<Co
 pub(crate) fn claim(
     client: &Client,
     vm: &VmName,
-    i_know_the_risk: bool,
+    accept_risk: bool,
     output: &Output,
 ) -> Result<Code, Failure> {
-    let report = client.claim(vm, &ClaimRequest { i_know_the_risk })?;
+    let report = client.claim(vm, &ClaimRequest { accept_risk })?;
     let code = if report.done { Code::Done } else { Code::Failed };
     output.show(&report, |report| {
         let mut text = Text::default();
         if report.done {
-            text.line(format_args!("by the register of owners {vm} belongs to this host"));
+            text.line(format_args!("by the ownership registry {vm} belongs to this host"));
             return text.finish();
         }
         text.line(format_args!("What is risked:"));
@@ -207,7 +207,7 @@ pub(crate) fn claim(
             text.line(format_args!("  - {line}"));
         }
         text.line(format_args!(
-            "Nothing was done. If it is right all the same: `whimbrel vm claim {vm} --i-know-the-risk`"
+            "Nothing was done. If it is right all the same: `whimbrel vm claim {vm} --accept-risk`"
         ));
         text.finish()
     });

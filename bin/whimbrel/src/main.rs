@@ -95,13 +95,11 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             VmCommand::List => inventory::list(&client()?, output),
             VmCommand::Show { vm } => inventory::show(&client()?, &vm, output),
             VmCommand::Adopt(adopt) => inventory::adopt(&client()?, adopt, output),
-            VmCommand::Run { file, paused, i_know_the_risk } => {
-                inventory::run(&client()?, &file, paused, i_know_the_risk, output)
+            VmCommand::Run { file, paused, accept_risk } => {
+                inventory::run(&client()?, &file, paused, accept_risk, output)
             }
             VmCommand::Forget { vm } => inventory::forget(&client()?, &vm, output),
-            VmCommand::Claim { vm, i_know_the_risk } => {
-                inventory::claim(&client()?, &vm, i_know_the_risk, output)
-            }
+            VmCommand::Claim { vm, accept_risk } => inventory::claim(&client()?, &vm, accept_risk, output),
         },
         Command::Migrate(command) if command.check => migration::check(&client()?, command, output),
         Command::Migrate(command) => migration::migrate(&client()?, command, &cli.socket, output),

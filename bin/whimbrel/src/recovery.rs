@@ -16,12 +16,12 @@ pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output
         _ => RecoverAction::Ask,
     };
     let which = command.epoch.map_or(MigrationSelector::Latest, MigrationSelector::Epoch);
-    let register = match (command.even_against_the_register, command.without_the_register) {
-        (true, _) => RegistryUse::Overruled,
+    let registry = match (command.overrule_registry, command.without_registry) {
+        (true, _) => RegistryUse::Overridden,
         (_, true) => RegistryUse::None,
         _ => RegistryUse::Asked,
     };
-    let request = RecoverRequest { action, register, i_know_the_risk: command.i_know_the_risk };
+    let request = RecoverRequest { action, registry, accept_risk: command.accept_risk };
     let report = client.recover(&command.vm, which, &request).map_err(Failure::of_migration)?;
     output.show(&report, |report| text(report, command));
     // A decision that was not carried out, or has not settled the migration, is not done.
@@ -51,20 +51,20 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
     }
     if decides {
         let decision = if command.run_here { "--run-here" } else { "--give-up" };
-        let register = match (command.even_against_the_register, command.without_the_register) {
-            (true, _) => " --even-against-the-register",
-            (_, true) => " --without-the-register",
+        let registry = match (command.overrule_registry, command.without_registry) {
+            (true, _) => " --overrule-registry",
+            (_, true) => " --without-registry",
             _ => "",
         };
-        if !command.i_know_the_risk && !report.risked.is_empty() {
+        if !command.accept_risk && !report.risked.is_empty() {
             text.line(format_args!(
-                "Nothing was done. If it is right all the same: `whimbrel recover {vm} {decision}{register} \
-                 --i-know-the-risk`"
+                "Nothing was done. If it is right all the same: `whimbrel recover {vm} {decision}{registry} \
+                 --accept-risk`"
             ));
         }
     } else {
         text.line(format_args!(
-            "It settles by itself when the other host or the register can be reached. What an operator can decide:"
+            "It settles by itself when the other host or the registry can be reached. What an operator can decide:"
         ));
         for (decision, what) in [
             ("--run-here", "--run-here`  the VM is to run on this host"),

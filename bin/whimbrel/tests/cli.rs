@@ -117,9 +117,9 @@ fn usage_errors_are_2() {
         (&["migrate", "web", "--to", "beta", "--on-limit", "hope"], "abort"),
         (&["limit", "web"], "--bandwidth"),
         (&["recover", "web", "--run-here", "--give-up"], "cannot be used with"),
-        (&["recover", "web", "--without-the-register"], "--run-here"),
-        (&["recover", "web", "--even-against-the-register"], "--run-here"),
-        (&["recover", "web", "--give-up", "--even-against-the-register"], "cannot be used with"),
+        (&["recover", "web", "--without-registry"], "--run-here"),
+        (&["recover", "web", "--overrule-registry"], "--run-here"),
+        (&["recover", "web", "--give-up", "--overrule-registry"], "cannot be used with"),
         (&["vm", "adopt"], "--pid"),
         (&["fly"], "fly"),
     ];
@@ -221,7 +221,7 @@ fn a_migration_that_succeeds_ends_with_its_report() {
     let (code, report) = world.json(&["migrate", "web", "--to", "beta"]);
     assert_eq!(
         (code, &report["schema"], &report["outcome"]),
-        (0, &"whimbrel.report/1".into(), &"moved".into())
+        (0, &"whimbrel.report/2".into(), &"moved".into())
     );
     expect(&world.run(&["report", "web"]), 0, &["web#8"], &[]);
     expect(&world.run(&["report", "web", "7"]), 0, &["web#7"], &[]);
@@ -301,26 +301,26 @@ fn a_decision_is_described_before_it_is_carried_out() {
     let asked = world.run(&["recover", "web"]);
     expect(&asked, 3, &["What is known:", "committed to beta", "--run-here", "--give-up"], &[]);
     let described = world.run(&["recover", "web", "--run-here"]);
-    expect(&described, 3, &["What is risked:", "same disks", "Nothing was done", "--i-know-the-risk"], &[]);
-    let done = world.run(&["recover", "web", "--run-here", "--i-know-the-risk"]);
+    expect(&described, 3, &["What is risked:", "same disks", "Nothing was done", "--accept-risk"], &[]);
+    let done = world.run(&["recover", "web", "--run-here", "--accept-risk"]);
     expect(&done, 0, &["the guest runs here again"], &[]);
     let asked = world.fake.asked();
     assert!(
-        asked[1].contains(r#""action":"ask""#) && asked[2].contains(r#""i_know_the_risk":false"#),
+        asked[1].contains(r#""action":"ask""#) && asked[2].contains(r#""accept_risk":false"#),
         "{asked:?}"
     );
-    assert!(asked[3].contains(r#""action":"run-here","i_know_the_risk":true"#), "{asked:?}");
+    assert!(asked[3].contains(r#""action":"run-here","accept_risk":true"#), "{asked:?}");
 
     let world = World::new();
     world.run(&["migrate", "web", "--to", "limbo"]);
-    let forced = world.run(&["recover", "web", "--run-here", "--even-against-the-register"]);
-    let override_options = "--run-here --even-against-the-register --i-know-the-risk";
+    let forced = world.run(&["recover", "web", "--run-here", "--overrule-registry"]);
+    let override_options = "--run-here --overrule-registry --accept-risk";
     expect(&forced, 3, &["Nothing was done", override_options], &[]);
-    let without = world.run(&["recover", "web", "--give-up", "--without-the-register"]);
-    expect(&without, 3, &["--give-up --without-the-register --i-know-the-risk"], &[]);
+    let without = world.run(&["recover", "web", "--give-up", "--without-registry"]);
+    expect(&without, 3, &["--give-up --without-registry --accept-risk"], &[]);
     let asked = world.fake.asked();
-    assert!(asked[1].contains(r#""register":"overruled""#), "{asked:?}");
-    assert!(asked[2].contains(r#""register":"none""#), "{asked:?}");
+    assert!(asked[1].contains(r#""registry":"overridden""#), "{asked:?}");
+    assert!(asked[2].contains(r#""registry":"none""#), "{asked:?}");
 }
 
 #[test]

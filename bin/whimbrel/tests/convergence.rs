@@ -57,7 +57,7 @@ fn rounds(report: &Value) -> &[Value] {
 /// Returns true if rounds after the first pass were sent in parts, of which each left pages to the next.
 fn was_sent_in_parts(report: &Value) -> bool {
     let number = |round: &Value, what: &str| round[what].as_u64().unwrap();
-    rounds(report).iter().any(|round| number(round, "pass") >= 2 && number(round, "left_pages") > 0)
+    rounds(report).iter().any(|round| number(round, "pass") >= 2 && number(round, "remaining_pages") > 0)
 }
 
 #[test]
@@ -150,8 +150,8 @@ fn a_cpu_throttle_moves_a_guest_that_is_too_fast() {
     assert_eq!(report["outcome"], "moved", "{report:#}");
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     assert!(has_event(&report, "cpu-throttled"), "{report:#}");
-    let slowing = assert_replayed(&report).others.slowing.unwrap();
-    assert!(slowing.decisions().any(Option::is_some), "{report:#}");
+    let cpu_throttle = assert_replayed(&report).others.cpu_throttle.unwrap();
+    assert!(cpu_throttle.decisions().any(Option::is_some), "{report:#}");
     cluster.assert_guest_whole("b", "vm1");
     let of_guest = format!("whimbrel-cpu-{}-", guest.pid());
     let groups = std::fs::read_dir("/sys/fs/cgroup/cpu").into_iter().flatten().flatten();
@@ -188,7 +188,7 @@ fn limits_are_kept_by_the_way_that_is_expected_to() {
         matches!(decisions(&assert_replayed(&report)).pop(), Some(Decision::PostCopy { .. })),
         "{report:#}"
     );
-    assert!(report["post_copy"]["left_pages"].as_u64() > Some(0), "{report:#}");
+    assert!(report["post_copy"]["remaining_pages"].as_u64() > Some(0), "{report:#}");
     let way = report["events"].as_array().unwrap().iter().rfind(|event| event["what"] == "way").unwrap();
     assert!(way["detail"].as_str().unwrap().starts_with("post-copy; expected of "), "{way}");
     cluster.assert_guest_whole("b", "vm1");

@@ -27,7 +27,7 @@ fn of_rounds(report: &Value, name: &str) -> u64 {
 fn assert_deltas_sent(report: &Value) {
     assert!(number(report, "pages") > 0, "{report:#}");
     assert_eq!(number(report, "page_bytes"), number(report, "pages") * 4096);
-    assert!(number(report, "changed_bytes") < number(report, "page_bytes") / 4, "{report:#}");
+    assert!(number(report, "delta_bytes") < number(report, "page_bytes") / 4, "{report:#}");
     assert!(number(report, "mark_cpu_us") > 0, "{report:#}");
 }
 

@@ -1,4 +1,4 @@
-//! `whimbrel recover` against real agents and QEMUs: a host is lost for good, or the register is, and an operator
+//! `whimbrel recover` against real agents and QEMUs: a host is lost for good, or the registry is, and an operator
 //! decides. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
@@ -9,7 +9,7 @@ mod common;
 use std::process::{Child, Stdio};
 
 use common::{Cluster, CommandOutput, DEADLINE, Guest, GuestSpec, Load, Setup, until};
-use store::register::SqliteRegistry;
+use store::registry::SqliteRegistry;
 
 /// A migration from a to b that is held at a fault point.
 struct HeldMigration {
@@ -73,7 +73,7 @@ impl HeldMigration {
 
     /// Gives a decision with that word.
     fn decide_knowing_risk(&self, agent: &str, words: &[&str]) -> CommandOutput {
-        let words = [&["recover", "vm1"], words, &["--i-know-the-risk"]].concat();
+        let words = [&["recover", "vm1"], words, &["--accept-risk"]].concat();
         self.cluster.agent(agent).cli(&words)
     }
 
@@ -127,8 +127,8 @@ fn power_off(cluster: &mut Cluster, name: &str) {
     }
 }
 
-const COMMITTED: &str = "source/stopped/ready[no-register]:after-1-journal";
-const COMMITTED_WITH_REGISTER: &str = "source/stopped/ready[register]:after-1-journal";
+const COMMITTED: &str = "source/stopped/ready[no-registry]:after-1-journal";
+const COMMITTED_WITH_REGISTER: &str = "source/stopped/ready[registry]:after-1-journal";
 
 #[test]
 fn without_a_register_the_source_s_operator_runs_it_here() {
@@ -186,7 +186,7 @@ fn a_copy_that_is_given_up_is_gone() {
 #[test]
 fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
     let doubt =
-        HeldMigration::at("destination/ready/go[no-register,run]:after-1-journal", false, |cluster| {
+        HeldMigration::at("destination/ready/go[no-registry,run]:after-1-journal", false, |cluster| {
             power_off(cluster, "b");
             cluster.b.start();
         });
@@ -207,7 +207,7 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
 
 #[test]
 fn an_operator_overrules_a_destination_that_won_the_register() {
-    let won = "destination/taking/register-says[destination-owns,run]:after-1-journal";
+    let won = "destination/taking/registry-answered[destination-owns,run]:after-1-journal";
     let mut doubt = HeldMigration::at(won, true, |cluster| power_off(cluster, "b"));
     let owner = |doubt: &HeldMigration| {
         let path = doubt.cluster.witness.as_ref().unwrap().directory.join("state");
@@ -215,11 +215,11 @@ fn an_operator_overrules_a_destination_that_won_the_register() {
     };
     assert_eq!(owner(&doubt), "b");
     doubt.wait_for("a", "committed");
-    // The register is asked, and refuses.
+    // The registry is asked, and refuses.
     let asked = doubt.decide_knowing_risk("a", &["--run-here"]);
     assert_eq!(asked.code, NOT_DONE, "{asked:?}");
     doubt.wait_for("a", "committed");
-    doubt.decide("a", &["--run-here", "--even-against-the-register"]);
+    doubt.decide("a", &["--run-here", "--overrule-registry"]);
     assert_eq!(owner(&doubt), "a");
     doubt.assert_runs_at("a");
     doubt.power_on("b", "a");
@@ -228,26 +228,26 @@ fn an_operator_overrules_a_destination_that_won_the_register() {
 #[test]
 fn a_register_that_is_lost_stops_no_operator() {
     let lose = |cluster: &mut Cluster| cluster.witness.as_mut().unwrap().kill();
-    // The source waits for the register to return the VM.
+    // The source waits for the registry to return the VM.
     let mut doubt = HeldMigration::at(COMMITTED_WITH_REGISTER, true, |cluster| {
         lose(cluster);
         power_off(cluster, "b");
     });
     doubt.wait_for("a", "reclaiming");
     doubt.wait_for_operator("a");
-    doubt.decide("a", &["--run-here", "--without-the-register"]);
+    doubt.decide("a", &["--run-here", "--without-registry"]);
     doubt.assert_runs_at("a");
     doubt.power_on("b", "a");
     drop(doubt);
 
-    // The destination was given GO, and waits for the register before it lets the guest run.
-    let point = "destination/ready/go[register]:after-1-journal";
+    // The destination was given GO, and waits for the registry before it lets the guest run.
+    let point = "destination/ready/go[registry]:after-1-journal";
     let doubt = HeldMigration::at(point, true, |cluster| {
         lose(cluster);
         power_off(cluster, "a");
     });
     doubt.wait_for("b", "taking");
     doubt.wait_for_operator("b");
-    doubt.decide("b", &["--run-here", "--without-the-register"]);
+    doubt.decide("b", &["--run-here", "--without-registry"]);
     doubt.assert_runs_at("b");
 }

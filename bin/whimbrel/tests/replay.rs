@@ -53,7 +53,7 @@ fn decisions_are_made_again_from_a_report() {
         (Some(1), &2.into(), &7.into())
     );
 
-    expect(&replayed(r#"{ "schema": "whimbrel.report/1" }"#, &[]), 2, &[], &["has no traces"]);
+    expect(&replayed(r#"{ "schema": "whimbrel.report/2" }"#, &[]), 2, &[], &["has no traces"]);
     let later = replayed(r#"{ "schema": "whimbrel.report/2", "traces": 1 }"#, &[]);
     expect(
         &later,

@@ -167,7 +167,7 @@ fn the_example_of_a_vm_file_runs_and_moves() {
 
 // ---- the ownership registry
 
-/// Returns a cluster with a register, and a guest that was migrated to `b` and has ended there.
+/// Returns a cluster with a registry, and a guest that was migrated to `b` and has ended there.
 fn ended_at_b() -> (Cluster, GuestSpec) {
     let cluster = Cluster::with(&common::Setup { witness: true, ..common::Setup::default() });
     let spec = GuestSpec::tiny("vm1", common::Load::default());
@@ -218,7 +218,7 @@ fn an_owner_that_is_wrong_is_corrected() {
     assert_eq!(result.code, 1, "{result:?}");
     assert!(!result.json()["risked"].as_array().unwrap().is_empty(), "{result:?}");
     assert!(!found(&["migrate", "vm1", "--to", "b"]).is_empty(), "nothing was done");
-    let done = cluster.a.cli(&["vm", "claim", "vm1", "--i-know-the-risk"]).ok().json();
+    let done = cluster.a.cli(&["vm", "claim", "vm1", "--accept-risk"]).ok().json();
     assert_eq!((&done["done"], &done["owner"]), (&true.into(), &"b".into()));
     // A VM that has ended there does not belong to the other host any longer.
     assert_eq!(cluster.b.cli(&["vm", "forget", "vm1"]).ok().json()["released"], Value::Null);

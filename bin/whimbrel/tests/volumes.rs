@@ -157,8 +157,8 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
         if thin {
             // Holes of the guest's disk were not written.
             let file = volumes.directory.join(Path::new(volume).file_name().unwrap());
-            let taken_bytes = std::fs::metadata(file).unwrap().blocks() * 512;
-            assert!(taken_bytes <= 58 << 20, "{taken_bytes} of 62 MiB, of which 8 are holes");
+            let used_bytes = std::fs::metadata(file).unwrap().blocks() * 512;
+            assert!(used_bytes <= 58 << 20, "{used_bytes} of 62 MiB, of which 8 are holes");
         }
         assert_eq!(report["disks"][0]["format"], "raw");
         cluster.assert_guest_whole("b", "vm1");

@@ -30,7 +30,7 @@ use host::names::NameLocks;
 use host::templates::Templates;
 use migrate::{destination, source};
 use store::journal::{Journal, JournalError};
-use store::register::{Register, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
+use store::registry::{Registry, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
 
 /// Reason for which an agent cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -39,8 +39,8 @@ pub enum StartError {
     #[error("the journal cannot be used")]
     Journal(#[from] JournalError),
     /// The ownership registry cannot be used.
-    #[error("the register cannot be used")]
-    Register(#[from] RegistryError),
+    #[error("the registry cannot be used")]
+    Registry(#[from] RegistryError),
     /// Certificate, key or authority cannot be used.
     #[error("the files under [tls] cannot be used")]
     Identity(#[from] IdentityError),
@@ -74,7 +74,7 @@ impl Agent {
         let journal = Journal::open(&config.state_dir)?;
         let boot_id =
             std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(StartError::BootId)?;
-        let register = config.register.as_ref().and_then(|witness| register(&config, witness, &endpoint));
+        let registry = config.registry.as_ref().and_then(|witness| registry(&config, witness, &endpoint));
         let witness = match config.role {
             AgentRole::Witness => {
                 Some(WitnessServer::new(Arc::new(SqliteRegistry::open(&config.state_dir)?)))
@@ -103,7 +103,7 @@ impl Agent {
             boot_id: boot_id.trim().to_owned(),
             journal,
             endpoint,
-            register,
+            registry,
             config,
         };
         let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
@@ -142,7 +142,7 @@ fn endpoint(config: &Config) -> Result<Endpoint, IdentityError> {
     Ok(Endpoint::new(config.host.clone(), security).with_settings(settings))
 }
 
-fn register(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Option<Arc<dyn Register>> {
+fn registry(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Option<Arc<dyn Registry>> {
     let address = config.peer(witness)?.to_owned();
     let peer = Peer { host: witness.clone(), address };
     let connect = Duration::from_millis(config.timeouts.connect_ms);

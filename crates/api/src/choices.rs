@@ -102,7 +102,7 @@ pub enum Deltas {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
-pub enum SoftPages {
+pub enum HintedMemory {
     /// Everything is sent.
     None,
     /// Free memory is not sent.

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::choices::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
+use crate::choices::{Compress, Deltas, HintedMemory, OnLimit, StopPolicy, ThrottleCpu, ThrottleWrites};
 #[cfg(feature = "cli")]
 use crate::rate::Rate;
 
@@ -117,7 +117,7 @@ options! {
     /// Memory that is not sent because the VM does not need it: `none`, `free` memory, page cache that is `cold` as
     /// well, or `all` of the page cache; a program in the VM has to report it (free)
     #[arg(long, value_name = "none|free|cold|all", hide_possible_values = true)]
-    soft_pages: SoftPages = SoftPages::Free;
+    free_page_hints: HintedMemory = HintedMemory::Free;
 }
 
 /// Parses a number of seconds, and returns it in milliseconds.

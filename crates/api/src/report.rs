@@ -23,7 +23,7 @@ pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 
 /// Name and version of the document. Fields may be added under the same version; none is removed or changes its
 /// meaning.
-pub const SCHEMA: &str = "whimbrel.report/1";
+pub const SCHEMA: &str = "whimbrel.report/2";
 
 /// Result of a migration, as known at its source.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -70,7 +70,7 @@ pub struct Report {
     pub deltas: Option<Deltas>,
     /// Statistics of free page hints; absent if no program in the guest was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub soft: Option<FreePageHintStats>,
+    pub free_page_hints: Option<FreePageHintStats>,
     /// Time for which the guest's vCPUs waited for processors of the host during the migration; absent if the kernel
     /// does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -132,9 +132,9 @@ impl Waiting {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PostCopy {
     /// Number of remaining pages when the guest was stopped; 0 if only another agent knew it.
-    pub left_pages: u64,
+    pub remaining_pages: u64,
     /// Pages that were sent on a page request, as often as they were sent for that reason.
-    pub wanted_pages: u64,
+    pub requested_pages: u64,
     /// Pages that were pushed in the background.
     pub pushed_pages: u64,
     /// Time from the list of missing pages until all of them were present, in microseconds, by the source's clock.
@@ -216,7 +216,7 @@ pub struct Round {
     pub filled_pages: u64,
     /// Pages that were sent as holes, whatever their content, because the guest does not use them.
     #[serde(default)]
-    pub soft_pages: u64,
+    pub hinted_pages: u64,
     /// Page references: pages whose content the destination had already on a disk or in a template.
     pub reference_pages: u64,
     /// Deltas: pages sent before, of which only the changes were sent.
@@ -239,7 +239,7 @@ pub struct Round {
     pub expected_downtime_us: Option<u64>,
     /// Dirty pages that it left to the next round, to keep this one short.
     #[serde(default)]
-    pub left_pages: u64,
+    pub remaining_pages: u64,
     /// Pages that had also been sent shortly before, after the first pass.
     #[serde(default)]
     pub resent_pages: u64,
@@ -406,7 +406,7 @@ impl Report {
             disks: Vec::new(),
             compression: None,
             deltas: None,
-            soft: None,
+            free_page_hints: None,
             post_copy: None,
             waiting: None,
             rounds: Vec::new(),

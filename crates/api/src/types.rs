@@ -26,7 +26,7 @@ pub struct AgentInfo {
     /// Names of its peers.
     pub peers: Vec<HostId>,
     /// The witness, if there is one.
-    pub register: Option<HostId>,
+    pub registry: Option<HostId>,
     /// Release of the running kernel.
     pub kernel: String,
     /// Kernel features that migrations need, and their presence.
@@ -58,7 +58,7 @@ pub struct TemplateInfo {
 #[serde(rename_all = "kebab-case")]
 pub enum TemplateState {
     /// It is being read, and cannot be used yet.
-    BeingRead,
+    Indexing,
     /// It is used for content that arriving disks have in common with it.
     Ready,
     /// It cannot be read.
@@ -151,7 +151,7 @@ pub struct RunRequest {
     pub paused: bool,
     /// Start it also where it may run on another host, or from images that a VM left behind.
     #[serde(default)]
-    pub i_know_the_risk: bool,
+    pub accept_risk: bool,
 }
 
 /// A VM that the agent has adopted.
@@ -182,7 +182,7 @@ pub struct Forgotten {
 pub struct ClaimRequest {
     /// Carry it out; without this the answer only reports the risk.
     #[serde(default)]
-    pub i_know_the_risk: bool,
+    pub accept_risk: bool,
 }
 
 /// The ownership registry's entry of a VM, and the risk of correcting it.
@@ -320,10 +320,10 @@ pub struct LeftImage {
     /// Path of the image's file.
     pub path: PathBuf,
     /// Space that it uses on this host, in bytes.
-    pub taken_bytes: u64,
+    pub used_bytes: u64,
     /// Reason for which it cannot be removed; absent if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kept_because: Option<String>,
+    pub blocked_by: Option<String>,
 }
 
 /// Outcome of a request to cancel.
@@ -354,10 +354,10 @@ pub struct RecoverRequest {
     pub action: RecoverAction,
     /// Use of the ownership registry in it.
     #[serde(default, skip_serializing_if = "RegistryUse::is_default")]
-    pub register: RegistryUse,
+    pub registry: RegistryUse,
     /// The operator has read the risk and accepts it. Without it, an action that guesses is only described.
     #[serde(default)]
-    pub i_know_the_risk: bool,
+    pub accept_risk: bool,
 }
 
 /// An operator's action.
@@ -380,7 +380,7 @@ pub enum RegistryUse {
     #[default]
     Asked,
     /// It is changed, even if the peer is the owner there. To run the VM on the source only.
-    Overruled,
+    Overridden,
     /// It is not asked: it is lost for good.
     None,
 }

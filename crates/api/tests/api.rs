@@ -111,7 +111,7 @@ fn vms_are_listed_shown_adopted_and_forgotten() {
         .adopt(&AdoptRequest { pid: Some(77), name: Some(vm("mail")), ..AdoptRequest::default() })
         .unwrap();
     assert_eq!((adopted.vm.vm.as_str(), adopted.findings.len()), ("mail", 1));
-    let claim = |i_know_the_risk| world.client.claim(&vm("db"), &ClaimRequest { i_know_the_risk }).unwrap();
+    let claim = |accept_risk| world.client.claim(&vm("db"), &ClaimRequest { accept_risk }).unwrap();
     assert!(!claim(false).done && claim(true).done);
     assert_eq!(world.client.forget(&vm("db")).unwrap().released, Some(true));
     assert_eq!(names(&world), ["mail", "web"]);
@@ -146,7 +146,7 @@ fn a_migration_is_checked_started_watched_and_reported() {
     assert_eq!((latest.id, latest.standing), (status.id, Standing::Done));
     assert_eq!(
         world.client.report(&vm("web"), MigrationSelector::Latest).unwrap().schema,
-        "whimbrel.report/1"
+        "whimbrel.report/2"
     );
     let kinds: Vec<_> =
         world.fake.asked().iter().map(|asked| asked.split(' ').next().unwrap().to_owned()).collect();
@@ -191,14 +191,11 @@ fn migrations_are_cancelled_recovered_and_limited() {
     start("limbo");
     let too_late = world.client.cancel(&vm("web"), MigrationSelector::Latest).unwrap();
     assert!(matches!(too_late, CancelOutcome::TooLate { .. }));
-    let mut request = RecoverRequest {
-        action: RecoverAction::RunHere,
-        register: RegistryUse::Asked,
-        i_know_the_risk: false,
-    };
+    let mut request =
+        RecoverRequest { action: RecoverAction::RunHere, registry: RegistryUse::Asked, accept_risk: false };
     let described = world.client.recover(&vm("web"), MigrationSelector::Latest, &request).unwrap();
     assert!(!described.done && !described.risked.is_empty());
-    request.i_know_the_risk = true;
+    request.accept_risk = true;
     assert!(world.client.recover(&vm("web"), MigrationSelector::Epoch(8), &request).unwrap().done);
 }
 

@@ -33,7 +33,7 @@
 use proto::packed::{Compression, CompressionTrial};
 use serde::{Deserialize, Serialize};
 
-use crate::trace::{Blank, Decider};
+use crate::trace::{Decider, NoParameters};
 
 /// Ways to compress, the cheapest first.
 pub const WAYS: [Compression; 5] =
@@ -133,7 +133,7 @@ struct TrialMean {
 impl TrialMean {
     fn of(trial: &CompressionTrial) -> Self {
         let of = |amount: u64| amount as f64 / trial.data_bytes.max(1) as f64;
-        Self { ratio: of(trial.packed_bytes), pack_ns: of(trial.pack_ns) }
+        Self { ratio: of(trial.compressed_bytes), pack_ns: of(trial.pack_ns) }
     }
 
     fn toward(self, newer: Self) -> Self {
@@ -151,7 +151,7 @@ struct TrialShares {
 
 /// Policy that chooses the compression. It starts without compression, and uninformed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(from = "Blank", into = "Blank")]
+#[serde(from = "NoParameters", into = "NoParameters")]
 pub struct CompressionPolicy {
     /// Index of the present way in [`WAYS`].
     present: usize,
@@ -207,8 +207,8 @@ impl Decider for CompressionPolicy {
     }
 }
 
-impl From<Blank> for CompressionPolicy {
-    fn from(_: Blank) -> Self {
+impl From<NoParameters> for CompressionPolicy {
+    fn from(_: NoParameters) -> Self {
         Self::default()
     }
 }

@@ -6,22 +6,22 @@
 //! - [`handover`]: ownership of the VM; the two roles' transition functions and the registry's compare-and-set.
 //! - [`bulk`]: the moment at which memory begins, after rounds of disks alone.
 //! - [`compression`]: the choice of the compression level.
-//! - [`naming`]: post-copy: the number of discards before the guest is stopped.
+//! - [`discards`]: post-copy: the number of discards before the guest is stopped.
 //! - [`precopy`]: the moment at which the guest is stopped.
 //! - [`pressure`]: how far copying holds itself back for its guest on a busy host.
 //! - [`push`]: post-copy: size and rate of the parts in which the remaining pages are pushed.
-//! - [`referring`]: whether page references pay.
+//! - [`references`]: whether page references pay.
 //! - [`throttle`]: the limits on the guest's write rate and processor time.
 //! - [`trace`]: the observations and decisions of all these policies, for replay.
 
 pub mod bulk;
 pub mod compression;
+pub mod discards;
 pub mod handover;
-pub mod naming;
 pub mod precopy;
 pub mod pressure;
 pub mod push;
-pub mod referring;
+pub mod references;
 pub mod throttle;
 pub mod trace;
 pub mod traces;

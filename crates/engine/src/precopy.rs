@@ -64,7 +64,7 @@ pub struct RoundObservation {
     pub dirty_pages: u64,
     /// Those of them for which the source knows no version or reference that would spare the link a part of them.
     #[serde(default)]
-    pub unknown_pages: u64,
+    pub full_pages: u64,
     /// Pages that the round sent, zero pages included.
     pub pages_sent: u64,
     /// Those of them that needed next to no bytes, because they are zero pages or the like: they reveal nothing about
@@ -74,13 +74,13 @@ pub struct RoundObservation {
     /// Those of them that needed fewer bytes than they have: sent as deltas or as references, or skipped because the
     /// guest does not use them.
     #[serde(default)]
-    pub spared_pages: u64,
+    pub reduced_pages: u64,
     /// Pages that were dirty before the round and that it did not send, because it was to be a short one.
     #[serde(default)]
-    pub left_pages: u64,
-    /// Those of `left_pages` that belong to disks.
+    pub remaining_pages: u64,
+    /// Those of `remaining_pages` that belong to disks.
     #[serde(default)]
-    pub left_of_disks: u64,
+    pub remaining_disk_pages: u64,
     /// Those of the pages sent that had been sent shortly before, too, once all of memory was sent
     /// ([`Sampling::history`]).
     #[serde(default)]
@@ -90,7 +90,7 @@ pub struct RoundObservation {
     /// Duration of the round in nanoseconds, from its first page until the last one was acknowledged.
     pub duration_ns: u64,
     /// Time between the scan before the round and the one after it, in nanoseconds: those of `dirty_pages` that do not
-    /// count as `left_pages` were written in this time.
+    /// count as `remaining_pages` were written in this time.
     pub interval_ns: u64,
     /// Duration of the scan after the round, in nanoseconds.
     pub scan_ns: u64,
@@ -113,23 +113,23 @@ impl RoundObservation {
     pub fn without_disks(&self) -> Self {
         Self {
             dirty_pages: self.dirty_pages.saturating_sub(self.disk_pages),
-            left_pages: self.left_pages.saturating_sub(self.left_of_disks),
+            remaining_pages: self.remaining_pages.saturating_sub(self.remaining_disk_pages),
             disk_pages: 0,
-            left_of_disks: 0,
+            remaining_disk_pages: 0,
             ..*self
         }
     }
 
     /// Returns the dirty rate of the guest, in bytes of whole pages per second.
     pub fn dirty_rate_bytes_per_s(&self) -> u64 {
-        let written = self.dirty_pages.saturating_sub(self.left_pages);
+        let written = self.dirty_pages.saturating_sub(self.remaining_pages);
         per_second(u128::from(written) * u128::from(PAGE_BYTES), self.interval_ns)
     }
 }
 
 /// Goals of a migration. A user may change them while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Aim {
+pub struct PrecopyGoals {
     /// Downtime limit, in nanoseconds.
     pub max_downtime_ns: u64,
     /// Limit on the number of rounds.
@@ -139,7 +139,7 @@ pub struct Aim {
     pub max_total_ns: Option<u64>,
 }
 
-impl Default for Aim {
+impl Default for PrecopyGoals {
     /// 300 ms, QEMU's own default, 30 rounds, and no time limit.
     fn default() -> Self {
         Self { max_downtime_ns: 300_000_000, max_rounds: 30, max_total_ns: None }
@@ -261,7 +261,7 @@ impl fmt::Display for GiveUp {
 /// Change of the CPU throttle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Held {
+pub enum ThrottleChange {
     /// The guest's processors become slower.
     Slower,
     /// The throttle is lifted until it is applied again: a link was cut.
@@ -273,10 +273,10 @@ pub enum Held {
 /// Policy that decides after each round.
 pub trait Policy {
     /// Sets changed goals, which apply from the next decision on.
-    fn aim(&mut self, aim: Aim);
+    fn set_goals(&mut self, goals: PrecopyGoals);
 
     /// Notes that the guest's speed has changed: earlier observations of its writes do not predict later ones.
-    fn held(&mut self, held: Held);
+    fn throttle_changed(&mut self, change: ThrottleChange);
 
     /// Decides after a round.
     fn decide(&mut self, observed: &RoundObservation) -> Decision;

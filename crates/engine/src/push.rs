@@ -17,11 +17,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::trace::{Blank, Decider};
+use crate::trace::{Decider, NoParameters};
 
 /// Policy for the size of a part and its rate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Blank", into = "Blank")]
+#[serde(from = "NoParameters", into = "NoParameters")]
 pub struct Push {
     /// Number of pages with data in a large part.
     data_pages: u64,
@@ -216,8 +216,8 @@ impl Push {
     }
 }
 
-impl From<Blank> for Push {
-    fn from(_: Blank) -> Self {
+impl From<NoParameters> for Push {
+    fn from(_: NoParameters) -> Self {
         Self::default()
     }
 }

@@ -46,9 +46,9 @@ pub struct Trace<P: Decider> {
 
 /// Serialized form of a policy without parameters: nothing. Its learned state is not part of a trace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Blank {}
+pub struct NoParameters {}
 
-impl<P: Decider + From<Blank>> From<P> for Blank {
+impl<P: Decider + From<NoParameters>> From<P> for NoParameters {
     fn from(_: P) -> Self {
         Self {}
     }
@@ -60,7 +60,7 @@ impl<P: Decider + From<Blank>> From<P> for Blank {
 pub struct Entry<P: Decider> {
     /// True if the learned state was reset before the observation.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub anew: bool,
+    pub is_reset: bool,
     /// The observation.
     #[serde(flatten)]
     pub observed: P::Observed,
@@ -79,7 +79,7 @@ impl<P: Decider> Trace<P> {
     pub fn replay(&self) -> Self {
         let mut policy = self.policy.clone();
         let replay_entry = |entry: &Entry<P>| {
-            if entry.anew {
+            if entry.is_reset {
                 policy = self.policy.clone();
             }
             Entry { decision: policy.decide(&entry.observed), ..entry.clone() }
@@ -124,9 +124,9 @@ impl<P: Decider> TracedPolicy<P> {
 
     /// Records an observation and the decision.
     pub(crate) fn record(&mut self, observed: P::Observed, decision: P::Decision) {
-        let anew = std::mem::take(&mut self.is_new);
+        let is_reset = std::mem::take(&mut self.is_new);
         if self.trace.entries.len() < P::MAX_ENTRIES {
-            self.trace.entries.push(Entry { anew, observed, decision });
+            self.trace.entries.push(Entry { is_reset, observed, decision });
         } else {
             self.trace.left_out += 1;
         }

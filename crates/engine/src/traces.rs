@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::bulk::DisksFirstPolicy;
 use crate::compression::CompressionPolicy;
-use crate::naming::DiscardPolicy;
+use crate::discards::DiscardPolicy;
 use crate::precopy;
 use crate::pressure::RestraintPolicy;
 use crate::push::Push;
-use crate::referring::ReferencePolicy;
+use crate::references::ReferencePolicy;
 use crate::throttle::WriteThrottle;
 use crate::throttle::processors::CpuThrottlePolicy;
 use crate::trace::{Decider, Trace};
@@ -24,14 +24,14 @@ pub struct Traces {
     #[serde(rename = "traces", skip_serializing_if = "Vec::is_empty")]
     pub stop: Vec<precopy::Trace>,
     /// Traces of the other policies that have decided something.
-    #[serde(rename = "other_traces", skip_serializing_if = "Others::is_empty")]
-    pub others: Others,
+    #[serde(rename = "other_traces", skip_serializing_if = "OtherTraces::is_empty")]
+    pub others: OtherTraces,
 }
 
 /// Traces of all policies but the one that decides on the stop.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Others {
+pub struct OtherTraces {
     /// The moment at which memory begins after rounds of disks alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disks: Option<Trace<DisksFirstPolicy>>,
@@ -40,7 +40,7 @@ pub struct Others {
     pub writes: Option<Trace<WriteThrottle>>,
     /// Limit on the processor time of the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub slowing: Option<Trace<CpuThrottlePolicy>>,
+    pub cpu_throttle: Option<Trace<CpuThrottlePolicy>>,
     /// Restraint of copying.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pressure: Option<Trace<RestraintPolicy>>,
@@ -49,16 +49,16 @@ pub struct Others {
     pub compression: Option<Trace<CompressionPolicy>>,
     /// Use of page references.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub referring: Option<Trace<ReferencePolicy>>,
+    pub references: Option<Trace<ReferencePolicy>>,
     /// Post-copy: discards before the stop.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub naming: Option<Trace<DiscardPolicy>>,
+    pub discards: Option<Trace<DiscardPolicy>>,
     /// Post-copy: size and rate of the parts that are pushed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub push: Option<Trace<Push>>,
 }
 
-impl Others {
+impl OtherTraces {
     fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -68,17 +68,18 @@ impl Traces {
     /// Replays all traces.
     #[must_use]
     pub fn replay(&self) -> Self {
-        let Others { disks, writes, slowing, pressure, compression, referring, naming, push } = &self.others;
+        let OtherTraces { disks, writes, cpu_throttle, pressure, compression, references, discards, push } =
+            &self.others;
         Self {
             stop: self.stop.iter().map(Trace::replay).collect(),
-            others: Others {
+            others: OtherTraces {
                 disks: disks.as_ref().map(Trace::replay),
                 writes: writes.as_ref().map(Trace::replay),
-                slowing: slowing.as_ref().map(Trace::replay),
+                cpu_throttle: cpu_throttle.as_ref().map(Trace::replay),
                 pressure: pressure.as_ref().map(Trace::replay),
                 compression: compression.as_ref().map(Trace::replay),
-                referring: referring.as_ref().map(Trace::replay),
-                naming: naming.as_ref().map(Trace::replay),
+                references: references.as_ref().map(Trace::replay),
+                discards: discards.as_ref().map(Trace::replay),
                 push: push.as_ref().map(Trace::replay),
             },
         }
@@ -86,15 +87,16 @@ impl Traces {
 
     /// Replays all traces and returns the results; policies without decisions are absent.
     pub fn compare(&self) -> Vec<Replayed> {
-        let Others { disks, writes, slowing, pressure, compression, referring, naming, push } = &self.others;
+        let OtherTraces { disks, writes, cpu_throttle, pressure, compression, references, discards, push } =
+            &self.others;
         let others = [
             disks.as_ref().map(|trace| compare("disks", trace)),
             writes.as_ref().map(|trace| compare("writes", trace)),
-            slowing.as_ref().map(|trace| compare("slowing", trace)),
+            cpu_throttle.as_ref().map(|trace| compare("cpu_throttle", trace)),
             pressure.as_ref().map(|trace| compare("pressure", trace)),
             compression.as_ref().map(|trace| compare("compression", trace)),
-            referring.as_ref().map(|trace| compare("referring", trace)),
-            naming.as_ref().map(|trace| compare("naming", trace)),
+            references.as_ref().map(|trace| compare("references", trace)),
+            discards.as_ref().map(|trace| compare("discards", trace)),
             push.as_ref().map(|trace| compare("push", trace)),
         ];
         self.stop.iter().map(compare_stop).chain(others.into_iter().flatten()).collect()

@@ -16,9 +16,9 @@ extern crate whimbrel_engine as engine;
 
 use std::path::{Path, PathBuf};
 
-use engine::naming::DiscardDecision;
+use engine::discards::DiscardDecision;
 use engine::precopy::{Decision, Pattern};
-use engine::traces::{Others, Traces};
+use engine::traces::{OtherTraces, Traces};
 
 /// Returns all recorded traces, with the names of their files.
 fn recorded() -> Vec<(PathBuf, Traces)> {
@@ -68,42 +68,42 @@ fn every_policy_is_recorded() {
         let is_seen = |decision: &Option<Decision>| matches!(decision, Some(Decision::StopAndCopy { pattern: Some(pattern), .. }) if *pattern == wanted);
         assert!(stops.iter().any(|trace| trace.decisions().any(is_seen)), "{wanted}");
     }
-    let any = |decides: &dyn Fn(&Others) -> Option<bool>| {
+    let any = |decides: &dyn Fn(&OtherTraces) -> Option<bool>| {
         all.iter().any(|traces| decides(&traces.others).unwrap_or(false))
     };
     // No policy is left out.
-    let Others {
+    let OtherTraces {
         disks: _,
         writes: _,
-        slowing: _,
+        cpu_throttle: _,
         pressure: _,
         compression: _,
-        referring: _,
-        naming: _,
+        references: _,
+        discards: _,
         push: _,
-    } = Others::default();
+    } = OtherTraces::default();
     let of_writes =
-        |all: &Others| Some(all.writes.as_ref()?.decisions().any(|cap| cap.bytes_per_s.is_some()));
-    let of_slowing = |all: &Others| Some(all.slowing.as_ref()?.decisions().any(Option::is_some));
-    let of_pressure = |all: &Others| {
+        |all: &OtherTraces| Some(all.writes.as_ref()?.decisions().any(|cap| cap.bytes_per_s.is_some()));
+    let of_slowing = |all: &OtherTraces| Some(all.cpu_throttle.as_ref()?.decisions().any(Option::is_some));
+    let of_pressure = |all: &OtherTraces| {
         Some(all.pressure.as_ref()?.decisions().any(|restraint| restraint.interval_factor > 1))
     };
     let of_compression =
-        |all: &Others| Some(all.compression.as_ref()?.decisions().any(|decision| decision.is_informed));
+        |all: &OtherTraces| Some(all.compression.as_ref()?.decisions().any(|decision| decision.is_informed));
     let of_push =
-        |all: &Others| Some(all.push.as_ref()?.decisions().any(|part| part.pace_bytes_per_s.is_some()));
-    let of_disks = |all: &Others| Some(!all.disks.as_ref()?.entries.is_empty());
-    let of_references = |all: &Others| Some(!all.referring.as_ref()?.entries.is_empty());
-    let of_naming = |all: &Others| {
-        let naming: Vec<_> = all.naming.as_ref()?.decisions().collect();
-        Some(naming.contains(&&DiscardDecision::Name) && naming.contains(&&DiscardDecision::Stop))
+        |all: &OtherTraces| Some(all.push.as_ref()?.decisions().any(|part| part.pace_bytes_per_s.is_some()));
+    let of_disks = |all: &OtherTraces| Some(!all.disks.as_ref()?.entries.is_empty());
+    let of_references = |all: &OtherTraces| Some(!all.references.as_ref()?.entries.is_empty());
+    let of_naming = |all: &OtherTraces| {
+        let discards: Vec<_> = all.discards.as_ref()?.decisions().collect();
+        Some(discards.contains(&&DiscardDecision::Discard) && discards.contains(&&DiscardDecision::Stop))
     };
     assert!(any(&of_writes), "writes");
-    assert!(any(&of_slowing), "slowing");
+    assert!(any(&of_slowing), "cpu_throttle");
     assert!(any(&of_pressure), "pressure");
     assert!(any(&of_compression), "compression");
     assert!(any(&of_push), "push");
     assert!(any(&of_disks), "disks");
-    assert!(any(&of_naming), "naming");
-    assert!(any(&of_references), "referring");
+    assert!(any(&of_naming), "discards");
+    assert!(any(&of_references), "references");
 }

@@ -57,7 +57,7 @@ pub struct Config {
     pub hosts: BTreeMap<HostId, String>,
     /// The witness that keeps the ownership registry; none if there is no registry. Always a key of `hosts`, never this
     /// host.
-    pub register: Option<HostId>,
+    pub registry: Option<HostId>,
     /// Settings for QEMU.
     pub qemu: Qemu,
     /// Taps and bridges of arriving VMs: name at the source → name here.

@@ -16,7 +16,7 @@ use crate::fault::Faults;
 use crate::names::NameLocks;
 use crate::templates::Templates;
 use store::journal::Journal;
-use store::register::Register;
+use store::registry::Registry;
 
 /// State that all parts of an agent share.
 pub struct Context {
@@ -29,7 +29,7 @@ pub struct Context {
     /// Expected data streams.
     pub router: link::Router,
     /// The ownership registry, if one is configured.
-    pub register: Option<Arc<dyn Register>>,
+    pub registry: Option<Arc<dyn Registry>>,
     /// Runs system calls in other processes.
     pub injector: Arc<Injector>,
     /// Command that starts a guard for a throttled guest.

@@ -112,8 +112,7 @@ pub fn remove(context: &Context, vm: &VmName, which: ImageSelection) -> Result<V
             "mend that and try again, or remove the file by hand if no VM needs it",
         )
     };
-    if let Some((image, why)) =
-        images.iter().find_map(|(_, image)| Some((image, image.kept_because.as_ref()?)))
+    if let Some((image, why)) = images.iter().find_map(|(_, image)| Some((image, image.blocked_by.as_ref()?)))
     {
         return Err(kept(&image.path, why));
     }
@@ -287,15 +286,15 @@ impl LeftBehind {
     /// Returns the image in its present state; none if it does not exist any more.
     fn inspect(&self, record: &MigrationRecord, others: &OtherUsers) -> Option<LeftImage> {
         let found = fs::metadata(&self.path).ok()?;
-        let kept_because = self.changed(&found).or_else(|| others.users(&self.path));
+        let blocked_by = self.changed(&found).or_else(|| others.users(&self.path));
         Some(LeftImage {
             migration: record.id().clone(),
             to: record.terms.destination.clone(),
             ended: matches!(self.how, LeavingReason::Ended),
             disk: self.disk.clone(),
-            kept_because: kept_because.or_else(|| Removable::open(&self.path).err()),
+            blocked_by: blocked_by.or_else(|| Removable::open(&self.path).err()),
             path: self.path.clone(),
-            taken_bytes: found.blocks() * 512,
+            used_bytes: found.blocks() * 512,
         })
     }
 

@@ -5,14 +5,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
-use engine::handover::register::RegistryAnswer;
+use engine::handover::registry::RegistryAnswer;
 use proto::message::{Finding, Ownership, RegistryRequest, Severity};
 use proto::{Epoch, HostId, VmName};
 use tracing::warn;
 
 use crate::Context;
 use api::progress::{Phase, Progress, Standing};
-use store::register::Register;
+use store::registry::Registry;
 
 /// Asks the registry with which the migration began. Blocks until it has answered or its time-outs have passed. Another
 /// registry, which the configuration may name by now, is not asked.
@@ -20,7 +20,7 @@ pub fn ask(context: &Context, terms: &MigrationTerms, request: &RegistryRequest)
     if witness_mismatch(context, terms).is_some() {
         return RegistryAnswer::Unreachable;
     }
-    context.register.as_ref().map_or(RegistryAnswer::Unreachable, |register| register.ask(request))
+    context.registry.as_ref().map_or(RegistryAnswer::Unreachable, |registry| registry.ask(request))
 }
 
 /// Asks in a thread of its own, which passes on the answer. Returns false if the thread cannot be started.
@@ -32,9 +32,9 @@ pub fn ask_in_thread(
 ) -> bool {
     let (context, terms) = (Arc::clone(context), terms.clone());
     let asks = move || answered(ask(&context, &terms, &request));
-    let asking = thread::Builder::new().name("register".to_owned()).spawn(asks);
+    let asking = thread::Builder::new().name("registry".to_owned()).spawn(asks);
     if let Err(error) = &asking {
-        warn!(%error, "cannot ask the register");
+        warn!(%error, "cannot ask the registry");
     }
     asking.is_ok()
 }
@@ -44,18 +44,18 @@ pub fn publish_silence(vm: &VmName, progress: &mut Progress) {
     progress.phase = Phase::InDoubt;
     progress.standing = Standing::InDoubt;
     progress.message =
-        Some(format!("the register does not answer; start the witness, or see `whimbrel recover {vm}`"));
+        Some(format!("the registry does not answer; start the witness, or see `whimbrel recover {vm}`"));
 }
 
 /// Returns a message if the configuration does not name the registry with which a migration began.
 pub fn witness_mismatch(context: &Context, terms: &MigrationTerms) -> Option<String> {
     let theirs = terms.witness.as_ref()?;
-    let ours = context.config.register.as_ref();
+    let ours = context.config.registry.as_ref();
     (ours != Some(theirs)).then(|| {
         let names = ours.map_or("none".to_owned(), |ours| format!("the one at {ours}"));
         format!(
-            "{} began with the register of owners at {theirs}, and the configuration names {names}: its word does not \
-             count here; name {theirs} under [register] again, or see `whimbrel recover {}`",
+            "{} began with the ownership registry at {theirs}, and the configuration names {names}: its word does not \
+             count here; name {theirs} under [registry] again, or see `whimbrel recover {}`",
             terms.migration, terms.migration.vm
         )
     })
@@ -84,7 +84,7 @@ impl RegistryClient {
 
     /// Records the answer, and returns the time for which the registry has not answered.
     pub fn silence(&mut self, answer: &RegistryAnswer) -> Duration {
-        if matches!(answer, RegistryAnswer::Stands(_)) {
+        if matches!(answer, RegistryAnswer::Record(_)) {
             self.silent_since = None;
         } else {
             self.silent_since.get_or_insert_with(Instant::now);
@@ -104,10 +104,10 @@ impl RegistryClient {
 #[derive(Debug, thiserror::Error)]
 pub enum OwnerError {
     /// The registry does not answer.
-    #[error("the register at {0} does not answer; start the witness, or see that it can be reached")]
+    #[error("the registry at {0} does not answer; start the witness, or see that it can be reached")]
     Unreachable(HostId),
     /// Another host owns the VM.
-    #[error("by the register of owners {vm} belongs to {owner}, since epoch {epoch}")]
+    #[error("by the ownership registry {vm} belongs to {owner}, since epoch {epoch}")]
     Other {
         /// The VM.
         vm: VmName,
@@ -117,19 +117,19 @@ pub enum OwnerError {
         epoch: Epoch,
     },
     /// No registry is configured.
-    #[error("no register of owners is configured here")]
-    NoRegister,
+    #[error("no ownership registry is configured here")]
+    NoRegistry,
 }
 
 /// Returns the registry, and the host that keeps it; none if no registry is configured.
-fn configured(context: &Context) -> Option<(&dyn Register, &HostId)> {
-    Some((context.register.as_deref()?, context.config.register.as_ref()?))
+fn configured(context: &Context) -> Option<(&dyn Registry, &HostId)> {
+    Some((context.registry.as_deref()?, context.config.registry.as_ref()?))
 }
 
 /// Returns the registry's record of a VM; an error if the registry does not answer.
-fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option<Ownership>, OwnerError> {
-    match register.read(vm) {
-        RegistryAnswer::Stands(record) => Ok(record),
+fn read(registry: &dyn Registry, witness: &HostId, vm: &VmName) -> Result<Option<Ownership>, OwnerError> {
+    match registry.read(vm) {
+        RegistryAnswer::Record(record) => Ok(record),
         RegistryAnswer::Unreachable | RegistryAnswer::Unknown => {
             Err(OwnerError::Unreachable(witness.clone()))
         }
@@ -139,16 +139,16 @@ fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option
 /// Makes this host the owner in place of the expected record, and returns the resulting record.
 fn set_owner(
     context: &Context,
-    (register, witness): (&dyn Register, &HostId),
+    (registry, witness): (&dyn Registry, &HostId),
     vm: &VmName,
     found: Option<&Ownership>,
     epoch: Epoch,
 ) -> Result<Option<Ownership>, OwnerError> {
     let new = Ownership { epoch, owner: context.config.host.clone(), offer: None, released: false };
     let expected = found.map(|record| (record.epoch, record.owner.clone()));
-    match register.compare_and_set(vm, expected, new) {
-        RegistryAnswer::Stands(record) => Ok(record),
-        RegistryAnswer::Unknown => read(register, witness, vm),
+    match registry.compare_and_set(vm, expected, new) {
+        RegistryAnswer::Record(record) => Ok(record),
+        RegistryAnswer::Unknown => read(registry, witness, vm),
         RegistryAnswer::Unreachable => Err(OwnerError::Unreachable(witness.clone())),
     }
 }
@@ -156,14 +156,14 @@ fn set_owner(
 /// Returns the epoch in which this host is the owner of a VM in the registry; a VM that the registry does not know, or
 /// that its owner has released, is registered. None if no registry is configured.
 pub fn owned_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
-    let Some((register, witness)) = configured(context) else { return Ok(None) };
-    let mut found = read(register, witness, vm)?;
+    let Some((registry, witness)) = configured(context) else { return Ok(None) };
+    let mut found = read(registry, witness, vm)?;
     let epoch = match &found {
         None => Some(Epoch(0)),
         Some(record) => record.released.then(|| record.epoch.next()),
     };
     if let Some(epoch) = epoch {
-        found = set_owner(context, (register, witness), vm, found.as_ref(), epoch)?;
+        found = set_owner(context, (registry, witness), vm, found.as_ref(), epoch)?;
     }
     match found {
         Some(record) if record.owner == context.config.host => Ok(Some(record.epoch)),
@@ -175,8 +175,8 @@ pub fn owned_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, Owne
 /// Returns the reason for which a migration of a VM from this host would be refused because of its owner. Changes no
 /// record.
 pub fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
-    let (register, witness) = configured(context)?;
-    let error = match read(register, witness, vm) {
+    let (registry, witness) = configured(context)?;
+    let error = match read(registry, witness, vm) {
         Ok(Some(record)) if record.owner != context.config.host && !record.released => {
             OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }
         }
@@ -190,9 +190,9 @@ pub fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
 pub fn finding(error: &OwnerError) -> Finding {
     let (code, advice) = match error {
         OwnerError::Unreachable(_) => {
-            ("register", "start the witness, see that it can be reached from the source, or take [register] out on both hosts".to_owned())
+            ("registry", "start the witness, see that it can be reached from the source, or take [registry] out on both hosts".to_owned())
         }
-        OwnerError::NoRegister => ("register", "name a witness, a third host, under [register]".to_owned()),
+        OwnerError::NoRegistry => ("registry", "name a witness, a third host, under [registry]".to_owned()),
         OwnerError::Other { vm, owner, .. } => (
             "owner-other",
             format!(
@@ -216,8 +216,8 @@ pub(crate) enum Claim {
 /// # Errors
 /// When no registry is configured, or it does not answer.
 pub(crate) fn read_claim(context: &Context, vm: &VmName) -> Result<Claim, OwnerError> {
-    let (register, witness) = configured(context).ok_or(OwnerError::NoRegister)?;
-    Ok(match read(register, witness, vm)? {
+    let (registry, witness) = configured(context).ok_or(OwnerError::NoRegistry)?;
+    Ok(match read(registry, witness, vm)? {
         Some(record) if record.owner == context.config.host && !record.released => Claim::Held,
         other => Claim::Other(other),
     })
@@ -234,7 +234,7 @@ pub fn claim(
     found: Option<&Ownership>,
     largest: Epoch,
 ) -> Result<Epoch, OwnerError> {
-    let configured = configured(context).ok_or(OwnerError::NoRegister)?;
+    let configured = configured(context).ok_or(OwnerError::NoRegistry)?;
     let epoch = found.map_or(largest, |record| record.epoch.max(largest)).next();
     match set_owner(context, configured, vm, found, epoch)? {
         Some(record) if record.owner == context.config.host => Ok(record.epoch),
@@ -246,15 +246,15 @@ pub fn claim(
 /// Releases a VM that has ended here and was forgotten, if this host is its owner. Returns true if that succeeded; none
 /// if there is nothing to release.
 pub(crate) fn release(context: &Context, vm: &VmName) -> Option<bool> {
-    let (register, witness) = configured(context)?;
-    let record = match read(register, witness, vm) {
+    let (registry, witness) = configured(context)?;
+    let record = match read(registry, witness, vm) {
         Ok(record) => record.filter(|record| record.owner == context.config.host && !record.released)?,
         Err(_) => return Some(false),
     };
     let expected = (record.epoch, record.owner.clone());
     let new = Ownership { released: true, offer: None, ..record };
-    let answer = register.compare_and_set(vm, Some(expected), new);
-    Some(matches!(answer, RegistryAnswer::Stands(Some(record)) if record.released))
+    let answer = registry.compare_and_set(vm, Some(expected), new);
+    Some(matches!(answer, RegistryAnswer::Record(Some(record)) if record.released))
 }
 
 #[cfg(test)]

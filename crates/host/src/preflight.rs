@@ -4,7 +4,7 @@
 //! themselves are in `qemu::preflight`; this module gathers the facts.
 
 mod disks;
-mod register;
+mod registry;
 mod room;
 mod trial;
 mod writable_shared_images;
@@ -148,7 +148,7 @@ fn problems(problems: &[qemu::describe::Problem]) -> Vec<Finding> {
         severity: Severity::Blocker,
         code: problem.code.clone(),
         what: problem.what.clone(),
-        advice: problem.what_to_do.clone(),
+        advice: problem.remedy.clone(),
     };
     problems.iter().map(blocker).collect()
 }
@@ -257,7 +257,7 @@ pub fn destination(
     }
     others.extend(disks.findings.into_iter().chain(room));
     others.extend(unreachable_source_finding);
-    others.extend(register::finding(context.config.register.as_ref(), from, &proposal));
+    others.extend(registry::finding(context.config.registry.as_ref(), from, &proposal));
     let checked = rules::check(&theirs, &ours).into_iter().map(finding);
     let findings: Vec<_> = checked.chain(others.iter().cloned()).collect();
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
@@ -278,7 +278,7 @@ pub fn destination(
         migration: id.clone(),
         source: from.clone(),
         destination: context.config.host.clone(),
-        register: proposal.register_epoch,
+        registry: proposal.registry_epoch,
         witness: proposal.witness.clone(),
     };
     let qemu_version = ours.qemu_version.clone();
@@ -455,7 +455,7 @@ fn left_out(warnings: &[qemu::describe::Problem]) -> impl Iterator<Item = Findin
         severity: Severity::Warning,
         code: left_out.code.clone(),
         what: left_out.what.clone(),
-        advice: left_out.what_to_do.clone(),
+        advice: left_out.remedy.clone(),
     })
 }
 
@@ -468,6 +468,6 @@ fn finding(found: rules::Finding) -> Finding {
         },
         code: found.code,
         what: found.what,
-        advice: found.what_to_do,
+        advice: found.remedy,
     }
 }

@@ -65,7 +65,7 @@ struct Template {
 
 #[derive(Clone, Debug)]
 enum IndexState {
-    BeingRead,
+    Indexing,
     Ready(Catalogue),
     /// The reason, and true if trying again is useless.
     Failed(String, bool),
@@ -121,7 +121,7 @@ impl Templates {
     pub fn infos(&self) -> Vec<TemplateInfo> {
         let info = |template: &Template| {
             let (state, pages, problem) = match &template.state {
-                IndexState::BeingRead => (TemplateState::BeingRead, None, None),
+                IndexState::Indexing => (TemplateState::Indexing, None, None),
                 IndexState::Ready(catalogue) => (TemplateState::Ready, Some(catalogue.pages()), None),
                 IndexState::Failed(why, _) => (TemplateState::Failed, None, Some(why.clone())),
             };
@@ -206,7 +206,7 @@ mod tests {
 
     /// Waits until `count` templates were found and read.
     fn read(templates: &Templates, count: usize) {
-        let being_read = || templates.infos().iter().any(|info| info.state == TemplateState::BeingRead);
+        let being_read = || templates.infos().iter().any(|info| info.state == TemplateState::Indexing);
         while templates.infos().len() != count || being_read() {
             thread::yield_now();
         }

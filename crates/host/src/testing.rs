@@ -31,7 +31,7 @@ use crate::fault::Faults;
 use crate::names::NameLocks;
 use crate::templates::Templates;
 use store::journal::{Journal, NewMigration, State, VmRecord};
-use store::register::Register;
+use store::registry::Registry;
 
 /// Longest wait of a test for an expected event.
 pub const PATIENCE: Duration = Duration::from_mins(1);
@@ -54,7 +54,7 @@ pub fn terms(source: &str, destination: &str) -> MigrationTerms {
         migration: id(1),
         source: host(source),
         destination: host(destination),
-        register: None,
+        registry: None,
         witness: None,
     }
 }
@@ -109,12 +109,12 @@ impl World {
         Self::with(None)
     }
 
-    pub fn with(register: Option<Arc<dyn Register>>) -> Self {
-        Self::patient(register, "")
+    pub fn with(registry: Option<Arc<dyn Registry>>) -> Self {
+        Self::patient(registry, "")
     }
 
     /// Creates a world with more lines for the configuration's time-outs.
-    pub fn patient(register: Option<Arc<dyn Register>>, timeouts: &str) -> Self {
+    pub fn patient(registry: Option<Arc<dyn Registry>>, timeouts: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (sender, arrivals) = mpsc::channel();
         let peer = Listener::bind(endpoint("b"), "127.0.0.1:0").unwrap();
@@ -129,7 +129,7 @@ impl World {
             journal: Journal::open(&config.state_dir).unwrap(),
             endpoint: endpoint("a"),
             router: link::Router::default(),
-            register,
+            registry,
             injector: Arc::new(Injector::new(PathBuf::from("/nonexistent"), Vec::new())),
             guard: HelperProgram { program: "/nonexistent".into(), arguments: Vec::new() },
             faults: Faults::default(),
@@ -410,12 +410,12 @@ fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
 /// A registry that counts its requests and answers when the test sends the answer.
 pub struct SlowRegistry {
     pub asked: Sender<proto::message::RegistryRequest>,
-    pub answers: Mutex<Receiver<engine::handover::register::RegistryAnswer>>,
+    pub answers: Mutex<Receiver<engine::handover::registry::RegistryAnswer>>,
 }
 
-impl Register for SlowRegistry {
-    fn ask(&self, request: &proto::message::RegistryRequest) -> engine::handover::register::RegistryAnswer {
+impl Registry for SlowRegistry {
+    fn ask(&self, request: &proto::message::RegistryRequest) -> engine::handover::registry::RegistryAnswer {
         self.asked.send(request.clone()).unwrap();
-        self.answers.lock().unwrap().recv().unwrap_or(engine::handover::register::RegistryAnswer::Unreachable)
+        self.answers.lock().unwrap().recv().unwrap_or(engine::handover::registry::RegistryAnswer::Unreachable)
     }
 }

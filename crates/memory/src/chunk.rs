@@ -46,13 +46,13 @@ pub struct PageCounts {
     /// Pages that repeat the same few bytes, other than zeros.
     pub filled: u64,
     /// Pages that were sent as holes, whatever their content, because the guest does not use them.
-    pub soft: u64,
+    pub hinted: u64,
 }
 
 impl PageCounts {
     /// Returns the number of all pages.
     pub fn pages(&self) -> u64 {
-        self.data + self.zero + self.hole + self.reference + self.delta + self.filled + self.soft
+        self.data + self.zero + self.hole + self.reference + self.delta + self.filled + self.hinted
     }
 
     /// Returns the number of pages that need only a few bytes at any destination: it indicates nothing about the link.
@@ -128,13 +128,13 @@ impl FrameBuilder {
         self.mark_ns = 0;
         let base = chunk * CHUNK_BYTES;
         let mut taken = ChunkPages::EMPTY;
-        let mut soft = *wanted;
-        soft.retain(&knowledge.soft);
+        let mut hinted = *wanted;
+        hinted.retain(&knowledge.hinted);
         let mut used = *wanted;
-        used.remove(&soft);
+        used.remove(&hinted);
         for run in used.runs() {
             // Runs ascend in a frame.
-            taken.insert(&self.add_soft_holes(&soft, &taken, run.start));
+            taken.insert(&self.add_hinted_holes(&hinted, &taken, run.start));
             let end = self.fill_run(reader, base, run.clone(), knowledge)?;
             taken.insert(&ChunkPages::from_range(run.start..end));
             if end < run.end || self.room() == 0 {
@@ -142,11 +142,11 @@ impl FrameBuilder {
             }
         }
         if used.is_within(&taken) {
-            taken.insert(&self.add_soft_holes(&soft, &taken, CHUNK_PAGES));
+            taken.insert(&self.add_hinted_holes(&hinted, &taken, CHUNK_PAGES));
         }
         self.close();
-        soft.retain(&taken);
-        let mut contents = PageCounts { soft: soft.count(), ..PageCounts::default() };
+        hinted.retain(&taken);
+        let mut contents = PageCounts { hinted: hinted.count(), ..PageCounts::default() };
         let mut empty = ChunkPages::EMPTY;
         for run in &self.runs {
             let count = match run.content {
@@ -163,18 +163,18 @@ impl FrameBuilder {
                 empty.insert(&ChunkPages::from_range(first..first + u64::from(run.pages)));
             }
         }
-        contents.hole -= contents.soft;
+        contents.hole -= contents.hinted;
         if let Some((_, marks)) = &mut knowledge.marks {
             marks.forget(&empty);
         }
         Ok((taken, contents))
     }
 
-    /// Adds soft pages as holes, whatever their content: those before page `before` that are not yet in the frame.
+    /// Adds hinted pages as holes, whatever their content: those before page `before` that are not yet in the frame.
     /// Returns them.
-    fn add_soft_holes(&mut self, soft: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
+    fn add_hinted_holes(&mut self, hinted: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
         let mut pages = ChunkPages::from_range(0..before);
-        pages.retain(soft);
+        pages.retain(hinted);
         pages.remove(taken);
         pages.runs().for_each(|run| self.push(run, Content::Hole));
         pages

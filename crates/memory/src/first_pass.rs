@@ -126,12 +126,12 @@ impl FirstPass {
     /// Returns true if pages remain.
     pub fn sent(&mut self, unsent: &Owed, pages: u64, planned: Duration, took: Duration) -> bool {
         self.cut(unsent);
-        let left_pages: u64 = self.cold.iter().flatten().map(DirtyBitmap::count).sum();
-        let left = took.mul_f64(left_pages as f64 / pages.max(1) as f64);
+        let remaining_pages: u64 = self.cold.iter().flatten().map(DirtyBitmap::count).sum();
+        let left = took.mul_f64(remaining_pages as f64 / pages.max(1) as f64);
         let grown = (self.part * 2).min(self.usual.max(left / Self::OF_REST));
         let beside = took.saturating_sub(planned);
         self.part = grown.max(beside * Self::BESIDE);
-        left_pages > 0
+        remaining_pages > 0
     }
 
     /// Returns the pages of memory farthest ahead of the guest's writes, if these move on and there are enough such

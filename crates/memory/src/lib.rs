@@ -19,7 +19,7 @@
 //! | [`ContentIndex`] | content that the destination has already, and need not be sent |
 //! | [`Deltas`] | pieces of a page that changed since it was sent |
 //! | [`CompressionState`] | compression of the data sent |
-//! | [`SoftPageSet`] | free page hints of the guest |
+//! | [`HintedPages`] | free page hints of the guest |
 //! | [`MissingPages`], [`RemainingPages`] | pages that arrive after the switchover: post-copy |
 //! | [`verify`] | comparison of both sides, by a path of its own |
 //! | [`wire`] | requirements on a connection |
@@ -34,6 +34,7 @@ mod clock;
 mod deltas;
 pub mod dirty;
 mod first_pass;
+mod hinted_pages;
 mod pack;
 mod page_name;
 mod postcopy;
@@ -45,7 +46,6 @@ pub mod round;
 pub mod send;
 mod sent_history;
 mod sent_pages;
-mod soft;
 mod tracked;
 pub mod verify;
 pub mod wire;
@@ -54,6 +54,7 @@ pub use chunk::{FRAME_PAGES, PageCounts};
 pub use deltas::{DeltaCounters, Deltas};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
+pub use hinted_pages::HintedPages;
 pub use pack::codec::BadPacked;
 pub use pack::{CompressionCounters, CompressionCriteria, CompressionState};
 pub use page_name::{NAME_BYTES, PageName};
@@ -76,7 +77,6 @@ pub use send::{
     SenderHandle, SourceRam, stream_of,
 };
 pub use sent_history::SentHistory;
-pub use soft::SoftPageSet;
 pub use tracee::TrackError;
 pub use tracked::TrackedRam;
 pub use wire::{DataStream, FrameSink, FrameSource, HangUp};

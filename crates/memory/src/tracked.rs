@@ -7,9 +7,9 @@ use std::time::Instant;
 use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 
 use crate::dirty::DirtyBitmap;
+use crate::hinted_pages::HintedPages;
 use crate::ram::{DropWatch, RamRegion, drop_watches};
 use crate::round::{DirtyLog, LogError, ScanError, ScanStats};
-use crate::soft::SoftPageSet;
 
 /// RAM blocks whose writes are tracked, until this is dropped.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct TrackedRam {
     compared: bool,
     blocks: Vec<TrackedBlock>,
     /// Free page hints, which have to learn of written pages.
-    soft: Option<Arc<SoftPageSet>>,
+    hinted: Option<Arc<HintedPages>>,
     /// Reused.
     found: Vec<AddressRange>,
 }
@@ -71,7 +71,7 @@ impl TrackedRam {
             tracker,
             compared: false,
             blocks: regions.iter().zip(watches).map(block).collect(),
-            soft: None,
+            hinted: None,
             found: Vec::new(),
         })
     }
@@ -84,10 +84,10 @@ impl TrackedRam {
         self.compared = true;
     }
 
-    /// Reports all pages found written to `soft` from now on, in the order of the regions. Has to be called before any
+    /// Reports all pages found written to `hinted` from now on, in the order of the regions. Has to be called before any
     /// page is left out, because these marks cannot be obtained in another way.
-    pub fn report_to(&mut self, soft: Arc<SoftPageSet>) {
-        self.soft = Some(soft);
+    pub fn report_to(&mut self, hinted: Arc<HintedPages>) {
+        self.hinted = Some(hinted);
     }
 
     /// Ends tracking and returns an error if that fails. Dropping ends it, too, but ignores errors.
@@ -126,8 +126,8 @@ impl DirtyLog for TrackedRam {
         for (number, (block, into)) in self.blocks.iter_mut().zip(into).enumerate() {
             let result = block.take(&mut self.tracker, self.compared, &mut self.found);
             // Also after an error, because the next scan will not find these pages again.
-            if let Some(soft) = &self.soft {
-                soft.written(number, &block.dirty);
+            if let Some(hinted) = &self.hinted {
+                hinted.written(number, &block.dirty);
             }
             into.insert(&block.dirty);
             block.dirty.clear_all();

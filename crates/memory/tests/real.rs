@@ -16,7 +16,7 @@ use proto::Generation;
 use tracee::{AddressRange, Pagemap, RamFile, maps};
 use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
 use whimbrel_memory::{
-    Cleared, DataStream, DirtyLog, Owed, Receiver, Sender, SoftPageSet, SourceRam, TrackedRam,
+    Cleared, DataStream, DirtyLog, HintedPages, Owed, Receiver, Sender, SourceRam, TrackedRam,
     open_destination, open_source,
 };
 
@@ -415,12 +415,12 @@ fn pages_are_counted_as_they_are_found() {
     let uffd = injector().create_userfaultfd(&source.process).unwrap();
     let mut log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
     let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::DirtyBitmap::new(one.bytes)).collect();
-    let soft = Arc::new(SoftPageSet::new(regions.iter().map(|one| one.bytes)));
-    log.report_to(Arc::clone(&soft));
+    let hinted = Arc::new(HintedPages::new(regions.iter().map(|one| one.bytes)));
+    log.report_to(Arc::clone(&hinted));
     assert_eq!(log.take(&mut into).unwrap().pages, 0);
-    let answer = soft.begin();
-    soft.add_free(answer, 0, 0..3);
-    soft.add_free(answer, 1, 0..u64::MAX);
+    let answer = hinted.begin();
+    hinted.add_free(answer, 0, 0..3);
+    hinted.add_free(answer, 1, 0..u64::MAX);
     source.order("write 4096 1 3");
     source.order(&format!("write {} 8192 3", 5 * MIB - 4096));
     assert_eq!(log.take(&mut into).unwrap().pages, 3);
@@ -429,7 +429,7 @@ fn pages_are_counted_as_they_are_found() {
     let high = 5 * MIB / 4096 - border;
     assert!(into[1].runs().eq(std::iter::once(high - 1..high + 1)));
     // Written pages are in use.
-    assert_eq!(soft.pages(), (3 - 1 + regions[1].bytes / 4096 - 2, 0));
+    assert_eq!(hinted.pages(), (3 - 1 + regions[1].bytes / 4096 - 2, 0));
     log.stop().unwrap();
     assert_eq!(into[0].count(), 1);
 }

@@ -80,7 +80,7 @@ pub struct Driver {
     /// Time of the next attempt to stop a guest that must not go on.
     stop_again_at: Option<Instant>,
     /// Requests of this migration to the ownership registry.
-    register: ownership::RegistryClient,
+    registry: ownership::RegistryClient,
     /// Images that could not be removed, with the migration's traces.
     left_behind: Option<ending::ImagesLeftBehind>,
     /// Reason for the end of the migration, for the source.
@@ -143,7 +143,7 @@ impl Driver {
             unrecorded_event: None,
             must_query_qemu: false,
             stop_again_at: None,
-            register: ownership::RegistryClient::default(),
+            registry: ownership::RegistryClient::default(),
             left_behind: None,
             reason: None,
             last_report: None,

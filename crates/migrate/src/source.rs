@@ -6,6 +6,7 @@
 //! so that no phase can miss it.
 
 mod conversation;
+mod cpu_throttle;
 mod ending;
 mod free_page_hints;
 mod guest;
@@ -17,7 +18,6 @@ mod pressure;
 mod reductions;
 mod references;
 mod serving;
-mod slowing;
 mod telemetry;
 mod write_throttle;
 
@@ -37,7 +37,7 @@ pub use inbox::{Inbox, Mailbox, Notice};
 
 use api::progress::{Phase, Publisher};
 use api::report::{Outcome, Report};
-use api::{MigrateRequest, MigrationSettings, OnLimit, SoftPages, StopPolicy, ThrottleWrites};
+use api::{HintedMemory, MigrateRequest, MigrationSettings, OnLimit, StopPolicy, ThrottleWrites};
 use host::Context;
 pub use host::SourceVm;
 use host::config::Config;
@@ -77,8 +77,8 @@ impl Goals {
         }
         if settings.policy == StopPolicy::Sla {
             // It cannot be predicted how long the guest needs to give back its page cache.
-            if matches!(settings.soft_pages, SoftPages::Cold | SoftPages::All) {
-                settings.soft_pages = SoftPages::Free;
+            if matches!(settings.free_page_hints, HintedMemory::Cold | HintedMemory::All) {
+                settings.free_page_hints = HintedMemory::Free;
             }
         } else {
             settings.max_total_ms = 0;
@@ -237,7 +237,7 @@ pub struct Driver {
     /// Measurement of what copying costs the guest, if the host can measure it.
     pressure: Option<pressure::PressureMeter>,
     /// The CPU throttle, if the guest's processors may be slowed down.
-    slowing: Option<slowing::CpuThrottle>,
+    cpu_throttle: Option<cpu_throttle::CpuThrottle>,
     /// The guest's memory and disks, once their writes are tracked and while no phase uses them.
     payload: Option<memory::Payload>,
     /// The post-copy server for pages that the destination's guest still needs, if there are such.
@@ -270,7 +270,7 @@ pub struct Driver {
     may_have_all: bool,
     proposal: Option<Proposal>,
     /// Queue of the driver's questions to the ownership registry.
-    register: ownership::RegistryClient,
+    registry: ownership::RegistryClient,
     /// True while an offer to the ownership registry is in progress.
     offering: Arc<AtomicBool>,
     clock: phases::StopClock,
@@ -322,7 +322,7 @@ impl Driver {
             control_lost: None,
             aborted_control: None,
             pressure: None,
-            slowing: None,
+            cpu_throttle: None,
             payload: None,
             later: None,
             page_stream: None,
@@ -339,7 +339,7 @@ impl Driver {
             is_still_recording: false,
             may_have_all: false,
             proposal: None,
-            register: ownership::RegistryClient::default(),
+            registry: ownership::RegistryClient::default(),
             offering: Arc::default(),
             clock: phases::StopClock::default(),
             contact,

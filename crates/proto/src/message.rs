@@ -1,10 +1,10 @@
 //! Messages between the agents, as JSON.
 
-mod register;
+mod registry;
 
 use serde::{Deserialize, Serialize};
 
-pub use register::{Offer, Ownership, RegistryReply, RegistryRequest};
+pub use registry::{Offer, Ownership, RegistryReply, RegistryRequest};
 
 use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
 
@@ -47,7 +47,7 @@ pub enum Purpose {
         migration: MigrationId,
     },
     /// Requests to the ownership registry.
-    Register,
+    Registry,
 }
 
 /// Default for a source that omits the field: the guest ran, because few guests are paused.
@@ -285,9 +285,9 @@ pub enum Message {
     /// Answer to [`Message::Ping`].
     Pong,
     /// Request to the ownership registry.
-    Register(RegistryRequest),
+    RegistryRequest(RegistryRequest),
     /// Answer of the ownership registry.
-    Registered(RegistryReply),
+    RegistryReply(RegistryReply),
 }
 
 /// Decision of the source about an epoch.
@@ -337,7 +337,7 @@ pub struct Proposal {
     pub check_only: bool,
     /// With an ownership registry: the epoch in which the source owns the VM there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub register_epoch: Option<Epoch>,
+    pub registry_epoch: Option<Epoch>,
     /// With an ownership registry: the host that keeps it. Both agents have to ask the same one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub witness: Option<HostId>,

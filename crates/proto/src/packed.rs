@@ -140,7 +140,7 @@ pub struct CompressionTrial {
     /// Length of the sample, in bytes.
     pub data_bytes: u64,
     /// Length of the result, in bytes.
-    pub packed_bytes: u64,
+    pub compressed_bytes: u64,
     /// Processor time, in nanoseconds.
     pub pack_ns: u64,
 }

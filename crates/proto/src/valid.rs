@@ -161,8 +161,8 @@ impl Message {
             }
             Self::Go { incarnation, .. }
             | Self::Verdict { verdict: Verdict::Committed { incarnation, .. }, .. } => incarnation.validate(),
-            Self::Register(RegistryRequest::CompareAndSet { new: ownership, .. })
-            | Self::Registered(RegistryReply::Stands { record: Some(ownership) }) => ownership.validate(),
+            Self::RegistryRequest(RegistryRequest::CompareAndSet { new: ownership, .. })
+            | Self::RegistryReply(RegistryReply::Record { record: Some(ownership) }) => ownership.validate(),
             Self::Accept(acceptance) => acceptance.validate(),
             Self::Reject { .. }
             | Self::Resume
@@ -180,9 +180,9 @@ impl Message {
             | Self::Verdict { verdict: Verdict::Aborted | Verdict::Returned | Verdict::Undecided, .. }
             | Self::Ping
             | Self::Pong
-            | Self::Register(RegistryRequest::Read { .. })
-            | Self::Registered(
-                RegistryReply::Set | RegistryReply::Failed { .. } | RegistryReply::Stands { record: None },
+            | Self::RegistryRequest(RegistryRequest::Read { .. })
+            | Self::RegistryReply(
+                RegistryReply::Set | RegistryReply::Failed { .. } | RegistryReply::Record { record: None },
             ) => Ok(()),
         }
     }

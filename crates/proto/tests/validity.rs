@@ -16,7 +16,7 @@ fn proposal() -> Proposal {
         facts: serde_json::Value::Null,
         description: serde_json::Value::Null,
         check_only: false,
-        register_epoch: None,
+        registry_epoch: None,
         witness: None,
         ram_kind: None,
         allow_options: Vec::new(),

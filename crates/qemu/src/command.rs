@@ -191,8 +191,8 @@ impl<'a> CommandBuilder<'a> {
         }
     }
 
-    fn problem(&mut self, code: &str, what: impl Into<String>, what_to_do: impl Into<String>) {
-        self.problems.push(Problem::new(code, what, what_to_do));
+    fn problem(&mut self, code: &str, what: impl Into<String>, remedy: impl Into<String>) {
+        self.problems.push(Problem::new(code, what, remedy));
     }
 
     fn option(&mut self, option: &QemuOption) {

@@ -223,18 +223,18 @@ pub struct Problem {
     /// Description of the obstacle.
     pub what: String,
     /// Remedy.
-    pub what_to_do: String,
+    pub remedy: String,
 }
 
 impl Problem {
-    pub(crate) fn new(code: &str, what: impl Into<String>, what_to_do: impl Into<String>) -> Self {
-        Self { code: code.to_owned(), what: what.into(), what_to_do: what_to_do.into() }
+    pub(crate) fn new(code: &str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { code: code.to_owned(), what: what.into(), remedy: remedy.into() }
     }
 }
 
 impl std::fmt::Display for Problem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}; {}", self.what, self.what_to_do)
+        write!(f, "{}; {}", self.what, self.remedy)
     }
 }
 

@@ -53,7 +53,7 @@ pub struct Finding {
     /// Description of the finding.
     pub what: String,
     /// Remedy.
-    pub what_to_do: String,
+    pub remedy: String,
 }
 
 impl std::fmt::Display for Finding {
@@ -63,7 +63,7 @@ impl std::fmt::Display for Finding {
             Severity::Warning => "warning",
             Severity::Blocker => "blocker",
         };
-        write!(f, "{severity}: {}; {} [{}]", self.what, self.what_to_do, self.code)
+        write!(f, "{severity}: {}; {} [{}]", self.what, self.remedy, self.code)
     }
 }
 

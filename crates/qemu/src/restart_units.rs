@@ -22,7 +22,7 @@ pub struct RestartRisk {
     /// Description of the finding.
     pub what: String,
     /// Remedy.
-    pub what_to_do: String,
+    pub remedy: String,
 }
 
 /// Time at which a guest would be started a second time.
@@ -64,7 +64,7 @@ pub fn starts_again(process: &QemuProcess) -> Vec<RestartRisk> {
     let unknown = process.unit_of_user.map(|_| RestartRisk {
         when: RestartTime::Unknown,
         what: format!("the systemd{whose} does not say whether unit {unit} would start the guest again"),
-        what_to_do: "make sure that the unit is disabled and has Restart=no".to_owned(),
+        remedy: "make sure that the unit is disabled and has Restart=no".to_owned(),
     });
     unknown.into_iter().collect()
 }
@@ -84,7 +84,7 @@ fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
             what: format!(
                 "systemd unit {unit}{whose} has Restart={restart} and would start the guest again as soon as it has moved"
             ),
-            what_to_do: format!("set Restart=no before it moves (`systemctl{user} edit {unit}`)"),
+            remedy: format!("set Restart=no before it moves (`systemctl{user} edit {unit}`)"),
         });
     }
     let is_enabled = properties.get("UnitFileState").is_some_and(|state| state.starts_with("enabled"));
@@ -97,7 +97,7 @@ fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
             what: format!(
                 "systemd unit {unit}{whose} {why} and would start a second copy of the guest when this host boots"
             ),
-            what_to_do: format!(
+            remedy: format!(
                 "`systemctl{user} disable {unit}` here before it moves, and have it started where it is then"
             ),
         });
@@ -136,6 +136,6 @@ mod tests {
             [RestartTime::AtOnce, RestartTime::AtBoot]
         );
         let of_user = parse_unit("web.service", " of user 7", "Restart=no\nUnitFileState=enabled\n");
-        assert!(of_user[0].what_to_do.contains("systemctl --user disable web.service"), "{of_user:?}");
+        assert!(of_user[0].remedy.contains("systemctl --user disable web.service"), "{of_user:?}");
     }
 }

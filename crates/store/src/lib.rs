@@ -2,4 +2,4 @@
 
 pub mod journal;
 mod private;
-pub mod register;
+pub mod registry;

@@ -57,7 +57,7 @@ fn begin(journal: &Journal, id: &MigrationId, state: State) -> Result<(), Journa
     });
     let (source, destination) = (HostId::new("alpha").unwrap(), HostId::new("beta").unwrap());
     journal.begin(&NewMigration {
-        terms: &MigrationTerms { migration: id.clone(), source, destination, register: None, witness: None },
+        terms: &MigrationTerms { migration: id.clone(), source, destination, registry: None, witness: None },
         state,
         proposal: &serde_json::from_value(proposal).unwrap(),
     })

@@ -217,7 +217,7 @@ impl Contender {
                 options
             }
             Self::NoDeltas => vec!["--deltas=never".to_owned()],
-            Self::FreePageHints(soft) => vec![alone.to_owned(), format!("--soft-pages={}", soft.word())],
+            Self::FreePageHints(soft) => vec![alone.to_owned(), format!("--free-page-hints={}", soft.word())],
             Self::Policy(policy) => policy.options(),
             Self::Whimbrel(None) | Self::NoMigration | Self::Qemu(_) => Vec::new(),
         }
@@ -238,7 +238,7 @@ impl fmt::Display for Contender {
             Self::Compressed(way) => write!(f, "whimbrel-{way}"),
             Self::OneThread(way) => write!(f, "whimbrel-one-{way}"),
             Self::NoDeltas => f.write_str("whimbrel-whole"),
-            Self::FreePageHints(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
+            Self::FreePageHints(soft) => write!(f, "whimbrel-hints-{}", soft.word()),
             Self::Policy(policy) => write!(f, "whimbrel-{policy}"),
             Self::Qemu(QemuMode::Default) => f.write_str("qemu"),
             Self::Qemu(QemuMode::Multifd(channels)) => write!(f, "multifd-{channels}"),
@@ -274,7 +274,7 @@ impl FromStr for Contender {
         let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Compressed);
         let one_thread = || name.strip_prefix("whimbrel-one-")?.parse().ok().map(Self::OneThread);
         let soft = || {
-            let word = name.strip_prefix("whimbrel-soft-")?;
+            let word = name.strip_prefix("whimbrel-hints-")?;
             FreePageHints::WORDS
                 .iter()
                 .find(|(_, known)| *known == word)

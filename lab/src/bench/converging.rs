@@ -43,7 +43,9 @@ fn measured(result: &CaseResult, of: Contender) -> impl Iterator<Item = &Measure
 /// nothing would miss no bar.
 fn ended(result: &CaseResult, of: Contender) -> Option<Bar> {
     let has_ended = |run: &&Run| {
-        run.measured.as_ref().is_some_and(|measured| of != HYBRID || measured.has_switched == Some(true))
+        run.measured
+            .as_ref()
+            .is_some_and(|measured| of != HYBRID || measured.has_switched_to_post_copy == Some(true))
     };
     let (all, ended) = (result.runs_of(of).count(), result.runs_of(of).filter(has_ended).count());
     (all > 0).then(|| Bar {
@@ -78,8 +80,8 @@ fn left(result: &CaseResult) -> Option<Bar> {
     let what =
         format!("{}: downtime, to what was left at the link's rate, policy `pattern`", result.case.name);
     let ratios = measured(result, PATTERN).filter_map(|measured| {
-        let left_pages = measured.stop.as_ref()?.left_pages;
-        (left_pages > 0).then(|| measured.downtime_ms / needed_ms(left_pages, rate))
+        let remaining_pages = measured.stop.as_ref()?.remaining_pages;
+        (remaining_pages > 0).then(|| measured.downtime_ms / needed_ms(remaining_pages, rate))
     });
     at_most(what, ratios, 1.2, "")
 }
@@ -145,7 +147,7 @@ mod tests {
     fn run(contender: Contender, turn: u32, total_ms: f64, longest_stall_ms: f64) -> Run {
         let stop = StopCircumstances {
             intervals: 2,
-            left_pages: 10_000,
+            remaining_pages: 10_000,
             needed_pages: Some(120_000),
             ..StopCircumstances::default()
         };
@@ -153,7 +155,7 @@ mod tests {
             total_ms,
             downtime_ms: 12.0,
             stop: Some(stop),
-            has_switched: (contender == HYBRID).then_some(true),
+            has_switched_to_post_copy: (contender == HYBRID).then_some(true),
             ..Measured::default()
         };
         let disturbance = Some(Disturbance { longest_stall_ms, ..Disturbance::default() });
@@ -190,7 +192,8 @@ mod tests {
         };
         let of_measured = |run: &mut Run, change: fn(&mut Measured)| change(run.measured.as_mut().unwrap());
         assert_eq!(spoilt(DRAIN, |run| run.measured = None), ["x: moved by whimbrel-drain"]);
-        let before_it_ran = spoilt(HYBRID, |run| run.measured.as_mut().unwrap().has_switched = Some(false));
+        let before_it_ran =
+            spoilt(HYBRID, |run| run.measured.as_mut().unwrap().has_switched_to_post_copy = Some(false));
         assert_eq!(before_it_ran, ["x: moved by whimbrel-hybrid"]);
         let late = spoilt(PATTERN, |run| {
             run.measured.as_mut().unwrap().stop.as_mut().unwrap().intervals = 4;

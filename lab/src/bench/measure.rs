@@ -134,8 +134,11 @@ impl Bench {
                     let clock = GuestClock { serial: &moved.serial, is_reported: self.case.has_load() };
                     let resumed = clock.at(moved.resumed)?.max(requested);
                     // Its last page arrived a moment ago.
-                    let complete =
-                        if moved.has_switched == Some(true) { clock.now()? } else { Duration::ZERO };
+                    let complete = if moved.has_switched_to_post_copy == Some(true) {
+                        clock.now()?
+                    } else {
+                        Duration::ZERO
+                    };
                     let moments = Moments::new(settled, requested, resumed, complete);
                     run.disturbance = Self::disturbance(&clock, moments)?;
                     run.noises = beside.zip(ended).map(|(beside, at)| beside.noises(at)).transpose()?;
@@ -200,7 +203,7 @@ impl Bench {
             destination_agent_peak_bytes: peak(&theirs)?,
             rounds: moved.rounds,
             stop: moved.stop.clone(),
-            has_switched: moved.has_switched,
+            has_switched_to_post_copy: moved.has_switched_to_post_copy,
             packing: moved.packing,
             first_round_bytes_per_s: moved.first_round.map(rate),
         };

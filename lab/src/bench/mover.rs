@@ -56,7 +56,7 @@ pub(super) struct Moved {
     /// Observations of the switchover policy, where it reported any.
     pub(super) stop: Option<StopCircumstances>,
     /// Post-copy: true if the guest resumed before all of its memory had arrived.
-    pub(super) has_switched: Option<bool>,
+    pub(super) has_switched_to_post_copy: Option<bool>,
     /// Statistics of compression, where they were reported.
     pub(super) packing: Option<CompressionStats>,
     pub(super) serial: Serial,

@@ -24,7 +24,7 @@ pub struct Noise {
     /// Time from the request of the migration until the guest resumed at its destination, ms.
     pub span_ms: f64,
     /// Work that the neighbour did less in that time than right before, in ms of its usual work.
-    pub lost_ms: f64,
+    pub lost_work_ms: f64,
     /// The longest time in which it did not run, ms.
     pub longest_stall_ms: f64,
 }
@@ -107,6 +107,6 @@ impl<'a> NeighbourClocks<'a> {
         let moments = Moments { settled, requested, resumed: ended, seen_until: ended };
         let judged = compute_disturbance(&self.clocks[of].serial.progress_until(settled, ended)?, moments);
         let span_ms = ended.saturating_sub(requested).as_secs_f64() * 1e3;
-        Ok(Noise { span_ms, lost_ms: judged.lost_ms, longest_stall_ms: judged.longest_stall_ms })
+        Ok(Noise { span_ms, lost_work_ms: judged.lost_work_ms, longest_stall_ms: judged.longest_stall_ms })
     }
 }

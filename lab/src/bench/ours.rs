@@ -86,7 +86,7 @@ fn moved(stage: &MoveInput<'_>, contender: Contender) -> Result<MoveOutcome> {
         first_round: Some((share, Duration::from_micros(sum("duration_us")?))),
         rounds: passes(rounds),
         stop: stop(report),
-        has_switched: (contender == Contender::Policy(Policy::Hybrid))
+        has_switched_to_post_copy: (contender == Contender::Policy(Policy::Hybrid))
             .then(|| report["post_copy"].is_object()),
         packing: packing(report),
         serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
@@ -150,7 +150,7 @@ fn packing(report: &Value) -> Option<CompressionStats> {
     Some(CompressionStats {
         data_bytes: count("data_bytes")?,
         wire_bytes: count("wire_bytes")?,
-        cpu_ms: count("pack_cpu_us")? as f64 / 1e3,
+        cpu_ms: count("compression_cpu_us")? as f64 / 1e3,
     })
 }
 
@@ -163,7 +163,7 @@ fn stop(report: &Value) -> Option<StopCircumstances> {
     Some(StopCircumstances {
         // The first dirty scan follows the pass over all of memory.
         intervals: looks.len() as u64 - 1,
-        left_pages: last["observed"]["dirty_pages"].as_u64()?,
+        remaining_pages: last["observed"]["dirty_pages"].as_u64()?,
         needed_pages: needed_pages(report),
         pattern: last["decision"]["pattern"].as_str().map(str::to_owned),
     })
@@ -172,9 +172,9 @@ fn stop(report: &Value) -> Option<StopCircumstances> {
 /// Returns the pages that post-copy had to send: each once in the first pass, and the remaining pages, which are named
 /// one by one.
 fn needed_pages(report: &Value) -> Option<u64> {
-    let left_pages = report["post_copy"]["left_pages"].as_u64()?;
+    let remaining_pages = report["post_copy"]["remaining_pages"].as_u64()?;
     let rounds = report["rounds"].as_array()?.iter().filter(|round| round["stopped"] != true);
-    Some(rounds.map(|round| round["data_pages"].as_u64().unwrap_or(0)).sum::<u64>() + left_pages)
+    Some(rounds.map(|round| round["data_pages"].as_u64().unwrap_or(0)).sum::<u64>() + remaining_pages)
 }
 
 /// Returns the socket of a guest's serial line, from its QEMU's command line.

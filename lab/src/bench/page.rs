@@ -131,8 +131,9 @@ fn case_table(result: &CaseResult, text: &mut String) {
         let (ended, all) = result.ended(contender);
         let ended =
             if contender == Contender::NoMigration { String::new() } else { format!("{ended}/{all}") };
-        let switched = result.runs_of(contender).filter_map(|run| run.measured.as_ref()?.has_switched);
-        let stayed = switched.filter(|has_switched| !has_switched).count();
+        let switched =
+            result.runs_of(contender).filter_map(|run| run.measured.as_ref()?.has_switched_to_post_copy);
+        let stayed = switched.filter(|has_switched_to_post_copy| !has_switched_to_post_copy).count();
         let ended = if stayed > 0 { format!("{ended}, {stayed} before it was switched") } else { ended };
         let cells = columns.iter().map(|(_, quantity, one)| cell(result, contender, *quantity, *one));
         let _ = writeln!(text, "| {contender} | {ended} |{}", cells.collect::<String>());
@@ -249,14 +250,14 @@ mod tests {
     fn what_is_more_in_nearly_all_turns_is_told() {
         const OURS: Contender = Contender::Whimbrel(None);
         const THEIRS: Contender = Contender::Qemu(QemuMode::Default);
-        let run = |contender, turn, lost_ms| {
-            let disturbance = Disturbance { lost_ms, ..Disturbance::default() };
+        let run = |contender, turn, lost_work_ms| {
+            let disturbance = Disturbance { lost_work_ms, ..Disturbance::default() };
             Run { disturbance: Some(disturbance), ..Run::new(contender, turn) }
         };
         let table_of = |ours: [f64; 5]| {
             let turns = (1..).zip(ours);
-            let runs = turns.flat_map(|(turn, lost_ms)| {
-                [(OURS, lost_ms), (THEIRS, 10.0)].map(|(who, lost_ms)| run(who, turn, lost_ms))
+            let runs = turns.flat_map(|(turn, lost_work_ms)| {
+                [(OURS, lost_work_ms), (THEIRS, 10.0)].map(|(who, lost_work_ms)| run(who, turn, lost_work_ms))
             });
             let case = CaseResult {
                 case: Case::idle("idle", QemuVersion::Newer),

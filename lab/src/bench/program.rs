@@ -21,7 +21,7 @@ pub struct Disturbance {
     /// The longest time in which the program did not run, ms.
     pub longest_stall_ms: f64,
     /// Work that the program did less than it usually does in that time, in ms of its usual work.
-    pub lost_ms: f64,
+    pub lost_work_ms: f64,
     /// Brownout: time from the arrival until the program was back at full speed, ms. Absent if it never was.
     pub brownout_ms: Option<f64>,
 }
@@ -66,7 +66,7 @@ pub(super) fn compute_disturbance(progress: &Progress, moments: Moments) -> Dist
     let slot_ms = SLOT.as_secs_f64() * 1e3;
     Disturbance {
         longest_stall_ms: f64::from(gap) / 10.0,
-        lost_ms: lost * slot_ms,
+        lost_work_ms: lost * slot_ms,
         brownout_ms: back.map(|slots| slots as f64 * slot_ms),
     }
 }
@@ -91,7 +91,7 @@ mod tests {
         let moments = Moments { settled: at(0), requested: at(100), resumed: at(120), seen_until: at(155) };
         let judged = compute_disturbance(&progress, moments);
         assert!((judged.longest_stall_ms - 48.0).abs() < 1e-9, "{judged:?}");
-        assert!((judged.lost_ms - 150.0).abs() < 1e-9, "{judged:?}");
+        assert!((judged.lost_work_ms - 150.0).abs() < 1e-9, "{judged:?}");
         // The first tenth of a second with nine tenths of the usual work begins four slots after the arrival.
         assert_eq!(judged.brownout_ms, Some(40.0));
 

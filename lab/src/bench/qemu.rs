@@ -132,7 +132,7 @@ pub(super) fn by_qemu(stage: &MoveInput<'_>, mode: QemuMode) -> Result<MoveOutco
         })?;
         Ok::<_, Error>(moved)
     })?;
-    let Some((MigrationEvents { stopped_us, has_switched }, resumed_us, status)) = moved else {
+    let Some((MigrationEvents { stopped_us, has_switched_to_post_copy }, resumed_us, status)) = moved else {
         return Ok(MoveOutcome::GivenUp);
     };
     let total = began.elapsed();
@@ -153,7 +153,7 @@ pub(super) fn by_qemu(stage: &MoveInput<'_>, mode: QemuMode) -> Result<MoveOutco
         first_round: None,
         rounds: number(&status["ram"], "dirty-sync-count")?,
         stop: None,
-        has_switched: (mode == QemuMode::PostCopy).then_some(has_switched),
+        has_switched_to_post_copy: (mode == QemuMode::PostCopy).then_some(has_switched_to_post_copy),
         packing: None,
         serial,
         _destination: Destination::Guest { _guest: destination },
@@ -165,7 +165,7 @@ struct MigrationEvents {
     /// Time at which QEMU stopped the guest, in microseconds since 1970.
     stopped_us: Option<u64>,
     /// True if the guest resumed before all of its memory had arrived.
-    has_switched: bool,
+    has_switched_to_post_copy: bool,
 }
 
 /// Follows a migration to its end, and applies what its way and the cap need in each pass. Returns `None` if patience
@@ -174,7 +174,7 @@ fn watch(from: &mut Monitor, mode: QemuMode, case: &Case, began: Instant) -> Res
     let patience = Duration::from_secs(case.patience_s);
     let patience = if mode == QemuMode::Endless { PATIENCE + patience } else { patience };
     from.set_patience(patience)?;
-    let mut seen = MigrationEvents { stopped_us: None, has_switched: false };
+    let mut seen = MigrationEvents { stopped_us: None, has_switched_to_post_copy: false };
     loop {
         let event = match from.wait_for_event(|_| true) {
             Ok(event) if began.elapsed() < patience => event,
@@ -189,7 +189,7 @@ fn watch(from: &mut Monitor, mode: QemuMode, case: &Case, began: Instant) -> Res
                 let pass = event.data["pass"].as_u64().unwrap_or(0);
                 in_pass(from, mode, case, pass)?;
             }
-            ("MIGRATION", Some("postcopy-active")) => seen.has_switched = true,
+            ("MIGRATION", Some("postcopy-active")) => seen.has_switched_to_post_copy = true,
             ("MIGRATION", Some("completed")) => return Ok(Some(seen)),
             ("MIGRATION", Some("failed")) => return Err(failed(from)),
             _ => {}

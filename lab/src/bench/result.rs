@@ -152,7 +152,7 @@ pub struct Measured {
     /// Post-copy: true if the guest resumed before all of its memory had arrived; absent for other ways, and where it
     /// was not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub has_switched: Option<bool>,
+    pub has_switched_to_post_copy: Option<bool>,
     /// Statistics of compression, where Whimbrel reported them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packing: Option<CompressionStats>,
@@ -184,7 +184,7 @@ pub struct StopCircumstances {
     /// Sampling intervals after the first pass over all of memory.
     pub intervals: u64,
     /// Dirty pages at the last dirty scan before the stop.
-    pub left_pages: u64,
+    pub remaining_pages: u64,
     /// Post-copy: pages that had to be sent: each once, and those written after their first send once more. Absent for
     /// other ways, and where it was not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -263,7 +263,7 @@ impl Quantity {
         let measured = run.measured.as_ref();
         let disturbance = run.disturbance.as_ref();
         let noises = run.noises.as_ref();
-        let pace = |noise: &Noise| 100.0 * (1.0 - noise.lost_ms / noise.span_ms.max(1.0));
+        let pace = |noise: &Noise| 100.0 * (1.0 - noise.lost_work_ms / noise.span_ms.max(1.0));
         match self {
             Self::Total => measured.map(|m| m.total_ms),
             Self::Moving => measured.map(|m| m.total_ms - m.start_ms),
@@ -277,10 +277,10 @@ impl Quantity {
                 .filter(|_| is_whimbrel(run))
                 .map(|bytes| bytes as f64),
             Self::Stall => disturbance.map(|d| d.longest_stall_ms),
-            Self::Lost => disturbance.map(|d| d.lost_ms),
+            Self::Lost => disturbance.map(|d| d.lost_work_ms),
             Self::RunTime => run.program.map(|program| program.ms),
-            Self::LostAtSource => noises.map(|both| both.source.lost_ms),
-            Self::LostAtDestination => noises.map(|both| both.destination.lost_ms),
+            Self::LostAtSource => noises.map(|both| both.source.lost_work_ms),
+            Self::LostAtDestination => noises.map(|both| both.destination.lost_work_ms),
             Self::PaceAtSource => noises.map(|both| pace(&both.source)),
             Self::PaceAtDestination => noises.map(|both| pace(&both.destination)),
             Self::Brownout => disturbance.map(|d| d.brownout_ms.unwrap_or(UNDISTURBED.as_secs_f64() * 1e3)),

@@ -16,7 +16,7 @@ use crate::run::run;
 const PAGE_BYTES: u64 = 4096;
 /// Options that turn reductions off: everything is sent as it is.
 pub(super) const PLAIN: [&str; 4] =
-    ["--compress=none", "--no-references", "--deltas=never", "--soft-pages=none"];
+    ["--compress=none", "--no-references", "--deltas=never", "--free-page-hints=none"];
 
 pub(super) fn by_whimbrel(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<DiskMoveOutcome> {
     let mut words = match mover {

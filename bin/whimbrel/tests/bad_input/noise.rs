@@ -92,7 +92,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
     let refusals = [
         (hello(9, control.clone()), "install releases"),
         (hello(0, control.clone()), "install releases"),
-        (hello(1, json!({ "for": "register" })), "no witness"),
+        (hello(1, json!({ "for": "registry" })), "no witness"),
         (
             hello(1, json!({ "for": "data", "migration": migration, "generation": 1, "stream": 0 })),
             "no data stream",

@@ -115,13 +115,13 @@ fn two_hosts_that_ask_different_registers() {
     let mut cluster = Cluster::with(&Setup { witness: true, ..Setup::impatient() });
     let address = cluster.lab.witness.address();
     configure(&mut cluster.b, |text| {
-        let other = format!("[hosts.v]\naddress = \"{address}:7741\"\n[register]\nhost = \"v\"");
-        assert!(text.contains("[register]\nhost = \"w\""), "{text}");
-        text.replace("[register]\nhost = \"w\"", &other)
+        let other = format!("[hosts.v]\naddress = \"{address}:7741\"\n[registry]\nhost = \"v\"");
+        assert!(text.contains("[registry]\nhost = \"w\""), "{text}");
+        text.replace("[registry]\nhost = \"w\"", &other)
     });
     let vm = WatchedGuest::new(&cluster, "vm1");
-    let words = ["the source asks the register of owners at w, this host the one at v", "the same witness"];
+    let words = ["the source asks the ownership registry at w, this host the one at v", "the same witness"];
     assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
     assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words[..1]);
-    vm.assert_unharmed(&cluster, "another register");
+    vm.assert_unharmed(&cluster, "another registry");
 }

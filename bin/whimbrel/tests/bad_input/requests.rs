@@ -171,7 +171,7 @@ fn configurations_with_errors_name_file_line_and_key() {
         ("[tls]\nca = \"ca.pem\"\n", 5, "tls", "certificate"),
         ("tls.plain = true\n[hosts.b]\naddress = \"nowhere\"\n", 7, "hosts.b.address", "HOST:PORT"),
         ("tls.plain = true\n[hosts.\"../b\"]\naddress = \"b:1\"\n", 6, "hosts", "name"),
-        ("tls.plain = true\n[register]\nhost = \"w\"\n", 7, "register.host", "[hosts.w]"),
+        ("tls.plain = true\n[registry]\nhost = \"w\"\n", 7, "registry.host", "[hosts.w]"),
         ("tls.plain = true\n[migration]\nstreams = 65\n", 7, "migration.streams", "64"),
         ("tls.plain = true\n[timeouts]\nretry_ms = -1\n", 7, "timeouts.retry_ms", "u64"),
     ];

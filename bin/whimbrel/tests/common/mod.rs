@@ -147,7 +147,7 @@ impl Cluster {
             if setup.witness {
                 writeln!(config, "[hosts.w]\naddress = \"{control}:7740\"").unwrap();
                 if role == "host" {
-                    config.push_str("[register]\nhost = \"w\"\n");
+                    config.push_str("[registry]\nhost = \"w\"\n");
                 }
             }
             let qemu = |version: &QemuVersion| environment.qemu(*version).unwrap();

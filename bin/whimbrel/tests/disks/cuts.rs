@@ -95,5 +95,5 @@ fn a_link_that_is_cut_while_the_guest_stands_still() {
 
 #[test]
 fn a_link_that_is_cut_when_the_guest_has_arrived() {
-    a_cut_at("destination/starting/contd:before-effects", "b");
+    a_cut_at("destination/starting/continued:before-effects", "b");
 }

@@ -42,7 +42,7 @@ fn assert_no_recording(guest: &Guest) {
     assert!(!nodes.to_string().contains("dirty-bitmaps"), "{nodes:#}");
 }
 
-/// Without a register. The copy is lost with the host's memory; the image is on its disk, and is not needed.
+/// Without a registry. The copy is lost with the host's memory; the image is on its disk, and is not needed.
 #[test]
 fn a_destination_that_is_booted_anew_leaves_no_image() {
     let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "qcow2");

@@ -131,7 +131,7 @@ fn the_disk_arrives_before_the_guest_and_memory_after_it() {
     let result = cluster.a.cli(&words);
     let report = result.last_json();
     assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.b.log());
-    assert!(report["post_copy"]["left_pages"].as_u64() > Some(1000), "{report:#}");
+    assert!(report["post_copy"]["remaining_pages"].as_u64() > Some(1000), "{report:#}");
     // Collected writes to disks were sent in rounds without memory, while the guest ran.
     let sent_ahead = report["rounds"].as_array().unwrap().iter().filter(|round| {
         round["pass"].as_u64() >= Some(1)

@@ -11,7 +11,7 @@ use lab::{Device, Direction, Disk, disk};
 use proto::HostId;
 use proto::message::{Ownership, RegistryRequest};
 use serde_json::Value;
-use store::register::SqliteRegistry;
+use store::registry::SqliteRegistry;
 
 use crate::common::faults::{FaultServer, HeldAgent};
 use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};
@@ -102,8 +102,8 @@ impl Arena {
     /// Enters the first host as owner of a restarted guest, after the loss of the one before on any host.
     fn enter_in_register(&self) {
         let Some(witness) = &self.cluster.witness else { return };
-        let register = SqliteRegistry::open(&witness.directory.join("state")).unwrap();
-        for (vm, record) in register.all().unwrap() {
+        let registry = SqliteRegistry::open(&witness.directory.join("state")).unwrap();
+        for (vm, record) in registry.all().unwrap() {
             let expected = Some((record.epoch, record.owner));
             let new = Ownership {
                 epoch: record.epoch,
@@ -111,7 +111,7 @@ impl Arena {
                 offer: None,
                 released: false,
             };
-            register.apply(&RegistryRequest::CompareAndSet { vm, expected, new }).unwrap();
+            registry.apply(&RegistryRequest::CompareAndSet { vm, expected, new }).unwrap();
         }
     }
 
@@ -191,7 +191,7 @@ impl Arena {
             ["ready", "taking", "starting", "active"].iter().any(|word| destination["state"] == *word);
         // Everything has arrived, and the state is just being journaled.
         let is_loaded = point.starts_with("destination/prepared/loaded");
-        let waits = ["stopped", "bereft", "committed", "done"].iter().any(|word| source["state"] == *word);
+        let waits = ["stopped", "qemu-lost", "committed", "done"].iter().any(|word| source["state"] == *word);
         if waits && same && (has_all || is_loaded) {
             SourceQemu::CopyIsThere
         } else {
@@ -267,7 +267,7 @@ impl Arena {
             source.is_settled() && destination.is_settled() || undecided()
         });
         if undecided() {
-            source.cli(&["recover", "vm1", "--give-up", "--i-know-the-risk"]).ok();
+            source.cli(&["recover", "vm1", "--give-up", "--accept-risk"]).ok();
         }
     }
 

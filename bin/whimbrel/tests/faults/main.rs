@@ -26,7 +26,7 @@ use common::DEADLINE;
 use common::draw::{Generator, seed};
 use engine::handover::table::{fault_points, transitions};
 use lab::Direction;
-use store::register::SqliteRegistry;
+use store::registry::SqliteRegistry;
 
 use arena::Arena;
 use plan::{INJURIES, Injury, InjuryPlan};
@@ -49,7 +49,7 @@ fn points_of(arena: &mut Arena) -> Vec<String> {
 }
 
 /// Runs a sample of the cells that every migration passes; each must be reached. Additional points of a migration on a
-/// busy host (a register that was asked twice, because the first answer was late) may not occur in the next one.
+/// busy host (a registry that was asked twice, because the first answer was late) may not occur in the next one.
 fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
     let seed = seed(usual_seed);
     let mut arena = arena();
@@ -68,7 +68,7 @@ fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
     let mut draw = Generator(seed);
     let mut ways: Vec<_> = (0..cells).map(|_| all.swap_remove(draw.below(all.len()))).collect();
     print_past_harness(&format!("{cells} cells drawn with WHIMBREL_SEED={seed}"));
-    // One cell again and again, for debugging: WHIMBREL_CELL="CutBoth at destination/starting/contd:before-effects".
+    // One cell again and again, for debugging: WHIMBREL_CELL="CutBoth at destination/starting/continued:before-effects".
     if let Ok(cell) = std::env::var("WHIMBREL_CELL") {
         ways = vec![InjuryPlan::parse(&cell); 10];
     }
@@ -166,12 +166,12 @@ fn a_sample_of_the_matrix_with_a_disk_that_is_copied() {
     matrix(Arena::with_copied_disk, 0x5eef, 5);
 }
 
-/// A host that is gone for good after COMMITTED: the peer takes over, by the register.
+/// A host that is gone for good after COMMITTED: the peer takes over, by the registry.
 #[test]
 fn with_a_register_the_other_side_takes_over() {
     // The destination is lost with its host: the source takes the VM back.
     let mut arena = Arena::new(true);
-    hold(&mut arena, "source/stopped/ready[register]:after-1-journal", |arena| {
+    hold(&mut arena, "source/stopped/ready[registry]:after-1-journal", |arena| {
         arena.cluster.b.kill();
         arena.injure(Injury::DestinationQemu);
     });
@@ -182,12 +182,12 @@ fn with_a_register_the_other_side_takes_over() {
     arena.cluster.b.wait_settled();
     arena.retry();
 
-    // The source is lost with its host before GO gets through: the destination finds COMMITTED in the register.
+    // The source is lost with its host before GO gets through: the destination finds COMMITTED in the registry.
     let mut arena = Arena::new(true);
-    hold(&mut arena, "source/stopped/ready[register]:after-1-journal", |arena| {
+    hold(&mut arena, "source/stopped/ready[registry]:after-1-journal", |arena| {
         arena.cluster.lab.cut(Direction::AToB).unwrap();
     });
-    // Offered again and again until the register has it.
+    // Offered again and again until the registry has it.
     wait_for_offer(&arena);
     arena.cluster.a.kill();
     for pid in arena.qemus("a") {
@@ -213,7 +213,7 @@ fn foreign_cont(arena: &Arena, host: &str) -> UnixStream {
 #[test]
 fn nobody_else_starts_a_copy_in_doubt() {
     let mut arena = Arena::new(false);
-    hold(&mut arena, "source/stopped/ready[no-register]:before-effects", |arena| {
+    hold(&mut arena, "source/stopped/ready[no-registry]:before-effects", |arena| {
         arena.cluster.a.kill();
         let [pid] = arena.qemus("b")[..] else { panic!("not one copy") };
         assert!(common::is_stopped(pid));
@@ -259,11 +259,11 @@ fn hold(arena: &mut Arena, point: &str, then: impl FnOnce(&mut Arena)) {
 /// check.
 fn wait_for_offer(arena: &Arena) {
     let path = arena.cluster.witness.as_ref().unwrap().directory.join("state");
-    let register = SqliteRegistry::open(&path).unwrap();
+    let registry = SqliteRegistry::open(&path).unwrap();
     let deadline = Instant::now() + DEADLINE;
     let is_made = |record: &proto::message::Ownership| record.offer.is_some() || record.owner.as_str() == "b";
-    while !register.all().unwrap().iter().any(|(_, record)| is_made(record)) {
-        assert!(Instant::now() < deadline, "no offer in the register\n{}", arena.cluster.a.log());
+    while !registry.all().unwrap().iter().any(|(_, record)| is_made(record)) {
+        assert!(Instant::now() < deadline, "no offer in the registry\n{}", arena.cluster.a.log());
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -93,7 +93,7 @@ fn no_shared_image_is_written_before_the_guest_has_left() {
 
     // The destination is ready, and neither side has the guest. It will continue here, whose QEMU writes then.
     let faults = cluster.faults.as_ref().unwrap();
-    faults.want("source/stopped/ready[no-register]:before-effects");
+    faults.want("source/stopped/ready[no-registry]:before-effects");
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b"]);
     let held = faults.held(DEADLINE).unwrap();
     assert!(std::fs::read(&image).unwrap() == before, "the destination wrote to it");

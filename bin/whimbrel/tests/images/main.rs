@@ -151,7 +151,7 @@ fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
 #[track_caller]
 fn assert_kept(cluster: &Cluster, why: &str) {
     let listed = cluster.a.cli(&["images", "list"]).ok().json();
-    assert!(listed[0]["kept_because"].as_str().is_some_and(|output| output.contains(why)), "{listed:#}");
+    assert!(listed[0]["blocked_by"].as_str().is_some_and(|output| output.contains(why)), "{listed:#}");
     let refused = cluster.a.cli(&["images", "remove", "vm1"]);
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.stdout.contains(why), "{refused:?}");
@@ -213,7 +213,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
         (&left[0]["to"], &left[0]["epoch"], &left[0]["disk"]),
         (&"b".into(), &epoch.into(), &"disk0".into())
     );
-    assert_eq!(left[0].get("kept_because"), None, "{left:#?}");
+    assert_eq!(left[0].get("blocked_by"), None, "{left:#?}");
     assert_eq!(list(&cluster.b), [Value::Null; 0], "what runs there was not left there");
     no_second_copy(&cluster, &image);
 
@@ -225,7 +225,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     assert_kept(&cluster, "/dev/loop");
     drop(over_it);
     // The loop device is removed when the host's device manager has closed it.
-    until("the kernel has let go of it", || list(&cluster.a)[0].get("kept_because").is_none());
+    until("the kernel has let go of it", || list(&cluster.a)[0].get("blocked_by").is_none());
     let earlier = (epoch - 1).to_string();
     let refused = cluster.a.cli(&["images", "remove", "vm1", &earlier]);
     let hint = format!("it left some in {epoch}");
@@ -241,7 +241,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     let there = image_of(&report);
     cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
     cluster.b.wait_settled();
-    assert_eq!(list(&cluster.b)[0].get("kept_because"), None);
+    assert_eq!(list(&cluster.b)[0].get("blocked_by"), None);
     fs::rename(&there, there.with_extension("away")).unwrap();
     fs::copy(there.with_extension("away"), &there).unwrap();
     let refused = cluster.b.cli(&["images", "remove", "vm1"]);
@@ -264,7 +264,7 @@ fn an_image_that_was_left_is_removed_on_demand() {
     cluster.b.wait_settled();
     lab::kill_pid(pid).unwrap();
     let last = pool(&cluster.lab.a).join(&entries(&pool(&cluster.lab.a))[0]);
-    assert!(list(&cluster.a)[0]["kept_because"].as_str().unwrap().contains("among its disks"));
+    assert!(list(&cluster.a)[0]["blocked_by"].as_str().unwrap().contains("among its disks"));
     let refused = cluster.a.cli(&["images", "remove", "vm1", "--ended"]);
     assert!(refused.code != 0 && last.exists(), "{refused:?}");
     cluster.a.cli(&["vm", "forget", "vm1"]).ok();
@@ -300,7 +300,7 @@ fn an_agent_that_was_started_anew_knows_the_images() {
     disk::known_content(&qemu, &image, "raw", 16).unwrap();
     let _guest = guest_with(&cluster, &image, "raw");
     let faults = cluster.faults.as_ref().unwrap();
-    faults.want("source/stopped/ready[no-register]:after-1-journal");
+    faults.want("source/stopped/ready[no-registry]:after-1-journal");
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
     let held = faults.held(DEADLINE).unwrap();
     // GO does not arrive.

@@ -106,7 +106,7 @@ fn a_long_cut_never_runs_the_guest_at_the_source() {
             .is_some_and(|output| output.contains("which cannot be reached"))
     });
     assert_eq!(status()["standing"], "underway", "{:#}", status());
-    for words in [&["recover", "vm1"][..], &["recover", "vm1", "--run-here", "--i-know-the-risk"]] {
+    for words in [&["recover", "vm1"][..], &["recover", "vm1", "--run-here", "--accept-risk"]] {
         let output = cluster.a.text(words);
         assert!(output.stdout.contains("the guest runs on b"), "{output:?}");
         assert!(!output.stdout.contains("continues here"), "{output:?}");
@@ -138,7 +138,7 @@ fn agents_that_die_while_pages_come_are_no_harm() {
 
 /// Transitions of the handover that exist only with post-copy, in an undisturbed migration.
 const TRANSITIONS: [&str; 4] = [
-    "destination/starting/contd[missing]",
+    "destination/starting/continued[missing]",
     "source/committed/incomplete",
     "source/committed/running[ran]",
     "destination/completing/completed",
@@ -178,8 +178,8 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
 /// run there.
 const BEFORE_IT_RUNS: [&str; 3] = [
     "destination/prepared/loaded",
-    "source/stopped/ready[no-register]",
-    "destination/ready/go[no-register,run]",
+    "source/stopped/ready[no-registry]",
+    "destination/ready/go[no-registry,run]",
 ];
 
 /// An agent is killed there, or the link cut: the VM is whole, on either side.

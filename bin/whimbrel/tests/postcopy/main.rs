@@ -9,7 +9,7 @@ mod injuries;
 
 use common::replay::{assert_replayed, decisions};
 use common::{Agent, Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
-use engine::naming::DiscardDecision;
+use engine::discards::DiscardDecision;
 use engine::precopy::Decision;
 use serde_json::Value;
 use tracee::maps::{self, Backing};
@@ -43,13 +43,13 @@ const HYBRID: [&str; 8] = ["migrate", "vm1", "--to", "b", "--policy", "hybrid", 
 #[track_caller]
 fn assert_post_copy(report: &Value) {
     assert_eq!(report["outcome"], "moved", "{report:#}");
-    let left = report["post_copy"]["left_pages"].as_u64().unwrap();
+    let left = report["post_copy"]["remaining_pages"].as_u64().unwrap();
     assert!(left > 1000, "{report:#}");
     let traces = assert_replayed(report);
     assert!(matches!(decisions(&traces).last(), Some(Decision::PostCopy { .. })), "{report:#}");
     assert!(traces.others.push.is_some(), "{report:#}");
-    let naming = traces.others.naming.unwrap();
-    assert_eq!(naming.decisions().next(), Some(&DiscardDecision::Name), "{report:#}");
+    let naming = traces.others.discards.unwrap();
+    assert_eq!(naming.decisions().next(), Some(&DiscardDecision::Discard), "{report:#}");
 }
 
 /// Asserts that the guest is whole, and that its QEMU has no remains: it can be migrated like any other, and compared.
@@ -74,7 +74,7 @@ fn a_guest_that_is_too_fast_runs_before_its_pages_are_there() {
     let (cluster, mut guest) = stage();
     let report = cluster.a.cli(&HYBRID).last_json();
     assert_post_copy(&report);
-    assert!(report["post_copy"]["wanted_pages"].as_u64().unwrap() > 0, "{report:#}");
+    assert!(report["post_copy"]["requested_pages"].as_u64().unwrap() > 0, "{report:#}");
     assert!(report["downtime"]["total_us"].as_u64().unwrap() > 0, "{report:#}");
     assert!(!guest.is_running(), "the source's QEMU is left");
     let text = cluster.a.text(&["report", "vm1"]).ok();
@@ -106,7 +106,7 @@ fn hot_pages_come_last() {
     let blocks = report["ram_blocks"].as_array().unwrap().iter();
     let all_pages = blocks.map(|block| block["bytes"].as_u64().unwrap()).sum::<u64>() / 4096;
     let hot_pages = (HOT_MIB << 20) / 4096;
-    assert!(report["post_copy"]["left_pages"].as_u64().unwrap() >= hot_pages * 9 / 10, "{report:#}");
+    assert!(report["post_copy"]["remaining_pages"].as_u64().unwrap() >= hot_pages * 9 / 10, "{report:#}");
     assert!(
         sent_pages <= all_pages - hot_pages / 2,
         "{sent_pages} of {all_pages} pages went before the guest: {report:#}"
@@ -136,11 +136,11 @@ fn pages_left_by_the_rounds_follow_by_post_copy() {
     assert_post_copy(&report);
     let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
     assert!(passes.max() >= Some(2), "{report:#}");
-    let naming = assert_replayed(&report).others.naming.unwrap();
+    let naming = assert_replayed(&report).others.discards.unwrap();
     let [.., before, last] = &naming.entries[..] else { panic!("{report:#}") };
     assert_eq!(
         (before.decision, last.decision),
-        (DiscardDecision::Name, DiscardDecision::Stop),
+        (DiscardDecision::Discard, DiscardDecision::Stop),
         "{report:#}"
     );
     assert!(last.observed.pages < before.observed.pages, "most is taken away before the stop: {report:#}");
@@ -272,7 +272,7 @@ fn a_running_guest_is_stopped_at_a_foreign_page() {
 fn a_guest_with_a_foreign_page_is_not_run_there() {
     let (cluster, mut guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
     let faults = cluster.faults.as_ref().unwrap();
-    faults.want("destination/ready/go[no-register,run]:before-effects");
+    faults.want("destination/ready/go[no-registry,run]:before-effects");
     let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", "memfd"]].concat());
     let Some(held) = faults.held(DEADLINE) else { panic!("{}\n---\n{}", cluster.a.log(), cluster.b.log()) };
     write_missing_pages(&cluster);

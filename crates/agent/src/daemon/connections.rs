@@ -36,10 +36,10 @@ impl Daemon {
         }
         let Some(arrival) = self.context.router.deliver(arrival) else { return };
         match arrival.purpose().clone() {
-            Purpose::Register => match &self.witness {
+            Purpose::Registry => match &self.witness {
                 Some(witness) => witness.serve(arrival),
                 None => arrival
-                    .refuse("this agent is no witness; see `register` in the configuration of both hosts"),
+                    .refuse("this agent is no witness; see `registry` in the configuration of both hosts"),
             },
             _ if self.witness.is_some() => {
                 arrival.refuse("this agent is a witness; VMs cannot be moved here");
@@ -59,7 +59,7 @@ impl Daemon {
         let (id, questions) = match arrival.purpose() {
             Purpose::Control { migration, .. } | Purpose::Data { migration, .. } => (migration, false),
             Purpose::Handover { migration } => (migration, true),
-            Purpose::Register => return Ok(()),
+            Purpose::Registry => return Ok(()),
         };
         if i64::try_from(id.epoch.0).is_err() {
             return Err(format!("{} is no epoch", id.epoch));

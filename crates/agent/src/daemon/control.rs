@@ -49,7 +49,7 @@ impl Control for UserApi {
             role: config.role.as_str().to_owned(),
             listen: config.listen.to_string(),
             peers: config.peers().cloned().collect(),
-            register: config.register.clone(),
+            registry: config.registry.clone(),
             kernel,
             kernel_features,
             pid: std::process::id(),

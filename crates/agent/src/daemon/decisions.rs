@@ -42,13 +42,12 @@ impl Daemon {
                 None => (record.state.standing().is_over(), unavailable_decision(&advice)),
                 Some(choice) => {
                     risked.push(described(choice));
-                    if request.i_know_the_risk {
+                    if request.accept_risk {
                         self.carry_out(&record, choice.decision);
                         let over = self.status(id)?.standing.is_over();
                         (over, if over { "done" } else { "told; it is not over yet" }.to_owned())
                     } else {
-                        let message =
-                            "nothing was done; say that you know the risk (--i-know-the-risk) to do it";
+                        let message = "nothing was done; say that you know the risk (--accept-risk) to do it";
                         (false, message.to_owned())
                     }
                 }
@@ -66,7 +65,7 @@ impl Daemon {
             State::Source(
                 SourceState::Committed { .. }
                 | SourceState::Reclaiming { .. }
-                | SourceState::Bereft { .. }
+                | SourceState::QemuLost { .. }
                 | SourceState::Done { .. },
             ) => {
                 let report = self.context.journal.report(record.id()).ok()??;
@@ -93,10 +92,10 @@ impl Daemon {
         let id = before.id();
         let is_delivered = match self.mailbox(id) {
             Some(DriverMailbox::Source(mailbox)) => {
-                mailbox.put(source::Notice::Event(SourceEvent::OperatorDecides(decision)))
+                mailbox.put(source::Notice::Event(SourceEvent::OperatorDecided(decision)))
             }
             Some(DriverMailbox::Destination(mailbox)) => {
-                mailbox.put(destination::Notice::Event(DestinationEvent::OperatorDecides(decision)))
+                mailbox.put(destination::Notice::Event(DestinationEvent::OperatorDecided(decision)))
             }
             None => false,
         };
@@ -124,15 +123,15 @@ fn describe_copies(images: &[String], source: &HostId, destination: &HostId) -> 
 
 /// Returns the requested decision; none for a request to ask the peers again.
 fn requested_decision(request: &RecoverRequest) -> Option<OperatorDecision> {
-    match (request.action, request.register) {
+    match (request.action, request.registry) {
         (RecoverAction::Ask, _) => None,
         (RecoverAction::RunHere, RegistryUse::Asked) => Some(OperatorDecision::RunHere { force: false }),
-        (RecoverAction::RunHere, RegistryUse::Overruled) => Some(OperatorDecision::RunHere { force: true }),
+        (RecoverAction::RunHere, RegistryUse::Overridden) => Some(OperatorDecision::RunHere { force: true }),
         (RecoverAction::RunHere, RegistryUse::None) => {
-            Some(OperatorDecision::WithoutRegister { run_here: true })
+            Some(OperatorDecision::WithoutRegistry { run_here: true })
         }
         (RecoverAction::GiveUpHere, RegistryUse::None) => {
-            Some(OperatorDecision::WithoutRegister { run_here: false })
+            Some(OperatorDecision::WithoutRegistry { run_here: false })
         }
         (RecoverAction::GiveUpHere, _) => Some(OperatorDecision::RunElsewhere),
     }
@@ -159,10 +158,10 @@ fn described(choice: &Choice) -> String {
 fn options(decision: OperatorDecision) -> &'static str {
     match decision {
         OperatorDecision::RunHere { force: false } => "--run-here",
-        OperatorDecision::RunHere { force: true } => "--run-here --even-against-the-register",
+        OperatorDecision::RunHere { force: true } => "--run-here --overrule-registry",
         OperatorDecision::RunElsewhere => "--give-up",
-        OperatorDecision::WithoutRegister { run_here: true } => "--run-here --without-the-register",
-        OperatorDecision::WithoutRegister { run_here: false } => "--give-up --without-the-register",
+        OperatorDecision::WithoutRegistry { run_here: true } => "--run-here --without-registry",
+        OperatorDecision::WithoutRegistry { run_here: false } => "--give-up --without-registry",
     }
 }
 

@@ -14,7 +14,7 @@ use super::{Daemon, DriverHandle, DriverMailbox};
 use api::progress::Publisher;
 use api::report::{Report, unix_ms_now};
 use api::{CheckReport, MigrateRequest, MigrationStatus};
-use api::{Problem, ProblemKind, SoftPages, StopPolicy};
+use api::{HintedMemory, Problem, ProblemKind, StopPolicy};
 use host::preflight;
 use host::{ownership, vms};
 use migrate::source::{self, Controls, Goals};
@@ -100,12 +100,12 @@ impl Daemon {
             migration: MigrationId { vm: request.vm.clone(), epoch },
             source: self.context.config.host.clone(),
             destination: request.to.clone(),
-            register: held,
-            witness: self.context.config.register.clone(),
+            registry: held,
+            witness: self.context.config.registry.clone(),
         };
         let goals = Goals::new(request, &self.context.config);
         let proposal = Proposal {
-            register_epoch: held,
+            registry_epoch: held,
             streams: goals.settings.streams,
             delta_seed: Some(RandomState::new().hash_one(&terms.migration)),
             post_copy: goals.can_post_copy(),
@@ -213,8 +213,8 @@ impl Daemon {
                 format!("add [hosts.{to}] with its address"),
             ));
         }
-        if self.context.config.register.as_ref() == Some(to) {
-            let error = format!("{to} keeps the register of owners");
+        if self.context.config.registry.as_ref() == Some(to) {
+            let error = format!("{to} keeps the ownership registry");
             return Err(Problem::new(
                 ProblemKind::BadRequest,
                 error,
@@ -244,11 +244,15 @@ impl Daemon {
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
         if goals.settings.policy == StopPolicy::Sla
-            && matches!(request.options.soft_pages, Some(SoftPages::Cold | SoftPages::All))
+            && matches!(request.options.free_page_hints, Some(HintedMemory::Cold | HintedMemory::All))
         {
             let error =
                 "with --policy sla no page cache is given back: how long that takes cannot be foreseen";
-            return Err(Problem::new(ProblemKind::BadRequest, error, "choose --soft-pages free or none"));
+            return Err(Problem::new(
+                ProblemKind::BadRequest,
+                error,
+                "choose --free-page-hints free or none",
+            ));
         }
         if request.verify && goals.needs_post_copy() {
             let error = "what comes when the VM runs at the other host cannot be compared";
@@ -310,8 +314,8 @@ impl Daemon {
             facts: surveyed.facts,
             description: surveyed.description,
             check_only,
-            register_epoch: None,
-            witness: context.config.register.clone(),
+            registry_epoch: None,
+            witness: context.config.registry.clone(),
             ram_kind: preflight::wanted_ram(request.ram),
             allow_options: allowed,
             disks,

@@ -29,7 +29,7 @@ impl Daemon {
             let id = record.id().clone();
             info!(migration = %id, role = %record.role(), state = record.state.name(), "taken up");
             if let Some(what) = ownership::witness_mismatch(&self.context, &record.terms) {
-                error!(migration = %id, what, "another register");
+                error!(migration = %id, what, "another registry");
                 if let Err(error) = self.context.journal.set_message(&id, &what) {
                     warn!(migration = %id, error = crate::chain(&error), "that is not in the journal");
                 }
@@ -85,7 +85,7 @@ impl Daemon {
                 facts: serde_json::Value::Null,
                 description: serde_json::Value::Null,
                 check_only: false,
-                register_epoch: record.terms.register,
+                registry_epoch: record.terms.registry,
                 witness: record.terms.witness.clone(),
                 ram_kind: None,
                 allow_options: Vec::new(),

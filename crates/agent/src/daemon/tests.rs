@@ -290,16 +290,16 @@ fn a_process_of_another_boot_is_a_stranger() {
 fn another_register_than_a_migration_s_is_not_asked() {
     let (asked, questions) = std::sync::mpsc::channel();
     let (_answer, answers) = std::sync::mpsc::channel();
-    let register = host::testing::SlowRegistry { asked, answers: Mutex::new(answers) };
-    let world = World::with(Some(Arc::new(register)));
+    let registry = host::testing::SlowRegistry { asked, answers: Mutex::new(answers) };
+    let world = World::with(Some(Arc::new(registry)));
     let terms = engine::handover::MigrationTerms {
-        register: Some(Epoch(0)),
+        registry: Some(Epoch(0)),
         witness: Some(host("elsewhere")),
         ..terms("b", "a")
     };
-    let request = engine::handover::register::read(&terms);
+    let request = engine::handover::registry::read(&terms);
     let answer = host::ownership::ask(&world.context, &terms, &request);
-    assert_eq!(answer, engine::handover::register::RegistryAnswer::Unreachable);
+    assert_eq!(answer, engine::handover::registry::RegistryAnswer::Unreachable);
     assert!(questions.try_recv().is_err(), "its word does not count");
     // Users see which one is missing.
     let daemon = daemon(&world);

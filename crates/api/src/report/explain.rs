@@ -31,7 +31,7 @@ const CAUSES: [(Cause, &str); 4] = [
 /// with a newline.
 pub fn explain(report: &Report) -> String {
     let heading =
-        ["why", "pages", "empty", "soft", "there", "delta", "full", "of", "sent"].map(str::to_owned);
+        ["why", "pages", "empty", "hinted", "there", "delta", "full", "of", "sent"].map(str::to_owned);
     let mut rows = vec![heading];
     let mut total = Round::default();
     let causes = causes(report);
@@ -64,8 +64,8 @@ pub fn explain(report: &Report) -> String {
             total.refused_pages
         );
     }
-    if let Some(soft) = report.soft.as_ref().filter(|soft| soft.put_off_pages > 0) {
-        let (put_off, given_back) = (soft.put_off_pages * PAGE_BYTES, soft.given_back_pages * PAGE_BYTES);
+    if let Some(hinted) = report.free_page_hints.as_ref().filter(|hinted| hinted.deferred_pages > 0) {
+        let (put_off, given_back) = (hinted.deferred_pages * PAGE_BYTES, hinted.freed_pages * PAGE_BYTES);
         let _ = writeln!(
             text,
             "  of {} of page cache that was put off the VM gave {} back",
@@ -75,11 +75,11 @@ pub fn explain(report: &Report) -> String {
     }
     if let Some(compression) = &report.compression {
         let spared = compression.data_bytes.saturating_sub(compression.wire_bytes);
-        let cpu = seconds(compression.pack_cpu_us);
+        let cpu = seconds(compression.compression_cpu_us);
         let _ = writeln!(text, "  compression spared {} in {cpu} of CPU", bytes(spared));
     }
     if let Some(deltas) = &report.deltas {
-        let spared = deltas.page_bytes.saturating_sub(deltas.changed_bytes);
+        let spared = deltas.page_bytes.saturating_sub(deltas.delta_bytes);
         let cpu = seconds(deltas.mark_cpu_us);
         let _ = writeln!(text, "  sending what changed spared {} in {cpu} of CPU", bytes(spared));
     }
@@ -104,7 +104,7 @@ fn add(sum: &mut Round, round: &Round) {
         (&mut sum.zero_pages, round.zero_pages),
         (&mut sum.hole_pages, round.hole_pages),
         (&mut sum.filled_pages, round.filled_pages),
-        (&mut sum.soft_pages, round.soft_pages),
+        (&mut sum.hinted_pages, round.hinted_pages),
         (&mut sum.reference_pages, round.reference_pages),
         (&mut sum.delta_pages, round.delta_pages),
         (&mut sum.refused_pages, round.refused_pages),
@@ -120,7 +120,7 @@ fn row(why: &str, sum: &Round) -> [String; 9] {
         why.to_owned(),
         sum.dirty_pages.to_string(),
         empty_pages(sum).to_string(),
-        sum.soft_pages.to_string(),
+        sum.hinted_pages.to_string(),
         sum.reference_pages.to_string(),
         sum.delta_pages.to_string(),
         sum.data_pages.to_string(),
@@ -160,14 +160,14 @@ mod tests {
             Some(Compression { data_bytes: 5 << 20, wire_bytes: 3 << 20, ..Compression::default() });
         report.deltas = Some(Deltas {
             page_bytes: 800 << 12,
-            changed_bytes: 80_000,
+            delta_bytes: 80_000,
             mark_cpu_us: 9_000,
             ..Deltas::default()
         });
         let text = explain(&report);
         for expected in [
             "web#7 sent 5.7 MiB",
-            "written since    1000       0     0      0    800   200    3.9 MiB  878.9 KiB",
+            "written since    1000       0       0      0    800   200    3.9 MiB  878.9 KiB",
             "7 pages were not there",
             "compression spared 2.0 MiB",
             "sending what changed spared 3.0 MiB in 0.009 s of CPU",

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::SoftPages;
+use crate::HintedMemory;
 
 /// Statistics of compression. Data is the content of pages without zero pages, holes and page references.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,11 +14,11 @@ pub struct Compression {
     pub data_bytes: u64,
     /// The part of the data that was sent compressed, in bytes before compression; compressing the rest was not
     /// worthwhile.
-    pub packed_bytes: u64,
+    pub compressed_bytes: u64,
     /// Bytes that were sent for all of the data.
     pub wire_bytes: u64,
     /// CPU time of compression, and of trying levels, in microseconds.
-    pub pack_cpu_us: u64,
+    pub compression_cpu_us: u64,
     /// The part of the data that was sent before `auto` could choose a level, in bytes; it was compressed as the link
     /// required.
     pub opening_bytes: u64,
@@ -37,7 +37,7 @@ pub struct Deltas {
     /// Full size of these pages, in bytes.
     pub page_bytes: u64,
     /// Bytes sent for all of them, before compression.
-    pub changed_bytes: u64,
+    pub delta_bytes: u64,
     /// CPU time of marking all pages and of comparing the marks, in microseconds.
     pub mark_cpu_us: u64,
 }
@@ -47,7 +47,7 @@ pub struct Deltas {
 #[serde(default)]
 pub struct FreePageHintStats {
     /// The kinds of pages that were to be omitted.
-    pub wanted: SoftPages,
+    pub wanted: HintedMemory,
     /// Number of complete answers.
     pub answers: u64,
     /// Longest time for an answer, in microseconds.
@@ -55,9 +55,9 @@ pub struct FreePageHintStats {
     /// True if the guest's kernel checks the content of free pages: they were sent.
     pub poisoned: bool,
     /// Pages of the page cache that were deferred.
-    pub put_off_pages: u64,
+    pub deferred_pages: u64,
     /// The part of these that was free before the stop; the others were sent.
-    pub given_back_pages: u64,
+    pub freed_pages: u64,
     /// Failures, as text.
     pub notes: Vec<String>,
 }

@@ -81,18 +81,18 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     if let Some(compression) = &report.compression {
         writeln!(out, "  compressed  {}", compressed(compression))?;
     }
-    if let Some(Deltas { pages, page_bytes, changed_bytes, mark_cpu_us, .. }) = &report.deltas {
-        let (all, changed, cpu) = (bytes(*page_bytes), bytes(*changed_bytes), seconds(*mark_cpu_us));
+    if let Some(Deltas { pages, page_bytes, delta_bytes, mark_cpu_us, .. }) = &report.deltas {
+        let (all, changed, cpu) = (bytes(*page_bytes), bytes(*delta_bytes), seconds(*mark_cpu_us));
         writeln!(out, "  changes     {changed} of {pages} pages ({all}), found in {cpu} of CPU")?;
     }
-    if let Some(soft) = &report.soft {
-        let left_out: u64 = report.rounds.iter().map(|round| round.soft_pages).sum();
+    if let Some(hinted) = &report.free_page_hints {
+        let left_out: u64 = report.rounds.iter().map(|round| round.hinted_pages).sum();
         write!(out, "  left out    {} that the VM does not use", bytes(left_out.saturating_mul(PAGE_BYTES)))?;
-        if soft.put_off_pages > 0 {
+        if hinted.deferred_pages > 0 {
             write!(out, ", page cache among it")?;
         }
         writeln!(out)?;
-        for note in &soft.notes {
+        for note in &hinted.notes {
             writeln!(out, "              {note}")?;
         }
     }
@@ -118,11 +118,11 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         }
         writeln!(out)?;
     }
-    if let Some(PostCopy { left_pages, wanted_pages, duration_us, .. }) = report.post_copy {
-        let (left, took) = (bytes(left_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));
+    if let Some(PostCopy { remaining_pages, requested_pages, duration_us, .. }) = report.post_copy {
+        let (left, took) = (bytes(remaining_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));
         writeln!(
             out,
-            "  followed    {left} came when the VM ran at the destination already, in {took}; it waited for {wanted_pages} pages"
+            "  followed    {left} came when the VM ran at the destination already, in {took}; it waited for {requested_pages} pages"
         )?;
     }
     writeln!(
@@ -171,22 +171,29 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
 
 /// Formats the statistics of compression in a line.
 fn compressed(compression: &Compression) -> String {
-    let Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, opening_bytes, ways } =
-        compression;
-    if *packed_bytes == 0 {
+    let Compression {
+        wanted,
+        data_bytes,
+        compressed_bytes,
+        wire_bytes,
+        compression_cpu_us,
+        opening_bytes,
+        ways,
+    } = compression;
+    if *compressed_bytes == 0 {
         return format!("nothing of {} ({wanted})", bytes(*data_bytes));
     }
-    let plain = data_bytes.saturating_sub(*packed_bytes);
+    let plain = data_bytes.saturating_sub(*compressed_bytes);
     let opening = (*opening_bytes > 0).then(|| format!("as the link took it for {}", bytes(*opening_bytes)));
     let ways = ways.iter().map(|LevelChoice { at_us, way, .. }| format!("{way} from {} on", seconds(*at_us)));
     let picked: Vec<_> = opening.into_iter().chain(ways).collect();
     let picked = if picked.is_empty() { String::new() } else { format!(": {}", picked.join(", ")) };
     format!(
         "{} of {} to {} in {} of CPU ({wanted}{picked})",
-        bytes(*packed_bytes),
+        bytes(*compressed_bytes),
         bytes(*data_bytes),
         bytes(wire_bytes.saturating_sub(plain)),
-        seconds(*pack_cpu_us)
+        seconds(*compression_cpu_us)
     )
 }
 
@@ -218,7 +225,7 @@ fn rounds(all: &[Round]) -> String {
             number(round),
             round.dirty_pages.to_string(),
             round.data_pages.to_string(),
-            empty_pages(round).saturating_add(round.soft_pages).to_string(),
+            empty_pages(round).saturating_add(round.hinted_pages).to_string(),
             round.reference_pages.saturating_add(round.delta_pages).to_string(),
             milliseconds(round.scan_us),
             milliseconds(round.drain_us),

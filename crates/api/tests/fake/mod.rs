@@ -69,8 +69,8 @@ pub(crate) fn left_image() -> LeftImage {
         to: host("beta"),
         disk: "drive0".to_owned(),
         path: "/srv/web1.qcow2".into(),
-        taken_bytes: 5 << 30,
-        kept_because: None,
+        used_bytes: 5 << 30,
+        blocked_by: None,
     }
 }
 
@@ -178,7 +178,7 @@ impl Control for Fake {
             role: "host".into(),
             listen: "127.0.0.1:7740".into(),
             peers: vec![host("beta")],
-            register: None,
+            registry: None,
             kernel: "6.18.0".into(),
             kernel_features: vec![KernelFeature {
                 name: "PAGEMAP_SCAN".into(),
@@ -262,7 +262,7 @@ impl Control for Fake {
 
     fn claim(&self, name: &VmName, request: ClaimRequest) -> Result<ClaimReport, Problem> {
         let risked = vec!["two of it".to_owned()];
-        Ok(ClaimReport { vm: name.clone(), owner: None, risked, done: request.i_know_the_risk })
+        Ok(ClaimReport { vm: name.clone(), owner: None, risked, done: request.accept_risk })
     }
 
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {
@@ -364,7 +364,7 @@ impl Control for Fake {
     fn recover(&self, id: &MigrationId, request: RecoverRequest) -> Result<RecoverReport, Problem> {
         self.note(format!("recover {id} {}", serde_json::to_string(&request).unwrap()));
         self.with(id, |migration| {
-            let done = request.action != RecoverAction::Ask && request.i_know_the_risk;
+            let done = request.action != RecoverAction::Ask && request.accept_risk;
             if done {
                 migration.progress.update(|p| (p.phase, p.standing) = (Phase::Ended, Standing::Failed));
             }

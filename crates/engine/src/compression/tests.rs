@@ -47,7 +47,7 @@ impl World {
             CompressionTrial {
                 way: *tried,
                 data_bytes: 262_144,
-                packed_bytes: (262_144.0 * self.ratios[way]) as u64,
+                compressed_bytes: (262_144.0 * self.ratios[way]) as u64,
                 pack_ns: (262_144.0 * PACKING[way]) as u64,
             }
         };

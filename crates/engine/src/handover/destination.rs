@@ -8,7 +8,7 @@
 //!                         ▼
 //!                      refused
 //!
-//! bereft: the host has booted since PREPARED, and the registry is asked whether the copy can have run, or the source
+//! QEMU lost: the host has booted since PREPARED, and the registry is asked whether the copy can have run, or the source
 //! ```
 //!
 //! *Completing* exists in post-copy alone: the guest runs at the destination, which owns it, but some of its memory is
@@ -30,7 +30,7 @@ use proto::{Epoch, Incarnation};
 use serde::{Deserialize, Serialize};
 
 use super::recover::OperatorDecision;
-use super::register::{RegistryAnswer, RequestPurpose};
+use super::registry::{RegistryAnswer, RequestPurpose};
 use super::{Ignored, Illegal, MigrationTerms, QemuAtStart, Role, Step};
 
 /// State of the destination, as the journal keeps it.
@@ -84,7 +84,7 @@ pub enum DestinationState {
     Discarded,
     /// The host has booted since PREPARED: the copy is lost, and the registry, or the source if there is none, is
     /// being asked whether the copy can have run.
-    Bereft,
+    QemuLost,
     /// The copy is lost, and may have run: `cont` had been sent, or its fate is unknown.
     Crashed {
         /// True if the guest is known to have run, so that the source's copy is out of date.
@@ -120,7 +120,7 @@ pub enum DestinationEvent {
         run: bool,
     },
     /// The source has answered a question.
-    SourceSays {
+    SourceAnswered {
         /// Epoch of the answer.
         epoch: Epoch,
         /// Decision in the source's journal.
@@ -149,7 +149,7 @@ pub enum DestinationEvent {
     /// The destination's QEMU has ended.
     QemuDied,
     /// `cont` has returned, the guest runs.
-    Contd {
+    Continued {
         /// True if pages are missing (post-copy).
         missing: bool,
     },
@@ -160,9 +160,9 @@ pub enum DestinationEvent {
     /// The agent has started and has loaded the state from the journal.
     Restarted(QemuAtStart),
     /// The registry has answered, or has failed to answer.
-    RegisterSays(RegistryAnswer),
+    RegistryAnswered(RegistryAnswer),
     /// An operator has decided.
-    OperatorDecides(OperatorDecision),
+    OperatorDecided(OperatorDecision),
     /// Timer: the state's request is to be repeated.
     Repeat,
 }
@@ -182,17 +182,17 @@ pub enum DestinationEffect {
         /// The incarnation that is ready.
         incarnation: Incarnation,
     },
-    /// Ask the source; ends in `SourceSays` or `PeerLost`.
+    /// Ask the source; ends in `SourceAnswered` or `PeerLost`.
     AskSource,
-    /// Send a request to the registry; ends in `RegisterSays`. The agent need not wait for the answer before the next
+    /// Send a request to the registry; ends in `RegistryAnswered`. The agent need not wait for the answer before the next
     /// effect.
-    Register {
+    Registry {
         /// Purpose of the request.
         why: RequestPurpose,
         /// The request.
         request: RegistryRequest,
     },
-    /// QMP `cont`; ends in `Contd`, `ContFailed` or `QemuDied`.
+    /// QMP `cont`; ends in `Continued`, `ContFailed` or `QemuDied`.
     Cont,
     /// QMP `announce-self`: switches learn the new location of the guest.
     Announce,
@@ -235,11 +235,11 @@ pub enum DestinationReport {
     /// The copy is lost, and it is unknown whether it has run here.
     Lost,
     /// The host was rebooted during a migration: the copy is lost, and it is unknown whether it has run.
-    Bereft,
+    QemuLost,
     /// QEMU did not continue the guest; the agent tries again.
     ContFailed,
     /// The registry has a record that does not fit this migration.
-    RegisterForeign,
+    ForeignRecord,
 }
 
 impl DestinationState {
@@ -256,7 +256,7 @@ impl DestinationState {
             Self::Refusing => "refusing",
             Self::Refused => "refused",
             Self::Discarded => "discarded",
-            Self::Bereft => "bereft",
+            Self::QemuLost => "qemu-lost",
             Self::Crashed { .. } => "crashed",
         }
     }
@@ -272,8 +272,8 @@ impl DestinationState {
     }
 
     /// Returns true if the journal entry is synced before the next effect. A host that loses entries between these two
-    /// has lost its RAM too, and restarts as `Bereft`. COMPLETING lasts, and proves that the copy has run. CRASHED,
-    /// once sent, must not be forgotten: a source that was bereft has aborted since, and its answer would count.
+    /// has lost its RAM too, and restarts as `QemuLost`. COMPLETING lasts, and proves that the copy has run. CRASHED,
+    /// once sent, must not be forgotten: a source that had lost its QEMU has aborted since, and its answer would count.
     fn durable(&self) -> bool {
         matches!(self, Self::Prepared | Self::Completing { .. } | Self::Crashed { .. })
     }
@@ -286,7 +286,7 @@ impl DestinationEvent {
             Self::Prepare => "prepare",
             Self::Loaded { .. } => "loaded",
             Self::Go { .. } => "go",
-            Self::SourceSays { .. } => "source-says",
+            Self::SourceAnswered { .. } => "source-answered",
             Self::AbortReceived { .. } => "abort-received",
             Self::Asked { .. } => "asked",
             Self::Failed => "failed",
@@ -295,12 +295,12 @@ impl DestinationEvent {
             Self::PeerLost => "peer-lost",
             Self::ContactLostForGood => "contact-lost-for-good",
             Self::QemuDied => "qemu-died",
-            Self::Contd { .. } => "contd",
+            Self::Continued { .. } => "continued",
             Self::Completed => "completed",
             Self::ContFailed => "cont-failed",
             Self::Restarted(_) => "restarted",
-            Self::RegisterSays(_) => "register-says",
-            Self::OperatorDecides(_) => "operator-decides",
+            Self::RegistryAnswered(_) => "registry-answered",
+            Self::OperatorDecided(_) => "operator-decided",
             Self::Repeat => "repeat",
         }
     }
@@ -309,7 +309,7 @@ impl DestinationEvent {
     fn epoch(&self) -> Option<Epoch> {
         match self {
             Self::Go { epoch, .. }
-            | Self::SourceSays { epoch, .. }
+            | Self::SourceAnswered { epoch, .. }
             | Self::AbortReceived { epoch }
             | Self::Asked { epoch } => Some(*epoch),
             _ => None,
@@ -319,7 +319,7 @@ impl DestinationEvent {
 
 impl From<(RequestPurpose, RegistryRequest)> for DestinationEffect {
     fn from((why, request): (RequestPurpose, RegistryRequest)) -> Self {
-        Self::Register { why, request }
+        Self::Registry { why, request }
     }
 }
 
@@ -331,7 +331,7 @@ impl DestinationEffect {
             Self::Journal { durable: true, .. } => "journal-sync",
             Self::SendReady { .. } => "send-ready",
             Self::AskSource => "ask-source",
-            Self::Register { why, .. } => why.name(),
+            Self::Registry { why, .. } => why.name(),
             Self::Cont => "cont",
             Self::Announce => "announce",
             Self::SendIncomplete => "send-incomplete",

@@ -56,7 +56,7 @@
 
 pub mod destination;
 pub mod recover;
-pub mod register;
+pub mod registry;
 pub mod source;
 pub mod table;
 
@@ -76,8 +76,8 @@ pub struct MigrationTerms {
     /// The host at which the VM is to run.
     pub destination: HostId,
     /// With an ownership registry: the epoch in which the source owns the VM there, as pre-flight read it (it may have
-    /// grown since, see [`register`]). Without one: none.
-    pub register: Option<Epoch>,
+    /// grown since, see [`registry`]). Without one: none.
+    pub registry: Option<Epoch>,
     /// The host that keeps that registry. Answers of no other host count. Absent in entries of older agents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub witness: Option<HostId>,
@@ -159,13 +159,13 @@ impl<S, E> Move<S, E> {
     }
 
     /// Adds a request to the registry, where there is one.
-    fn asking(self, why: register::RequestPurpose, request: Option<RegistryRequest>) -> Self
+    fn asking(self, why: registry::RequestPurpose, request: Option<RegistryRequest>) -> Self
     where
-        E: From<(register::RequestPurpose, RegistryRequest)>,
+        E: From<(registry::RequestPurpose, RegistryRequest)>,
     {
         match request {
-            Some(request) => self.when("register").then([E::from((why, request))]),
-            None => self.when("no-register"),
+            Some(request) => self.when("registry").then([E::from((why, request))]),
+            None => self.when("no-registry"),
         }
     }
 
@@ -175,7 +175,7 @@ impl<S, E> Move<S, E> {
         self
     }
 
-    /// Returns the transition's stable name, such as `source/committed/refused[register]`.
+    /// Returns the transition's stable name, such as `source/committed/refused[registry]`.
     pub fn name(&self, role: Role, state: &str, event: &str) -> String {
         let guards =
             if self.guards.is_empty() { String::new() } else { format!("[{}]", self.guards.join(",")) };

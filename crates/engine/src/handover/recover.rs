@@ -22,7 +22,7 @@ pub enum OperatorDecision {
     /// The guest is to run at the other host, or nowhere: this host's copy is given up.
     RunElsewhere,
     /// One of the two by the operator's decision alone: the registry is lost, and is not asked.
-    WithoutRegister {
+    WithoutRegistry {
         /// True if the guest is to run at this host.
         run_here: bool,
     },
@@ -54,7 +54,7 @@ const TWO: &str = "If it does run there, two copies write to the same disks and 
                    where disks were copied. Make sure that the other host is off or cut from storage and network before \
                    you decide this";
 
-const GONE: &str = "only if the register is lost for good, or has been made anew: one that comes back does not know of \
+const GONE: &str = "only if the registry is lost for good, or has been made anew: one that comes back does not know of \
                     this decision, and may give the VM to the other host";
 
 /// Returns the advice for the source's operator.
@@ -88,17 +88,17 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
         },
         SourceState::Reclaiming { force, .. } => Advice {
             known: vec![
-                "this host is asking the register of owners to give the VM back".to_owned(),
+                "this host is asking the ownership registry to give the VM back".to_owned(),
                 "the guest does not run on this host".to_owned(),
             ],
-            unknown: vec!["what the register will say".to_owned()],
+            unknown: vec!["what the registry will say".to_owned()],
             choices: [(!force).then(|| forced_choice(terms))]
                 .into_iter()
                 .flatten()
                 .chain(choices_without_registry(terms))
                 .collect(),
         },
-        SourceState::Bereft { .. } => Advice {
+        SourceState::QemuLost { .. } => Advice {
             known: vec![
                 format!("this host's copy of the guest was lost during migration {}", terms.migration),
                 format!("no entry says that the guest ran on after it was stopped for {there}"),
@@ -141,26 +141,26 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
         DestinationState::Taking { .. } => Advice {
             known: vec![
                 format!("{there} committed the guest to this host, where a complete copy is loaded, paused"),
-                "the register of owners decides, and is being asked".to_owned(),
+                "the ownership registry decides, and is being asked".to_owned(),
             ],
             unknown: vec!["what it will say".to_owned()],
             choices: vec![
                 Choice {
                     decision: OperatorDecision::RunElsewhere,
                     then: format!(
-                        "the register is told that {there} has the guest, and this copy is thrown away"
+                        "the registry is told that {there} has the guest, and this copy is thrown away"
                     ),
                     risk: format!("if {there} does not come back, this was the only copy"),
                 },
                 Choice {
-                    decision: OperatorDecision::WithoutRegister { run_here: true },
+                    decision: OperatorDecision::WithoutRegistry { run_here: true },
                     then: "the guest runs here from the moment at which it was stopped".to_owned(),
                     risk: format!(
                         "right only if it has not been taken back by {there}, and {GONE}. {TWO}: {there}"
                     ),
                 },
                 Choice {
-                    decision: OperatorDecision::WithoutRegister { run_here: false },
+                    decision: OperatorDecision::WithoutRegistry { run_here: false },
                     then: format!("this copy is thrown away and {there}, when it comes back, is told so"),
                     risk: format!("{GONE}. If {there} does not come back, this was the only copy"),
                 },
@@ -169,16 +169,16 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
         DestinationState::Refusing => Advice {
             known: vec![
                 "this host's copy cannot run, and never has".to_owned(),
-                format!("the register of owners is being asked to give the VM to {there}"),
+                format!("the ownership registry is being asked to give the VM to {there}"),
             ],
             unknown: vec!["what it will say".to_owned()],
             choices: vec![Choice {
-                decision: OperatorDecision::WithoutRegister { run_here: false },
-                then: format!("{there} is told that this copy cannot run, without the register's word"),
+                decision: OperatorDecision::WithoutRegistry { run_here: false },
+                then: format!("{there} is told that this copy cannot run, without the registry's word"),
                 risk: GONE.to_owned(),
             }],
         },
-        DestinationState::Bereft if terms.register.is_none() => Advice {
+        DestinationState::QemuLost if terms.registry.is_none() => Advice {
             known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
             unknown: vec![format!("whether the guest had run here: {there} may know, and is being asked")],
             choices: vec![Choice {
@@ -192,13 +192,13 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
                 ),
             }],
         },
-        DestinationState::Bereft => Advice {
+        DestinationState::QemuLost => Advice {
             known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
             unknown: vec![format!(
-                "whether the guest had run here: the register of owners is being asked, and {there}"
+                "whether the guest had run here: the ownership registry is being asked, and {there}"
             )],
             choices: vec![Choice {
-                decision: OperatorDecision::WithoutRegister { run_here: false },
+                decision: OperatorDecision::WithoutRegistry { run_here: false },
                 then: format!(
                     "{there} is told that this copy is gone and may have run; it keeps its own, and its operator decides"
                 ),
@@ -206,8 +206,8 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
             }],
         },
         DestinationState::Starting { again: true, .. } => Advice {
-            known: vec![if terms.register.is_some() {
-                "the guest was this host's by the register, which is asked again before it is continued"
+            known: vec![if terms.registry.is_some() {
+                "the guest was this host's by the registry, which is asked again before it is continued"
                     .to_owned()
             } else {
                 "the guest is this host's, but QEMU does not continue it".to_owned()
@@ -263,9 +263,9 @@ fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
             risk: format!("if {there} does not come back, this was the only copy"),
         },
     ];
-    if terms.register.is_some() {
+    if terms.registry.is_some() {
         choices
-            .push(run_here(OperatorDecision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
+            .push(run_here(OperatorDecision::WithoutRegistry { run_here: true }, &format!("And {GONE}. ")));
     }
     choices
 }
@@ -280,16 +280,16 @@ fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
         ),
     };
     let mut choices = vec![give_up(OperatorDecision::RunElsewhere, "")];
-    if terms.register.is_some() {
+    if terms.registry.is_some() {
         choices.push(Choice {
-            decision: OperatorDecision::WithoutRegister { run_here: true },
+            decision: OperatorDecision::WithoutRegistry { run_here: true },
             then: "the guest is continued here".to_owned(),
             risk: format!(
                 "right only if {there}'s operator has not taken it back, and {GONE}. {TWO}: {there}"
             ),
         });
         choices
-            .push(give_up(OperatorDecision::WithoutRegister { run_here: false }, &format!(". And {GONE}")));
+            .push(give_up(OperatorDecision::WithoutRegistry { run_here: false }, &format!(". And {GONE}")));
     }
     choices
 }
@@ -302,13 +302,13 @@ fn qemu_lost_choices(terms: &MigrationTerms) -> Vec<Choice> {
         risk: format!("what the guest had only in memory is lost. {only}{TWO}: {there}"),
     };
     let mut choices = vec![run_here(OperatorDecision::RunHere { force: false }, "")];
-    if terms.register.is_some() {
+    if terms.registry.is_some() {
         choices.push(run_here(
             OperatorDecision::RunHere { force: true },
-            &format!("The register gives the VM to this host even if {there} has taken it. "),
+            &format!("The registry gives the VM to this host even if {there} has taken it. "),
         ));
         choices
-            .push(run_here(OperatorDecision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
+            .push(run_here(OperatorDecision::WithoutRegistry { run_here: true }, &format!("And {GONE}. ")));
     }
     choices.push(Choice {
         decision: OperatorDecision::RunElsewhere,
@@ -323,12 +323,12 @@ fn choices_without_registry(terms: &MigrationTerms) -> [Choice; 2] {
     let there = &terms.destination;
     [
         Choice {
-            decision: OperatorDecision::WithoutRegister { run_here: true },
+            decision: OperatorDecision::WithoutRegistry { run_here: true },
             then: "the guest continues here from the moment at which it was stopped".to_owned(),
             risk: format!("right only if it never ran on {there}, and {GONE}. {TWO}: {there}"),
         },
         Choice {
-            decision: OperatorDecision::WithoutRegister { run_here: false },
+            decision: OperatorDecision::WithoutRegistry { run_here: false },
             then: format!("what is held here is thrown away; {there} has the guest"),
             risk: format!(
                 "if {there} has it not, or cannot run it, its memory is lost and it has to be started from its disks; \
@@ -340,10 +340,10 @@ fn choices_without_registry(terms: &MigrationTerms) -> [Choice; 2] {
 
 fn committed_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.destination;
-    let mut choices = vec![if terms.register.is_some() {
+    let mut choices = vec![if terms.registry.is_some() {
         Choice {
             decision: OperatorDecision::RunHere { force: false },
-            then: format!("the register is asked; the guest continues here if {there} has not taken it"),
+            then: format!("the registry is asked; the guest continues here if {there} has not taken it"),
             risk: "none: exactly one side succeeds".to_owned(),
         }
     } else {
@@ -353,7 +353,7 @@ fn committed_choices(terms: &MigrationTerms) -> Vec<Choice> {
             risk: format!("right only if it never ran on {there}. {TWO}: {there}"),
         }
     }];
-    if terms.register.is_some() {
+    if terms.registry.is_some() {
         let [run_here, _] = choices_without_registry(terms);
         choices.extend([forced_choice(terms), run_here]);
     }
@@ -377,7 +377,7 @@ fn forced_choice(terms: &MigrationTerms) -> Choice {
     let there = &terms.destination;
     Choice {
         decision: OperatorDecision::RunHere { force: true },
-        then: format!("this host takes the VM in the register, even from {there}, and continues the guest"),
+        then: format!("this host takes the VM in the registry, even from {there}, and continues the guest"),
         risk: format!(
             "right only if {there} took it and never ran it: a guest that ran there has changed its disks. {TWO}: \
              {there}"
@@ -386,10 +386,10 @@ fn forced_choice(terms: &MigrationTerms) -> Choice {
 }
 
 fn registry_line(terms: &MigrationTerms) -> String {
-    if terms.register.is_some() {
-        "a register of owners is configured: no side runs the guest without winning there".to_owned()
+    if terms.registry.is_some() {
+        "a ownership registry is configured: no side runs the guest without winning there".to_owned()
     } else {
-        "no register of owners is configured: only the two journals know".to_owned()
+        "no ownership registry is configured: only the two journals know".to_owned()
     }
 }
 

@@ -9,13 +9,13 @@
 //!            ▼           │            ▼
 //!         aborted ◄──────┘         returning ──► returned
 //!
-//! bereft: from prepared, stopped and committed when the QEMU here is gone; leads to done or aborted
+//! QEMU lost: from prepared, stopped and committed when the QEMU here is gone; leads to done or aborted
 //! ```
 //!
 //! Before COMMITTED every failure leads to ABORTED, and the guest continues at the source. From COMMITTED on the
 //! source does not run the guest by itself: only REFUSED, the registry, or an operator return it.
 //!
-//! *Bereft* is the one state both before and after that point: the source's QEMU is lost, the journal has no ABORTED,
+//! *QEMU lost* is the one state both before and after that point: the source's QEMU is lost, the journal has no ABORTED,
 //! and so the destination may hold the last copy of the guest, or even run it.
 //!
 //! Such a host asks before it starts the VM, and if the destination turns out to be ready, sends GO: the guest cannot
@@ -29,7 +29,7 @@ use proto::{Epoch, Incarnation};
 use serde::{Deserialize, Serialize};
 
 use super::recover::OperatorDecision;
-use super::register::{RegistryAnswer, RequestPurpose};
+use super::registry::{RegistryAnswer, RequestPurpose};
 use super::{Ignored, Illegal, MigrationTerms, QemuAtStart, Role, Step};
 
 /// State of the source, as the journal keeps it.
@@ -50,7 +50,7 @@ pub enum SourceState {
     },
     /// The source's QEMU is lost and the destination may hold the only copy: it receives GO as soon as it is known to
     /// be ready.
-    Bereft {
+    QemuLost {
         /// The incarnation that is committed to; none as long as it is not known.
         incarnation: Option<Incarnation>,
         /// Run flag of `Stopped`.
@@ -68,7 +68,7 @@ pub enum SourceState {
     },
     /// The registry is being asked to return the VM.
     Reclaiming {
-        /// The incarnation that was committed to; none if it is not known (from `Bereft`).
+        /// The incarnation that was committed to; none if it is not known (from `QemuLost`).
         incarnation: Option<Incarnation>,
         /// Run flag of `Stopped`.
         run: bool,
@@ -85,7 +85,7 @@ pub enum SourceState {
     Returned,
     /// The destination owns the guest. The source's remains are to be removed.
     Done {
-        /// The process that owns it; none if it is not known (from `Bereft`).
+        /// The process that owns it; none if it is not known (from `QemuLost`).
         incarnation: Option<Incarnation>,
         /// Run flag of `Stopped`.
         run: bool,
@@ -157,9 +157,9 @@ pub enum SourceEvent {
     /// The destination has been unreachable for longer than the configured limit.
     ContactLostForGood,
     /// The registry has answered, or has failed to answer.
-    RegisterSays(RegistryAnswer),
+    RegistryAnswered(RegistryAnswer),
     /// An operator has decided.
-    OperatorDecides(OperatorDecision),
+    OperatorDecided(OperatorDecision),
     /// Timer: the state's request is to be repeated.
     Repeat,
 }
@@ -199,9 +199,9 @@ pub enum SourceEffect {
     Answer(Verdict),
     /// Ask for the destination's state; it answers READY, RUNNING, REFUSED or CRASHED.
     AskDestination,
-    /// Send a request to the registry; ends in `RegisterSays`. The agent need not wait for the answer before the next
+    /// Send a request to the registry; ends in `RegistryAnswered`. The agent need not wait for the answer before the next
     /// effect.
-    Register {
+    Registry {
         /// Purpose of the request.
         why: RequestPurpose,
         /// The request.
@@ -227,7 +227,7 @@ pub enum SourceReport {
     VmCrashed,
     /// The source's QEMU is lost, and the destination may have the only copy: the source asks it. The VM must not be
     /// started at the source.
-    Bereft,
+    QemuLost,
     /// The destination refused after COMMITTED; the guest is at the source.
     Returned,
     /// The guest runs at the destination, and some of its memory is only at the source.
@@ -245,7 +245,7 @@ pub enum SourceReport {
     /// The destination owns the VM in the registry; the source waits for it.
     DestinationOwns,
     /// The registry has a record that does not fit this migration.
-    RegisterForeign,
+    ForeignRecord,
     /// The destination's copy is lost and may have run; the source's stopped copy is kept: `whimbrel recover`.
     DestinationCrashed,
     /// QEMU did not continue the guest; the agent tries again.
@@ -264,7 +264,7 @@ impl SourceState {
             Self::Idle => "idle",
             Self::Prepared { .. } => "prepared",
             Self::Stopped { .. } => "stopped",
-            Self::Bereft { .. } => "bereft",
+            Self::QemuLost { .. } => "qemu-lost",
             Self::Committed { .. } => "committed",
             Self::Reclaiming { .. } => "reclaiming",
             Self::Aborting => "aborting",
@@ -311,8 +311,8 @@ impl SourceEvent {
             Self::ContinueFailed => "continue-failed",
             Self::Restarted(_) => "restarted",
             Self::ContactLostForGood => "contact-lost-for-good",
-            Self::RegisterSays(_) => "register-says",
-            Self::OperatorDecides(_) => "operator-decides",
+            Self::RegistryAnswered(_) => "registry-answered",
+            Self::OperatorDecided(_) => "operator-decided",
             Self::Repeat => "repeat",
         }
     }
@@ -333,7 +333,7 @@ impl SourceEvent {
 
 impl From<(RequestPurpose, RegistryRequest)> for SourceEffect {
     fn from((why, request): (RequestPurpose, RegistryRequest)) -> Self {
-        Self::Register { why, request }
+        Self::Registry { why, request }
     }
 }
 
@@ -356,7 +356,7 @@ impl SourceEffect {
             Self::Answer(Verdict::Returned) => "answer-returned",
             Self::Answer(Verdict::Undecided) => "answer-undecided",
             Self::AskDestination => "ask-destination",
-            Self::Register { why, .. } => why.name(),
+            Self::Registry { why, .. } => why.name(),
             Self::Report(_) => "report",
         }
     }

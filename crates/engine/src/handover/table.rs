@@ -11,7 +11,7 @@ use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use super::recover::OperatorDecision;
-use super::register::RegistryAnswer;
+use super::registry::RegistryAnswer;
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
 use super::{Illegal, MigrationTerms, Move, QemuAtStart, Role, Step};
 
@@ -33,7 +33,7 @@ pub struct Transition {
 }
 
 impl Transition {
-    /// Returns the stable name, such as `source/committed/refused[register]`.
+    /// Returns the stable name, such as `source/committed/refused[registry]`.
     pub fn name(&self) -> String {
         let guards =
             if self.guards.is_empty() { String::new() } else { format!("[{}]", self.guards.join(",")) };
@@ -177,8 +177,8 @@ fn sample_terms() -> Vec<MigrationTerms> {
     let names = (VmName::new("vm"), HostId::new("source"), HostId::new("destination"));
     let (Ok(vm), Ok(source), Ok(destination)) = names else { return vec![] };
     let migration = MigrationId { vm, epoch: EPOCH };
-    let terms = MigrationTerms { migration, source, destination, register: None, witness: None };
-    vec![MigrationTerms { register: Some(BASE), ..terms.clone() }, terms]
+    let terms = MigrationTerms { migration, source, destination, registry: None, witness: None };
+    vec![MigrationTerms { registry: Some(BASE), ..terms.clone() }, terms]
 }
 
 fn incarnation(pid: u32) -> Incarnation {
@@ -193,8 +193,8 @@ fn source_states() -> Vec<SourceState> {
         states.extend([
             In::Prepared { run },
             In::Stopped { run },
-            In::Bereft { incarnation: None, run },
-            In::Bereft { incarnation: Some(one()), run },
+            In::QemuLost { incarnation: None, run },
+            In::QemuLost { incarnation: Some(one()), run },
             In::Committed { incarnation: one(), run, ran: false },
             In::Committed { incarnation: one(), run, ran: true },
             In::Reclaiming { incarnation: Some(one()), run, force: false },
@@ -224,7 +224,7 @@ fn destination_states() -> Vec<DestinationState> {
         In::Refusing,
         In::Refused,
         In::Discarded,
-        In::Bereft,
+        In::QemuLost,
         In::Crashed { ran: true },
         In::Crashed { ran: false },
     ]
@@ -237,13 +237,13 @@ const DECISIONS: [OperatorDecision; 5] = [
     OperatorDecision::RunHere { force: false },
     OperatorDecision::RunHere { force: true },
     OperatorDecision::RunElsewhere,
-    OperatorDecision::WithoutRegister { run_here: true },
-    OperatorDecision::WithoutRegister { run_here: false },
+    OperatorDecision::WithoutRegistry { run_here: true },
+    OperatorDecision::WithoutRegistry { run_here: false },
 ];
 
 /// Returns every answer of a registry that a role may distinguish; none if there is no registry.
 fn answers(terms: &MigrationTerms) -> Vec<RegistryAnswer> {
-    let Some(base) = terms.register else { return vec![] };
+    let Some(base) = terms.registry else { return vec![] };
     let owned = |epoch, owner: &HostId, offer| {
         Some(Ownership { epoch, owner: owner.clone(), offer, released: false })
     };
@@ -262,7 +262,7 @@ fn answers(terms: &MigrationTerms) -> Vec<RegistryAnswer> {
         HostId::new("third").ok().and_then(|third| owned(EPOCH.next(), &third, None)),
         None,
     ]
-    .map(RegistryAnswer::Stands)
+    .map(RegistryAnswer::Record)
     .into_iter()
     .chain([RegistryAnswer::Unreachable, RegistryAnswer::Unknown])
     .collect()
@@ -286,8 +286,8 @@ fn source_events(terms: &MigrationTerms) -> Vec<SourceEvent> {
     events.extend([On::QemuDied, On::Continued, On::ContinueFailed]);
     events.extend(FOUND.map(On::Restarted));
     events.push(On::ContactLostForGood);
-    events.extend(answers(terms).into_iter().map(On::RegisterSays));
-    events.extend(DECISIONS.map(On::OperatorDecides));
+    events.extend(answers(terms).into_iter().map(On::RegistryAnswered));
+    events.extend(DECISIONS.map(On::OperatorDecided));
     events.push(On::Repeat);
     events
 }
@@ -295,7 +295,7 @@ fn source_events(terms: &MigrationTerms) -> Vec<SourceEvent> {
 fn destination_events(terms: &MigrationTerms) -> Vec<DestinationEvent> {
     use DestinationEvent as On;
     let epoch = EPOCH;
-    let verdict_event = |verdict| On::SourceSays { epoch, verdict };
+    let verdict_event = |verdict| On::SourceAnswered { epoch, verdict };
     let mut events = vec![On::Prepare, On::Loaded { incarnation: incarnation(1), run: true }];
     for (pid, run) in [(1, true), (1, false), (2, true)] {
         events.push(On::Go { epoch, incarnation: incarnation(pid), run });
@@ -308,11 +308,16 @@ fn destination_events(terms: &MigrationTerms) -> Vec<DestinationEvent> {
     ]);
     events.extend([On::AbortReceived { epoch }, On::AbortReceived { epoch: BASE }, On::Asked { epoch }]);
     events.extend([On::Failed, On::Cancel, On::PeerSilent, On::PeerLost, On::ContactLostForGood]);
-    events.extend([On::QemuDied, On::Contd { missing: false }, On::Contd { missing: true }, On::Completed]);
+    events.extend([
+        On::QemuDied,
+        On::Continued { missing: false },
+        On::Continued { missing: true },
+        On::Completed,
+    ]);
     events.push(On::ContFailed);
     events.extend(FOUND.map(On::Restarted));
-    events.extend(answers(terms).into_iter().map(On::RegisterSays));
-    events.extend(DECISIONS.map(On::OperatorDecides));
+    events.extend(answers(terms).into_iter().map(On::RegistryAnswered));
+    events.extend(DECISIONS.map(On::OperatorDecided));
     events.push(On::Repeat);
     events
 }

@@ -4,18 +4,18 @@ use proto::{Generation, Incarnation, VmName};
 
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use super::recover::{Choice, OperatorDecision, advise_destination, advise_source};
-use super::register::{RecordMeaning, RegistryAnswer, apply};
+use super::registry::{RecordMeaning, RegistryAnswer, apply};
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
 use super::*;
 
 const EPOCH: Epoch = Epoch(7);
 
-fn terms(register: Option<Epoch>) -> MigrationTerms {
+fn terms(registry: Option<Epoch>) -> MigrationTerms {
     MigrationTerms {
         migration: MigrationId { vm: VmName::new("vm").unwrap(), epoch: EPOCH },
         source: HostId::new("a").unwrap(),
         destination: HostId::new("b").unwrap(),
-        register,
+        registry,
         witness: None,
     }
 }
@@ -80,7 +80,7 @@ fn a_guest_moves() {
         DestinationEvent::Prepare,
         DestinationEvent::Loaded { incarnation: incarnation(1), run: true },
         go,
-        DestinationEvent::Contd { missing: false },
+        DestinationEvent::Continued { missing: false },
     ];
     let (state, effects) = walk_destination(&terms, events);
     assert_eq!(state.name(), "active");
@@ -97,11 +97,11 @@ fn a_paused_guest_stays_paused() {
     let stop = || On::Stop { run: false };
     // The user paused it during pre-copy.
     let begin = || On::Begin { run: true };
-    for register in [None, Some(Epoch(3))] {
-        let terms = terms(register);
+    for registry in [None, Some(Epoch(3))] {
+        let terms = terms(registry);
         let source_owns =
             Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None, released: false };
-        let returned = On::RegisterSays(RegistryAnswer::Stands(Some(source_owns)));
+        let returned = On::RegistryAnswered(RegistryAnswer::Record(Some(source_owns)));
         let mut ends = vec![
             vec![begin(), On::Cancel],
             vec![begin(), stop(), On::PeerLost],
@@ -109,7 +109,7 @@ fn a_paused_guest_stays_paused() {
             vec![begin(), stop(), ready(), On::Refused { epoch: EPOCH }],
             vec![begin(), stop(), ready(), On::Running { epoch: EPOCH }],
         ];
-        if register.is_some() {
+        if registry.is_some() {
             ends[3].push(returned);
         }
         for events in ends {
@@ -122,10 +122,10 @@ fn a_paused_guest_stays_paused() {
             DestinationEvent::Loaded { incarnation: incarnation(1), run: true },
             DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: false },
         ];
-        if register.is_some() {
+        if registry.is_some() {
             let owned =
                 Ownership { epoch: EPOCH, owner: terms.destination.clone(), offer: None, released: false };
-            events.push(DestinationEvent::RegisterSays(RegistryAnswer::Stands(Some(owned))));
+            events.push(DestinationEvent::RegistryAnswered(RegistryAnswer::Record(Some(owned))));
         }
         let (state, effects) = walk_destination(&terms, events);
         assert_eq!(state.name(), "active");
@@ -207,12 +207,12 @@ fn advice_names_the_risk() {
 /// and a request for that is refused, with a registry or without.
 #[test]
 fn a_guest_that_has_run_there_is_never_run_here() {
-    for register in [None, Some(Epoch(3))] {
-        let terms = terms(register);
+    for registry in [None, Some(Epoch(3))] {
+        let terms = terms(registry);
         let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
         let reclaiming =
             SourceState::Reclaiming { incarnation: Some(incarnation(1)), run: true, force: true };
-        for before in std::iter::once(committed).chain(register.map(|_| reclaiming)) {
+        for before in std::iter::once(committed).chain(registry.map(|_| reclaiming)) {
             let step = moved(source(&terms, &before, &SourceEvent::Incomplete { epoch: EPOCH }));
             let ran = step.to;
             assert_eq!(ran, SourceState::Committed { incarnation: incarnation(1), run: true, ran: true });
@@ -228,10 +228,10 @@ fn a_guest_that_has_run_there_is_never_run_here() {
             );
             let owned = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None, released: false };
             for event in [
-                SourceEvent::OperatorDecides(OperatorDecision::RunHere { force: true }),
-                SourceEvent::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }),
+                SourceEvent::OperatorDecided(OperatorDecision::RunHere { force: true }),
+                SourceEvent::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }),
                 SourceEvent::ContactLostForGood,
-                SourceEvent::RegisterSays(RegistryAnswer::Stands(Some(owned))),
+                SourceEvent::RegistryAnswered(RegistryAnswer::Record(Some(owned))),
                 SourceEvent::Restarted(QemuAtStart::Paused),
                 SourceEvent::QemuDied,
                 SourceEvent::Repeat,
@@ -250,31 +250,31 @@ fn a_guest_that_has_run_there_is_never_run_here() {
 /// The functions accept every decision that the advice offers.
 #[test]
 fn every_advised_decision_is_legal() {
-    for register in [None, Some(Epoch(3))] {
-        let terms = terms(register);
+    for registry in [None, Some(Epoch(3))] {
+        let terms = terms(registry);
         let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
-        let bereft = SourceState::Bereft { incarnation: None, run: true };
-        let mut states = vec![committed, bereft];
-        if register.is_some() {
+        let qemu_lost = SourceState::QemuLost { incarnation: None, run: true };
+        let mut states = vec![committed, qemu_lost];
+        if registry.is_some() {
             let incarnation = Some(incarnation(1));
             states.push(SourceState::Reclaiming { incarnation, run: true, force: false });
         }
         for state in states {
             for choice in advise_source(&terms, &state).choices {
-                let step = moved(source(&terms, &state, &SourceEvent::OperatorDecides(choice.decision)));
+                let step = moved(source(&terms, &state, &SourceEvent::OperatorDecided(choice.decision)));
                 assert_ne!(step.to, state, "{choice:?}");
             }
         }
         let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
         let again = DestinationState::Starting { incarnation: incarnation(1), again: true };
-        let mut states = vec![ready, again, DestinationState::Bereft];
-        if register.is_some() {
+        let mut states = vec![ready, again, DestinationState::QemuLost];
+        if registry.is_some() {
             let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
             states.extend([taking, DestinationState::Refusing]);
         }
         for state in states {
             for choice in advise_destination(&terms, &state).choices {
-                let event = DestinationEvent::OperatorDecides(choice.decision);
+                let event = DestinationEvent::OperatorDecided(choice.decision);
                 let step = moved(destination(&terms, &state, &event));
                 let conts = step.effects.contains(&DestinationEffect::Cont);
                 assert!(step.to != state || conts, "{choice:?}");
@@ -288,14 +288,14 @@ fn every_advised_decision_is_legal() {
 #[test]
 fn a_register_that_is_lost_leaves_a_way_out() {
     let without = |choices: Vec<Choice>| {
-        choices.iter().any(|choice| matches!(choice.decision, OperatorDecision::WithoutRegister { .. }))
+        choices.iter().any(|choice| matches!(choice.decision, OperatorDecision::WithoutRegistry { .. }))
     };
     let one = || incarnation(1);
-    for (register, expected) in [(Some(Epoch(3)), true), (None, false)] {
-        let terms = terms(register);
+    for (registry, expected) in [(Some(Epoch(3)), true), (None, false)] {
+        let terms = terms(registry);
         let mut sources = vec![
             SourceState::Committed { incarnation: one(), run: true, ran: false },
-            SourceState::Bereft { incarnation: None, run: true },
+            SourceState::QemuLost { incarnation: None, run: true },
         ];
         let mut destinations = vec![
             DestinationState::Ready { incarnation: one(), run: true },
@@ -305,7 +305,7 @@ fn a_register_that_is_lost_leaves_a_way_out() {
             let reclaiming = |force| SourceState::Reclaiming { incarnation: Some(one()), run: true, force };
             sources.extend([reclaiming(false), reclaiming(true)]);
             destinations.push(DestinationState::Taking { incarnation: one(), run: true });
-            destinations.extend([DestinationState::Refusing, DestinationState::Bereft]);
+            destinations.extend([DestinationState::Refusing, DestinationState::QemuLost]);
         }
         for state in sources {
             assert_eq!(without(advise_source(&terms, &state).choices), expected, "{state:?}");
@@ -323,22 +323,22 @@ fn a_rebooted_destination_discards_if_the_source_has_aborted() {
     let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
     for before in [DestinationState::Prepared, ready] {
         let booted = moved(destination(&terms, &before, &DestinationEvent::Restarted(QemuAtStart::Rebooted)));
-        assert_eq!(booted.to, DestinationState::Bereft);
+        assert_eq!(booted.to, DestinationState::QemuLost);
         assert!(booted.effects.contains(&DestinationEffect::AskSource));
     }
-    let bereft = DestinationState::Bereft;
-    let response = |verdict| DestinationEvent::SourceSays { epoch: EPOCH, verdict };
-    let kept = moved(destination(&terms, &bereft, &response(Verdict::Aborted)));
+    let qemu_lost = DestinationState::QemuLost;
+    let response = |verdict| DestinationEvent::SourceAnswered { epoch: EPOCH, verdict };
+    let kept = moved(destination(&terms, &qemu_lost, &response(Verdict::Aborted)));
     assert_eq!(kept.to, DestinationState::Discarded);
     assert!(kept.effects.contains(&DestinationEffect::Discard));
     // The copy may have run, and its disks may be the only valid ones: nothing is removed.
     let committed = Verdict::Committed { incarnation: incarnation(1), run: true };
     for (verdict, to) in [
-        (Verdict::Undecided, DestinationState::Bereft),
+        (Verdict::Undecided, DestinationState::QemuLost),
         (committed, DestinationState::Crashed { ran: false }),
         (Verdict::Returned, DestinationState::Crashed { ran: false }),
     ] {
-        let transition = moved(destination(&terms, &bereft, &response(verdict)));
+        let transition = moved(destination(&terms, &qemu_lost, &response(verdict)));
         assert_eq!(transition.to, to);
         assert!(!transition.effects.contains(&DestinationEffect::Discard));
     }
@@ -349,13 +349,13 @@ fn the_register_does_not_go_back() {
     let terms = terms(Some(Epoch(3)));
     let owned =
         |epoch, owner: &HostId| Ownership { epoch, owner: owner.clone(), offer: None, released: false };
-    let enrol = register::enrol(terms.migration.vm.clone(), Epoch(3), terms.source.clone());
+    let enrol = registry::enrol(terms.migration.vm.clone(), Epoch(3), terms.source.clone());
     let (reply, first) = apply(&enrol, None);
     assert_eq!((reply, first.clone()), (RegistryReply::Set, Some(owned(Epoch(3), &terms.source))));
     // A VM that has a record is not entered again.
     let (reply, none) = apply(&enrol, first.as_ref());
-    assert_eq!((reply, none), (RegistryReply::Stands { record: first.clone() }, None));
-    let take = register::acquire_by_destination(&terms, Epoch(3));
+    assert_eq!((reply, none), (RegistryReply::Record { record: first.clone() }, None));
+    let take = registry::acquire_by_destination(&terms, Epoch(3));
     let (reply, second) = apply(&take, first.as_ref());
     assert_eq!((reply, second), (RegistryReply::Set, Some(owned(EPOCH, &terms.destination))));
     let backwards = RegistryRequest::CompareAndSet {
@@ -374,15 +374,15 @@ fn a_third_host_in_the_register_decides_nothing() {
     let terms = terms(Some(Epoch(3)));
     let record =
         Ownership { epoch: Epoch(8), owner: HostId::new("c").unwrap(), offer: None, released: false };
-    assert_eq!(register::interpret_record(&terms, Some(&record)), RecordMeaning::Foreign);
-    let response = RegistryAnswer::Stands(Some(record));
+    assert_eq!(registry::interpret_record(&terms, Some(&record)), RecordMeaning::Foreign);
+    let response = RegistryAnswer::Record(Some(record));
     let states = [
         DestinationState::Ready { incarnation: incarnation(1), run: true },
         DestinationState::Taking { incarnation: incarnation(1), run: true },
         DestinationState::Starting { incarnation: incarnation(1), again: true },
     ];
     for state in states {
-        let step = moved(destination(&terms, &state, &DestinationEvent::RegisterSays(response.clone())));
+        let step = moved(destination(&terms, &state, &DestinationEvent::RegistryAnswered(response.clone())));
         assert_eq!(step.to, state);
         assert!(!step.effects.contains(&DestinationEffect::Discard), "{step:?}");
     }
@@ -393,13 +393,13 @@ fn a_third_host_in_the_register_decides_nothing() {
 fn an_older_attempt_s_end_does_not_stop_this_one() {
     let terms = terms(Some(Epoch(3)));
     let moved_on = Ownership { epoch: Epoch(5), owner: terms.source.clone(), offer: None, released: false };
-    let response = RegistryAnswer::Stands(Some(moved_on.clone()));
+    let response = RegistryAnswer::Record(Some(moved_on.clone()));
     let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
-    let step = moved(destination(&terms, &taking, &DestinationEvent::RegisterSays(response)));
-    let [DestinationEffect::Register { request, .. }] = &step.effects[..] else { panic!("{step:?}") };
+    let step = moved(destination(&terms, &taking, &DestinationEvent::RegistryAnswered(response)));
+    let [DestinationEffect::Registry { request, .. }] = &step.effects[..] else { panic!("{step:?}") };
     let (reply, record) = apply(request, Some(&moved_on));
     assert_eq!(reply, RegistryReply::Set);
-    assert_eq!(register::interpret_record(&terms, record.as_ref()), RecordMeaning::Destination);
+    assert_eq!(registry::interpret_record(&terms, record.as_ref()), RecordMeaning::Destination);
 }
 
 proptest! {
@@ -409,10 +409,10 @@ proptest! {
     fn exactly_one_side_wins(picks in prop::collection::vec(0..4_usize, 0..24)) {
         let terms = terms(Some(Epoch(3)));
         let requests = [
-            register::acquire_by_destination(&terms, Epoch(3)),
-            register::acquire_by_source(&terms, Epoch(3)),
-            register::return_to_source(&terms),
-            register::offer(&terms, Epoch(3), &incarnation(1), true),
+            registry::acquire_by_destination(&terms, Epoch(3)),
+            registry::acquire_by_source(&terms, Epoch(3)),
+            registry::return_to_source(&terms),
+            registry::offer(&terms, Epoch(3), &incarnation(1), true),
         ];
         let mut record = Ownership { epoch: Epoch(3), owner: terms.source.clone(), offer: None, released: false };
         let mut source_has_it = false;
@@ -421,8 +421,8 @@ proptest! {
             let (reply, new) = apply(&requests[pick], Some(&record));
             let answer = RegistryAnswer::from_reply(&requests[pick], reply);
             record = new.unwrap_or(record);
-            prop_assert_eq!(answer, RegistryAnswer::Stands(Some(record.clone())));
-            let now = register::interpret_record(&terms, Some(&record));
+            prop_assert_eq!(answer, RegistryAnswer::Record(Some(record.clone())));
+            let now = registry::interpret_record(&terms, Some(&record));
             prop_assert!(!source_has_it || now == RecordMeaning::Source);
             prop_assert!(record.epoch >= before.epoch);
             source_has_it = now == RecordMeaning::Source;
@@ -450,13 +450,13 @@ proptest! {
             DestinationState::Refusing,
             DestinationState::Refused,
             DestinationState::Discarded,
-            DestinationState::Bereft,
+            DestinationState::QemuLost,
             DestinationState::Crashed { ran: run },
         ][state].clone();
-        let step = destination(&terms, &state, &DestinationEvent::SourceSays { epoch: EPOCH, verdict });
+        let step = destination(&terms, &state, &DestinationEvent::SourceAnswered { epoch: EPOCH, verdict });
         if let Ok(Step::Moved(step)) = step {
             let cont = step.effects.contains(&DestinationEffect::Cont);
-            prop_assert!(!cont, "no cont without the register");
+            prop_assert!(!cont, "no cont without the registry");
         }
     }
 }
@@ -464,17 +464,17 @@ proptest! {
 /// Trap 17, where only an operator can decide: the source is gone.
 #[test]
 fn an_operator_leaves_a_paused_guest_paused() {
-    let decide = |register, run, decision| {
-        let terms = terms(register);
+    let decide = |registry, run, decision| {
+        let terms = terms(registry);
         let loaded = DestinationEvent::Loaded { incarnation: incarnation(1), run };
         let ready = moved(destination(&terms, &DestinationState::Prepared, &loaded)).to;
-        moved(destination(&terms, &ready, &DestinationEvent::OperatorDecides(decision)))
+        moved(destination(&terms, &ready, &DestinationEvent::OperatorDecided(decision)))
     };
     let here = OperatorDecision::RunHere { force: false };
-    let unregistered = OperatorDecision::WithoutRegister { run_here: true };
+    let unregistered = OperatorDecision::WithoutRegistry { run_here: true };
     for run in [true, false] {
-        for (register, decision) in [(None, here), (Some(Epoch(3)), unregistered)] {
-            let step = decide(register, run, decision);
+        for (registry, decision) in [(None, here), (Some(Epoch(3)), unregistered)] {
+            let step = decide(registry, run, decision);
             assert_eq!(step.effects.contains(&DestinationEffect::Cont), run);
             assert_eq!(matches!(step.to, DestinationState::Active { .. }), !run);
         }

@@ -5,13 +5,13 @@ use serde::{Deserialize, Serialize};
 
 use super::forecast::FixedCost;
 use super::postcopy_start::PostCopyStart;
-use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
+use super::{Decision, GiveUp, Limit, OnLimit, Policy, PrecopyGoals, RoundObservation, ThrottleChange};
 
 /// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as the remaining pages take less than the downtime limit at
 /// the rate of the last round, and sends rounds until then. Here it has a limit of rounds, like every policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetPolicy {
-    aim: Aim,
+    goals: PrecopyGoals,
     on_limit: OnLimit,
     #[serde(skip)]
     postcopy_start: PostCopyStart,
@@ -22,24 +22,24 @@ const NO_FIXED_COST: FixedCost = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0,
 
 impl TargetPolicy {
     /// Creates the policy.
-    pub fn new(aim: Aim, on_limit: OnLimit) -> Self {
-        Self { aim, on_limit, postcopy_start: PostCopyStart::default() }
+    pub fn new(goals: PrecopyGoals, on_limit: OnLimit) -> Self {
+        Self { goals, on_limit, postcopy_start: PostCopyStart::default() }
     }
 }
 
 impl Policy for TargetPolicy {
-    fn aim(&mut self, aim: Aim) {
-        self.aim = aim;
+    fn set_goals(&mut self, goals: PrecopyGoals) {
+        self.goals = goals;
     }
 
     /// Does nothing: the rule depends on the last round alone.
-    fn held(&mut self, _: Held) {}
+    fn throttle_changed(&mut self, _: ThrottleChange) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern: None };
-        let is_last = observed.round >= self.aim.max_rounds;
-        if observed.round > 0 && expected_downtime_ns < self.aim.max_downtime_ns {
+        let is_last = observed.round >= self.goals.max_rounds;
+        if observed.round > 0 && expected_downtime_ns < self.goals.max_downtime_ns {
             return stop;
         }
         match self.on_limit {
@@ -48,14 +48,14 @@ impl Policy for TargetPolicy {
                 observed,
                 expected_downtime_ns,
                 &NO_FIXED_COST,
-                self.aim.max_downtime_ns,
+                self.goals.max_downtime_ns,
             ),
             OnLimit::Abort if is_last && observed.round > 0 => Decision::GiveUp {
                 reason: GiveUp {
                     limit: Limit::Rounds,
                     expected_downtime_ns,
                     fixed_ns: 0,
-                    max_downtime_ns: self.aim.max_downtime_ns,
+                    max_downtime_ns: self.goals.max_downtime_ns,
                 },
             },
             _ => Decision::NextRound {
@@ -89,10 +89,10 @@ impl RoundCountPolicy {
 
 impl Policy for RoundCountPolicy {
     /// Does nothing: the rule has no goals.
-    fn aim(&mut self, _: Aim) {}
+    fn set_goals(&mut self, _: PrecopyGoals) {}
 
     /// Does nothing: the rule counts rounds and pages, however fast the guest is.
-    fn held(&mut self, _: Held) {}
+    fn throttle_changed(&mut self, _: ThrottleChange) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);
@@ -144,13 +144,13 @@ mod tests {
 
     #[test]
     fn kvm_s_rule_is_the_allowed_downtime() {
-        let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 10, ..Aim::default() };
-        let mut policy = TargetPolicy::new(aim, OnLimit::Abort);
+        let goals = PrecopyGoals { max_downtime_ns: 30_000_000, max_rounds: 10, ..PrecopyGoals::default() };
+        let mut policy = TargetPolicy::new(goals, OnLimit::Abort);
         assert!(!stops(policy.decide(&observed(0, 0, 5))));
         assert!(!stops(policy.decide(&observed(1, 30, 1_000))));
         assert!(stops(policy.decide(&observed(2, 29, 30))));
         assert!(matches!(policy.decide(&observed(10, 30, 30)), Decision::GiveUp { .. }));
-        assert!(stops(TargetPolicy::new(aim, OnLimit::Stop).decide(&observed(10, 30, 30))));
+        assert!(stops(TargetPolicy::new(goals, OnLimit::Stop).decide(&observed(10, 30, 30))));
         assert!(!stops(policy.decide(&observed(3, 1, 0))), "nothing is known of the link");
     }
 

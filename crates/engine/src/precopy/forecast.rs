@@ -107,12 +107,12 @@ impl Forecast {
         let Some(pages) = informative_pages(observed) else { return };
         self.sum_bytes = self.sum_bytes / 2 + guest_bytes(pages);
         self.sum_ns = self.sum_ns / 2 + u128::from(observed.duration_ns);
-        let is_full = observed.spared_pages <= pages / 2;
+        let is_full = observed.reduced_pages <= pages / 2;
         if is_full {
             self.full_bytes = self.full_bytes / 2 + guest_bytes(pages);
             self.full_ns = self.full_ns / 2 + u128::from(observed.duration_ns);
         } else if self.full_bytes == 0 {
-            self.full_bytes = guest_bytes(pages.saturating_sub(observed.spared_pages));
+            self.full_bytes = guest_bytes(pages.saturating_sub(observed.reduced_pages));
             self.full_ns = observed.duration_ns.into();
         }
     }
@@ -125,7 +125,7 @@ impl Forecast {
         let last =
             informative_pages(observed).and_then(|pages| at(guest_bytes(pages), observed.duration_ns.into()));
         let mean = at(self.sum_bytes, self.sum_ns);
-        let full = time_for(guest_bytes(observed.unknown_pages), self.full_bytes, self.full_ns);
+        let full = time_for(guest_bytes(observed.full_pages), self.full_bytes, self.full_ns);
         let expected = match (last, mean) {
             (Some(last), Some(mean)) => last.max(mean),
             (one, other) => one.or(other).unwrap_or(if left == 0 { 0 } else { u64::MAX }),
@@ -148,7 +148,7 @@ pub(super) fn gain_ns(observed: &RoundObservation, pages_ns: u64) -> u64 {
     let overhead_ns = observed.interval_ns.saturating_sub(observed.duration_ns);
     let next_ns = u128::from(pages_ns.saturating_add(overhead_ns));
     // Pages that were left to a later round were not written during this one.
-    let written = u128::from(observed.dirty_pages.saturating_sub(observed.left_pages));
+    let written = u128::from(observed.dirty_pages.saturating_sub(observed.remaining_pages));
     let written_ns =
         (u128::from(pages_ns) * written).checked_div(observed.dirty_pages.into()).unwrap_or(pages_ns.into());
     let left_ns = (written_ns * next_ns).checked_div(observed.interval_ns.into());

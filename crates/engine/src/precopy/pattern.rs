@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::forecast::{FixedCost, Forecast, gain_ns};
 use super::pace::Pace;
 use super::postcopy_start::PostCopyStart;
-use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
+use super::{Decision, GiveUp, Limit, OnLimit, Policy, PrecopyGoals, RoundObservation, ThrottleChange};
 
 /// Pattern of a guest's writes where rounds do not shorten the downtime any more (Ibrahim et al., section VII, Fig.
 /// 10).
@@ -139,7 +139,7 @@ const MAX_DOWNTIME_PER_SEEN: u64 = 2;
 /// attempt costs all of memory, so a guest gets some time to become calmer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PatternPolicy {
-    aim: Aim,
+    goals: PrecopyGoals,
     on_limit: OnLimit,
     fixed: FixedCost,
     patience_rounds: u32,
@@ -177,9 +177,9 @@ impl PatternPolicy {
     pub const PATIENCE_ROUNDS: u32 = 6;
 
     /// Creates the policy.
-    pub fn new(aim: Aim, on_limit: OnLimit, fixed: FixedCost) -> Self {
+    pub fn new(goals: PrecopyGoals, on_limit: OnLimit, fixed: FixedCost) -> Self {
         Self {
-            aim,
+            goals,
             on_limit,
             fixed,
             patience_rounds: Self::PATIENCE_ROUNDS,
@@ -217,8 +217,8 @@ impl PatternPolicy {
     }
 
     /// Returns the present goals.
-    pub fn current_goals(&self) -> Aim {
-        self.aim
+    pub fn current_goals(&self) -> PrecopyGoals {
+        self.goals
     }
 
     /// Returns true if a pass has left fewer dirty pages than the ones before; none if the pass has not ended.
@@ -247,12 +247,12 @@ impl PatternPolicy {
 }
 
 impl Policy for PatternPolicy {
-    fn aim(&mut self, aim: Aim) {
-        self.aim = aim;
+    fn set_goals(&mut self, goals: PrecopyGoals) {
+        self.goals = goals;
     }
 
-    fn held(&mut self, held: Held) {
-        if held != Held::Slower {
+    fn throttle_changed(&mut self, change: ThrottleChange) {
+        if change != ThrottleChange::Slower {
             return;
         }
         (self.scans, self.fewest_dirty) = (ScanHistory::default(), None);
@@ -284,7 +284,7 @@ impl Policy for PatternPolicy {
         let progress = self.has_progressed(observed);
         let pattern = self.scans.recognise(observed, interval_ns, &sampling);
 
-        let is_last = observed.round >= self.aim.max_rounds;
+        let is_last = observed.round >= self.goals.max_rounds;
         let is_worth_it = !is_last
             && progress != Some(false)
             && gain_ns(observed, pages_ns) >= (expected_downtime_ns / MIN_GAIN_DIVISOR).max(1);
@@ -306,20 +306,20 @@ impl Policy for PatternPolicy {
 
         let next = Decision::NextRound { expected_downtime_ns, most_pages, slow: false, disks_alone: false };
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern };
-        if expected_downtime_ns <= self.aim.max_downtime_ns {
+        if expected_downtime_ns <= self.goals.max_downtime_ns {
             return if is_worth_it { next } else { stop };
         }
         match (self.on_limit, limit) {
             (OnLimit::Stop, limit) if is_over || limit.is_some() => stop,
             (OnLimit::PostCopy, limit) if is_over || limit.is_some() || self.postcopy_start.has_begun() => {
-                self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
+                self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
             }
             (OnLimit::Abort, Some(limit)) => Decision::GiveUp {
                 reason: GiveUp {
                     limit,
                     expected_downtime_ns,
                     fixed_ns: self.fixed.downtime_ns(0),
-                    max_downtime_ns: self.aim.max_downtime_ns,
+                    max_downtime_ns: self.goals.max_downtime_ns,
                 },
             },
             _ => next,
@@ -344,7 +344,7 @@ impl ScanHistory {
         self.0.drain(..self.0.len().saturating_sub(window + 1));
         let hundredths = |part: u64, of: u64| (u128::from(part) * 100).checked_div(of.into());
 
-        if observed.left_pages == 0 && observed.duration_ns < interval_ns {
+        if observed.remaining_pages == 0 && observed.duration_ns < interval_ns {
             return Some(Pattern::Drained);
         }
         if self.0.len() > window && self.is_stable(sampling.stable_percent) {

@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
 use super::postcopy_start::{PostCopyStart, downtime_ns};
-use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, PatternPolicy, Policy, RoundObservation};
+use super::{
+    Decision, GiveUp, Limit, OnLimit, PatternPolicy, Policy, PrecopyGoals, RoundObservation, ThrottleChange,
+};
 use crate::throttle::processors::CpuThrottlePolicy;
 
 /// Ways to continue a migration, in ascending order of the cost for the guest; the last needs both hosts while the
@@ -121,7 +123,7 @@ impl fmt::Display for Outlook {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlaPolicy {
     rounds: PatternPolicy,
-    aim: Aim,
+    goals: PrecopyGoals,
     ways: AvailableStrategies,
     on_limit: OnLimit,
     fixed: FixedCost,
@@ -154,14 +156,14 @@ const THROTTLED_SHARE: u128 = 500;
 const MAX_ROUNDS: u32 = 100;
 
 impl SlaPolicy {
-    /// Creates the policy. It keeps `aim.max_total_ns`, or has no time limit if that is absent.
-    pub fn new(aim: Aim, ways: AvailableStrategies, on_limit: OnLimit, fixed: FixedCost) -> Self {
+    /// Creates the policy. It keeps `goals.max_total_ns`, or has no time limit if that is absent.
+    pub fn new(goals: PrecopyGoals, ways: AvailableStrategies, on_limit: OnLimit, fixed: FixedCost) -> Self {
         // The inner policy decides on rounds, never on giving up.
         let rounds =
-            PatternPolicy::new(without_round_limit(aim), OnLimit::Abort, fixed).with_patience(u32::MAX);
+            PatternPolicy::new(without_round_limit(goals), OnLimit::Abort, fixed).with_patience(u32::MAX);
         Self {
             rounds,
-            aim,
+            goals,
             ways,
             on_limit,
             fixed,
@@ -188,11 +190,11 @@ impl SlaPolicy {
     }
 
     fn max_total_ns(&self) -> u64 {
-        self.aim.max_total_ns.unwrap_or(u64::MAX)
+        self.goals.max_total_ns.unwrap_or(u64::MAX)
     }
 
     fn is_within_limits(&self, outcome: ExpectedOutcome) -> bool {
-        outcome.downtime_ns <= self.aim.max_downtime_ns && outcome.total_ns <= self.max_total_ns()
+        outcome.downtime_ns <= self.goals.max_downtime_ns && outcome.total_ns <= self.max_total_ns()
     }
 
     /// Returns the outcome of rounds that leave `share` of the pages they send, in thousandths; none if they do not
@@ -211,7 +213,7 @@ impl SlaPolicy {
         let (mut left_ns, mut total_ns) = (pages_ns, observed.elapsed_ns);
         for _ in 0..MAX_ROUNDS {
             let downtime_ns = self.fixed.downtime_ns(left_ns).saturating_add(scans_ns);
-            if downtime_ns <= self.aim.max_downtime_ns {
+            if downtime_ns <= self.goals.max_downtime_ns {
                 return Some(ExpectedOutcome { downtime_ns, total_ns: total_ns.saturating_add(downtime_ns) });
             }
             let round_ns = left_ns.saturating_add(overhead_ns);
@@ -223,10 +225,10 @@ impl SlaPolicy {
 
     /// Returns the share of the pages sent that is dirty after a round, in thousandths; none if it is not known.
     fn share(&self, observed: &RoundObservation, pages_ns: u64) -> Option<u128> {
-        let written = u128::from(observed.dirty_pages.saturating_sub(observed.left_pages));
+        let written = u128::from(observed.dirty_pages.saturating_sub(observed.remaining_pages));
         let written_ns = (u128::from(pages_ns) * written).checked_div(observed.dirty_pages.into())?;
         let share = (written_ns * 1000).checked_div(observed.interval_ns.into())?;
-        if observed.left_pages == 0 {
+        if observed.remaining_pages == 0 {
             return Some(share);
         }
         let redirtied =
@@ -278,7 +280,7 @@ impl SlaPolicy {
 
     /// Starts post-copy, or sends the rounds of disks before it.
     fn start_post_copy(&mut self, observed: &RoundObservation, pages_ns: u64) -> Decision {
-        self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
+        self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
     }
 
     /// Returns true if there is no time for another scan before the remaining pages have to be sent.
@@ -289,21 +291,21 @@ impl SlaPolicy {
 }
 
 /// Removes the limit of rounds.
-fn without_round_limit(aim: Aim) -> Aim {
-    Aim { max_rounds: u32::MAX, ..aim }
+fn without_round_limit(goals: PrecopyGoals) -> PrecopyGoals {
+    PrecopyGoals { max_rounds: u32::MAX, ..goals }
 }
 
 impl Policy for SlaPolicy {
-    fn aim(&mut self, aim: Aim) {
-        self.aim = aim;
-        self.rounds.aim(without_round_limit(aim));
+    fn set_goals(&mut self, goals: PrecopyGoals) {
+        self.goals = goals;
+        self.rounds.set_goals(without_round_limit(goals));
     }
 
-    fn held(&mut self, held: Held) {
-        self.rounds.held(held);
+    fn throttle_changed(&mut self, change: ThrottleChange) {
+        self.rounds.throttle_changed(change);
         // Two consecutive scans have to be of the same guest.
-        (self.is_throttled, self.proposed) = (held == Held::Slower, None);
-        if held == Held::ForGood {
+        (self.is_throttled, self.proposed) = (change == ThrottleChange::Slower, None);
+        if change == ThrottleChange::ForGood {
             self.ways.slow_down = false;
             self.way = self.way.filter(|way| *way != MigrationStrategy::SlowedDown);
         }
@@ -314,7 +316,7 @@ impl Policy for SlaPolicy {
         self.outlook = None;
         let decision = self.rounds.decide(observed);
         let Decision::NextRound { expected_downtime_ns, most_pages, .. } = decision else { return decision };
-        let (fixed_ns, max_downtime_ns) = (self.fixed.downtime_ns(0), self.aim.max_downtime_ns);
+        let (fixed_ns, max_downtime_ns) = (self.fixed.downtime_ns(0), self.goals.max_downtime_ns);
         let give_up = |limit| Decision::GiveUp {
             reason: GiveUp { limit, expected_downtime_ns, fixed_ns, max_downtime_ns },
         };
@@ -332,7 +334,7 @@ impl Policy for SlaPolicy {
             slow: way == MigrationStrategy::SlowedDown,
             disks_alone: false,
         };
-        if expected_downtime_ns <= self.aim.max_downtime_ns {
+        if expected_downtime_ns <= self.goals.max_downtime_ns {
             // Another round would be worth it, if there is time for it.
             return if is_last_moment { stop } else { slow(self.way.unwrap_or(MigrationStrategy::PreCopy)) };
         }
@@ -366,7 +368,7 @@ impl Policy for SlaPolicy {
             }
         }
         (self.way, self.outlook) = (Some(outlook.chosen), Some(outlook));
-        let is_last_round = observed.round >= self.aim.max_rounds;
+        let is_last_round = observed.round >= self.goals.max_rounds;
         if !is_last_round && (outlook.is_feasible || !is_last_moment) {
             return slow(outlook.chosen);
         }

@@ -6,12 +6,12 @@ pub(super) fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: 
     RoundObservation {
         round,
         dirty_pages,
-        unknown_pages: dirty_pages,
+        full_pages: dirty_pages,
         pages_sent,
         empty_pages: 0,
-        spared_pages: 0,
-        left_pages: 0,
-        left_of_disks: 0,
+        reduced_pages: 0,
+        remaining_pages: 0,
+        remaining_disk_pages: 0,
         resent_pages: 0,
         bytes_sent: pages_sent * PAGE_BYTES,
         duration_ns: duration_ms * 1_000_000,
@@ -28,7 +28,7 @@ fn free() -> FixedCost {
 
 pub(super) fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> PatternPolicy {
     PatternPolicy::new(
-        Aim { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds, ..Aim::default() },
+        PrecopyGoals { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds, ..PrecopyGoals::default() },
         on_limit,
         free(),
     )
@@ -50,14 +50,14 @@ fn full_pages_are_expected_to_take_as_long_as_before() {
     let mut policy = policy(300, 30, OnLimit::Abort);
     // 32 pages in a millisecond.
     assert_eq!(expected(policy.decide(&round(1, 32_000, 320_000, 10_000))), 1_000 * MS);
-    let changes = |number, unknown_pages| RoundObservation {
-        unknown_pages,
-        spared_pages: 32_000,
+    let changes = |number, full_pages| RoundObservation {
+        full_pages,
+        reduced_pages: 32_000,
         bytes_sent: 32_000 * 90,
         ..round(number, 32_000, 32_000, 50)
     };
     // All pages are known: as quick as the last round.
-    let now = expected(policy.decide(&RoundObservation { unknown_pages: 0, ..changes(2, 0) }));
+    let now = expected(policy.decide(&RoundObservation { full_pages: 0, ..changes(2, 0) }));
     assert!(now > 300 * MS, "the mean has not forgotten the first round");
     for number in 3..12 {
         policy.decide(&changes(number, 0));
@@ -74,10 +74,10 @@ fn references_of_the_first_round_do_not_make_the_link_quicker() {
     let mut policy = policy(300, 30, OnLimit::Abort);
     // A tenth of the pages was sent in full, in a second, in which ten times as many pages were finished.
     let first = round(1, 10_000, 100_000, 1_000);
-    let first = RoundObservation { spared_pages: 90_000, unknown_pages: 10_000, ..first };
+    let first = RoundObservation { reduced_pages: 90_000, full_pages: 10_000, ..first };
     assert_eq!(expected(policy.decide(&first)), 1_000 * MS);
     // The first round with mostly full pages counts from here on.
-    let second = RoundObservation { unknown_pages: 1_000, ..round(2, 1_000, 20_000, 1_000) };
+    let second = RoundObservation { full_pages: 1_000, ..round(2, 1_000, 20_000, 1_000) };
     assert_eq!(expected(policy.decide(&second)), 60 * MS);
 }
 
@@ -125,8 +125,8 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
 /// Returns the number of rounds until the stop, and the expected downtime, where 10 pages are sent and `dirty_per_ms`
 /// are written in a millisecond.
 fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
-    let aim = Aim { max_downtime_ns: 300_000_000, max_rounds, ..Aim::default() };
-    let mut policy = PatternPolicy::new(aim, OnLimit::Abort, fixed);
+    let goals = PrecopyGoals { max_downtime_ns: 300_000_000, max_rounds, ..PrecopyGoals::default() };
+    let mut policy = PatternPolicy::new(goals, OnLimit::Abort, fixed);
     let (mut n, mut left) = (1, 10_000);
     loop {
         let duration_ms = left / 10;
@@ -180,16 +180,19 @@ fn the_time_between_rounds_counts() {
 fn saving_counts_where_it_takes_longer_than_the_last_pages() {
     let fixed = FixedCost { save_ns: 5_000_000, ..free() };
     let decide = |dirty| {
-        expected(PatternPolicy::new(Aim::default(), OnLimit::Abort, fixed).decide(&round(1, dirty, 1000, 10)))
+        expected(
+            PatternPolicy::new(PrecopyGoals::default(), OnLimit::Abort, fixed)
+                .decide(&round(1, dirty, 1000, 10)),
+        )
     };
     assert_eq!((decide(0), decide(400), decide(600)), (5_000_000, 5_000_000, 6_000_000));
 }
 
 #[test]
 fn the_fixed_part_counts() {
-    let aim = Aim::default();
-    let fixed = FixedCost { load_ns: aim.max_downtime_ns, ..free() };
-    let decide = |fixed| PatternPolicy::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
+    let goals = PrecopyGoals::default();
+    let fixed = FixedCost { load_ns: goals.max_downtime_ns, ..free() };
+    let decide = |fixed| PatternPolicy::new(goals, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
     assert!(matches!(decide(free()), Decision::StopAndCopy { .. }));
     assert!(matches!(decide(fixed), Decision::NextRound { .. }));
 }
@@ -252,9 +255,9 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     let mut policy = TracedPolicy::new(policy(1, 100, OnLimit::Abort));
     let observed = |n| round(n, 1000, 10_000, 100);
     assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
-    let aim = Aim { max_downtime_ns: 10_000_000, max_rounds: 100, ..Aim::default() };
-    policy.aim(aim);
-    policy.aim(aim);
+    let goals = PrecopyGoals { max_downtime_ns: 10_000_000, max_rounds: 100, ..PrecopyGoals::default() };
+    policy.set_goals(goals);
+    policy.set_goals(goals);
     assert!(matches!(policy.decide(&observed(2)), Decision::StopAndCopy { .. }));
     assert_eq!(policy.trace().entries.len(), 3);
     let text = serde_json::to_string(policy.trace()).unwrap();
@@ -265,13 +268,13 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
 /// All policies make the same decisions in a replay, whatever they observe.
 #[test]
 fn every_policy_can_be_replayed() {
-    let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 5, ..Aim::default() };
+    let goals = PrecopyGoals { max_downtime_ns: 30_000_000, max_rounds: 5, ..PrecopyGoals::default() };
     let ways = AvailableStrategies { slow_down: true, post_copy: true };
     let policies: [AnyPolicy; 5] = [
-        HybridPolicy::new(aim, 4, free()).into(),
-        SlaPolicy::new(aim, ways, OnLimit::Abort, free()).into(),
-        PatternPolicy::new(aim, OnLimit::Stop, free()).into(),
-        TargetPolicy::new(aim, OnLimit::Abort).into(),
+        HybridPolicy::new(goals, 4, free()).into(),
+        SlaPolicy::new(goals, ways, OnLimit::Abort, free()).into(),
+        PatternPolicy::new(goals, OnLimit::Stop, free()).into(),
+        TargetPolicy::new(goals, OnLimit::Abort).into(),
         RoundCountPolicy::default().into(),
     ];
     for policy in policies {
@@ -279,7 +282,7 @@ fn every_policy_can_be_replayed() {
         for (n, dirty) in
             [(0, 90_000), (1, 50_000), (1, 30_000), (2, 9_000), (3, 100_000), (5, 90_000), (6, 10)]
         {
-            traced.decide(&RoundObservation { left_pages: dirty / 3, ..round(n, dirty, 100_000, 1000) });
+            traced.decide(&RoundObservation { remaining_pages: dirty / 3, ..round(n, dirty, 100_000, 1000) });
         }
         let text = serde_json::to_string(traced.trace()).unwrap();
         let read: Trace = serde_json::from_str(&text).unwrap();
@@ -308,8 +311,8 @@ fn pages_of_zeros_say_nothing_of_the_link() {
 fn what_is_seen_of_memory_is_without_what_waits_of_disks() {
     let seen = RoundObservation {
         disk_pages: 900,
-        left_pages: 1_000,
-        left_of_disks: 800,
+        remaining_pages: 1_000,
+        remaining_disk_pages: 800,
         ..round(2, 1_500, 10_000, 1_000)
     };
     assert_eq!(seen.dirty_rate_bytes_per_s(), 500 * PAGE_BYTES);
@@ -332,11 +335,11 @@ fn rounds_make_progress_while_the_disk_throttle_acts() {
 /// A policy that recognizes pattern c has to observe the pages that were sent again.
 #[test]
 fn pattern_c_policies_observe_resent_pages() {
-    let (aim, ways) = (Aim::default(), AvailableStrategies { slow_down: false, post_copy: false });
-    let resent = |n| RoundObservation { resent_pages: 900, left_pages: 10, ..round(n, 900, 1000, 100) };
+    let (goals, ways) = (PrecopyGoals::default(), AvailableStrategies { slow_down: false, post_copy: false });
+    let resent = |n| RoundObservation { resent_pages: 900, remaining_pages: 10, ..round(n, 900, 1000, 100) };
     let policies: [AnyPolicy; 2] = [
-        PatternPolicy::new(aim, OnLimit::Abort, free()).into(),
-        SlaPolicy::new(aim, ways, OnLimit::Abort, free()).into(),
+        PatternPolicy::new(goals, OnLimit::Abort, free()).into(),
+        SlaPolicy::new(goals, ways, OnLimit::Abort, free()).into(),
     ];
     for policy in policies {
         let mut traced = TracedPolicy::new(policy);

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Aim, Decision, Held, HybridPolicy, Outlook, PatternPolicy, Policy, RoundCountPolicy, RoundObservation,
-    SlaPolicy, TargetPolicy,
+    Decision, HybridPolicy, Outlook, PatternPolicy, Policy, PrecopyGoals, RoundCountPolicy, RoundObservation,
+    SlaPolicy, TargetPolicy, ThrottleChange,
 };
 use crate::trace::{self, Decider};
 
@@ -26,23 +26,23 @@ pub enum AnyPolicy {
 }
 
 impl Policy for AnyPolicy {
-    fn aim(&mut self, aim: Aim) {
+    fn set_goals(&mut self, goals: PrecopyGoals) {
         match self {
-            Self::Pattern(policy) => policy.aim(aim),
-            Self::Hybrid(policy) => policy.aim(aim),
-            Self::Sla(policy) => policy.aim(aim),
-            Self::Target(policy) => policy.aim(aim),
-            Self::Rounds(policy) => policy.aim(aim),
+            Self::Pattern(policy) => policy.set_goals(goals),
+            Self::Hybrid(policy) => policy.set_goals(goals),
+            Self::Sla(policy) => policy.set_goals(goals),
+            Self::Target(policy) => policy.set_goals(goals),
+            Self::Rounds(policy) => policy.set_goals(goals),
         }
     }
 
-    fn held(&mut self, held: Held) {
+    fn throttle_changed(&mut self, change: ThrottleChange) {
         match self {
-            Self::Pattern(policy) => policy.held(held),
-            Self::Hybrid(policy) => policy.held(held),
-            Self::Sla(policy) => policy.held(held),
-            Self::Target(policy) => policy.held(held),
-            Self::Rounds(policy) => policy.held(held),
+            Self::Pattern(policy) => policy.throttle_changed(change),
+            Self::Hybrid(policy) => policy.throttle_changed(change),
+            Self::Sla(policy) => policy.throttle_changed(change),
+            Self::Target(policy) => policy.throttle_changed(change),
+            Self::Rounds(policy) => policy.throttle_changed(change),
         }
     }
 
@@ -92,11 +92,11 @@ impl From<RoundCountPolicy> for AnyPolicy {
 #[serde(tag = "what", rename_all = "kebab-case")]
 pub enum PolicyEvent {
     /// The goals changed.
-    Aim(Aim),
+    Goals(PrecopyGoals),
     /// The CPU throttle changed.
-    Held {
+    ThrottleChanged {
         /// The change.
-        held: Held,
+        change: ThrottleChange,
     },
     /// A round has ended.
     Round {
@@ -116,8 +116,8 @@ impl Decider for AnyPolicy {
 
     fn decide(&mut self, happened: &PolicyEvent) -> Option<Decision> {
         match happened {
-            PolicyEvent::Aim(aim) => self.aim(*aim),
-            PolicyEvent::Held { held } => self.held(*held),
+            PolicyEvent::Goals(goals) => self.set_goals(*goals),
+            PolicyEvent::ThrottleChanged { change } => self.throttle_changed(*change),
             PolicyEvent::Round { observed } => return Some(Policy::decide(self, observed)),
         }
         None
@@ -145,19 +145,19 @@ pub type TracedPolicy = trace::TracedPolicy<AnyPolicy>;
 
 impl TracedPolicy {
     /// Sets changed goals, which apply from the next decision on.
-    pub fn aim(&mut self, aim: Aim) {
+    pub fn set_goals(&mut self, goals: PrecopyGoals) {
         let last = self.trace().entries.iter().rev().find_map(|entry| match entry.observed {
-            PolicyEvent::Aim(aim) => Some(aim),
+            PolicyEvent::Goals(goals) => Some(goals),
             _ => None,
         });
-        if last != Some(aim) {
-            self.decide_on(PolicyEvent::Aim(aim));
+        if last != Some(goals) {
+            self.decide_on(PolicyEvent::Goals(goals));
         }
     }
 
     /// Records a change of the CPU throttle.
-    pub fn held(&mut self, held: Held) {
-        self.decide_on(PolicyEvent::Held { held });
+    pub fn throttle_changed(&mut self, change: ThrottleChange) {
+        self.decide_on(PolicyEvent::ThrottleChanged { change });
     }
 
     /// Decides after a round.

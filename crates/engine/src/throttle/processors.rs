@@ -26,7 +26,7 @@ pub struct ThrottleDemand {
     /// True if the stop policy has chosen this.
     pub is_chosen: bool,
     /// True if a user has requested this for the case that the downtime would be too long.
-    pub is_asked_for: bool,
+    pub is_requested: bool,
     /// Number of passes over all dirty pages.
     pub passes: u32,
     /// Expected downtime, in nanoseconds.
@@ -40,7 +40,7 @@ impl ThrottleDemand {
     /// no downtime is known to be too long.
     pub fn is_throttle_needed(&self) -> bool {
         let is_too_long = self.passes > 0 && self.expected_downtime_ns > self.max_downtime_ns;
-        self.is_chosen || (self.is_asked_for && is_too_long)
+        self.is_chosen || (self.is_requested && is_too_long)
     }
 }
 
@@ -275,7 +275,7 @@ mod tests {
     #[test]
     fn a_guest_is_throttled_if_chosen_or_if_requested_and_needed() {
         let asked = ThrottleDemand {
-            is_asked_for: true,
+            is_requested: true,
             passes: 1,
             expected_downtime_ns: 301,
             max_downtime_ns: 300,
@@ -283,7 +283,7 @@ mod tests {
         };
         assert!(asked.is_throttle_needed());
         for not in [
-            ThrottleDemand { is_asked_for: false, ..asked },
+            ThrottleDemand { is_requested: false, ..asked },
             ThrottleDemand { passes: 0, ..asked },
             ThrottleDemand { expected_downtime_ns: 300, ..asked },
         ] {

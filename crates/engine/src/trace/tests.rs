@@ -4,13 +4,15 @@ use proto::packed::CompressionTrial;
 use super::*;
 use crate::bulk::{DiskRound, DisksFirstPolicy};
 use crate::compression::{CompressionObservation, CompressionPolicy, WAYS};
-use crate::precopy::{Aim, AnyPolicy, Held, PolicyEvent, RoundCountPolicy, RoundObservation};
+use crate::precopy::{
+    AnyPolicy, PolicyEvent, PrecopyGoals, RoundCountPolicy, RoundObservation, ThrottleChange,
+};
 use crate::pressure::{RestraintPolicy, SchedulingTimes};
 use crate::push::{Part, Push};
-use crate::referring::{ReferenceObservation, ReferencePolicy};
+use crate::references::{ReferenceObservation, ReferencePolicy};
 use crate::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy, ThrottleDemand};
 use crate::throttle::{Drain, Threshold, WriteObservation, WriteThrottle};
-use crate::traces::{Others, Replayed, Traces};
+use crate::traces::{OtherTraces, Replayed, Traces};
 
 /// Numbers of a realistic size: no counter reaches more.
 fn number() -> impl Strategy<Value = u64> {
@@ -46,10 +48,14 @@ fn is_replayed<P: Decider>(trace: &Trace<P>) {
 }
 
 fn any_observation() -> impl Strategy<Value = CompressionObservation> {
-    let trial =
-        (0..WAYS.len(), number(), number(), number()).prop_map(|(way, data_bytes, packed_bytes, pack_ns)| {
-            CompressionTrial { way: WAYS[way], data_bytes, packed_bytes, pack_ns }
-        });
+    let trial = (0..WAYS.len(), number(), number(), number()).prop_map(
+        |(way, data_bytes, compressed_bytes, pack_ns)| CompressionTrial {
+            way: WAYS[way],
+            data_bytes,
+            compressed_bytes,
+            pack_ns,
+        },
+    );
     let counted = (number(), number(), number(), number(), number(), number(), number(), number());
     (counted, 0..8_u32, prop::collection::vec(trial, 0..5)).prop_map(
         |(
@@ -102,8 +108,8 @@ proptest! {
         )),
         lifted in several(0..40_usize),
     ) {
-        let of = |((is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuSample {
-            wish: ThrottleDemand { is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns },
+        let of = |((is_chosen, is_requested, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuSample {
+            wish: ThrottleDemand { is_chosen, is_requested, passes, expected_downtime_ns, max_downtime_ns },
             seen: Option::map(seen, |(used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| {
                 CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s }
             }),
@@ -160,10 +166,12 @@ fn a_long_trace_says_how_much_of_it_is_missing() {
         &[2, RestraintPolicy::MAX_ENTRIES + 2],
     );
     assert_eq!((trace.entries.len(), trace.left_out), (RestraintPolicy::MAX_ENTRIES, more));
-    assert_eq!(trace.entries.iter().filter(|entry| entry.anew).count(), 1);
+    assert_eq!(trace.entries.iter().filter(|entry| entry.is_reset).count(), 1);
     is_replayed(&trace);
-    let traces =
-        Traces { others: Others { pressure: Some(trace), ..Others::default() }, ..Traces::default() };
+    let traces = Traces {
+        others: OtherTraces { pressure: Some(trace), ..OtherTraces::default() },
+        ..Traces::default()
+    };
     let [replayed] = &traces.compare()[..] else { panic!("{:?}", traces.compare()) };
     assert_eq!((replayed.decisions, replayed.left_out), (RestraintPolicy::MAX_ENTRIES, more));
     assert_eq!(replayed.differences, []);
@@ -184,7 +192,7 @@ fn a_reset_is_replayed() {
         traced(CpuThrottlePolicy::default(), vec![fast.clone(), CpuSample::default(), fast], &[1]);
     assert_eq!(trace.decisions().copied().collect::<Vec<_>>(), [Some(250_000), None, Some(250_000)]);
     is_replayed(&trace);
-    trace.entries[1].anew = false;
+    trace.entries[1].is_reset = false;
     assert_eq!(trace.replay().entries[1].decision, Some(250_000));
 }
 
@@ -192,8 +200,12 @@ fn a_reset_is_replayed() {
 fn a_changed_decision_is_reported() {
     let looks =
         |n| PolicyEvent::Round { observed: RoundObservation { round: n, ..RoundObservation::default() } };
-    let seen =
-        vec![PolicyEvent::Aim(Aim::default()), looks(0), PolicyEvent::Held { held: Held::Slower }, looks(1)];
+    let seen = vec![
+        PolicyEvent::Goals(PrecopyGoals::default()),
+        looks(0),
+        PolicyEvent::ThrottleChanged { change: ThrottleChange::Slower },
+        looks(1),
+    ];
     let stop = traced(AnyPolicy::from(RoundCountPolicy::default()), seen, &[]);
     is_replayed(&stop);
     let push = traced(
@@ -201,7 +213,7 @@ fn a_changed_decision_is_reported() {
         vec![Part { pages: 64, data_pages: 64, wire_bytes: 9, duration_ns: 9 }; 3],
         &[],
     );
-    let others = Others { push: Some(push), ..Others::default() };
+    let others = OtherTraces { push: Some(push), ..OtherTraces::default() };
     let mut traces = Traces { stop: vec![stop], others };
     assert_eq!(traces.replay(), traces);
     let counts = |traces: &Traces| {
@@ -226,8 +238,8 @@ fn traces_of_old_reports_are_readable() {
     let text = r#"{ "total_us": 1, "traces": [{
         "policy": { "policy": "rounds" },
         "entries": [
-            { "what": "aim", "max_downtime_ns": 1, "max_rounds": 30 },
-            { "what": "held", "held": "slower" },
+            { "what": "goals", "max_downtime_ns": 1, "max_rounds": 30 },
+            { "what": "throttle-changed", "change": "slower" },
             { "what": "round",
               "observed": { "round": 1, "dirty_pages": 1, "pages_sent": 1, "bytes_sent": 1,
                             "duration_ns": 4096, "interval_ns": 1, "scan_ns": 1 },

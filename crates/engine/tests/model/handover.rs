@@ -2,7 +2,7 @@
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
 use engine::handover::recover::OperatorDecision;
-use engine::handover::register::RegistryAnswer;
+use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::{SourceEvent, SourceState};
 use stateright::{Model, Property};
 
@@ -14,7 +14,7 @@ use crate::world::{Budget, Life, Packet, Qemu, Side, World};
 pub(crate) struct Handover {
     pub(crate) rules: Rules,
     pub(crate) budget: Budget,
-    pub(crate) register: bool,
+    pub(crate) registry: bool,
 }
 
 /// Number of effects after which an agent is killed, if at all.
@@ -79,7 +79,7 @@ impl Model for Handover {
     type Action = Act;
 
     fn init_states(&self) -> Vec<World> {
-        vec![World::new(self.budget, self.register)]
+        vec![World::new(self.budget, self.registry)]
     }
 
     fn actions(&self, world: &World, acts: &mut Vec<Act>) {
@@ -248,7 +248,7 @@ pub(crate) const ALONE: &str = "nobody in doubt decides alone";
 pub(crate) const THREW_AWAY: &str = "what has run is never thrown away";
 pub(crate) const DISCARDED: &str = "a discarded copy is never run";
 pub(crate) const LOST_PAGES: &str = "what a guest that runs elsewhere still needs is not thrown away";
-pub(crate) const STILL_WAITS: &str = "an operator's word without the register ends the waiting for it";
+pub(crate) const STILL_WAITS: &str = "an operator's word without the registry ends the waiting for it";
 pub(crate) const LEGAL: &str = "no event is illegal";
 pub(crate) const ONE_RUNS: &str = "when links heal and agents restart, one is running";
 pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
@@ -380,7 +380,7 @@ impl Handover {
                     Side::Source => {
                         matches!(
                             world.source.state,
-                            SourceState::Committed { .. } | SourceState::Bereft { .. }
+                            SourceState::Committed { .. } | SourceState::QemuLost { .. }
                         )
                     }
                     Side::Destination => matches!(world.destination.state, DestinationState::Ready { .. }),
@@ -406,7 +406,7 @@ impl Trouble {
             Self::SourceGivesUpContact => world.feed_source_if(rules, &SourceEvent::ContactLostForGood, die),
             Self::SourceWaitsForRegister => {
                 if matches!(world.source.state, SourceState::Reclaiming { .. }) {
-                    world.feed_source(rules, &SourceEvent::RegisterSays(unknown), die);
+                    world.feed_source(rules, &SourceEvent::RegistryAnswered(unknown), die);
                 }
             }
             Self::DestinationCancelled => world.feed_destination_if(rules, &DestinationEvent::Cancel, die),
@@ -422,11 +422,11 @@ impl Trouble {
                     world.destination.state,
                     DestinationState::Taking { .. }
                         | DestinationState::Refusing
-                        | DestinationState::Bereft
+                        | DestinationState::QemuLost
                         | DestinationState::Starting { again: true, .. }
-                ) && world.register.is_some()
+                ) && world.registry.is_some()
                 {
-                    world.feed_destination(rules, &DestinationEvent::RegisterSays(unknown), die);
+                    world.feed_destination(rules, &DestinationEvent::RegistryAnswered(unknown), die);
                 }
             }
         }

@@ -99,16 +99,16 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
             DestinationState::Active { .. } | DestinationState::Completing { .. } => one,
             // The decision of the source is unknown.
             DestinationState::Ready { .. } => {
-                healed.register.is_none_or(|record| record.offer != Some(healed.destination.epoch))
+                healed.registry.is_none_or(|record| record.offer != Some(healed.destination.epoch))
             }
-            DestinationState::Bereft => true,
+            DestinationState::QemuLost => true,
             _ => destination_over(&healed),
         },
         (_, Life::Gone) => match &healed.source.state {
             SourceState::Committed { .. } | SourceState::Reclaiming { .. } => {
-                healed.register.is_none_or(|record| record.owner == Side::Destination)
+                healed.registry.is_none_or(|record| record.owner == Side::Destination)
             }
-            SourceState::Bereft { .. } | SourceState::Done { .. } => true,
+            SourceState::QemuLost { .. } | SourceState::Done { .. } => true,
             _ => source_over(&healed) && (one || crashed_at_source(&healed)),
         },
         _ if !crashed => over(&healed) && one,

@@ -60,10 +60,10 @@ fn soak() -> bool {
 }
 
 /// Runs to the end of the bounds, and asserts that every property holds.
-fn holds(name: &str, budget: Budget, register: bool) {
-    let checker = Handover { rules: CORRECT, budget, register }.checker().threads(2).spawn_bfs().join();
+fn holds(name: &str, budget: Budget, registry: bool) {
+    let checker = Handover { rules: CORRECT, budget, registry }.checker().threads(2).spawn_bfs().join();
     println!(
-        "{name}: {} states, depth {}, register {register}, {budget:?}",
+        "{name}: {} states, depth {}, registry {registry}, {budget:?}",
         checker.unique_state_count(),
         checker.max_depth()
     );
@@ -71,8 +71,8 @@ fn holds(name: &str, budget: Budget, register: bool) {
 }
 
 /// Asserts that a violation of one of the expected properties is found.
-fn found(rules: Rules, budget: Budget, register: bool, expected: &[&'static str]) {
-    let checker = Handover { rules, budget, register }
+fn found(rules: Rules, budget: Budget, registry: bool, expected: &[&'static str]) {
+    let checker = Handover { rules, budget, registry }
         .checker()
         .threads(2)
         .finish_when(HasDiscoveries::AnyOf(expected.iter().copied().collect()))
@@ -86,13 +86,13 @@ fn found(rules: Rules, budget: Budget, register: bool, expected: &[&'static str]
 
 /// Runs with a registry and without; in the long run also with one more death of an agent.
 fn both(name: &str, budget: Budget) {
-    for register in [false, true] {
-        holds(name, budget, register);
+    for registry in [false, true] {
+        holds(name, budget, registry);
     }
     if soak() {
         let budget = Budget { agent_crashes: budget.agent_crashes + 1, ..budget };
-        for register in [false, true] {
-            holds(&format!("{name}, soak"), budget, register);
+        for registry in [false, true] {
+            holds(&format!("{name}, soak"), budget, registry);
         }
     }
 }
@@ -153,7 +153,7 @@ fn operators_decide() {
 fn no_operator_makes_images_of_a_guest_that_has_run_be_removed() {
     let budget = Budget { host_crashes: 1, decisions: 1, troubles: 1, in_flight: 2, ..NONE };
     for post_copy in [false, true] {
-        let model = Handover { rules: CORRECT, budget: Budget { post_copy, ..budget }, register: false };
+        let model = Handover { rules: CORRECT, budget: Budget { post_copy, ..budget }, registry: false };
         let checker = model.checker().threads(2).finish_when(HasDiscoveries::All).spawn_bfs().join();
         println!("{} states", checker.unique_state_count());
         assert!(checker.discovery(THREW_AWAY).is_none(), "{:?}", checker.discovery(THREW_AWAY));
@@ -186,12 +186,12 @@ fn all_at_once_with_hosts() {
     if soak() {
         let budget =
             Budget { agent_crashes: 1, host_crashes: 1, qemu_deaths: 1, troubles: 1, in_flight: 2, ..NONE };
-        for register in [false, true] {
-            holds("all at once, with hosts", budget, register);
+        for registry in [false, true] {
+            holds("all at once, with hosts", budget, registry);
             holds(
                 "all at once, with hosts, twice",
                 Budget { agent_crashes: 0, attempts: 2, ..budget },
-                register,
+                registry,
             );
         }
     }
@@ -245,8 +245,8 @@ fn the_model_takes_the_table() {
         Budget { host_crashes: 1, ..OVERRIDES },
     ];
     let with_and_without = runs.into_iter().flat_map(|budget| [(budget, false), (budget, true)]);
-    for (budget, register) in with_and_without.chain(with_decisions.map(|budget| (budget, true))) {
-        Handover { rules: NOTED, budget, register }.checker().threads(2).spawn_bfs().join();
+    for (budget, registry) in with_and_without.chain(with_decisions.map(|budget| (budget, true))) {
+        Handover { rules: NOTED, budget, registry }.checker().threads(2).spawn_bfs().join();
     }
     let taken = TAKEN.lock().expect("no test panics with it");
     let all = table::transitions();
@@ -290,9 +290,9 @@ const DOES_NOTHING: &str = "does nothing";
 
 /// Transitions that the model does not take, by a part of their names, with the reason.
 const LEFT_OUT: [(&str, &str); 20] = [
-    ("operator-decides", "operators say only what is right, and only where there is or was a register"),
+    ("operator-decided", "operators say only what is right, and only where there is or was a registry"),
     ("paused]", "all guests run; what becomes of paused ones is in the engine's own tests"),
-    ("foreign", "nobody else writes to the register"),
+    ("foreign", "nobody else writes to the registry"),
     ("unreachable", "does nothing; a request that is lost comes to the same"),
     ("peer-silent", "does what peer-lost does"),
     ("prepared/failed", "does what peer-lost does"),
@@ -306,8 +306,8 @@ const LEFT_OUT: [(&str, &str); 20] = [
     ("returning/incomplete", "a contradiction"),
     ("returned/incomplete", "a contradiction"),
     ("other-incarnation", "an attempt has one incarnation"),
-    ("destination-owns,bereft", "only after an operator's decision"),
-    ("starting/register-says[source-owns]", "only after an operator's decision"),
-    ("prepared/source-says", "nobody asks before READY"),
+    ("destination-owns,qemu-lost", "only after an operator's decision"),
+    ("starting/registry-answered[source-owns]", "only after an operator's decision"),
+    ("prepared/source-answered", "nobody asks before READY"),
     ("idle/go", "PREPARED is synced, so a destination that gets GO knows of it; refused all the same"),
 ];

@@ -1,7 +1,7 @@
 //! Planted errors: replacements of the engine's functions, each with one difference.
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use engine::handover::register::RegistryAnswer;
+use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, MigrationTerms, Move, QemuAtStart, Step};
 use proto::message::Verdict;
@@ -83,8 +83,8 @@ pub(crate) fn destination_says_running_too_early(
     event: &DestinationEvent,
 ) -> DestinationStep {
     match event {
-        DestinationEvent::Contd { .. } => {
-            destination(terms, state, &DestinationEvent::Contd { missing: false })
+        DestinationEvent::Continued { .. } => {
+            destination(terms, state, &DestinationEvent::Continued { missing: false })
         }
         _ => destination(terms, state, event),
     }
@@ -225,10 +225,11 @@ pub(crate) fn destination_skips_register(
 ) -> DestinationStep {
     let is_committed = matches!(
         event,
-        DestinationEvent::Go { .. } | DestinationEvent::SourceSays { verdict: Verdict::Committed { .. }, .. }
+        DestinationEvent::Go { .. }
+            | DestinationEvent::SourceAnswered { verdict: Verdict::Committed { .. }, .. }
     );
     if is_committed && matches!(state, DestinationState::Ready { .. }) {
-        destination(&MigrationTerms { register: None, ..terms.clone() }, state, event)
+        destination(&MigrationTerms { registry: None, ..terms.clone() }, state, event)
     } else {
         destination(terms, state, event)
     }
@@ -289,7 +290,7 @@ pub(crate) fn destination_trusts_a_rebooted_journal(
     }
 }
 
-/// A destination on a rebooted host sends CRASHED while it asks a source that may be bereft, too.
+/// A destination on a rebooted host sends CRASHED while it asks a source that may have lost its QEMU, too.
 pub(crate) fn destination_says_crashed_while_it_asks(
     terms: &MigrationTerms,
     state: &DestinationState,
@@ -297,7 +298,7 @@ pub(crate) fn destination_says_crashed_while_it_asks(
 ) -> DestinationStep {
     let step = destination(terms, state, event);
     match (state, event) {
-        (DestinationState::Bereft, DestinationEvent::Repeat) => {
+        (DestinationState::QemuLost, DestinationEvent::Repeat) => {
             change(step, |effects| effects.insert(0, DestinationEffect::SendCrashed))
         }
         _ => step,
@@ -366,9 +367,9 @@ pub(crate) fn destination_knows_preflight_only(
     match (state, event) {
         (
             DestinationState::Taking { .. },
-            DestinationEvent::RegisterSays(RegistryAnswer::Stands(Some(record))),
-        ) if record.epoch < terms.epoch() && Some(record.epoch) != terms.register => {
-            destination(terms, state, &DestinationEvent::RegisterSays(RegistryAnswer::Unreachable))
+            DestinationEvent::RegistryAnswered(RegistryAnswer::Record(Some(record))),
+        ) if record.epoch < terms.epoch() && Some(record.epoch) != terms.registry => {
+            destination(terms, state, &DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable))
         }
         _ => destination(terms, state, event),
     }

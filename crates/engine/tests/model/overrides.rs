@@ -11,16 +11,16 @@ use crate::{NONE, found, handover, holds};
 
 /// Returns the decisions that an operator may make now, and be right.
 pub(crate) fn overrides(world: &World) -> Vec<(Side, OperatorDecision)> {
-    let register = world.register.is_some();
+    let registry = world.registry.is_some();
     let mut overrides = Vec::new();
     if world.source.life == Life::Up {
-        let terms = terms(world.source.epoch, world.source.base, register);
+        let terms = terms(world.source.epoch, world.source.base, registry);
         for choice in advise_source(&terms, &world.source.state).choices {
             overrides.push((Side::Source, choice.decision));
         }
     }
     if world.destination.life == Life::Up {
-        let terms = terms(world.destination.epoch, world.destination.base, register);
+        let terms = terms(world.destination.epoch, world.destination.base, registry);
         for choice in advise_destination(&terms, &world.destination.state).choices {
             overrides.push((Side::Destination, choice.decision));
         }
@@ -30,12 +30,12 @@ pub(crate) fn overrides(world: &World) -> Vec<(Side, OperatorDecision)> {
 }
 
 fn is_override(decision: OperatorDecision) -> bool {
-    matches!(decision, OperatorDecision::RunHere { force: true } | OperatorDecision::WithoutRegister { .. })
+    matches!(decision, OperatorDecision::RunHere { force: true } | OperatorDecision::WithoutRegistry { .. })
 }
 
 fn is_right(world: &World, side: Side, decision: OperatorDecision) -> bool {
     let gone = world.register_lost || decision == OperatorDecision::RunHere { force: true };
-    let run_here = decision != OperatorDecision::WithoutRegister { run_here: false };
+    let run_here = decision != OperatorDecision::WithoutRegistry { run_here: false };
     let ran_there = world.ghost.destination.ran && world.same_attempt();
     gone && match side {
         Side::Source => !run_here || (world.destination.life == Life::Gone && !ran_there),
@@ -56,14 +56,14 @@ pub(crate) fn apply_override(rules: &Rules, world: &mut World, side: Side, decis
     let waits = match side {
         Side::Source => matches!(world.source.state, SourceState::Reclaiming { .. }),
         Side::Destination => match &world.destination.state {
-            DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::Bereft => true,
+            DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::QemuLost => true,
             DestinationState::Starting { .. } => {
                 !world.destination_cont && world.destination_qemu == Qemu::Paused
             }
             _ => false,
         },
     };
-    world.ghost.still_waits |= waits && matches!(decision, OperatorDecision::WithoutRegister { .. });
+    world.ghost.still_waits |= waits && matches!(decision, OperatorDecision::WithoutRegistry { .. });
 }
 
 /// One decision, where the registry may be lost and a host gone.
@@ -83,7 +83,7 @@ fn finds_a_source_that_waits_for_a_register_that_is_lost() {
     let waits: fn(&_, &_, &_) -> SourceStep = |terms, state, event| match (state, event) {
         (
             SourceState::Reclaiming { .. },
-            SourceEvent::OperatorDecides(OperatorDecision::WithoutRegister { .. }),
+            SourceEvent::OperatorDecided(OperatorDecision::WithoutRegistry { .. }),
         ) => source(terms, state, &SourceEvent::Cancel),
         _ => source(terms, state, event),
     };
@@ -96,7 +96,7 @@ fn finds_a_destination_that_waits_for_a_register_that_is_lost() {
     let waits: fn(&_, &_, &_) -> DestinationStep = |terms, state, event| match (state, event) {
         (
             DestinationState::Taking { .. },
-            DestinationEvent::OperatorDecides(OperatorDecision::WithoutRegister { .. }),
+            DestinationEvent::OperatorDecided(OperatorDecision::WithoutRegistry { .. }),
         ) => destination(terms, state, &DestinationEvent::Cancel),
         _ => destination(terms, state, event),
     };

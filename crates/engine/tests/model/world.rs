@@ -190,7 +190,7 @@ pub(crate) struct World {
     pub(crate) session: bool,
     /// The source has sent everything, and HELD. It keeps that in memory, not in a journal.
     pub(crate) all_sent: bool,
-    pub(crate) register: Option<Record>,
+    pub(crate) registry: Option<Record>,
     pub(crate) register_lost: bool,
     pub(crate) net: Vec<Packet>,
     pub(crate) budget: Budget,
@@ -198,7 +198,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(budget: Budget, register: bool) -> Self {
+    pub(crate) fn new(budget: Budget, registry: bool) -> Self {
         Self {
             source: Agent::new(SourceState::Idle),
             destination: Agent::new(DestinationState::Idle),
@@ -209,7 +209,7 @@ impl World {
             destination_cont: false,
             session: false,
             all_sent: false,
-            register: register.then_some(Record { epoch: 0, owner: Side::Source, offer: None }),
+            registry: registry.then_some(Record { epoch: 0, owner: Side::Source, offer: None }),
             register_lost: false,
             net: Vec::new(),
             budget,
@@ -248,7 +248,7 @@ impl World {
 
     /// Returns true if the registry assigns this attempt's VM to the source for good.
     fn register_says_source(&self) -> bool {
-        self.register.is_some_and(|r| r.owner == Side::Source && r.epoch >= self.source.epoch)
+        self.registry.is_some_and(|r| r.owner == Side::Source && r.epoch >= self.source.epoch)
     }
 }
 
@@ -262,12 +262,12 @@ fn side(host: &HostId) -> Side {
     if host.as_str() == "s" { Side::Source } else { Side::Destination }
 }
 
-pub(crate) fn terms(epoch: u8, base: u8, register: bool) -> MigrationTerms {
+pub(crate) fn terms(epoch: u8, base: u8, registry: bool) -> MigrationTerms {
     MigrationTerms {
         migration: MigrationId { vm: VmName::new("v").expect("a name"), epoch: Epoch(epoch.into()) },
         source: host(Side::Source),
         destination: host(Side::Destination),
-        register: register.then(|| Epoch(base.into())),
+        registry: registry.then(|| Epoch(base.into())),
         witness: None,
     }
 }

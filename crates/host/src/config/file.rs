@@ -31,7 +31,7 @@ struct File {
     tls: Tls,
     #[serde(default)]
     hosts: BTreeMap<HostId, Peer>,
-    register: Option<Register>,
+    registry: Option<Registry>,
     #[serde(default)]
     qemu: Qemu,
     #[serde(default)]
@@ -65,7 +65,7 @@ struct Peer {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Register {
+struct Registry {
     host: HostId,
 }
 
@@ -166,9 +166,9 @@ impl Checks<'_> {
             self.wrong(&["listen"], what)
         })?;
         let security = self.security(file.tls)?;
-        let register = file.register.map(|register| register.host);
+        let registry = file.registry.map(|registry| registry.host);
         let hosts = self.hosts(file.hosts)?;
-        self.register(&file.host, file.role, register.as_ref(), &hosts)?;
+        self.registry(&file.host, file.role, registry.as_ref(), &hosts)?;
         self.migration(&file.migration)?;
         self.tuning(&file.tuning)?;
         self.timeouts(&file.timeouts)?;
@@ -187,7 +187,7 @@ impl Checks<'_> {
             api_socket,
             security,
             hosts,
-            register,
+            registry,
             qemu: Qemu {
                 binaries: file.qemu.binaries.into_iter().map(|binary| self.absolute(binary)).collect(),
                 data_dirs: file.qemu.data_dirs.into_iter().map(|dir| self.absolute(dir)).collect(),
@@ -278,28 +278,28 @@ impl Checks<'_> {
             .collect()
     }
 
-    fn register(
+    fn registry(
         &self,
         host: &HostId,
         role: AgentRole,
-        register: Option<&HostId>,
+        registry: Option<&HostId>,
         hosts: &BTreeMap<HostId, String>,
     ) -> Result<(), ConfigError> {
-        let Some(register) = register else { return Ok(()) };
-        let key = ["register", "host"];
+        let Some(registry) = registry else { return Ok(()) };
+        let key = ["registry", "host"];
         if role == AgentRole::Witness {
-            return Err(self.wrong(&key, "a witness keeps the register itself; remove [register] or `role`"));
+            return Err(self.wrong(&key, "a witness keeps the registry itself; remove [registry] or `role`"));
         }
-        if register == host {
+        if registry == host {
             return Err(self.wrong(
                 &key,
-                "the register cannot lie on a host that runs VMs: it has to be there when this host is not; name a \
+                "the registry cannot lie on a host that runs VMs: it has to be there when this host is not; name a \
                  third host whose agent has `role = \"witness\"`",
             ));
         }
-        if !hosts.contains_key(register) {
+        if !hosts.contains_key(registry) {
             let what =
-                format!("{register} is not among the hosts; add [hosts.{register}] with its `address`");
+                format!("{registry} is not among the hosts; add [hosts.{registry}] with its `address`");
             return Err(self.wrong(&key, what));
         }
         Ok(())

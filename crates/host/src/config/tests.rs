@@ -37,20 +37,20 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!(config.state_dir, PathBuf::from("/var/lib/whimbrel"));
     assert_eq!(config.api_socket, PathBuf::from("/run/whimbrel/agent.sock"));
     assert_eq!((config.migration.max_downtime_ms, config.migration.on_limit), (300, OnLimit::Abort));
-    assert_eq!((config.role, config.register, config.fault_socket), (AgentRole::Host, None, None));
+    assert_eq!((config.role, config.registry, config.fault_socket), (AgentRole::Host, None, None));
 }
 
 #[test]
 fn the_example_is_right_and_shows_the_defaults() {
     let plain = parse(&example()).unwrap();
     assert_eq!(plain.host.as_str(), "alpha");
-    assert_eq!(plain.register, None);
+    assert_eq!(plain.registry, None);
     let Security::Tls { ca, .. } = &plain.security else { panic!("the example has certificates") };
     assert_eq!(ca, Path::new("/etc/whimbrel/ca.pem"), "relative to the file");
 
     // Commented keys have their defaults, but for the maps and the fault socket, which have none.
     let mut all = parse(&example_with_all_keys()).unwrap();
-    assert_eq!(all.register.take().as_ref().map(HostId::as_str), Some("gamma"));
+    assert_eq!(all.registry.take().as_ref().map(HostId::as_str), Some("gamma"));
     assert_eq!(all.taps.len(), 1);
     assert_eq!(all.disk_dirs.len(), 1);
     assert_eq!(all.disks_shared.len(), 2);
@@ -184,22 +184,22 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "letters",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[register]\nhost = \"a\"",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[registry]\nhost = \"a\"",
         5,
-        "register.host",
+        "registry.host",
         "third host",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[register]\nhost = \"w\"",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[registry]\nhost = \"w\"",
         5,
-        "register.host",
+        "registry.host",
         "[hosts.w]",
     ),
     (
-        "host = \"a\"\nrole = \"witness\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[register]\nhost = \"w\"",
+        "host = \"a\"\nrole = \"witness\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[registry]\nhost = \"w\"",
         6,
-        "register.host",
-        "keeps the register itself",
+        "registry.host",
+        "keeps the registry itself",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.dirs]\n\"x\" = \"/y\"",

@@ -77,7 +77,7 @@ impl TemplateIndexer {
             let state = match known {
                 Some(state @ (IndexState::Ready(_) | IndexState::Failed(_, true))) => state.clone(),
                 _ => Catalogue::kept(&catalogue_of(&self.directory, &path), identity)
-                    .map_or(IndexState::BeingRead, IndexState::Ready),
+                    .map_or(IndexState::Indexing, IndexState::Ready),
             };
             let format = format_of(&path).to_owned();
             now.push(Template { path, format, identity, state, is_left: false });
@@ -106,7 +106,7 @@ impl TemplateIndexer {
     fn read(&self) {
         let unread: Vec<_> = {
             let table = lock(&self.table);
-            table.iter().filter(|template| matches!(template.state, IndexState::BeingRead)).cloned().collect()
+            table.iter().filter(|template| matches!(template.state, IndexState::Indexing)).cloned().collect()
         };
         for Template { path, identity, .. } in unread {
             let state = match self.catalogue(&path, identity) {

@@ -28,7 +28,7 @@ pub fn claim(context: &Context, record: &VmRecord, request: &ClaimRequest) -> Re
     let risked = found.iter().filter(|found| !found.released).flat_map(|found| {
         let (owner, epoch) = (&found.owner, found.epoch);
         [
-            format!("by the register {owner} may run {vm}, since epoch {epoch}: if it does, there are two of it, and disks that both write to are lost"),
+            format!("by the registry {owner} may run {vm}, since epoch {epoch}: if it does, there are two of it, and disks that both write to are lost"),
             format!("a migration of {vm} from or to {owner} that is not over stays in doubt, and an operator has to decide it"),
             format!("see first that {owner} does not have it (`whimbrel vm show {vm}` there), nor any host to which {owner} has moved it"),
         ]
@@ -39,13 +39,13 @@ pub fn claim(context: &Context, record: &VmRecord, request: &ClaimRequest) -> Re
         risked: risked.collect(),
         done: false,
     };
-    if report.risked.is_empty() || request.i_know_the_risk {
+    if report.risked.is_empty() || request.accept_risk {
         let failed =
             |error: JournalError| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log");
         let largest = context.journal.largest_epoch(vm).map_err(failed)?;
         let epoch = ownership::claim(context, vm, found.as_ref(), largest).map_err(problem)?;
         context.journal.learn_epoch(vm, epoch).map_err(failed)?;
-        info!(%vm, %epoch, was = ?found, "claimed in the register of owners");
+        info!(%vm, %epoch, was = ?found, "claimed in the ownership registry");
         report.done = true;
     }
     Ok(report)

@@ -30,14 +30,14 @@ impl SecondCopy {
         launch: &Launch,
         request: &RunRequest,
     ) -> Result<Self, Problem> {
-        if request.i_know_the_risk {
+        if request.accept_risk {
             return Ok(Self { old_states: Vec::new() });
         }
         if let Some(finding) =
             ownership::refused(context, name).filter(|finding| finding.code == "owner-other")
         {
             let advice = format!(
-                "start it there; if it does not run there and never will again, `--i-know-the-risk`, and then \
+                "start it there; if it does not run there and never will again, `--accept-risk`, and then \
                  `whimbrel vm claim {name}`"
             );
             return Err(Problem::new(ProblemKind::Conflict, finding.what, advice));
@@ -82,7 +82,7 @@ fn refused(image: &LeftImage) -> Problem {
         "{} is what {vm} left here when it moved to {to} with its disks ({migration}): an old state, and the VM may run there",
         path.display()
     );
-    let advice = format!("start it at {to}; to go back to the old state all the same, `--i-know-the-risk`");
+    let advice = format!("start it at {to}; to go back to the old state all the same, `--accept-risk`");
     Problem::new(ProblemKind::Conflict, error, advice)
 }
 

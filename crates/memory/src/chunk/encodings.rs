@@ -21,7 +21,7 @@ const TIMED: u64 = 16;
 /// Knowledge about a chunk's pages that reduces the bytes sent.
 pub(crate) struct ChunkKnowledge<'a> {
     /// Pages that the guest does not use.
-    pub(crate) soft: ChunkPages,
+    pub(crate) hinted: ChunkPages,
     /// Lookup of pages that the destination may have elsewhere.
     pub(crate) refer: Option<ReferenceLookup<'a>>,
     /// Marks of pages of which the destination may have an earlier version.

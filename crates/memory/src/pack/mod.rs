@@ -61,7 +61,7 @@ struct AtomicCompressionCounters {
     opening_bytes: AtomicU64,
     data_bytes: AtomicU64,
     tried_bytes: AtomicU64,
-    packed_bytes: AtomicU64,
+    compressed_bytes: AtomicU64,
     wire_bytes: AtomicU64,
     pack_ns: AtomicU64,
     trial_ns: AtomicU64,
@@ -80,7 +80,7 @@ pub struct CompressionCounters {
     /// The part of the data that was passed to a codec, in bytes; the rest was not worth it.
     pub tried_bytes: u64,
     /// The part of the data that was sent compressed, in bytes before compression.
-    pub packed_bytes: u64,
+    pub compressed_bytes: u64,
     /// Bytes sent for all of the data.
     pub wire_bytes: u64,
     /// Processor time of compressing data that was sent, in nanoseconds.
@@ -176,7 +176,7 @@ impl CompressionState {
             opening_bytes: get(&counters.opening_bytes),
             data_bytes: get(&counters.data_bytes),
             tried_bytes: get(&counters.tried_bytes),
-            packed_bytes: get(&counters.packed_bytes),
+            compressed_bytes: get(&counters.compressed_bytes),
             wire_bytes: get(&counters.wire_bytes),
             pack_ns: get(&counters.pack_ns),
             trial_ns: get(&counters.trial_ns),
@@ -257,7 +257,7 @@ impl StreamCompressor {
         let wire_bytes = packed.map_or(bytes, |(_, packed)| packed as u64);
         counters.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
         let (codec, packed) = packed?;
-        counters.packed_bytes.fetch_add(bytes, Ordering::Relaxed);
+        counters.compressed_bytes.fetch_add(bytes, Ordering::Relaxed);
         Some((codec, &self.out[..packed]))
     }
 
@@ -295,8 +295,9 @@ impl StreamCompressor {
         let pack_ns = cpu_ns().saturating_sub(began);
         packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
         // Data that is not worth it is sent uncompressed.
-        let packed_bytes = if packing.worth.is_met(data.len(), packed) { packed } else { data.len() } as u64;
-        CompressionTrial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns }
+        let compressed_bytes =
+            if packing.worth.is_met(data.len(), packed) { packed } else { data.len() } as u64;
+        CompressionTrial { way, data_bytes: data.len() as u64, compressed_bytes, pack_ns }
     }
 }
 

@@ -17,7 +17,7 @@ pub(super) struct RoundCounters {
     reference: AtomicU64,
     delta: AtomicU64,
     filled: AtomicU64,
-    soft: AtomicU64,
+    hinted: AtomicU64,
     refused: AtomicU64,
     wire_bytes: AtomicU64,
     blocks: Vec<BlockCounters>,
@@ -51,12 +51,12 @@ impl RoundCounters {
             reference,
             delta,
             filled,
-            soft,
+            hinted,
             refused,
             wire_bytes,
             blocks,
         } = self;
-        for counter in [data, zero, hole, reference, delta, filled, soft, refused, wire_bytes] {
+        for counter in [data, zero, hole, reference, delta, filled, hinted, refused, wire_bytes] {
             counter.store(0, Ordering::Relaxed);
         }
         for (block, pages) in blocks.iter().zip(&plan.block_pages) {
@@ -73,7 +73,7 @@ impl RoundCounters {
         self.reference.fetch_add(contents.reference, Ordering::Relaxed);
         self.delta.fetch_add(contents.delta, Ordering::Relaxed);
         self.filled.fetch_add(contents.filled, Ordering::Relaxed);
-        self.soft.fetch_add(contents.soft, Ordering::Relaxed);
+        self.hinted.fetch_add(contents.hinted, Ordering::Relaxed);
         self.sent_bytes(bytes);
         if let Some(block) = self.blocks.get(usize::from(block)) {
             block.sent.fetch_add(taken.count(), Ordering::Relaxed);
@@ -99,7 +99,7 @@ impl RoundCounters {
             reference: get(&self.reference),
             delta: get(&self.delta),
             filled: get(&self.filled),
-            soft: get(&self.soft),
+            hinted: get(&self.hinted),
         };
         Progress {
             round: self.round.load(Ordering::Relaxed),

@@ -42,11 +42,11 @@ use proto::pages::BadPages;
 
 use crate::chunk::PageCounts;
 use crate::deltas::Deltas;
+use crate::hinted_pages::HintedPages;
 use crate::pack::CompressionState;
 use crate::ram::{BlockReader, RamError};
 use crate::references::ContentIndex;
 use crate::round::{Owed, Readable};
-use crate::soft::SoftPageSet;
 use crate::wire::{DataStream, is_transient};
 
 mod counters;
@@ -78,7 +78,7 @@ pub struct Reductions {
     /// Data is compressed. The destination must have named the codecs.
     pub packing: Option<Arc<CompressionState>>,
     /// Pages that the guest does not use are left out.
-    pub soft: Option<Arc<SoftPageSet>>,
+    pub hinted: Option<Arc<HintedPages>>,
 }
 
 /// Error of sending a round.

@@ -262,14 +262,14 @@ impl SenderState {
             allowed,
             is_there: &is_there,
         });
-        let soft = self.reductions.soft.as_deref().filter(|_| plan.deadline.is_none());
-        let soft = soft.map_or(ChunkPages::EMPTY, |soft| soft.chunk(block, chunk.into()));
+        let hinted = self.reductions.hinted.as_deref().filter(|_| plan.deadline.is_none());
+        let hinted = hinted.map_or(ChunkPages::EMPTY, |hinted| hinted.chunk(block, chunk.into()));
         let mut used = owed;
-        used.remove(&soft);
+        used.remove(&hinted);
         let marks = self.reductions.deltas.as_deref().and_then(|deltas| {
             Some((deltas, deltas.lend((block, chunk), &used, plan.round, plan.deadline.is_none())?))
         });
-        let mut knowledge = ChunkKnowledge { soft, refer, marks };
+        let mut knowledge = ChunkKnowledge { hinted, refer, marks };
         let sent = self.send_frames(stream, outlet, plan, place, owed, &mut knowledge);
         if let Some((deltas, marks)) = knowledge.marks {
             deltas.give_back((block, chunk), marks);
@@ -300,10 +300,10 @@ impl SenderState {
 
             self.counters.sent(place.block, &taken, &contents, bytes);
             left.remove(&taken);
-            if let Some(soft) = &self.reductions.soft {
-                let mut left_out = knowledge.soft;
+            if let Some(hinted) = &self.reductions.hinted {
+                let mut left_out = knowledge.hinted;
                 left_out.retain(&taken);
-                soft.sent(place.block, place.chunk.into(), &taken, &left_out);
+                hinted.sent(place.block, place.chunk.into(), &taken, &left_out);
             }
             if let Some(ReferenceLookup { known, block, base_page, .. }) = &knowledge.refer {
                 let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);

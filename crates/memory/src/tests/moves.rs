@@ -18,8 +18,8 @@ use super::references::FakeTemplates;
 use crate::deltas::MARKS_BYTES;
 use crate::deltas::tests::PAGE_SEED;
 use crate::{
-    AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, Owed,
-    PageCursor, PartBoundary, Receiver, ReceiverEvent, Reductions, Sender, SoftPageSet, Templates, lock,
+    AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, HintedPages,
+    Owed, PageCursor, PartBoundary, Receiver, ReceiverEvent, Reductions, Sender, Templates, lock,
 };
 
 /// A drain that does not fail.
@@ -55,7 +55,7 @@ struct Outcome {
     refused: u64,
     left_out: u64,
     unsent: u64,
-    packed_bytes: u64,
+    compressed_bytes: u64,
     plain_bytes: u64,
 }
 
@@ -86,8 +86,8 @@ impl Move {
         let deltas =
             dice.one_in(2).then(|| Arc::new(Deltas::with_bits(1 + blocks.len() / 2, marks_bytes, bits)));
         let bytes = source.0.iter().map(|block| block.pages.len() as u64 * PAGE_BYTES);
-        let soft = dice.one_in(2).then(|| Arc::new(SoftPageSet::new(bytes)));
-        let saving = Reductions { known, deltas, packing, soft };
+        let hinted = dice.one_in(2).then(|| Arc::new(HintedPages::new(bytes)));
+        let saving = Reductions { known, deltas, packing, hinted };
         let templates = Arc::new(templates);
         Self {
             source,
@@ -174,8 +174,8 @@ impl Move {
                 self.connect(generation, &mut receiver, fragile, dice)
             });
             let (cleared, found) = owed.clear_marks_and_report(&mut self.log, usize::MAX).unwrap();
-            if let Some(soft) = &self.saving.soft {
-                found.iter().enumerate().for_each(|(block, found)| soft.written(block, found));
+            if let Some(hinted) = &self.saving.hinted {
+                found.iter().enumerate().for_each(|(block, found)| hinted.written(block, found));
             }
             let readable = cleared.drain(|| always(|| self.land_dma())).unwrap();
             if let Some(packing) = &self.saving.packing {
@@ -189,24 +189,24 @@ impl Move {
                     deltas.end();
                 }
             }
-            if let Some(soft) = &self.saving.soft {
+            if let Some(hinted) = &self.saving.hinted {
                 // An answer may need several rounds, end or not, and be given up.
                 match answer.filter(|_| dice.one_in(3)) {
-                    Some(_) if dice.one_in(8) => soft.forget(),
-                    Some(answer) => _ = soft.end_answer(answer),
+                    Some(_) if dice.one_in(8) => hinted.forget(),
+                    Some(answer) => _ = hinted.end_answer(answer),
                     None => {}
                 }
                 if answer.is_none() || dice.one_in(2) {
-                    answer = Some(soft.begin());
+                    answer = Some(hinted.begin());
                     late.clear();
                 }
                 let answer = answer.unwrap();
                 if last {
-                    soft.end();
+                    hinted.end();
                 }
                 // Pages that were free in the round before, and may have been written since.
                 for (block, free) in late.drain(..) {
-                    soft.add_free(answer, block, free);
+                    hinted.add_free(answer, block, free);
                 }
                 // Pages that are not in use at this moment, with any content; the guest may allocate them at any time.
                 for _ in 0..dice.below(6) {
@@ -218,10 +218,10 @@ impl Move {
                     if dice.one_in(3) {
                         late.push((block, free.clone()));
                     } else {
-                        soft.add_free(answer, block, free);
+                        hinted.add_free(answer, block, free);
                     }
                     // An answer that arrives too late.
-                    soft.add_free(answer.wrapping_sub(1), block, 0..first);
+                    hinted.add_free(answer.wrapping_sub(1), block, 0..first);
                 }
             }
             // Some of the pages wait, as many as are written in a first pass, or do not fit into a part.
@@ -262,12 +262,12 @@ impl Move {
                     outcome.rounds += 1;
                     outcome.referred += stats.contents.reference;
                     outcome.deltas += stats.contents.delta;
-                    outcome.left_out += stats.contents.soft;
+                    outcome.left_out += stats.contents.hinted;
                     outcome.refused += stats.refused_pages;
-                    let left_pages = left.pages();
+                    let remaining_pages = left.pages();
                     (sender, owed) = (Some(next_sender), left);
                     if last {
-                        assert_eq!(left_pages, 0);
+                        assert_eq!(remaining_pages, 0);
                         break;
                     }
                 }
@@ -305,10 +305,12 @@ impl Move {
             assert!(deltas.is_balanced(self.marks_bytes / MARKS_BYTES));
         }
         if let Some(counted) = self.saving.packing.as_ref().map(|packing| packing.count()) {
-            assert!(counted.packed_bytes <= counted.tried_bytes && counted.tried_bytes <= counted.data_bytes);
+            assert!(
+                counted.compressed_bytes <= counted.tried_bytes && counted.tried_bytes <= counted.data_bytes
+            );
             assert!(counted.wire_bytes <= counted.data_bytes);
-            outcome.packed_bytes = counted.packed_bytes;
-            outcome.plain_bytes = counted.data_bytes - counted.packed_bytes;
+            outcome.compressed_bytes = counted.compressed_bytes;
+            outcome.plain_bytes = counted.data_bytes - counted.compressed_bytes;
         }
         outcome
     }
@@ -356,13 +358,13 @@ fn seeds() -> std::ops::Range<u64> {
 #[test]
 fn every_page_arrives_whatever_breaks() {
     let (mut rounds, mut breaks, mut referred, mut refused, mut deltas) = (0, 0, 0, 0, 0);
-    let (mut packed_bytes, mut plain_bytes, mut left_out, mut unsent, mut corrupt) = (0, 0, 0, 0, 0);
+    let (mut compressed_bytes, mut plain_bytes, mut left_out, mut unsent, mut corrupt) = (0, 0, 0, 0, 0);
     for seed in seeds() {
         let mut dice = Dice(seed);
         let mut it = Move::new(&mut dice);
         let outcome = it.run(seed, &mut dice);
         // Zeros at the destination, with any content at the source; all other pages are equal.
-        for (block, left_out) in it.saving.soft.iter().flat_map(|soft| soft.left_out()).enumerate() {
+        for (block, left_out) in it.saving.hinted.iter().flat_map(|hinted| hinted.left_out()).enumerate() {
             for page in left_out.runs().flatten() {
                 let is_free = lock(&it.source.0[block].pages[page as usize]).is_free;
                 assert!(is_free, "page {page} of block {block} is in use, WHIMBREL_SEED={seed}");
@@ -379,18 +381,21 @@ fn every_page_arrives_whatever_breaks() {
         referred += outcome.referred;
         deltas += outcome.deltas;
         refused += outcome.refused;
-        packed_bytes += outcome.packed_bytes;
+        compressed_bytes += outcome.compressed_bytes;
         plain_bytes += outcome.plain_bytes;
     }
     println!(
         "{rounds} rounds, {breaks} breaks, {corrupt} of them by a corrupt frame, {referred} pages referred to, of {deltas} what changed; {refused} refused, \
          {left_out} left out, {unsent} not sent in time"
     );
-    println!("{packed_bytes} bytes compressed, {plain_bytes} not, where that was wanted");
+    println!("{compressed_bytes} bytes compressed, {plain_bytes} not, where that was wanted");
     let all = seeds().count() < 2
         || [u64::from(breaks), corrupt, refused, referred, deltas, left_out, unsent].iter().all(|n| *n > 0);
     assert!(all, "no connection ever broke, or nothing was referred to, or changed, or left out, or late");
-    assert!(seeds().count() < 2 || (packed_bytes > 0 && plain_bytes > 0), "nothing was compressed, or all");
+    assert!(
+        seeds().count() < 2 || (compressed_bytes > 0 && plain_bytes > 0),
+        "nothing was compressed, or all"
+    );
 }
 
 /// Runs a round without concurrent threads: pages owed are sent over one generation of connections that do not break.

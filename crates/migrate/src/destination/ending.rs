@@ -53,13 +53,13 @@ impl Driver {
                 });
                 format!("the copy of {vm} is gone, and nobody knows whether it has run here{right}")
             }
-            DestinationReport::Bereft => format!(
+            DestinationReport::QemuLost => format!(
                 "the host was booted with {vm} on its way here: the copy is gone; asking what became of it"
             ),
             DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
-            DestinationReport::RegisterForeign => {
+            DestinationReport::ForeignRecord => {
                 format!(
-                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
+                    "the registry's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
                 )
             }
         };
@@ -77,7 +77,7 @@ impl Driver {
         if !is_repeated {
             info!(migration = %self.terms.migration, text, "report");
         }
-        let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::RegisterForeign);
+        let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::ForeignRecord);
         self.publisher.update(|progress| {
             if doubt {
                 progress.phase = Phase::InDoubt;

@@ -122,9 +122,9 @@ impl Driver {
     fn notice(&mut self, notice: Notice) {
         match notice {
             Notice::Event(event) => {
-                if let DestinationEvent::RegisterSays(answer) = &event {
-                    let silence = self.register.silence(answer);
-                    if let Some(request) = self.register.answered() {
+                if let DestinationEvent::RegistryAnswered(answer) = &event {
+                    let silence = self.registry.silence(answer);
+                    if let Some(request) = self.registry.answered() {
                         self.send_to_register(request);
                     }
                     if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
@@ -238,7 +238,7 @@ impl Driver {
         };
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an effect failed");
-        if matches!(event, DestinationEvent::OperatorDecides(_)) {
+        if matches!(event, DestinationEvent::OperatorDecided(_)) {
             let text = format!("the decision was not carried out, and will not be: {reason}; decide again");
             self.publisher.update(|progress| progress.message = Some(text));
         }
@@ -268,11 +268,11 @@ fn is_statement(event: &DestinationEvent) -> bool {
     matches!(
         event,
         DestinationEvent::Go { .. }
-            | DestinationEvent::SourceSays { .. }
+            | DestinationEvent::SourceAnswered { .. }
             | DestinationEvent::AbortReceived { .. }
             | DestinationEvent::Asked { .. }
-            | DestinationEvent::RegisterSays(_)
-            | DestinationEvent::OperatorDecides(_)
+            | DestinationEvent::RegistryAnswered(_)
+            | DestinationEvent::OperatorDecided(_)
     )
 }
 

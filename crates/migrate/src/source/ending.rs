@@ -48,7 +48,7 @@ impl Driver {
             SourceReport::PeerGaveUp => format!("{to} does not take the VM; it is here"),
             SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
             SourceReport::VmCrashed => self.qemu_end_reason().to_owned(),
-            SourceReport::Bereft => {
+            SourceReport::QemuLost => {
                 format!(
                     "this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here"
                 )
@@ -68,13 +68,13 @@ impl Driver {
             SourceReport::Done => format!("the VM is at {to}"),
             SourceReport::TooLate => "too late to cancel: the point of no return has been passed".to_owned(),
             SourceReport::OperatorNeeded => format!(
-                "{to} cannot be reached after the point of no return, and there is no register; mend the link, or see \
+                "{to} cannot be reached after the point of no return, and there is no registry; mend the link, or see \
                  `whimbrel recover {vm}`"
             ),
-            SourceReport::DestinationOwns => format!("{to} owns the VM by the register; waiting for it"),
-            SourceReport::RegisterForeign => {
+            SourceReport::DestinationOwns => format!("{to} owns the VM by the registry; waiting for it"),
+            SourceReport::ForeignRecord => {
                 format!(
-                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
+                    "the registry's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
                 )
             }
             SourceReport::DestinationCrashed => format!(
@@ -105,9 +105,9 @@ impl Driver {
         self.outcome = outcome.or(self.outcome);
         let waiting = matches!(
             report,
-            SourceReport::Bereft
+            SourceReport::QemuLost
                 | SourceReport::OperatorNeeded
-                | SourceReport::RegisterForeign
+                | SourceReport::ForeignRecord
                 | SourceReport::DestinationCrashed
                 | SourceReport::MemoryLost
                 | SourceReport::Contradiction

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use ::memory::{Owed, Readable, SoftPageSet};
+use ::memory::{HintedPages, Owed, Readable};
 use guest::protocol::{Cache, PORT};
 
 use super::guest::Guest;
 use super::memory::Payload;
 use super::phases::Failure;
 use super::{Controls, Driver};
-use api::SoftPages;
+use api::HintedMemory;
 use api::report;
 
 /// Time limit for the next line of an answer, and for all of an answer before the stop. To give back a large page cache
@@ -34,7 +34,7 @@ const TIME_DIVISOR: u32 = 5;
 #[derive(Debug)]
 pub(super) struct FreePageHints {
     guest: Guest,
-    soft: Arc<SoftPageSet>,
+    hinted: Arc<HintedPages>,
     cache: Cache,
     /// Time of the last question.
     asked: Option<Instant>,
@@ -47,12 +47,12 @@ pub(super) struct FreePageHints {
 impl Driver {
     /// Enables free page hints from here on, if they are requested and the guest has the port for them.
     pub(super) fn enable_free_page_hints(&mut self, payload: &mut Payload) {
-        if self.controls.goals().settings.soft_pages == SoftPages::None {
+        if self.controls.goals().settings.free_page_hints == HintedMemory::None {
             return;
         }
         if self.vm.as_ref().is_some_and(|vm| vm.has_guest_port(PORT)) {
-            payload.set_free_page_hints(Arc::new(SoftPageSet::new(payload.ram_bytes().iter().copied())));
-        } else if self.controls.goals().settings.soft_pages != SoftPages::Free {
+            payload.set_free_page_hints(Arc::new(HintedPages::new(payload.ram_bytes().iter().copied())));
+        } else if self.controls.goals().settings.free_page_hints != HintedMemory::Free {
             self.note(
                 "guest",
                 format!(
@@ -66,22 +66,22 @@ impl Driver {
     /// errors are noted in the report. The caller calls this right before memory is sent, so that the port is occupied
     /// no longer than needed.
     pub(super) fn connect_to_guest(&mut self, payload: &Payload) -> Option<FreePageHints> {
-        let soft = payload.soft()?;
-        let wanted = self.controls.goals().settings.soft_pages;
+        let hinted = payload.hinted()?;
+        let wanted = self.controls.goals().settings.free_page_hints;
         let cache = match wanted {
-            SoftPages::None => return None,
-            SoftPages::Free => Cache::None,
-            SoftPages::Cold => Cache::Cold,
-            SoftPages::All => Cache::All,
+            HintedMemory::None => return None,
+            HintedMemory::Free => Cache::None,
+            HintedMemory::Cold => Cache::Cold,
+            HintedMemory::All => Cache::All,
         };
         match self.vm.as_mut()?.connect_guest(PORT) {
             Ok(Some((connection, seen))) => {
-                let guest = Guest::new(connection, seen, Arc::clone(&soft), cache, ANSWER_LIMIT);
+                let guest = Guest::new(connection, seen, Arc::clone(&hinted), cache, ANSWER_LIMIT);
                 let failed = |error| self.note("guest", format!("it is not asked: {error}"));
                 let guest = guest.map_err(failed).ok()?;
                 let stats = report::FreePageHintStats { wanted, ..report::FreePageHintStats::default() };
                 let controls = Arc::clone(&self.controls);
-                Some(FreePageHints { guest, soft, cache, asked: None, deferred: None, stats, controls })
+                Some(FreePageHints { guest, hinted, cache, asked: None, deferred: None, stats, controls })
             }
             Ok(None) | Err(VmError::Gone) => None,
             Err(error) => {
@@ -102,8 +102,8 @@ impl Driver {
         if is_first && hints.cache != Cache::None && hints.asked.is_none() {
             let answer_ended = hints.ask(false);
             self.wait_for_guest(hints, answer_ended, FIRST_ANSWER_LIMIT)?;
-            let (readable, deferred) = readable.without(&hints.soft.cache());
-            hints.stats.put_off_pages = deferred.pages();
+            let (readable, deferred) = readable.without(&hints.hinted.cache());
+            hints.stats.deferred_pages = deferred.pages();
             hints.deferred = (deferred.pages() > 0).then_some(deferred);
             return Ok(readable);
         }
@@ -125,7 +125,7 @@ impl Driver {
         self.note("guest", "gives its page cache back".to_owned());
         let answer_ended = hints.ask(true);
         self.wait_for_guest(hints, answer_ended, ANSWER_LIMIT)?;
-        hints.stats.given_back_pages = hints.soft.count_free(deferred.blocks());
+        hints.stats.freed_pages = hints.hinted.count_free(deferred.blocks());
         Ok(readable.and(&deferred))
     }
 
@@ -188,7 +188,7 @@ impl Drop for FreePageHints {
             notes: answer_statistics.notes,
             ..self.stats.clone()
         };
-        self.controls.report(|report| report.soft = Some(stats));
+        self.controls.report(|report| report.free_page_hints = Some(stats));
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::SoftPageSet;
+use ::memory::HintedPages;
 use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Request, VERSION};
 use proto::limits::PAGE_BYTES;
 use qemu::ram::GuestMapping;
@@ -26,7 +26,7 @@ const NOTE_CHARS: usize = 300;
 pub(super) struct Guest {
     queue: Arc<RegistryClient>,
     connection: UnixStream,
-    soft: Arc<SoftPageSet>,
+    hinted: Arc<HintedPages>,
     cache: Cache,
 }
 
@@ -102,7 +102,7 @@ impl Guest {
     pub(super) fn new(
         connection: UnixStream,
         seen: Vec<GuestMapping>,
-        soft: Arc<SoftPageSet>,
+        hinted: Arc<HintedPages>,
         cache: Cache,
         patience: Duration,
     ) -> io::Result<Self> {
@@ -112,12 +112,12 @@ impl Guest {
             connection,
             lines,
             seen,
-            soft: Arc::clone(&soft),
+            hinted: Arc::clone(&hinted),
             queue: Arc::clone(&queue),
             patience,
         };
         thread::Builder::new().name("guest".to_owned()).spawn(move || asking.run())?;
-        Ok(Self { queue, connection: mine, soft, cache })
+        Ok(Self { queue, connection: mine, hinted, cache })
     }
 
     /// Sends a question as soon as the earlier answer is complete, unless the guest does not answer at all. The caller
@@ -125,7 +125,7 @@ impl Guest {
     /// waits for it is dropped. Returns a channel that is closed when the answer is complete, or never will be.
     pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
         let (done, ended) = mpsc::channel();
-        let question = Request { id: self.soft.begin(), give_back, cache: self.cache };
+        let question = Request { id: self.hinted.begin(), give_back, cache: self.cache };
         let mut queue_state = self.queue.queue_state();
         if queue_state.is_silent {
             return None;
@@ -189,7 +189,7 @@ struct GuestRequester {
     connection: UnixStream,
     lines: BufReader<UnixStream>,
     seen: Vec<GuestMapping>,
-    soft: Arc<SoftPageSet>,
+    hinted: Arc<HintedPages>,
     queue: Arc<RegistryClient>,
     patience: Duration,
 }
@@ -206,7 +206,7 @@ impl GuestRequester {
             match &answered {
                 Ok(()) => {
                     let took = began.elapsed();
-                    queue_state.answer_statistics.answers += u64::from(self.soft.end_answer(question.id));
+                    queue_state.answer_statistics.answers += u64::from(self.hinted.end_answer(question.id));
                     queue_state.answer_statistics.longest = queue_state.answer_statistics.longest.max(took);
                     if !question.give_back {
                         queue_state.last_report = took;
@@ -220,7 +220,7 @@ impl GuestRequester {
             }
             drop(queue_state);
             if answered.is_err() {
-                self.soft.forget();
+                self.hinted.forget();
             }
             drop(done);
             if answered.is_err() {
@@ -284,8 +284,8 @@ impl GuestRequester {
     fn record_hint(&self, answer: u64, kind: Kind, pages: &Pages) {
         for (block, pages) in block_ranges(&self.seen, pages) {
             match kind {
-                Kind::Free => self.soft.add_free(answer, block, pages),
-                Kind::Cache => self.soft.add_cache(answer, block, pages),
+                Kind::Free => self.hinted.add_free(answer, block, pages),
+                Kind::Cache => self.hinted.add_cache(answer, block, pages),
                 Kind::Memory => {}
             }
         }

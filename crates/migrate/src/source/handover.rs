@@ -99,7 +99,7 @@ impl Driver {
 
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_lost_everywhere(&self) -> bool {
-        matches!(self.state, SourceState::Bereft { incarnation: None, .. }) && !self.may_have_all
+        matches!(self.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
     }
 
     /// Ends a migration that has begun and that the source cannot continue.
@@ -189,9 +189,9 @@ impl Driver {
                 self.asked(epoch, reply);
             }
             Notice::Event(event) => {
-                if let SourceEvent::RegisterSays(answer) = &event {
-                    let silence = self.register.silence(answer);
-                    if let Some(request) = self.register.answered() {
+                if let SourceEvent::RegistryAnswered(answer) = &event {
+                    let silence = self.registry.silence(answer);
+                    if let Some(request) = self.registry.answered() {
                         self.send_to_register(request);
                     }
                     if silence >= self.contact.patience {
@@ -229,7 +229,7 @@ impl Driver {
         match self.state {
             SourceState::Committed { .. } if self.later.is_some() => Phase::PostCopy,
             SourceState::Aborting | SourceState::Returning => Phase::Undoing,
-            SourceState::Bereft { .. } | SourceState::Reclaiming { .. } => Phase::InDoubt,
+            SourceState::QemuLost { .. } | SourceState::Reclaiming { .. } => Phase::InDoubt,
             _ => Phase::Handover,
         }
     }

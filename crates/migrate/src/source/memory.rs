@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use ::memory::ram::RamError;
 use ::memory::{
-    CompressionState, ContentIndex, Deltas, DirtyBitmap, DirtyLog, Owed, Reductions, RoundStats, ScanError,
-    ScanStats, SoftPageSet, SourceRam, TrackedRam,
+    CompressionState, ContentIndex, Deltas, DirtyBitmap, DirtyLog, HintedPages, Owed, Reductions, RoundStats,
+    ScanError, ScanStats, SourceRam, TrackedRam,
 };
 use block::nbd::NbdError;
 use engine::precopy::{
-    Aim, AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, RoundCountPolicy,
+    AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundCountPolicy,
     RoundObservation, SlaPolicy, TargetPolicy, TracedPolicy,
 };
 use engine::throttle::Cap;
@@ -160,33 +160,33 @@ impl Payload {
     }
 
     /// Returns how many of these pages are known to have no version that a delta could use.
-    pub(crate) fn unknown_pages(&self, owed: &Owed) -> u64 {
+    pub(crate) fn full_pages(&self, owed: &Owed) -> u64 {
         self.saving.deltas.as_ref().map_or_else(|| owed.pages(), |deltas| deltas.unknown(owed.blocks()))
     }
 
     /// Leaves out pages from here on that the guest reports as unused. The caller calls this before memory is added,
     /// because the log of memory has to report which of these pages are used again.
-    pub(crate) fn set_free_page_hints(&mut self, soft: Arc<SoftPageSet>) {
+    pub(crate) fn set_free_page_hints(&mut self, hinted: Arc<HintedPages>) {
         debug_assert!(self.ram.is_none(), "its log tells nobody");
-        self.saving.soft = Some(soft);
+        self.saving.hinted = Some(hinted);
     }
 
     /// Returns the guest's free page hints, if pages may be left out.
-    pub(crate) fn soft(&self) -> Option<Arc<SoftPageSet>> {
-        self.saving.soft.clone()
+    pub(crate) fn hinted(&self) -> Option<Arc<HintedPages>> {
+        self.saving.hinted.clone()
     }
 
     /// Ends free page hints: from here on everything is sent.
     pub(crate) fn end_free_page_hints(&self) {
-        if let Some(soft) = &self.saving.soft {
-            soft.end();
+        if let Some(hinted) = &self.saving.hinted {
+            hinted.end();
         }
     }
 
     /// Returns, for each block of memory, the pages that are zeros at the destination because the guest did not use
     /// them.
     pub(crate) fn left_out(&self) -> Vec<DirtyBitmap> {
-        self.saving.soft.as_ref().map_or_else(Vec::new, |soft| soft.left_out())
+        self.saving.hinted.as_ref().map_or_else(Vec::new, |hinted| hinted.left_out())
     }
 
     pub(crate) fn saving(&self) -> Reductions {
@@ -259,8 +259,8 @@ impl Payload {
 
     /// Makes memory part of every round from here on; all of memory is owed.
     pub(crate) fn add_memory(&mut self, mut tracked: TrackedRam, owed: &mut Owed) {
-        if let Some(soft) = &self.saving.soft {
-            tracked.report_to(Arc::clone(soft));
+        if let Some(hinted) = &self.saving.hinted {
+            tracked.report_to(Arc::clone(hinted));
         }
         self.ram = Some(tracked);
         owed.add_all(0..self.ram_bytes.len());
@@ -378,7 +378,7 @@ impl DirtyLog for Log<'_> {
 /// Returns the policy that decides when to stop the guest, for the actions (slowing down, post-copy) that are possible
 /// with it.
 pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost) -> TracedPolicy {
-    let goal = aim(goals);
+    let goal = precopy_goals(goals);
     let on_limit = match goals.settings.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
         api::OnLimit::PostCopy => OnLimit::PostCopy,
@@ -401,9 +401,9 @@ pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost)
 }
 
 /// Returns the policy's present goals.
-pub(crate) fn aim(goals: &Goals) -> Aim {
+pub(crate) fn precopy_goals(goals: &Goals) -> PrecopyGoals {
     let ns = |ms: u64| ms.saturating_mul(1_000_000);
-    Aim {
+    PrecopyGoals {
         max_downtime_ns: ns(goals.settings.max_downtime_ms),
         max_rounds: goals.settings.max_rounds,
         max_total_ns: goals.max_total_ms().map(ns),
@@ -417,9 +417,9 @@ pub(crate) struct SentRound {
     /// Number of passes over the dirty pages, including this round's.
     pub(crate) pass: u32,
     /// Dirty pages that the round left to the next.
-    pub(crate) left_pages: u64,
-    /// Dirty pages of disks among `left_pages`.
-    pub(crate) left_of_disks: u64,
+    pub(crate) remaining_pages: u64,
+    /// Dirty pages of disks among `remaining_pages`.
+    pub(crate) remaining_disk_pages: u64,
     /// Pages of the round that were sent shortly before, too.
     pub(crate) resent_pages: u64,
 }
@@ -446,13 +446,13 @@ pub(crate) fn observe(
     RoundObservation {
         round: sent.pass,
         dirty_pages: dirty.pages,
-        unknown_pages: dirty.unknown,
+        full_pages: dirty.unknown,
         disk_pages: dirty.of_disks,
         pages_sent: stats.contents.pages(),
         empty_pages: stats.contents.empty(),
-        spared_pages: stats.contents.delta + stats.contents.reference + stats.contents.soft,
-        left_pages: sent.left_pages,
-        left_of_disks: sent.left_of_disks,
+        reduced_pages: stats.contents.delta + stats.contents.reference + stats.contents.hinted,
+        remaining_pages: sent.remaining_pages,
+        remaining_disk_pages: sent.remaining_disk_pages,
         resent_pages: sent.resent_pages,
         bytes_sent: stats.wire_bytes,
         duration_ns: stats.duration_us.saturating_mul(1000),
@@ -471,7 +471,7 @@ pub(crate) fn round_report(stats: &RoundStats) -> Round {
         zero_pages: stats.contents.zero,
         hole_pages: stats.contents.hole,
         filled_pages: stats.contents.filled,
-        soft_pages: stats.contents.soft,
+        hinted_pages: stats.contents.hinted,
         reference_pages: stats.contents.reference,
         delta_pages: stats.contents.delta,
         refused_pages: stats.refused_pages,

@@ -32,11 +32,11 @@ use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
 
+use super::cpu_throttle::CpuThrottle;
 use super::memory::Payload;
 use super::pressure;
 use super::reductions::Reductions;
 use super::references::SharedImages;
-use super::slowing::CpuThrottle;
 use super::{Details, Driver, memory};
 use api::progress::Phase;
 use api::report::{Disk, Measured};
@@ -311,7 +311,7 @@ impl Driver {
         }
         let context = Arc::clone(&self.context);
         match CpuThrottle::begin(self.vm()?, &context.guard) {
-            Ok(slowing) => self.slowing = Some(slowing),
+            Ok(cpu_throttle) => self.cpu_throttle = Some(cpu_throttle),
             Err(error) if is_wished => {
                 return Err(Failure::local("the guest's processors cannot be slowed down", &error));
             }

@@ -10,7 +10,7 @@ use ::memory::{
     CompressionCounters, CompressionState, ContentIndex, DeltaCounters, Deltas, ReferenceOutcome,
 };
 use engine::compression::{CompressionObservation, CompressionPolicy, Decision, WAYS};
-use engine::referring::{ReferenceObservation, ReferencePolicy};
+use engine::references::{ReferenceObservation, ReferencePolicy};
 use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;
 use proto::packed::{Codec, Compression as Way, CompressionTrial};
@@ -134,7 +134,7 @@ impl Drop for Reductions {
                 let CompressionCounters {
                     opening_bytes,
                     data_bytes,
-                    packed_bytes,
+                    compressed_bytes,
                     wire_bytes,
                     pack_ns,
                     trial_ns,
@@ -142,13 +142,13 @@ impl Drop for Reductions {
                 } = packing.count();
                 let compression = report.compression.get_or_insert_default();
                 let ways = std::mem::take(&mut compression.ways);
-                let (wanted, pack_cpu_us) = (wanted.to_string(), (pack_ns + trial_ns) / 1000);
+                let (wanted, compression_cpu_us) = (wanted.to_string(), (pack_ns + trial_ns) / 1000);
                 *compression = Compression {
                     wanted,
                     data_bytes,
-                    packed_bytes,
+                    compressed_bytes,
                     wire_bytes,
-                    pack_cpu_us,
+                    compression_cpu_us,
                     opening_bytes,
                     ways,
                 };
@@ -159,7 +159,7 @@ impl Drop for Reductions {
                     since_us: reported.since_us,
                     pages,
                     page_bytes: pages * PAGE_BYTES,
-                    changed_bytes: bytes,
+                    delta_bytes: bytes,
                     mark_cpu_us: mark_ns / 1000,
                 };
             }
@@ -269,7 +269,7 @@ fn start_policy(
                 let reported = &mut report.traces.others;
                 chooser.update_report(&mut reported.compression);
                 if is_slow {
-                    referring.update_report(&mut reported.referring);
+                    referring.update_report(&mut reported.references);
                 }
             });
             before = now;

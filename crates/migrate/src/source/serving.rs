@@ -127,12 +127,12 @@ impl PostCopyServer {
         Ok(())
     }
 
-    /// Returns the counts until now, of `left_pages` pages in total.
-    pub(super) fn statistics(&self, left_pages: u64) -> PostCopy {
+    /// Returns the counts until now, of `remaining_pages` pages in total.
+    pub(super) fn statistics(&self, remaining_pages: u64) -> PostCopy {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         PostCopy {
-            left_pages,
-            wanted_pages: self.before.wanted_pages + of(&self.counted.wanted),
+            remaining_pages,
+            requested_pages: self.before.requested_pages + of(&self.counted.wanted),
             pushed_pages: self.before.pushed_pages + of(&self.counted.pushed),
             duration_us: self.before.duration_us + self.began.elapsed().as_micros() as u64,
         }

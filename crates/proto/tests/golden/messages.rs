@@ -69,7 +69,7 @@ fn proposal() -> Proposal {
         facts: serde_json::json!({ "kernel": "6.18" }),
         description: serde_json::json!({ "machine": "pc-i440fx-7.2" }),
         check_only: false,
-        register_epoch: None,
+        registry_epoch: None,
         witness: None,
         ram_kind: None,
         allow_options: Vec::new(),
@@ -85,7 +85,7 @@ pub(crate) fn greetings() -> Vec<Hello> {
         Purpose::Control { migration: migration(), generation: Generation(1) },
         Purpose::Data { migration: migration(), generation: Generation(1), stream: 3 },
         Purpose::Handover { migration: migration() },
-        Purpose::Register,
+        Purpose::Registry,
     ]
     .map(|purpose| Hello { oldest: 1, newest: 1, host: host(), purpose })
     .into()
@@ -104,7 +104,7 @@ pub(crate) fn messages() -> Vec<Message> {
     let reason = || "the link was cut".to_owned();
     let full = Proposal {
         check_only: true,
-        register_epoch: Some(Epoch(2)),
+        registry_epoch: Some(Epoch(2)),
         witness: Some(HostId::new("host-w").unwrap()),
         ram_kind: Some("memfd".into()),
         allow_options: vec!["-foo".into()],
@@ -246,13 +246,13 @@ pub(crate) fn messages() -> Vec<Message> {
         Message::Verdict { epoch, verdict: Verdict::Undecided },
         Message::Ping,
         Message::Pong,
-        Message::Register(RegistryRequest::Read { vm: vm() }),
-        Message::Register(set),
-        Message::Register(first),
-        Message::Registered(RegistryReply::Stands { record: Some(ownership()) }),
-        Message::Registered(RegistryReply::Stands { record: None }),
-        Message::Registered(RegistryReply::Set),
-        Message::Registered(RegistryReply::Failed { reason: reason() }),
+        Message::RegistryRequest(RegistryRequest::Read { vm: vm() }),
+        Message::RegistryRequest(set),
+        Message::RegistryRequest(first),
+        Message::RegistryReply(RegistryReply::Record { record: Some(ownership()) }),
+        Message::RegistryReply(RegistryReply::Record { record: None }),
+        Message::RegistryReply(RegistryReply::Set),
+        Message::RegistryReply(RegistryReply::Failed { reason: reason() }),
     ]
 }
 
@@ -287,7 +287,7 @@ pub(crate) fn number(message: &Message) -> usize {
         Message::Verdict { .. } => 25,
         Message::Ping => 26,
         Message::Pong => 27,
-        Message::Register(_) => 28,
-        Message::Registered(_) => 29,
+        Message::RegistryRequest(_) => 28,
+        Message::RegistryReply(_) => 29,
     }
 }

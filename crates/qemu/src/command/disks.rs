@@ -114,9 +114,9 @@ impl CommandBuilder<'_> {
             if options != 1 {
                 let what =
                     format!("disk {disk} was to be replaced by its copy in one option, and is in {options}");
-                let what_to_do = "give the disk an id (-drive id=…) or a node name when the guest is started next, do not \
+                let remedy = "give the disk an id (-drive id=…) or a node name when the guest is started next, do not \
                      allow -drive or -blockdev by name, or let both hosts share it (--disk NAME=shared)";
-                self.problem("disk-unclear", what, what_to_do);
+                self.problem("disk-unclear", what, remedy);
             }
         }
     }

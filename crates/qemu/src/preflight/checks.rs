@@ -26,14 +26,9 @@ pub(super) fn add(
     severity: Severity,
     code: &str,
     what: impl Into<String>,
-    what_to_do: impl Into<String>,
+    remedy: impl Into<String>,
 ) {
-    findings.push(Finding {
-        severity,
-        code: code.to_owned(),
-        what: what.into(),
-        what_to_do: what_to_do.into(),
-    });
+    findings.push(Finding { severity, code: code.to_owned(), what: what.into(), remedy: remedy.into() });
 }
 
 use Severity::{Blocker, Info, Warning};
@@ -41,7 +36,7 @@ use Severity::{Blocker, Info, Warning};
 /// Reports devices and options that cannot be described, or not be built again.
 pub(super) fn problems(problems: &[Problem], findings: &mut Findings) {
     for problem in problems {
-        add(findings, Blocker, &problem.code, &problem.what, &problem.what_to_do);
+        add(findings, Blocker, &problem.code, &problem.what, &problem.remedy);
     }
 }
 
@@ -104,7 +99,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
     }
     for risk in &source.starts_again {
         let severity = if risk.when == RestartTime::Unknown { Warning } else { Blocker };
-        add(findings, severity, risk.when.code(), &risk.what, &risk.what_to_do);
+        add(findings, severity, risk.when.code(), &risk.what, &risk.remedy);
     }
     match source.nested_guests {
         Some(true) => add(

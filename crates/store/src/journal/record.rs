@@ -118,7 +118,7 @@ fn source_standing(state: &SourceState) -> Standing {
         | SourceState::Stopped { .. }
         | SourceState::Aborting
         | SourceState::Returning => Standing::Underway,
-        SourceState::Bereft { .. } | SourceState::Committed { .. } | SourceState::Reclaiming { .. } => {
+        SourceState::QemuLost { .. } | SourceState::Committed { .. } | SourceState::Reclaiming { .. } => {
             Standing::InDoubt
         }
         SourceState::Done { .. } => Standing::Done,
@@ -134,7 +134,7 @@ fn destination_standing(state: &DestinationState) -> Standing {
         | DestinationState::Refusing => Standing::Underway,
         DestinationState::Ready { .. }
         | DestinationState::Taking { .. }
-        | DestinationState::Bereft
+        | DestinationState::QemuLost
         | DestinationState::Crashed { .. } => Standing::InDoubt,
         DestinationState::Active { .. } => Standing::Done,
     }

@@ -27,7 +27,7 @@ fn terms(id: &MigrationId) -> MigrationTerms {
         migration: id.clone(),
         source: HostId::new("alpha").unwrap(),
         destination: HostId::new("beta").unwrap(),
-        register: None,
+        registry: None,
         witness: None,
     }
 }

@@ -176,7 +176,7 @@ fn line(run: &Run) -> String {
     );
     let disturbed = run.disturbance.map_or_else(String::new, |d| {
         let brownout = d.brownout_ms.map_or("for good".to_owned(), |ms| format!("{ms:.0}"));
-        format!("; stall {:.1}, lost {:.0}, brownout {brownout}", d.longest_stall_ms, d.lost_ms)
+        format!("; stall {:.1}, lost {:.0}, brownout {brownout}", d.longest_stall_ms, d.lost_work_ms)
     });
     let ran = run.program.map_or_else(String::new, |ran| {
         let verified = if ran.verified { "verified" } else { "not verified" };

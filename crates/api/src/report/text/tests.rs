@@ -75,8 +75,8 @@ fn what_compression_did_is_one_line() {
     assert_eq!(compressed(&compression), "nothing of 700.0 MiB (auto)");
     let picked = |at_us, way: &str| LevelChoice { at_us, way: way.into(), link_bytes_per_s: 1 };
     compression.ways = vec![picked(210_000, "lz4"), picked(1_000_000, "zstd:3")];
-    (compression.packed_bytes, compression.wire_bytes) = (500 << 20, 330 << 20);
-    compression.pack_cpu_us = 1_500_000;
+    (compression.compressed_bytes, compression.wire_bytes) = (500 << 20, 330 << 20);
+    compression.compression_cpu_us = 1_500_000;
     compression.opening_bytes = 6 << 20;
     assert_eq!(
         compressed(&compression),
@@ -169,10 +169,10 @@ fn text_fits_on_a_terminal() {
         zero_pages: 1_000_000_000,
         hole_pages: 1_000_000_000,
         filled_pages: 1_000_000_000,
-        soft_pages: 1_000_000_000,
+        hinted_pages: 1_000_000_000,
         reference_pages: 1_000_000_000,
         delta_pages: 1_000_000_000,
-        left_pages: 1_000_000_000,
+        remaining_pages: 1_000_000_000,
         resent_pages: 1_000_000_000,
         pattern: Some(engine::precopy::Pattern::Resent),
         refused_pages: 1_000_000_000,
@@ -204,7 +204,7 @@ fn text_fits_on_a_terminal() {
 fn json_names_its_schema_and_reads_back() {
     let report = sample();
     let json = serde_json::to_value(&report).unwrap();
-    assert_eq!(json["schema"], "whimbrel.report/1");
+    assert_eq!(json["schema"], "whimbrel.report/2");
     assert_eq!(json["vm"], "web");
     assert_eq!(serde_json::from_value::<Report>(json).unwrap(), report);
 }

@@ -12,7 +12,7 @@ use super::DestinationEvent as On;
 use super::DestinationReport as Notice;
 use super::DestinationState as In;
 use crate::handover::recover::OperatorDecision;
-use crate::handover::register::{self, RecordMeaning, RequestPurpose};
+use crate::handover::registry::{self, RecordMeaning, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
 
 use shared::{
@@ -30,14 +30,14 @@ pub(super) fn step(terms: &MigrationTerms, state: &In, event: &On) -> Transition
         In::Prepared => prepared(terms, event),
         In::Ready { incarnation, run } => ready(terms, incarnation, *run, event),
         // Only with a registry can ownership be acquired or returned.
-        In::Taking { .. } | In::Refusing if terms.register.is_none() => None,
+        In::Taking { .. } | In::Refusing if terms.registry.is_none() => None,
         In::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
         In::Starting { incarnation, again } => starting(terms, incarnation, *again, event),
         In::Completing { incarnation } => completing(incarnation, event),
         In::Active { incarnation } => active(incarnation, event),
         In::Refusing => refusing(terms, event),
         In::Refused | In::Discarded => final_without_guest(state, event),
-        In::Bereft => qemu_lost(terms, event),
+        In::QemuLost => qemu_lost(terms, event),
         In::Crashed { ran } => crashed(*ran, event),
     }
 }
@@ -64,7 +64,7 @@ fn prepared(terms: &MigrationTerms, event: &On) -> TransitionResult {
         }
         // READY was never sent: no other program depends on this copy.
         On::AbortReceived { .. } => moved(discard(Notice::Discarded)),
-        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Notice::Discarded)),
+        On::SourceAnswered { verdict: Verdict::Aborted, .. } => moved(discard(Notice::Discarded)),
         On::Failed | On::Cancel | On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::QemuDied => {
             moved(discard(Notice::Discarded).then([Do::SendRefused]))
         }
@@ -82,14 +82,14 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
     let state = || In::Ready { incarnation: incarnation.clone(), run: ran };
     let here = || Move::to(state());
     let ready = || Do::SendReady { incarnation: incarnation.clone() };
-    let read = || terms.register.map(|_| register::read(terms));
+    let read = || terms.registry.map(|_| registry::read(terms));
     match event {
         On::Go { incarnation: named, run, .. } if named == incarnation => {
             moved(follow_go(terms, incarnation, *run))
         }
         // Starts nothing, and reports the incarnation of this host.
         On::Go { .. } => moved(here().when("other-incarnation").then([ready()])),
-        On::SourceSays { verdict: Verdict::Committed { incarnation: named, run }, .. } => {
+        On::SourceAnswered { verdict: Verdict::Committed { incarnation: named, run }, .. } => {
             let transition = if named == incarnation {
                 follow_go(terms, incarnation, *run)
             } else {
@@ -97,17 +97,17 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
             };
             moved(transition.within("committed"))
         }
-        On::SourceSays { verdict: Verdict::Aborted, .. } => {
+        On::SourceAnswered { verdict: Verdict::Aborted, .. } => {
             moved(discard(Notice::SourceKept).when("aborted"))
         }
-        On::SourceSays { verdict: Verdict::Returned, .. } => {
+        On::SourceAnswered { verdict: Verdict::Returned, .. } => {
             moved(discard(Notice::SourceKept).when("returned"))
         }
         On::AbortReceived { .. } => moved(discard(Notice::SourceKept)),
-        On::SourceSays { verdict: Verdict::Undecided, .. } => {
+        On::SourceAnswered { verdict: Verdict::Undecided, .. } => {
             moved(here().when("undecided").asking(RequestPurpose::Read, read()))
         }
-        On::RegisterSays(answer) => match interpret(terms, answer) {
+        On::RegistryAnswered(answer) => match interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Open { offer: Some(offer), .. })
                 if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
             {
@@ -118,7 +118,7 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
                 moved(discard(Notice::SourceKept).when("source-owns"))
             }
             RegistryResult::Record(RecordMeaning::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+                moved(here().when("foreign").then([Do::Report(Notice::ForeignRecord)]))
             }
             // This host has not acquired ownership: a record that names it is not this incarnation's.
             RegistryResult::Record(RecordMeaning::Destination) => None,
@@ -138,21 +138,21 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
         On::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
         // Another program has continued it. That is no state of this protocol.
         On::Restarted(QemuAtStart::Running) => None,
-        On::OperatorDecides(OperatorDecision::RunHere { .. }) => {
+        On::OperatorDecided(OperatorDecision::RunHere { .. }) => {
             moved(follow_go(terms, incarnation, ran).within("run-here"))
         }
-        On::OperatorDecides(OperatorDecision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }) => {
-            moved(start(incarnation, ran).within("run-here").within("without-register"))
+        On::OperatorDecided(OperatorDecision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) => {
+            moved(start(incarnation, ran).within("run-here").within("without-registry"))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
             moved(refuse_without_registry())
         }
-        On::ContactLostForGood if terms.register.is_some() => {
+        On::ContactLostForGood if terms.registry.is_some() => {
             moved(here().asking(RequestPurpose::Read, read()))
         }
         On::ContactLostForGood => {
-            moved(here().when("no-register").then([Do::Report(Notice::OperatorNeeded)]))
+            moved(here().when("no-registry").then([Do::Report(Notice::OperatorNeeded)]))
         }
         On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         // In doubt: neither silence nor a failure of anything but QEMU decides.
@@ -164,10 +164,10 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
 fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &On) -> TransitionResult {
     let state = || In::Taking { incarnation: incarnation.clone(), run };
     let here = || Move::to(state());
-    let take = |since| ask(RequestPurpose::Take, Some(register::acquire_by_destination(terms, since)));
-    let read = || ask(RequestPurpose::Read, Some(register::read(terms)));
+    let take = |since| ask(RequestPurpose::Take, Some(registry::acquire_by_destination(terms, since)));
+    let read = || ask(RequestPurpose::Read, Some(registry::read(terms)));
     match event {
-        On::RegisterSays(answer) => match interpret(terms, answer) {
+        On::RegistryAnswered(answer) => match interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Destination) => {
                 moved(start(incarnation, run).within("destination-owns"))
             }
@@ -178,32 +178,32 @@ fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &
                 moved(discard(Notice::SourceKept).when("source-owns"))
             }
             RegistryResult::Record(RecordMeaning::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+                moved(here().when("foreign").then([Do::Report(Notice::ForeignRecord)]))
             }
             RegistryResult::Unknown => moved(here().when("unknown").then(read())),
             RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
-        On::Repeat => moved(here().then(terms.register.and_then(take))),
+        On::Repeat => moved(here().then(terms.registry.and_then(take))),
         On::Restarted(QemuAtStart::Paused) => moved(here().when("paused").then(read())),
         // `cont` was not sent: otherwise STARTING would be in the journal.
         On::QemuDied => moved(return_to_source(terms)),
         On::Restarted(QemuAtStart::Gone) => moved(return_to_source(terms).when("qemu-gone")),
         On::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
-        On::OperatorDecides(OperatorDecision::RunElsewhere) => {
+        On::OperatorDecided(OperatorDecision::RunElsewhere) => {
             moved(return_to_source(terms).when("run-elsewhere"))
         }
-        On::OperatorDecides(OperatorDecision::RunHere { .. }) => moved(here().when("run-here").then(read())),
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }) => {
-            moved(start(incarnation, run).within("run-here").within("without-register"))
+        On::OperatorDecided(OperatorDecision::RunHere { .. }) => moved(here().when("run-here").then(read())),
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) => {
+            moved(start(incarnation, run).within("run-here").within("without-registry"))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
             moved(refuse_without_registry())
         }
         // The source may have reclaimed it in the meantime; the registry has the answer.
         On::AbortReceived { .. } => moved(here().then(read())),
-        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(here().when("aborted").then(read())),
-        On::SourceSays { verdict: Verdict::Returned, .. } => moved(here().when("returned").then(read())),
-        On::Go { .. } | On::SourceSays { .. } => ignored(Ignored::TooLate),
+        On::SourceAnswered { verdict: Verdict::Aborted, .. } => moved(here().when("aborted").then(read())),
+        On::SourceAnswered { verdict: Verdict::Returned, .. } => moved(here().when("returned").then(read())),
+        On::Go { .. } | On::SourceAnswered { .. } => ignored(Ignored::TooLate),
         On::Asked { .. } => ignored(Ignored::NotYet),
         On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state()),
@@ -214,14 +214,14 @@ fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &
 fn starting(terms: &MigrationTerms, incarnation: &Incarnation, again: bool, event: &On) -> TransitionResult {
     let state = |again| In::Starting { incarnation: incarnation.clone(), again };
     match event {
-        On::Contd { missing: true } => moved(run_incomplete(incarnation).when("missing")),
-        On::Contd { missing: false } => moved(activate(incarnation)),
+        On::Continued { missing: true } => moved(run_incomplete(incarnation).when("missing")),
+        On::Continued { missing: false } => moved(activate(incarnation)),
         On::Restarted(QemuAtStart::Running) => moved(activate(incarnation).when("running")),
         // `cont` may have been sent or not. Sending it again is safe while this host owns the guest, but an operator
         // may have returned it to the source since.
         On::Restarted(QemuAtStart::Paused) => moved(cont_again(terms, enter(state(true))).within("paused")),
         On::Repeat if again => moved(cont_again(terms, Move::to(state(true))).within("again")),
-        On::RegisterSays(answer) if again => match interpret(terms, answer) {
+        On::RegistryAnswered(answer) if again => match interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Destination) => {
                 moved(Move::to(state(true)).when("destination-owns").then([Do::Cont]))
             }
@@ -230,10 +230,10 @@ fn starting(terms: &MigrationTerms, incarnation: &Incarnation, again: bool, even
                 moved(crash_with_host().when("source-owns"))
             }
             RegistryResult::Record(RecordMeaning::Open { .. } | RecordMeaning::Foreign) => {
-                moved(Move::to(state(true)).when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+                moved(Move::to(state(true)).when("foreign").then([Do::Report(Notice::ForeignRecord)]))
             }
             RegistryResult::Unknown => {
-                let read = ask(RequestPurpose::Read, Some(register::read(terms)));
+                let read = ask(RequestPurpose::Read, Some(registry::read(terms)));
                 moved(Move::to(state(true)).when("unknown").then(read))
             }
             RegistryResult::Unreachable => moved(Move::to(state(true)).when("unreachable")),
@@ -243,23 +243,25 @@ fn starting(terms: &MigrationTerms, incarnation: &Incarnation, again: bool, even
         }
         On::ContFailed => moved(refuse_through_registry(terms).within("first")),
         // The operator's assurance that it never ran replaces the proof.
-        On::OperatorDecides(OperatorDecision::RunElsewhere) if again => {
+        On::OperatorDecided(OperatorDecision::RunElsewhere) if again => {
             moved(refuse_through_registry(terms).within("again").within("run-elsewhere"))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: true }) if again => {
-            let to = Move::to(state(true)).when("without-register").when("run-here").when("again");
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) if again => {
+            let to = Move::to(state(true)).when("without-registry").when("run-here").when("again");
             moved(to.then([Do::Cont]))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) if again => {
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) if again => {
             moved(refuse_without_registry().when("again"))
         }
         On::QemuDied => moved(crash(false)),
         On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(crash(false).when("qemu-gone")),
         On::Cancel => moved(Move::to(state(again)).then([Do::Report(Notice::TooLate)])),
         On::Go { .. } | On::Asked { .. } => ignored(Ignored::NotYet),
-        On::SourceSays { verdict: Verdict::Committed { .. }, .. } => ignored(Ignored::NotYet),
-        On::SourceSays { verdict: Verdict::Undecided, .. } | On::RegisterSays(_) => ignored(Ignored::TooLate),
-        On::OperatorDecides(_) => moved(Move::to(state(again)).then([Do::Report(Notice::TooLate)])),
+        On::SourceAnswered { verdict: Verdict::Committed { .. }, .. } => ignored(Ignored::NotYet),
+        On::SourceAnswered { verdict: Verdict::Undecided, .. } | On::RegistryAnswered(_) => {
+            ignored(Ignored::TooLate)
+        }
+        On::OperatorDecided(_) => moved(Move::to(state(again)).then([Do::Report(Notice::TooLate)])),
         On::Repeat => moved(Move::to(state(again)).when("first")),
         On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state(again)),
         // An honest source does not abort what it has committed, but an operator can.
@@ -283,9 +285,8 @@ fn completing(incarnation: &Incarnation, event: &On) -> TransitionResult {
         On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(crash(true).when("qemu-gone")),
         On::ContactLostForGood => moved(here().then([Do::Report(Notice::SourceNeeded)])),
         On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
-        On::SourceSays { verdict: Verdict::Aborted | Verdict::Returned, .. } | On::AbortReceived { .. } => {
-            None
-        }
+        On::SourceAnswered { verdict: Verdict::Aborted | Verdict::Returned, .. }
+        | On::AbortReceived { .. } => None,
         On::Prepare | On::Loaded { .. } => None,
         _ => ignored(Ignored::TooLate),
     }
@@ -300,9 +301,8 @@ fn active(incarnation: &Incarnation, event: &On) -> TransitionResult {
         }
         On::QemuDied => moved(crash(true)),
         On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(crash(true).when("qemu-gone")),
-        On::SourceSays { verdict: Verdict::Aborted | Verdict::Returned, .. } | On::AbortReceived { .. } => {
-            None
-        }
+        On::SourceAnswered { verdict: Verdict::Aborted | Verdict::Returned, .. }
+        | On::AbortReceived { .. } => None,
         On::Prepare | On::Loaded { .. } => None,
         On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         _ => ignored(Ignored::TooLate),
@@ -311,9 +311,9 @@ fn active(incarnation: &Incarnation, event: &On) -> TransitionResult {
 
 fn refusing(terms: &MigrationTerms, event: &On) -> TransitionResult {
     let here = || Move::to(In::Refusing);
-    let return_to_source = || ask(RequestPurpose::GiveBack, Some(register::return_to_source(terms)));
+    let return_to_source = || ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms)));
     match event {
-        On::RegisterSays(answer) => match interpret(terms, answer) {
+        On::RegistryAnswered(answer) => match interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
                 moved(refuse().when("source-owns"))
             }
@@ -322,21 +322,21 @@ fn refusing(terms: &MigrationTerms, event: &On) -> TransitionResult {
             }
             // Not acquired, but a request of this host's may still be in transit: rule it out.
             RegistryResult::Record(RecordMeaning::Open { since, .. }) => {
-                let shut = register::acquire_by_source(terms, since);
+                let shut = registry::acquire_by_source(terms, since);
                 moved(here().when("open").then(ask(RequestPurpose::GiveBack, Some(shut))))
             }
             RegistryResult::Record(RecordMeaning::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+                moved(here().when("foreign").then([Do::Report(Notice::ForeignRecord)]))
             }
             RegistryResult::Unknown => {
-                moved(here().when("unknown").then(ask(RequestPurpose::Read, Some(register::read(terms)))))
+                moved(here().when("unknown").then(ask(RequestPurpose::Read, Some(registry::read(terms)))))
             }
             RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
         On::Repeat | On::Restarted(_) => moved(here().then(return_to_source())),
         On::Go { .. } | On::Asked { .. } => ignored(Ignored::NotYet),
         On::Prepare | On::Loaded { .. } => None,
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
             moved(refuse_without_registry())
         }
         On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
@@ -358,12 +358,12 @@ fn final_without_guest(state: &In, event: &On) -> TransitionResult {
 
 /// The copy is lost, and perhaps entries that it has run. Only proof that it never ran permits the removal of its
 /// images. That is a registry in which ownership was never acquired for it; or a source that is ABORTED, which has
-/// never committed, as long as this host does not send CRASHED, upon which a source that is bereft itself aborts.
+/// never committed, as long as this host does not send CRASHED, upon which a source that has lost its QEMU itself aborts.
 fn qemu_lost(terms: &MigrationTerms, event: &On) -> TransitionResult {
-    let here = || Move::to(In::Bereft);
-    let read = || ask(RequestPurpose::Read, Some(register::read(terms)));
+    let here = || Move::to(In::QemuLost);
+    let read = || ask(RequestPurpose::Read, Some(registry::read(terms)));
     match event {
-        On::RegisterSays(answer) => match interpret(terms, answer) {
+        On::RegistryAnswered(answer) => match interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Destination) => {
                 moved(crash_with_host().when("destination-owns"))
             }
@@ -374,42 +374,42 @@ fn qemu_lost(terms: &MigrationTerms, event: &On) -> TransitionResult {
             // Ownership was never acquired, so it never ran.
             RegistryResult::Record(RecordMeaning::Open { .. }) => moved(return_to_source(terms).when("open")),
             RegistryResult::Record(RecordMeaning::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+                moved(here().when("foreign").then([Do::Report(Notice::ForeignRecord)]))
             }
             RegistryResult::Unknown => moved(here().when("unknown").then(read())),
             RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
-        On::SourceSays { verdict: Verdict::Aborted, .. } => {
+        On::SourceAnswered { verdict: Verdict::Aborted, .. } => {
             moved(discard(Notice::SourceKept).when("aborted"))
         }
         On::AbortReceived { .. } => moved(discard(Notice::SourceKept)),
-        On::SourceSays { verdict: Verdict::Returned, .. } => moved(crash_with_host().when("returned")),
+        On::SourceAnswered { verdict: Verdict::Returned, .. } => moved(crash_with_host().when("returned")),
         // The source's operator decides then.
-        On::OperatorDecides(OperatorDecision::RunElsewhere) if terms.register.is_none() => {
-            moved(crash_with_host().when("no-register").when("run-elsewhere"))
+        On::OperatorDecided(OperatorDecision::RunElsewhere) if terms.registry.is_none() => {
+            moved(crash_with_host().when("no-registry").when("run-elsewhere"))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here: false }) => {
-            moved(crash_with_host().when("without-register").when("run-elsewhere"))
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
+            moved(crash_with_host().when("without-registry").when("run-elsewhere"))
         }
-        On::OperatorDecides(_) | On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
+        On::OperatorDecided(_) | On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         On::ContactLostForGood => moved(here().then([Do::Report(Notice::OperatorNeeded)])),
-        On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
+        On::Failed | On::PeerSilent | On::PeerLost => stay(In::QemuLost),
         On::QemuDied => ignored(Ignored::TooLate),
-        On::Repeat | On::Restarted(_) if terms.register.is_some() => {
-            moved(here().when("register").then(read()))
+        On::Repeat | On::Restarted(_) if terms.registry.is_some() => {
+            moved(here().when("registry").then(read()))
         }
-        On::Repeat | On::Restarted(_) => moved(here().when("no-register").then([Do::AskSource])),
+        On::Repeat | On::Restarted(_) => moved(here().when("no-registry").then([Do::AskSource])),
         // Only a source that knows no more than this host asks: the answer is unknown.
         On::Asked { .. } => moved(crash_with_host()),
         // The registry's record has precedence over a source that has committed.
-        On::Go { .. } | On::SourceSays { .. } if terms.register.is_some() => ignored(Ignored::NotYet),
-        On::SourceSays { verdict: Verdict::Committed { .. }, .. } => {
-            moved(crash_with_host().when("no-register").when("committed"))
+        On::Go { .. } | On::SourceAnswered { .. } if terms.registry.is_some() => ignored(Ignored::NotYet),
+        On::SourceAnswered { verdict: Verdict::Committed { .. }, .. } => {
+            moved(crash_with_host().when("no-registry").when("committed"))
         }
-        On::SourceSays { verdict: Verdict::Undecided, .. } => {
-            moved(here().when("no-register").when("undecided"))
+        On::SourceAnswered { verdict: Verdict::Undecided, .. } => {
+            moved(here().when("no-registry").when("undecided"))
         }
-        On::Go { .. } => moved(crash_with_host().when("no-register")),
+        On::Go { .. } => moved(crash_with_host().when("no-registry")),
         _ => None,
     }
 }

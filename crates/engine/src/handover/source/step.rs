@@ -12,7 +12,7 @@ use super::SourceEvent as On;
 use super::SourceReport as Notice;
 use super::SourceState as In;
 use crate::handover::recover::OperatorDecision;
-use crate::handover::register::{self, RecordMeaning, RequestPurpose};
+use crate::handover::registry::{self, RecordMeaning, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
 
 use shared::{
@@ -29,11 +29,11 @@ pub(super) fn step(terms: &MigrationTerms, state: &In, event: &On) -> StepResult
         In::Idle => idle(event),
         In::Prepared { run } => prepared(terms, *run, event),
         In::Stopped { run } => stopped(terms, *run, event),
-        In::Bereft { incarnation, run } => qemu_lost(terms, incarnation.as_ref(), *run, event),
+        In::QemuLost { incarnation, run } => qemu_lost(terms, incarnation.as_ref(), *run, event),
         In::Committed { incarnation, run, ran: false } => committed(terms, incarnation, *run, event),
         In::Committed { incarnation, run, ran: true } => serving(terms, incarnation, *run, event),
         // Only a registry can return the VM.
-        In::Reclaiming { .. } if terms.register.is_none() => None,
+        In::Reclaiming { .. } if terms.registry.is_none() => None,
         In::Reclaiming { incarnation, run, force } => {
             reclaiming(terms, incarnation.as_ref(), *run, *force, event)
         }
@@ -97,9 +97,9 @@ fn stopped(terms: &MigrationTerms, run: bool, event: &On) -> StepResult {
     }
 }
 
-/// Bereft: the source has no copy to run. It can only help the destination, or find out that there is no copy.
+/// QEMU lost: the source has no copy to run. It can only help the destination, or find out that there is no copy.
 fn qemu_lost(terms: &MigrationTerms, incarnation: Option<&Incarnation>, run: bool, event: &On) -> StepResult {
-    let state = || In::Bereft { incarnation: incarnation.cloned(), run };
+    let state = || In::QemuLost { incarnation: incarnation.cloned(), run };
     let here = || Move::to(state());
     match event {
         On::Ready { incarnation: ready, .. } => match incarnation {
@@ -115,7 +115,7 @@ fn qemu_lost(terms: &MigrationTerms, incarnation: Option<&Incarnation>, run: boo
         On::Incomplete { .. } => moved(here().then([Do::Report(Notice::MemoryLost)])),
         // There is no copy.
         On::Refused { .. } | On::Crashed { .. } => moved(abort(Notice::VmCrashed)),
-        On::RegisterSays(answer) => match read(terms, answer) {
+        On::RegistryAnswered(answer) => match read(terms, answer) {
             // The destination returned it and its REFUSED was lost.
             RegistryView::Record(RecordMeaning::Source) => {
                 moved(abort(Notice::VmCrashed).when("source-owns"))
@@ -137,13 +137,13 @@ fn qemu_lost(terms: &MigrationTerms, incarnation: Option<&Incarnation>, run: boo
         On::Repeat | On::Restarted(_) => moved(repeat_messages(here(), terms, incarnation, run)),
         On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
         On::ContactLostForGood => moved(here().then([Do::Report(Notice::OperatorNeeded)])),
-        On::OperatorDecides(OperatorDecision::RunHere { force }) => {
+        On::OperatorDecided(OperatorDecision::RunHere { force }) => {
             moved(reclaim(terms, incarnation, run, *force).within("run-here"))
         }
-        On::OperatorDecides(OperatorDecision::RunElsewhere) => {
+        On::OperatorDecided(OperatorDecision::RunElsewhere) => {
             moved(finish(incarnation, run).when("run-elsewhere"))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here }) => {
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(incarnation, run, *run_here))
         }
         On::PeerSilent | On::PeerLost => stay(state()),
@@ -183,32 +183,32 @@ fn committed(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event
                 .asking(RequestPurpose::Offer, offer_again()),
         ),
         On::QemuDied => moved(here().then([Do::Report(Notice::CopyLost)])),
-        On::RegisterSays(answer) => match read(terms, answer) {
+        On::RegistryAnswered(answer) => match read(terms, answer) {
             // The destination returned it and its REFUSED was lost.
             RegistryView::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
             // The registry's epoch (`since`) differs from that of pre-flight.
             RegistryView::Record(RecordMeaning::Open { since, offer })
                 if offer.as_ref().is_none_or(|offer| offer.epoch != terms.epoch()) =>
             {
-                let request = register::offer(terms, since, incarnation, run);
+                let request = registry::offer(terms, since, incarnation, run);
                 moved(here().when("not-offered").then(ask(RequestPurpose::Offer, Some(request))))
             }
             // Best effort: `Repeat` offers again.
             _ => moved(here().when("otherwise")),
         },
-        On::ContactLostForGood if terms.register.is_some() => {
+        On::ContactLostForGood if terms.registry.is_some() => {
             moved(reclaim(terms, Some(incarnation), run, false))
         }
         On::ContactLostForGood => {
-            moved(here().when("no-register").then([Do::Report(Notice::OperatorNeeded)]))
+            moved(here().when("no-registry").then([Do::Report(Notice::OperatorNeeded)]))
         }
-        On::OperatorDecides(OperatorDecision::RunHere { force }) => {
+        On::OperatorDecided(OperatorDecision::RunHere { force }) => {
             moved(reclaim(terms, Some(incarnation), run, *force).within("run-here"))
         }
-        On::OperatorDecides(OperatorDecision::RunElsewhere) => {
+        On::OperatorDecided(OperatorDecision::RunElsewhere) => {
             moved(finish(Some(incarnation), run).when("run-elsewhere"))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here }) => {
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(Some(incarnation), run, *run_here))
         }
         On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
@@ -229,20 +229,20 @@ fn serving(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: 
         On::Incomplete { .. } => report(Notice::Incomplete),
         On::ContactLostForGood => report(Notice::NeededThere),
         // The operator does not know it yet.
-        On::OperatorDecides(
-            OperatorDecision::RunHere { .. } | OperatorDecision::WithoutRegister { run_here: true },
+        On::OperatorDecided(
+            OperatorDecision::RunHere { .. } | OperatorDecision::WithoutRegistry { run_here: true },
         ) => report(Notice::TooLate),
         // Neither is sent by a destination that has run the guest: if it crashes, it sends RUNNING. A registry with
         // another record is out of date.
         On::Refused { .. } | On::Crashed { .. } => ignored(Ignored::TooLate),
-        On::RegisterSays(_) => moved(Move::to(state()).when("ran")),
+        On::RegistryAnswered(_) => moved(Move::to(state()).when("ran")),
         _ => Some(match committed(terms, incarnation, run, event)? {
             Step::Moved(mut step) => {
                 if matches!(step.to, In::Committed { .. }) {
                     step.to = state();
                 }
-                step.guards.retain(|guard| !["register", "no-register"].contains(guard));
-                step.effects.retain(|effect| !matches!(effect, Do::Register { .. }));
+                step.guards.retain(|guard| !["registry", "no-registry"].contains(guard));
+                step.effects.retain(|effect| !matches!(effect, Do::Registry { .. }));
                 Step::Moved(step.within("ran"))
             }
             ignored @ Step::Ignored(_) => ignored,
@@ -258,28 +258,28 @@ fn reclaiming(
     event: &On,
 ) -> StepResult {
     let state = |force| In::Reclaiming { incarnation: incarnation.cloned(), run, force };
-    let take_since = |since| ask(RequestPurpose::Take, Some(register::acquire_by_source(terms, since)));
-    let take = || terms.register.and_then(take_since);
+    let take_since = |since| ask(RequestPurpose::Take, Some(registry::acquire_by_source(terms, since)));
+    let take = || terms.registry.and_then(take_since);
     match event {
-        On::RegisterSays(answer) => match read(terms, answer) {
+        On::RegistryAnswered(answer) => match read(terms, answer) {
             RegistryView::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
             RegistryView::Record(RecordMeaning::Open { since, .. }) => {
                 moved(Move::to(state(force)).when("open").then(take_since(since)))
             }
             RegistryView::Record(RecordMeaning::Destination) if force => {
-                let seize = ask(RequestPurpose::GiveBack, Some(register::return_to_source(terms)));
+                let seize = ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms)));
                 moved(Move::to(state(force)).when("destination-owns").when("force").then(seize))
             }
             RegistryView::Record(RecordMeaning::Destination | RecordMeaning::MovedOn) => {
                 moved(abandon_reclaim(incarnation, run))
             }
             RegistryView::Record(RecordMeaning::Foreign) => {
-                moved(Move::to(state(force)).when("foreign").then([Do::Report(Notice::RegisterForeign)]))
+                moved(Move::to(state(force)).when("foreign").then([Do::Report(Notice::ForeignRecord)]))
             }
             RegistryView::Unknown => moved(
                 Move::to(state(force))
                     .when("unknown")
-                    .then(ask(RequestPurpose::Read, Some(register::read(terms)))),
+                    .then(ask(RequestPurpose::Read, Some(registry::read(terms)))),
             ),
             RegistryView::Unreachable => moved(Move::to(state(force)).when("unreachable")),
         },
@@ -298,13 +298,13 @@ fn reclaiming(
         }
         // Either answer could turn out wrong before the registry has answered.
         On::Asked { .. } => moved(Move::to(state(force)).then([Do::Answer(Verdict::Undecided)])),
-        On::OperatorDecides(OperatorDecision::RunHere { force: true }) => {
+        On::OperatorDecided(OperatorDecision::RunHere { force: true }) => {
             moved(enter(state(true)).when("run-here").when("force").then(take()))
         }
-        On::OperatorDecides(OperatorDecision::WithoutRegister { run_here }) => {
+        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(incarnation, run, *run_here))
         }
-        On::OperatorDecides(_) | On::Cancel => {
+        On::OperatorDecided(_) | On::Cancel => {
             moved(Move::to(state(force)).then([Do::Report(Notice::TooLate)]))
         }
         On::Crashed { .. } => moved(Move::to(state(force)).then([Do::Report(Notice::DestinationCrashed)])),
@@ -337,7 +337,9 @@ fn continuing(state: &In, event: &On) -> StepResult {
         On::Cancel | On::Failed | On::PeerSilent | On::PeerLost | On::Refused { .. } | On::Crashed { .. } => {
             ignored(Ignored::TooLate)
         }
-        On::ContactLostForGood | On::RegisterSays(_) | On::OperatorDecides(_) => ignored(Ignored::TooLate),
+        On::ContactLostForGood | On::RegistryAnswered(_) | On::OperatorDecided(_) => {
+            ignored(Ignored::TooLate)
+        }
         On::Running { .. } | On::Incomplete { .. } => moved(here().then([Do::Report(Notice::Contradiction)])),
         _ => None,
     }

@@ -16,7 +16,7 @@ fn patterns(
     let sampling = Sampling { interval_ns: 100_000_000, ..Sampling::default() };
     let mut policy = policy(10, 30, on_limit).sampling(sampling);
     // Its last part may be of any size.
-    let part = RoundObservation { left_pages: 10_000, ..round(0, dirty_pages, 100_000, 10_000) };
+    let part = RoundObservation { remaining_pages: 10_000, ..round(0, dirty_pages, 100_000, 10_000) };
     assert!(matches!(policy.decide(&part), Decision::NextRound { most_pages: None, .. }));
     let mut decision = policy.decide(&round(1, dirty_pages, 50, 5));
     let (mut looks, mut dirty, mut passes, mut gone) = (0, dirty_pages, 1, 0);
@@ -24,15 +24,15 @@ fn patterns(
         looks += 1;
         assert!(looks < 100, "no end");
         let sent = most_pages.unwrap_or(u64::MAX).min(dirty);
-        let left_pages = dirty - sent;
+        let remaining_pages = dirty - sent;
         gone += sent;
-        if left_pages == 0 || gone >= dirty_pages {
+        if remaining_pages == 0 || gone >= dirty_pages {
             (passes, gone) = (passes + 1, 0);
         }
         let (written, resent_pages) = write(sent);
-        dirty = left_pages + written;
+        dirty = remaining_pages + written;
         decision = policy.decide(&RoundObservation {
-            left_pages,
+            remaining_pages,
             resent_pages,
             ..round(passes, dirty, sent, sent.div_ceil(10))
         });
@@ -121,8 +121,10 @@ fn on_a_long_link_intervals_are_longer() {
     for _ in 0..12 {
         let Decision::NextRound { most_pages, .. } = decision else { panic!("{decision:?}") };
         sent = most_pages.unwrap();
-        let left =
-            RoundObservation { left_pages: 9_000_000, ..round(1, 10_000_000, sent, WAY_MS + sent / 305) };
+        let left = RoundObservation {
+            remaining_pages: 9_000_000,
+            ..round(1, 10_000_000, sent, WAY_MS + sent / 305)
+        };
         decision = policy.decide(&left);
     }
     assert!(sent > 5 * WAY_MS * 305, "{sent}");

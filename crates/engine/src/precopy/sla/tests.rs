@@ -47,9 +47,9 @@ fn moved(writer: Writer, policy: SlaPolicy) -> (Decision, u64, bool) {
         let observed = RoundObservation {
             round: round.max(u32::from(cold == 0)),
             dirty_pages: hot as u64 + cold,
-            unknown_pages: hot as u64 + cold,
+            full_pages: hot as u64 + cold,
             pages_sent: sent,
-            left_pages: left as u64 + cold,
+            remaining_pages: left as u64 + cold,
             bytes_sent: sent * PAGE_BYTES,
             duration_ns: ms * MS,
             interval_ns: ms * MS,
@@ -60,7 +60,7 @@ fn moved(writer: Writer, policy: SlaPolicy) -> (Decision, u64, bool) {
             Decision::NextRound { most_pages: most, slow: is_slow, .. } => {
                 most_pages = most;
                 if is_slow && !slow {
-                    policy.held(Held::Slower);
+                    policy.throttle_changed(ThrottleChange::Slower);
                 }
                 slow = is_slow;
                 was_slow |= slow;
@@ -73,8 +73,9 @@ fn moved(writer: Writer, policy: SlaPolicy) -> (Decision, u64, bool) {
 
 fn sla(max_downtime_ms: u64, max_total_ms: u64, ways: AvailableStrategies, on_limit: OnLimit) -> SlaPolicy {
     let max_total_ns = Some(max_total_ms * MS);
-    let aim = Aim { max_downtime_ns: max_downtime_ms * MS, max_total_ns, ..Aim::default() };
-    SlaPolicy::new(aim, ways, on_limit, FixedCost::default())
+    let goals =
+        PrecopyGoals { max_downtime_ns: max_downtime_ms * MS, max_total_ns, ..PrecopyGoals::default() };
+    SlaPolicy::new(goals, ways, on_limit, FixedCost::default())
 }
 
 const CALM: Writer = Writer { own_pages: 100_000, pages_per_ms: 20 };
@@ -124,8 +125,8 @@ fn the_action_at_the_limit_is_taken_in_time() {
 
 #[test]
 fn there_may_be_all_the_time_there_is() {
-    let aim = Aim { max_downtime_ns: 100 * MS, ..Aim::default() };
-    let policy = SlaPolicy::new(aim, ALL, OnLimit::Abort, FixedCost::default());
+    let goals = PrecopyGoals { max_downtime_ns: 100 * MS, ..PrecopyGoals::default() };
+    let policy = SlaPolicy::new(goals, ALL, OnLimit::Abort, FixedCost::default());
     assert!(matches!(moved(FAST, policy), (Decision::StopAndCopy { .. }, _, true)));
 }
 
@@ -147,12 +148,12 @@ fn one_look_may_be_chance() {
     assert!(!slow(policy.decide(&look(3, 150_000, 3_000))));
     assert!(slow(policy.decide(&look(4, 150_000, 4_000))));
     // It stays slow, whatever two samples of the guest show as it was before.
-    policy.held(Held::Slower);
+    policy.throttle_changed(ThrottleChange::Slower);
     assert!(slow(policy.decide(&look(5, 150_000, 5_000))));
-    policy.held(Held::Free);
+    policy.throttle_changed(ThrottleChange::Free);
     assert!(slow(policy.decide(&look(6, 150_000, 6_000))));
     // Until the throttle cannot be applied any more.
-    policy.held(Held::ForGood);
+    policy.throttle_changed(ThrottleChange::ForGood);
     assert!(!slow(policy.decide(&look(7, 150_000, 7_000))));
 }
 
@@ -160,7 +161,7 @@ fn one_look_may_be_chance() {
 #[test]
 fn nothing_is_expected_of_rounds_before_one_was_seen() {
     let first = RoundObservation {
-        left_pages: 99_990,
+        remaining_pages: 99_990,
         elapsed_ns: 1_000 * MS,
         ..super::super::tests::round(1, 100_000, 100_000, 1_000)
     };
@@ -176,8 +177,8 @@ fn nothing_is_expected_of_rounds_before_one_was_seen() {
 /// A downtime limit that cannot be kept, and no time limit.
 #[test]
 fn rounds_have_a_limit_too() {
-    let aim = Aim { max_downtime_ns: MS, ..Aim::default() };
-    let (end, ..) = moved(FAST, SlaPolicy::new(aim, ALL, OnLimit::Abort, FixedCost::default()));
+    let goals = PrecopyGoals { max_downtime_ns: MS, ..PrecopyGoals::default() };
+    let (end, ..) = moved(FAST, SlaPolicy::new(goals, ALL, OnLimit::Abort, FixedCost::default()));
     assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
 }
 

@@ -9,7 +9,7 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
     let pages = (number(), number(), number(), number(), number(), number());
     (pages, number(), number(), number(), number(), number()).prop_map(
         |(
-            (dirty_pages, unknown_pages, pages_sent, spared_pages, left_pages, resent_pages),
+            (dirty_pages, full_pages, pages_sent, reduced_pages, remaining_pages, resent_pages),
             bytes_sent,
             duration_ns,
             interval_ns,
@@ -18,12 +18,12 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
         )| RoundObservation {
             round: 0,
             dirty_pages,
-            unknown_pages,
+            full_pages,
             pages_sent,
             empty_pages: pages_sent / 5 * (pages_sent % 6),
-            spared_pages,
-            left_pages,
-            left_of_disks: left_pages / 3,
+            reduced_pages,
+            remaining_pages,
+            remaining_disk_pages: remaining_pages / 3,
             resent_pages,
             bytes_sent,
             duration_ns,
@@ -41,8 +41,12 @@ fn any_policy() -> impl Strategy<Value = PatternPolicy> {
         |(max_downtime_ns, max_rounds, stop, load_ns, stop_ns, patience)| {
             let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
             let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
-            PatternPolicy::new(Aim { max_downtime_ns, max_rounds, ..Aim::default() }, on_limit, fixed)
-                .with_patience(patience)
+            PatternPolicy::new(
+                PrecopyGoals { max_downtime_ns, max_rounds, ..PrecopyGoals::default() },
+                on_limit,
+                fixed,
+            )
+            .with_patience(patience)
         },
     )
 }
@@ -88,11 +92,11 @@ proptest! {
         (max_downtime_ns, max_rounds, passes) in (0..1_000_000_000_u64, 0..40_u32, 0..10_u32),
         seen in prop::collection::vec(any_observation(), 62),
     ) {
-        let aim = Aim { max_downtime_ns, max_rounds, ..Aim::default() };
+        let goals = PrecopyGoals { max_downtime_ns, max_rounds, ..PrecopyGoals::default() };
         let rules: [(AnyPolicy, u32, u32); 3] = [
-            (TargetPolicy::new(aim, OnLimit::Stop).into(), 1, max_rounds.max(1)),
+            (TargetPolicy::new(goals, OnLimit::Stop).into(), 1, max_rounds.max(1)),
             (RoundCountPolicy::default().into(), 1, RoundCountPolicy::MAX_ROUNDS),
-            (HybridPolicy::new(aim, passes, FixedCost::default()).into(), passes, passes),
+            (HybridPolicy::new(goals, passes, FixedCost::default()).into(), passes, passes),
         ];
         for (policy, least, most) in rules {
             let traced = run(policy, &seen);
@@ -116,9 +120,9 @@ proptest! {
         seen in prop::collection::vec(any_observation(), 20),
     ) {
         let on_limit = [OnLimit::Stop, OnLimit::PostCopy, OnLimit::Abort][usize::from(way_out)];
-        let aim = Aim { max_downtime_ns, max_total_ns: Some(max_total_ns), ..Aim::default() };
+        let goals = PrecopyGoals { max_downtime_ns, max_total_ns: Some(max_total_ns), ..PrecopyGoals::default() };
         let traced =
-            run(SlaPolicy::new(aim, AvailableStrategies { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
+            run(SlaPolicy::new(goals, AvailableStrategies { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
         let decisions = decisions(&traced);
         for (round, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
             let goes_on = matches!(decision, Decision::NextRound { .. });

@@ -2,7 +2,7 @@
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState};
 use engine::handover::recover::OperatorDecision;
-use engine::handover::register::{self, RegistryAnswer};
+use engine::handover::registry::{self, RegistryAnswer};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceState};
 use engine::handover::{QemuAtStart, Step};
 use proto::message::{RegistryReply, Verdict};
@@ -34,7 +34,7 @@ impl World {
         if self.source.life != Life::Up {
             return;
         }
-        let terms = terms(self.source.epoch, self.source.base, self.register.is_some());
+        let terms = terms(self.source.epoch, self.source.base, self.registry.is_some());
         match (rules.source)(&terms, &self.source.state, event) {
             Err(illegal) => {
                 self.ghost.illegal = Some(illegal.event);
@@ -115,7 +115,7 @@ impl World {
             SourceEffect::Answer(Verdict::Returned) => self.send(Packet::Returned(epoch)),
             SourceEffect::Answer(Verdict::Undecided) => self.send(Packet::Undecided(epoch)),
             SourceEffect::AskDestination => self.send(Packet::AskDestination(epoch)),
-            SourceEffect::Register { request, .. } => {
+            SourceEffect::Registry { request, .. } => {
                 self.send(Packet::Request(Side::Source, epoch, small_op(request)));
             }
             // Only true alarms count: an outdated RUNNING of a host that has crashed since may cause a false one.
@@ -136,7 +136,7 @@ impl World {
         if self.destination.life != Life::Up {
             return;
         }
-        let terms = terms(self.destination.epoch, self.destination.base, self.register.is_some());
+        let terms = terms(self.destination.epoch, self.destination.base, self.registry.is_some());
         match (rules.destination)(&terms, &self.destination.state, event) {
             Err(illegal) => {
                 self.ghost.illegal = Some(illegal.event);
@@ -170,7 +170,7 @@ impl World {
                 self.send(Packet::Ready(epoch));
             }
             DestinationEffect::AskSource => self.send(Packet::AskSource(epoch)),
-            DestinationEffect::Register { request, .. } => {
+            DestinationEffect::Registry { request, .. } => {
                 self.send(Packet::Request(Side::Destination, epoch, small_op(request)));
             }
             DestinationEffect::Cont => {
@@ -298,7 +298,7 @@ impl World {
     pub(crate) fn begin(&mut self, rules: &Rules, die_after: Option<usize>) {
         let attempt = self.source.epoch + 1;
         self.source.epoch = attempt;
-        self.source.base = self.register.map_or(0, |record| record.epoch);
+        self.source.base = self.registry.map_or(0, |record| record.epoch);
         self.source.state = SourceState::Idle;
         self.source.journal = vec![SourceState::Idle];
         self.source.rebooted = false;
@@ -361,28 +361,28 @@ impl World {
             }
             Packet::Committed(e) => {
                 let verdict = Verdict::Committed { incarnation: incarnation(e), run: true };
-                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+                to_destination(self, DestinationEvent::SourceAnswered { epoch: epoch(e), verdict });
             }
             Packet::Aborted(e) => {
                 let verdict = Verdict::Aborted;
-                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+                to_destination(self, DestinationEvent::SourceAnswered { epoch: epoch(e), verdict });
             }
             Packet::Returned(e) => {
                 let verdict = Verdict::Returned;
-                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+                to_destination(self, DestinationEvent::SourceAnswered { epoch: epoch(e), verdict });
             }
             Packet::Undecided(e) => {
                 let verdict = Verdict::Undecided;
-                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+                to_destination(self, DestinationEvent::SourceAnswered { epoch: epoch(e), verdict });
             }
             Packet::Abort(e) => to_destination(self, DestinationEvent::AbortReceived { epoch: epoch(e) }),
             Packet::AskDestination(e) => to_destination(self, DestinationEvent::Asked { epoch: epoch(e) }),
             Packet::Request(from, e, op) => self.ask_register(from, e, op),
             Packet::Reply(to, _, record) => {
-                let answer = RegistryAnswer::Stands(Some(large(record)));
+                let answer = RegistryAnswer::Record(Some(large(record)));
                 match to {
-                    Side::Source => to_source(self, SourceEvent::RegisterSays(answer)),
-                    Side::Destination => to_destination(self, DestinationEvent::RegisterSays(answer)),
+                    Side::Source => to_source(self, SourceEvent::RegistryAnswered(answer)),
+                    Side::Destination => to_destination(self, DestinationEvent::RegistryAnswered(answer)),
                 }
             }
         }
@@ -414,11 +414,11 @@ impl World {
     }
 
     fn ask_register(&mut self, from: Side, asked: u8, op: Op) {
-        let Some(record) = self.register.filter(|_| !self.register_lost) else { return };
+        let Some(record) = self.registry.filter(|_| !self.register_lost) else { return };
         let request = large_op(op);
-        let (reply, new) = register::apply(&request, Some(&large(record)));
+        let (reply, new) = registry::apply(&request, Some(&large(record)));
         if let Some(new) = new {
-            self.register = Some(small(&new));
+            self.registry = Some(small(&new));
         }
         let answer = match reply {
             RegistryReply::Failed { .. } => RegistryAnswer::Unreachable,
@@ -428,7 +428,7 @@ impl World {
             Side::Source => (self.source.life, self.source.epoch),
             Side::Destination => (self.destination.life, self.destination.epoch),
         };
-        if let (RegistryAnswer::Stands(Some(owned)), Life::Up, true) = (answer, life, epoch == asked) {
+        if let (RegistryAnswer::Record(Some(owned)), Life::Up, true) = (answer, life, epoch == asked) {
             self.send(Packet::Reply(from, epoch, small(&owned)));
         }
     }
@@ -449,7 +449,7 @@ impl World {
         self.destination_qemu = Qemu::Running;
         self.ghost.destination.ran = true;
         let missing = self.ghost.destination.missing;
-        self.feed_destination(rules, &DestinationEvent::Contd { missing }, die_after);
+        self.feed_destination(rules, &DestinationEvent::Continued { missing }, die_after);
     }
 
     /// Places the last missing page.
@@ -460,9 +460,9 @@ impl World {
 
     pub(crate) fn decide(&mut self, rules: &Rules, side: Side, decision: OperatorDecision) {
         match side {
-            Side::Source => self.feed_source(rules, &SourceEvent::OperatorDecides(decision), None),
+            Side::Source => self.feed_source(rules, &SourceEvent::OperatorDecided(decision), None),
             Side::Destination => {
-                self.feed_destination(rules, &DestinationEvent::OperatorDecides(decision), None);
+                self.feed_destination(rules, &DestinationEvent::OperatorDecided(decision), None);
             }
         }
     }

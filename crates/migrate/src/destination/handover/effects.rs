@@ -5,7 +5,7 @@ use host::ArrivalArtifacts;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use engine::handover::register::RegistryAnswer;
+use engine::handover::registry::RegistryAnswer;
 use engine::handover::{Illegal, Role, Step};
 use proto::Epoch;
 use proto::message::{Message, RegistryRequest};
@@ -93,7 +93,7 @@ impl StateMachine for Driver {
                 });
             }
             DestinationEffect::AskSource => self.ask_source(),
-            DestinationEffect::Register { request, .. } => self.ask_register(request.clone()),
+            DestinationEffect::Registry { request, .. } => self.ask_register(request.clone()),
             DestinationEffect::Cont => self.cont(),
             DestinationEffect::Announce => {
                 self.release_qemu();
@@ -173,7 +173,7 @@ impl Driver {
     }
 
     fn ask_register(&mut self, request: RegistryRequest) {
-        if let Some(request) = self.register.submit(request) {
+        if let Some(request) = self.registry.submit(request) {
             self.send_to_register(request);
         }
     }
@@ -181,12 +181,12 @@ impl Driver {
     pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
-            mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
+            mailbox.put(Notice::Event(DestinationEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
-            self.follow_ups.push_back(DestinationEvent::RegisterSays(RegistryAnswer::Unreachable));
+            self.follow_ups.push_back(DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable));
             // The state machine asks again; the waiting request is sent then.
-            drop(self.register.answered());
+            drop(self.registry.answered());
         }
     }
 
@@ -218,7 +218,7 @@ impl Driver {
             Ok(ContOutcome::Pending) => return,
             Ok(ContOutcome::Runs { resumed }) => {
                 self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
-                DestinationEvent::Contd { missing: vm.artifacts.awaited.is_some() }
+                DestinationEvent::Continued { missing: vm.artifacts.awaited.is_some() }
             }
             // QEMU refused before any vCPU ran: `cont` acquires the disks first.
             Err(error) if error.is_refusal() && vm.is_reported_paused() => {

@@ -52,7 +52,7 @@ impl Driver {
                 DestinationEvent::AbortReceived { epoch }
             }
             Message::Inquire { epoch } => DestinationEvent::Asked { epoch },
-            Message::Verdict { epoch, verdict } => DestinationEvent::SourceSays { epoch, verdict },
+            Message::Verdict { epoch, verdict } => DestinationEvent::SourceAnswered { epoch, verdict },
             Message::Ping => return self.send_message(&Message::Pong),
             Message::Pong => return,
             Message::Resume if arriving || self.can_receive_pages_on(link) => return self.resume(),
@@ -163,7 +163,7 @@ fn query_source(
     loop {
         match connection.recv(Some(deadline)).map_err(|error| crate::chain(&error))? {
             Incoming::Message(Message::Verdict { epoch, verdict }) if epoch == terms.epoch() => {
-                return Ok(DestinationEvent::SourceSays { epoch, verdict });
+                return Ok(DestinationEvent::SourceAnswered { epoch, verdict });
             }
             Incoming::Message(Message::Inquire { epoch }) if epoch == terms.epoch() => {
                 return Ok(DestinationEvent::Asked { epoch });

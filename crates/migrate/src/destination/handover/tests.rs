@@ -6,7 +6,7 @@ use std::thread;
 
 use engine::handover::destination::DestinationState;
 use engine::handover::recover::OperatorDecision;
-use engine::handover::register::RegistryAnswer;
+use engine::handover::registry::RegistryAnswer;
 use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
@@ -120,7 +120,7 @@ fn what_the_journal_did_not_take_is_taken_again() {
     driver.notice(Notice::Event(DestinationEvent::QemuDied));
     // Messages that are received in between are not applied either, and do not replace the pending event.
     driver
-        .notice(Notice::Event(DestinationEvent::OperatorDecides(OperatorDecision::RunHere { force: false })));
+        .notice(Notice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunHere { force: false })));
     assert_eq!(world.state().name(), "ready");
     world.context.journal.refuse_writes(false);
     let settled = thread::spawn(move || driver.settle());
@@ -155,11 +155,11 @@ fn the_registry_is_asked_again_after_a_failed_journal_write() {
     let (answer, answers) = mpsc::channel();
     let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));
     let (qemu, vm, incarnation) = arrived(&world);
-    let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("b", "a") };
+    let terms = engine::handover::MigrationTerms { registry: Some(Epoch(0)), ..terms("b", "a") };
     let taking = DestinationState::Taking { incarnation, run: true };
     let (mut driver, _source) = driver_of(&world, terms, taking, Some(vm));
     let owner = |name| {
-        RegistryAnswer::Stands(Some(Ownership {
+        RegistryAnswer::Record(Some(Ownership {
             epoch: Epoch(1),
             owner: host(name),
             offer: None,
@@ -167,7 +167,7 @@ fn the_registry_is_asked_again_after_a_failed_journal_write() {
         }))
     };
     world.context.journal.refuse_writes(true);
-    driver.notice(Notice::Event(DestinationEvent::RegisterSays(owner("a"))));
+    driver.notice(Notice::Event(DestinationEvent::RegistryAnswered(owner("a"))));
     assert_eq!(world.state().name(), "taking");
     world.context.journal.refuse_writes(false);
     answer.send(owner("b")).unwrap();
@@ -183,7 +183,7 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
     world.context.journal.refuse_writes(true);
-    driver.notice(Notice::Event(DestinationEvent::OperatorDecides(OperatorDecision::RunElsewhere)));
+    driver.notice(Notice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
     world.context.journal.refuse_writes(false);
     let text = driver.publisher.now().message.unwrap();
     assert!(text.starts_with("the decision was not carried out"), "{text}");
@@ -379,7 +379,7 @@ fn an_image_that_stays_is_named_until_it_is_gone() {
 #[test]
 fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     let world = World::new();
-    let (driver, mut source) = driver(&world, DestinationState::Bereft, None);
+    let (driver, mut source) = driver(&world, DestinationState::QemuLost, None);
     let image = world.folder.path().join("web@1-disk0.raw");
     std::fs::write(&image, "half").unwrap();
     let mut artifacts = ArrivalArtifacts::plan(&world.context.config, &id(1));

@@ -10,11 +10,11 @@ fn seen() -> Vec<GuestMapping> {
     vec![seen(0, 2 * MIB, 0), seen(4 << 30, 2 * MIB, 2 * MIB)]
 }
 
-fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<SoftPageSet>, BufReader<UnixStream>) {
+fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<HintedPages>, BufReader<UnixStream>) {
     let (near, far) = UnixStream::pair().unwrap();
-    let soft = Arc::new(SoftPageSet::new([MIB, 4 * MIB]));
-    let guest = Guest::new(near, seen(), Arc::clone(&soft), cache, patience).unwrap();
-    (guest, soft, BufReader::new(far))
+    let hinted = Arc::new(HintedPages::new([MIB, 4 * MIB]));
+    let guest = Guest::new(near, seen(), Arc::clone(&hinted), cache, patience).unwrap();
+    (guest, hinted, BufReader::new(far))
 }
 
 fn receive_question(far: &mut BufReader<UnixStream>) -> Request {
@@ -42,7 +42,7 @@ fn pages_of_the_guest_are_found_in_the_blocks() {
 
 #[test]
 fn hints_of_the_guest_count() {
-    let (guest, soft, mut far) = guest(Cache::Cold, PATIENCE);
+    let (guest, hinted, mut far) = guest(Cache::Cold, PATIENCE);
     let done = guest.ask(false).unwrap();
     assert_eq!((guest.has_pending_answer(), guest.answers().0), (true, 0));
     let question = receive_question(&mut far);
@@ -56,8 +56,8 @@ fn hints_of_the_guest_count() {
     send_text(&mut far, &format!("end {id}\n"));
     // The end of the channel is the signal.
     assert!(done.recv().is_err());
-    assert_eq!((soft.pages(), guest.answers().0, guest.has_pending_answer()), ((5, 1), 1, false));
-    assert_eq!(soft.cache()[1].runs().next(), Some(9..10));
+    assert_eq!((hinted.pages(), guest.answers().0, guest.has_pending_answer()), ((5, 1), 1, false));
+    assert_eq!(hinted.cache()[1].runs().next(), Some(9..10));
     let answer_statistics = guest.answer_statistics();
     assert_eq!(
         (answer_statistics.answers, answer_statistics.poisoned, answer_statistics.notes),
@@ -65,30 +65,30 @@ fn hints_of_the_guest_count() {
     );
     // A free page stays free as long as no scan finds it written.
     let _done = guest.ask(true).unwrap();
-    assert_eq!(soft.pages(), (5, 0));
+    assert_eq!(hinted.pages(), (5, 0));
     assert!(receive_question(&mut far).give_back);
 }
 
 #[test]
 fn a_kernel_that_looks_at_free_pages_keeps_them() {
-    let (guest, soft, mut far) = guest(Cache::All, PATIENCE);
+    let (guest, hinted, mut far) = guest(Cache::All, PATIENCE);
     let done = guest.ask(false).unwrap();
     let id = receive_question(&mut far).id;
     send_text(&mut far, &format!("begin {id} 1\npoisoned\nfree 1+2\ncache 9+1\nend {id}\n"));
     assert!(done.recv().is_err());
-    assert_eq!((soft.pages(), guest.answer_statistics().poisoned), ((0, 1), true));
+    assert_eq!((hinted.pages(), guest.answer_statistics().poisoned), ((0, 1), true));
 }
 
 /// No hint of a wrong answer counts, not even one before the error, and the guest is not waited for again.
 #[test]
 fn a_guest_that_answers_wrongly_is_left_alone() {
     for wrong in ["free x\n", "begin 7 1\n", "end 7\n", "\u{7f}\n", "free 2+1\n", &"free 1+1".repeat(600)] {
-        let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+        let (guest, hinted, mut far) = guest(Cache::None, PATIENCE);
         let done = guest.ask(false).unwrap();
         let id = receive_question(&mut far).id;
         send_text(&mut far, &format!("begin {id} 1\nfree 1+2\n{wrong}"));
         assert!(done.recv().is_err());
-        assert_eq!(soft.pages(), (0, 0), "{wrong}");
+        assert_eq!(hinted.pages(), (0, 0), "{wrong}");
         let answer_statistics = guest.answer_statistics();
         assert_eq!((answer_statistics.answers, answer_statistics.notes.len()), (0, 1), "{wrong}");
         assert!(answer_statistics.notes[0].contains("cannot be read"), "{answer_statistics:?}");
@@ -98,7 +98,7 @@ fn a_guest_that_answers_wrongly_is_left_alone() {
 
 #[test]
 fn another_version_is_reported() {
-    let (guest, _soft, mut far) = guest(Cache::None, PATIENCE);
+    let (guest, _hinted, mut far) = guest(Cache::None, PATIENCE);
     let done = guest.ask(false).unwrap();
     let id = receive_question(&mut far).id;
     send_text(&mut far, &format!("begin {id} 2\n"));
@@ -110,23 +110,23 @@ fn another_version_is_reported() {
 /// one.
 #[test]
 fn answers_to_questions_of_others_do_not_count() {
-    let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+    let (guest, hinted, mut far) = guest(Cache::None, PATIENCE);
     far.get_mut().write_all(b"\xff\xfe0+1 9+\nbegin 1 1\nfree 1+9\nend 1\n").unwrap();
     let done = guest.ask(false).unwrap();
     let id = receive_question(&mut far).id;
     send_text(&mut far, &format!("begin {id} 1\nfree 3+1\nend {id}\n"));
     assert!(done.recv().is_err());
-    assert_eq!((soft.pages(), guest.answer_statistics().answers), ((1, 0), 1));
+    assert_eq!((hinted.pages(), guest.answer_statistics().answers), ((1, 0), 1));
 }
 
 #[test]
 fn a_silent_guest_is_waited_for_once() {
-    let (guest, soft, mut far) = guest(Cache::None, Duration::from_millis(50));
+    let (guest, hinted, mut far) = guest(Cache::None, Duration::from_millis(50));
     let done = guest.ask(false).unwrap();
     let id = receive_question(&mut far).id;
     send_text(&mut far, &format!("begin {id} 1\nfree 1+2\n"));
     assert!(done.recv().is_err());
-    assert_eq!(soft.pages(), (0, 0));
+    assert_eq!(hinted.pages(), (0, 0));
     assert_eq!(
         guest.answer_statistics().notes,
         ["the guest is not asked any more: it does not answer in time"]
@@ -137,7 +137,7 @@ fn a_silent_guest_is_waited_for_once() {
 /// An answer that gives back pages needs longer, which does not predict other answers.
 #[test]
 fn how_long_giving_back_takes_does_not_count() {
-    let (guest, _soft, mut far) = guest(Cache::None, PATIENCE);
+    let (guest, _hinted, mut far) = guest(Cache::None, PATIENCE);
     let mut answers = |give_back| {
         let done = guest.ask(give_back).unwrap();
         let id = receive_question(&mut far).id;
@@ -152,7 +152,7 @@ fn how_long_giving_back_takes_does_not_count() {
 /// A question that a later one replaces is not asked, and the answer to an earlier one does not count.
 #[test]
 fn the_last_question_is_the_one_that_is_asked() {
-    let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+    let (guest, hinted, mut far) = guest(Cache::None, PATIENCE);
     let first = guest.ask(false).unwrap();
     let id = receive_question(&mut far).id;
     let second = guest.ask(false).unwrap();
@@ -160,7 +160,7 @@ fn the_last_question_is_the_one_that_is_asked() {
     assert!(second.recv().is_err());
     send_text(&mut far, &format!("begin {id} 1\nfree 1+2\nend {id}\n"));
     assert!(first.recv().is_err());
-    assert_eq!((soft.pages(), guest.answers().0), ((0, 0), 0));
+    assert_eq!((hinted.pages(), guest.answers().0), ((0, 0), 0));
     let question = receive_question(&mut far);
     assert!(question.give_back);
     guest.ask(false).unwrap();

@@ -6,16 +6,16 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
 
-use engine::handover::register::{RegistryAnswer, RequestPurpose};
+use engine::handover::registry::{RegistryAnswer, RequestPurpose};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, Role, Step};
 use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::source::Driver;
+use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::inbox::Notice;
 use crate::source::memory;
-use crate::source::slowing::CpuThrottle;
 use crate::state_machine::StateMachine;
 use host::fault::Faults;
 use host::{disks, ownership, vms};
@@ -104,11 +104,11 @@ impl StateMachine for Driver {
                     None => vms::remove_runtime_files(&self.context, &self.terms.migration.vm),
                 }
                 // The groups have no threads left.
-                self.slowing = None;
+                self.cpu_throttle = None;
                 disks::drop_page_cache(self.left_images());
             }
             SourceEffect::UndoAll => {
-                self.slowing = None;
+                self.cpu_throttle = None;
                 self.later = None;
                 let disks = self.payload.take().and_then(memory::Payload::into_disks);
                 self.inbox.interrupts(None);
@@ -141,7 +141,7 @@ impl StateMachine for Driver {
             SourceEffect::AskDestination => {
                 self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() });
             }
-            SourceEffect::Register { why, request } => self.ask_register(*why, request.clone()),
+            SourceEffect::Registry { why, request } => self.ask_register(*why, request.clone()),
             SourceEffect::Report(report) => self.report_to_user(*report),
         }
         Ok(())
@@ -151,7 +151,7 @@ impl StateMachine for Driver {
 impl Driver {
     /// Lifts the throttle of the guest's processors.
     pub(in crate::source) fn lift_cpu_throttle(&mut self) {
-        if let Some(Err(error)) = self.slowing.as_mut().map(CpuThrottle::lift) {
+        if let Some(Err(error)) = self.cpu_throttle.as_mut().map(CpuThrottle::lift) {
             warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's processors stay slow");
         }
     }
@@ -191,7 +191,7 @@ impl Driver {
     fn ask_register(&mut self, why: RequestPurpose, request: RegistryRequest) {
         if why == RequestPurpose::Offer {
             self.offer(request);
-        } else if let Some(request) = self.register.submit(request) {
+        } else if let Some(request) = self.registry.submit(request) {
             self.send_to_register(request);
         }
     }
@@ -208,7 +208,7 @@ impl Driver {
             offering.store(false, Ordering::Release);
         };
         if let Err(error) = thread::Builder::new().name("offer".to_owned()).spawn(offer) {
-            warn!(%error, "cannot offer in the register");
+            warn!(%error, "cannot offer in the registry");
             self.offering.store(false, Ordering::Release);
         }
     }
@@ -216,12 +216,12 @@ impl Driver {
     pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
-            mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
+            mailbox.put(Notice::Event(SourceEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
-            self.follow_ups.push_back(SourceEvent::RegisterSays(RegistryAnswer::Unreachable));
+            self.follow_ups.push_back(SourceEvent::RegistryAnswered(RegistryAnswer::Unreachable));
             // The state machine asks again; a waiting question is sent then.
-            drop(self.register.answered());
+            drop(self.registry.answered());
         }
     }
 }

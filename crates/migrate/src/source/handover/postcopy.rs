@@ -82,7 +82,7 @@ impl Driver {
             self.state,
             SourceState::Committed { .. }
                 | SourceState::Reclaiming { .. }
-                | SourceState::Bereft { incarnation: Some(_), .. }
+                | SourceState::QemuLost { incarnation: Some(_), .. }
         )
     }
 
@@ -166,8 +166,8 @@ impl Driver {
     pub(super) fn report_served(&mut self) {
         let Some(later) = &self.later else { return };
         self.controls.report(|report| {
-            let left_pages = report.post_copy.map_or(0, |before| before.left_pages);
-            report.post_copy = Some(later.statistics(left_pages));
+            let remaining_pages = report.post_copy.map_or(0, |before| before.remaining_pages);
+            report.post_copy = Some(later.statistics(remaining_pages));
             later.counted.push().update_report(&mut report.traces.others.push);
         });
     }

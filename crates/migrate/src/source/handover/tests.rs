@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
-use engine::handover::register::RegistryAnswer;
+use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::SourceState;
 use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
@@ -323,7 +323,7 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     let (answer, answers) = mpsc::channel();
     let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));
     let state = SourceState::Reclaiming { incarnation: Some(incarnation()), run: true, force: false };
-    let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("a", "b") };
+    let terms = engine::handover::MigrationTerms { registry: Some(Epoch(0)), ..terms("a", "b") };
     let (driver, mailbox, _) = driver_of(&world, terms, state, None);
     for _ in 0..5 {
         mailbox.put(Notice::Event(SourceEvent::Repeat));
@@ -339,7 +339,7 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     answer.send(RegistryAnswer::Unreachable).unwrap();
     questions.recv_timeout(host::testing::PATIENCE).expect("the one that has waited is asked now");
     let ours = Ownership { epoch: id(1).epoch, owner: host("a"), offer: None, released: false };
-    answer.send(RegistryAnswer::Stands(Some(ours))).unwrap();
+    answer.send(RegistryAnswer::Record(Some(ours))).unwrap();
     assert_eq!(settled.join().unwrap(), SourceState::Returned);
 }
 
@@ -348,7 +348,7 @@ fn one_offer_is_on_its_way_at_a_time() {
     let (asked, questions) = mpsc::channel();
     let (answer, answers) = mpsc::channel();
     let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));
-    let terms = engine::handover::MigrationTerms { register: Some(Epoch(0)), ..terms("a", "b") };
+    let terms = engine::handover::MigrationTerms { registry: Some(Epoch(0)), ..terms("a", "b") };
     let (mut driver, ..) = driver_of(&world, terms, committed(), None);
     for _ in 0..5 {
         driver.take(&SourceEvent::Repeat);

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::{CompletedRound, DirtyBitmap, Owed, Readable, Sender, encode_set};
+use engine::discards::{DiscardDecision, DiscardPolicy, PendingDiscard};
 use engine::handover::source::SourceEvent;
-use engine::naming::{DiscardDecision, DiscardPolicy, PendingDiscard};
 use engine::trace::TracedPolicy;
 use proto::Generation;
 use proto::limits::DISCARD_BYTES;
@@ -71,7 +71,8 @@ impl DiscardedPages {
         unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
         let pages = unnamed.iter().map(DirtyBitmap::count).sum();
         let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
-        (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Name).then_some(unnamed)
+        (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Discard)
+            .then_some(unnamed)
     }
 
     fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
@@ -108,7 +109,7 @@ impl Driver {
             let owed = &scanned.readable.owed().blocks()[..payload.ram_blocks()];
             let unnamed = self.discarded.next(owed, self.generation);
             self.controls
-                .report(|report| self.discarded.policy.update_report(&mut report.traces.others.naming));
+                .report(|report| self.discarded.policy.update_report(&mut report.traces.others.discards));
             let Some(unnamed) = unnamed else { break };
             payload.forget_versions(&unnamed);
             match self.discard(&unnamed) {
@@ -247,7 +248,7 @@ impl Driver {
         };
         let pages = blocks.iter().map(DirtyBitmap::count).sum();
         self.controls.report(|report| {
-            report.post_copy = Some(PostCopy { left_pages: pages, ..PostCopy::default() });
+            report.post_copy = Some(PostCopy { remaining_pages: pages, ..PostCopy::default() });
         });
         self.note("post-copy", format!("{pages} pages go when the guest runs there"));
         // The guest has left this host; at the destination it waits.

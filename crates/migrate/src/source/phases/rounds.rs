@@ -9,16 +9,17 @@ use ::memory::{
 };
 use engine::handover::source::SourceEvent;
 use engine::precopy::{
-    AvailableStrategies, CostHistory, Decision, Held, Outlook, RoundObservation, Trace, TracedPolicy,
+    AvailableStrategies, CostHistory, Decision, Outlook, RoundObservation, ThrottleChange, Trace,
+    TracedPolicy,
 };
 use engine::throttle::processors::ThrottleDemand;
 use tracing::info;
 
 use super::pass_scheduler::{PassScheduler, RoundPages};
 use super::{Ending, Failure};
+use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::memory::Payload;
 use crate::source::pressure::PressureMeter;
-use crate::source::slowing::CpuThrottle;
 use crate::source::telemetry::DeferredPages;
 use crate::source::{Driver, memory};
 use api::ThrottleCpu;
@@ -192,8 +193,8 @@ impl Driver {
             (sender, owed) = (sent.sender, sent.owed);
             let refused_pages = sent.stats.as_ref().map_or(0, |stats| stats.refused_pages);
             // Pages that the destination refused count as sent in this round.
-            let left_pages = later_pages + owed.pages().saturating_sub(refused_pages);
-            let left_of_disks =
+            let remaining_pages = later_pages + owed.pages().saturating_sub(refused_pages);
+            let remaining_disk_pages =
                 payload.disk_pages(&owed) + later.as_ref().map_or(0, |later| payload.disk_pages(later));
             pass_scheduler.sent(sent.stats.as_ref(), &owed);
             if let Some(later) = &later {
@@ -206,11 +207,18 @@ impl Driver {
             let pass = pass_scheduler.passes;
             if sent.stats.is_none() {
                 // While there was no link, the guest was not slowed down.
-                pass_scheduler.policy.held(Held::Free);
+                pass_scheduler.policy.throttle_changed(ThrottleChange::Free);
             }
             sent_before = sent.stats.map(|stats| {
-                self.complete_round_report(of_pass, left_pages, resent_pages);
-                memory::SentRound { stats, scanned_at, pass, left_pages, left_of_disks, resent_pages }
+                self.complete_round_report(of_pass, remaining_pages, resent_pages);
+                memory::SentRound {
+                    stats,
+                    scanned_at,
+                    pass,
+                    remaining_pages,
+                    remaining_disk_pages,
+                    resent_pages,
+                }
             });
         }
     }
@@ -218,7 +226,8 @@ impl Driver {
     /// Creates a scheduler whose policy has no observations yet, after `passes` passes.
     fn new_pass_scheduler(&self, passes: u32) -> PassScheduler {
         let goals = self.controls.goals();
-        let ways = AvailableStrategies { slow_down: self.slowing.is_some(), post_copy: self.can_post_copy };
+        let ways =
+            AvailableStrategies { slow_down: self.cpu_throttle.is_some(), post_copy: self.can_post_copy };
         let policy = memory::policy(&goals, ways, self.fixed_costs(|history| history.estimate()));
         self.controls.report(|report| report.traces.stop.push(policy.trace().clone()));
         PassScheduler::new(policy, goals.sampling, passes)
@@ -233,12 +242,12 @@ impl Driver {
         payload: &Payload,
     ) -> Result<NextStep, Failure> {
         let owed = scanned.readable.owed();
-        let (pages, unknown) = (owed.pages(), payload.unknown_pages(owed));
+        let (pages, unknown) = (owed.pages(), payload.full_pages(owed));
         let dirty = memory::DirtyCounts { pages, unknown, of_disks: scanned.disk_pages };
         let elapsed = self.controls.requested.elapsed();
         let observed = memory::observe(sent, scanned.scan, dirty, scanned.scanned_at, elapsed);
         let goals = self.controls.goals();
-        policy.aim(memory::aim(&goals));
+        policy.set_goals(memory::precopy_goals(&goals));
         let before = policy.outlook();
         let decision = policy.decide(&observed);
         self.report_decision(&observed, &decision, policy.trace());
@@ -247,13 +256,13 @@ impl Driver {
             Decision::NextRound { most_pages, expected_downtime_ns, slow, disks_alone } => {
                 let demand = ThrottleDemand {
                     is_chosen: slow,
-                    is_asked_for: goals.settings.throttle_cpu != ThrottleCpu::Off,
+                    is_requested: goals.settings.throttle_cpu != ThrottleCpu::Off,
                     passes: sent.pass,
                     expected_downtime_ns,
-                    max_downtime_ns: memory::aim(&goals).max_downtime_ns,
+                    max_downtime_ns: memory::precopy_goals(&goals).max_downtime_ns,
                 };
-                if let Some(held) = self.slow_down(&observed, demand) {
-                    policy.held(held);
+                if let Some(change) = self.slow_down(&observed, demand) {
+                    policy.throttle_changed(change);
                 }
                 Ok(NextStep::Round { most_pages, disks_alone })
             }
@@ -281,21 +290,22 @@ impl Driver {
     }
 
     /// Throttles the guest's processors as the policy decides, if they may be slowed down; returns the change.
-    fn slow_down(&mut self, observed: &RoundObservation, demand: ThrottleDemand) -> Option<Held> {
-        let slowing = self.slowing.as_mut()?;
-        let change = slowing.sample(observed, demand);
-        self.controls.report(|report| slowing.policy().update_report(&mut report.traces.others.slowing));
+    fn slow_down(&mut self, observed: &RoundObservation, demand: ThrottleDemand) -> Option<ThrottleChange> {
+        let cpu_throttle = self.cpu_throttle.as_mut()?;
+        let change = cpu_throttle.sample(observed, demand);
+        self.controls
+            .report(|report| cpu_throttle.policy().update_report(&mut report.traces.others.cpu_throttle));
         match change {
             Ok(None) => None,
             Ok(Some(change)) => {
                 self.note("cpu-throttled", format!("to {}% of what it usually uses", change.percent));
-                change.is_slower.then_some(Held::Slower)
+                change.is_slower.then_some(ThrottleChange::Slower)
             }
             // Another program may have changed the groups: the guest runs unthrottled, and may still be moved.
             Err(error) => {
-                self.slowing = None;
+                self.cpu_throttle = None;
                 self.note("cpu-not-throttled", crate::chain(&error));
-                Some(Held::ForGood)
+                Some(ThrottleChange::ForGood)
             }
         }
     }
@@ -390,7 +400,7 @@ impl Driver {
 
     /// Adapts the sender's niceness and threads to the waiting times of the guest's processors.
     fn sample_pressure(&mut self) {
-        let is_held = self.slowing.as_ref().is_some_and(CpuThrottle::is_holding);
+        let is_held = self.cpu_throttle.as_ref().is_some_and(CpuThrottle::is_holding);
         let Some(pressure) = &mut self.pressure else { return };
         let Some(waiting) = pressure.sample(is_held) else { return };
         self.controls.report(|report| {
@@ -402,10 +412,11 @@ impl Driver {
     }
 
     /// Adds these numbers to the report's last round.
-    fn complete_round_report(&self, pass: u32, left_pages: u64, resent_pages: u64) {
+    fn complete_round_report(&self, pass: u32, remaining_pages: u64, resent_pages: u64) {
         self.controls.report(|report| {
             if let Some(round) = report.rounds.last_mut() {
-                (round.pass, round.left_pages, round.resent_pages) = (pass, left_pages, resent_pages);
+                (round.pass, round.remaining_pages, round.resent_pages) =
+                    (pass, remaining_pages, resent_pages);
             }
         });
     }

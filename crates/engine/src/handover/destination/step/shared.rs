@@ -4,16 +4,16 @@ use proto::Incarnation;
 use proto::message::RegistryRequest;
 
 use super::{Do, In, Moved, Notice, TransitionResult};
-use crate::handover::register::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
+use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, Step};
 
 /// Follows GO, from the source, the registry's offer, or an operator.
 pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Moved {
-    let take = terms.register.map(|since| register::acquire_by_destination(terms, since));
+    let take = terms.registry.map(|since| registry::acquire_by_destination(terms, since));
     match take {
-        None => start(incarnation, run).within("no-register"),
+        None => start(incarnation, run).within("no-registry"),
         take => enter(In::Taking { incarnation: incarnation.clone(), run })
-            .when("register")
+            .when("registry")
             .then(ask(RequestPurpose::Take, take)),
     }
 }
@@ -30,10 +30,10 @@ pub(super) fn start(incarnation: &Incarnation, run: bool) -> Moved {
 
 /// Sends another `cont`, after the registry has confirmed the owner again.
 pub(super) fn cont_again(terms: &MigrationTerms, to: Moved) -> Moved {
-    if terms.register.is_some() {
-        to.when("register").then(ask(RequestPurpose::Read, Some(register::read(terms))))
+    if terms.registry.is_some() {
+        to.when("registry").then(ask(RequestPurpose::Read, Some(registry::read(terms))))
     } else {
-        to.when("no-register").then([Do::Cont])
+        to.when("no-registry").then([Do::Cont])
     }
 }
 
@@ -56,15 +56,15 @@ pub(super) fn run_incomplete(incarnation: &Incarnation) -> Moved {
 }
 
 pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> Moved {
-    if terms.register.is_some() {
-        return_to_source(terms).when("register")
+    if terms.registry.is_some() {
+        return_to_source(terms).when("registry")
     } else {
-        refuse().when("no-register")
+        refuse().when("no-registry")
     }
 }
 
 pub(super) fn return_to_source(terms: &MigrationTerms) -> Moved {
-    enter(In::Refusing).then(ask(RequestPurpose::GiveBack, Some(register::return_to_source(terms))))
+    enter(In::Refusing).then(ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms))))
 }
 
 /// REFUSED is sent only when no process remains that could hold the disks' locks.
@@ -74,7 +74,7 @@ pub(super) fn refuse() -> Moved {
 
 /// REFUSED by the operator's decision: the registry, which would have to record it first, is lost.
 pub(super) fn refuse_without_registry() -> Moved {
-    refuse().when("without-register").when("run-elsewhere")
+    refuse().when("without-registry").when("run-elsewhere")
 }
 
 pub(super) fn discard(why: Notice) -> Moved {
@@ -94,13 +94,13 @@ pub(super) fn crash_with_host() -> Moved {
 /// The host has booted since PREPARED: the copy is lost, and later entries may be. The registry has recorded whether
 /// it can have run, or the source knows that it cannot have.
 pub(super) fn enter_qemu_lost(terms: &MigrationTerms) -> Moved {
-    let bereft = enter(In::Bereft);
-    match terms.register {
-        Some(_) => bereft
-            .when("register")
-            .then([Do::Report(Notice::Bereft)])
-            .then(ask(RequestPurpose::Read, Some(register::read(terms)))),
-        None => bereft.when("no-register").then([Do::AskSource, Do::Report(Notice::Bereft)]),
+    let qemu_lost = enter(In::QemuLost);
+    match terms.registry {
+        Some(_) => qemu_lost
+            .when("registry")
+            .then([Do::Report(Notice::QemuLost)])
+            .then(ask(RequestPurpose::Read, Some(registry::read(terms)))),
+        None => qemu_lost.when("no-registry").then([Do::AskSource, Do::Report(Notice::QemuLost)]),
     }
 }
 
@@ -111,7 +111,7 @@ pub(super) fn enter(state: In) -> Moved {
 }
 
 pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Do> {
-    request.map(|request| Do::Register { why, request })
+    request.map(|request| Do::Registry { why, request })
 }
 
 pub(super) enum RegistryResult {
@@ -122,8 +122,8 @@ pub(super) enum RegistryResult {
 
 pub(super) fn interpret(terms: &MigrationTerms, answer: &RegistryAnswer) -> RegistryResult {
     match answer {
-        RegistryAnswer::Stands(record) => {
-            RegistryResult::Record(register::interpret_record(terms, record.as_ref()))
+        RegistryAnswer::Record(record) => {
+            RegistryResult::Record(registry::interpret_record(terms, record.as_ref()))
         }
         RegistryAnswer::Unreachable => RegistryResult::Unreachable,
         RegistryAnswer::Unknown => RegistryResult::Unknown,

@@ -4,7 +4,7 @@ use proto::Incarnation;
 use proto::message::RegistryRequest;
 
 use super::{Do, In, Moved, Notice, StepResult};
-use crate::handover::register::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
+use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, Step};
 
 /// COMMITTED: journalled, and the source's QEMU held, before GO can reach the destination.
@@ -22,7 +22,7 @@ pub(super) fn serve(incarnation: &Incarnation, run: bool) -> Moved {
 
 /// COMMITTED by a source that has no QEMU to hold.
 pub(super) fn commit_without_qemu(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Moved {
-    enter(In::Bereft { incarnation: Some(incarnation.clone()), run })
+    enter(In::QemuLost { incarnation: Some(incarnation.clone()), run })
         .then([Do::SendGo { incarnation: incarnation.clone(), run }])
         .asking(RequestPurpose::Offer, offer(terms, incarnation, run))
 }
@@ -42,11 +42,11 @@ pub(super) fn abort_stopped(run: bool, why: Notice) -> Moved {
 }
 
 pub(super) fn enter_qemu_lost(terms: &MigrationTerms, incarnation: Option<&Incarnation>, run: bool) -> Moved {
-    let state = In::Bereft { incarnation: incarnation.cloned(), run };
-    repeat_messages(enter(state).then([Do::Report(Notice::Bereft)]), terms, incarnation, run)
+    let state = In::QemuLost { incarnation: incarnation.cloned(), run };
+    repeat_messages(enter(state).then([Do::Report(Notice::QemuLost)]), terms, incarnation, run)
 }
 
-/// Repeated messages of a bereft source.
+/// Repeated messages of a source that has lost its QEMU.
 pub(super) fn repeat_messages(
     to: Moved,
     terms: &MigrationTerms,
@@ -69,12 +69,12 @@ pub(super) fn reclaim(
     run: bool,
     force: bool,
 ) -> Moved {
-    match terms.register {
-        None => enter_returned(run).within("no-register"),
+    match terms.registry {
+        None => enter_returned(run).within("no-registry"),
         Some(since) => {
-            let take = Some(register::acquire_by_source(terms, since));
+            let take = Some(registry::acquire_by_source(terms, since));
             let state = In::Reclaiming { incarnation: incarnation.cloned(), run, force };
-            enter(state).when("register").then(ask(RequestPurpose::Take, take))
+            enter(state).when("registry").then(ask(RequestPurpose::Take, take))
         }
     }
 }
@@ -82,9 +82,9 @@ pub(super) fn reclaim(
 /// The operator's decision replaces that of the registry, which is lost.
 pub(super) fn without_registry(incarnation: Option<&Incarnation>, run: bool, run_here: bool) -> Moved {
     if run_here {
-        enter_returned(run).within("run-here").within("without-register")
+        enter_returned(run).within("run-here").within("without-registry")
     } else {
-        finish(incarnation, run).within("run-elsewhere").within("without-register")
+        finish(incarnation, run).within("run-elsewhere").within("without-registry")
     }
 }
 
@@ -104,9 +104,9 @@ pub(super) fn abandon_reclaim(incarnation: Option<&Incarnation>, run: bool) -> M
         Some(incarnation) => enter(In::Committed { incarnation: incarnation.clone(), run, ran: false })
             .when("destination-owns")
             .then([lost, Do::SendGo { incarnation: incarnation.clone(), run }]),
-        None => enter(In::Bereft { incarnation: None, run })
+        None => enter(In::QemuLost { incarnation: None, run })
             .when("destination-owns")
-            .when("bereft")
+            .when("qemu-lost")
             .then([lost, Do::AskDestination]),
     }
 }
@@ -122,11 +122,11 @@ pub(super) fn enter(state: In) -> Moved {
 }
 
 pub(super) fn offer(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Option<RegistryRequest> {
-    terms.register.map(|since| register::offer(terms, since, incarnation, run))
+    terms.registry.map(|since| registry::offer(terms, since, incarnation, run))
 }
 
 pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Do> {
-    request.map(|request| Do::Register { why, request })
+    request.map(|request| Do::Registry { why, request })
 }
 
 pub(super) enum RegistryView {
@@ -137,8 +137,8 @@ pub(super) enum RegistryView {
 
 pub(super) fn read(terms: &MigrationTerms, answer: &RegistryAnswer) -> RegistryView {
     match answer {
-        RegistryAnswer::Stands(record) => {
-            RegistryView::Record(register::interpret_record(terms, record.as_ref()))
+        RegistryAnswer::Record(record) => {
+            RegistryView::Record(registry::interpret_record(terms, record.as_ref()))
         }
         RegistryAnswer::Unreachable => RegistryView::Unreachable,
         RegistryAnswer::Unknown => RegistryView::Unknown,

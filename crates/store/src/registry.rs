@@ -1,6 +1,6 @@
 //! The ownership registry: which host owns which VM, kept where neither of the two can lose it.
 //!
-//! A request's effect is [`engine::handover::register::apply`], a pure function; this module stores the records and
+//! A request's effect is [`engine::handover::registry::apply`], a pure function; this module stores the records and
 //! makes them accessible:
 //!
 //! - [`SqliteRegistry`]: a database. Comparing and setting are one synced transaction.
@@ -16,7 +16,7 @@
 mod sqlite;
 mod witness;
 
-use engine::handover::register::RegistryAnswer;
+use engine::handover::registry::RegistryAnswer;
 use proto::message::{Ownership, RegistryRequest};
 use proto::{Epoch, HostId, VmName};
 
@@ -24,7 +24,7 @@ pub use sqlite::{RegistryError, SqliteRegistry};
 pub use witness::{WitnessClient, WitnessServer};
 
 /// A store of owners. Calls block; they end within the time-outs that it was made with.
-pub trait Register: Send + Sync {
+pub trait Registry: Send + Sync {
     /// Sends a request, and returns what is known afterwards.
     fn ask(&self, request: &RegistryRequest) -> RegistryAnswer;
 

@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use engine::handover::register::{RegistryAnswer, apply};
+use engine::handover::registry::{RegistryAnswer, apply};
 use proto::VmName;
 use proto::message::{Ownership, RegistryReply, RegistryRequest};
 use rusqlite::{Connection, OptionalExtension, TransactionBehavior};
 
-use super::Register;
+use super::Registry;
 
 /// Name of the database within the state directory.
-const FILE_NAME: &str = "register.sqlite";
+const FILE_NAME: &str = "registry.sqlite";
 
 /// The newest format that this version knows.
 const FORMAT: i64 = 1;
@@ -27,7 +27,7 @@ pub struct SqliteRegistry {
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
     /// The database cannot be opened.
-    #[error("cannot open the register {path}; check `state_dir` in the configuration, its permissions and the room on its disk", path = path.display())]
+    #[error("cannot open the registry {path}; check `state_dir` in the configuration, its permissions and the room on its disk", path = path.display())]
     Open {
         /// Path of the database.
         path: PathBuf,
@@ -35,7 +35,7 @@ pub enum RegistryError {
         source: rusqlite::Error,
     },
     /// The database was written by a newer version of this program.
-    #[error("the register {path} has format {found}, this version knows up to {FORMAT}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
+    #[error("the registry {path} has format {found}, this version knows up to {FORMAT}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
     Newer {
         /// Path of the database.
         path: PathBuf,
@@ -43,7 +43,7 @@ pub enum RegistryError {
         found: i64,
     },
     /// A request was not carried out and never will be.
-    #[error("the register {path} could not do it; nothing changed", path = path.display())]
+    #[error("the registry {path} could not do it; nothing changed", path = path.display())]
     NotDone {
         /// Path of the database.
         path: PathBuf,
@@ -51,7 +51,7 @@ pub enum RegistryError {
         source: rusqlite::Error,
     },
     /// A record that cannot be read or written as JSON. Nothing changed.
-    #[error("a record in the register {path} is damaged; nothing changed", path = path.display())]
+    #[error("a record in the registry {path} is damaged; nothing changed", path = path.display())]
     Record {
         /// Path of the database.
         path: PathBuf,
@@ -67,7 +67,7 @@ pub enum RegistryError {
         source: std::io::Error,
     },
     /// The commit failed: the transaction may have reached the disk, or not.
-    #[error("the register {path} may have done it or not", path = path.display())]
+    #[error("the registry {path} may have done it or not", path = path.display())]
     Unknown {
         /// Path of the database.
         path: PathBuf,
@@ -151,12 +151,12 @@ impl SqliteRegistry {
     }
 }
 
-impl Register for SqliteRegistry {
+impl Registry for SqliteRegistry {
     fn ask(&self, request: &RegistryRequest) -> RegistryAnswer {
         match self.apply(request) {
             Ok(reply) => RegistryAnswer::from_reply(request, reply),
             Err(error) => {
-                tracing::error!(error = api::with_causes(&error), "register");
+                tracing::error!(error = api::with_causes(&error), "registry");
                 match error {
                     RegistryError::Unknown { .. } => RegistryAnswer::Unknown,
                     _ => RegistryAnswer::Unreachable,

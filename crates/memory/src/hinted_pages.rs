@@ -1,8 +1,9 @@
-//! Soft pages: memory that the guest reports as unused (Koto et al., `SonicMigration`, section 3). It is not sent.
+//! Hinted pages (soft pages in the paper): memory that the guest reports as unused (Koto et al., `SonicMigration`, section
+//! 3). It is not sent.
 //!
 //! # Condition for leaving a page out
 //!
-//! The guest is asked after the marks of a round were cleared ([`SoftPageSet::begin`], after
+//! The guest is asked after the marks of a round were cleared ([`HintedPages::begin`], after
 //! [`Owed::clear_marks`](crate::Owed::clear_marks)). A page that it reports as free was so at some moment after that.
 //! If the page was written after that moment, it has a mark. If not, its content is unobserved: software that allocates
 //! a free page writes it first.
@@ -12,10 +13,10 @@
 //!
 //! An answer may take as long as several rounds. Pages that scans have found since the request count as not free,
 //! whatever the answer reports. When the answer is complete, the pages that it does not name stop being free, too
-//! ([`SoftPageSet::end_answer`]): pages about which the guest was wrong, and which have not been sent by then, are
+//! ([`HintedPages::end_answer`]): pages about which the guest was wrong, and which have not been sent by then, are
 //! sent.
 //!
-//! A soft page is not simply omitted but sent as a hole, which costs next to nothing and becomes zeros at the
+//! A hinted page is not simply omitted but sent as a hole, which costs next to nothing and becomes zeros at the
 //! destination: a kernel that fills freed pages with zeros, and relies on that, finds zeros. A kernel that fills them
 //! with another pattern, and checks it, has to be left alone; its guest reports that.
 //!
@@ -23,7 +24,7 @@
 //!
 //! # Page cache
 //!
-//! Clean page cache is in use, but the guest can give it back. It is put off ([`SoftPageSet::cache`],
+//! Clean page cache is in use, but the guest can give it back. It is put off ([`HintedPages::cache`],
 //! [`Readable::without`]) and stays owed. Before the stop the guest is asked to give it back, and a round sends the
 //! pages that were put off: pages free by then as holes, all others as they are.
 //!
@@ -38,7 +39,7 @@ use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
 /// Free page hints of the guest, shared by all streams and the thread that requests them.
-pub struct SoftPageSet(Mutex<HintState>);
+pub struct HintedPages(Mutex<HintState>);
 
 struct HintState {
     /// Number of the awaited answer. The remainder of an earlier answer does not count, because the pages written since
@@ -56,7 +57,7 @@ struct HintState {
     left_out: Vec<DirtyBitmap>,
 }
 
-impl SoftPageSet {
+impl HintedPages {
     /// Creates an empty set. `block_bytes` are the lengths of the first blocks of a migration; no page of other blocks
     /// is left out.
     pub fn new(block_bytes: impl IntoIterator<Item = u64>) -> Self {
@@ -177,11 +178,11 @@ impl SoftPageSet {
         lock(&self.0).free.get(usize::from(block)).map_or(ChunkPages::EMPTY, |free| free.chunk(chunk))
     }
 
-    /// Records that `pages` of a chunk were sent, `soft` of them as holes because they need not be sent.
-    pub(crate) fn sent(&self, block: u16, chunk: u64, pages: &ChunkPages, soft: &ChunkPages) {
+    /// Records that `pages` of a chunk were sent, `hinted` of them as holes because they need not be sent.
+    pub(crate) fn sent(&self, block: u16, chunk: u64, pages: &ChunkPages, hinted: &ChunkPages) {
         if let Some(left_out) = lock(&self.0).left_out.get_mut(usize::from(block)) {
             left_out.remove_from_chunk(chunk, pages);
-            left_out.insert_into_chunk(chunk, soft);
+            left_out.insert_into_chunk(chunk, hinted);
         }
     }
 }
@@ -192,10 +193,10 @@ fn within(pages: Range<u64>, block: &DirtyBitmap) -> Range<u64> {
     pages.start.min(end)..end
 }
 
-impl fmt::Debug for SoftPageSet {
+impl fmt::Debug for HintedPages {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (free, cache) = self.pages();
-        f.debug_struct("Soft").field("free", &free).field("cache", &cache).finish_non_exhaustive()
+        f.debug_struct("HintedPages").field("free", &free).field("cache", &cache).finish_non_exhaustive()
     }
 }
 
@@ -205,90 +206,93 @@ mod tests {
 
     const CHUNK: u64 = 2 << 20;
 
-    fn look(soft: &SoftPageSet, found: Range<u64>) {
+    fn look(hinted: &HintedPages, found: Range<u64>) {
         let mut these = DirtyBitmap::new(2 * CHUNK);
         these.set(found);
-        soft.written(0, &these);
+        hinted.written(0, &these);
     }
 
     /// Returns true if exactly these pages are free.
-    fn is_free(soft: &SoftPageSet, pages: &[Range<u64>]) -> bool {
+    fn is_free(hinted: &HintedPages, pages: &[Range<u64>]) -> bool {
         let mut these = DirtyBitmap::new(2 * CHUNK);
         for pages in pages {
             these.set(pages.clone());
         }
-        lock(&soft.0).free[0] == these
+        lock(&hinted.0).free[0] == these
     }
 
     #[test]
     fn free_pages_stay_free_until_a_scan_finds_them_written() {
-        let soft = SoftPageSet::new([2 * CHUNK]);
-        let first = soft.begin();
-        soft.add_free(first, 0, 500..520);
-        soft.add_cache(first, 0, 7..9);
-        assert_eq!((soft.pages(), soft.chunk(0, 0).count(), soft.chunk(0, 1).count()), ((20, 2), 12, 8));
+        let hinted = HintedPages::new([2 * CHUNK]);
+        let first = hinted.begin();
+        hinted.add_free(first, 0, 500..520);
+        hinted.add_cache(first, 0, 7..9);
+        assert_eq!(
+            (hinted.pages(), hinted.chunk(0, 0).count(), hinted.chunk(0, 1).count()),
+            ((20, 2), 12, 8)
+        );
         let mut some = DirtyBitmap::new(2 * CHUNK);
         some.set(510..600);
-        assert_eq!(soft.count_free(&[some]), 10);
-        look(&soft, 505..507);
-        assert!(is_free(&soft, &[500..505, 507..520]));
+        assert_eq!(hinted.count_free(&[some]), 10);
+        look(&hinted, 505..507);
+        assert!(is_free(&hinted, &[500..505, 507..520]));
         // The guest's report about them may be older than the writes to them.
-        soft.add_free(first, 0, 500..521);
-        assert!(is_free(&soft, &[500..505, 507..521]));
-        look(&soft, 510..511);
-        assert!(is_free(&soft, &[500..505, 507..510, 511..521]));
-        let second = soft.begin();
-        soft.add_free(first, 0, 0..5);
-        soft.add_cache(first, 0, 0..5);
-        assert!(is_free(&soft, &[500..505, 507..510, 511..521]), "not asked for any more");
-        soft.add_free(second, 0, 505..508);
-        assert!(is_free(&soft, &[500..510, 511..521]), "free again since it was asked");
-        assert_eq!(soft.pages(), (20, 0));
-        assert!(!soft.end_answer(first) && is_free(&soft, &[500..510, 511..521]));
-        assert!(soft.end_answer(second) && soft.pages().0 == 3, "what is not named any more is in use");
-        soft.forget();
-        assert_eq!(soft.pages(), (0, 0));
-        soft.add_free(second, 0, 0..5);
-        assert_eq!(soft.pages(), (0, 0), "whoever went wrong once is not believed");
+        hinted.add_free(first, 0, 500..521);
+        assert!(is_free(&hinted, &[500..505, 507..521]));
+        look(&hinted, 510..511);
+        assert!(is_free(&hinted, &[500..505, 507..510, 511..521]));
+        let second = hinted.begin();
+        hinted.add_free(first, 0, 0..5);
+        hinted.add_cache(first, 0, 0..5);
+        assert!(is_free(&hinted, &[500..505, 507..510, 511..521]), "not asked for any more");
+        hinted.add_free(second, 0, 505..508);
+        assert!(is_free(&hinted, &[500..510, 511..521]), "free again since it was asked");
+        assert_eq!(hinted.pages(), (20, 0));
+        assert!(!hinted.end_answer(first) && is_free(&hinted, &[500..510, 511..521]));
+        assert!(hinted.end_answer(second) && hinted.pages().0 == 3, "what is not named any more is in use");
+        hinted.forget();
+        assert_eq!(hinted.pages(), (0, 0));
+        hinted.add_free(second, 0, 0..5);
+        assert_eq!(hinted.pages(), (0, 0), "whoever went wrong once is not believed");
     }
 
     #[test]
     fn no_two_migrations_ask_for_the_same_answer() {
-        let first = || SoftPageSet::new([CHUNK]).begin();
+        let first = || HintedPages::new([CHUNK]).begin();
         assert_ne!(first(), first());
     }
 
     #[test]
     fn a_guest_may_say_anything() {
-        let soft = SoftPageSet::new([CHUNK]);
-        let answer = soft.begin();
-        soft.add_free(answer, 0, 510..u64::MAX);
-        soft.add_free(answer, 0, u64::MAX - 1..u64::MAX);
-        soft.add_free(answer, 1, 0..5);
+        let hinted = HintedPages::new([CHUNK]);
+        let answer = hinted.begin();
+        hinted.add_free(answer, 0, 510..u64::MAX);
+        hinted.add_free(answer, 0, u64::MAX - 1..u64::MAX);
+        hinted.add_free(answer, 1, 0..5);
         assert_eq!(
-            (soft.pages(), soft.chunk(1, 0), soft.chunk(0, 9)),
+            (hinted.pages(), hinted.chunk(1, 0), hinted.chunk(0, 9)),
             ((2, 0), ChunkPages::EMPTY, ChunkPages::EMPTY)
         );
     }
 
     #[test]
     fn while_the_guest_stands_still_nothing_is_left_out() {
-        let soft = SoftPageSet::new([CHUNK]);
-        let answer = soft.begin();
-        soft.add_free(answer, 0, 0..9);
-        soft.end();
-        assert_eq!(soft.pages(), (0, 0));
-        soft.add_free(answer.wrapping_add(1), 0, 0..9);
-        assert_eq!(soft.pages(), (0, 0));
+        let hinted = HintedPages::new([CHUNK]);
+        let answer = hinted.begin();
+        hinted.add_free(answer, 0, 0..9);
+        hinted.end();
+        assert_eq!(hinted.pages(), (0, 0));
+        hinted.add_free(answer.wrapping_add(1), 0, 0..9);
+        assert_eq!(hinted.pages(), (0, 0));
     }
 
     #[test]
     fn what_was_left_out_is_so_until_it_is_sent() {
-        let soft = SoftPageSet::new([CHUNK]);
+        let hinted = HintedPages::new([CHUNK]);
         let pages = |range| ChunkPages::from_range(range);
-        soft.sent(0, 0, &pages(0..100), &pages(10..50));
-        soft.sent(0, 0, &pages(20..30), &ChunkPages::EMPTY);
-        soft.sent(1, 0, &pages(0..5), &pages(0..5));
-        assert_eq!(soft.left_out()[0].runs().collect::<Vec<_>>(), [10..20, 30..50]);
+        hinted.sent(0, 0, &pages(0..100), &pages(10..50));
+        hinted.sent(0, 0, &pages(20..30), &ChunkPages::EMPTY);
+        hinted.sent(1, 0, &pages(0..5), &pages(0..5));
+        assert_eq!(hinted.left_out()[0].runs().collect::<Vec<_>>(), [10..20, 30..50]);
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::register::enrol;
+use engine::handover::registry::enrol;
 use link::{Arrival, Endpoint, Incoming, Listener, ListenerHandle, Peer, Security};
 use proto::Purpose;
 use proto::message::{Message, RegistryReply};
@@ -30,7 +30,7 @@ fn owned(epoch: u64, owner: &str) -> Ownership {
 }
 
 fn record_of(epoch: u64, owner: &str) -> RegistryAnswer {
-    RegistryAnswer::Stands(Some(owned(epoch, owner)))
+    RegistryAnswer::Record(Some(owned(epoch, owner)))
 }
 
 fn endpoint(name: &str) -> Endpoint {
@@ -52,21 +52,21 @@ fn client(name: &str, witness: &Peer) -> WitnessClient {
 #[test]
 fn a_record_is_compared_before_it_is_set() {
     let folder = tempfile::tempdir().unwrap();
-    let register = SqliteRegistry::open(folder.path()).unwrap();
-    assert_eq!(register.read(&web()), RegistryAnswer::Stands(None));
-    assert_eq!(register.ask(&enrol(web(), Epoch(1), host("alpha"))), record_of(1, "alpha"));
+    let registry = SqliteRegistry::open(folder.path()).unwrap();
+    assert_eq!(registry.read(&web()), RegistryAnswer::Record(None));
+    assert_eq!(registry.ask(&enrol(web(), Epoch(1), host("alpha"))), record_of(1, "alpha"));
     let from_alpha = Some((Epoch(1), host("alpha")));
     assert_eq!(
-        register.compare_and_set(&web(), None, owned(2, "beta")),
+        registry.compare_and_set(&web(), None, owned(2, "beta")),
         record_of(1, "alpha"),
         "not compared"
     );
-    assert_eq!(register.compare_and_set(&web(), from_alpha.clone(), owned(2, "beta")), record_of(2, "beta"));
-    assert_eq!(register.compare_and_set(&web(), from_alpha, owned(2, "alpha")), record_of(2, "beta"), "late");
-    drop(register);
-    let register = SqliteRegistry::open(folder.path()).unwrap();
-    assert_eq!(register.read(&web()), record_of(2, "beta"));
-    assert_eq!(register.all().unwrap(), vec![(web(), owned(2, "beta"))]);
+    assert_eq!(registry.compare_and_set(&web(), from_alpha.clone(), owned(2, "beta")), record_of(2, "beta"));
+    assert_eq!(registry.compare_and_set(&web(), from_alpha, owned(2, "alpha")), record_of(2, "beta"), "late");
+    drop(registry);
+    let registry = SqliteRegistry::open(folder.path()).unwrap();
+    assert_eq!(registry.read(&web()), record_of(2, "beta"));
+    assert_eq!(registry.all().unwrap(), vec![(web(), owned(2, "beta"))]);
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn of_many_who_want_it_one_gets_it() {
     let winners = Mutex::new(Vec::new());
     for epoch in 0..20 {
         let owner = match registries[0].read(&web()) {
-            RegistryAnswer::Stands(Some(record)) => record.owner,
+            RegistryAnswer::Record(Some(record)) => record.owner,
             other => panic!("{other:?}"),
         };
         let start = Barrier::new(8);
@@ -109,12 +109,12 @@ fn of_many_who_want_it_one_gets_it() {
 #[test]
 fn victim_that_sets_until_it_is_killed() {
     let Ok(directory) = std::env::var("WHIMBREL_TEST_REGISTER") else { return };
-    let register = SqliteRegistry::open(Path::new(&directory)).unwrap();
-    let mut record = match register.read(&web()) {
-        RegistryAnswer::Stands(Some(record)) => record,
+    let registry = SqliteRegistry::open(Path::new(&directory)).unwrap();
+    let mut record = match registry.read(&web()) {
+        RegistryAnswer::Record(Some(record)) => record,
         _ => owned(0, "alpha"),
     };
-    register.ask(&enrol(web(), record.epoch, record.owner.clone()));
+    registry.ask(&enrol(web(), record.epoch, record.owner.clone()));
     loop {
         let new = owned(record.epoch.0 + 1, "alpha");
         let request = RegistryRequest::CompareAndSet {
@@ -122,7 +122,7 @@ fn victim_that_sets_until_it_is_killed() {
             expected: Some((record.epoch, record.owner.clone())),
             new: new.clone(),
         };
-        assert_eq!(register.apply(&request).unwrap(), RegistryReply::Set);
+        assert_eq!(registry.apply(&request).unwrap(), RegistryReply::Set);
         println!("set {}", new.epoch);
         record = new;
     }
@@ -133,7 +133,7 @@ fn a_killed_register_keeps_what_it_has_answered() {
     let folder = tempfile::tempdir().unwrap();
     for wanted in [1, 10, 50] {
         let mut victim = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "register::tests::victim_that_sets_until_it_is_killed", "--nocapture"])
+            .args(["--exact", "registry::tests::victim_that_sets_until_it_is_killed", "--nocapture"])
             .env("WHIMBREL_TEST_REGISTER", folder.path())
             .stdout(Stdio::piped())
             .spawn()
@@ -145,8 +145,8 @@ fn a_killed_register_keeps_what_it_has_answered() {
         victim.wait().unwrap();
         let last = lines.filter_map(number).last().unwrap_or(reached);
 
-        let register = SqliteRegistry::open(folder.path()).unwrap();
-        let RegistryAnswer::Stands(Some(record)) = register.read(&web()) else {
+        let registry = SqliteRegistry::open(folder.path()).unwrap();
+        let RegistryAnswer::Record(Some(record)) = registry.read(&web()) else {
             panic!("the record is lost")
         };
         assert!(record.epoch.0 == last || record.epoch.0 == last + 1, "{} after {last}", record.epoch);
@@ -186,16 +186,16 @@ fn an_unsent_request_is_distinguished_from_an_unanswered_one() {
 
     // Carried out, and the answer is lost.
     let folder = tempfile::tempdir().unwrap();
-    let register = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
-    let behind = Arc::clone(&register);
+    let registry = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
+    let behind = Arc::clone(&registry);
     let (_serving, peer) = witness(move |arrival| {
         let mut connection = arrival.accept().unwrap();
-        if let Ok(Incoming::Message(Message::Register(request))) = connection.recv(None) {
+        if let Ok(Incoming::Message(Message::RegistryRequest(request))) = connection.recv(None) {
             behind.apply(&request).unwrap();
         }
     });
     assert_eq!(client("alpha", &peer).ask(&enrol(web(), Epoch(1), host("alpha"))), RegistryAnswer::Unknown);
-    assert_eq!(register.read(&web()), record_of(1, "alpha"), "it had been carried out");
+    assert_eq!(registry.read(&web()), record_of(1, "alpha"), "it had been carried out");
 
     // Received, not carried out, no answer: the client cannot distinguish this from the case before.
     let (_serving, peer) = witness(|arrival| drop(arrival.accept().unwrap().recv(None)));
@@ -205,9 +205,9 @@ fn an_unsent_request_is_distinguished_from_an_unanswered_one() {
 #[test]
 fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
     let folder = tempfile::tempdir().unwrap();
-    let register = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
-    register.ask(&enrol(web(), Epoch(1), host("alpha")));
-    let server = WitnessServer::new(Arc::clone(&register));
+    let registry = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
+    registry.ask(&enrol(web(), Epoch(1), host("alpha")));
+    let server = WitnessServer::new(Arc::clone(&registry));
     let first = Mutex::new(true);
     let (release, held) = std::sync::mpsc::channel::<()>();
     let held = Mutex::new(held);
@@ -219,7 +219,7 @@ fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
         let _ = connection.recv(None);
         // Answers the first request only when the client has given it up.
         let _ = held.lock().unwrap().recv();
-        let _ = connection.send(&Message::Registered(RegistryReply::Set));
+        let _ = connection.send(&Message::RegistryReply(RegistryReply::Set));
     });
     let hasty = WitnessClient::new(endpoint("beta"), peer.clone(), LONG, Duration::from_millis(50));
     let take = |epoch| hasty.compare_and_set(&web(), Some((Epoch(epoch), host("alpha"))), owned(9, "beta"));
@@ -234,15 +234,15 @@ fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
 #[test]
 fn a_witness_that_came_back_is_reached_again() {
     let folder = tempfile::tempdir().unwrap();
-    let register = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
+    let registry = Arc::new(SqliteRegistry::open(folder.path()).unwrap());
     // Each connection serves one request and ends, like a witness that is restarted all the time.
     let asked = Arc::new(Mutex::new(BTreeSet::new()));
-    let (behind, seen) = (Arc::clone(&register), Arc::clone(&asked));
+    let (behind, seen) = (Arc::clone(&registry), Arc::clone(&asked));
     let (_serving, peer) = witness(move |arrival| {
         let mut connection = arrival.accept().unwrap();
-        if let Ok(Incoming::Message(Message::Register(request))) = connection.recv(None) {
+        if let Ok(Incoming::Message(Message::RegistryRequest(request))) = connection.recv(None) {
             seen.lock().unwrap().insert(format!("{request:?}"));
-            let _ = connection.send(&Message::Registered(behind.apply(&request).unwrap()));
+            let _ = connection.send(&Message::RegistryReply(behind.apply(&request).unwrap()));
         }
     });
     let alpha = client("alpha", &peer);
@@ -250,7 +250,7 @@ fn a_witness_that_came_back_is_reached_again() {
     // Requests on the dead connection may fail, but soon an answer arrives.
     let deadline = Instant::now() + LONG;
     while alpha.read(&web()) != record_of(1, "alpha") {
-        assert!(Instant::now() < deadline, "the register is never reached again");
+        assert!(Instant::now() < deadline, "the registry is never reached again");
     }
 }
 

@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use engine::handover::register::RegistryAnswer as Answer;
+use engine::handover::registry::RegistryAnswer as Answer;
 use link::{Arrival, Connection, Endpoint, Incoming, LinkError, Peer};
 use proto::message::{Message, RegistryReply, RegistryRequest};
 use proto::{HostId, Purpose};
 
-use super::Register;
+use super::Registry;
 use super::sqlite::{RegistryError, SqliteRegistry};
 use api::with_causes;
 
@@ -51,10 +51,10 @@ impl WitnessClient {
         {
             return Some(connection);
         }
-        match self.endpoint.connect(&self.witness, Purpose::Register, Instant::now() + self.connect) {
+        match self.endpoint.connect(&self.witness, Purpose::Registry, Instant::now() + self.connect) {
             Ok(connection) => Some(connection),
             Err(error) => {
-                tracing::warn!(error = with_causes(&error), "the register cannot be reached");
+                tracing::warn!(error = with_causes(&error), "the registry cannot be reached");
                 None
             }
         }
@@ -74,26 +74,26 @@ impl WitnessClient {
         connection: &mut Connection,
         request: &RegistryRequest,
     ) -> Result<RegistryReply, Answer> {
-        if let Err(error) = connection.send(&Message::Register(request.clone())) {
+        if let Err(error) = connection.send(&Message::RegistryRequest(request.clone())) {
             // The socket has not accepted all of the frame, so the witness cannot have the request.
-            tracing::warn!(error = with_causes(&error), "the register cannot be asked");
+            tracing::warn!(error = with_causes(&error), "the registry cannot be asked");
             return Err(Answer::Unreachable);
         }
         match connection.recv(Some(Instant::now() + self.reply)) {
-            Ok(Incoming::Message(Message::Registered(reply))) => Ok(reply),
+            Ok(Incoming::Message(Message::RegistryReply(reply))) => Ok(reply),
             Ok(_) => {
-                tracing::warn!("the register answered something else");
+                tracing::warn!("the registry answered something else");
                 Err(Answer::Unknown)
             }
             Err(error) => {
-                tracing::warn!(error = with_causes(&error), "the register did not answer");
+                tracing::warn!(error = with_causes(&error), "the registry did not answer");
                 Err(Answer::Unknown)
             }
         }
     }
 }
 
-impl Register for WitnessClient {
+impl Registry for WitnessClient {
     fn ask(&self, request: &RegistryRequest) -> Answer {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(mut connection) = self.connection(kept.take()) else { return Answer::Unreachable };
@@ -111,29 +111,29 @@ impl Register for WitnessClient {
 /// Serves an ownership registry to other agents.
 #[derive(Clone, Debug)]
 pub struct WitnessServer {
-    register: Arc<SqliteRegistry>,
+    registry: Arc<SqliteRegistry>,
 }
 
 impl WitnessServer {
     /// Creates a server of this registry.
-    pub fn new(register: Arc<SqliteRegistry>) -> Self {
-        Self { register }
+    pub fn new(registry: Arc<SqliteRegistry>) -> Self {
+        Self { registry }
     }
 
     /// Accepts an arrival whose purpose is the registry and serves it until it ends. To be called from a thread of its
     /// own, such as the one that the listener calls its handler from.
     pub fn serve(&self, arrival: Arrival) {
         let host = arrival.host().clone();
-        if *arrival.purpose() != Purpose::Register {
-            arrival.refuse("this agent is a witness: it keeps the register of owners and takes no VMs");
+        if *arrival.purpose() != Purpose::Registry {
+            arrival.refuse("this agent is a witness: it keeps the ownership registry and takes no VMs");
             return;
         }
         let ended = arrival.accept().map_err(|error| with_causes(&error)).and_then(|mut connection| {
             self.converse(&host, &mut connection).map_err(|error| with_causes(&error))
         });
         match ended {
-            Ok(()) => tracing::debug!(%host, "register: connection ended"),
-            Err(error) => tracing::warn!(%host, error, "register: connection lost"),
+            Ok(()) => tracing::debug!(%host, "registry: connection ended"),
+            Err(error) => tracing::warn!(%host, error, "registry: connection lost"),
         }
     }
 
@@ -147,13 +147,13 @@ impl WitnessServer {
             };
             match message {
                 Message::Ping => connection.send(&Message::Pong)?,
-                Message::Register(request) => match self.answer(host, &request) {
-                    Some(reply) => connection.send(&Message::Registered(reply))?,
+                Message::RegistryRequest(request) => match self.answer(host, &request) {
+                    Some(reply) => connection.send(&Message::RegistryReply(reply))?,
                     // No answer is the honest one; the client reads again.
                     None => return Ok(()),
                 },
                 other => {
-                    tracing::warn!(%host, message = ?std::mem::discriminant(&other), "not for a register");
+                    tracing::warn!(%host, message = ?std::mem::discriminant(&other), "not for a registry");
                     return Ok(());
                 }
             }
@@ -166,7 +166,7 @@ impl WitnessServer {
             tracing::warn!(%host, ?request, "refused");
             return Some(RegistryReply::Failed { reason });
         }
-        match self.register.apply(request) {
+        match self.registry.apply(request) {
             Ok(reply) => {
                 if reply == RegistryReply::Set {
                     tracing::info!(%host, ?request, "set");
@@ -174,11 +174,11 @@ impl WitnessServer {
                 Some(reply)
             }
             Err(error @ RegistryError::Unknown { .. }) => {
-                tracing::error!(%host, error = with_causes(&error), "register");
+                tracing::error!(%host, error = with_causes(&error), "registry");
                 None
             }
             Err(error) => {
-                tracing::error!(%host, error = with_causes(&error), "register");
+                tracing::error!(%host, error = with_causes(&error), "registry");
                 Some(RegistryReply::Failed { reason: error.to_string() })
             }
         }

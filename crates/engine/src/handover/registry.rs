@@ -31,7 +31,7 @@ use super::MigrationTerms;
 
 /// Processes a request. Returns the reply, and the record to store if it changes.
 pub fn apply(request: &RegistryRequest, record: Option<&Ownership>) -> (RegistryReply, Option<Ownership>) {
-    let current = |record: Option<&Ownership>| RegistryReply::Stands { record: record.cloned() };
+    let current = |record: Option<&Ownership>| RegistryReply::Record { record: record.cloned() };
     match request {
         RegistryRequest::Read { .. } => (current(record), None),
         RegistryRequest::CompareAndSet { expected, new, .. } => {
@@ -53,7 +53,7 @@ pub fn apply(request: &RegistryRequest, record: Option<&Ownership>) -> (Registry
 #[serde(rename_all = "kebab-case")]
 pub enum RegistryAnswer {
     /// The present record.
-    Stands(Option<Ownership>),
+    Record(Option<Ownership>),
     /// The request was not carried out: there was no connection, or the registry has reported that.
     Unreachable,
     /// The request was sent and no answer arrived: it may have been carried out.
@@ -65,9 +65,9 @@ impl RegistryAnswer {
     pub fn from_reply(request: &RegistryRequest, reply: RegistryReply) -> Self {
         match (reply, request) {
             (RegistryReply::Set, RegistryRequest::CompareAndSet { new, .. }) => {
-                Self::Stands(Some(new.clone()))
+                Self::Record(Some(new.clone()))
             }
-            (RegistryReply::Stands { record }, _) => Self::Stands(record),
+            (RegistryReply::Record { record }, _) => Self::Record(record),
             (RegistryReply::Failed { .. }, _) => Self::Unreachable,
             // A peer that answers a read with `Set` has returned no information.
             (RegistryReply::Set, RegistryRequest::Read { .. }) => Self::Unknown,
@@ -133,8 +133,8 @@ impl RequestPurpose {
     /// Returns the effect's name in the table.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Read => "read-register",
-            Self::Offer => "offer-in-register",
+            Self::Read => "read-registry",
+            Self::Offer => "offer-in-registry",
             Self::Take => "take-ownership",
             Self::GiveBack => "give-back-ownership",
         }

@@ -9,11 +9,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::trace::{Blank, Decider};
+use crate::trace::{Decider, NoParameters};
 
 /// Policy that decides whether pages are discarded once more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Blank", into = "Blank")]
+#[serde(from = "NoParameters", into = "NoParameters")]
 pub struct DiscardPolicy {
     /// Number of pages in the last discard.
     last_pages: Option<u64>,
@@ -33,7 +33,7 @@ pub struct PendingDiscard {
 #[serde(rename_all = "kebab-case")]
 pub enum DiscardDecision {
     /// These pages are discarded while the guest runs.
-    Name,
+    Discard,
     /// The guest is stopped, and these pages are discarded then.
     Stop,
 }
@@ -54,7 +54,7 @@ impl Decider for DiscardPolicy {
             return DiscardDecision::Stop;
         }
         self.last_pages = Some(pages);
-        DiscardDecision::Name
+        DiscardDecision::Discard
     }
 }
 
@@ -63,8 +63,8 @@ impl DiscardPolicy {
     const SHORT_DISCARD_NS: u64 = 1_000_000;
 }
 
-impl From<Blank> for DiscardPolicy {
-    fn from(_: Blank) -> Self {
+impl From<NoParameters> for DiscardPolicy {
+    fn from(_: NoParameters) -> Self {
         Self::default()
     }
 }
@@ -76,9 +76,9 @@ mod tests {
     /// Returns the number of pages that remain for the stop, and the number of discards, where a page takes 30 µs, and
     /// the guest writes `new_per_ms` new pages in a millisecond, until it has written `most_pages` in all.
     fn left(first_pages: u64, new_per_ms: u64, most_pages: u64) -> (u64, u32) {
-        let (mut naming, mut named, mut times) = (DiscardPolicy::default(), 0, 0);
+        let (mut policy, mut named, mut times) = (DiscardPolicy::default(), 0, 0);
         let mut pending = PendingDiscard { pages: first_pages, took_ns: 0 };
-        while naming.decide(&pending) == DiscardDecision::Name {
+        while policy.decide(&pending) == DiscardDecision::Discard {
             times += 1;
             named += pending.pages;
             let took_ns = pending.pages * 30_000;

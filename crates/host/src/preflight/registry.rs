@@ -7,26 +7,26 @@ use proto::message::{Finding, Proposal, Severity};
 /// two hosts.
 pub(super) fn finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal) -> Option<Finding> {
     let what = match (here, &proposal.witness) {
-        (Some(_), None) => "this host has a register of owners, the source has none".to_owned(),
-        (None, Some(_)) => "the source has a register of owners, this host has none".to_owned(),
+        (Some(_), None) => "this host has a ownership registry, the source has none".to_owned(),
+        (None, Some(_)) => "the source has a ownership registry, this host has none".to_owned(),
         (Some(ours), Some(theirs)) if ours != theirs => {
-            format!("the source asks the register of owners at {theirs}, this host the one at {ours}")
+            format!("the source asks the ownership registry at {theirs}, this host the one at {ours}")
         }
-        (Some(witness), _) if witness == from => "the register of owners is on the source".to_owned(),
+        (Some(witness), _) if witness == from => "the ownership registry is on the source".to_owned(),
         // The epoch is read when the migration begins.
-        (Some(_), Some(_)) if proposal.register_epoch.is_none() && !proposal.check_only => {
-            "the source names a register of owners and not what it read there".to_owned()
+        (Some(_), Some(_)) if proposal.registry_epoch.is_none() && !proposal.check_only => {
+            "the source names a ownership registry and not what it read there".to_owned()
         }
-        (None, None) if proposal.register_epoch.is_some() => {
-            "the source has read a register of owners and does not say which".to_owned()
+        (None, None) if proposal.registry_epoch.is_some() => {
+            "the source has read a ownership registry and does not say which".to_owned()
         }
         _ => return None,
     };
     Some(Finding {
         severity: Severity::Blocker,
-        code: "register".to_owned(),
+        code: "registry".to_owned(),
         what,
-        advice: "name the same witness, a third host, under [register] on both".to_owned(),
+        advice: "name the same witness, a third host, under [registry] on both".to_owned(),
     })
 }
 
@@ -43,7 +43,7 @@ mod tests {
             |here: Option<&str>, theirs: Option<&str>, epoch: Option<u64>, check_only: bool| {
                 let proposal = Proposal {
                     witness: theirs.map(host),
-                    register_epoch: epoch.map(Epoch),
+                    registry_epoch: epoch.map(Epoch),
                     check_only,
                     ..proposal()
                 };

@@ -30,7 +30,7 @@ pub(crate) struct CpuThrottle {
     us_per_s: Option<u64>,
 }
 
-/// Error of slowing processors down.
+/// Error of throttling processors.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CpuThrottleError {
     #[error(transparent)]
@@ -103,7 +103,7 @@ impl CpuThrottle {
     /// Returns the CPU time since the last call, with the rates of the round; none as long as they are not known.
     fn measure_use(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, CpuThrottleError> {
         let pages = round.pages_sent.saturating_sub(round.empty_pages);
-        self.drained.learn(pages, round.spared_pages, round.duration_ns / 1000);
+        self.drained.learn(pages, round.reduced_pages, round.duration_ns / 1000);
         let ran = self.threads.iter().map(|thread| self.process.thread_cpu_time(*thread));
         let ran = ran.collect::<Result<Vec<_>, _>>()?;
         let now = Instant::now();

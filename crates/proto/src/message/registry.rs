@@ -55,7 +55,7 @@ pub enum RegistryRequest {
 #[serde(tag = "outcome", rename_all = "kebab-case")]
 pub enum RegistryReply {
     /// Present record, for a read and for a comparison that failed.
-    Stands {
+    Record {
         /// The record.
         record: Option<Ownership>,
     },

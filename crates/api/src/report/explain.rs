@@ -31,7 +31,7 @@ const CAUSES: [(Cause, &str); 4] = [
 /// with a newline.
 pub fn explain(report: &Report) -> String {
     let heading =
-        ["why", "pages", "empty", "hinted", "there", "delta", "full", "of", "sent"].map(str::to_owned);
+        ["why", "pages", "empty", "hints", "there", "delta", "full", "of", "sent"].map(str::to_owned);
     let mut rows = vec![heading];
     let mut total = Round::default();
     let causes = causes(report);
@@ -167,7 +167,7 @@ mod tests {
         let text = explain(&report);
         for expected in [
             "web#7 sent 5.7 MiB",
-            "written since    1000       0       0      0    800   200    3.9 MiB  878.9 KiB",
+            "written since    1000       0      0      0    800   200    3.9 MiB  878.9 KiB",
             "7 pages were not there",
             "compression spared 2.0 MiB",
             "sending what changed spared 3.0 MiB in 0.009 s of CPU",

@@ -387,7 +387,7 @@ fn forced_choice(terms: &MigrationTerms) -> Choice {
 
 fn registry_line(terms: &MigrationTerms) -> String {
     if terms.registry.is_some() {
-        "a ownership registry is configured: no side runs the guest without winning there".to_owned()
+        "an ownership registry is configured: no side runs the guest without winning there".to_owned()
     } else {
         "no ownership registry is configured: only the two journals know".to_owned()
     }

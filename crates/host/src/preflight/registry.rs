@@ -7,18 +7,18 @@ use proto::message::{Finding, Proposal, Severity};
 /// two hosts.
 pub(super) fn finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal) -> Option<Finding> {
     let what = match (here, &proposal.witness) {
-        (Some(_), None) => "this host has a ownership registry, the source has none".to_owned(),
-        (None, Some(_)) => "the source has a ownership registry, this host has none".to_owned(),
+        (Some(_), None) => "this host has an ownership registry, the source has none".to_owned(),
+        (None, Some(_)) => "the source has an ownership registry, this host has none".to_owned(),
         (Some(ours), Some(theirs)) if ours != theirs => {
             format!("the source asks the ownership registry at {theirs}, this host the one at {ours}")
         }
         (Some(witness), _) if witness == from => "the ownership registry is on the source".to_owned(),
         // The epoch is read when the migration begins.
         (Some(_), Some(_)) if proposal.registry_epoch.is_none() && !proposal.check_only => {
-            "the source names a ownership registry and not what it read there".to_owned()
+            "the source names an ownership registry and not what it read there".to_owned()
         }
         (None, None) if proposal.registry_epoch.is_some() => {
-            "the source has read a ownership registry and does not say which".to_owned()
+            "the source has read an ownership registry and does not say which".to_owned()
         }
         _ => return None,
     };

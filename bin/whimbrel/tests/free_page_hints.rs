@@ -28,8 +28,8 @@ fn of_rounds(report: &Value, name: &str) -> u64 {
     report["rounds"].as_array().unwrap().iter().map(|round| round[name].as_u64().unwrap()).sum()
 }
 
-fn soft(report: &Value, name: &str) -> u64 {
-    report["soft"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {report:#}"))
+fn hint_stats(report: &Value, name: &str) -> u64 {
+    report["free_page_hints"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {report:#}"))
 }
 
 /// Waits until the program in the guest has opened its port.
@@ -49,16 +49,23 @@ fn what_is_free_is_not_sent() {
         wait_for_guest_program(&guest);
         // So slow that the guest has answered long before all is sent.
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
-        let left_out = of_rounds(&report, "free_page_hints");
+        let left_out = of_rounds(&report, "hinted_pages");
         assert!(left_out > 48 * PAGES_OF_MIB, "{report:#}");
-        assert!(soft(&report, "answers") > 0 && report["soft"]["notes"] == json!([]), "{report:#}");
+        assert!(
+            hint_stats(&report, "answers") > 0 && report["free_page_hints"]["notes"] == json!([]),
+            "{report:#}"
+        );
         cluster.assert_guest_whole("b", "vm1");
         // The program answers there as well, and free pages are in use again: the guest keeps working.
         let report = cluster.migrate("vm1", "b", "a", &["--bandwidth", "40Mi", "--free-page-hints", "none"]);
-        assert_eq!((of_rounds(&report, "free_page_hints"), &report["soft"]), (0, &Value::Null), "{report:#}");
+        assert_eq!(
+            (of_rounds(&report, "hinted_pages"), &report["free_page_hints"]),
+            (0, &Value::Null),
+            "{report:#}"
+        );
         cluster.assert_guest_whole("a", "vm1");
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "40Mi"]);
-        assert!(soft(&report, "answers") > 0, "{report:#}");
+        assert!(hint_stats(&report, "answers") > 0, "{report:#}");
         cluster.assert_guest_whole("b", "vm1");
     }
 }
@@ -81,7 +88,7 @@ fn what_is_in_use_again_is_sent() {
     assert!(output.status.success(), "{output:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
-    assert!(of_rounds(&report, "free_page_hints") > 0 && soft(&report, "answers") == 1, "{report:#}");
+    assert!(of_rounds(&report, "hinted_pages") > 0 && hint_stats(&report, "answers") == 1, "{report:#}");
     cluster.assert_guest_whole("b", "vm1");
 }
 
@@ -124,7 +131,7 @@ fn whatever_memory_is_made_of() {
         let guest = cluster.guest(&spec);
         wait_for_guest_program(&guest);
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
-        assert!(of_rounds(&report, "free_page_hints") > 48 * PAGES_OF_MIB, "{report:#}");
+        assert!(of_rounds(&report, "hinted_pages") > 48 * PAGES_OF_MIB, "{report:#}");
         cluster.assert_guest_whole("b", "vm1");
     }
 }
@@ -141,8 +148,8 @@ fn kernels_that_care_for_free_pages() {
         let guest = cluster.guest(&spec);
         wait_for_guest_program(&guest);
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
-        assert_eq!(report["soft"]["poisoned"], is_poisoned, "{report:#}");
-        assert_eq!(of_rounds(&report, "free_page_hints") == 0, is_poisoned, "{report:#}");
+        assert_eq!(report["free_page_hints"]["poisoned"], is_poisoned, "{report:#}");
+        assert_eq!(of_rounds(&report, "hinted_pages") == 0, is_poisoned, "{report:#}");
         cluster.assert_guest_whole("b", "vm1");
     }
 }
@@ -155,7 +162,11 @@ fn a_paused_guest_is_not_asked() {
     wait_for_guest_program(&guest);
     guest.monitor().unwrap().command("stop", &json!({})).unwrap();
     let report = cluster.migrate("vm1", "a", "b", &[]);
-    assert_eq!((of_rounds(&report, "free_page_hints"), &report["soft"]), (0, &Value::Null), "{report:#}");
+    assert_eq!(
+        (of_rounds(&report, "hinted_pages"), &report["free_page_hints"]),
+        (0, &Value::Null),
+        "{report:#}"
+    );
 }
 
 /// With the link cut in the middle of the first round.
@@ -166,7 +177,7 @@ fn a_cut_loses_nothing_of_what_is_in_use() {
     let guest = cluster.guest(&guest_with_free_memory(QemuVersion::Newer));
     wait_for_guest_program(&guest);
     let report = cluster.migrate_through_a_cut("vm1", &[]);
-    assert!(of_rounds(&report, "free_page_hints") > 0, "{report:#}");
+    assert!(of_rounds(&report, "hinted_pages") > 0, "{report:#}");
     cluster.assert_guest_whole("b", "vm1");
 }
 
@@ -185,18 +196,22 @@ fn page_cache_is_reclaimed_before_the_stop() {
     let slowly = ["--bandwidth", "60Mi", "--compress", "none", "--free-page-hints"];
 
     let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["free"]].concat());
-    assert_eq!((soft(&report, "deferred_pages"), soft(&report, "freed_pages")), (0, 0), "{report:#}");
+    assert_eq!(
+        (hint_stats(&report, "deferred_pages"), hint_stats(&report, "freed_pages")),
+        (0, 0),
+        "{report:#}"
+    );
     cluster.assert_guest_whole("b", "vm1");
     // The guest receives no request that its kernel does not support: there are no cgroups in it.
     let report = cluster.migrate("vm1", "b", "a", &[&slowly[..], &["cold"]].concat());
-    assert!(soft(&report, "deferred_pages") > 0, "{report:#}");
-    assert!(report["soft"]["notes"][0].as_str().unwrap().contains("memory.reclaim"), "{report:#}");
+    assert!(hint_stats(&report, "deferred_pages") > 0, "{report:#}");
+    assert!(report["free_page_hints"]["notes"][0].as_str().unwrap().contains("memory.reclaim"), "{report:#}");
     cluster.assert_guest_whole("a", "vm1");
 
     let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["all"]].concat());
-    let (put_off, given_back) = (soft(&report, "deferred_pages"), soft(&report, "freed_pages"));
+    let (put_off, given_back) = (hint_stats(&report, "deferred_pages"), hint_stats(&report, "freed_pages"));
     assert!(put_off > 60 * PAGES_OF_MIB && given_back > put_off * 9 / 10, "{report:#}");
-    assert_eq!(report["soft"]["notes"], json!([]), "{report:#}");
+    assert_eq!(report["free_page_hints"]["notes"], json!([]), "{report:#}");
     let text = cluster.a.text(&["report", "vm1", "--explain"]).ok().stdout;
     assert!(text.contains("of page cache that was put off the VM gave"), "{text}");
     cluster.assert_guest_whole("b", "vm1");
@@ -217,8 +232,8 @@ fn page_cache_of_a_disk_that_is_copied() {
     wait_for_guest_program(&guest);
     for (from, to, wanted) in [("a", "b", "free"), ("b", "a", "all")] {
         let report = cluster.migrate("vm1", from, to, &["--disks", "copy", "--free-page-hints", wanted]);
-        assert!(of_rounds(&report, "free_page_hints") > 0, "{report:#}");
-        assert_eq!(soft(&report, "freed_pages") > 0, wanted == "all", "{report:#}");
+        assert!(of_rounds(&report, "hinted_pages") > 0, "{report:#}");
+        assert_eq!(hint_stats(&report, "freed_pages") > 0, wanted == "all", "{report:#}");
         cluster.assert_guest_whole(to, "vm1");
     }
 }
@@ -250,7 +265,7 @@ fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     let output = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], &hybrid[..]].concat());
     let report = output.ok().json();
     cluster.b.wait_settled();
-    assert!(of_rounds(&report, "free_page_hints") > 40 * PAGES_OF_MIB, "{report:#}");
+    assert!(of_rounds(&report, "hinted_pages") > 40 * PAGES_OF_MIB, "{report:#}");
     assert!(report["post_copy"]["remaining_pages"].as_u64() > Some(1000), "{report:#}");
     cluster.assert_guest_whole("b", "vm1");
     let serial = cluster.serial("b", "vm1");
@@ -282,7 +297,7 @@ fn a_migration_can_be_cancelled_during_a_slow_reclaim() {
     let output = migration.wait_with_output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["outcome"], "cancelled", "{report:#}");
-    assert_eq!(soft(&report, "deferred_pages"), 256, "{report:#}");
+    assert_eq!(hint_stats(&report, "deferred_pages"), 256, "{report:#}");
     cluster.assert_guest_whole("a", "vm1");
 }
 
@@ -318,8 +333,8 @@ fn a_guest_with_invalid_answers_is_moved() {
     let socket = guest.directory().join("guest.sock");
     answer_for_the_guest(socket, |_, id| Some(format!("begin {id} 1\nfree ffffffffff+5 zzz\nend {id}\n")));
     let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "60Mi"]);
-    assert_eq!(of_rounds(&report, "free_page_hints"), 0, "{report:#}");
-    let note = report["soft"]["notes"][0].as_str().unwrap();
+    assert_eq!(of_rounds(&report, "hinted_pages"), 0, "{report:#}");
+    let note = report["free_page_hints"]["notes"][0].as_str().unwrap();
     assert!(note.contains("cannot be read"), "{report:#}");
     cluster.assert_guest_whole("b", "vm1");
 }
@@ -332,7 +347,7 @@ fn a_guest_without_a_listening_program_is_moved() {
     spec.devices.push(Device::GuestPort);
     let _guest = cluster.guest(&spec);
     let report = cluster.migrate("vm1", "a", "b", &[]);
-    assert_eq!(report["soft"], Value::Null, "{report:#}");
+    assert_eq!(report["free_page_hints"], Value::Null, "{report:#}");
     let events = report["events"].as_array().unwrap();
     let reported = events
         .iter()

@@ -30,7 +30,7 @@ fn agents_accept_the_configurations() {
     assert_eq!(a.api_socket, Agents::socket(&lab.a));
     assert!(matches!(a.security, Security::Tls { .. }));
 
-    let more = toml! { limits = { streams = 2 } };
+    let more = toml! { migration = { streams = 2 } };
     Agents::new(&lab, &Environment::discover(), &PathBuf::from("whimbrel"))
         .plain()
         .with(more)

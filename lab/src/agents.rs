@@ -45,7 +45,7 @@ impl Agents {
 
     /// Adds an ownership registry, kept by the witness.
     #[must_use]
-    pub fn with_register(mut self) -> Self {
+    pub fn with_registry(mut self) -> Self {
         self.witness = true;
         self
     }

@@ -88,7 +88,7 @@ pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) ->
     lab.b.tap(&net.tap)?;
 
     say("An agent on each host and on the witness, with certificates of their own.");
-    let agents = Agents::new(&lab, &environment, whimbrel).with_register();
+    let agents = Agents::new(&lab, &environment, whimbrel).with_registry();
     agents.write()?;
     let _daemons = agents.start_all()?;
 

@@ -15,7 +15,7 @@ use lab::{Agents, Environment, Lab, LabConfig, Pki};
 #[test]
 fn agents_accept_the_configurations() {
     let lab = Lab::up(&LabConfig::for_test()).unwrap();
-    let agents = Agents::new(&lab, &Environment::discover(), &PathBuf::from("whimbrel")).with_register();
+    let agents = Agents::new(&lab, &Environment::discover(), &PathBuf::from("whimbrel")).with_registry();
     agents.write().unwrap();
     let load = |host: &lab::Host| {
         let path = host.directory().join("agent.toml");

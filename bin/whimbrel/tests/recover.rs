@@ -206,7 +206,7 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
 }
 
 #[test]
-fn an_operator_overrules_a_destination_that_won_the_register() {
+fn an_operator_overrules_a_destination_that_won_the_registry() {
     let won = "destination/taking/registry-answered[destination-owns,run]:after-1-journal";
     let mut doubt = HeldMigration::at(won, true, |cluster| power_off(cluster, "b"));
     let owner = |doubt: &HeldMigration| {

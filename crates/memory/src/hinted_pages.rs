@@ -253,7 +253,7 @@ mod tests {
         hinted.forget();
         assert_eq!(hinted.pages(), (0, 0));
         hinted.add_free(second, 0, 0..5);
-        assert_eq!(hinted.pages(), (0, 0), "whoever went wrong once is not believed");
+        assert_eq!(hinted.pages(), (0, 0), "after one invalid answer no other counts");
     }
 
     #[test]

@@ -96,11 +96,11 @@ impl Arena {
         spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
         self.guest = Some(self.cluster.guest(&spec));
         self.at = "a";
-        self.enter_in_register();
+        self.enter_in_registry();
     }
 
     /// Enters the first host as owner of a restarted guest, after the loss of the one before on any host.
-    fn enter_in_register(&self) {
+    fn enter_in_registry(&self) {
         let Some(witness) = &self.cluster.witness else { return };
         let registry = SqliteRegistry::open(&witness.directory.join("state")).unwrap();
         for (vm, record) in registry.all().unwrap() {

@@ -157,7 +157,7 @@ fn a_sample_of_the_matrix() {
 }
 
 #[test]
-fn a_sample_of_the_matrix_with_a_register() {
+fn a_sample_of_the_matrix_with_a_registry() {
     matrix(|| Arena::new(true), 0x5eee, 6);
 }
 

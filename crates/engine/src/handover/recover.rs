@@ -148,7 +148,7 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
                 Choice {
                     decision: OperatorDecision::RunElsewhere,
                     then: format!(
-                        "the registry is told that {there} has the guest, and this copy is thrown away"
+                        "the registry records that {there} has the guest, and this copy is discarded"
                     ),
                     risk: format!("if {there} does not come back, this was the only copy"),
                 },
@@ -161,7 +161,7 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
                 },
                 Choice {
                     decision: OperatorDecision::WithoutRegistry { run_here: false },
-                    then: format!("this copy is thrown away and {there}, when it comes back, is told so"),
+                    then: format!("this copy is discarded, and {there} learns of it when it comes back"),
                     risk: format!("{GONE}. If {there} does not come back, this was the only copy"),
                 },
             ],
@@ -174,7 +174,7 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
             unknown: vec!["what it will say".to_owned()],
             choices: vec![Choice {
                 decision: OperatorDecision::WithoutRegistry { run_here: false },
-                then: format!("{there} is told that this copy cannot run, without the registry's word"),
+                then: format!("{there} learns that this copy cannot run, without an answer of the registry"),
                 risk: GONE.to_owned(),
             }],
         },
@@ -200,7 +200,7 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
             choices: vec![Choice {
                 decision: OperatorDecision::WithoutRegistry { run_here: false },
                 then: format!(
-                    "{there} is told that this copy is gone and may have run; it keeps its own, and its operator decides"
+                    "{there} learns that this copy is gone and may have run; it keeps its own, and its operator decides"
                 ),
                 risk: GONE.to_owned(),
             }],
@@ -259,7 +259,7 @@ fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
         run_here(OperatorDecision::RunHere { force: false }, ""),
         Choice {
             decision: OperatorDecision::RunElsewhere,
-            then: format!("this copy is thrown away and {there}, when it comes back, is told so"),
+            then: format!("this copy is discarded, and {there} learns of it when it comes back"),
             risk: format!("if {there} does not come back, this was the only copy"),
         },
     ];
@@ -274,7 +274,7 @@ fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.source;
     let give_up = |decision, only: &str| Choice {
         decision,
-        then: format!("this copy is thrown away and {there} continues its own"),
+        then: format!("this copy is discarded, and {there} continues its own"),
         risk: format!(
             "right only if the guest has not run here: otherwise its disks do not fit {there}'s memory{only}"
         ),
@@ -329,7 +329,7 @@ fn choices_without_registry(terms: &MigrationTerms) -> [Choice; 2] {
         },
         Choice {
             decision: OperatorDecision::WithoutRegistry { run_here: false },
-            then: format!("what is held here is thrown away; {there} has the guest"),
+            then: format!("the copy that is held here is discarded; {there} has the guest"),
             risk: format!(
                 "if {there} has it not, or cannot run it, its memory is lost and it has to be started from its disks; \
                  and {GONE}"
@@ -365,7 +365,7 @@ fn run_elsewhere_choice(terms: &MigrationTerms) -> Choice {
     let there = &terms.destination;
     Choice {
         decision: OperatorDecision::RunElsewhere,
-        then: format!("the copy held here is thrown away; {there} has the guest"),
+        then: format!("the copy held here is discarded; {there} has the guest"),
         risk: format!(
             "if {there} cannot run it, or has not all of its memory yet, its memory is lost and it has to be started \
              from its disks"

@@ -244,11 +244,11 @@ impl Model for Handover {
 
 pub(crate) const TWO_RUNNING: &str = "never two running";
 pub(crate) const TWO_HISTORIES: &str = "never two histories";
-pub(crate) const ALONE: &str = "nobody in doubt decides alone";
-pub(crate) const THREW_AWAY: &str = "what has run is never thrown away";
+pub(crate) const ALONE: &str = "no host in doubt decides alone";
+pub(crate) const THREW_AWAY: &str = "a copy that has run is never discarded";
 pub(crate) const DISCARDED: &str = "a discarded copy is never run";
-pub(crate) const LOST_PAGES: &str = "what a guest that runs elsewhere still needs is not thrown away";
-pub(crate) const STILL_WAITS: &str = "an operator's word without the registry ends the waiting for it";
+pub(crate) const LOST_PAGES: &str = "what a guest that runs elsewhere still needs is not discarded";
+pub(crate) const STILL_WAITS: &str = "an operator's decision without the registry ends the waiting for it";
 pub(crate) const LEGAL: &str = "no event is illegal";
 pub(crate) const ONE_RUNS: &str = "when links heal and agents restart, one is running";
 pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
@@ -366,7 +366,7 @@ impl Handover {
             }
             Act::LoseRegister => {
                 world.budget.registers_lost -= 1;
-                world.register_lost = true;
+                world.registry_lost = true;
                 None
             }
             Act::Override(side, word) => {

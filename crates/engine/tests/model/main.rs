@@ -292,7 +292,7 @@ const DOES_NOTHING: &str = "does nothing";
 const LEFT_OUT: [(&str, &str); 20] = [
     ("operator-decided", "operators say only what is right, and only where there is or was a registry"),
     ("paused]", "all guests run; what becomes of paused ones is in the engine's own tests"),
-    ("foreign", "nobody else writes to the registry"),
+    ("foreign", "no other program writes to the registry"),
     ("unreachable", "does nothing; a request that is lost comes to the same"),
     ("peer-silent", "does what peer-lost does"),
     ("prepared/failed", "does what peer-lost does"),
@@ -308,6 +308,6 @@ const LEFT_OUT: [(&str, &str); 20] = [
     ("other-incarnation", "an attempt has one incarnation"),
     ("destination-owns,qemu-lost", "only after an operator's decision"),
     ("starting/registry-answered[source-owns]", "only after an operator's decision"),
-    ("prepared/source-answered", "nobody asks before READY"),
+    ("prepared/source-answered", "no host asks before READY"),
     ("idle/go", "PREPARED is synced, so a destination that gets GO knows of it; refused all the same"),
 ];

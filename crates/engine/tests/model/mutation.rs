@@ -218,7 +218,7 @@ pub(crate) fn destination_obeys_any_go(
 }
 
 /// The destination sends `cont` without asking the registry.
-pub(crate) fn destination_skips_register(
+pub(crate) fn destination_skips_registry(
     terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,

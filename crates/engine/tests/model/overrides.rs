@@ -34,7 +34,7 @@ fn is_override(decision: OperatorDecision) -> bool {
 }
 
 fn is_right(world: &World, side: Side, decision: OperatorDecision) -> bool {
-    let gone = world.register_lost || decision == OperatorDecision::RunHere { force: true };
+    let gone = world.registry_lost || decision == OperatorDecision::RunHere { force: true };
     let run_here = decision != OperatorDecision::WithoutRegistry { run_here: false };
     let ran_there = world.ghost.destination.ran && world.same_attempt();
     gone && match side {

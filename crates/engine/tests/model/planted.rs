@@ -85,8 +85,8 @@ fn finds_aborted_that_is_not_synced() {
 }
 
 #[test]
-fn finds_a_destination_that_does_not_ask_the_register() {
-    let rules = Rules { destination: mutation::destination_skips_register, ..CORRECT };
+fn finds_a_destination_that_does_not_ask_the_registry() {
+    let rules = Rules { destination: mutation::destination_skips_registry, ..CORRECT };
     found(rules, Budget { troubles: 1, ..NONE }, true, &[TWO_RUNNING]);
 }
 

@@ -191,7 +191,7 @@ pub(crate) struct World {
     /// The source has sent everything, and HELD. It keeps that in memory, not in a journal.
     pub(crate) all_sent: bool,
     pub(crate) registry: Option<Record>,
-    pub(crate) register_lost: bool,
+    pub(crate) registry_lost: bool,
     pub(crate) net: Vec<Packet>,
     pub(crate) budget: Budget,
     pub(crate) ghost: Ghost,
@@ -210,7 +210,7 @@ impl World {
             session: false,
             all_sent: false,
             registry: registry.then_some(Record { epoch: 0, owner: Side::Source, offer: None }),
-            register_lost: false,
+            registry_lost: false,
             net: Vec::new(),
             budget,
             ghost: Ghost::default(),
@@ -247,7 +247,7 @@ impl World {
     }
 
     /// Returns true if the registry assigns this attempt's VM to the source for good.
-    fn register_says_source(&self) -> bool {
+    fn registry_says_source(&self) -> bool {
         self.registry.is_some_and(|r| r.owner == Side::Source && r.epoch >= self.source.epoch)
     }
 }

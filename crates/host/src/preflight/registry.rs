@@ -38,7 +38,7 @@ mod tests {
     use crate::testing::{host, proposal};
 
     #[test]
-    fn both_sides_ask_the_same_register() {
+    fn both_sides_ask_the_same_registry() {
         let finding_text =
             |here: Option<&str>, theirs: Option<&str>, epoch: Option<u64>, check_only: bool| {
                 let proposal = Proposal {

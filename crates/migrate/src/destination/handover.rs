@@ -125,7 +125,7 @@ impl Driver {
                 if let DestinationEvent::RegistryAnswered(answer) = &event {
                     let silence = self.registry.silence(answer);
                     if let Some(request) = self.registry.answered() {
-                        self.send_to_register(request);
+                        self.send_to_registry(request);
                     }
                     if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
                         self.publisher.update(|progress| {

@@ -192,7 +192,7 @@ impl Driver {
                 if let SourceEvent::RegistryAnswered(answer) = &event {
                     let silence = self.registry.silence(answer);
                     if let Some(request) = self.registry.answered() {
-                        self.send_to_register(request);
+                        self.send_to_registry(request);
                     }
                     if silence >= self.contact.patience {
                         self.telemetry.update(|progress| {

@@ -29,7 +29,7 @@ struct LabHostInfo {
 pub(crate) fn up(prefix: &str, output: &Output) -> Result<Code, Failure> {
     let program = crate::whimbrel()?;
     let mut lab = Lab::up(&LabConfig::new(prefix))?;
-    let agents = Agents::new(&lab, &Environment::discover(), &program).with_register();
+    let agents = Agents::new(&lab, &Environment::discover(), &program).with_registry();
     agents.write()?;
     let hosts = agents.all().iter().map(|host| LabHostInfo {
         name: host.name().to_owned(),

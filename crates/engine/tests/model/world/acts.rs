@@ -88,7 +88,7 @@ impl World {
             SourceEffect::ContinueVm => {
                 // After GO only the destination's REFUSED, the registry or an operator can have decided this.
                 let refused = self.ghost.destination.gave_up && self.same_attempt();
-                let is_justified = refused || self.register_says_source() || self.ghost.word;
+                let is_justified = refused || self.registry_says_source() || self.ghost.word;
                 self.ghost.decided_alone |= self.ghost.source.go_sent && !is_justified;
                 self.held = false;
                 self.source_cont = true;
@@ -185,7 +185,7 @@ impl World {
                 // In doubt, a complete copy is discarded only if the source has the guest, or the copy cannot run. (A
                 // source that has begun another attempt has the guest.)
                 let kept = self.ghost.source.kept || !self.same_attempt() || self.ghost.word;
-                let is_justified = kept || self.register_says_source() || self.ghost.destination.cont_failed;
+                let is_justified = kept || self.registry_says_source() || self.ghost.destination.cont_failed;
                 let whole = self.destination_qemu != Qemu::Gone && self.ghost.destination.ready_sent;
                 self.ghost.decided_alone |= whole && !is_justified;
                 // Where disks were copied, the data that the guest wrote since is in images that are removed with it.
@@ -377,7 +377,7 @@ impl World {
             }
             Packet::Abort(e) => to_destination(self, DestinationEvent::AbortReceived { epoch: epoch(e) }),
             Packet::AskDestination(e) => to_destination(self, DestinationEvent::Asked { epoch: epoch(e) }),
-            Packet::Request(from, e, op) => self.ask_register(from, e, op),
+            Packet::Request(from, e, op) => self.ask_registry(from, e, op),
             Packet::Reply(to, _, record) => {
                 let answer = RegistryAnswer::Record(Some(large(record)));
                 match to {
@@ -413,8 +413,8 @@ impl World {
         }
     }
 
-    fn ask_register(&mut self, from: Side, asked: u8, op: Op) {
-        let Some(record) = self.registry.filter(|_| !self.register_lost) else { return };
+    fn ask_registry(&mut self, from: Side, asked: u8, op: Op) {
+        let Some(record) = self.registry.filter(|_| !self.registry_lost) else { return };
         let request = large_op(op);
         let (reply, new) = registry::apply(&request, Some(&large(record)));
         if let Some(new) = new {

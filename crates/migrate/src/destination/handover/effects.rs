@@ -93,7 +93,7 @@ impl StateMachine for Driver {
                 });
             }
             DestinationEffect::AskSource => self.ask_source(),
-            DestinationEffect::Registry { request, .. } => self.ask_register(request.clone()),
+            DestinationEffect::Registry { request, .. } => self.ask_registry(request.clone()),
             DestinationEffect::Cont => self.cont(),
             DestinationEffect::Announce => {
                 self.release_qemu();
@@ -172,13 +172,13 @@ impl Driver {
         }
     }
 
-    fn ask_register(&mut self, request: RegistryRequest) {
+    fn ask_registry(&mut self, request: RegistryRequest) {
         if let Some(request) = self.registry.submit(request) {
-            self.send_to_register(request);
+            self.send_to_registry(request);
         }
     }
 
-    pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
+    pub(super) fn send_to_registry(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
             mailbox.put(Notice::Event(DestinationEvent::RegistryAnswered(answer)));

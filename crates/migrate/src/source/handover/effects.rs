@@ -141,7 +141,7 @@ impl StateMachine for Driver {
             SourceEffect::AskDestination => {
                 self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() });
             }
-            SourceEffect::Registry { why, request } => self.ask_register(*why, request.clone()),
+            SourceEffect::Registry { why, request } => self.ask_registry(*why, request.clone()),
             SourceEffect::Report(report) => self.report_to_user(*report),
         }
         Ok(())
@@ -188,11 +188,11 @@ impl Driver {
         }
     }
 
-    fn ask_register(&mut self, why: RequestPurpose, request: RegistryRequest) {
+    fn ask_registry(&mut self, why: RequestPurpose, request: RegistryRequest) {
         if why == RequestPurpose::Offer {
             self.offer(request);
         } else if let Some(request) = self.registry.submit(request) {
-            self.send_to_register(request);
+            self.send_to_registry(request);
         }
     }
 
@@ -213,7 +213,7 @@ impl Driver {
         }
     }
 
-    pub(super) fn send_to_register(&mut self, request: RegistryRequest) {
+    pub(super) fn send_to_registry(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
             mailbox.put(Notice::Event(SourceEvent::RegistryAnswered(answer)));

@@ -164,7 +164,7 @@ impl Driver {
         let mut sender = self.open_streams(payload)?;
         let kept = payload.externally_throttled();
         if !kept.is_empty() {
-            let detail = format!("those to {}, which somebody else has throttled", kept.join(", "));
+            let detail = format!("those to {}, which another program has throttled", kept.join(", "));
             self.note("writes-not-throttled", detail);
         }
         let mut owed = payload.disks_alone();

@@ -415,7 +415,7 @@ fn two_that_arrive_at_once_are_not_promised_the_same_memory() {
     cluster.wait_for_sent(1 << 20);
     assert!(!possible("vm2"));
     let result = cluster.a.cli(&["migrate", "vm2", "--to", "b"]);
-    assert!(result.code == 1 && result.stdout.contains("promised to others"), "{result:#?}");
+    assert!(result.code == 1 && result.stdout.contains("reserved for other VMs"), "{result:#?}");
     cluster.a.cli(&["cancel", "vm1"]).ok();
     assert_eq!(first.wait_with_output().unwrap().status.code(), Some(1));
     cluster.a.wait_settled();

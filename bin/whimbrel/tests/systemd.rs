@@ -145,7 +145,7 @@ fn a_restarting_unit_is_refused_and_an_arrival_has_a_scope() {
         |directory: &Path| Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), None);
     serial(&directory).next_tick().unwrap();
 
-    let warning = "systemd unit web1.service has Restart=always and would start the guest again";
+    let warning = "systemd unit web1.service has Restart=always and would restart the guest";
     let adopted = cluster.a.cli(&["vm", "adopt", "vm1"]).ok();
     assert!(adopted.stdout.contains(warning), "{adopted:?}");
     assert_eq!(blockers(&cluster), ["restarts"]);

@@ -84,7 +84,7 @@ const fn refuse(name: &'static str, has_value: bool, why: &'static str) -> Optio
 }
 
 const DEBUGGING: &str = "it serves debugging on the old host";
-const START_ONLY: &str = "it says how the guest was started, which is over";
+const START_ONLY: &str = "it only applies to the first start of the guest";
 const XEN: &str = "guests of Xen are not supported";
 
 /// The options that are known.
@@ -183,7 +183,7 @@ pub const OPTIONS: &[OptionSpec] = &[
     flag("alt-grab"),
     flag("ctrl-grab"),
     flag("no-quit"),
-    drop("mem-path", true, "the plan for memory says what it is made of"),
+    drop("mem-path", true, "the memory plan determines the memory back end"),
     flag("mem-prealloc"),
     drop("S", false, "the new QEMU always waits"),
     drop("incoming", true, START_ONLY),
@@ -204,8 +204,8 @@ pub const OPTIONS: &[OptionSpec] = &[
     drop("one-insn-per-tb", false, DEBUGGING),
     drop("perfmap", false, DEBUGGING),
     drop("jitdump", false, DEBUGGING),
-    drop("portrait", false, "nobody looks at the new QEMU's window"),
-    drop("rotate", true, "nobody looks at the new QEMU's window"),
+    drop("portrait", false, "the new QEMU has no window"),
+    drop("rotate", true, "the new QEMU has no window"),
     drop("echr", true, "there is no terminal"),
     refuse("snapshot", false, "its writes go to a temporary file that only this process can see"),
     refuse("readconfig", true, "it hides further options in a file; write them on the command line"),

@@ -203,8 +203,8 @@ impl<'a> CommandBuilder<'a> {
         let Some(option_spec) = cmdline::option_spec(&option.name) else {
             self.problem(
                 "option-unknown",
-                format!("option -{} is not known here", option.name),
-                format!("if it may go along as it is, allow it by name ({})", option.name),
+                format!("option -{} is unknown", option.name),
+                format!("if it can be carried over unchanged, allow it by name ({})", option.name),
             );
             return;
         };
@@ -213,7 +213,7 @@ impl<'a> CommandBuilder<'a> {
             OptionPolicy::Drop(_) => {}
             OptionPolicy::Refuse(why) => self.problem(
                 "option-refused",
-                format!("option -{} cannot go along: {why}", option.name),
+                format!("option -{} cannot be carried over: {why}", option.name),
                 "start the guest without it, or allow it by name",
             ),
             OptionPolicy::Rewrite => {
@@ -291,7 +291,7 @@ impl<'a> CommandBuilder<'a> {
             let backing = disk.backing_files.join(", ");
             self.problem(
                 "disk-backing-moved",
-                format!("image {file} names its backing file {backing} by a path of the other host"),
+                format!("image {file} names its backing file {backing} by a path of the source host"),
                 "give the destination the same path (mount or link), and no directory rule for this disk",
             );
         }
@@ -350,8 +350,8 @@ impl<'a> CommandBuilder<'a> {
             if value.get(key).is_some() {
                 self.problem(
                     "guest-encrypted",
-                    "the guest's memory is encrypted (SEV, TDX): nobody but the processor can copy it",
-                    "such guests cannot be moved",
+                    "the guest's memory is encrypted (SEV, TDX), and only the processor can read it",
+                    "such guests cannot be migrated",
                 );
             }
         }

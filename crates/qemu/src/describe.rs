@@ -271,8 +271,8 @@ pub fn describe(qmp: &mut Qmp, start_command: &StartCommand) -> Result<VmDescrip
     for job in &live.jobs {
         problems.push(Problem::new(
             "block-job",
-            format!("a block job works on {job}"),
-            "wait until it has ended, or cancel it (block-job-cancel)",
+            format!("a block job is running on {job}"),
+            "wait until it has finished, or cancel it (block-job-cancel)",
         ));
     }
     devices::report_refused(&options, &mut problems);

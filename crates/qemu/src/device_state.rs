@@ -64,7 +64,7 @@ pub enum StateError {
         source: io::Error,
     },
     /// QEMU's output is not a valid device state.
-    #[error("QEMU's device state is not understood: {what}")]
+    #[error("QEMU's device state is invalid: {what}")]
     Format {
         /// Description of the error.
         what: String,

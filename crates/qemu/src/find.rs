@@ -122,7 +122,7 @@ pub enum FindError {
         seen: String,
     },
     /// More than one QEMU matches.
-    #[error("several QEMUs have {selector}: {which}; say which by its process number")]
+    #[error("several QEMUs have {selector}: {which}; select one by its process id")]
     Several {
         /// Selector of the request.
         selector: Selector,
@@ -131,7 +131,7 @@ pub enum FindError {
     },
     /// The QEMU has no monitor that we could use.
     #[error(
-        "QEMU {which} has no QMP monitor on a unix socket; a running QEMU cannot be given one, so start it with -qmp unix:PATH,server=on,wait=off next time"
+        "QEMU {which} has no QMP monitor on a unix socket, and none can be added while it runs; start it with -qmp unix:PATH,server=on,wait=off next time"
     )]
     NoMonitor {
         /// The process.
@@ -147,7 +147,7 @@ pub enum FindError {
     },
     /// Other clients hold all monitors.
     #[error(
-        "all QMP monitors of QEMU {which} are held by other clients or do not answer; end them, or give it one more monitor when it is started next"
+        "all QMP monitors of QEMU {which} are held by other clients or do not answer; end those clients, or start QEMU with one more monitor next time"
     )]
     Held {
         /// The process.
@@ -186,7 +186,7 @@ pub fn find(selector: &Selector) -> Result<QemuProcess, FindError> {
     found.pop().cloned().ok_or_else(|| {
         let names: Vec<String> = all.iter().map(QemuProcess::label).collect();
         let seen = if names.is_empty() {
-            "none runs, or this user may not see them".to_owned()
+            "no QEMU is running, or this user may not see it".to_owned()
         } else {
             format!("there are {}", names.join(", "))
         };

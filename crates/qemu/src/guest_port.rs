@@ -24,10 +24,12 @@ use crate::tree::DeviceTree;
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
     /// The monitor failed.
-    #[error("QEMU cannot be asked after its ports")]
+    #[error("cannot query QEMU for its ports")]
     Qmp(#[from] QmpError),
     /// The port's back end is not such a socket.
-    #[error("port {name} leads to {to:?}; it needs a socket at which QEMU listens (server=on,wait=off)")]
+    #[error(
+        "port {name} is connected to {to:?}; it needs a socket on which QEMU listens (server=on,wait=off)"
+    )]
     NoSocket {
         /// Name of the port.
         name: String,
@@ -35,13 +37,13 @@ pub enum PortError {
         to: String,
     },
     /// Another client is connected: QEMU accepts one client per socket.
-    #[error("somebody else is connected to port {name}")]
+    #[error("another client is connected to port {name}")]
     InUse {
         /// Name of the port.
         name: String,
     },
     /// No program in the guest has opened it.
-    #[error("nobody in the guest has opened port {name}; is whimbrel-guest running there?")]
+    #[error("no program in the guest has opened port {name}; is whimbrel-guest running there?")]
     NotOpened {
         /// Name of the port.
         name: String,

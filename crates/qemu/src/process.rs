@@ -34,7 +34,7 @@ pub enum StartError {
         source: io::Error,
     },
     /// QEMU cannot be started in its directory.
-    #[error("cannot start QEMU in the directory {path}: make it, or name another one")]
+    #[error("cannot start QEMU in the directory {path}: create it, or name another one")]
     Directory {
         /// The directory.
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum StartError {
         source: io::Error,
     },
     /// QEMU ended before its monitor answered.
-    #[error("QEMU ended at once ({status}): {log}")]
+    #[error("QEMU exited immediately ({status}): {log}")]
     Ended {
         /// Exit status.
         status: String,

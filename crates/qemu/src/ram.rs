@@ -28,11 +28,11 @@ use crate::qmp::{Qmp, QmpError};
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
     /// The monitor failed.
-    #[error("cannot ask QEMU for its RAM blocks")]
+    #[error("cannot query QEMU for its RAM blocks")]
     Qmp(#[from] QmpError),
     /// `/proc` of the process could not be read.
     #[error(
-        "cannot read {path}; the agent needs the same user as QEMU, or root, and a kernel that lets it trace (ptrace_scope)"
+        "cannot read {path}; run the agent as root or as QEMU's user, on a kernel that permits tracing (ptrace_scope)"
     )]
     Proc {
         /// Path of the file.
@@ -59,7 +59,7 @@ pub enum RamError {
         what: String,
     },
     /// The result contradicts itself or `gpa2hva`.
-    #[error("RAM block {block} does not check: {what}; nothing was touched")]
+    #[error("RAM block {block} failed a consistency check: {what}; nothing was changed")]
     Contradiction {
         /// Name of the block.
         block: String,
@@ -252,7 +252,7 @@ fn compare(
             Some(address) if address == expected => compared += 1,
             Some(address) => {
                 let what = format!(
-                    "guest address {guest:#x} should lie at {expected:#x}, but gpa2hva says {address:#x}"
+                    "guest address {guest:#x} should be at {expected:#x}, but gpa2hva reports {address:#x}"
                 );
                 return Ok((Err(RamError::Contradiction { block: block.name.clone(), what }), tree_after));
             }
@@ -294,7 +294,7 @@ fn located(block: &ListedBlock, address: u64, maps: &Maps) -> Result<RamBlock, R
     let wrong = |what| RamError::Contradiction { block: block.name.clone(), what };
     let mapping = maps.at(address).ok_or_else(|| wrong(format!("{address:#x} is not mapped")))?;
     if mapping.start != address && mapping.inode == 0 {
-        return Err(wrong(format!("{address:#x} is not where a mapping begins")));
+        return Err(wrong(format!("{address:#x} is not the start of a mapping")));
     }
     if !maps.covers(address, block.max_bytes) {
         return Err(wrong(format!(

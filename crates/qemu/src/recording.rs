@@ -47,7 +47,7 @@ const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
 pub enum RecordError {
     /// Another client uses QEMU's only NBD server.
     #[error(
-        "this QEMU's NBD server is in use (a backup, a mirror): {0}; wait until that is done, or end it with nbd-server-stop"
+        "this QEMU's NBD server is in use (a backup, a mirror): {0}; wait until that has finished, or stop the server (nbd-server-stop)"
     )]
     ServerInUse(String),
     /// A disk has changed, so not all writes to it are recorded.
@@ -156,11 +156,11 @@ impl Recording {
             let changed = |what| Err(RecordError::Changed { node: disk.node.clone(), what });
             match media.iter().find(|medium| medium.node == disk.node) {
                 None => changed(
-                    "is not what its device uses any more: somebody made a snapshot, changed the medium, or began a backup or a mirror"
+                    "is no longer used by its device: a snapshot was made, the medium was changed, or a backup or mirror was started"
                         .to_owned(),
                 ),
                 Some(medium) if medium.image.bytes != disk.bytes => changed(format!(
-                    "has {} bytes and had {}: somebody has changed its length",
+                    "has {} bytes and had {}: its length was changed",
                     medium.image.bytes, disk.bytes
                 )),
                 Some(_) => Ok(()),

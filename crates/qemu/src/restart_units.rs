@@ -63,7 +63,7 @@ pub fn starts_again(process: &QemuProcess) -> Vec<RestartRisk> {
     }
     let unknown = process.unit_of_user.map(|_| RestartRisk {
         when: RestartTime::Unknown,
-        what: format!("the systemd{whose} does not say whether unit {unit} would start the guest again"),
+        what: format!("the systemd{whose} does not report whether unit {unit} would restart the guest"),
         remedy: "make sure that the unit is disabled and has Restart=no".to_owned(),
     });
     unknown.into_iter().collect()
@@ -82,9 +82,9 @@ fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
         found.push(RestartRisk {
             when: RestartTime::AtOnce,
             what: format!(
-                "systemd unit {unit}{whose} has Restart={restart} and would start the guest again as soon as it has moved"
+                "systemd unit {unit}{whose} has Restart={restart} and would restart the guest here after its migration"
             ),
-            remedy: format!("set Restart=no before it moves (`systemctl{user} edit {unit}`)"),
+            remedy: format!("set Restart=no before the migration (`systemctl{user} edit {unit}`)"),
         });
     }
     let is_enabled = properties.get("UnitFileState").is_some_and(|state| state.starts_with("enabled"));
@@ -98,7 +98,8 @@ fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
                 "systemd unit {unit}{whose} {why} and would start a second copy of the guest when this host boots"
             ),
             remedy: format!(
-                "`systemctl{user} disable {unit}` here before it moves, and have it started where it is then"
+                "disable it here before the migration (`systemctl{user} disable {unit}`), and enable it on \
+                 the guest's new host"
             ),
         });
     }

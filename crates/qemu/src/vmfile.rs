@@ -128,15 +128,15 @@ impl VmFile {
         }
         for option in cmdline::parse(&self.args) {
             let why = match option.name.as_str() {
-                "daemonize" | "pidfile" => "the agent keeps track of its processes",
-                "incoming" | "loadvm" => "a guest of a file is started anew",
+                "daemonize" | "pidfile" => "the agent tracks its processes",
+                "incoming" | "loadvm" => "a guest from a file is started without earlier state",
                 "name" => "the name is that of the key `name`",
                 name => match cmdline::option_spec(name).map(|option_spec| option_spec.policy) {
                     Some(OptionPolicy::Refuse(why)) => why,
                     _ => continue,
                 },
             };
-            return wrong("args", format!("-{} is not possible: {why}", option.name));
+            return wrong("args", format!("-{} is not allowed: {why}", option.name));
         }
         Ok(())
     }

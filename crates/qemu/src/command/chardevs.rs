@@ -33,7 +33,9 @@ impl CommandBuilder<'_> {
         }
         if let Some(log) = value.get("logfile") {
             let here = self.log(&log);
-            self.notes.push(format!("log {log} goes on in {here}, and stays there when the guest leaves"));
+            self.notes.push(format!(
+                "log {log} continues in {here}, and stays there when the guest is migrated away"
+            ));
             value.set("logfile", &here);
         }
         let kind = value.get("backend").unwrap_or_default();
@@ -42,7 +44,7 @@ impl CommandBuilder<'_> {
                 if let Some(path) = value.get("path").filter(|path| is_relocated(path)) {
                     let here = self.log(&path);
                     self.notes.push(format!(
-                        "file {path} goes on in {here}, and stays there when the guest leaves"
+                        "file {path} continues in {here}, and stays there when the guest is migrated away"
                     ));
                     value.set("path", &here);
                 }
@@ -64,7 +66,7 @@ impl CommandBuilder<'_> {
             }
             "stdio" => {
                 let here = self.log(&format!("{id}.log"));
-                self.notes.push(format!("character device {id} was a terminal and writes to {here}"));
+                self.notes.push(format!("character device {id} was a terminal and now writes to {here}"));
                 value.set("backend", "file");
                 value.set("path", &here);
                 value.remove("signal");
@@ -74,7 +76,7 @@ impl CommandBuilder<'_> {
                 self.problem(
                     "chardev-of-host",
                     format!("character device {id} ({kind}) belongs to this host"),
-                    "start the guest with a socket or a file in its place",
+                    "start the guest with a socket or a file instead",
                 );
             }
         }
@@ -97,7 +99,7 @@ impl CommandBuilder<'_> {
         self.problem(
             "chardev-descriptor",
             format!("character device {id} uses a descriptor that was passed to QEMU"),
-            "start the guest with a path in its place",
+            "start the guest with a path instead",
         );
         None
     }
@@ -115,7 +117,7 @@ impl CommandBuilder<'_> {
             "stdio" | "con" if monitor => return None,
             "stdio" | "con" => {
                 let here = self.log(&format!("{name}{number}.log"));
-                self.notes.push(format!("-{name} was a terminal and writes to {here}"));
+                self.notes.push(format!("-{name} was a terminal and now writes to {here}"));
                 // A monitor that shared the terminal is gone with it.
                 if !mux.is_empty() && !self.vm.options.iter().any(|other| other.name == "monitor") {
                     self.out.push(QemuOption::new("monitor", "none"));
@@ -127,7 +129,7 @@ impl CommandBuilder<'_> {
                 if is_relocated(path) {
                     let here = self.log(path);
                     self.notes.push(format!(
-                        "file {path} goes on in {here}, and stays there when the guest leaves"
+                        "file {path} continues in {here}, and stays there when the guest is migrated away"
                     ));
                     format!("{mux}file:{here}{}", rest.get(path.len()..).unwrap_or_default())
                 } else {
@@ -156,7 +158,7 @@ impl CommandBuilder<'_> {
                 self.problem(
                     "chardev-of-host",
                     format!("-{name} {text} belongs to this host"),
-                    "start the guest with a socket or a file in its place",
+                    "start the guest with a socket or a file instead",
                 );
                 return None;
             }

@@ -23,7 +23,7 @@ impl CommandBuilder<'_> {
                     self.problem(
                         "network-descriptor",
                         format!("network {id} uses a descriptor that was passed to QEMU"),
-                        "start the guest with a name or an address in its place",
+                        "start the guest with a name or an address instead",
                     );
                 }
                 for key in ["local.path", "addr.path"] {
@@ -48,7 +48,7 @@ impl CommandBuilder<'_> {
                 self.problem(
                     "tap-descriptor",
                     format!("network {id} is a tap that was passed to QEMU as a descriptor"),
-                    format!("name the tap that takes its place on the destination (tap rule for {id:?})"),
+                    format!("name the tap device to use on the destination (tap rule for {id:?})"),
                 );
                 return;
             }
@@ -76,7 +76,7 @@ impl CommandBuilder<'_> {
         if ["none", "vnc", "egl-headless"].contains(&kind.as_str()) {
             return Some(option.clone());
         }
-        self.notes.push(format!("there is no window ({kind})"));
+        self.notes.push(format!("the new QEMU has no window ({kind})"));
         None
     }
 

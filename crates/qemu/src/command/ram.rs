@@ -52,8 +52,8 @@ impl CommandBuilder<'_> {
             if self.is_unused(&id) {
                 self.warnings.push(Problem::new(
                     "memory-unused",
-                    format!("memory {id} belongs to no device: the guest does not see it, and the destination is without it"),
-                    format!("remove it (object-del {id}), or add it at the destination when the guest has arrived"),
+                    format!("memory {id} belongs to no device: the guest does not see it, and the destination will not have it"),
+                    format!("remove it (object-del {id}), or add it at the destination after the migration"),
                 ));
                 return None;
             }
@@ -83,8 +83,8 @@ impl CommandBuilder<'_> {
         if value.get("pmem").as_deref() == Some("on") || kind == "memory-backend-epc" {
             self.problem(
                 "memory-persistent",
-                format!("memory {id} is persistent or an enclave's"),
-                "such memory cannot be moved",
+                format!("memory {id} is persistent memory or belongs to an enclave"),
+                "such memory cannot be migrated",
             );
             return;
         }
@@ -135,8 +135,8 @@ impl CommandBuilder<'_> {
         if !left_out.is_empty() {
             self.warnings.push(Problem::new(
                 "memory-unbound",
-                format!("memory {id} is bound to NUMA nodes of the source's host ({}), and to none on the destination", left_out.join(", ")),
-                "where it matters which nodes hold it, move its pages there when the guest has arrived (migratepages), or start the destination's agent under numactl",
+                format!("memory {id} is bound to NUMA nodes of the source host ({}), and will not be bound on the destination", left_out.join(", ")),
+                "if NUMA placement matters, move its pages after the migration (migratepages), or start the destination's agent under numactl",
             ));
         }
     }

@@ -407,7 +407,8 @@ impl<'a> BlockRefresh<'a> {
         self.problems.push(Problem::new(
             "disk-unclear",
             format!(
-                "block node {} was added after the start, and QEMU does not tell all about its driver {}",
+                "block node {} was added after the start, and QEMU does not report all properties of its \
+                 driver {}",
                 node.name, node.driver
             ),
             "remove it (blockdev-del), or give it with -blockdev when the guest is started next",
@@ -418,7 +419,7 @@ impl<'a> BlockRefresh<'a> {
         if node.name.starts_with('#') {
             self.problems.push(Problem::new(
                 "disk-encrypted",
-                format!("image {} is encrypted, and QEMU does not tell its key", node.file),
+                format!("image {} is encrypted, and QEMU does not report its key", node.file),
                 "give it with -blockdev and a secret object when the guest is started next",
             ));
         }

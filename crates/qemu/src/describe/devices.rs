@@ -21,7 +21,7 @@ const REFUSED_DEVICES: &[(&str, &str)] = &[
     ("vhost-scsi", "the kernel's SCSI target writes to the guest's memory by itself"),
     ("vhost-vsock", "its connections end on this host"),
     ("virtio-9p", "shared folders keep open files that cannot be moved"),
-    ("ivshmem", "others map its memory"),
+    ("ivshmem", "other processes map its memory"),
     ("usb-host", "it is a device of this host"),
     ("usb-mtp", "it keeps open files of this host"),
     ("scsi-generic", "it passes commands to a device of this host"),
@@ -35,8 +35,8 @@ const REFUSED_DEVICES: &[(&str, &str)] = &[
     ("virtio-vga-rutabaga", "its memory is shared with the host's graphics driver"),
     ("virtio-input-host", "it is a device of this host"),
     ("x-vfio-user", "its back end is another process"),
-    ("vmbus-bridge", "QEMU ends, guest and all, when it saves the state of this device"),
-    ("pci-serial-2x", "QEMU ends, guest and all, when it saves the state of this device"),
+    ("vmbus-bridge", "QEMU crashes, and the guest with it, when it saves the state of this device"),
+    ("pci-serial-2x", "QEMU crashes, and the guest with it, when it saves the state of this device"),
 ];
 
 /// Type names that are aliases of others in QEMU.
@@ -87,7 +87,10 @@ pub(super) fn refresh<'a>(
         if id.is_none() && alike.len() != expected_of(&expected, &driver) {
             problems.push(Problem::new(
                 "device-unclear",
-                format!("of several {driver} without an id one was unplugged, and QEMU does not tell which"),
+                format!(
+                    "one of several {driver} devices without an id was unplugged, and QEMU does not report \
+                     which"
+                ),
                 "give devices an id (-device …,id=NAME) when the guest is started next",
             ));
         }
@@ -213,7 +216,7 @@ pub(super) fn report_refused(options: &[QemuOption], problems: &mut Vec<Problem>
         let mut report_refused = |what: String, why: &str| {
             problems.push(Problem::new(
                 "device-refused",
-                format!("{what} cannot be moved: {why}"),
+                format!("{what} cannot be migrated: {why}"),
                 "unplug it (device_del), or start the guest without it",
             ));
         };

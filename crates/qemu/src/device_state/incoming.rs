@@ -27,13 +27,13 @@ pub enum LoadError {
     #[error("cannot prepare QEMU for the device state")]
     Qmp(#[from] QmpError),
     /// QEMU was not started with `-S -incoming defer`.
-    #[error("QEMU is {status} and cannot take a device state; it must be started with -S -incoming defer")]
+    #[error("QEMU is {status} and cannot load a device state; it must be started with -S -incoming defer")]
     NotWaiting {
         /// Run state of QEMU.
         status: String,
     },
     /// The state could not be sent to QEMU.
-    #[error("cannot hand the device state to QEMU: {log}")]
+    #[error("cannot pass the device state to QEMU: {log}")]
     Socket {
         /// The end of QEMU's log.
         log: String,
@@ -47,7 +47,7 @@ pub enum LoadError {
         reason: String,
     },
     /// The state was loaded, but the guest's run state is not the expected one.
-    #[error("after loading the guest is {status}; it must be paused until it is let go")]
+    #[error("after loading, the guest is {status}; it must stay paused until it is resumed")]
     NotPaused {
         /// Run state of the guest.
         status: String,
@@ -136,7 +136,7 @@ impl Incoming {
     ) -> Result<(), LoadError> {
         let Some(rest) = stream.strip_prefix(&*state_prefix(&self.machine_type)) else {
             let found = machine_type_of(stream).unwrap_or("no machine type");
-            let reason = format!("it is of {found}, and QEMU is a {}", self.machine_type);
+            let reason = format!("it is for machine type {found}, and QEMU has {}", self.machine_type);
             return Err(LoadError::Failed { reason });
         };
         let handed = self.send_state(rest, deadline).and_then(|()| self.stream.shutdown(Shutdown::Write));

@@ -58,7 +58,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             Info,
             "paused",
             "the guest is paused",
-            "nothing; it stays paused on the destination until somebody lets it go on",
+            "nothing; it stays paused on the destination until it is resumed (`cont`)",
         ),
         state => add(findings, Blocker, "run-state", not_moved_in(state), RUN_STATE_REMEDY),
     }
@@ -77,11 +77,11 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             Warning,
             "disk-stuck",
             format!(
-                "the guest waits for an answer of its disks that it was given before ({}), and does nothing with them any \
-                 more, moved or not",
+                "the guest waits for disk requests that are already complete ({}): its disk I/O is stuck, \
+                 with or without a migration",
                 source.stuck_queues.join(", ")
             ),
-            "restart the guest; an emulated one needs a second possible processor (-smp 1,maxcpus=2)",
+            "restart the guest; under emulation it needs a second possible processor (-smp 1,maxcpus=2)",
         );
     }
     let is_virtio = |device: &Device| device.driver.starts_with("virtio-");
@@ -92,8 +92,8 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             findings,
             Warning,
             "virtio-emulated",
-            "QEMU emulates the guest's only processor without barriers for its devices: its virtio drivers may miss an \
-             interrupt and wait for ever, and moving it makes that likelier",
+            "QEMU emulates the guest's only processor without memory barriers for its devices: its virtio \
+             drivers may miss an interrupt and hang, and a migration makes that more likely",
             "start it with a second possible processor next time (-smp 1,maxcpus=2), or with KVM",
         );
     }
@@ -106,24 +106,24 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             findings,
             Blocker,
             "nested-guests",
-            "guests run inside this guest; what they write is not seen by the dirty log",
-            "shut the inner guests down and restart this one without virtualization (-cpu …,-vmx or -svm)",
+            "nested guests run inside this guest; their writes are not seen by write tracking",
+            "shut the nested guests down and restart this one without virtualization (-cpu …,-vmx or -svm)",
         ),
         None if offers_virtualization(source) => add(
             findings,
             Warning,
             "nested-possible",
-            "the guest could run guests inside, and it cannot be seen whether it does",
-            "make sure that it does not, or mount debugfs so that it can be seen",
+            "the guest can run nested guests, and this host does not show whether it does",
+            "make sure that it does not, or mount debugfs so that this can be checked",
         ),
         Some(false) | None => {}
     }
 }
 
-const RUN_STATE_REMEDY: &str = "bring it to run or pause (for io-error: repair the storage and let it go on)";
+const RUN_STATE_REMEDY: &str = "resume or pause it (for io-error: repair the storage, then resume it)";
 
 fn not_moved_in(run_state: &str) -> String {
-    format!("the guest is in run state {run_state}; only running and paused guests are moved")
+    format!("the guest is in run state {run_state}; only running and paused guests are migrated")
 }
 
 /// Returns the reason why a guest is not moved in a run state, and the remedy, in one line.
@@ -171,10 +171,10 @@ pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, finding
             Info,
             "qemu-newer",
             format!(
-                "QEMU is {} here and {} there; the way back would be to an older one",
+                "QEMU is {} here and {} there; a migration back would be to an older version",
                 source.vm.program.version, destination.qemu_version
             ),
-            "nothing, unless the guest is to come back: then install the same version on both",
+            "nothing, unless the guest is to be migrated back: then install the same version on both",
         );
     }
     if ours < MIN_TESTED_QEMU {
@@ -182,8 +182,8 @@ pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, finding
             findings,
             Warning,
             "qemu-untried",
-            format!("QEMU {} is older than what this was tried on (7.2 and 10.0)", source.vm.program.version),
-            "try with a guest that does not matter first",
+            format!("QEMU {} is older than the tested versions (7.2 and 10.0)", source.vm.program.version),
+            "try with an unimportant guest first",
         );
     }
     devices(source, destination, findings);
@@ -201,7 +201,7 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
             Blocker,
             "kvm-missing",
             "the guest runs on KVM, and the destination has no /dev/kvm that can be opened",
-            "load kvm_intel or kvm_amd there, switch virtualization on in its firmware, or give the agent access",
+            "load kvm_intel or kvm_amd there, enable virtualization in its firmware, or give the agent access",
         );
     }
     let gone: Vec<&str> = here.cpu_flags.difference(&there.cpu_flags).map(String::as_str).collect();
@@ -217,7 +217,7 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
                     there.cpu,
                     missing_flags(&gone)
                 ),
-                "move it to a host with the same processor, or start it with a named model (-cpu NAME) next time",
+                "migrate it to a host with the same processor, or start it with a named model (-cpu NAME) next time",
             );
         }
     } else if kvm && !gone.is_empty() && destination.cpu_unavailable.is_none() {
@@ -225,8 +225,8 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
             findings,
             Warning,
             "cpu-flags",
-            format!("the destination's processor has less than this one{}", missing_flags(&gone)),
-            "make sure that the guest's CPU model does not have them; the destination's QEMU will tell when it is started",
+            format!("the destination's processor lacks features of this one{}", missing_flags(&gone)),
+            "make sure that the guest's CPU model does not have them; the destination's QEMU checks that when it is started",
         );
     }
     if !kvm
@@ -237,7 +237,7 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
             findings,
             Warning,
             "cpu-max",
-            "-cpu max means another processor in every version of QEMU",
+            "-cpu max means a different processor in each version of QEMU",
             "use the same version on both sides, or a named model",
         );
     }
@@ -252,11 +252,8 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
                 findings,
                 Blocker,
                 "cpu-features",
-                format!(
-                    "the destination cannot give the guest CPU features that it has now{}",
-                    missing_flags(&lost)
-                ),
-                "move it to a host that has them, or start it with a model without them next time",
+                format!("the destination lacks CPU features that the guest has now{}", missing_flags(&lost)),
+                "migrate it to a host that has them, or start it with a model without them next time",
             );
         }
     }
@@ -275,10 +272,11 @@ pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
             Warning,
             "memory-shared-unknown",
             format!(
-                "nobody can see whether these map the guest's memory: {}; what they wrote would be lost",
+                "the agent may not check whether these processes map the guest's memory: {}; their writes \
+                 would be lost",
                 mappers.unreadable.join(", ")
             ),
-            "see that none of them serves the guest (vhost-user, virtiofsd); root with CAP_SYS_PTRACE can look at more",
+            "make sure that none of them serves the guest (vhost-user, virtiofsd); root with CAP_SYS_PTRACE can check more processes",
         );
     }
     if !mappers.found.is_empty() {
@@ -287,10 +285,10 @@ pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
             Blocker,
             "memory-shared",
             format!(
-                "other processes map the guest's memory ({}); what they write is not seen by the dirty log",
+                "other processes map the guest's memory ({}); their writes are not seen by write tracking",
                 mappers.found.join(", ")
             ),
-            "unplug the devices that they serve (vhost-user, virtiofsd), or end them",
+            "unplug the devices that they serve (vhost-user, virtiofsd), or end the processes",
         );
     }
 }
@@ -328,7 +326,7 @@ pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findi
                     size >> 10,
                     free >> 20
                 ),
-                "reserve more (vm.nr_hugepages), or let memory be made of usual pages",
+                "reserve more (vm.nr_hugepages), or choose memory with normal pages",
             );
         }
     } else if host.memory_available_bytes < needed {
@@ -337,7 +335,7 @@ pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findi
             Blocker,
             "memory-short",
             format!(
-                "the guest and its QEMU need {} MiB, the destination has {} MiB that are not promised to others",
+                "the guest and its QEMU need {} MiB; the destination has {} MiB that are not reserved for other VMs",
                 needed >> 20,
                 host.memory_available_bytes >> 20
             ),
@@ -394,7 +392,8 @@ pub(super) fn environment(source: &SourceFacts, destination: &DestinationFacts, 
             Warning,
             "kernel-old-there",
             format!(
-                "the destination's kernel {} is older than 6.7: the guest can come, but not leave again",
+                "the destination's kernel {} is older than 6.7: the guest can be migrated to it, but not \
+                 away again",
                 destination.host.kernel
             ),
             "boot a kernel of at least 6.7 there",
@@ -412,7 +411,7 @@ pub(super) fn environment(source: &SourceFacts, destination: &DestinationFacts, 
             Warning,
             "user-differs",
             format!("QEMU runs as user {user} here and would run as user {} there", destination.user),
-            "start it with -runas USER (-run-with user=USER) next time, if it shall have fewer rights there",
+            "start it with -runas USER (-run-with user=USER) next time, if it must have fewer rights there",
         );
     }
     for interface in &destination.missing_interfaces {
@@ -421,7 +420,7 @@ pub(super) fn environment(source: &SourceFacts, destination: &DestinationFacts, 
             Blocker,
             "interface-missing",
             format!("the destination has no interface {interface}"),
-            "make it there, or name another one for it (tap)",
+            "create it there, or name another one for it (tap)",
         );
     }
     for option in &source.vm.options {
@@ -431,8 +430,8 @@ pub(super) fn environment(source: &SourceFacts, destination: &DestinationFacts, 
                 findings,
                 Info,
                 "display-clients",
-                format!("clients of -{} lose their connection", option.name),
-                "connect again, to the destination",
+                format!("clients of -{} are disconnected", option.name),
+                "reconnect them to the destination",
             ),
             _ => {}
         }
@@ -446,8 +445,8 @@ fn network(value: &Value, findings: &mut Findings) {
             findings,
             Info,
             "network-user",
-            format!("{name} is QEMU's own (user): its connections to the outside break"),
-            "nothing; the guest's programs connect again. For connections that last, use a tap on a bridge",
+            format!("{name} is QEMU's user-mode network: its connections to the outside break"),
+            "nothing, if the guest's programs reconnect; to keep connections, use a tap on a bridge",
         );
     }
 }

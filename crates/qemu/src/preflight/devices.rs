@@ -21,7 +21,8 @@ pub(super) fn devices(source: &SourceFacts, destination: &DestinationFacts, find
                 Severity::Blocker,
                 "device-refused",
                 format!(
-                    "device {driver} cannot be moved to QEMU {version}, which ends when it loads its state"
+                    "device {driver} cannot be migrated to QEMU {version}, which crashes when it loads its \
+                     state"
                 ),
                 "install QEMU 10.0 there, or start the guest without the device",
             );
@@ -32,7 +33,7 @@ pub(super) fn devices(source: &SourceFacts, destination: &DestinationFacts, find
             findings,
             Severity::Blocker,
             "devices-differ",
-            format!("the destination would show the guest other devices: {difference}"),
+            format!("the guest would see different devices at the destination: {difference}"),
             remedy(difference),
         );
     }
@@ -44,8 +45,9 @@ fn remedy(difference: &Difference) -> String {
             if VHOST_PROPERTIES.contains(&property.as_str()) && second == "false" =>
         {
             format!(
-                "the destination's kernel cannot do that for vhost-net: start the guest with {property}=off on this \
-                 device, or with vhost=off on its network, next time; or run a newer kernel there"
+                "the destination's kernel does not support this for vhost-net: start the guest with \
+                 {property}=off on this device, or with vhost=off on its network, next time; or run a newer \
+                 kernel there"
             )
         }
         Difference::Property { property, .. } if GEOMETRY_PROPERTIES.contains(&property.as_str()) => {

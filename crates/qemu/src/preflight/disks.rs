@@ -11,20 +11,21 @@ pub(super) fn check_source(source: &SourceFacts, findings: &mut Findings) {
     for stray in &source.files_not_open {
         let path = &stray.path;
         let (code, what, advice) = if stray.is_there {
-            ("file-replaced", "another file is there by now", MOVE_BACK)
+            ("file-replaced", "another file is there now", MOVE_BACK)
         } else if has_temporary_drive(source) {
             let what =
-                "nothing is there: a drive with `snapshot=on` writes into a temporary file without a name";
+                "that file does not exist: a drive with `snapshot=on` writes into a temporary file without a \
+                 name";
             (
                 "file-deleted",
                 what,
                 "write it back (`commit all` on its monitor), and start the VM without `snapshot=on`",
             )
         } else if path.contains(char::REPLACEMENT_CHARACTER) {
-            let what = "its name, which is no UTF-8, cannot be told from QEMU's answers";
+            let what = "its name is not UTF-8 and cannot be read from QEMU's answers";
             ("file-deleted", what, "start the VM from a file whose name is UTF-8")
         } else {
-            ("file-deleted", "nothing is there any more", MOVE_BACK)
+            ("file-deleted", "that file does not exist any more", MOVE_BACK)
         };
         let what = format!("QEMU has disk {} open from {path}, and {what}", stray.disk);
         add(findings, Blocker, code, what, advice);
@@ -32,8 +33,9 @@ pub(super) fn check_source(source: &SourceFacts, findings: &mut Findings) {
 }
 
 /// Advice about a file that was moved or deleted under a running QEMU.
-const MOVE_BACK: &str = "move the file that QEMU has open back to that path (`ls -l /proc/PID/fd` shows its present name); if it was \
-     deleted, mirror the disk to a new image (blockdev-mirror, `virsh blockcopy`); eject a removable medium";
+const MOVE_BACK: &str = "move the file that QEMU has open back to that path (`ls -l /proc/PID/fd` shows its \
+                         current name); if it was deleted, mirror the disk to a new image (blockdev-mirror, \
+                         `virsh blockcopy`); eject a removable medium";
 
 /// True if a drive was given with `snapshot=on`.
 fn has_temporary_drive(source: &SourceFacts) -> bool {
@@ -61,7 +63,7 @@ fn file(file: &DestinationFile, option: &str, findings: &mut Findings) {
             findings,
             Blocker,
             "file-missing",
-            format!("the destination has no {path_there} (here {path}), which {option} names"),
+            format!("the destination has no {path_there} (here {path}), which is named by {option}"),
             "put a copy there, or name its directory there ([disks.dirs]); a QEMU that was started with -daemonize needs \
              absolute paths",
         );
@@ -92,7 +94,7 @@ fn one_disk(disk: &DestinationFile, findings: &mut Findings) {
                     "{path} is on {} here and on {} there, with the same inode",
                     ours.mounted, theirs.mounted
                 ),
-                "if it is one file on one server, say so under [disks] at the destination",
+                "if it is the same file on the same server, configure that under [disks] at the destination",
             );
             return;
         }
@@ -102,7 +104,7 @@ fn one_disk(disk: &DestinationFile, findings: &mut Findings) {
                 Blocker,
                 "disk-differs",
                 format!("{path} here and {path_there} there are different files or devices"),
-                "put the disk on storage that both hosts see (NFS, Ceph, …), and mount it on both",
+                "put the disk on shared storage (NFS, Ceph, …), and mount it on both hosts",
             );
             return;
         }
@@ -111,8 +113,8 @@ fn one_disk(disk: &DestinationFile, findings: &mut Findings) {
                 findings,
                 Blocker,
                 "disk-unidentified",
-                format!("it cannot be seen whether {path} here and {path_there} there are the same"),
-                "make sure that they are, and say so under [disks] at the destination",
+                format!("cannot check whether {path} here and {path_there} there are the same"),
+                "make sure that they are, and configure that under [disks] at the destination",
             );
             return;
         }
@@ -123,9 +125,7 @@ fn one_disk(disk: &DestinationFile, findings: &mut Findings) {
             findings,
             Warning,
             "disk-cached",
-            format!(
-                "{path} goes through the page cache; the destination may read stale data of its own cache"
-            ),
+            format!("{path} uses the page cache; the destination may read stale data from its own cache"),
             "use cache=none for disks on shared storage",
         );
     }
@@ -134,8 +134,8 @@ fn one_disk(disk: &DestinationFile, findings: &mut Findings) {
             findings,
             Warning,
             "disk-unlocked",
-            format!("{path} is not locked (file.locking=off); nothing keeps two QEMUs from writing to it"),
-            "leave locking on, so that mistakes are refused",
+            format!("{path} is not locked (file.locking=off); two QEMUs could write to it"),
+            "enable locking",
         );
     }
 }

@@ -18,18 +18,18 @@ pub fn choose(source: &SourceFacts, here: &MemoryFeatures) -> (RamPlan, &'static
     let hugepage_bytes = hugepage_bytes(source);
     let memfd = RamPlan::Memfd { hugepage_bytes };
     if hugepage_bytes.is_some() {
-        return (memfd, "the source has huge pages of hugetlbfs");
+        return (memfd, "the source uses huge pages (hugetlbfs)");
     }
     // The guest's own memory is the largest block; video memory and ROMs are always anonymous.
     let main = source.ram_blocks.iter().max_by_key(|block| block.used_bytes);
     if main.is_some_and(|block| matches!(block.kind, RamKind::SharedFile(_))) {
-        return (memfd, "the source has shared memory");
+        return (memfd, "the source uses shared memory");
     }
     if here.huge_pages_anonymous && !here.huge_pages_shared {
-        return (RamPlan::Anonymous, "this host has transparent huge pages for anonymous memory alone");
+        return (RamPlan::Anonymous, "this host has transparent huge pages only for anonymous memory");
     }
     if here.ksm && can_be_merged(&source.vm) {
-        return (RamPlan::Anonymous, "this host merges equal pages, in anonymous memory alone");
+        return (RamPlan::Anonymous, "this host merges equal pages (KSM), only in anonymous memory");
     }
     (memfd, "anonymous memory has no advantage on this host")
 }

@@ -37,7 +37,7 @@ impl Reply {
             (None, Some((_, desc)), _) => Err(QmpError::Protocol { what: desc }),
             (Some(_), Some(error), _) => Ok(Self::Matched(Err(error))),
             (Some(_), None, Some(value)) => Ok(Self::Matched(Ok(value.take()))),
-            _ => Err(QmpError::Protocol { what: "neither answer, error nor event".to_owned() }),
+            _ => Err(QmpError::Protocol { what: "neither a reply, an error nor an event".to_owned() }),
         }
     }
 }

@@ -38,7 +38,7 @@ pub enum QmpError {
     },
     /// Another process listens on the socket.
     #[error(
-        "the socket {path} belongs to process {pid} and not to the guest's QEMU: start the guest with a path of its own"
+        "the socket {path} belongs to process {pid} and not to the guest's QEMU: start the guest with a unique socket path"
     )]
     WrongProcess {
         /// Path of the socket.
@@ -47,7 +47,7 @@ pub enum QmpError {
         pid: u32,
     },
     /// QEMU closed the connection, usually because it ended.
-    #[error("QEMU closed the monitor during {during}; it has probably ended, see its log")]
+    #[error("QEMU closed the monitor during {during}; it has probably exited, see its log")]
     Closed {
         /// Operation that was in progress.
         during: String,
@@ -61,7 +61,7 @@ pub enum QmpError {
         after_ms: u64,
     },
     /// Data arrived that are not QMP.
-    #[error("the monitor does not speak QMP as it should: {what}")]
+    #[error("the monitor does not follow the QMP protocol: {what}")]
     Protocol {
         /// Description of the error.
         what: String,

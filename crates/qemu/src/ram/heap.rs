@@ -52,7 +52,7 @@ pub(super) fn find(pid: u32, maps: &Maps, listed: &[ListedBlock]) -> Result<Vec<
             match (found.next(), found.next()) {
                 (Some(address), None) => Ok(address),
                 (None, _) => Err("its record is not in QEMU's heap".to_owned()),
-                (Some(one), Some(other)) => Err(format!("two places, {one:#x} and {other:#x}, look like it")),
+                (Some(one), Some(other)) => Err(format!("two addresses, {one:#x} and {other:#x}, match it")),
             }
             .map_err(|what| RamError::NotFound { block: block.name.clone(), pid, what })
         })

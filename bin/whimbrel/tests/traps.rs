@@ -194,8 +194,9 @@ fn changed_during_the_rounds(cluster: &Cluster, guest: &Guest, orders: &[UserCom
     let result = result(migration);
     assert_eq!(result.code, 1, "{result:?}");
     let text = format!("{}{}", result.stdout, result.stderr);
-    let reason =
-        format!("the guest's {what} changed during the migration; it was plugged or unplugged, try again");
+    let reason = format!(
+        "the guest's {what} changed during the migration: a device was plugged or unplugged; try again"
+    );
     assert!(text.contains(&reason), "{reason:?} is missing: {result:#?}\n{}", cluster.a.log());
     assert_unharmed(cluster, guest);
 }

@@ -195,7 +195,7 @@ fn a_pool_is_not_filled(cluster: &Cluster, volumes: &Volumes) {
     cluster.b.wait_settled();
     let report = cluster.a.cli(&["report", "vm1"]).json();
     assert_eq!(report["outcome"], "aborted", "{report:#}");
-    assert!(report.to_string().contains("there is no room left in the thin pool"), "{report:#}");
+    assert!(report.to_string().contains("no space is left in the thin pool"), "{report:#}");
     assert_eq!(volumes.devices(), before);
     cluster.assert_guest_whole("a", "vm1");
     volumes.use_blocks(100);

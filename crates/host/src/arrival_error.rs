@@ -16,7 +16,7 @@ use store::journal::JournalError;
 #[derive(Debug, thiserror::Error)]
 pub enum ArrivalError {
     /// A directory for its sockets and logs cannot be made.
-    #[error("cannot make {path}; check `run_dir` and `log_dir` in the configuration", path = path.display())]
+    #[error("cannot create {path}; check `run_dir` and `log_dir` in the configuration", path = path.display())]
     Directory {
         /// Path of the directory.
         path: PathBuf,
@@ -33,7 +33,7 @@ pub enum ArrivalError {
     #[error("the guest's memory was not found")]
     Ram(#[from] RamError),
     /// The started QEMU does not fit the guest; the findings include blockers.
-    #[error("the QEMU that was started is not what the guest needs")]
+    #[error("the QEMU that was started does not match the guest")]
     Refused(Vec<Finding>),
     /// A RAM block differs from the source's.
     #[error("RAM block {name} {what}; both sides need the same QEMU version and machine")]
@@ -65,7 +65,7 @@ pub enum ArrivalError {
     #[error("the pool for images cannot be watched")]
     Watch(#[source] std::io::Error),
     /// Another client continued the guest here.
-    #[error("somebody else continued the guest here before it was this host's")]
+    #[error("another program resumed the guest here before this host owned it")]
     AlreadyContinued,
     /// The file of one of its disks was replaced.
     #[error("{0}")]

@@ -96,12 +96,12 @@ impl ArrivalArtifacts {
             // The identities are known once all images exist; an image that is made before that has a name that no
             // other file has.
             if self.made.iter().any(|made| made.path == *image && made.is_replaced()) {
-                left.push((image.clone(), "another file has taken its place".to_owned()));
+                left.push((image.clone(), "another file has replaced it".to_owned()));
                 continue;
             }
             match pool::remove(image) {
                 Ok(true) => {
-                    info!(image = %image.display(), "the image of a disk that did not arrive was removed");
+                    info!(image = %image.display(), "removed the image of a disk that did not arrive");
                 }
                 Ok(false) => {}
                 Err(error) => {
@@ -407,9 +407,9 @@ fn check_can_save_devices(qmp: &mut Qmp, artifacts: &ArrivalArtifacts) -> Result
     Err(ArrivalError::Refused(vec![Finding {
         severity: Severity::Blocker,
         code: "devices-not-saved".to_owned(),
-        what: format!("a QEMU with the guest's devices cannot save their state, and ends: {why}"),
+        what: format!("a QEMU with the guest's devices cannot save their state, and exits: {why}"),
         advice:
-            "start the guest without the device that cannot be saved; QEMU's own migration would end it, too"
+            "start the guest without the device that cannot be saved; QEMU's own migration would crash, too"
                 .to_owned(),
     }]))
 }
@@ -439,8 +439,8 @@ fn kill(process: &Process) {
     let pid = process.pid();
     match process.signal(Signal::KILL).and_then(|()| process.wait_exit(Some(KILL_PATIENCE))) {
         Ok(true) => info!(pid, "the arriving VM's QEMU was ended"),
-        Ok(false) => warn!(pid, "the arriving VM's QEMU does not end after SIGKILL"),
-        Err(error) => info!(pid, %error, "the arriving VM's QEMU had ended"),
+        Ok(false) => warn!(pid, "the arriving VM's QEMU does not exit after SIGKILL"),
+        Err(error) => info!(pid, %error, "the arriving VM's QEMU had exited already"),
     }
 }
 

@@ -261,7 +261,7 @@ impl Default for Timeouts {
 pub enum ConfigError {
     /// The file cannot be read.
     #[error(
-        "cannot read the configuration {path}; name another with --config, or begin with docs/agent.example.toml",
+        "cannot read the configuration {path}; name another file with --config, or start from docs/agent.example.toml",
         path = path.display()
     )]
     Read {

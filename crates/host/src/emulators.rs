@@ -90,7 +90,7 @@ impl EmulatorCache {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum QemuQueryError {
     /// Its file cannot be found.
-    #[error("it cannot be found")]
+    #[error("it was not found")]
     File {
         /// Error of the file system.
         source: io::Error,

@@ -44,7 +44,7 @@ pub(crate) fn release(process: &Process) -> Result<(), FreezeError> {
         return Ok(());
     }
     process.signal(Signal::CONT)?;
-    wait_until(process, |process| !is_frozen(process), "go on", "SIGCONT")
+    wait_until(process, |process| !is_frozen(process), "continue", "SIGCONT")
 }
 
 /// Returns true if a process is stopped by a signal, no matter who sent it.

@@ -70,7 +70,7 @@ impl Drop for ThrottleGuard {
         drop(child.stdin.take());
         let wait = move || drop(child.wait());
         if let Err(error) = thread::Builder::new().name("guard".to_owned()).spawn(wait) {
-            warn!(%error, "nobody waits for the guard of a throttle to end");
+            warn!(%error, "cannot wait for the end of the throttle's guard process");
         }
     }
 }

@@ -109,7 +109,7 @@ pub fn remove(context: &Context, vm: &VmName, which: ImageSelection) -> Result<V
         Problem::new(
             ProblemKind::Conflict,
             error,
-            "mend that and try again, or remove the file by hand if no VM needs it",
+            "fix this and try again, or remove the file by hand if no VM needs it",
         )
     };
     if let Some((image, why)) = images.iter().find_map(|(_, image)| Some((image, image.blocked_by.as_ref()?)))
@@ -118,7 +118,7 @@ pub fn remove(context: &Context, vm: &VmName, which: ImageSelection) -> Result<V
     }
     for (left, image) in &images {
         left.remove().map_err(|why| kept(&image.path, &why))?;
-        info!(migration = %image.migration, path = %image.path.display(), "the image that was left behind is removed");
+        info!(migration = %image.migration, path = %image.path.display(), "removed an image that was left behind");
     }
     Ok(images.into_iter().map(|(_, image)| image).collect())
 }
@@ -127,12 +127,12 @@ pub fn remove(context: &Context, vm: &VmName, which: ImageSelection) -> Result<V
 fn none_found(vm: &VmName, which: ImageSelection, others: &[LeftImage]) -> Problem {
     let error = match which {
         ImageSelection::LeftBehind { epoch: None } => {
-            format!("{vm} has left no image here when it moved away")
+            format!("{vm} left no image here when it was migrated away")
         }
         ImageSelection::LeftBehind { epoch: Some(epoch) } => {
-            format!("{vm} has left no image here in migration {epoch}")
+            format!("{vm} left no image here in migration {epoch}")
         }
-        ImageSelection::Ended => format!("no image is here of a {vm} that ended here and is forgotten"),
+        ImageSelection::Ended => format!("there is no image of a {vm} that ended here and was forgotten"),
     };
     let epochs: Vec<_> =
         others.iter().filter(|image| !image.ended).map(|image| image.migration.epoch.to_string()).collect();
@@ -141,7 +141,7 @@ fn none_found(vm: &VmName, which: ImageSelection, others: &[LeftImage]) -> Probl
     } else if others.is_empty() {
         "`whimbrel images list` shows what is there".to_owned()
     } else {
-        "it has some that it had when it ended here: `--ended` removes them, and there may be no other copy"
+        "there are images of a VM that ended here: `--ended` removes them, and there may be no other copy"
             .to_owned()
     };
     Problem::new(ProblemKind::NotFound, error, advice)
@@ -174,7 +174,8 @@ impl OtherUsers {
         };
         let (vm, _) = self.vms.iter().find(|(_, vm)| vm.disks.iter().any(has_it))?;
         Some(format!(
-            "{vm}, which is here, has it among its disks; if it ended, `whimbrel vm forget {vm}` first"
+            "it is a disk of {vm}, which is on this host; if {vm} has ended, run `whimbrel vm forget {vm}` \
+             first"
         ))
     }
 }
@@ -269,10 +270,10 @@ impl LeavingReason {
         let not_whole = if disk.snapshots.is_empty() {
             disk.part
                 .as_ref()
-                .map(|_| "only a part of it was the disk, and the rest was not copied".to_owned())
+                .map(|_| "the disk was only a part of it, and the rest was not copied".to_owned())
         } else {
             let names = disk.snapshots.join(", ");
-            Some(format!("it has internal snapshots that the copy has not ({names})"))
+            Some(format!("it has internal snapshots that the copy lacks ({names})"))
         };
         // With these formats the file's bytes are the disk's.
         let format = disk.nodes.as_ref().map_or("", |nodes| nodes.format.as_str());
@@ -301,7 +302,7 @@ impl LeftBehind {
     /// Removes the file if it is still the one that was left; otherwise returns the reason.
     fn remove(&self) -> Result<(), String> {
         let file = Removable::open(&self.path)?;
-        let found = file.metadata().map_err(|error| format!("it cannot be looked at: {error}"))?;
+        let found = file.metadata().map_err(|error| format!("it cannot be inspected: {error}"))?;
         self.changed(&found).map_or(Ok(()), Err)?;
         file.remove()
     }
@@ -310,7 +311,7 @@ impl LeftBehind {
     fn changed(&self, found: &fs::Metadata) -> Option<String> {
         if found.file_type().is_block_device() {
             return Some(format!(
-                "it is a block device; if it is a volume of LVM, `lvremove {}`",
+                "it is a block device; if it is an LVM volume, run `lvremove {}`",
                 self.path.display()
             ));
         }
@@ -319,7 +320,7 @@ impl LeftBehind {
                 return not_whole.clone();
             }
             if bytes.is_some_and(|bytes| found.len() > bytes) {
-                return Some("it is longer than the disk, and what follows was not copied".to_owned());
+                return Some("it is longer than the disk, and the rest was not copied".to_owned());
             }
         }
         self.not_as_left(found)
@@ -332,27 +333,27 @@ impl LeftBehind {
         if !self.identity.as_ref().is_some_and(is_left)
             || !self.identity.as_ref().zip(now.as_ref()).is_some_and(|(then, now)| then.is_same_here(now))
         {
-            return Some("it is another file than the one that was left".to_owned());
+            return Some("it is not the file that was left".to_owned());
         }
         // Inode numbers are used again. If a file system does not record when an inode was made, the time of the last
         // change is used below; that is not possible for an image that its guest wrote to until it ended.
         let created = created_unix_ns(found);
         if self.created_unix_ns != created || (created.is_none() && matches!(self.how, LeavingReason::Ended))
         {
-            return Some("it cannot be proved to be the file that was left, and not a later one".to_owned());
+            return Some("it cannot be identified as the file that was left; it may be a later one".to_owned());
         }
         if let Some(place) = mounted_at(found, &self.path) {
-            return Some(format!("it is mounted at {}, where it would be lost, too", place.display()));
+            return Some(format!("it is mounted at {}", place.display()));
         }
         let LeavingReason::Moved { gone_unix_ms, .. } = self.how else {
             return (found.nlink() > 1)
-                .then(|| "it has another name, too, for whoever gave it that".to_owned());
+                .then(|| "it has another name (a hard link) and may be in use".to_owned());
         };
         let changed_unix_ms =
             found.ctime().saturating_mul(1000).saturating_add(found.ctime_nsec() / 1_000_000);
         (changed_unix_ms > gone_unix_ms).then(|| {
             let when = api::report::rfc3339(changed_unix_ms.unsigned_abs());
-            format!("it was changed after the VM had left, at {when}")
+            format!("it was changed after the VM was migrated away, at {when}")
         })
     }
 }
@@ -383,12 +384,12 @@ fn unescaped(path: &str) -> String {
 /// Acquires a lease of a file, so that no process can open it while the lease is held; or returns the reason for which
 /// there is none.
 fn acquire_lease(file: File, path: &Path) -> Result<FileLease, String> {
-    let cannot = |error: std::io::Error| format!("it cannot be seen whether it is open elsewhere: {error}");
+    let cannot = |error: std::io::Error| format!("cannot check whether it is open elsewhere: {error}");
     match FileLease::take(file).map_err(cannot)? {
         Some(lease) => Ok(lease),
         None => Err(match holders(path) {
             found if found.is_empty() => {
-                "it is open elsewhere, by the kernel or in another container".to_owned()
+                "it is open, by the kernel or in another container".to_owned()
             }
             found => format!("open in {}", found.join(", ")),
         }),

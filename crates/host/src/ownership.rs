@@ -34,7 +34,7 @@ pub fn ask_in_thread(
     let asks = move || answered(ask(&context, &terms, &request));
     let asking = thread::Builder::new().name("registry".to_owned()).spawn(asks);
     if let Err(error) = &asking {
-        warn!(%error, "cannot ask the registry");
+        warn!(%error, "cannot query the registry");
     }
     asking.is_ok()
 }
@@ -54,8 +54,9 @@ pub fn witness_mismatch(context: &Context, terms: &MigrationTerms) -> Option<Str
     (ours != Some(theirs)).then(|| {
         let names = ours.map_or("none".to_owned(), |ours| format!("the one at {ours}"));
         format!(
-            "{} began with the ownership registry at {theirs}, and the configuration names {names}: its word does not \
-             count here; name {theirs} under [registry] again, or see `whimbrel recover {}`",
+            "{} began with the ownership registry at {theirs}, and the configuration names {names}, which \
+             does not decide this migration; name {theirs} under [registry] again, or see `whimbrel recover \
+             {}`",
             terms.migration, terms.migration.vm
         )
     })
@@ -104,10 +105,10 @@ impl RegistryClient {
 #[derive(Debug, thiserror::Error)]
 pub enum OwnerError {
     /// The registry does not answer.
-    #[error("the registry at {0} does not answer; start the witness, or see that it can be reached")]
+    #[error("the registry at {0} does not answer; start the witness, or make sure that it can be reached")]
     Unreachable(HostId),
     /// Another host owns the VM.
-    #[error("by the ownership registry {vm} belongs to {owner}, since epoch {epoch}")]
+    #[error("according to the ownership registry {vm} belongs to {owner}, since epoch {epoch}")]
     Other {
         /// The VM.
         vm: VmName,
@@ -190,13 +191,13 @@ pub fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
 pub fn finding(error: &OwnerError) -> Finding {
     let (code, advice) = match error {
         OwnerError::Unreachable(_) => {
-            ("registry", "start the witness, see that it can be reached from the source, or take [registry] out on both hosts".to_owned())
+            ("registry", "start the witness, make sure that the source can reach it, or remove [registry] on both hosts".to_owned())
         }
         OwnerError::NoRegistry => ("registry", "name a witness, a third host, under [registry]".to_owned()),
         OwnerError::Other { vm, owner, .. } => (
             "owner-other",
             format!(
-                "move it from {owner}; if it does not run there and never will again, `whimbrel vm claim {vm}` here"
+                "migrate it from {owner}; if it does not run there and never will again, run `whimbrel vm claim {vm}` here"
             ),
         ),
     };

@@ -14,7 +14,7 @@ pub enum PeerError {
     #[error("no host {0} in the configuration; add [hosts.{0}] with its address")]
     Unknown(HostId),
     /// The connection could not be made.
-    #[error("cannot talk to {host}")]
+    #[error("cannot communicate with {host}")]
     Connect {
         /// The peer.
         host: HostId,
@@ -30,10 +30,10 @@ pub enum PeerError {
         source: link::LinkError,
     },
     /// The peer's message is not a valid answer.
-    #[error("{0} gave an answer that makes no sense here; use the same version of whimbrel on both hosts")]
+    #[error("{0} sent an unexpected answer; use the same version of whimbrel on both hosts")]
     NoSense(HostId),
     /// No thread could be started for the connection.
-    #[error("no thread for the connection")]
+    #[error("cannot start a thread for the connection")]
     Thread(#[source] std::io::Error),
 }
 

@@ -90,10 +90,10 @@ pub enum SurveyError {
     #[error("QEMU's process was not found")]
     Find(#[from] find::FindError),
     /// The VM's monitor failed.
-    #[error("QEMU did not tell what it is")]
+    #[error("QEMU did not report its properties")]
     Gather(#[from] qemu::qmp::QmpError),
     /// The facts cannot be converted to JSON.
-    #[error("what was found cannot be sent")]
+    #[error("the facts found cannot be encoded")]
     Json(#[from] serde_json::Error),
 }
 
@@ -285,7 +285,7 @@ pub fn destination(
     let disks_here =
         theirs.vm.disks.iter().map(|disk| disks::with_local_image(disk.clone(), &here)).collect();
     let described = serde_json::to_value(VmDescription { disks: disks_here, ..theirs.vm.clone() });
-    let description = described.map_err(|error| unreadable("the description cannot be kept", &error))?;
+    let description = described.map_err(|error| unreadable("the description cannot be stored", &error))?;
     let proposal = Proposal { description, ..proposal };
     let images = here.images.values().map(|image| image.path.clone()).collect();
     let shared = writable_shared_images::of(&theirs.vm, &here);
@@ -423,7 +423,7 @@ fn rewritten(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
         severity: Severity::Info,
         code: "rewritten".to_owned(),
         what: format!("on {here}, {note}"),
-        advice: "look for it there when the guest has arrived".to_owned(),
+        advice: "find it there after the migration".to_owned(),
     })
 }
 
@@ -441,7 +441,7 @@ fn unreachable_source_finding(
         severity: Severity::Warning,
         code: "no-way-back".to_owned(),
         what: format!(
-            "{} has to ask {from} when a handover is interrupted, and cannot: {}",
+            "{} must connect to {from} when a handover is interrupted, and cannot: {}",
             context.config.host,
             crate::chain(&error)
         ),

@@ -90,7 +90,7 @@ fn sockets(process: &Process) -> Result<Vec<RuntimeFile>, ProcessError> {
         let mut others = theirs.iter().filter(|(_, other)| *other == path);
         let unclear = others.any(|(inode, _)| may_belong_to_another(&file, inode));
         if unclear {
-            info!(path, pid = process.pid(), "not to be removed: another process listens there too");
+            info!(path, pid = process.pid(), "not removed: another process listens there too");
         }
         (!unclear).then_some(file)
     });
@@ -152,7 +152,7 @@ impl RuntimeFile {
     fn remove(&self) {
         match self.unlink() {
             Ok(true) => {}
-            Ok(false) => info!(file = %self.path.display(), "not removed: it is another one by now"),
+            Ok(false) => info!(file = %self.path.display(), "not removed: it was replaced by another one"),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => warn!(file = %self.path.display(), %error, "left behind"),
         }

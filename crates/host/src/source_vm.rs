@@ -53,12 +53,12 @@ pub enum VmError {
     #[error("the state of the devices was not saved")]
     State(#[from] StateError),
     /// The VM was changed while it was moved (design, trap 12).
-    #[error("{0} changed during the migration; it was plugged or unplugged, try again")]
+    #[error("{0} changed during the migration: a device was plugged or unplugged; try again")]
     Changed(String),
     /// The VM's disks differ from those with which the destination's QEMU was started.
     #[error(
-        "what is in the guest's drives changed during the migration: somebody made a snapshot, changed a medium, or a \
-         length; try again"
+        "the guest's drives changed during the migration: a snapshot was made, or a medium or a length was \
+         changed; try again"
     )]
     OtherMedia,
     /// QEMU cannot be frozen, or let go.
@@ -247,9 +247,9 @@ impl SourceVm {
         match CpuLimit::end_leftover(&self.process) {
             Ok(false) => {}
             Ok(true) => {
-                info!(pid = self.process.pid(), "a limit on processors that was left behind was ended");
+                info!(pid = self.process.pid(), "removed a CPU limit that was left behind");
             }
-            Err(error) => warn!(error = crate::chain(&error), "the guest's processors may still be limited"),
+            Err(error) => warn!(error = crate::chain(&error), "the guest's CPU limit may still be in effect"),
         }
     }
 
@@ -316,7 +316,7 @@ impl SourceVm {
     /// guest's writes.
     pub fn end_leftover_recording(&mut self) -> Result<(), VmError> {
         if self.ask(qemu::recording::end_leftover)? {
-            info!(pid = self.process.pid(), "a recording of writes that was left behind was ended");
+            info!(pid = self.process.pid(), "ended a recording of writes that was left behind");
         }
         Ok(())
     }
@@ -331,7 +331,7 @@ impl SourceVm {
         if let Err(error) = ended {
             warn!(
                 error = crate::chain(&error),
-                "QEMU may go on recording what its guest writes, and holding it to a throttle: see query-block"
+                "QEMU may still record and throttle its guest's writes: check with query-block"
             );
             return false;
         }
@@ -395,8 +395,8 @@ impl SourceVm {
         }
         match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(KILL_PATIENCE))) {
             Ok(true) => info!(pid, "the source's QEMU has ended"),
-            Ok(false) => warn!(pid, "the source's QEMU does not end after SIGKILL"),
-            Err(error) => info!(pid, %error, "the source's QEMU had ended"),
+            Ok(false) => warn!(pid, "the source's QEMU does not exit after SIGKILL"),
+            Err(error) => info!(pid, %error, "the source's QEMU had exited already"),
         }
         self.runtime_files.remove();
     }

@@ -33,7 +33,7 @@ pub enum CompareError {
     #[error("the guest's disk could not be read")]
     Disk(#[from] ImageError),
     /// The source names a block, or a part of one, that does not exist here.
-    #[error("the source has a part of {0} that is not here")]
+    #[error("the source has a part of {0} that does not exist here")]
     NotThere(String),
 }
 

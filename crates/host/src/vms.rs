@@ -34,7 +34,10 @@ const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the advice for a VM whose QEMU does not answer.
 pub fn advice(vm: &VmName) -> String {
-    format!("if another program holds its QMP socket, close that; if it is gone, `whimbrel vm forget {vm}`")
+    format!(
+        "if another program holds its QMP socket, close it there; if QEMU has ended, run `whimbrel vm forget \
+         {vm}`"
+    )
 }
 
 /// Adopts a running QEMU. Changes nothing in it.
@@ -44,7 +47,7 @@ pub fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmRecord, Vec
         Problem::caused_by(
             ProblemKind::NotFound,
             &error,
-            "`ps -C qemu-system-x86_64` lists what runs; give --pid or --qmp",
+            "`ps -C qemu-system-x86_64` lists running QEMUs; give --pid or --qmp",
         )
     })?;
     let mut qmp = connect(&process, &selector)?;
@@ -63,7 +66,7 @@ fn own_name(process: &QemuProcess) -> Result<VmName, Problem> {
         Problem::new(ProblemKind::BadRequest, error, "give it one with --as")
     })?;
     VmName::new(name).map_err(|error| {
-        Problem::caused_by(ProblemKind::BadRequest, &error, "give it another name here with --as")
+        Problem::caused_by(ProblemKind::BadRequest, &error, "give it a different name with --as")
     })
 }
 
@@ -78,7 +81,7 @@ fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
         (Some(selector), None) => Ok(selector),
         _ => Err(Problem::new(
             ProblemKind::BadRequest,
-            "which QEMU is not clear",
+            "it is not clear which QEMU is meant",
             "give exactly one of its process id, its QMP socket, or its name",
         )),
     }
@@ -88,7 +91,7 @@ fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
 fn connect(process: &QemuProcess, selector: &Selector) -> Result<Qmp, Problem> {
     if let Selector::Socket(path) = selector {
         return find::connect_at(process.pid, path, QUERY_TIMEOUT).map_err(|error| {
-            Problem::caused_by(ProblemKind::Unavailable, &error, "close what holds the socket")
+            Problem::caused_by(ProblemKind::Unavailable, &error, "close the program that holds the socket")
         });
     }
     find::connect(process, QUERY_TIMEOUT)
@@ -147,17 +150,17 @@ fn recorded_vm(context: &Context, name: &VmName, process: &QemuProcess) -> Resul
         if same.vm == *name {
             return Ok(Some(same.clone()));
         }
-        let error = format!("process {} is adopted already, as {}", process.pid, same.vm);
+        let error = format!("process {} is already adopted, as {}", process.pid, same.vm);
         return Err(Problem::new(
             ProblemKind::Conflict,
             error,
-            format!("`whimbrel vm forget {}` first", same.vm),
+            format!("run `whimbrel vm forget {}` first", same.vm),
         ));
     }
     if let Some(other) = known.iter().find(|known| known.vm == *name)
         && other.process(&context.boot_id).is_ok()
     {
-        let error = format!("another VM named {name} is here already (process {})", other.pid);
+        let error = format!("this host already has a VM named {name} (process {})", other.pid);
         return Err(Problem::new(ProblemKind::Conflict, error, "give this one another name with --as"));
     }
     Ok(None)
@@ -173,7 +176,7 @@ fn check_no_open_migration(context: &Context, name: &VmName) -> Result<(), Probl
         Err(Problem::new(
             ProblemKind::Conflict,
             error,
-            format!("wait for it, or see `whimbrel recover {name}`"),
+            format!("wait until it ends, or see `whimbrel recover {name}`"),
         ))
     })
 }
@@ -206,7 +209,7 @@ pub fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Fin
     let known =
         known.map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
     if known.is_some_and(|known| known.process(&context.boot_id).is_ok()) {
-        let error = format!("{name} runs already");
+        let error = format!("{name} is already running");
         return Err(Problem::new(ProblemKind::Conflict, error, format!("see `whimbrel vm show {name}`")));
     }
     check_no_open_migration(context, &name)?;
@@ -235,7 +238,7 @@ pub fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Fin
     let started = qemu::process::start(&launch, Instant::now() + patience);
     let (started, mut qmp) = started.map_err(|error| {
         remove_fresh();
-        failed(&error, "mend `args` or `qemu` in the file; QEMU's own words are in the message")
+        failed(&error, "correct `args` or `qemu` in the file; the message quotes QEMU")
     })?;
     let taken = find::find(&Selector::Pid(started.pid))
         .map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))
@@ -260,8 +263,10 @@ fn check_no_qemu_runs(name: &VmName, directory: &Path) -> Result<(), Problem> {
     find_by_monitor(&directory.join(QMP_FILE)).map_or(Ok(()), |process| {
         let pid = process.pid();
         let error =
-            format!("a QEMU that was started here as {name} and forgotten still runs (process {pid})");
-        let advice = format!("`whimbrel vm adopt --pid {pid}` takes it again; or change `name` in the file");
+            format!(
+                "a QEMU that was started here as {name} and then forgotten is still running (process {pid})"
+            );
+        let advice = format!("adopt it with `whimbrel vm adopt --pid {pid}`, or change `name` in the file");
         Err(Problem::new(ProblemKind::Conflict, error, advice))
     })
 }

@@ -31,7 +31,7 @@ impl ExitWatch {
             thread::Builder::new().name("qemu-watch".to_owned()).spawn(watch)?;
             Ok::<_, std::io::Error>(Self { end })
         })();
-        started.inspect_err(|error| warn!(%error, "QEMU is not watched")).ok()
+        started.inspect_err(|error| warn!(%error, "cannot watch QEMU")).ok()
     }
 }
 
@@ -50,7 +50,7 @@ fn has_ended(process: &Process, dropped: &UnixStream) -> bool {
         match poll(&mut both, None) {
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
-                warn!(%error, "QEMU is not watched any more");
+                warn!(%error, "stopped watching QEMU");
                 return false;
             }
             Ok(_) => return both[1].revents().is_empty(),

@@ -120,7 +120,7 @@ fn two_hosts_that_ask_different_registers() {
         text.replace("[registry]\nhost = \"w\"", &other)
     });
     let vm = WatchedGuest::new(&cluster, "vm1");
-    let words = ["the source asks the ownership registry at w, this host the one at v", "the same witness"];
+    let words = ["the source uses the ownership registry at w, this host the one at v", "the same witness"];
     assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
     assert_fails(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words[..1]);
     vm.assert_unharmed(&cluster, "another registry");

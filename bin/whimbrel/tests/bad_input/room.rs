@@ -62,7 +62,7 @@ fn hosts_without_room() {
         // The source cannot journal the begin.
         (&small[0], ["full", "the VM is untouched"]),
         // Nor can the destination journal its part.
-        (&small[1], ["full", "see that the destination's disk is not full"]),
+        (&small[1], ["full", "make sure that the destination's disk is not full"]),
         // No space for the arriving QEMU's sockets.
         (&small[2], ["No space left", "destination"]),
     ] {

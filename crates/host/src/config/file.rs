@@ -131,7 +131,7 @@ impl Checks<'_> {
         let offset = error.span().map_or(0, |span| span.start);
         let mut what = error.message().trim_end().replace('\n', ", ");
         if let Some(name) = self.locator.host_with_dots() {
-            let _ = write!(what, "; a name with a dot stands in quotes: [hosts.\"{name}\"]");
+            let _ = write!(what, "; put a name with a dot in quotes: [hosts.\"{name}\"]");
         }
         // A key that is missing at the top level is not missing in the first key.
         let nowhere = offset == 0 && what.starts_with("missing");
@@ -160,7 +160,7 @@ impl Checks<'_> {
         let log_dir = file.log_dir.map_or_else(|| state_dir.join("logs"), |dir| self.absolute(dir));
         let listen: SocketAddr = file.listen.parse().map_err(|_| {
             let what = format!(
-                "{:?} is no address to listen at; write ADDRESS:PORT with an IP address, e.g. \"0.0.0.0:7740\"",
+                "{:?} is not an address to listen on; write ADDRESS:PORT with an IP address, e.g. \"0.0.0.0:7740\"",
                 file.listen
             );
             self.wrong(&["listen"], what)
@@ -174,7 +174,7 @@ impl Checks<'_> {
         self.timeouts(&file.timeouts)?;
         if file.qemu.binaries.is_empty() {
             return Err(
-                self.wrong(&["qemu", "binaries"], "names no QEMU; leave it out for the distribution's own")
+                self.wrong(&["qemu", "binaries"], "names no QEMU; omit it to use the distribution's QEMU")
             );
         }
         let config = Config {
@@ -219,14 +219,14 @@ impl Checks<'_> {
         used.extend(config.templates.iter().map(|path| (&["disks", "templates"][..], path.as_path())));
         for (number, (key, path)) in used.iter().enumerate() {
             if path.parent().is_none() {
-                return Err(self.wrong(key, "cannot be /: name a directory that is for this alone"));
+                return Err(self.wrong(key, "cannot be /: name a directory that has no other use"));
             }
             let same = |(_, other): &&(&[&str], &Path)| is_same_directory(path, other);
             if let Some((other, _)) = used[..number].iter().find(same)
                 && key != other
             {
                 let what =
-                    format!("is the directory of `{}` too: each needs one of its own", other.join("."));
+                    format!("is also the directory of `{}`: each needs a separate one", other.join("."));
                 return Err(self.wrong(key, what));
             }
         }
@@ -245,7 +245,7 @@ impl Checks<'_> {
             Tls { ca: None, certificate: None, key: None, plain: true } => Ok(Security::Plain),
             Tls { plain: true, .. } => Err(self.wrong(
                 &["tls", "plain"],
-                "stands beside certificates; remove it to be safe, or remove `ca`, `certificate` and `key`",
+                "conflicts with certificates; remove it, or remove `ca`, `certificate` and `key`",
             )),
             Tls { ca: Some(ca), certificate: Some(certificate), key: Some(key), plain: false } => Ok(Security::Tls {
                 ca: self.absolute(ca),
@@ -254,8 +254,8 @@ impl Checks<'_> {
             }),
             _ => Err(self.wrong(
                 &["tls"],
-                "needs `ca`, `certificate` and `key` (PEM files), or `plain = true` on all hosts in a network that \
-                 nobody else can reach",
+                "needs `ca`, `certificate` and `key` (PEM files), or `plain = true` on all hosts in an \
+                 isolated network",
             )),
         }
     }
@@ -271,7 +271,9 @@ impl Checks<'_> {
                     Ok((name, address))
                 } else {
                     let what =
-                        format!("{address:?} is no address; write \"HOST:PORT\", e.g. \"192.0.2.2:7740\"");
+                        format!(
+                            "{address:?} is not an address; write \"HOST:PORT\", e.g. \"192.0.2.2:7740\""
+                        );
                     Err(self.wrong(&["hosts", name.as_str(), "address"], what))
                 }
             })
@@ -288,13 +290,14 @@ impl Checks<'_> {
         let Some(registry) = registry else { return Ok(()) };
         let key = ["registry", "host"];
         if role == AgentRole::Witness {
-            return Err(self.wrong(&key, "a witness keeps the registry itself; remove [registry] or `role`"));
+            return Err(self.wrong(&key, "a witness keeps the ownership registry itself; remove [registry] or \
+                                         `role`"));
         }
         if registry == host {
             return Err(self.wrong(
                 &key,
-                "the registry cannot lie on a host that runs VMs: it has to be there when this host is not; name a \
-                 third host whose agent has `role = \"witness\"`",
+                "the ownership registry cannot be on a host that runs VMs: it must be available when this \
+                 host fails; name a third host whose agent has `role = \"witness\"`",
             ));
         }
         if !hosts.contains_key(registry) {
@@ -310,7 +313,7 @@ impl Checks<'_> {
             if !from.is_absolute() || !to.is_absolute() {
                 let key = from.to_string_lossy();
                 return Err(
-                    self.wrong(&["disks", "dirs", &key], "both directories have to be absolute paths")
+                    self.wrong(&["disks", "dirs", &key], "both directories must be absolute paths")
                 );
             }
         }
@@ -328,25 +331,26 @@ impl Checks<'_> {
         let usual_percent = if thin_pool.is_some() { THIN_KEEP_FREE_PERCENT } else { 0 };
         let keep_free_percent = keep_free_percent.map_or(Ok(usual_percent), u8::try_from);
         let Some(keep_free_percent) = keep_free_percent.ok().filter(|percent| *percent < 100) else {
-            return Err(self.wrong(&["disks", "pool", "keep_free_percent"], "has to be 0 to 99"));
+            return Err(self.wrong(&["disks", "pool", "keep_free_percent"], "must be 0 to 99"));
         };
         let pool = |storage| Ok(Pool { storage, keep_free_percent });
         match (directory, volume_group) {
             (Some(path), None) if !path.is_absolute() => {
-                wrong("directory", "the directory has to be an absolute path")
+                wrong("directory", "the directory must be an absolute path")
             }
-            (Some(_), None) if thin_pool.is_some() => wrong("thin_pool", "belongs to a `volume_group`"),
+            (Some(_), None) if thin_pool.is_some() => wrong("thin_pool", "requires a `volume_group`"),
             (Some(path), None) => pool(Storage::Directory { path, format: format.unwrap_or_default() }),
-            (None, Some(name)) if !is_name(&name) => wrong("volume_group", "is no name of a volume group"),
+            (None, Some(name)) if !is_name(&name) => wrong("volume_group", "is not a valid name of a volume \
+                                                                            group"),
             (None, Some(_)) if thin_pool.as_ref().is_some_and(|pool| !is_name(pool)) => {
-                wrong("thin_pool", "is no name of a thin pool")
+                wrong("thin_pool", "is not a valid name of a thin pool")
             }
             (None, Some(_)) if !matches!(format, None | Some(PoolFormat::Raw)) => {
-                wrong("format", "volumes hold raw bytes; write \"raw\", or nothing")
+                wrong("format", "volumes hold raw data; write \"raw\", or omit it")
             }
             (None, Some(name)) => pool(Storage::Volumes(VolumeGroup { name, thin_pool })),
             _ => {
-                Err(self.wrong(&["disks", "pool"], "needs a `directory` or a `volume_group`, one of the two"))
+                Err(self.wrong(&["disks", "pool"], "needs either a `directory` or a `volume_group`"))
             }
         }
     }
@@ -393,7 +397,7 @@ impl Checks<'_> {
         let wrong = |key, what: String| Err(self.wrong(&["tuning", key], what));
         let ratio = tuning.compression_least_ratio_percent;
         if !(100..=1000).contains(&ratio) {
-            let what = format!("{ratio}% is no ratio of data to what is sent for it; choose 100 to 1000");
+            let what = format!("{ratio}% is not a compression ratio; choose 100 to 1000");
             return wrong("compression_least_ratio_percent", what);
         }
         if tuning.deltas_memory_mib > 1 << 20 {
@@ -414,7 +418,7 @@ impl Checks<'_> {
             return wrong("sampling_ms", format!("{} ms; choose 10 to 60000, or 0", l.sampling_ms));
         }
         if !(1..=100).contains(&l.stable_window) {
-            return wrong("stable_window", format!("{} looks; choose 1 to 100", l.stable_window));
+            return wrong("stable_window", format!("{} scans; choose 1 to 100", l.stable_window));
         }
         for (key, percent) in [("stable_percent", l.stable_percent), ("resent_percent", l.resent_percent)] {
             if !(1..=100).contains(&percent) {

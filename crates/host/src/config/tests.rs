@@ -97,7 +97,7 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\n[tls]\nca = \"x\"\ncertificate = \"y\"\nkey = \"z\"\nplain = true",
         7,
         "tls.plain",
-        "beside certificates",
+        "conflicts with certificates",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\nstate_dir = \"/s\"\ntls.plain = true\n[disks.pool]\ndirectory = \"/s/.\"",
@@ -199,7 +199,7 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "host = \"a\"\nrole = \"witness\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[registry]\nhost = \"w\"",
         6,
         "registry.host",
-        "keeps the registry itself",
+        "keeps the ownership registry itself",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.dirs]\n\"x\" = \"/y\"",
@@ -217,19 +217,19 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\ndirectory = \"/x\"\nvolume_group = \"x\"",
         4,
         "disks.pool",
-        "one of the two",
+        "either a",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\nvolume_group = \"-x\"",
         5,
         "disks.pool.volume_group",
-        "no name",
+        "not a valid name",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\nvolume_group = \"x\"\nformat = \"qcow2\"",
         6,
         "disks.pool.format",
-        "raw bytes",
+        "raw data",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks]\nshared = [\"x\"]",

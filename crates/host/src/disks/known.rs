@@ -41,8 +41,8 @@ impl KnownFile {
                 (bytes < self.least_bytes)
                     .then(|| format!("{path} was shortened to {bytes} bytes since the migration began"))
             }
-            Some(_) => Some(format!("another file has taken the place of {path} since the migration began")),
-            None => Some(format!("{path} is not there any more")),
+            Some(_) => Some(format!("{path} was replaced by another file since the migration began")),
+            None => Some(format!("{path} does not exist any more")),
         }
     }
 }
@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(known.changed(), None);
         let away = folder.path().join("away");
         fs::rename(&path, &away).unwrap();
-        assert!(known.changed().unwrap().contains("not there"));
+        assert!(known.changed().unwrap().contains("does not exist"));
         fs::copy(&away, &path).unwrap();
         assert!(known.changed().unwrap().contains("another file"));
         fs::rename(&away, &path).unwrap();

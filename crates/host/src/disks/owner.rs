@@ -29,7 +29,7 @@ pub(crate) fn give_ownership(images: &[PathBuf], pid: u32) -> Result<(), Finding
             severity: Severity::Blocker,
             code: "disk-user".to_owned(),
             what: format!("QEMU runs as user {} there, and cannot open {}: {error}", account.user, image.display()),
-            advice: "let that user pass the directory of [disks.pool] at the destination, and those above it (chmod o+x)"
+            advice: "give that user access to the directory of [disks.pool] at the destination and to those above it (chmod o+x)"
                 .to_owned(),
         })
     })

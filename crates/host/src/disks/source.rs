@@ -106,9 +106,9 @@ pub struct DiskLog {
 /// Reason for which the written parts are not known.
 #[derive(Debug, thiserror::Error)]
 enum DiskLogError {
-    #[error("QEMU does not change its bitmaps")]
+    #[error("QEMU does not update its bitmaps")]
     Record(#[from] RecordError),
-    #[error("QEMU does not tell what is in its bitmap")]
+    #[error("QEMU does not report the content of its bitmap")]
     Nbd(#[from] NbdError),
 }
 

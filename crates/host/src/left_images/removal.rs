@@ -33,7 +33,7 @@ impl Removable {
         let file = match openat(&directory, &name, flags, Mode::empty()) {
             Ok(file) => File::from(file),
             Err(Errno::LOOP) => {
-                return Err("its path is a symbolic link, and only the link would go".to_owned());
+                return Err("its path is a symbolic link, and only the link would be removed".to_owned());
             }
             Err(error) => return Err(not_opened(error.into())),
         };
@@ -56,7 +56,7 @@ impl Removable {
         if self.is_at(&own_name) {
             return unlinkat(&self.directory, &own_name, AtFlags::empty()).map_err(|error| error.to_string());
         }
-        let another = "another file has taken its place";
+        let another = "another file has replaced it";
         match self.rename(&own_name, &self.name) {
             Ok(()) => Err(another.to_owned()),
             Err(error) => Err(format!("{another}, and is called {} now: {error}", own_name.display())),

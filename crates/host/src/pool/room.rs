@@ -45,7 +45,7 @@ impl Pool {
                 Severity::Blocker,
                 "disk-pool",
                 format!("{} cannot be used: {error}", self.display_name()),
-                "make it, or name another one under [disks.pool]",
+                "create it, or name another one under [disks.pool]",
             )],
             Ok(room) => self.compare(&room, needed_bytes, reserved_bytes),
         }
@@ -59,8 +59,8 @@ impl Pool {
             return vec![finding(
                 Severity::Blocker,
                 "disk-pool",
-                format!("{} cannot be written: the kernel says {word}", self.display_name()),
-                "mend the pool (lvs -o +lv_health_status, lvextend, lvconvert --repair)",
+                format!("{} cannot be written: the kernel reports {word}", self.display_name()),
+                "repair the pool (lvs -o +lv_health_status, lvextend, lvconvert --repair)",
             )];
         }
         let metadata_finding = self.metadata_finding(thin, needed_bytes, reserved_bytes);
@@ -78,7 +78,7 @@ impl Pool {
         }
         let promised = match reserved_bytes >> 20 {
             0 => String::new(),
-            mib => format!(", {mib} of them promised to VMs on their way here"),
+            mib => format!(", {mib} of them reserved for arriving VMs"),
         };
         let what = format!(
             "the disks need {} MiB in {}, where {} are free{}{promised}",
@@ -88,8 +88,8 @@ impl Pool {
             self.kept()
         );
         let advice = match self.keep_free_percent {
-            0 => "make room there, or name another one under [disks.pool]",
-            _ => "make room there, lower `keep_free_percent`, or name another one under [disks.pool]",
+            0 => "free space there, or name another one under [disks.pool]",
+            _ => "free space there, lower `keep_free_percent`, or name another one under [disks.pool]",
         };
         Some(finding(Severity::Blocker, "disk-space", what, advice))
     }
@@ -118,11 +118,11 @@ impl Pool {
             return None;
         }
         let what = format!(
-            "{} does not zero the blocks that it provisions: what the guest never wrote may turn into what another volume had \
-             there, as soon as the guest writes beside it",
+            "{} does not zero the blocks that it provisions: parts of the disk that the guest never wrote \
+             may show old data of another volume",
             self.display_name()
         );
-        let advice = "let it zero them (lvchange --zero y)";
+        let advice = "enable zeroing (lvchange --zero y)";
         Some(finding(Severity::Warning, "disk-pool-old-data", what, advice))
     }
 
@@ -130,7 +130,7 @@ impl Pool {
     fn kept(&self) -> String {
         match self.keep_free_percent {
             0 => String::new(),
-            percent => format!(" beside the {percent} % that stay free"),
+            percent => format!(" in addition to the {percent} % that stay free"),
         }
     }
 
@@ -139,17 +139,17 @@ impl Pool {
         let is_short = |usage: &Usage| usage.is_below_reserve(self.keep_free_percent);
         let percent = self.keep_free_percent;
         let short = |what: &str, usage: &Usage| {
-            format!("{what}{}: {usage} are in use, and {percent} % stay free", self.display_name())
+            format!("{what}{}: {usage} are in use, and {percent} % must stay free", self.display_name())
         };
         let thin = room.thin.as_ref();
         if let Some(word) = thin.and_then(|thin| thin.trouble.as_ref()) {
-            return Some(format!("{} cannot be written: the kernel says {word}", self.display_name()));
+            return Some(format!("{} cannot be written: the kernel reports {word}", self.display_name()));
         }
         if is_short(&room.usage) {
-            return Some(short("there is no room left in ", &room.usage));
+            return Some(short("no space is left in ", &room.usage));
         }
         let metadata = thin.map(|thin| &thin.metadata).filter(|usage| is_short(usage))?;
-        Some(short("there is no room left for metadata in ", metadata))
+        Some(short("no space is left for metadata in ", metadata))
     }
 }
 
@@ -195,8 +195,8 @@ mod tests {
         let [one] = &pool().compare(&room(500, 1), 300 * MIB, 101 * MIB)[..] else { panic!() };
         assert_eq!(
             one.what,
-            "the disks need 300 MiB in the thin pool for images, vg0/thin, where 400 are free beside the 10 % that stay free, \
-             101 of them promised to VMs on their way here"
+            "the disks need 300 MiB in the thin pool for images, vg0/thin, where 400 are free in addition to the 10 % \
+             that stay free, 101 of them reserved for arriving VMs"
         );
     }
 
@@ -225,7 +225,7 @@ mod tests {
     fn a_margin_that_is_reached_ends_it() {
         assert_eq!(pool().shortage(&room(900, 9)), None);
         let reason = |room| pool().shortage(&room).unwrap();
-        assert!(reason(room(901, 8)).starts_with("there is no room left in the thin pool"));
+        assert!(reason(room(901, 8)).starts_with("no space is left in the thin pool"));
         assert!(reason(room(0, 10)).contains("metadata"));
     }
 

@@ -52,7 +52,7 @@ impl PoolWatch {
                     }
                     // If the check fails, the write itself fails when space runs out.
                     Err(error) if !is_warned => {
-                        warn!(error, "the pool for images cannot be watched");
+                        warn!(error, "the pool for images cannot be monitored");
                         is_warned = true;
                     }
                     Err(_) => {}
@@ -85,6 +85,6 @@ mod tests {
         // No file system that tests run on is quite empty.
         let _watch = start(100).unwrap();
         let reason = reasons.recv_timeout(crate::testing::PATIENCE).unwrap();
-        assert!(reason.starts_with("there is no room left in the directory for images"), "{reason}");
+        assert!(reason.starts_with("no space is left in the directory for images"), "{reason}");
     }
 }

@@ -26,9 +26,9 @@ pub fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result<Vec<Pr
         disks.iter().filter(|disk| !disk.read_only && disk.nodes.is_some() && disk.bytes > Some(0)).collect();
     if let Some(unknown) = request.disk.keys().find(|name| written.iter().all(|disk| disk.name != **name)) {
         let names: Vec<_> = written.iter().map(|disk| disk.name.as_str()).collect();
-        let error = format!("{} has no disk {unknown} that it writes to", request.vm);
+        let error = format!("{} has no writable disk {unknown}", request.vm);
         let advice = match names.as_slice() {
-            [] => "it has none at all".to_owned(),
+            [] => "it has no writable disk".to_owned(),
             names => format!("it has {}", names.join(", ")),
         };
         return Err(Problem::new(ProblemKind::BadRequest, error, advice));
@@ -40,13 +40,14 @@ pub fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result<Vec<Pr
         && let Some(disk) = written.iter().filter(is_copied).find(unreadable)
     {
         let error = format!(
-            "disk {} is a part of a file, and its image cannot be opened a second time to verify its copy",
+            "disk {} is only a part of a file, so its image cannot be opened a second time to verify the \
+             copy",
             disk.name
         );
         return Err(Problem::new(
             ProblemKind::BadRequest,
             error,
-            "leave --verify out, or say `--disk NAME=shared`",
+            "omit --verify, or use `--disk NAME=shared`",
         ));
     }
     let proposed = |disk: &Disk| ProposedDisk {
@@ -109,7 +110,7 @@ pub(super) fn plan(
             plan.findings.push(finding(
                 Severity::Blocker,
                 "disk-no-pool",
-                format!("disk {} is to be copied, and the destination has no place for images", wanted.name),
+                format!("disk {} is to be copied, and the destination has no pool for images", wanted.name),
                 "name a directory or a volume group under [disks.pool] in the destination's configuration",
             ));
             continue;
@@ -118,11 +119,8 @@ pub(super) fn plan(
             plan.findings.push(finding(
                 Severity::Blocker,
                 "disk-encrypted-copy",
-                format!(
-                    "disk {} is encrypted, and a copy of it would hold what the guest sees of it: plain text",
-                    wanted.name
-                ),
-                "put it on storage that both hosts see and say `--disk NAME=shared`, or encrypt within the guest",
+                format!("disk {} is encrypted, and its copy would be plain text", wanted.name),
+                "put it on shared storage and use `--disk NAME=shared`, or encrypt within the guest",
             ));
             continue;
         }
@@ -143,7 +141,7 @@ pub(super) fn plan(
                 wanted.bytes >> 20,
                 location.path.display()
             ),
-            "the image at the source stays as it is when the guest leaves; `whimbrel images` lists and removes such",
+            "the image at the source is kept after the migration; `whimbrel images` lists and removes such images",
         ));
         let needed_bytes = location.needed_bytes(wanted.bytes, wanted.allocated_bytes);
         let name = wanted.name.clone();
@@ -159,10 +157,10 @@ fn shared_file_finding(disk: &Disk, all: &[Disk]) -> Option<Finding> {
     let is_other = |other: &&Disk| !std::ptr::eq(*other, disk) && other.file.as_ref() == Some(file);
     let other = all.iter().find(is_other)?;
     let what = format!(
-        "disks {} and {} are one file, {file}, and copies of them would be two",
+        "disks {} and {} are the same file, {file}, and would be copied to two files",
         disk.name, other.name
     );
-    let advice = "put it on storage that both hosts see and say `--disk NAME=shared` of both";
+    let advice = "put it on shared storage and use `--disk NAME=shared` for both";
     Some(finding(Severity::Blocker, "disk-twice-copy", what, advice))
 }
 
@@ -193,11 +191,11 @@ fn copy_on_read_finding(disk: &Disk, options: &[QemuOption]) -> Option<Finding> 
         return None;
     }
     let what = format!(
-        "disk {} is read with copy-on-read: copying it would write all of {} into its own image",
+        "disk {} has copy-on-read: copying it would write all of {} into its own image",
         disk.name,
         disk.backing_files.join(", ")
     );
-    let advice = "start the VM without copy-on-read; or put the disk on storage that both hosts see and say `--disk NAME=shared`";
+    let advice = "start the VM without copy-on-read; or put the disk on shared storage and use `--disk NAME=shared`";
     Some(finding(Severity::Blocker, "disk-copy-on-read-copy", what, advice))
 }
 
@@ -214,11 +212,11 @@ fn iothread_finding(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
         return None;
     }
     let what = format!(
-        "QEMU {} crashes, guest and all, when a disk of a guest with iothreads is read through it, as disk {} would be",
+        "QEMU {} can crash, and the guest with it, when a disk of a guest with iothreads is copied, as disk {} would be",
         vm.program.version, disk.name
     );
-    let advice = "start the VM with QEMU 9.0 or newer, or without iothreads; or put the disk on storage that both hosts \
-                  see and say `--disk NAME=shared`";
+    let advice = "start the VM with QEMU 9.0 or newer, or without iothreads; or put the disk on shared \
+                  storage and use `--disk NAME=shared`";
     Some(finding(Severity::Blocker, "disk-iothread-copy", what, advice))
 }
 
@@ -226,12 +224,12 @@ fn iothread_finding(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
 fn snapshots_finding(disk: &Disk, accepted: bool) -> Option<Finding> {
     let severity = if accepted { Severity::Warning } else { Severity::Blocker };
     let what = format!(
-        "the image of disk {} has internal snapshots ({}), which its copy will not have",
+        "the image of disk {} has internal snapshots ({}), which are not copied",
         disk.name,
         disk.snapshots.join(", ")
     );
     let advice = if accepted {
-        "they stay in the image at the source: keep that as long as they are wanted"
+        "they stay in the image at the source: keep that image as long as they are needed"
     } else {
         "delete them, leave them in the image at the source (`--leave-snapshots`), or share the disk (`--disk NAME=shared`)"
     };
@@ -241,11 +239,11 @@ fn snapshots_finding(disk: &Disk, accepted: bool) -> Option<Finding> {
 /// Returns a finding for dirty bitmaps: they belong to the image at the source, which does not record later writes.
 fn bitmaps_finding(disk: &Disk) -> Option<Finding> {
     let what = format!(
-        "disk {} has dirty bitmaps of a backup program ({}), which its copy will not have",
+        "disk {} has dirty bitmaps of a backup program ({}), which are not copied",
         disk.name,
         disk.bitmaps.join(", ")
     );
-    let advice = "let the next backup of this disk be a full one";
+    let advice = "make the next backup of this disk a full one";
     (!disk.bitmaps.is_empty()).then(|| finding(Severity::Warning, "disk-bitmaps-copy", what, advice))
 }
 
@@ -298,7 +296,7 @@ pub(super) fn unopened_image_finding(images: &[PathBuf], open: &[String]) -> Opt
         0 => format!("QEMU was started for the VM and has not opened {}", image.display()),
         times => format!("QEMU was started for the VM and has {} open {times} times", image.display()),
     };
-    Some(finding(Severity::Blocker, "disk-unclear", what, "this is an error of Whimbrel; please report it"))
+    Some(finding(Severity::Blocker, "disk-unclear", what, "this is a bug in Whimbrel; please report it"))
 }
 
 /// True if the disk is known not to be on shared storage. If nothing is known, the user has to choose.

@@ -10,15 +10,15 @@ pub(super) fn finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal)
         (Some(_), None) => "this host has an ownership registry, the source has none".to_owned(),
         (None, Some(_)) => "the source has an ownership registry, this host has none".to_owned(),
         (Some(ours), Some(theirs)) if ours != theirs => {
-            format!("the source asks the ownership registry at {theirs}, this host the one at {ours}")
+            format!("the source uses the ownership registry at {theirs}, this host the one at {ours}")
         }
         (Some(witness), _) if witness == from => "the ownership registry is on the source".to_owned(),
         // The epoch is read when the migration begins.
         (Some(_), Some(_)) if proposal.registry_epoch.is_none() && !proposal.check_only => {
-            "the source names an ownership registry and not what it read there".to_owned()
+            "the source names an ownership registry, but not the record that it read there".to_owned()
         }
         (None, None) if proposal.registry_epoch.is_some() => {
-            "the source has read an ownership registry and does not say which".to_owned()
+            "the source has read an ownership registry, but does not name it".to_owned()
         }
         _ => return None,
     };
@@ -61,7 +61,7 @@ mod tests {
             assert!(finding_text(None, Some("w"), epoch, check_only).contains("this host has none"));
             assert!(finding_text(Some("a"), Some("a"), epoch, check_only).contains("on the source"));
         }
-        assert!(finding_text(Some("w"), Some("w"), None, false).contains("not what it read"));
-        assert!(finding_text(None, None, Some(3), false).contains("does not say which"));
+        assert!(finding_text(Some("w"), Some("w"), None, false).contains("not the record that it read"));
+        assert!(finding_text(None, None, Some(3), false).contains("does not name it"));
     }
 }

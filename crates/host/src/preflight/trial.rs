@@ -102,15 +102,15 @@ fn make_stand_in(disk: &PlannedDisk, run_dir: &Path) -> Result<(NewImage, File),
 /// Returns the result of a QEMU that was started, or findings with the reason for its failure.
 pub fn started_or_findings<T>(started: Result<T, ArrivalError>) -> Result<T, Vec<Finding>> {
     started.map_err(|error| {
-        const SEE_DISK: &str = "see that the destination's disk is not full";
+        const SEE_DISK: &str = "make sure that the destination's disk is not full";
         let advice = match &error {
             ArrivalError::Refused(_) => "",
             ArrivalError::Journal(_) | ArrivalError::Directory { .. } => SEE_DISK,
-            ArrivalError::Image(_) => "see the directory for images, [disks.pool], at the destination",
+            ArrivalError::Image(_) => "check the directory for images, [disks.pool], at the destination",
             ArrivalError::Start(StartError::Ended { log, .. } | StartError::Silent { log, .. })
                 if !log.is_empty() =>
             {
-                "mend at the destination what QEMU's message names, or start the VM without it"
+                "fix what QEMU's message names at the destination, or start the VM without it"
             }
             _ => "see the log of the agent at the destination",
         };

@@ -56,16 +56,17 @@ impl WritableSharedImage {
             return Some(blocker(
                 "disk-not-writable",
                 format!("QEMU at the destination cannot open {} for writing: {error}", self.path.display()),
-                "let the user that QEMU runs as there write to it: see the file's owner and mode, whether its file \
-                 system is mounted read-only, and on NFS the server's root_squash",
+                "give the user that QEMU runs as there write access: check the file's owner and mode, \
+                 whether its file system is mounted read-only, and on NFS the server's root_squash",
             ));
         }
         if self.is_raw_and_direct && self.has_no_alignment().unwrap_or(false) {
             return Some(blocker(
                 "disk-alignment",
                 format!(
-                    "the length of {} is no multiple of {LARGEST_BLOCK_BYTES} and its first block is a hole: QEMU at the \
-                     destination could not find out how direct I/O to it has to be aligned, and would refuse to write",
+                    "the length of {} is not a multiple of {LARGEST_BLOCK_BYTES} and its first block is a \
+                     hole: QEMU at the destination could not detect the alignment of direct I/O, and would \
+                     refuse to write",
                     self.path.display()
                 ),
                 "let the guest write to the first block of that disk, or enlarge it (`block_resize`) to whole 4 KiB",

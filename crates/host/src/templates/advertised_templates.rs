@@ -92,7 +92,7 @@ impl AdvertisedTemplates {
             match known(chosen.len() as u16, &catalogue, &mut advertised) {
                 Ok(known) if known.is_empty() => {}
                 Ok(known) => {
-                    info!(template = %template.path.display(), "has pages of an arriving disk");
+                    info!(template = %template.path.display(), "contains pages of an arriving disk");
                     messages.extend(known);
                     chosen.push(Arc::new(Mutex::new(OpenTemplate::Unopened(TemplateSource::Template(
                         template,

@@ -75,7 +75,7 @@ pub(super) struct PageRun {
 pub(super) enum CatalogueError {
     #[error("the template cannot be read")]
     Image(#[from] ImageError),
-    #[error("its catalogue cannot be kept in {path}", path = path.display())]
+    #[error("its catalogue cannot be stored in {path}", path = path.display())]
     Keep { path: PathBuf, source: io::Error },
 }
 

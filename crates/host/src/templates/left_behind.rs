@@ -99,7 +99,8 @@ impl LeftImageIndex {
     pub(super) fn keep(&self, images: Vec<(LeftTemplate, NamedPages)>) {
         if !images.is_empty() && !self.done(LeftImageTask::Keep(images)) {
             warn!(
-                "what VMs left behind here is not noted in time, and may be sent again when they come back"
+                "the content that VMs left here was not indexed in time, and may be sent again when they \
+                 return"
             );
         }
     }
@@ -141,7 +142,7 @@ impl LeftImageStore {
                     for (image, pages) in images {
                         let path = image.path.clone();
                         if let Err(error) = self.keep(image, pages) {
-                            warn!(image = %path.display(), %error, "what is in it will be sent again to whoever comes back");
+                            warn!(image = %path.display(), %error, "its content will be sent again when the VM returns");
                         }
                     }
                     self.forget_oldest();
@@ -264,6 +265,7 @@ fn remove(file: &Path) {
     if let Err(error) = fs::remove_file(file)
         && error.kind() != io::ErrorKind::NotFound
     {
-        warn!(file = %file.display(), %error, "what is known of an image that is gone cannot be removed");
+        warn!(file = %file.display(), %error, "cannot remove the record of an image that does not exist any \
+                                               more");
     }
 }

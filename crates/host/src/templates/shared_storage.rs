@@ -88,9 +88,9 @@ pub struct IndexingStats {
 enum ReadError {
     #[error(transparent)]
     Catalogue(#[from] CatalogueError),
-    #[error("it has more than is worth reading")]
+    #[error("it is too large to read")]
     TooLarge,
-    #[error("nothing is looked up any more")]
+    #[error("the lookup has ended")]
     Over,
 }
 

@@ -39,7 +39,7 @@ enum TemplateError {
     Catalogue(#[from] CatalogueError),
     /// Part of its content is in other files.
     #[error(
-        "it is qcow2 with a backing file or a data file of its own; make a whole image of it by `qemu-img convert`"
+        "it is qcow2 with a backing file or a data file; make it one complete image with `qemu-img convert`"
     )]
     NotWhole,
 }
@@ -52,7 +52,7 @@ impl TemplateIndexer {
         table: Arc<TemplateTable>,
     ) -> Self {
         for place in places.iter().filter(|place| !place.exists()) {
-            warn!(place = %place.display(), "there are no templates: see [disks] templates in the configuration");
+            warn!(place = %place.display(), "there are no templates: check `templates` under [disks] in the configuration");
         }
         // Left by an agent that was killed as it began to read.
         block::image::end_unused_server(&directory.join(READING));
@@ -111,12 +111,12 @@ impl TemplateIndexer {
         for Template { path, identity, .. } in unread {
             let state = match self.catalogue(&path, identity) {
                 Ok(catalogue) => {
-                    info!(template = %path.display(), pages = catalogue.pages(), "its catalogue was made");
+                    info!(template = %path.display(), pages = catalogue.pages(), "its catalogue was created");
                     IndexState::Ready(catalogue)
                 }
                 Err(error) => {
                     let why = crate::chain(&error);
-                    warn!(template = %path.display(), error = why, "nothing will be taken from this template");
+                    warn!(template = %path.display(), error = why, "this template will not be used");
                     let for_good = matches!(
                         error,
                         TemplateError::NotWhole

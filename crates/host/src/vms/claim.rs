@@ -12,7 +12,7 @@ pub fn claim(context: &Context, record: &VmRecord, request: &ClaimRequest) -> Re
     let vm = &record.vm;
     if record.process(&context.boot_id).is_err() {
         let error = format!("{vm} has ended here: a VM that does not run needs no owner");
-        return Err(Problem::new(ProblemKind::Conflict, error, format!("`whimbrel vm forget {vm}`")));
+        return Err(Problem::new(ProblemKind::Conflict, error, format!("run `whimbrel vm forget {vm}`")));
     }
     let problem = |error: ownership::OwnerError| {
         let found = ownership::finding(&error);
@@ -28,9 +28,9 @@ pub fn claim(context: &Context, record: &VmRecord, request: &ClaimRequest) -> Re
     let risked = found.iter().filter(|found| !found.released).flat_map(|found| {
         let (owner, epoch) = (&found.owner, found.epoch);
         [
-            format!("by the registry {owner} may run {vm}, since epoch {epoch}: if it does, there are two of it, and disks that both write to are lost"),
-            format!("a migration of {vm} from or to {owner} that is not over stays in doubt, and an operator has to decide it"),
-            format!("see first that {owner} does not have it (`whimbrel vm show {vm}` there), nor any host to which {owner} has moved it"),
+            format!("according to the registry {owner} may run {vm}, since epoch {epoch}: if it does, two copies run, and disks that both write to are destroyed"),
+            format!("an unfinished migration of {vm} from or to {owner} stays in doubt, and an operator must decide it"),
+            format!("first make sure that neither {owner} runs it (`whimbrel vm show {vm}` there), nor any host to which {owner} has migrated it"),
         ]
     });
     let mut report = ClaimReport {

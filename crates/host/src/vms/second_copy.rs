@@ -37,8 +37,8 @@ impl SecondCopy {
             ownership::refused(context, name).filter(|finding| finding.code == "owner-other")
         {
             let advice = format!(
-                "start it there; if it does not run there and never will again, `--accept-risk`, and then \
-                 `whimbrel vm claim {name}`"
+                "start it there; if it does not run there and never will again, use `--accept-risk`, and \
+                 then `whimbrel vm claim {name}`"
             );
             return Err(Problem::new(ProblemKind::Conflict, finding.what, advice));
         }
@@ -60,7 +60,7 @@ impl SecondCopy {
             return Ok(());
         }
         let open = OpenFiles::of(process.pid).map_err(|error| {
-            let advice = "see that the agent may read /proc of its own processes";
+            let advice = "make sure that the agent may read /proc of its own processes";
             Problem::caused_by(ProblemKind::Internal, &error, advice)
         })?;
         let is_open = |image: &&LeftImage| open.has(&image.path);
@@ -79,10 +79,10 @@ fn refused(image: &LeftImage) -> Problem {
     let LeftImage { migration, to, path, .. } = image;
     let vm = &migration.vm;
     let error = format!(
-        "{} is what {vm} left here when it moved to {to} with its disks ({migration}): an old state, and the VM may run there",
+        "{vm} left {} here when it was migrated to {to} with its disks ({migration}): it is an old state, and the VM may run there",
         path.display()
     );
-    let advice = format!("start it at {to}; to go back to the old state all the same, `--accept-risk`");
+    let advice = format!("start it at {to}; to return to the old state anyway, use `--accept-risk`");
     Problem::new(ProblemKind::Conflict, error, advice)
 }
 

@@ -191,7 +191,7 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
             cluster.b.start();
         });
     doubt.wait_for("b", "crashed");
-    let message = "is gone and may have run";
+    let message = "is lost and may have run";
     until("the source has heard of it", || doubt.cluster.a.log().contains(message));
     doubt.wait_for("a", "committed");
     // The destination may repeat it, but it is reported once.

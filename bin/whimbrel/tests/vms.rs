@@ -242,7 +242,7 @@ fn a_vm_that_ends_while_it_is_moved() {
     let monitor = |guest: &common::Guest| guest.monitor().unwrap();
     let ends: [(End<'_>, &str); 3] = [
         (&|guest| drop(monitor(guest).command("human-monitor-command", &power_off)), "shut itself down"),
-        (&|guest| drop(monitor(guest).command("quit", &json!({}))), "told to quit"),
+        (&|guest| drop(monitor(guest).command("quit", &json!({}))), "a quit request"),
         (&|guest| lab::kill_pid(guest.pid()).unwrap(), "crashed, or was killed"),
     ];
     for (end, reason) in ends {

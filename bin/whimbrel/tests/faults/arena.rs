@@ -250,7 +250,7 @@ impl Arena {
             // An agent that has died since has reported nothing.
             let after = &log[at..];
             let ends =
-                ["report", "answered", "the source did not hear", "nobody receives it", "the VM cannot come"];
+                ["report", "answered", "the source did not hear", "nobody receives it", "the VM cannot be received"];
             let ended = |line: &str| line.contains(&id) && ends.iter().any(|end| line.contains(end));
             after.lines().any(ended) || after.contains(" ready address=")
         });

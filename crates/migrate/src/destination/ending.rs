@@ -29,34 +29,35 @@ impl Driver {
             }
             DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
             DestinationReport::OperatorNeeded => format!(
-                "in doubt: {from} cannot be asked whether {vm} runs there; mend the link, or see `whimbrel recover {vm}`"
+                "in doubt: {from} cannot be reached to find out whether {vm} runs there; repair the link, or see `whimbrel recover {vm}`"
             ),
             DestinationReport::TooLate => "too late to cancel here".to_owned(),
             DestinationReport::Incomplete => {
                 format!("the VM runs here; some of its memory is still at {from}")
             }
             DestinationReport::SourceNeeded => format!(
-                "the VM waits for memory that is still at {from}, which cannot be reached: mend the link, or start its agent"
+                "the VM waits for memory that is still at {from}, which cannot be reached: repair the link, or start its agent"
             ),
             DestinationReport::Active => "the VM is here".to_owned(),
             DestinationReport::Refused => {
-                format!("this copy could not run and has not; {from} keeps the VM{why}")
+                format!("this copy could not be started and has never run; {from} keeps the VM{why}")
             }
             DestinationReport::Crashed => {
                 let disks =
                     self.images_here().map_or_else(String::new, |disks| format!("; its disks are {disks}"));
-                format!("QEMU ended after it was told to run; the VM crashed here{disks}")
+                format!("QEMU exited after the VM was resumed; the VM crashed here{disks}")
             }
             DestinationReport::Lost => {
                 let right = self.images_here().map_or_else(String::new, |disks| {
-                    format!("; if so, its disks are {disks}, and if not, those at {from} are right")
+                    format!("; if it has run, its disks are {disks}, otherwise those at {from}")
                 });
-                format!("the copy of {vm} is gone, and nobody knows whether it has run here{right}")
+                format!("the copy of {vm} is lost, and it is not known whether it has run here{right}")
             }
             DestinationReport::QemuLost => format!(
-                "the host was booted with {vm} on its way here: the copy is gone; asking what became of it"
+                "this host was rebooted while {vm} was arriving, and the copy is lost; asking {from} for the \
+                 state of the VM"
             ),
-            DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
+            DestinationReport::ContFailed => "QEMU does not resume the guest; trying again".to_owned(),
             DestinationReport::ForeignRecord => {
                 format!(
                     "the registry's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
@@ -113,7 +114,7 @@ impl Driver {
             }
         };
         if let Err(error) = thread::Builder::new().name("clear-up".to_owned()).spawn(try_again) {
-            warn!(migration = %self.terms.migration, %error, "no thread to remove images");
+            warn!(migration = %self.terms.migration, %error, "cannot start a thread to remove images");
         }
     }
 
@@ -121,7 +122,7 @@ impl Driver {
     pub(super) fn end(&mut self) {
         if matches!(self.state, DestinationState::Crashed { .. }) {
             let log = self.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.artifacts.log()));
-            warn!(migration = %self.terms.migration, log, "what its QEMU said last");
+            warn!(migration = %self.terms.migration, log, "last messages of its QEMU");
             self.discard();
         }
         let id = &self.terms.migration;
@@ -149,7 +150,7 @@ impl Driver {
         // Until the end is in the journal, this agent must not forget the migration: it would not know its VM, or would
         // treat the VM's name as in use.
         while let Err(error) = entered {
-            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
+            error!(migration = %id, error = crate::chain(&error), "cannot record the end of the migration in the journal yet");
             thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
             // The final state may be missing in the journal, too.
             entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());
@@ -174,7 +175,7 @@ impl ImagesLeftBehind {
         let each = self.images.iter().map(|(image, why)| format!("{} ({why})", image.display()));
         let each = each.collect::<Vec<_>>().join(", ");
         format!(
-            "the VM did not come, and what was made for its disks is left here: {each}; remove it by hand if it stays"
+            "the VM did not arrive, and images of its disks remain here: {each}; if they are not removed later, remove them by hand"
         )
     }
 
@@ -195,6 +196,6 @@ impl ImagesLeftBehind {
 /// Records the message that users see for an ended migration.
 fn record_message(context: &Context, migration: &MigrationId, text: &str) {
     if let Err(error) = context.journal.set_message(migration, text) {
-        warn!(%migration, error = crate::chain(&error), "the message is not in the journal");
+        warn!(%migration, error = crate::chain(&error), "cannot record the message in the journal");
     }
 }

@@ -159,7 +159,7 @@ impl Driver {
                 self.attach(*connection);
             }
             // The source notices the loss as well, and makes new connections.
-            Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "a cut"),
+            Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "a lost link"),
             Notice::Blob { link, bytes }
                 if self.control == Some(link) && self.state == DestinationState::Prepared =>
             {
@@ -220,7 +220,7 @@ impl Driver {
     }
 
     pub(super) fn fail(&mut self, reason: &str) {
-        warn!(migration = %self.terms.migration, reason, "the migration cannot go on");
+        warn!(migration = %self.terms.migration, reason, "the migration cannot continue");
         self.reason.get_or_insert_with(|| reason.to_owned());
         self.take(&DestinationEvent::Failed);
     }
@@ -233,13 +233,13 @@ impl Driver {
     fn done(&mut self, event: &DestinationEvent, done: Result<(), EffectError>) {
         let error = match done {
             Ok(()) => return,
-            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "passed over"),
+            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "event ignored"),
             Err(error) => error,
         };
         let reason = crate::chain(&error);
-        error!(migration = %self.terms.migration, reason, "an effect failed");
+        error!(migration = %self.terms.migration, reason, "an action of the handover failed");
         if matches!(event, DestinationEvent::OperatorDecided(_)) {
-            let text = format!("the decision was not carried out, and will not be: {reason}; decide again");
+            let text = format!("the decision was not carried out and was discarded: {reason}; decide again");
             self.publisher.update(|progress| progress.message = Some(text));
         }
         self.reason.get_or_insert(reason);

@@ -50,7 +50,7 @@ impl Driver {
                 self.discarded_pages.forget();
                 self.send_message(&Message::Resumed);
             }
-            Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
+            Err(error) => self.fail(&format!("cannot start a thread for the data streams: {error}")),
         }
     }
 
@@ -59,7 +59,7 @@ impl Driver {
         let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
         let advertised = Arc::clone(receiving.advertised());
         if !advertised.is_first() {
-            return self.fail("the source asks after templates again");
+            return self.fail("the source queries templates a second time");
         }
         let (context, mailbox) = (Arc::clone(&self.context), self.inbox.mailbox());
         let choose = move || {
@@ -71,7 +71,7 @@ impl Driver {
         };
         // Without a thread the source waits a while and goes on without templates.
         if let Err(error) = thread::Builder::new().name("choose".to_owned()).spawn(choose) {
-            warn!(migration = %self.terms.migration, %error, "no thread to look for templates");
+            warn!(migration = %self.terms.migration, %error, "cannot start a thread to look for templates");
         }
     }
 
@@ -103,13 +103,15 @@ impl Driver {
         }
         let is_of_pages = matches!(what, PayloadKind::TakenAway | PayloadKind::MissingPages);
         if is_of_pages && (bytes == 0 || self.post_copy_receiver.is_some() || !self.proposal.post_copy) {
-            return self.fail("the source names pages to come where there can be none");
+            return self.fail("the source listed missing pages, but post-copy is not possible here");
         }
         self.incoming_payload = Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
     }
 
     pub(super) fn blob(&mut self, blob: &[u8]) {
-        let Some(payload) = &mut self.incoming_payload else { return self.fail("bytes came unannounced") };
+        let Some(payload) = &mut self.incoming_payload else {
+            return self.fail("received data that was not announced");
+        };
         payload.received.extend_from_slice(blob);
         if (payload.received.len() as u64) < payload.bytes {
             return;
@@ -117,7 +119,7 @@ impl Driver {
         let Some(payload) = self.incoming_payload.take() else { return };
         let digest = blake3::hash(&payload.received).to_hex().to_string();
         if payload.received.len() as u64 != payload.bytes || digest != payload.digest {
-            return self.fail("what came in pieces was damaged on its way");
+            return self.fail("data received in pieces is damaged");
         }
         match payload.what {
             PayloadKind::TakenAway => self.take_away(&payload.received),
@@ -168,7 +170,7 @@ impl Driver {
                 vm.artifacts = artifacts;
                 self.post_copy_receiver = Some(post_copy_receiver);
                 let duration_us = began.elapsed().as_micros() as u64;
-                info!(%migration, duration_us, "pages that are to come were taken away");
+                info!(%migration, duration_us, "discarded pages that will be sent later");
                 self.context.faults.reach(|| "destination/awaited".to_owned());
                 if let Some(stream) = self.page_stream.take() {
                     self.attach(stream);
@@ -186,7 +188,7 @@ impl Driver {
         };
         let round = self.receiving.as_ref().map_or(0, MemoryReceiver::newest_round);
         if let Err(error) = post_copy_receiver.attach(stream, round) {
-            warn!(migration = %self.terms.migration, error = crate::chain(&error), "the page stream is of no use");
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "the page stream cannot be used");
         }
     }
 
@@ -206,7 +208,7 @@ impl Driver {
                     Ok(()) => self.found_complete = true,
                     Err(error) => {
                         let error = crate::chain(&error);
-                        error!(%migration, error, "QEMU still waits for pages");
+                        error!(%migration, error, "cannot end the waits of QEMU for missing pages");
                     }
                 }
             }
@@ -218,7 +220,7 @@ impl Driver {
             }
             Err(error) => {
                 let error = crate::chain(&error);
-                error!(%migration, error, "pages of the guest cannot come");
+                error!(%migration, error, "missing pages of the guest cannot be received");
                 self.reason.get_or_insert(error);
             }
         }
@@ -262,7 +264,11 @@ impl Driver {
         {
             // Until this succeeds, threads that touch never allocated memory wait for ever: it is tried again.
             let error = crate::chain(&error);
-            return error!(migration = %self.terms.migration, error, "QEMU still waits for pages");
+            return error!(
+                migration = %self.terms.migration,
+                error,
+                "cannot end the waits of QEMU for missing pages"
+            );
         }
         self.post_copy_receiver = None;
         self.found_complete = false;
@@ -272,10 +278,10 @@ impl Driver {
     /// Makes this host READY with the loaded state: the source is held, and can no longer go on by itself.
     pub(super) fn enter_ready(&mut self, run: bool) {
         let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
-            return self.fail("the source is held before all has come");
+            return self.fail("the source is held before all pages have arrived");
         };
         if self.post_copy_receiver.is_some() && !run {
-            return self.fail("pages are to come for a guest that stays paused; please report this");
+            return self.fail("pages are missing for a guest that stays paused; please report this");
         }
         match vm.freeze() {
             Ok(()) => {

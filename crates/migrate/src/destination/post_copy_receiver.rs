@@ -52,19 +52,19 @@ pub(crate) enum PostCopyError {
     #[error("the kernel does not let QEMU wait for pages")]
     Missing(#[from] PageFaultError),
     /// No page of this RAM block can be discarded.
-    #[error("of RAM block {0} no page can be taken away: it is of huge pages, or a private file")]
+    #[error("pages of RAM block {0} cannot be discarded: it has huge pages, or is a private file")]
     Block(String),
     /// The memory has more pages than one list can name.
-    #[error("there is more memory than one list of pages can name")]
+    #[error("there is more memory than one list of pages can describe")]
     TooMuch,
     /// The memory is locked.
-    #[error("QEMU's memory is locked (`mem-lock`), so that no page can be taken away")]
+    #[error("QEMU's memory is locked (`mem-lock`), so that no page can be discarded")]
     Locked,
     /// The kernel fills huge pages with zeros where one page was written.
-    #[error("the kernel gives shared memory huge pages ({SHARED_HUGE_PAGES} says {0})")]
+    #[error("the kernel uses huge pages for shared memory ({SHARED_HUGE_PAGES} is {0})")]
     HugePages(String),
     /// A page that was to be discarded is present.
-    #[error("RAM block {block} still has the page at {offset:#x}, which is to come")]
+    #[error("RAM block {block} still has the page at {offset:#x}, which should be missing")]
     StillThere {
         /// Name of the RAM block.
         block: String,
@@ -73,7 +73,7 @@ pub(crate) enum PostCopyError {
     },
     /// A discarded page is not in the list of missing pages: it would stay a zero page.
     #[error(
-        "the page at {offset:#x} of RAM block {block} was taken away for the source, which does not send it; please report this"
+        "the page at {offset:#x} of RAM block {block} was discarded for the source, which does not send it again; please report this"
     )]
     NotInList {
         /// Name of the RAM block.
@@ -85,10 +85,10 @@ pub(crate) enum PostCopyError {
     #[error(transparent)]
     Ram(#[from] RamError),
     /// The list of pages is malformed.
-    #[error("the source's list of pages to come cannot be used")]
+    #[error("the source's list of missing pages is invalid")]
     Set(#[from] ::memory::BadSet),
     /// The ledger, or a thread, cannot be created.
-    #[error("cannot keep track of the pages that are to come")]
+    #[error("cannot track the missing pages")]
     Keep(#[from] std::io::Error),
     /// An operation on QEMU's process failed.
     #[error(transparent)]
@@ -149,7 +149,7 @@ pub(super) fn finding(error: &PostCopyError) -> Finding {
         severity: Severity::Warning,
         code: "no-post-copy".to_owned(),
         what: crate::chain(error),
-        advice: "without post-copy the guest has to write more slowly than the link carries".to_owned(),
+        advice: "without post-copy the guest must write more slowly than the link can send".to_owned(),
     }
 }
 
@@ -225,10 +225,10 @@ impl PostCopyReceiver {
         let (waits, asks) = (Arc::clone(&pages), Arc::clone(&stream));
         let thread = thread::Builder::new().name("waits".to_owned()).spawn(move || {
             if let Err(error) = read_faults(&waits, &asks, &ended) {
-                warn!(error = crate::chain(&error), "nobody hears who waits for pages any more");
+                warn!(error = crate::chain(&error), "page faults of QEMU are not handled any more");
             }
         })?;
-        info!(pages = pages.pages(), "pages come while the guest runs");
+        info!(pages = pages.pages(), "post-copy begins: pages arrive while the guest runs");
         Ok(Self { pages, trace, stream, fault_reader: Some((end, thread)), mailbox: mailbox.clone() })
     }
 
@@ -337,7 +337,7 @@ fn read_faults(
                 Err(PageFaultError::Ended) => return Ok(()),
                 Err(error) => {
                     // The thread waits on, and its fault is reported again: there may be memory then.
-                    warn!(error = crate::chain(&error), "who waits gets no page");
+                    warn!(error = crate::chain(&error), "cannot request a page for a waiting thread");
                     unresolved.push(address);
                 }
             }
@@ -358,13 +358,13 @@ fn read_faults(
 enum PageError {
     #[error("the page stream failed")]
     Stream(#[from] LinkError),
-    #[error("what came on the page stream is no page")]
+    #[error("received something other than a page on the page stream")]
     Bad(#[from] BadMissingPages),
-    #[error("a page of block {block} that is not there: {page}")]
+    #[error("a page that block {block} does not have: {page}")]
     Outside { block: u16, page: u64 },
-    #[error("a message where pages have to come")]
+    #[error("a message instead of a page")]
     Message,
-    #[error("a page cannot be placed")]
+    #[error("cannot place a page")]
     Ram(#[from] RamError),
 }
 

@@ -254,7 +254,7 @@ fn report_stream_end(
         warn!(
             stream,
             cause = crate::chain(cause),
-            "a data stream brought what is no frame; its pages are sent again"
+            "received an invalid frame on a data stream; its pages will be sent again"
         );
     } else {
         notices.try_put(Notice::Broken { generation, error: crate::chain(cause) });
@@ -293,11 +293,7 @@ impl MemoryReleaser {
                 return;
             }
             match self.injector.discard(&self.process, &ranges) {
-                Ok(()) => info!(
-                    round,
-                    ranges = ranges.len(),
-                    "memory that the guest gave back was given back here too"
-                ),
+                Ok(()) => info!(round, ranges = ranges.len(), "released memory that the guest does not use"),
                 // The memory reads as zeros in any case.
                 Err(error) => warn!(round, error = crate::chain(&error), "zeroed memory stays allocated"),
             }

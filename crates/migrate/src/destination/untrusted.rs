@@ -46,7 +46,7 @@ impl Driver {
             self.post_copy_receiver.as_ref().and_then(super::post_copy_receiver::PostCopyReceiver::untrusted);
         if let Some(page) = found.filter(|_| self.untrusted().is_none()) {
             self.record_untrusted(UntrustedPage { page, is_stopped: false });
-            error!(migration = %self.terms.migration, why = self.untrusted_message(), "the guest must not run with it");
+            error!(migration = %self.terms.migration, why = self.untrusted_message(), "the guest must not run with an untrusted page");
         }
         match (self.untrusted_message(), &self.state) {
             (Some(page_message), DestinationState::Prepared) => self.fail(&page_message),
@@ -73,7 +73,7 @@ impl Driver {
         if let Err(error) = vm.qmp().and_then(|qmp| qmp.run("stop", Value::Null)) {
             let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
             self.stop_again_at = Some(Instant::now() + retry);
-            return error!(error = crate::chain(&error), "the guest is not stopped; it is tried again");
+            return error!(error = crate::chain(&error), "cannot stop the guest; trying again");
         }
         self.record_untrusted(UntrustedPage { is_stopped: true, ..untrusted });
         self.last_report = None;
@@ -87,7 +87,7 @@ impl Driver {
             awaited.untrusted = Some(untrusted);
         }
         if let Err(error) = vm.artifacts.keep(&self.context, &self.terms.migration, Durability::Process) {
-            warn!(error = crate::chain(&error), "a page that cannot be trusted is not in the journal");
+            warn!(error = crate::chain(&error), "cannot record an untrusted page in the journal");
         }
     }
 }
@@ -97,8 +97,8 @@ pub(crate) fn page_message(PageRequest { block, page }: PageRequest, ram: &[Prop
     let name = ram.get(usize::from(block)).map_or("?", |block| &*block.name);
     let offset = page * PAGE_BYTES;
     format!(
-        "a page of its memory that was to come (RAM block {name}, at or after {offset:#x}) was there already and cannot be \
-         trusted"
+        "a missing page of its memory (RAM block {name}, at or after {offset:#x}) was written by something \
+         else before it arrived, and cannot be trusted"
     )
 }
 
@@ -123,8 +123,8 @@ pub fn finding(context: &Context, record: &MigrationRecord, pid: Option<u32>) ->
         severity: Severity::Warning,
         code: "page-not-trusted".to_owned(),
         what: page_message(page, proposal.as_ref().map_or(&[], |proposal| &proposal.ram)),
-        advice: "find out who else writes to its memory; start it again from its disks, or have it go on as it is with \
-                 `cont` on its monitor"
+        advice: "find out which program writes to its memory; restart it from its disks, or resume it as it \
+                 is with `cont` on its monitor"
             .to_owned(),
     })
 }

@@ -261,7 +261,7 @@ impl Driver {
             }
             Notice::Message { message: Message::Refused { epoch, reason }, .. } => Err(Failure::new(
                 SourceEvent::Refused { epoch },
-                format!("the destination gave up: {reason}"),
+                format!("the destination aborted: {reason}"),
             )),
             Notice::Message { link: Some(_), message } => Ok(Some(message)),
             // Answers arrive on the connection that the question was sent on.
@@ -275,14 +275,17 @@ impl Driver {
             // The guest is still stopped at the source.
             Notice::ServingEnded { error, .. } => Err(Failure::new(
                 SourceEvent::PeerLost,
-                error.unwrap_or_else(|| "the destination has ended the page stream too early".to_owned()),
+                error.unwrap_or_else(|| "the destination ended the page stream too early".to_owned()),
             )),
             Notice::Asked { epoch, reply } => {
                 if matches!(self.state, SourceState::Stopped { .. }) {
                     self.asked(epoch, reply);
                     return Ok(None);
                 }
-                Err(Failure::new(SourceEvent::Asked { epoch }, "the destination has lost its part and asks"))
+                Err(Failure::new(
+                    SourceEvent::Asked { epoch },
+                    "the destination has lost its state and queries the source",
+                ))
             }
             Notice::Event(event) => {
                 let reason = match &event {

@@ -39,9 +39,9 @@ pub(crate) enum CpuThrottleError {
     Process(#[from] ProcessError),
     #[error(transparent)]
     Limit(#[from] CpuLimitError),
-    #[error("QEMU does not say in which threads its guest's processors run")]
+    #[error("QEMU does not report the threads of its guest's processors")]
     NoThreads,
-    #[error("nothing could be started that lifts the limit should this agent die")]
+    #[error("the guard process that would remove the limit if this agent dies cannot be started")]
     ThrottleGuard(#[source] io::Error),
 }
 

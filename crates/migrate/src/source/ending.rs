@@ -26,7 +26,7 @@ impl Driver {
         }
         match self.context.journal.set_message(&self.terms.migration, reason) {
             Ok(()) => self.reason = Some(reason.to_owned()),
-            Err(error) => warn!(error = crate::chain(&error), "the reason is not in the journal"),
+            Err(error) => warn!(error = crate::chain(&error), "cannot record the reason in the journal"),
         }
     }
 
@@ -45,46 +45,53 @@ impl Driver {
         let text = match report {
             SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
             SourceReport::Failed => "failed; the VM is here".to_owned(),
-            SourceReport::PeerGaveUp => format!("{to} does not take the VM; it is here"),
-            SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
+            SourceReport::PeerGaveUp => format!("{to} does not accept the VM; it is here"),
+            SourceReport::Interrupted => "the agent was restarted during the migration; the VM is here".to_owned(),
             SourceReport::VmCrashed => self.qemu_end_reason().to_owned(),
             SourceReport::QemuLost => {
                 format!(
-                    "this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here"
+                    "this host's QEMU has ended and {to} may have the only copy: asking it. Do not start {vm} here"
                 )
             }
-            SourceReport::Returned => format!("{to} could not run it; the VM is here again"),
+            SourceReport::Returned => format!("{to} could not run the VM; it is here again"),
             SourceReport::Incomplete => {
                 format!("the VM runs at {to}; some of its memory is still here")
             }
             SourceReport::NeededThere => format!(
-                "the VM runs at {to}, which cannot be reached; some of its memory is only here, and it waits where it needs \
-                 that: mend the link, or see `whimbrel recover {vm}`"
+                "the VM runs at {to}, which cannot be reached; some of its memory is only here, and the VM \
+                 waits when it needs that memory: repair the link, or see `whimbrel recover {vm}`"
             ),
             SourceReport::MemoryLost => format!(
-                "the VM runs at {to}, and some of its memory was only here and is lost: it waits there for good. Start it \
-                 again there, from the disks that it has at {to}"
+                "the VM runs at {to}, but some of its memory was only here and is lost: it will hang there. \
+                 Restart it there, from the disks that it has at {to}"
             ),
             SourceReport::Done => format!("the VM is at {to}"),
-            SourceReport::TooLate => "too late to cancel: the point of no return has been passed".to_owned(),
+            SourceReport::TooLate => "too late to cancel: the commit point has been passed".to_owned(),
             SourceReport::OperatorNeeded => format!(
-                "{to} cannot be reached after the point of no return, and there is no registry; mend the link, or see \
-                 `whimbrel recover {vm}`"
+                "{to} cannot be reached after the commit point, and there is no registry; repair the link, \
+                 or see `whimbrel recover {vm}`"
             ),
-            SourceReport::DestinationOwns => format!("{to} owns the VM by the registry; waiting for it"),
+            SourceReport::DestinationOwns => {
+                format!("according to the registry {to} owns the VM; waiting for it")
+            }
             SourceReport::ForeignRecord => {
                 format!(
                     "the registry's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
                 )
             }
             SourceReport::DestinationCrashed => format!(
-                "the copy at {to} is gone and may have run; this side's stopped copy is kept, see `whimbrel recover {vm}`"
+                "the copy at {to} is lost and may have run; this host's stopped copy is kept, see `whimbrel recover {vm}`"
             ),
-            SourceReport::ContinueFailed => "QEMU does not continue the guest; trying again".to_owned(),
+            SourceReport::ContinueFailed => "QEMU does not resume the guest; trying again".to_owned(),
             SourceReport::Contradiction => {
-                format!("{to} says that it runs {vm}, which is this host's: two may be running, look at once")
+                format!(
+                    "{to} reports that it runs {vm}, which this host owns: two copies may be running; check \
+                     both hosts immediately"
+                )
             }
-            SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
+            SourceReport::CopyLost => {
+                format!("this host's stopped copy is lost; only the copy at {to} is left")
+            }
         };
         let last_report = Some((self.state.name(), report));
         if self.last_report != last_report {
@@ -178,11 +185,11 @@ impl Driver {
         let journal = &self.context.journal;
         let id = &self.terms.migration;
         if let Err(error) = journal.put_report(&report) {
-            warn!(migration = %id, error = crate::chain(&error), "the report is not in the journal");
+            warn!(migration = %id, error = crate::chain(&error), "cannot record the report in the journal");
         }
         // The agent retries until the end is in the journal: otherwise the next agent would treat the VM as its own.
         while let Err(error) = self.close_in_journal(standing) {
-            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
+            error!(migration = %id, error = crate::chain(&error), "cannot record the end of the migration in the journal yet");
             thread::sleep(self.contact.retry);
         }
         if let Some((first_disk, known)) = known.filter(|_| standing == Standing::Done) {
@@ -200,7 +207,7 @@ impl Driver {
         let reason = self.vm.as_mut().and_then(SourceVm::shutdown_reason);
         match reason.as_deref() {
             Some("guest-shutdown") => "the guest shut itself down",
-            Some("host-qmp-quit" | "host-ui") => "QEMU was told to quit",
+            Some("host-qmp-quit" | "host-ui") => "QEMU received a quit request",
             Some("host-signal") => "QEMU was ended by a signal",
             Some("guest-panic") => "the guest panicked",
             _ => "QEMU ended by itself: it crashed, or was killed",
@@ -233,8 +240,8 @@ impl Driver {
         if !self.is_still_recording {
             return;
         }
-        let text = "QEMU does not say that it records no writes any more, and a limit of them may be left: the next \
-                    migration that copies its disks ends both";
+        let text = "QEMU does not confirm that it stopped recording writes, and a write throttle may remain: \
+                    the next migration that copies its disks removes both";
         warn!(migration = %self.terms.migration, text);
         self.telemetry.update(|progress| {
             let before = progress.message.take().map_or_else(String::new, |before| before + "; ");
@@ -258,7 +265,7 @@ impl Driver {
         while let Err(error) =
             self.context.journal.record_source(&self.terms.migration, state, Durability::Synced)
         {
-            error!(migration = %self.terms.migration, error = crate::chain(&error), "ABORTED is not in the journal yet");
+            error!(migration = %self.terms.migration, error = crate::chain(&error), "cannot record ABORTED in the journal yet");
             thread::sleep(self.contact.retry);
         }
     }

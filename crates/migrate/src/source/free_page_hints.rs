@@ -77,7 +77,7 @@ impl Driver {
         match self.vm.as_mut()?.connect_guest(PORT) {
             Ok(Some((connection, seen))) => {
                 let guest = Guest::new(connection, seen, Arc::clone(&hinted), cache, ANSWER_LIMIT);
-                let failed = |error| self.note("guest", format!("it is not asked: {error}"));
+                let failed = |error| self.note("guest", format!("it cannot be queried: {error}"));
                 let guest = guest.map_err(failed).ok()?;
                 let stats = report::FreePageHintStats { wanted, ..report::FreePageHintStats::default() };
                 let controls = Arc::clone(&self.controls);
@@ -122,7 +122,7 @@ impl Driver {
         readable: Readable,
     ) -> Result<Readable, Failure> {
         let Some(deferred) = hints.deferred.take() else { return Ok(readable) };
-        self.note("guest", "gives its page cache back".to_owned());
+        self.note("guest", "frees its page cache".to_owned());
         let answer_ended = hints.ask(true);
         self.wait_for_guest(hints, answer_ended, ANSWER_LIMIT)?;
         hints.stats.freed_pages = hints.hinted.count_free(deferred.blocks());

@@ -172,9 +172,9 @@ impl Drop for Guest {
 enum AnswerError {
     #[error("it does not answer in time")]
     Late,
-    #[error("the port is gone")]
+    #[error("the port was closed")]
     Gone,
-    #[error("it speaks version {0} of the protocol, and not {VERSION}")]
+    #[error("it uses version {0} of the protocol, not {VERSION}")]
     Version(u32),
     #[error("its answer cannot be read: {0}")]
     Line(#[from] BadLine),
@@ -215,7 +215,7 @@ impl GuestRequester {
                 Err(error) => {
                     queue_state.is_silent = true;
                     queue_state.waiting = None;
-                    queue_state.answer_statistics.note(&format!("the guest is not asked any more: {error}"));
+                    queue_state.answer_statistics.note(&format!("the guest is no longer queried: {error}"));
                 }
             }
             drop(queue_state);
@@ -267,7 +267,7 @@ impl GuestRequester {
                     for range in &ranges {
                         // This also limits the work that the guest can cause.
                         if range.start < next[kind as usize] {
-                            return Err(AnswerError::Disorder("pages that do not ascend"));
+                            return Err(AnswerError::Disorder("pages that are not in ascending order"));
                         }
                         next[kind as usize] = range.end;
                         if !(is_poisoned && kind == Kind::Free) {

@@ -243,11 +243,11 @@ impl Driver {
     fn done(&mut self, event: &SourceEvent, done: Result<(), EffectError>) {
         let error = match done {
             Ok(()) => return,
-            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "passed over"),
+            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "event ignored"),
             Err(error) => error,
         };
         let reason = crate::chain(&error);
-        error!(migration = %self.terms.migration, reason, "an effect failed");
+        error!(migration = %self.terms.migration, reason, "an action of the handover failed");
         self.record_reason(&reason);
         self.effects_failed = true;
         // The state is not COMMITTED, because that could not be journalled, or was never tried: the guest continues at

@@ -37,7 +37,7 @@ pub(crate) enum TrackError {
     #[error("QEMU could not be made to open a userfaultfd")]
     Inject(#[from] InjectError),
     /// The kernel does not track writes to the memory.
-    #[error("the kernel does not track writes to it")]
+    #[error("the kernel cannot track writes to it")]
     Track(#[from] ::memory::LogError),
 }
 
@@ -329,7 +329,7 @@ pub(crate) enum PayloadError {
     #[error("writes to the disks cannot be recorded")]
     Record(#[from] RecordError),
     /// The socket for QEMU could not be made.
-    #[error("no socket to read the disks over, {path}", path = path.display())]
+    #[error("cannot create the socket {path}, over which disks are read", path = path.display())]
     Socket {
         /// Path of the socket.
         path: PathBuf,
@@ -338,14 +338,17 @@ pub(crate) enum PayloadError {
     },
     /// No guard could be started that would lift the throttle of writes if this agent died.
     #[error(
-        "writes cannot be throttled: nothing could be started that lifts the throttle should this agent die"
+        "writes cannot be throttled: the guard process that would remove the throttle if this agent dies \
+         cannot be started"
     )]
     ThrottleGuard(#[source] std::io::Error),
     /// The monitor failed.
     #[error(transparent)]
     Vm(#[from] VmError),
     /// The destination requests a disk that was not proposed for copying, or one twice.
-    #[error("the destination wants a copy of disk {0:?}, which was not proposed to it, or twice")]
+    #[error(
+        "the destination requested a copy of disk {0:?} that was not proposed to it, or requested it twice"
+    )]
     Unknown(String),
 }
 

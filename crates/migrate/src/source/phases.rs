@@ -223,7 +223,7 @@ impl Driver {
                 } = acceptance;
                 let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
                 let why_not = why_not.map_or_else(
-                    || "its version of whimbrel does not know how".to_owned(),
+                    || "its version of whimbrel does not support it".to_owned(),
                     |finding| finding.what.clone(),
                 );
                 self.controls.report(|report| {
@@ -238,12 +238,12 @@ impl Driver {
                 };
                 if let Some(disk) = proposed.iter().find(left_out) {
                     let reason =
-                        format!("the destination does not say that it takes a copy of disk {}", disk.name);
+                        format!("the destination does not confirm that it receives a copy of disk {}", disk.name);
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
                 if self.controls.goals().needs_post_copy() && !post_copy {
                     let reason = format!(
-                        "pages cannot come after the guest: {why_not}. Choose another policy, or what to do at the limit"
+                        "post-copy is not possible: {why_not}. Choose another --policy or --on-limit"
                     );
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
@@ -270,9 +270,9 @@ impl Driver {
         const LEAP: u64 = 1 << 32;
         let own = self.terms.epoch();
         if largest.0 > own.0.saturating_add(LEAP) {
-            warn!(%largest, "an epoch out of reach");
+            warn!(%largest, "ignored an epoch that is too large");
         } else if let Err(error) = self.context.journal.learn_epoch(&self.terms.migration.vm, largest) {
-            warn!(error = crate::chain(&error), "the epoch is not in the journal");
+            warn!(error = crate::chain(&error), "cannot record the epoch in the journal");
         }
     }
 
@@ -286,7 +286,7 @@ impl Driver {
         journal
             .put_report(&report)
             .and_then(|()| journal.set_details(&self.terms.migration, &details, Durability::Synced))
-            .map_err(|error| Failure::local("cannot note that the destination has accepted", &error))
+            .map_err(|error| Failure::local("cannot record that the destination has accepted", &error))
     }
 
     /// Tracks the guest's writes from here on. Needs seconds for a large guest that arrived by a migration, and handles
@@ -313,7 +313,7 @@ impl Driver {
         match CpuThrottle::begin(self.vm()?, &context.guard) {
             Ok(cpu_throttle) => self.cpu_throttle = Some(cpu_throttle),
             Err(error) if is_wished => {
-                return Err(Failure::local("the guest's processors cannot be slowed down", &error));
+                return Err(Failure::local("cannot throttle the guest's processors", &error));
             }
             Err(error) => self.note("cpu-not-throttled", crate::chain(&error)),
         }
@@ -327,7 +327,7 @@ impl Driver {
         match watch.transpose() {
             Ok(watch) => self.pressure = watch,
             // The kernel does not count this; nothing else is affected.
-            Err(error) => debug!(error = crate::chain(&error), "not seen how long the guest waits"),
+            Err(error) => debug!(error = crate::chain(&error), "cannot measure the time that the guest waits"),
         }
     }
 
@@ -343,7 +343,7 @@ fn gone() -> Failure {
 pub(super) fn unexpected(message: &Message) -> Failure {
     let kind = serde_json::to_value(message).ok().and_then(|value| value["type"].as_str().map(str::to_owned));
     let kind = kind.unwrap_or_default();
-    Failure::new(SourceEvent::Failed, format!("the destination sent `{kind}` where it does not belong"))
+    Failure::new(SourceEvent::Failed, format!("the destination sent an unexpected message `{kind}`"))
 }
 
 /// Returns the blockers among findings, as one line.
@@ -354,7 +354,7 @@ pub(crate) fn refusal(findings: &[Finding]) -> String {
         .map(|finding| format!("{}: {}", finding.what, finding.advice))
         .collect();
     if blockers.is_empty() {
-        "the destination refused without a reason".to_owned()
+        "the destination refused without giving a reason".to_owned()
     } else {
         format!("the destination refuses: {}", blockers.join("; "))
     }

@@ -70,7 +70,7 @@ impl Driver {
             let mib = (template_pages as u64 * PAGE_BYTES) >> 20;
             self.note(
                 "templates",
-                format!("{templates} of the destination's have pages in common, {mib} MiB in all"),
+                format!("{templates} templates of the destination have pages in common, {mib} MiB in all"),
             );
         }
         for run in runs {
@@ -105,7 +105,7 @@ impl Driver {
     /// that are late, too many, or lost with the link are not needed.
     fn query_templates(&mut self, payload: &Payload) -> Result<Vec<TemplateRun>, Failure> {
         let names = sample_hashes(payload)
-            .map_err(|error| Failure::local("cannot read what is to be sent", &error))?;
+            .map_err(|error| Failure::local("cannot read the pages to send", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let mut taken = Vec::new();
         self.is_querying_templates = true;
@@ -116,7 +116,7 @@ impl Driver {
         let why = match result {
             Ok(()) => return Ok(taken),
             Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
-                "the destination has not told in time what is in all of its own".to_owned()
+                "the destination did not report the content of all its templates in time".to_owned()
             }
             // Mended before the first round is sent, like any other cut: see `open_streams`.
             Err(Failure { event: SourceEvent::PeerLost, reason }) => {
@@ -174,7 +174,7 @@ impl SharedImages {
                 self.templates.index_shared_images(&self.images, self.memory_bytes, &known);
             let mib = |pages: u64| (pages * PAGE_BYTES) >> 20;
             let detail = format!(
-                "{images} of {} images that both hosts have are known, {} MiB in all, {} MiB of it read for this migration",
+                "{images} of {} images that both hosts have are indexed, {} MiB in all, {} MiB of it read for this migration",
                 self.images.len(),
                 mib(pages),
                 mib(read_pages)
@@ -183,7 +183,7 @@ impl SharedImages {
             controls.report(|report| report.event(at_us, "shared-images", detail));
         };
         if let Err(error) = thread::Builder::new().name("shared images".to_owned()).spawn(work) {
-            warn!(%error, "no thread to read images that both hosts have");
+            warn!(%error, "cannot start a thread to read images that both hosts have");
         }
     }
 }

@@ -195,17 +195,17 @@ enum ServingEnd {
     Stream(#[from] LinkError),
     #[error("the data streams ended")]
     Push(#[from] SendError),
-    #[error("the destination said on the page stream what does not belong there")]
+    #[error("the destination sent an unexpected message on the page stream")]
     Message,
     #[error("the destination's list of pages cannot be used")]
     Set(#[from] BadSet),
     #[error("the destination's list of pages was damaged on its way")]
     Digest,
-    #[error("the destination wants page {} of block {}, which is not there", .0.page, .0.block)]
+    #[error("the destination requested page {} of block {}, which does not exist", .0.page, .0.block)]
     Outside(PageRequest),
     #[error("the guest's memory cannot be read")]
     Ram(#[from] RamError),
-    #[error("no thread to push pages in")]
+    #[error("cannot start a thread to push pages")]
     Thread(#[from] std::io::Error),
 }
 

@@ -114,11 +114,11 @@ impl StateMachine for Driver {
                 });
             }
             DestinationEffect::SendRefused => {
-                let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
+                let reason = self.reason.clone().unwrap_or_else(|| "this copy is lost".to_owned());
                 self.send_message(&Message::Refused { epoch, reason });
             }
             DestinationEffect::SendCrashed => {
-                let reason = "its QEMU is gone, and may have run the guest".to_owned();
+                let reason = "its QEMU has ended, and may have run the guest".to_owned();
                 self.send_message(&Message::Crashed { epoch, reason });
             }
             DestinationEffect::Discard => self.discard(),
@@ -165,7 +165,11 @@ impl Driver {
         match journal.record_destination(id, state, durability) {
             // An agent that is started anew discards a copy that was only PREPARED.
             Err(error) if matches!(state, DestinationState::Discarded) => {
-                error!(migration = %id, error = crate::chain(&error), "DISCARDED is not in the journal");
+                error!(
+                    migration = %id,
+                    error = crate::chain(&error),
+                    "cannot record DISCARDED in the journal"
+                );
                 Ok(())
             }
             recorded => Ok(recorded?),
@@ -205,7 +209,7 @@ impl Driver {
             return self.follow_ups.push_back(DestinationEvent::ContFailed);
         }
         if let Err(error) = vm.release() {
-            error!(error = crate::chain(&error), "QEMU is not let go");
+            error!(error = crate::chain(&error), "cannot release QEMU");
         }
         self.process_cont_outcome();
     }
@@ -222,7 +226,7 @@ impl Driver {
             }
             // QEMU refused before any vCPU ran: `cont` acquires the disks first.
             Err(error) if error.is_refusal() && vm.is_reported_paused() => {
-                self.reason = Some(format!("QEMU does not continue: {error}"));
+                self.reason = Some(format!("QEMU does not resume the guest: {error}"));
                 DestinationEvent::ContFailed
             }
             Err(_) if !vm.process.is_alive() => DestinationEvent::QemuDied,
@@ -242,7 +246,7 @@ impl Driver {
             // A QEMU that waits for a page announces the guest once the page is there.
             warn!(
                 error = crate::chain(&error),
-                "QEMU does not announce the guest yet; switches learn by themselves"
+                "QEMU does not announce the guest yet; switches learn its place from its traffic"
             );
         }
     }
@@ -252,7 +256,7 @@ impl Driver {
         if let Some(vm) = &self.vm
             && let Err(error) = vm.release()
         {
-            warn!(migration = %self.terms.migration, error = crate::chain(&error), "QEMU is not let go");
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "cannot release QEMU");
         }
     }
 

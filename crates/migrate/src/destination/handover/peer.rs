@@ -28,7 +28,7 @@ impl Driver {
     pub fn reject(mut self, findings: Vec<Finding>, largest_epoch: Option<Epoch>) {
         let blockers = findings.iter().filter(|finding| finding.severity == Severity::Blocker);
         let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
-        warn!(migration = %self.terms.migration, what, "the VM cannot come");
+        warn!(migration = %self.terms.migration, what, "the VM cannot be received");
         self.send_message(&Message::Reject { findings, largest_epoch });
         if self.state != DestinationState::Idle {
             self.reason = Some(what);
@@ -95,17 +95,17 @@ impl Driver {
         if self.state == DestinationState::Prepared {
             return self.handle_protocol_violation(
                 link,
-                &format!("the source sent `{what}` where it does not belong"),
+                &format!("the source sent an unexpected message `{what}`"),
             );
         }
-        info!(migration = %self.terms.migration, what, "the source goes on with what is over here; it connects anew");
+        info!(migration = %self.terms.migration, what, "the source continues a connection that has ended here; it will reconnect");
         self.hang_up(link);
     }
 
     /// Closes a connection on which the source violates the protocol, and fails the migration if neither host depends
     /// on this copy yet.
     fn handle_protocol_violation(&mut self, link: u64, what: &str) {
-        warn!(migration = %self.terms.migration, what, "the source does not keep to the protocol");
+        warn!(migration = %self.terms.migration, what, "the source violates the protocol");
         if let Some((_, handle)) = self.links.remove(&link) {
             handle.shutdown();
         }

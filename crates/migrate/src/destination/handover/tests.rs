@@ -391,7 +391,7 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     assert_eq!(settled.join().unwrap(), DestinationState::Crashed { ran: false });
     assert!(image.exists());
     let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
-    assert!(message.contains("nobody knows") && message.contains("if not, those at b"), "{message}");
+    assert!(message.contains("not known") && message.contains("otherwise those at b"), "{message}");
 }
 
 /// Returns the awaited trace of a guest with a page that was present before it arrived.

@@ -129,7 +129,7 @@ fn a_silent_guest_is_waited_for_once() {
     assert_eq!(hinted.pages(), (0, 0));
     assert_eq!(
         guest.answer_statistics().notes,
-        ["the guest is not asked any more: it does not answer in time"]
+        ["the guest is no longer queried: it does not answer in time"]
     );
     assert!(guest.ask(false).is_none());
 }

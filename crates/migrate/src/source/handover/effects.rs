@@ -90,7 +90,7 @@ impl StateMachine for Driver {
                     Ok(()) => SourceEvent::Continued,
                     Err(_) if !self.vm.as_ref().is_some_and(SourceVm::is_alive) => SourceEvent::QemuDied,
                     Err(error) => {
-                        error!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU does not continue");
+                        error!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU does not resume the guest");
                         SourceEvent::ContinueFailed
                     }
                 };
@@ -114,7 +114,7 @@ impl StateMachine for Driver {
                 self.inbox.interrupts(None);
                 // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
-                    warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
+                    warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "cannot release QEMU");
                 }
                 if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
                     vm.lift_leftover_limit();
@@ -152,7 +152,7 @@ impl Driver {
     /// Lifts the throttle of the guest's processors.
     pub(in crate::source) fn lift_cpu_throttle(&mut self) {
         if let Some(Err(error)) = self.cpu_throttle.as_mut().map(CpuThrottle::lift) {
-            warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's processors stay slow");
+            warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's CPU throttle stays in effect");
         }
     }
 
@@ -175,7 +175,11 @@ impl Driver {
             // before the entry can be made. A guest that is stopped for ever is worse. The destination is informed all
             // the same: a copy that is discarded is one that cannot be started.
             Err(error) if matches!(state, SourceState::Aborting | SourceState::Aborted) => {
-                error!(migration = %id, error = crate::chain(&error), "ABORTED is not in the journal yet");
+                error!(
+                    migration = %id,
+                    error = crate::chain(&error),
+                    "cannot record ABORTED in the journal yet"
+                );
                 self.unjournalled = Some(state.clone());
                 Ok(())
             }
@@ -208,7 +212,7 @@ impl Driver {
             offering.store(false, Ordering::Release);
         };
         if let Err(error) = thread::Builder::new().name("offer".to_owned()).spawn(offer) {
-            warn!(%error, "cannot offer in the registry");
+            warn!(%error, "cannot offer the VM in the registry");
             self.offering.store(false, Ordering::Release);
         }
     }

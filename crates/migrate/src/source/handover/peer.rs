@@ -80,7 +80,7 @@ impl Driver {
     /// Handles a violation of the protocol by the destination: its connection is closed, and a migration that is not
     /// committed ends.
     fn broken_protocol(&mut self, link: Option<u64>, what: &str) {
-        warn!(migration = %self.terms.migration, what, "the destination does not keep to the protocol");
+        warn!(migration = %self.terms.migration, what, "the destination violates the protocol");
         if link.is_some_and(|link| self.is_control(link)) {
             self.control = None;
         }
@@ -119,7 +119,7 @@ impl Driver {
             // Post-copy lasts for a while: an agent that restarts needs the report of everything before it.
             let report = self.controls.report(|report| report.clone());
             if let Err(error) = self.context.journal.put_report(&report) {
-                warn!(error = crate::chain(&error), "the report is not in the journal yet");
+                warn!(error = crate::chain(&error), "cannot record the report in the journal yet");
             }
         }
     }
@@ -198,7 +198,7 @@ impl Driver {
             }
         };
         if let Err(error) = thread::Builder::new().name("abort".to_owned()).spawn(send) {
-            warn!(%error, "cannot tell the destination now that the migration is aborted; it will ask");
+            warn!(%error, "cannot notify the destination now that the migration is aborted; it will ask");
         }
     }
 }

@@ -50,7 +50,7 @@ impl Driver {
                     }
                     Err(error) => {
                         let error = crate::chain(&error);
-                        warn!(error, "the memory that the destination may need cannot be read yet");
+                        warn!(error, "cannot read yet the memory that the destination may request");
                         std::thread::sleep(self.contact.retry);
                     }
                 }
@@ -71,7 +71,7 @@ impl Driver {
         self.report_served();
         let report = self.controls.report(|report| report.clone());
         if let Err(error) = self.context.journal.put_report(&report) {
-            warn!(error = crate::chain(&error), "the report is not in the journal yet");
+            warn!(error = crate::chain(&error), "cannot record the report in the journal yet");
         }
     }
 
@@ -101,10 +101,14 @@ impl Driver {
                 self.note("reconnected", format!("generation {}", self.generation));
                 self.controls.report(|report| report.reconnections += 1);
                 self.telemetry.update(|progress| progress.reconnections += 1);
-                info!(migration = %self.terms.migration, generation = %self.generation, "pages go on");
+                info!(
+                    migration = %self.terms.migration,
+                    generation = %self.generation,
+                    "sending of pages continues"
+                );
             }
             Err(failure) => {
-                warn!(migration = %self.terms.migration, reason = failure.reason, "no connections for pages yet");
+                warn!(migration = %self.terms.migration, reason = failure.reason, "no connections for sending pages yet");
                 self.control = None;
                 self.page_stream = None;
             }
@@ -147,7 +151,7 @@ impl Driver {
         self.telemetry.follow(Some(sender.handle()));
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
-            .map_err(|error| Failure::local("no thread to send pages in", &error))
+            .map_err(|error| Failure::local("cannot start a thread to send pages", &error))
     }
 
     /// Records that the destination found a page present that post-copy was to send, and has stopped the guest.

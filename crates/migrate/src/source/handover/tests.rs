@@ -259,7 +259,7 @@ fn go_waits_for_the_check_that_qemu_is_frozen() {
     let mut peer = world.accept();
     peer.receive_until(|message| matches!(message, Message::Go { .. }));
     let looked = controls.report(|report| {
-        report.events.iter().any(|event| event.detail.contains("this side's stopped copy is gone"))
+        report.events.iter().any(|event| event.detail.contains("this host's stopped copy is lost"))
     });
     assert!(looked, "GO went out before anybody looked");
     peer.send_message(&running());
@@ -297,7 +297,7 @@ fn check_continued_elsewhere(run: bool) {
     driver.vm.as_mut().unwrap().monitor().unwrap();
     qemu.emit_resume();
     let failure = driver.freeze().unwrap_err();
-    assert!(failure.reason.contains("somebody else continued the guest"), "{}", failure.reason);
+    assert!(failure.reason.contains("another program resumed the guest"), "{}", failure.reason);
     assert!(qemu.is_frozen(), "looked at only when nothing can happen any more");
     driver.take(&failure.event);
     let settled = thread::spawn(move || driver.settle());

@@ -39,7 +39,7 @@ fn start_write_guard(context: &Context, vm: &SourceVm) -> Result<ThrottleGuard, 
 impl Driver {
     /// Prepares everything that the streams will send. Writes to disks are recorded from here on.
     pub(super) fn payload(&mut self, copied: &[CopiedDisk]) -> Result<Payload, Failure> {
-        let failed = |error: PayloadError| Failure::local("cannot read what is to be sent", &error);
+        let failed = |error: PayloadError| Failure::local("cannot read the pages to send", &error);
         if copied.is_empty() {
             let goals = self.controls.change(Goals::disable_write_throttle);
             self.controls.report(|report| report.settings = goals.settings.clone());
@@ -62,11 +62,11 @@ impl Driver {
         let vm = self.vm()?;
         let open = OpenFiles::of(vm.process.pid());
         let open =
-            open.map_err(|error| Failure::local("the files that QEMU has open cannot be seen", &error))?;
+            open.map_err(|error| Failure::local("cannot list the files that QEMU has open", &error))?;
         let Some(stray) = files_not_open(&described, &open).into_iter().next() else { return Ok(()) };
         // A changed medium is not a moved file.
         vm.check_unchanged().map_err(|error| Failure::local("the guest is not stopped", &error))?;
-        let what = if stray.is_there { "another file is there by now" } else { "no file is there any more" };
+        let what = if stray.is_there { "another file is there now" } else { "no file is there now" };
         let reason = format!(
             "the guest is not stopped: QEMU has disk {} open from {}, and {what}; move the file that QEMU has open back",
             stray.disk, stray.path
@@ -97,7 +97,7 @@ impl Driver {
         let not_there = |name: &String| {
             Failure::new(
                 SourceEvent::Failed,
-                format!("where disk {name} is was not told, so it cannot be compared"),
+                format!("the destination did not report the place of disk {name}, so it cannot be compared"),
             )
         };
         payload.disk_names().iter().map(|name| image(name).ok_or_else(|| not_there(name))).collect()
@@ -164,7 +164,7 @@ impl Driver {
         let mut sender = self.open_streams(payload)?;
         let kept = payload.externally_throttled();
         if !kept.is_empty() {
-            let detail = format!("those to {}, which another program has throttled", kept.join(", "));
+            let detail = format!("those to {}, which is already throttled by another program", kept.join(", "));
             self.note("writes-not-throttled", detail);
         }
         let mut owed = payload.disks_alone();
@@ -197,7 +197,7 @@ impl Driver {
             .filter(|_| goals.settings.on_limit == OnLimit::Abort)
             .map(Duration::from_millis);
         if limit.is_some_and(|limit| self.controls.requested.elapsed() > limit) {
-            let reason = "there is no time left, and its memory is still to come: allow more time, or a higher bandwidth";
+            let reason = "the time limit is reached before all memory was sent: allow more time, or a higher bandwidth";
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         Ok(())

@@ -141,7 +141,7 @@ impl Driver {
             }
             let digest = blake3::hash(list).to_hex().to_string();
             self.send_message(&Message::Discard { bytes: list.len() as u64, digest })?;
-            self.send("cannot name pages", |writer| writer.send_blob(list))?;
+            self.send("cannot encode the list of discarded pages", |writer| writer.send_blob(list))?;
             unanswered += 1;
         }
         for _ in 0..unanswered {
@@ -208,7 +208,7 @@ impl Driver {
             .send_round_by(disks, self.switchover_deadline())
             .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
         if unsent.pages() > 0 {
-            let reason = format!("{} pages of disks are owed after the last round", unsent.pages());
+            let reason = format!("{} pages of disks were not sent in the last round", unsent.pages());
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         unsent.take_back(&remaining);
@@ -231,7 +231,7 @@ impl Driver {
         self.context
             .journal
             .set_details(&self.terms.migration, &details, Durability::Process)
-            .map_err(|error| Failure::local("cannot note that pages are left", &error))?;
+            .map_err(|error| Failure::local("cannot record that pages are left to send", &error))?;
         self.set_control_deadline(Some(self.switchover_deadline()));
         let digest = blake3::hash(&set).to_hex().to_string();
         self.send_message(&Message::MissingPages {
@@ -240,7 +240,7 @@ impl Driver {
             round: remaining.round(),
         })?;
         for piece in set.chunks(proto::limits::BLOB_BYTES) {
-            self.send("cannot name the pages that are left", |writer| writer.send_blob(piece))?;
+            self.send("cannot encode the list of missing pages", |writer| writer.send_blob(piece))?;
         }
         self.inbox.interrupts(None);
         let Some(page_stream) = self.page_stream.take() else {
@@ -250,7 +250,7 @@ impl Driver {
         self.controls.report(|report| {
             report.post_copy = Some(PostCopy { remaining_pages: pages, ..PostCopy::default() });
         });
-        self.note("post-copy", format!("{pages} pages go when the guest runs there"));
+        self.note("post-copy", format!("{pages} pages are sent after the guest runs there"));
         // The guest has left this host; at the destination it waits.
         sender.handle().set_niceness(0);
         sender.handle().limit_copying_threads(u16::MAX);
@@ -264,7 +264,7 @@ impl Driver {
         later.packing = payload.saving().packing;
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
-            .map_err(|error| Failure::local("no thread to send pages in", &error))?;
+            .map_err(|error| Failure::local("cannot start a thread to send pages", &error))?;
         self.later = Some(later);
         self.context.faults.reach(|| "source/awaited".to_owned());
         Ok(())

@@ -324,11 +324,11 @@ impl Driver {
     ) -> Result<DirtyScan, Failure> {
         let reported_blocks = if reports_pages { payload.ram_blocks() } else { 0 };
         let scanned_at = Instant::now();
-        let cannot_ask = |error: VmError| Failure::local("QEMU cannot be asked", &error);
+        let cannot_ask = |error: VmError| Failure::local("cannot query QEMU", &error);
         let vm = self.vm()?;
         let (cleared, found) = owed
             .clear_marks_and_report(&mut payload.log(vm.monitor().map_err(cannot_ask)?), reported_blocks)
-            .map_err(|failed| Failure::local("cannot find out what was written", &failed))?;
+            .map_err(|failed| Failure::local("cannot find the dirty pages", &failed))?;
         let scan = cleared.scan();
         let drain_began = Instant::now();
         let readable = cleared
@@ -337,7 +337,7 @@ impl Driver {
         let drain_us = drain_began.elapsed().as_micros() as u64;
         payload
             .tidy(vm.monitor().map_err(cannot_ask)?)
-            .map_err(|error| Failure::local("QEMU does not let go of a bitmap", &error))?;
+            .map_err(|error| Failure::local("QEMU does not release a bitmap", &error))?;
         let disk_pages = payload.disk_pages(readable.owed());
         Ok(DirtyScan { readable, disk_pages, scan, scanned_at, drain_us, found })
     }

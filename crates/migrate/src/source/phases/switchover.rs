@@ -63,7 +63,7 @@ fn run_concurrently<H, T: Send>(
     thread::scope(|scope| match thread::Builder::new().name("save".to_owned()).spawn_scoped(scope, run) {
         Ok(thread) => (here(), thread.join()),
         Err(error) => {
-            warn!(%error, "no thread to save the device state in; it is saved before the round");
+            warn!(%error, "cannot start a thread to save the device state; it is saved before the round");
             let done = run();
             (here(), Ok(done))
         }
@@ -76,15 +76,15 @@ pub(super) fn scan_disks(vm: &mut SourceVm, payload: &mut Payload, owed: &mut Ow
     if !payload.has_disks() {
         return Ok(());
     }
-    let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
+    let monitor = vm.monitor().map_err(|error| Failure::local("cannot query QEMU", &error))?;
     payload
         .scan_disks(monitor, owed)
-        .map_err(|error| Failure::local("cannot find out what was written", &error))
+        .map_err(|error| Failure::local("cannot find the dirty pages", &error))
 }
 
 pub(super) fn cannot_save(error: &VmError) -> Failure {
     match error {
-        VmError::RunState(_) => Failure::local("the guest is not moved", error),
+        VmError::RunState(_) => Failure::local("the guest is not migrated", error),
         _ => Failure::local("cannot save the device state", error),
     }
 }
@@ -93,7 +93,7 @@ impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
         self.find_images_in_place()?;
-        let cannot = |error: VmError| Failure::local("the guest is not moved", &error);
+        let cannot = |error: VmError| Failure::local("the guest is not migrated", &error);
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;
         // Later changes of the guest's state are detected when its devices are saved.
@@ -138,7 +138,7 @@ impl Driver {
         let round = stopped_round(sender, owed, &mut payload.ram_log(), self.switchover_deadline());
         let (sender, owed) = self.last_round(round)?;
         if owed.pages() > 0 {
-            let reason = format!("{} pages are owed after the last round; please report this", owed.pages());
+            let reason = format!("{} pages were not sent in the last round; please report this", owed.pages());
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         self.inbox.interrupts(None);
@@ -206,7 +206,7 @@ impl Driver {
         let began = Instant::now();
         // Otherwise memory that was plugged in the meantime would be taken for lost memory.
         self.check_unchanged()?;
-        let cannot_read = |error: CompareError| Failure::local("cannot read what is to be compared", &error);
+        let cannot_read = |error: CompareError| Failure::local("cannot read the pages to compare", &error);
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let (images, socket) = (self.copied_images(payload)?, self.compare_socket());
         let left_out = payload.left_out();
@@ -230,8 +230,8 @@ impl Driver {
         });
         if different > 0 {
             let reason = format!(
-                "{different} of {chunks} chunks of memory and disks differ between the two sides; this is an error of \
-                 Whimbrel, please report it. The VM goes on here"
+                "{different} of {chunks} chunks of memory and disks differ between the two sides; this is a \
+                 bug in Whimbrel, please report it. The VM continues here"
             );
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
@@ -281,7 +281,7 @@ impl Driver {
                 if epoch != self.terms.epoch() || loaded != digest {
                     return Err(Failure::new(
                         SourceEvent::Failed,
-                        "the destination has loaded another device state than the one that was sent",
+                        "the destination loaded a device state that differs from the one that was sent",
                     ));
                 }
                 self.clock.measured.load_us = load_us;
@@ -295,15 +295,15 @@ impl Driver {
 
     fn check_unchanged(&mut self) -> Result<(), Failure> {
         let unchanged = self.vm()?.check_unchanged();
-        unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
+        unchanged.map_err(|error| Failure::local("the guest has changed", &error))
     }
 
     /// Ensures that no `cont` has reached the guest before READY, and that none can from here on: QEMU is frozen first,
     /// and then checked. If the handover fails, the guest's `cont` lets QEMU go, or the undo does.
     pub(crate) fn freeze(&mut self) -> Result<(), Failure> {
-        self.vm()?.freeze().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
+        self.vm()?.freeze().map_err(|error| Failure::local("cannot freeze QEMU", &error))?;
         if self.vm()?.has_been_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
-            let reason = "somebody else continued the guest while it was stopped for the handover";
+            let reason = "another program resumed the guest while it was stopped for the handover";
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         Ok(())

@@ -173,7 +173,7 @@ fn limits_are_kept_by_the_way_that_is_expected_to() {
     // No way keeps this: the downtime is at least the time that a stop needs.
     let report = sla("1", "1");
     assert_eq!(report["outcome"], "aborted", "{report:#}");
-    assert!(report["reason"].as_str().unwrap().contains("no time left"), "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("the time limit is reached"), "{report:#}");
     assert!(
         matches!(decisions(&assert_replayed(&report)).pop(), Some(Decision::GiveUp { .. })),
         "{report:#}"
@@ -190,7 +190,7 @@ fn limits_are_kept_by_the_way_that_is_expected_to() {
     );
     assert!(report["post_copy"]["remaining_pages"].as_u64() > Some(0), "{report:#}");
     let way = report["events"].as_array().unwrap().iter().rfind(|event| event["what"] == "way").unwrap();
-    assert!(way["detail"].as_str().unwrap().starts_with("post-copy; expected of "), "{way}");
+    assert!(way["detail"].as_str().unwrap().starts_with("post-copy; expected for "), "{way}");
     cluster.assert_guest_whole("b", "vm1");
 }
 

@@ -228,19 +228,20 @@ pub enum Limit {
 impl fmt::Display for GiveUp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.limit {
-            Limit::Rounds => "the limit of rounds is reached",
-            Limit::NotShrinking => "rounds leave no less to send than the ones before",
-            Limit::Total => "there is no time left",
+            Limit::Rounds => "the maximum number of rounds is reached",
+            Limit::NotShrinking => "rounds no longer reduce the number of dirty pages",
+            Limit::Total => "the time limit is reached",
             Limit::Disks => {
-                "memory may come after the VM, but what it has written to its disks goes before it and becomes no less"
+                "memory can be sent in post-copy, but dirty pages of disks must be sent before the stop, and \
+                 do not become fewer"
             }
         };
         let tenths = |ns: u64| format!("{}.{}", ns / 1_000_000, ns / 100_000 % 10);
         match self.expected_downtime_ns {
-            u64::MAX => write!(f, "{what}; how long stopping now would take is not known yet")?,
+            u64::MAX => write!(f, "{what}; the downtime of a stop now is not known yet")?,
             expected_ns => write!(
                 f,
-                "{what}; stopping now would take about {} ms ({} of them whatever is left to send)",
+                "{what}; a stop now would take about {} ms ({} of them regardless of the remaining pages)",
                 tenths(expected_ns),
                 tenths(self.fixed_ns),
             )?,
@@ -251,7 +252,7 @@ impl fmt::Display for GiveUp {
             tenths(self.max_downtime_ns),
             match self.limit {
                 Limit::Total => "more time",
-                Limit::Disks => "have its writes throttled (--throttle-writes)",
+                Limit::Disks => "a write throttle (--throttle-writes)",
                 Limit::Rounds | Limit::NotShrinking => "more rounds",
             },
         )

@@ -197,7 +197,8 @@ pub fn finding(error: &OwnerError) -> Finding {
         OwnerError::Other { vm, owner, .. } => (
             "owner-other",
             format!(
-                "migrate it from {owner}; if it does not run there and never will again, run `whimbrel vm claim {vm}` here"
+                "migrate it from {owner}; if it does not run there and never will again, run `whimbrel vm \
+                 claim {vm}` here"
             ),
         ),
     };

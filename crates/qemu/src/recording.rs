@@ -156,7 +156,8 @@ impl Recording {
             let changed = |what| Err(RecordError::Changed { node: disk.node.clone(), what });
             match media.iter().find(|medium| medium.node == disk.node) {
                 None => changed(
-                    "is no longer used by its device: a snapshot was made, the medium was changed, or a backup or mirror was started"
+                    "is no longer used by its device: a snapshot was made, the medium was changed, or a \
+                     backup or mirror was started"
                         .to_owned(),
                 ),
                 Some(medium) if medium.image.bytes != disk.bytes => changed(format!(

@@ -82,7 +82,8 @@ fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
         found.push(RestartRisk {
             when: RestartTime::AtOnce,
             what: format!(
-                "systemd unit {unit}{whose} has Restart={restart} and would restart the guest here after its migration"
+                "systemd unit {unit}{whose} has Restart={restart} and would restart the guest here after its \
+                 migration"
             ),
             remedy: format!("set Restart=no before the migration (`systemctl{user} edit {unit}`)"),
         });

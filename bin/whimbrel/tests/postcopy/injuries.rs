@@ -108,7 +108,7 @@ fn a_long_cut_never_runs_the_guest_at_the_source() {
     assert_eq!(status()["standing"], "underway", "{:#}", status());
     for words in [&["recover", "vm1"][..], &["recover", "vm1", "--run-here", "--accept-risk"]] {
         let output = cluster.a.text(words);
-        assert!(output.stdout.contains("the guest runs on b"), "{output:?}");
+        assert!(output.stdout.contains("the guest has been running on b"), "{output:?}");
         assert!(!output.stdout.contains("continues here"), "{output:?}");
     }
     cluster.lab.heal().unwrap();

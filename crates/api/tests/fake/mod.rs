@@ -369,7 +369,7 @@ impl Control for Fake {
                 migration.progress.update(|p| (p.phase, p.standing) = (Phase::Ended, Standing::Failed));
             }
             let run_here = "--run-here: the guest continues here; risk: if beta runs it too, both write to the same disks";
-            let give_up = "--give-up: the copy held here is discarded; risk: if beta cannot run it, it is lost";
+            let give_up = "--give-up: the copy kept here is discarded; risk: if beta cannot run it, it is lost";
             let risked = match request.action {
                 RecoverAction::Ask => vec![run_here.to_owned(), give_up.to_owned()],
                 _ => vec![run_here.to_owned()],

@@ -198,7 +198,7 @@ pub enum Ignored {
 
 /// Error of an event that cannot happen in this state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the {role} of a handover cannot take the event `{event}` in the state `{state}`")]
+#[error("the {role} of a handover cannot process the event `{event}` in the state `{state}`")]
 pub struct Illegal {
     /// Role of the host.
     pub role: Role,

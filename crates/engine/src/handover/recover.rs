@@ -50,12 +50,12 @@ pub struct Advice {
     pub choices: Vec<Choice>,
 }
 
-const TWO: &str = "If it does run there, two copies write to the same disks and destroy them, or each to images of its own \
-                   where disks were copied. Make sure that the other host is off or cut from storage and network before \
-                   you decide this";
+const TWO: &str = "If it does run there, two copies write to the same disks and destroy them, or, where disks were \
+                   copied, their disks diverge. Before you decide this, make sure that the other host is off, or cut \
+                   off from storage and network";
 
-const GONE: &str = "only if the registry is lost for good, or has been made anew: one that comes back does not know of \
-                    this decision, and may give the VM to the other host";
+const GONE: &str = "only if the registry is lost for good, or was created anew: a registry that returns does \
+                    not know of this decision, and may give the VM to the other host";
 
 /// Returns the advice for the source's operator.
 pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
@@ -64,10 +64,10 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
     match state {
         SourceState::Committed { ran: true, .. } => Advice {
             known: vec![
-                format!("the guest runs on {there} since epoch {epoch}, or has crashed there since"),
-                format!("some of its memory was only on this host when {there} was last heard of"),
+                format!("the guest has been running on {there} since epoch {epoch}, or has crashed there"),
+                format!("some of its memory was only on this host when {there} last reported"),
             ],
-            unknown: vec![format!("whether {there} has all of it by now")],
+            unknown: vec![format!("whether {there} has received all of its memory")],
             choices: vec![run_elsewhere_choice(terms)],
         },
         SourceState::Committed { incarnation, .. } => Advice {
@@ -76,7 +76,7 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
                     "migration {} was committed to {there} (process {})",
                     terms.migration, incarnation.pid
                 ),
-                "the guest does not run on this host; its memory is held as it was when it was stopped"
+                "the guest does not run on this host; its memory is kept as it was when it was stopped"
                     .to_owned(),
                 format!("neither RUNNING nor REFUSED of epoch {epoch} has arrived"),
                 registry_line(terms),
@@ -91,7 +91,7 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
                 "this host is asking the ownership registry to give the VM back".to_owned(),
                 "the guest does not run on this host".to_owned(),
             ],
-            unknown: vec!["what the registry will say".to_owned()],
+            unknown: vec!["what the registry will decide".to_owned()],
             choices: [(!force).then(|| forced_choice(terms))]
                 .into_iter()
                 .flatten()
@@ -101,7 +101,7 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
         SourceState::QemuLost { .. } => Advice {
             known: vec![
                 format!("this host's copy of the guest was lost during migration {}", terms.migration),
-                format!("no entry says that the guest ran on after it was stopped for {there}"),
+                format!("no journal entry shows that the guest ran after it was stopped for {there}"),
                 registry_line(terms),
             ],
             unknown: vec![format!("whether {there} has a complete copy, and whether it runs")],
@@ -112,12 +112,14 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
         | SourceState::Stopped { .. }
         | SourceState::Aborting
         | SourceState::Aborted => {
-            settled(format!("the guest is this host's: epoch {epoch} was not committed"))
+            settled(format!("this host owns the guest: epoch {epoch} was not committed"))
         }
         SourceState::Returning | SourceState::Returned => {
-            settled(format!("the guest is this host's: epoch {epoch} was committed and returned"))
+            settled(format!(
+                "this host owns the guest: epoch {epoch} was committed, and the guest was returned"
+            ))
         }
-        SourceState::Done { .. } => settled(format!("the guest is {there}'s: epoch {epoch} is done")),
+        SourceState::Done { .. } => settled(format!("{there} owns the guest: epoch {epoch} is complete")),
     }
 }
 
@@ -132,10 +134,10 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
                     "a complete copy of the guest is loaded here for migration {}, paused",
                     terms.migration
                 ),
-                "it has never run, and nothing here says whether it is to run".to_owned(),
+                "it has never run, and this host does not know whether it is to run".to_owned(),
                 registry_line(terms),
             ],
-            unknown: vec![format!("whether {there} committed epoch {epoch}, or went on running the guest")],
+            unknown: vec![format!("whether {there} committed epoch {epoch}, or continued running the guest")],
             choices: ready_choices(terms, *run),
         },
         DestinationState::Taking { .. } => Advice {
@@ -143,74 +145,75 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
                 format!("{there} committed the guest to this host, where a complete copy is loaded, paused"),
                 "the ownership registry decides, and is being asked".to_owned(),
             ],
-            unknown: vec!["what it will say".to_owned()],
+            unknown: vec!["what the registry will decide".to_owned()],
             choices: vec![
                 Choice {
                     decision: OperatorDecision::RunElsewhere,
-                    then: format!(
-                        "the registry records that {there} has the guest, and this copy is discarded"
-                    ),
-                    risk: format!("if {there} does not come back, this was the only copy"),
+                    then: format!("the registry records {there} as the owner, and this copy is discarded"),
+                    risk: format!("if {there} does not return, this was the only copy"),
                 },
                 Choice {
                     decision: OperatorDecision::WithoutRegistry { run_here: true },
                     then: "the guest runs here from the moment at which it was stopped".to_owned(),
                     risk: format!(
-                        "right only if it has not been taken back by {there}, and {GONE}. {TWO}: {there}"
+                        "correct only if {there} has not taken it back, and {GONE}. {TWO}: {there}"
                     ),
                 },
                 Choice {
                     decision: OperatorDecision::WithoutRegistry { run_here: false },
-                    then: format!("this copy is discarded, and {there} learns of it when it comes back"),
-                    risk: format!("{GONE}. If {there} does not come back, this was the only copy"),
+                    then: format!("this copy is discarded, and {there} is notified when it returns"),
+                    risk: format!("{GONE}. If {there} does not return, this was the only copy"),
                 },
             ],
         },
         DestinationState::Refusing => Advice {
             known: vec![
-                "this host's copy cannot run, and never has".to_owned(),
+                "this host's copy cannot run, and has never run".to_owned(),
                 format!("the ownership registry is being asked to give the VM to {there}"),
             ],
-            unknown: vec!["what it will say".to_owned()],
+            unknown: vec!["what the registry will decide".to_owned()],
             choices: vec![Choice {
                 decision: OperatorDecision::WithoutRegistry { run_here: false },
-                then: format!("{there} learns that this copy cannot run, without an answer of the registry"),
+                then: format!("{there} is notified that this copy cannot run, without asking the registry"),
                 risk: GONE.to_owned(),
             }],
         },
         DestinationState::QemuLost if terms.registry.is_none() => Advice {
-            known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
-            unknown: vec![format!("whether the guest had run here: {there} may know, and is being asked")],
+            known: vec!["this host was rebooted, and its copy of the guest is lost".to_owned()],
+            unknown: vec![format!("whether the guest has run here: {there} may know, and is being asked")],
             choices: vec![Choice {
                 decision: OperatorDecision::RunElsewhere,
                 then: format!(
-                    "{there} is not asked any more: it keeps what it has, what becomes of that is decided there, and what \
-                     copied disks left here stays"
+                    "{there} is not asked any more: it keeps its copy, which is decided there, and images of \
+                     copied disks stay here"
                 ),
                 risk: format!(
-                    "none for the guest: this host has nothing to run. Decide so if {there} is gone for good"
+                    "none for the guest: this host has no copy to run. Choose this if {there} is lost for \
+                     good"
                 ),
             }],
         },
         DestinationState::QemuLost => Advice {
-            known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
+            known: vec!["this host was rebooted, and its copy of the guest is lost".to_owned()],
             unknown: vec![format!(
-                "whether the guest had run here: the ownership registry is being asked, and {there}"
+                "whether the guest has run here: the ownership registry and {there} are being asked"
             )],
             choices: vec![Choice {
                 decision: OperatorDecision::WithoutRegistry { run_here: false },
                 then: format!(
-                    "{there} learns that this copy is gone and may have run; it keeps its own, and its operator decides"
+                    "{there} is notified that this copy is lost and may have run; it keeps its own copy, and \
+                     its operator decides"
                 ),
                 risk: GONE.to_owned(),
             }],
         },
         DestinationState::Starting { again: true, .. } => Advice {
             known: vec![if terms.registry.is_some() {
-                "the guest was this host's by the registry, which is asked again before it is continued"
+                "according to the registry this host owned the guest; it is asked again before the guest is \
+                 resumed"
                     .to_owned()
             } else {
-                "the guest is this host's, but QEMU does not continue it".to_owned()
+                "this host owns the guest, but QEMU does not resume it".to_owned()
             }],
             unknown: vec![
                 "whether a `cont` sent before the agent restarted let it run for a while".to_owned(),
@@ -218,24 +221,25 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
             choices: starting_choices(terms),
         },
         DestinationState::Completing { .. } => settled(format!(
-            "the guest is this host's since epoch {epoch} and runs; some of its memory is still at {there}: see that {there} \
-             can be reached, and that nobody ends what it holds"
+            "this host has owned the guest since epoch {epoch}, and runs it; some of its memory is still at \
+             {there}: make sure that {there} can be reached, and do not end its QEMU there"
         )),
         DestinationState::Starting { .. } | DestinationState::Active { .. } => {
-            settled(format!("the guest is this host's since epoch {epoch}"))
+            settled(format!("this host has owned the guest since epoch {epoch}"))
         }
         DestinationState::Crashed { ran: true } => settled(format!(
-            "the guest was this host's since epoch {epoch} and crashed here; start it from the disks that it has here"
+            "this host had owned the guest since epoch {epoch}, and it crashed here; start it from its disks \
+             on this host"
         )),
         DestinationState::Crashed { ran: false } => settled(format!(
-            "this host's copy of epoch {epoch} is gone and may have run; {there} may hold the guest's memory as it was \
-             when it was stopped: decide there"
+            "this host's copy of epoch {epoch} is lost and may have run; {there} may have the guest's memory \
+             as it was when it was stopped: decide there"
         )),
         DestinationState::Idle
         | DestinationState::Prepared
         | DestinationState::Refused
         | DestinationState::Discarded => settled(format!(
-            "the guest is not this host's: it has not run here in epoch {epoch}, and will not"
+            "this host does not own the guest: it has not run here in epoch {epoch}, and will not"
         )),
     }
 }
@@ -245,22 +249,22 @@ fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
     let then = if run {
         "the guest runs here from the moment at which it was stopped"
     } else {
-        "the guest is here from now on, paused as its user left it"
+        "this host owns the guest from now on; it stays paused, as its user left it"
     };
     let run_here = |decision, only: &str| Choice {
         decision,
         then: then.to_owned(),
         risk: format!(
-            "right only if {there} is gone and did not go on running the guest after that moment: what it wrote since \
-             does not fit this copy's memory, and the disks are destroyed. {only}{TWO}: {there}"
+            "correct only if {there} is lost and did not run the guest after that moment: its later writes \
+             do not fit this copy's memory, and the disks would be destroyed. {only}{TWO}: {there}"
         ),
     };
     let mut choices = vec![
         run_here(OperatorDecision::RunHere { force: false }, ""),
         Choice {
             decision: OperatorDecision::RunElsewhere,
-            then: format!("this copy is discarded, and {there} learns of it when it comes back"),
-            risk: format!("if {there} does not come back, this was the only copy"),
+            then: format!("this copy is discarded, and {there} is notified when it returns"),
+            risk: format!("if {there} does not return, this was the only copy"),
         },
     ];
     if terms.registry.is_some() {
@@ -274,18 +278,19 @@ fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.source;
     let give_up = |decision, only: &str| Choice {
         decision,
-        then: format!("this copy is discarded, and {there} continues its own"),
+        then: format!("this copy is discarded, and {there} resumes its own copy"),
         risk: format!(
-            "right only if the guest has not run here: otherwise its disks do not fit {there}'s memory{only}"
+            "correct only if the guest has not run here: otherwise its disks do not fit {there}'s \
+             memory{only}"
         ),
     };
     let mut choices = vec![give_up(OperatorDecision::RunElsewhere, "")];
     if terms.registry.is_some() {
         choices.push(Choice {
             decision: OperatorDecision::WithoutRegistry { run_here: true },
-            then: "the guest is continued here".to_owned(),
+            then: "the guest is resumed here".to_owned(),
             risk: format!(
-                "right only if {there}'s operator has not taken it back, and {GONE}. {TWO}: {there}"
+                "correct only if {there}'s operator has not taken it back, and {GONE}. {TWO}: {there}"
             ),
         });
         choices
@@ -299,7 +304,7 @@ fn qemu_lost_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let run_here = |decision, only: &str| Choice {
         decision,
         then: "this host owns the VM again; start it from its disks".to_owned(),
-        risk: format!("what the guest had only in memory is lost. {only}{TWO}: {there}"),
+        risk: format!("the guest's memory is lost. {only}{TWO}: {there}"),
     };
     let mut choices = vec![run_here(OperatorDecision::RunHere { force: false }, "")];
     if terms.registry.is_some() {
@@ -312,8 +317,8 @@ fn qemu_lost_choices(terms: &MigrationTerms) -> Vec<Choice> {
     }
     choices.push(Choice {
         decision: OperatorDecision::RunElsewhere,
-        then: format!("this host forgets the VM; {there} keeps what it has"),
-        risk: format!("if {there} has no complete copy, nobody has one"),
+        then: format!("this host forgets the VM; {there} keeps its copy"),
+        risk: format!("if {there} has no complete copy, there is none"),
     });
     choices
 }
@@ -325,14 +330,14 @@ fn choices_without_registry(terms: &MigrationTerms) -> [Choice; 2] {
         Choice {
             decision: OperatorDecision::WithoutRegistry { run_here: true },
             then: "the guest continues here from the moment at which it was stopped".to_owned(),
-            risk: format!("right only if it never ran on {there}, and {GONE}. {TWO}: {there}"),
+            risk: format!("correct only if it never ran on {there}, and {GONE}. {TWO}: {there}"),
         },
         Choice {
             decision: OperatorDecision::WithoutRegistry { run_here: false },
-            then: format!("the copy that is held here is discarded; {there} has the guest"),
+            then: format!("the copy kept here is discarded; {there} owns the guest"),
             risk: format!(
-                "if {there} has it not, or cannot run it, its memory is lost and it has to be started from its disks; \
-                 and {GONE}"
+                "if {there} does not have it, or cannot run it, its memory is lost and it must be started \
+                 from its disks; and {GONE}"
             ),
         },
     ]
@@ -350,7 +355,7 @@ fn committed_choices(terms: &MigrationTerms) -> Vec<Choice> {
         Choice {
             decision: OperatorDecision::RunHere { force: false },
             then: "the guest continues here from the moment at which it was stopped".to_owned(),
-            risk: format!("right only if it never ran on {there}. {TWO}: {there}"),
+            risk: format!("correct only if it never ran on {there}. {TWO}: {there}"),
         }
     }];
     if terms.registry.is_some() {
@@ -365,10 +370,10 @@ fn run_elsewhere_choice(terms: &MigrationTerms) -> Choice {
     let there = &terms.destination;
     Choice {
         decision: OperatorDecision::RunElsewhere,
-        then: format!("the copy held here is discarded; {there} has the guest"),
+        then: format!("the copy kept here is discarded; {there} owns the guest"),
         risk: format!(
-            "if {there} cannot run it, or has not all of its memory yet, its memory is lost and it has to be started \
-             from its disks"
+            "if {there} cannot run it, or does not have all of its memory yet, its memory is lost and it \
+             must be started from its disks"
         ),
     }
 }
@@ -377,19 +382,20 @@ fn forced_choice(terms: &MigrationTerms) -> Choice {
     let there = &terms.destination;
     Choice {
         decision: OperatorDecision::RunHere { force: true },
-        then: format!("this host takes the VM in the registry, even from {there}, and continues the guest"),
+        then: format!("this host claims the VM in the registry, even from {there}, and resumes the guest"),
         risk: format!(
-            "right only if {there} took it and never ran it: a guest that ran there has changed its disks. {TWO}: \
-             {there}"
+            "correct only if {there} acquired it and never ran it: a guest that ran there has changed its \
+             disks. {TWO}: {there}"
         ),
     }
 }
 
 fn registry_line(terms: &MigrationTerms) -> String {
     if terms.registry.is_some() {
-        "an ownership registry is configured: no side runs the guest without winning there".to_owned()
+        "an ownership registry is configured: a host runs the guest only if the registry records it as the \
+         owner".to_owned()
     } else {
-        "no ownership registry is configured: only the two journals know".to_owned()
+        "no ownership registry is configured: only the journals of the two hosts decide".to_owned()
     }
 }
 

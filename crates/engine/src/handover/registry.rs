@@ -39,7 +39,7 @@ pub fn apply(request: &RegistryRequest, record: Option<&Ownership>) -> (Registry
             if found != expected.as_ref().map(|(epoch, owner)| (*epoch, owner)) {
                 (current(record), None)
             } else if found.is_some_and(|(epoch, _)| new.epoch < epoch) {
-                let reason = format!("epoch {} would follow a later one; epochs only grow", new.epoch);
+                let reason = format!("epoch {} would follow a larger one; epochs only increase", new.epoch);
                 (RegistryReply::Failed { reason }, None)
             } else {
                 (RegistryReply::Set, Some(new.clone()))

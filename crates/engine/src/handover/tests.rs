@@ -146,7 +146,7 @@ fn what_is_stale_is_ignored_and_what_is_impossible_is_illegal() {
         source(&terms, &SourceState::Prepared { run: true }, &SourceEvent::Running { epoch: EPOCH });
     assert_eq!(
         illegal.unwrap_err().to_string(),
-        "the source of a handover cannot take the event `running` in the state `prepared`"
+        "the source of a handover cannot process the event `running` in the state `prepared`"
     );
 
     // GO of another generation of connections starts nothing, and is answered with the present incarnation.

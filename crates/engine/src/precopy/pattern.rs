@@ -26,8 +26,8 @@ pub enum Pattern {
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Stable => "pattern a: as much is written as is sent",
-            Self::Drained => "pattern b: all that is written goes out at once",
+            Self::Stable => "pattern a: pages are written as fast as they are sent",
+            Self::Drained => "pattern b: each round sends all written pages immediately",
             Self::Resent => "pattern c: the same pages are written again and again",
         })
     }

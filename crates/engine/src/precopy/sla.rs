@@ -61,7 +61,7 @@ impl fmt::Display for MigrationStrategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::PreCopy => "rounds",
-            Self::SlowedDown => "rounds with slower processors",
+            Self::SlowedDown => "rounds with a CPU throttle",
             Self::PostCopy => "post-copy",
         })
     }
@@ -72,7 +72,7 @@ impl fmt::Display for Outlook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.chosen)?;
         if !self.is_feasible {
-            f.write_str(", for as long as there is time: no way is expected to keep the limits")?;
+            f.write_str(", until the time limit: no method is expected to keep the limits")?;
         }
         let all = [
             (MigrationStrategy::PreCopy, self.pre_copy),
@@ -80,12 +80,12 @@ impl fmt::Display for Outlook {
             (MigrationStrategy::PostCopy, self.post_copy),
         ];
         for (number, (way, outcome)) in all.into_iter().enumerate() {
-            f.write_str(if number == 0 { "; expected of " } else { ", of " })?;
+            f.write_str(if number == 0 { "; expected for " } else { ", for " })?;
             match outcome {
-                None => write!(f, "{way} nothing")?,
+                None => write!(f, "{way}: unknown")?,
                 Some(ExpectedOutcome { downtime_ns, total_ns }) => write!(
                     f,
-                    "{way} {} ms of downtime and {}.{} s in all",
+                    "{way}: {} ms of downtime and {}.{} s in all",
                     downtime_ns / 1_000_000,
                     total_ns / 1_000_000_000,
                     total_ns / 100_000_000 % 10

@@ -160,7 +160,8 @@ impl Checks<'_> {
         let log_dir = file.log_dir.map_or_else(|| state_dir.join("logs"), |dir| self.absolute(dir));
         let listen: SocketAddr = file.listen.parse().map_err(|_| {
             let what = format!(
-                "{:?} is not an address to listen on; write ADDRESS:PORT with an IP address, e.g. \"0.0.0.0:7740\"",
+                "{:?} is not an address to listen on; write ADDRESS:PORT with an IP address, e.g. \
+                 \"0.0.0.0:7740\"",
                 file.listen
             );
             self.wrong(&["listen"], what)
@@ -290,8 +291,10 @@ impl Checks<'_> {
         let Some(registry) = registry else { return Ok(()) };
         let key = ["registry", "host"];
         if role == AgentRole::Witness {
-            return Err(self.wrong(&key, "a witness keeps the ownership registry itself; remove [registry] or \
-                                         `role`"));
+            return Err(self.wrong(
+                &key,
+                "a witness keeps the ownership registry itself; remove [registry] or `role`",
+            ));
         }
         if registry == host {
             return Err(self.wrong(
@@ -340,8 +343,10 @@ impl Checks<'_> {
             }
             (Some(_), None) if thin_pool.is_some() => wrong("thin_pool", "requires a `volume_group`"),
             (Some(path), None) => pool(Storage::Directory { path, format: format.unwrap_or_default() }),
-            (None, Some(name)) if !is_name(&name) => wrong("volume_group", "is not a valid name of a volume \
-                                                                            group"),
+            (None, Some(name)) if !is_name(&name) => wrong(
+                "volume_group",
+                "is not a valid name of a volume group",
+            ),
             (None, Some(_)) if thin_pool.as_ref().is_some_and(|pool| !is_name(pool)) => {
                 wrong("thin_pool", "is not a valid name of a thin pool")
             }

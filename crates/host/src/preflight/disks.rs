@@ -141,7 +141,8 @@ pub(super) fn plan(
                 wanted.bytes >> 20,
                 location.path.display()
             ),
-            "the image at the source is kept after the migration; `whimbrel images` lists and removes such images",
+            "the image at the source is kept after the migration; `whimbrel images` lists and removes such \
+             images",
         ));
         let needed_bytes = location.needed_bytes(wanted.bytes, wanted.allocated_bytes);
         let name = wanted.name.clone();
@@ -212,7 +213,8 @@ fn iothread_finding(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
         return None;
     }
     let what = format!(
-        "QEMU {} can crash, and the guest with it, when a disk of a guest with iothreads is copied, as disk {} would be",
+        "QEMU {} can crash, and the guest with it, when a disk of a guest with iothreads is copied, as disk \
+         {} would be",
         vm.program.version, disk.name
     );
     let advice = "start the VM with QEMU 9.0 or newer, or without iothreads; or put the disk on shared \

@@ -265,7 +265,10 @@ fn remove(file: &Path) {
     if let Err(error) = fs::remove_file(file)
         && error.kind() != io::ErrorKind::NotFound
     {
-        warn!(file = %file.display(), %error, "cannot remove the record of an image that does not exist any \
-                                               more");
+        warn!(
+            file = %file.display(),
+            %error,
+            "cannot remove the record of an image that does not exist any more"
+        );
     }
 }

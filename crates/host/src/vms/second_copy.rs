@@ -79,7 +79,8 @@ fn refused(image: &LeftImage) -> Problem {
     let LeftImage { migration, to, path, .. } = image;
     let vm = &migration.vm;
     let error = format!(
-        "{vm} left {} here when it was migrated to {to} with its disks ({migration}): it is an old state, and the VM may run there",
+        "{vm} left {} here when it was migrated to {to} with its disks ({migration}): it is an old state, \
+         and the VM may run there",
         path.display()
     );
     let advice = format!("start it at {to}; to return to the old state anyway, use `--accept-risk`");

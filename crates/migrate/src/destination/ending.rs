@@ -29,14 +29,16 @@ impl Driver {
             }
             DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
             DestinationReport::OperatorNeeded => format!(
-                "in doubt: {from} cannot be reached to find out whether {vm} runs there; repair the link, or see `whimbrel recover {vm}`"
+                "in doubt: {from} cannot be reached to find out whether {vm} runs there; repair the link, or \
+                 see `whimbrel recover {vm}`"
             ),
             DestinationReport::TooLate => "too late to cancel here".to_owned(),
             DestinationReport::Incomplete => {
                 format!("the VM runs here; some of its memory is still at {from}")
             }
             DestinationReport::SourceNeeded => format!(
-                "the VM waits for memory that is still at {from}, which cannot be reached: repair the link, or start its agent"
+                "the VM waits for memory that is still at {from}, which cannot be reached: repair the link, \
+                 or start its agent"
             ),
             DestinationReport::Active => "the VM is here".to_owned(),
             DestinationReport::Refused => {
@@ -175,7 +177,8 @@ impl ImagesLeftBehind {
         let each = self.images.iter().map(|(image, why)| format!("{} ({why})", image.display()));
         let each = each.collect::<Vec<_>>().join(", ");
         format!(
-            "the VM did not arrive, and images of its disks remain here: {each}; if they are not removed later, remove them by hand"
+            "the VM did not arrive, and images of its disks remain here: {each}; if they are not removed \
+             later, remove them by hand"
         )
     }
 

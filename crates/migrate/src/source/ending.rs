@@ -50,7 +50,8 @@ impl Driver {
             SourceReport::VmCrashed => self.qemu_end_reason().to_owned(),
             SourceReport::QemuLost => {
                 format!(
-                    "this host's QEMU has ended and {to} may have the only copy: asking it. Do not start {vm} here"
+                    "this host's QEMU has ended and {to} may have the only copy: asking it. Do not start \
+                     {vm} here"
                 )
             }
             SourceReport::Returned => format!("{to} could not run the VM; it is here again"),
@@ -80,7 +81,8 @@ impl Driver {
                 )
             }
             SourceReport::DestinationCrashed => format!(
-                "the copy at {to} is lost and may have run; this host's stopped copy is kept, see `whimbrel recover {vm}`"
+                "the copy at {to} is lost and may have run; this host's stopped copy is kept, see `whimbrel \
+                 recover {vm}`"
             ),
             SourceReport::ContinueFailed => "QEMU does not resume the guest; trying again".to_owned(),
             SourceReport::Contradiction => {

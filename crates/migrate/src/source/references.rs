@@ -174,7 +174,8 @@ impl SharedImages {
                 self.templates.index_shared_images(&self.images, self.memory_bytes, &known);
             let mib = |pages: u64| (pages * PAGE_BYTES) >> 20;
             let detail = format!(
-                "{images} of {} images that both hosts have are indexed, {} MiB in all, {} MiB of it read for this migration",
+                "{images} of {} images that both hosts have are indexed, {} MiB in all, {} MiB of it read \
+                 for this migration",
                 self.images.len(),
                 mib(pages),
                 mib(read_pages)

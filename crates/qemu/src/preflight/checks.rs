@@ -201,7 +201,8 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
             Blocker,
             "kvm-missing",
             "the guest runs on KVM, and the destination has no /dev/kvm that can be opened",
-            "load kvm_intel or kvm_amd there, enable virtualization in its firmware, or give the agent access",
+            "load kvm_intel or kvm_amd there, enable virtualization in its firmware, or give the agent \
+             access",
         );
     }
     let gone: Vec<&str> = here.cpu_flags.difference(&there.cpu_flags).map(String::as_str).collect();
@@ -217,7 +218,8 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
                     there.cpu,
                     missing_flags(&gone)
                 ),
-                "migrate it to a host with the same processor, or start it with a named model (-cpu NAME) next time",
+                "migrate it to a host with the same processor, or start it with a named model (-cpu NAME) \
+                 next time",
             );
         }
     } else if kvm && !gone.is_empty() && destination.cpu_unavailable.is_none() {
@@ -226,7 +228,8 @@ pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, fi
             Warning,
             "cpu-flags",
             format!("the destination's processor lacks features of this one{}", missing_flags(&gone)),
-            "make sure that the guest's CPU model does not have them; the destination's QEMU checks that when it is started",
+            "make sure that the guest's CPU model does not have them; the destination's QEMU checks that \
+             when it is started",
         );
     }
     if !kvm
@@ -276,7 +279,8 @@ pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
                  would be lost",
                 mappers.unreadable.join(", ")
             ),
-            "make sure that none of them serves the guest (vhost-user, virtiofsd); root with CAP_SYS_PTRACE can check more processes",
+            "make sure that none of them serves the guest (vhost-user, virtiofsd); root with CAP_SYS_PTRACE \
+             can check more processes",
         );
     }
     if !mappers.found.is_empty() {
@@ -335,7 +339,8 @@ pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findi
             Blocker,
             "memory-short",
             format!(
-                "the guest and its QEMU need {} MiB; the destination has {} MiB that are not reserved for other VMs",
+                "the guest and its QEMU need {} MiB; the destination has {} MiB that are not reserved for \
+                 other VMs",
                 needed >> 20,
                 host.memory_available_bytes >> 20
             ),

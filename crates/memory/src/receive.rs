@@ -58,7 +58,7 @@ pub enum ReceiveError {
     #[error("bad data frame")]
     BadPacked(#[from] BadPacked),
     /// A frame is missing or arrived twice.
-    #[error("frame {found} of the data stream came where frame {expected} has to come")]
+    #[error("received frame {found} of the data stream instead of frame {expected}")]
     WrongSeq {
         /// The expected sequence number.
         expected: u64,
@@ -66,7 +66,7 @@ pub enum ReceiveError {
         found: u64,
     },
     /// A round that is over, or never existed.
-    #[error("a frame of round {found}, but this stream is at round {at_least}")]
+    #[error("received a frame of round {found}, but this stream is at round {at_least}")]
     WrongRound {
         /// The lowest allowed round.
         at_least: u32,
@@ -74,7 +74,7 @@ pub enum ReceiveError {
         found: u32,
     },
     /// No such block, no such chunk, or pages beyond the block's end.
-    #[error("a frame for RAM block {block}, chunk {chunk}, that goes beyond the RAM")]
+    #[error("received a frame for RAM block {block}, chunk {chunk}, which is beyond the end of RAM")]
     Outside {
         /// Index of the block.
         block: u16,
@@ -82,7 +82,9 @@ pub enum ReceiveError {
         chunk: u64,
     },
     /// The chunk belongs to another stream, so that its order would not be kept.
-    #[error("RAM block {block}, chunk {chunk}, came on stream {stream}; it belongs to another one")]
+    #[error(
+        "received RAM block {block}, chunk {chunk}, on stream {stream}, although it belongs to another stream"
+    )]
     WrongStream {
         /// Index of the block.
         block: u16,
@@ -92,7 +94,7 @@ pub enum ReceiveError {
         stream: u16,
     },
     /// Guest memory, or a disk, cannot be written. New connections cannot help.
-    #[error("cannot write {block} at {offset:#x}; is there room left?")]
+    #[error("cannot write {block} at {offset:#x}; is there enough space?")]
     Memory {
         /// Name of the block, for people.
         block: String,
@@ -102,10 +104,10 @@ pub enum ReceiveError {
         source: RamError,
     },
     /// Memory was complete already.
-    #[error("a frame came after the last one")]
+    #[error("received a frame after the last one")]
     Shut,
     /// The thread died: a bug in this program.
-    #[error("the thread of the data stream died; please report this")]
+    #[error("the thread of the data stream panicked; please report this")]
     ThreadDied,
 }
 
@@ -165,7 +167,7 @@ pub enum ReceiverEvent {
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// The stream is not of the open generation.
-    #[error("a data stream of generation {found}; the generation now is {current}")]
+    #[error("received a data stream of generation {found}; the current generation is {current}")]
     Generation {
         /// The open generation.
         current: Generation,
@@ -173,7 +175,7 @@ pub enum AttachError {
         found: Generation,
     },
     /// No such stream, or it is there already.
-    #[error("data stream {stream} is one too many: there are {streams}, each of them once")]
+    #[error("data stream {stream} is unexpected: there are {streams} streams, each with one connection")]
     Stream {
         /// The stream's number.
         stream: u16,

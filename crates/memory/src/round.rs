@@ -63,7 +63,7 @@ pub enum LogError {
 
 /// Error of reading the dirty log.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot find out what was written to {block}")]
+#[error("cannot find the dirty pages of {block}")]
 pub struct ScanError {
     /// Name of the block.
     pub block: String,
@@ -171,7 +171,7 @@ impl Owed {
 
 /// The dirty log failed; the pages that it reported are kept.
 #[derive(Debug, thiserror::Error)]
-#[error("the round could not begin")]
+#[error("cannot begin the round")]
 pub struct ScanFailed {
     /// The pages owed, with those that the log reported before it failed.
     pub owed: Owed,

@@ -92,7 +92,7 @@ pub fn hash_block_without(
         let started: Vec<_> = (1..threads.max(1)).filter_map(start).collect();
         let mine = work();
         let theirs = started.into_iter().map(|thread| {
-            let died = || Err(failed(block.address, io::Error::other("the thread that read it died")));
+            let died = || Err(failed(block.address, io::Error::other("the thread that read it panicked")));
             thread.join().unwrap_or_else(|_| died())
         });
         std::iter::once(mine).chain(theirs).collect()

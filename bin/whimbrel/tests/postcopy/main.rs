@@ -276,7 +276,7 @@ fn a_guest_with_a_foreign_page_is_not_run_there() {
     let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", "memfd"]].concat());
     let Some(held) = faults.held(DEADLINE) else { panic!("{}\n---\n{}", cluster.a.log(), cluster.b.log()) };
     write_missing_pages(&cluster);
-    until("it is seen there", || cluster.b.log().contains("a page that was to come was there"));
+    until("it is seen there", || cluster.b.log().contains("a missing page was present before it arrived"));
     held.release();
     drop(migration.wait_with_output().unwrap());
     cluster.a.wait_settled();

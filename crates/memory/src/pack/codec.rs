@@ -109,7 +109,7 @@ impl Encoders {
 #[derive(Debug, thiserror::Error)]
 pub enum BadPacked {
     /// The data is invalid for its codec, or longer than announced.
-    #[error("data that {codec} cannot unpack", codec = codec.name())]
+    #[error("data that {codec} cannot decompress", codec = codec.name())]
     Codec {
         /// The announced codec.
         codec: Codec,
@@ -117,7 +117,7 @@ pub enum BadPacked {
         source: io::Error,
     },
     /// The data is shorter than announced.
-    #[error("compressed data that stands for {found} bytes and not for {expected}")]
+    #[error("compressed data of {found} bytes instead of {expected}")]
     Length {
         /// Length of the runs' data, in bytes.
         expected: usize,

@@ -169,7 +169,7 @@ impl<P: Placer> MissingPages<P> {
             return;
         }
         let (name, there) = (&self.blocks[block].region.name, pages.end - pages.start - missing);
-        warn!(block = name, first = pages.start, there, "a page that was to come was there");
+        warn!(block = name, first = pages.start, there, "a missing page was present before it arrived");
         let first = PageRequest { block: block as u16, page: pages.start };
         if self.untrusted.set(first).is_ok() {
             (self.notify)();
@@ -196,11 +196,7 @@ impl<P: Placer> MissingPages<P> {
     /// touched, and none has to arrive.
     fn mark_unmapped(&self, block: usize, sets: &mut Pages) -> Result<(), RamError> {
         let region = &self.blocks[block].region;
-        warn!(
-            block = region.name,
-            pages = sets.awaited.count(),
-            "memory for which pages were to come was unmapped"
-        );
+        warn!(block = region.name, pages = sets.awaited.count(), "memory with missing pages was unmapped");
         self.mark_present(block, sets, 0..region.bytes.div_ceil(PAGE_BYTES))
     }
 

@@ -12,7 +12,7 @@ pub enum BadSet {
     #[error(transparent)]
     Entries(#[from] BadMissingPages),
     /// Chunks that do not ascend.
-    #[error("chunk {chunk} of block {block} comes after a later one, or twice")]
+    #[error("chunk {chunk} of block {block} is not in ascending order, or listed twice")]
     Order {
         /// Index of the block.
         block: u16,
@@ -20,7 +20,7 @@ pub enum BadSet {
         chunk: u64,
     },
     /// A block, a chunk or a page that does not exist.
-    #[error("chunk {chunk} of block {block} is not all there")]
+    #[error("chunk {chunk} of block {block} is incomplete")]
     Outside {
         /// Index of the block.
         block: u16,

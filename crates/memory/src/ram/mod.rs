@@ -74,7 +74,7 @@ pub enum RamError {
     #[error(transparent)]
     Missing(#[from] PageFaultError),
     /// Reading the page table, or the map of a file's data, failed.
-    #[error("cannot find out where RAM has memory behind it")]
+    #[error("cannot find the allocated parts of RAM")]
     Present(#[source] io::Error),
     /// A block is not mapped at the address that QEMU reports.
     #[error("RAM block {block} is not at {range}; was memory unplugged?")]

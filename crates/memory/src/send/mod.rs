@@ -111,7 +111,7 @@ pub enum SendError {
         source: BadPages,
     },
     /// The destination acknowledged a frame that was not sent, or one before its last acknowledgement.
-    #[error("the other side acknowledged frame {seq} of data stream {stream}; {expected} is not it")]
+    #[error("the other side acknowledged frame {seq} of data stream {stream} instead of frame {expected}")]
     WrongAck {
         /// Number of the stream.
         stream: u16,
@@ -121,7 +121,9 @@ pub enum SendError {
         expected: AckRange,
     },
     /// The destination reported missing pages that were sent in full, or reported pages twice.
-    #[error("the other side misses pages of frame {seq} of data stream {stream}, all of which it was sent")]
+    #[error(
+        "the other side reports missing pages of frame {seq} of data stream {stream}, which were sent in full"
+    )]
     WrongMissing {
         /// Number of the stream.
         stream: u16,
@@ -145,7 +147,7 @@ pub enum SendError {
     #[error("sending was cancelled")]
     Cancelled,
     /// A thread of the sender died: a bug in this program.
-    #[error("the thread of data stream {stream} died; please report this")]
+    #[error("the thread of data stream {stream} panicked; please report this")]
     ThreadDied {
         /// Number of the stream.
         stream: u16,

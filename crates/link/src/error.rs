@@ -23,16 +23,16 @@ pub enum LinkError {
     #[error("the connection is lost")]
     Lost(#[source] io::Error),
     /// The peer sent nothing before the deadline. The connection can still be used.
-    #[error("nothing came from the other side in time")]
+    #[error("the other side sent nothing in time")]
     TimedOut,
     /// The received bytes violate TLS.
     #[error("TLS failed")]
     Tls(#[source] rustls::Error),
     /// The received bytes are no frame of the protocol.
-    #[error("the other side does not keep to the protocol")]
+    #[error("the other side violates the protocol")]
     Header(#[from] BadHeader),
     /// A frame longer than is allowed at this point.
-    #[error("the other side sent {bytes} bytes where at most {max} may come")]
+    #[error("the other side sent {bytes} bytes; at most {max} are allowed")]
     TooMuch {
         /// Announced length, in bytes.
         bytes: usize,
@@ -40,10 +40,10 @@ pub enum LinkError {
         max: usize,
     },
     /// The payload to be sent does not fit into a frame.
-    #[error("what was to be sent does not fit into one frame")]
+    #[error("the data does not fit into one frame")]
     TooLong(#[source] BadHeader),
     /// The parts of a frame do not add up to the length in its header.
-    #[error("a frame of {announced} bytes was to be sent with {given} bytes of payload")]
+    #[error("a frame of {announced} bytes has {given} bytes of payload")]
     WrongLength {
         /// Length in the header, in bytes.
         announced: usize,
@@ -51,10 +51,10 @@ pub enum LinkError {
         given: usize,
     },
     /// A frame of a kind that is not allowed here.
-    #[error("{0:?} frame where none may come")]
+    #[error("unexpected {0:?} frame")]
     NotExpected(FrameKind),
     /// A message unknown to this version of the protocol.
-    #[error("the other side sent a message that this version does not know")]
+    #[error("the other side sent a message that is unknown to this version")]
     Message(#[source] serde_json::Error),
     /// A message that breaks the protocol's limits.
     #[error("the other side sent a message that breaks the protocol's limits")]
@@ -69,21 +69,21 @@ pub enum HandshakeError {
     TimedOut,
     /// The peer speaks without TLS.
     #[error(
-        "the other side speaks without TLS, and this agent's configuration demands it: \
-         give both agents certificates, or configure both for plain connections"
+        "the other side does not use TLS, but this agent's configuration requires it: give both agents \
+         certificates, or configure both for plain connections"
     )]
     PeerIsPlain,
     /// The peer speaks TLS.
     #[error(
-        "the other side speaks TLS, and this agent is configured for plain connections: \
-         give both agents certificates, or configure both for plain connections"
+        "the other side uses TLS, but this agent is configured for plain connections: give both agents \
+         certificates, or configure both for plain connections"
     )]
     PeerIsTls,
     /// The peer is not an agent.
-    #[error("the other side is no Whimbrel agent (its first byte is {0:#04x}): check address and port")]
+    #[error("the other side is not a Whimbrel agent (its first byte is {0:#04x}): check address and port")]
     NotAnAgent(u8),
     /// The peer showed no certificate.
-    #[error("the other side showed no certificate: configure one there, signed by this agent's authority")]
+    #[error("the other side sent no certificate: configure one there, signed by this agent's authority")]
     NoCertificate,
     /// The peer's certificate is not trusted.
     #[error("the other side's certificate {}", certificate_fault(.0))]
@@ -116,8 +116,8 @@ pub enum HandshakeError {
     NameNotDns(HostId),
     /// No version of the protocol is common to both agents.
     #[error(
-        "this agent speaks {ours} of the protocol, the other side {theirs}: \
-         install releases of Whimbrel on both hosts that have a version in common"
+        "this agent supports {ours} of the protocol, the other side {theirs}: install releases of Whimbrel \
+         on both hosts that have a version in common"
     )]
     Version {
         /// Versions that this program speaks.
@@ -132,7 +132,7 @@ pub enum HandshakeError {
         reason: String,
     },
     /// The first message received is not the required greeting.
-    #[error("the other side's first message is not what it has to be")]
+    #[error("the other side's first message is invalid")]
     Greeting(#[source] serde_json::Error),
     /// TLS could not be negotiated, for a reason other than certificates.
     #[error("TLS failed")]
@@ -221,11 +221,11 @@ pub enum BindError {
     Thread(#[source] io::Error),
 }
 
-const OTHER_ALERT: &str = "it does not say why";
+const OTHER_ALERT: &str = "it gives no reason";
 
 fn alert_meaning(alert: AlertDescription) -> &'static str {
     match alert {
-        AlertDescription::CertificateRequired => "it demands one; configure certificate and key here",
+        AlertDescription::CertificateRequired => "it requires one; configure certificate and key here",
         // `DecryptError` if that authority has the same name and another key.
         AlertDescription::UnknownCA | AlertDescription::DecryptError => {
             "it is not signed by the authority that the other side trusts"
@@ -235,7 +235,7 @@ fn alert_meaning(alert: AlertDescription) -> &'static str {
         AlertDescription::BadCertificate
         | AlertDescription::UnsupportedCertificate
         | AlertDescription::CertificateUnknown => {
-            "its names or its purpose do not fit (it needs the host's name, for both client and server)"
+            "its names or its purpose do not match (it needs the host's name, for both client and server)"
         }
         _ => OTHER_ALERT,
     }

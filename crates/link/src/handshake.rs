@@ -195,15 +195,15 @@ impl Greeting {
 /// Returns the text that the peer receives, in words for its user.
 fn refusal(error: &HandshakeError) -> String {
     match error {
-        HandshakeError::PeerIsPlain => "it demands TLS, and this connection came without: \
-            give both agents certificates, or configure both for plain connections"
+        HandshakeError::PeerIsPlain => "it requires TLS, and this connection does not use it: give both \
+                                        agents certificates, or configure both for plain connections"
             .to_owned(),
         HandshakeError::Version { ours, theirs } => format!(
-            "it speaks {ours} of the protocol and was offered {theirs}: \
-             install releases of Whimbrel on both hosts that have a version in common"
+            "it supports {ours} of the protocol and was offered {theirs}: install releases of Whimbrel on \
+             both hosts that have a version in common"
         ),
         HandshakeError::WrongName { host, presented } => format!(
-            "the certificate shown to it is for {}, not for '{host}', as which this agent greets",
+            "the certificate that it received is for {}, not for '{host}', the name of this agent",
             quoted(presented)
         ),
         other => other.to_string(),

@@ -70,7 +70,7 @@ pub enum IdentityError {
         source: std::io::Error,
     },
     /// The file is not PEM.
-    #[error("{} is not PEM", path.display())]
+    #[error("{} is not a PEM file", path.display())]
     Pem {
         /// The file.
         path: PathBuf,
@@ -112,7 +112,7 @@ pub enum IdentityError {
         fault: CertificateError,
     },
     /// The certificate does not bear the host's name.
-    #[error("{} does not fit this host", path.display())]
+    #[error("{} does not match this host", path.display())]
     Name {
         /// The certificate's file.
         path: PathBuf,

@@ -139,7 +139,7 @@ fn accept_all<H>(
             handler(arrival);
         });
         if let Err(error) = spawned {
-            tracing::warn!(%from, %error, "no thread for a connection; it is closed");
+            tracing::warn!(%from, %error, "cannot start a thread for a connection; closing it");
         }
     }
 }

@@ -70,7 +70,12 @@ impl Router {
             Ok(deliver) => match arrival.accept() {
                 // If the route is gone by now, so is the connection.
                 Ok(connection) => drop(deliver.send((stream, connection))),
-                Err(error) => tracing::warn!(%migration, stream, %error, "a data stream was lost on arrival"),
+                Err(error) => tracing::warn!(
+                    %migration,
+                    stream,
+                    %error,
+                    "lost a data stream when it was accepted"
+                ),
             },
         }
         None

@@ -49,7 +49,7 @@ fn a_plain_client_at_a_tls_server() {
     assert_messages(
         "plain at TLS",
         &errors,
-        [&["demands TLS", "certificates"], &["without TLS", "certificates"]],
+        [&["requires TLS", "certificates"], &["does not use TLS", "certificates"]],
     );
 }
 
@@ -60,7 +60,7 @@ fn a_tls_client_at_a_plain_server() {
     assert_messages(
         "TLS at plain",
         &errors,
-        [&["without TLS", "certificates"], &["speaks TLS", "certificates"]],
+        [&["does not use TLS", "certificates"], &["uses TLS", "certificates"]],
     );
 }
 
@@ -191,7 +191,7 @@ fn a_client_without_a_certificate() {
 
     let error = server.arrival().unwrap_err();
     assert!(matches!(error.source, HandshakeError::NoCertificate), "{error:?}");
-    assert!(error_chain(&error).contains("showed no certificate"), "{}", error_chain(&error));
+    assert!(error_chain(&error).contains("sent no certificate"), "{}", error_chain(&error));
 }
 
 /// Two programs of which one speaks older versions than the other.

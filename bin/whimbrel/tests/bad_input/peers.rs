@@ -56,8 +56,8 @@ fn peers_that_cannot_be_trusted() {
     let mut vm = WatchedGuest::new(&cluster, "vm1");
     let words: [&[&str]; 6] = [
         &["foreign", "certificate", "not signed by the authority"],
-        &["open", "speaks without TLS", "configure both for plain"],
-        &["web", "no Whimbrel agent", "check address and port"],
+        &["open", "does not use TLS", "configure both for plain"],
+        &["web", "not a Whimbrel agent", "check address and port"],
         &["mute", "did not finish the handshake in time"],
         &["cannot reach nobody", "is the agent running there"],
         &["certificate is for", "correct the host's name"],
@@ -77,7 +77,7 @@ fn peers_that_cannot_be_trusted() {
     let pid = theirs.pid().to_string();
     let intruder = Stranger::start(&host_a, "intruder", 7741, &tls(&intruder), &to_b);
     let naked = Stranger::start(&host_a, "naked", 7742, plain, &to_b);
-    let words: [&[&str]; 2] = [&["certificate", "not signed"], &["demands TLS", "certificates"]];
+    let words: [&[&str]; 2] = [&["certificate", "not signed"], &["requires TLS", "certificates"]];
     for (stranger, words) in [&intruder, &naked].into_iter().zip(words) {
         stranger.cli(&["vm", "adopt", "--pid", &pid]).ok();
         assert_fails(&stranger.cli(&["migrate", "theirs", "--to", "b"]), 1, words);
@@ -85,7 +85,7 @@ fn peers_that_cannot_be_trusted() {
         assert_nothing_left(&cluster, "a stranger's migration");
     }
     let log = cluster.b.log();
-    assert!(log.contains("a connection was refused") && log.contains("speaks without TLS"), "{log}");
+    assert!(log.contains("a connection was refused") && log.contains("does not use TLS"), "{log}");
 
     // No certificate at all, by a client with a correct TLS implementation.
     let address = format!("{}:7740", host_b.address());
@@ -100,7 +100,7 @@ fn peers_that_cannot_be_trusted() {
     } else {
         eventually("a client without a certificate", || {
             let log = cluster.b.log();
-            if log.contains("showed no certificate") { Ok(()) } else { Err(log) }
+            if log.contains("sent no certificate") { Ok(()) } else { Err(log) }
         });
     }
     noise(&host_a, SocketAddr::from((host_b.address(), 7740)));

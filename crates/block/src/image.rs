@@ -70,7 +70,7 @@ impl fmt::Display for Format {
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// The file could not be created.
-    #[error("cannot make {path}", path = path.display())]
+    #[error("cannot create {path}", path = path.display())]
     Make {
         /// Path of the file.
         path: PathBuf,
@@ -305,7 +305,7 @@ impl Server {
         let deadline = Instant::now() + self.timeout;
         while !self.has_ended() {
             if Instant::now() >= deadline {
-                let message = "it does not end: a connection is left".to_owned();
+                let message = "it does not exit: a connection is still open".to_owned();
                 return Err(ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), message });
             }
             std::thread::sleep(POLL_INTERVAL);

@@ -101,7 +101,7 @@ fn an_image_is_not_let_go_of_while_it_is_written() {
     let server = Server::start(&image, Format::Raw, &socket, 2, Duration::from_secs(5)).unwrap();
     let _client = server.client().unwrap();
     let error = server.finish().unwrap_err();
-    assert!(error.to_string().contains("a connection is left"), "{error}");
+    assert!(error.to_string().contains("a connection is still open"), "{error}");
 }
 
 /// Images can be read while other programs have them open, and in any format.

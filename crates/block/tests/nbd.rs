@@ -164,9 +164,9 @@ fn a_server_that_breaks_the_protocol_is_left() {
     long.extend(0x0003_e889_0455_65a9_u64.to_be_bytes());
     long.extend([0, 0, 0, 8, 0, 0, 0, 3, 0xff, 0xff, 0xff, 0xff]);
     let cases = [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(), "greets"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(), "greeting"),
         (b"NBDMAGICIHAVEOPT\x00\x00\x00\x00".to_vec(), "old"),
-        (long, "too long"),
+        (long, "too large"),
     ];
     for (bytes, expected) in cases {
         let directory = tempfile::tempdir().unwrap();

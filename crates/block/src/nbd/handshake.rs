@@ -19,7 +19,7 @@ pub(super) fn open(
     socket.read_exact(&mut greeting)?;
     let mut fields = Cursor(&greeting);
     if (fields.u64(), fields.u64()) != (Some(GREETING), Some(OPTION)) {
-        return Err(NbdError::Protocol("it greets as no NBD server does"));
+        return Err(NbdError::Protocol("its greeting is not that of an NBD server"));
     }
     let flags = fields.u16().unwrap_or_default();
     if flags & FIXED_NEWSTYLE == 0 {
@@ -57,7 +57,7 @@ pub(super) fn open(
         Ok(())
     })?
     .map_err(|message| lacks(&format!("an export {export}"), message))?;
-    Ok((size_bytes.ok_or(NbdError::Protocol("it does not say how long the export is"))?, number))
+    Ok((size_bytes.ok_or(NbdError::Protocol("it does not report the length of the export"))?, number))
 }
 
 /// Encodes a text with its length before it.
@@ -84,7 +84,7 @@ fn option(
         socket.read_exact(&mut head)?;
         let mut fields = Cursor(&head);
         if (fields.u64(), fields.u32()) != (Some(OPTION_REPLY), Some(option)) {
-            return Err(NbdError::Protocol("an answer to another option"));
+            return Err(NbdError::Protocol("an answer to a different option"));
         }
         let kind = fields.u32().unwrap_or_default();
         let payload = read_payload(socket, fields.u32().unwrap_or_default())?;

@@ -80,7 +80,7 @@ pub enum NbdError {
         source: io::Error,
     },
     /// The server violates the protocol.
-    #[error("the NBD server breaks the protocol: {0}")]
+    #[error("the NBD server violates the protocol: {0}")]
     Protocol(&'static str),
 }
 
@@ -142,7 +142,7 @@ impl Client {
         let whole = into.len() as u64;
         let mut place = |at: u64, len: u64| -> Result<Range<usize>, NbdError> {
             let start = at.checked_sub(offset).filter(|start| start + len <= whole);
-            let start = start.ok_or(NbdError::Protocol("data that was not asked for"))? as usize;
+            let start = start.ok_or(NbdError::Protocol("data that was not requested"))? as usize;
             got += len;
             Ok(start..start + len as usize)
         };
@@ -158,7 +158,7 @@ impl Client {
                 into[place(at, u32::from_be_bytes(len).into())?].fill(0);
                 Ok(())
             }
-            _ => Err(NbdError::Protocol("an answer that does not fit a read")),
+            _ => Err(NbdError::Protocol("an answer that does not match a read")),
         })?;
         if got == whole { Ok(()) } else { Err(NbdError::Protocol("a part of the data is missing")) }
     }
@@ -209,12 +209,12 @@ impl Client {
             let begin = at;
             self.replies(Command::BlockStatus, |socket, chunk| {
                 if chunk.kind != CHUNK_STATUS {
-                    return Err(NbdError::Protocol("an answer that does not fit a question about status"));
+                    return Err(NbdError::Protocol("an answer that does not match a status request"));
                 }
                 let payload = read_payload(socket, chunk.bytes)?;
                 let mut fields = Cursor(&payload);
                 if fields.u32() != Some(context) {
-                    return Err(NbdError::Protocol("status of another context"));
+                    return Err(NbdError::Protocol("status of a different context"));
                 }
                 while let (Some(len), Some(status)) = (fields.u32(), fields.u32()) {
                     // The last one may end beyond the requested range.
@@ -229,7 +229,7 @@ impl Client {
                 Ok(())
             })?;
             if at == begin {
-                return Err(NbdError::Protocol("an answer about nothing"));
+                return Err(NbdError::Protocol("an empty status"));
             }
         }
         Ok(found)
@@ -247,7 +247,7 @@ impl Client {
         len: u64,
         data: &[u8],
     ) -> Result<(), NbdError> {
-        let len = u32::try_from(len).map_err(|_| NbdError::Protocol("a request that is too long"))?;
+        let len = u32::try_from(len).map_err(|_| NbdError::Protocol("a request that is too large"))?;
         self.cookie += 1;
         let mut header = [0; 28];
         header[..4].copy_from_slice(&REQUEST.to_be_bytes());
@@ -270,7 +270,7 @@ impl Client {
     }
 
     fn done(&mut self, command: Command) -> Result<(), NbdError> {
-        self.replies(command, |_, _| Err(NbdError::Protocol("an answer with data to a request for none")))
+        self.replies(command, |_, _| Err(NbdError::Protocol("an answer with data to a request without data")))
     }
 
     /// Processes all chunks of the reply to the last request.
@@ -326,10 +326,10 @@ impl Chunk {
             let kind = fields.u16().unwrap_or_default();
             Self { kind, bytes: 0, last: flags & CHUNK_DONE != 0, errno: 0 }
         } else {
-            return Err(NbdError::Protocol("an answer that is none"));
+            return Err(NbdError::Protocol("an invalid answer"));
         };
         if fields.u64() != Some(cookie) {
-            return Err(NbdError::Protocol("an answer to another request"));
+            return Err(NbdError::Protocol("an answer to a different request"));
         }
         if magic == Some(SIMPLE_REPLY) {
             return Ok(chunk);
@@ -369,7 +369,7 @@ fn read_u64(socket: &mut UnixStream) -> Result<u64, NbdError> {
 
 fn read_payload(mut socket: &UnixStream, bytes: u32) -> Result<Vec<u8>, NbdError> {
     if bytes as usize > REPLY_BYTES {
-        return Err(NbdError::Protocol("an answer that is too long"));
+        return Err(NbdError::Protocol("an answer that is too large"));
     }
     let mut payload = vec![0; bytes as usize];
     socket.read_exact(&mut payload)?;

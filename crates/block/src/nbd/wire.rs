@@ -50,7 +50,7 @@ impl Command {
             Self::Disconnect => "disconnect",
             Self::Flush => "flush",
             Self::WriteZeroes => "write zeros",
-            Self::BlockStatus => "tell what is allocated",
+            Self::BlockStatus => "report the allocated parts",
         }
     }
 }

@@ -112,7 +112,7 @@ fn usage_errors_are_2() {
     let world = World::new();
     let cases: &[(&[&str], &str)] = &[
         (&["migrate", "web"], "--to"),
-        (&["migrate", "we b", "--to", "beta"], "no valid name"),
+        (&["migrate", "we b", "--to", "beta"], "not a valid name"),
         (&["migrate", "web", "--to", "beta", "--bandwidth", "fast"], "10Gbit"),
         (&["migrate", "web", "--to", "beta", "--on-limit", "hope"], "abort"),
         (&["limit", "web"], "--bandwidth"),

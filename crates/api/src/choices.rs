@@ -155,7 +155,7 @@ impl FromStr for Compress {
         if text == "auto" {
             return Ok(Self::Auto);
         }
-        text.parse().map(Self::Fixed).map_err(|bad: BadCompression| format!("{bad}, and auto"))
+        text.parse().map(Self::Fixed).map_err(|bad: BadCompression| format!("{bad}, or auto"))
     }
 }
 

@@ -59,7 +59,7 @@ pub struct MissingChunk {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadMissingPages {
     /// The length is not a multiple of an entry's length.
-    #[error("{0} bytes are not whole entries of pages to come")]
+    #[error("{0} bytes are not a whole number of entries of missing pages")]
     Entries(usize),
     /// The blob is neither a page nor a zero page.
     #[error("{0} bytes are not one page")]

@@ -4,28 +4,28 @@
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadPages {
     /// The payload is shorter than its header announces.
-    #[error("data frame ends early")]
+    #[error("data frame is truncated")]
     Truncated,
     /// The payload is longer than its header announces.
     #[error("data frame with {0} surplus bytes")]
     Surplus(usize),
     /// The kind of content is unknown in this version.
-    #[error("run of unknown content {0}")]
+    #[error("run with unknown content type {0}")]
     Content(u16),
     /// Runs are empty, overlap, are not in ascending order, or exceed the chunk.
     #[error("runs are not in ascending order within their chunk")]
     Runs,
     /// The codec is unknown in this version.
-    #[error("pages compressed by unknown codec {0}")]
+    #[error("pages compressed with unknown codec {0}")]
     Codec(u16),
     /// The compressed data is empty, or not shorter than the data that it replaces.
-    #[error("compressed pages that are none")]
+    #[error("compressed pages of invalid length")]
     Packed,
     /// A delta has too many pieces, or its length differs from that in its run.
-    #[error("changes of a page that do not fit their run")]
+    #[error("deltas of pages that do not match their run")]
     Delta,
     /// The kind of reference is unknown in this version.
-    #[error("a reference that cannot be followed")]
+    #[error("an invalid page reference")]
     Reference,
 }
 

@@ -19,7 +19,8 @@ pub struct VmName(String);
 /// Error of a name that is empty, too long, or has a character other than letters, digits, `.`, `_` and `-`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no valid name: use 1 to {max} letters, digits, '.', '_' or '-', not starting with '.' or '-'",
+    "{0:?} is not a valid name: use 1 to {max} letters, digits, '.', '_' or '-', not starting with '.' or \
+     '-'",
     max = limits::NAME_BYTES
 )]
 pub struct BadName(pub String);

@@ -24,10 +24,10 @@ const DIGEST_DIGITS: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Invalid {
     /// Number of data streams: zero, or too many.
-    #[error("{0} data streams; there may be 1 to {max}", max = limits::STREAMS)]
+    #[error("{0} data streams; 1 to {max} are allowed", max = limits::STREAMS)]
     Streams(u16),
     /// Number of RAM blocks: zero, or too many.
-    #[error("{0} RAM blocks; there may be 1 to {max}", max = limits::RAM_BLOCKS)]
+    #[error("{0} RAM blocks; 1 to {max} are allowed", max = limits::RAM_BLOCKS)]
     RamBlocks(usize),
     /// A text is empty, too long, or has control characters.
     #[error("{field} is empty, too long or has control characters")]
@@ -63,13 +63,13 @@ pub enum Invalid {
     #[error("more than {max} bytes of RAM", max = limits::RAM_BYTES)]
     RamBytes,
     /// Index of a RAM block that no list can have.
-    #[error("RAM block {0}; there may be {max}", max = limits::RAM_BLOCKS)]
+    #[error("RAM block {0}; at most {max} are allowed", max = limits::RAM_BLOCKS)]
     BlockIndex(u16),
     /// Number of a chunk that no block can have.
-    #[error("chunk {0} lies beyond all memory")]
+    #[error("chunk {0} is beyond the end of memory")]
     Chunk(u64),
     /// A list has too many entries.
-    #[error("{count} entries in {field}; there may be {max}")]
+    #[error("{count} entries in {field}; at most {max} are allowed")]
     TooMany {
         /// Description of the list.
         field: &'static str,
@@ -87,13 +87,19 @@ pub enum Invalid {
         digits: usize,
     },
     /// Length of the device state: zero, or beyond the limit.
-    #[error("device state of {0} bytes; there may be 1 to {max}", max = limits::DEVICE_STATE_BYTES)]
+    #[error("device state of {0} bytes; 1 to {max} are allowed", max = limits::DEVICE_STATE_BYTES)]
     DeviceStateBytes(u64),
     /// Length of the list of missing pages: beyond the limit, or not a multiple of an entry's length.
-    #[error("a list of pages to come of {0} bytes; there may be {max}", max = limits::MISSING_PAGES_BYTES)]
+    #[error(
+        "a list of missing pages of {0} bytes; at most {max} are allowed",
+        max = limits::MISSING_PAGES_BYTES,
+    )]
     MissingPagesBytes(u64),
     /// Length of the list of pages to discard: zero, beyond the limit, or not a multiple of an entry's length.
-    #[error("a list of pages to take away of {0} bytes; there may be {max}", max = limits::DISCARD_BYTES)]
+    #[error(
+        "a list of pages to discard of {0} bytes; at most {max} are allowed",
+        max = limits::DISCARD_BYTES,
+    )]
     DiscardBytes(u64),
     /// The process id is 0.
     #[error("process id 0")]
@@ -106,7 +112,7 @@ impl Message {
         match self {
             Self::Propose(proposal) => proposal.validate(),
             Self::QueryTemplates { names } => {
-                at_most("pages that are sought", names.len(), limits::QUERIED_PAGES)?;
+                at_most("queried pages", names.len(), limits::QUERIED_PAGES)?;
                 names.iter().try_for_each(|name| hex("a page's name", name, NAME_DIGITS))
             }
             Self::TemplatePages { runs, .. } => {
@@ -128,16 +134,16 @@ impl Message {
                 if !(1..=limits::DISCARD_BYTES).contains(bytes) || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
                     return Err(Invalid::DiscardBytes(*bytes));
                 }
-                hex("the digest of pages to take away", digest, DIGEST_DIGITS)
+                hex("the digest of pages to discard", digest, DIGEST_DIGITS)
             }
             Self::MissingPages { bytes, digest, .. } => {
                 if *bytes > limits::MISSING_PAGES_BYTES || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
                     return Err(Invalid::MissingPagesBytes(*bytes));
                 }
-                hex("the digest of pages to come", digest, DIGEST_DIGITS)
+                hex("the digest of missing pages", digest, DIGEST_DIGITS)
             }
             Self::RequestPages { pages } => {
-                at_most("wanted pages", pages.len(), limits::REQUESTED_PAGES)?;
+                at_most("requested pages", pages.len(), limits::REQUESTED_PAGES)?;
                 pages.iter().try_for_each(|wanted| {
                     block_index(wanted.block)?;
                     chunk(wanted.page / limits::CHUNK_PAGES)

@@ -30,11 +30,11 @@ fn requests_that_name_nothing_or_the_wrong_thing() {
         (&["migrate", "vm1", "--to", "a", "--check"], 2, &["vm1 is on a already", "--to"]),
         (&["migrate", "vm1", "--to", "b", "--streams", "0"], 2, &["streams", "64"]),
         (&["migrate", "vm1", "--to", "b", "--streams", "65"], 2, &["streams", "64"]),
-        (&["migrate", "../vm1", "--to", "b"], 2, &["no valid name"]),
+        (&["migrate", "../vm1", "--to", "b"], 2, &["not a valid name"]),
         (&["vm", "adopt", "--pid", "4194304"], 2, &["process 4194304", "vm1"]),
         (&["vm", "adopt", "nobody"], 2, &["name nobody", "vm1"]),
         (&["vm", "adopt", "--qmp", "/nonexistent/qmp.sock"], 2, &["/nonexistent/qmp.sock", "--pid"]),
-        (&["vm", "adopt", "--pid", "1", "--as", "../vm"], 2, &["no valid name"]),
+        (&["vm", "adopt", "--pid", "1", "--as", "../vm"], 2, &["not a valid name"]),
     ];
     for (words, code, expected) in cases {
         assert_fails(&cluster.a.cli(words), *code, expected);

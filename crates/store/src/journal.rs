@@ -119,7 +119,7 @@ pub enum JournalError {
         holder: String,
     },
     /// The database was written by a newer version of this program.
-    #[error("the journal {path} has format {found}, this version knows up to {known}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
+    #[error("the journal {path} has format {found}, and this version supports formats up to {known}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
     Newer {
         /// Path of the database.
         path: PathBuf,
@@ -130,7 +130,7 @@ pub enum JournalError {
     },
     /// The file is not a database, or a damaged one.
     #[error(
-        "the journal {path} is damaged; restore it from a backup; without it this host can say nothing about a VM that is between two hosts, so move it away only if none is, and adopt this host's VMs anew", path = path.display())]
+        "the journal {path} is damaged; restore it from a backup. If no VM is between two hosts, move the journal away and adopt this host's VMs again; otherwise this host would lose the state of such a VM", path = path.display())]
     Damaged {
         /// Path of the database.
         path: PathBuf,
@@ -138,13 +138,13 @@ pub enum JournalError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The database is not at its path any more: the state directory was deleted, moved, or restored from a copy.
-    #[error("the journal {path} was deleted or replaced while the agent ran: nothing new is begun, as the next agent would not know of it; put the directory back where it was, or start the agent anew when no VM here is in a migration", path = path.display())]
+    #[error("the journal {path} was deleted or replaced while the agent was running: no new migration is started, because the next agent would not know of it; move the directory back, or restart the agent when no VM here is in a migration", path = path.display())]
     Gone {
         /// Path of the database.
         path: PathBuf,
     },
     /// There is no space for the write.
-    #[error("no room left for the journal {path}; make some, nothing was lost", path = path.display())]
+    #[error("no space left for the journal {path}; free some space; nothing was lost", path = path.display())]
     Full {
         /// Path of the database.
         path: PathBuf,
@@ -162,7 +162,7 @@ pub enum JournalError {
         source: rusqlite::Error,
     },
     /// A record that cannot be encoded as JSON or decoded from it.
-    #[error("the journal's {what} is not as it should be")]
+    #[error("the journal's {what} is invalid")]
     Json {
         /// Name of the record.
         what: String,
@@ -173,7 +173,7 @@ pub enum JournalError {
     #[error("the journal holds no migration {0}")]
     NoMigration(MigrationId),
     /// The VM has a migration that is not over.
-    #[error("{vm} has an open migration already, {open}; wait for it, `whimbrel cancel {vm}`, or `whimbrel recover {vm}`", vm = open.vm)]
+    #[error("{vm} already has an open migration, {open}; wait until it ends, or use `whimbrel cancel {vm}` or `whimbrel recover {vm}`", vm = open.vm)]
     AlreadyOpen {
         /// The open migration.
         open: MigrationId,

@@ -165,7 +165,7 @@ impl Journal {
             && let Err(error) = self.tidy()
         {
             // The entry is in the log, which is folded in at another time.
-            warn!(error = api::with_causes(&error), "the journal's log is not tidied");
+            warn!(error = api::with_causes(&error), "cannot compact the journal's log");
         }
         Ok(())
     }

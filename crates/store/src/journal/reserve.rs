@@ -66,7 +66,10 @@ impl AllocatedFile {
             Ok(()) => {}
             Err(Errno::INTR) => return self.keep(bytes),
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
-                warn!("the file system under the journal keeps no room; see that it does not get full");
+                warn!(
+                    "the journal's file system does not support reserved space; make sure that it does not \
+                     become full"
+                );
             }
             Err(errno) => return Err(full(errno.into())),
         }

@@ -199,7 +199,7 @@ fn nothing_is_begun_in_a_journal_that_was_deleted() {
     assert!(matches!(gone(&journal), JournalError::Gone { .. }));
     std::fs::remove_dir_all(&state_dir).unwrap();
     let text = gone(&journal).to_string();
-    assert!(text.contains("deleted or replaced") && text.contains("put the directory back"), "{text}");
+    assert!(text.contains("deleted or replaced") && text.contains("move the directory back"), "{text}");
     let vm = |which| VmRecord::new(name(which), json!({}), (77, 1), "boot", PathBuf::from("/run/q.sock"));
     assert!(matches!(journal.put_vm(&vm("mail")).unwrap_err(), JournalError::Gone { .. }));
     // A migration under way can end; an arrived VM is recorded, too.

@@ -27,7 +27,7 @@ pub struct SqliteRegistry {
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
     /// The database cannot be opened.
-    #[error("cannot open the registry {path}; check `state_dir` in the configuration, its permissions and the room on its disk", path = path.display())]
+    #[error("cannot open the registry {path}; check `state_dir` in the configuration, its permissions and the free space on its disk", path = path.display())]
     Open {
         /// Path of the database.
         path: PathBuf,
@@ -35,7 +35,7 @@ pub enum RegistryError {
         source: rusqlite::Error,
     },
     /// The database was written by a newer version of this program.
-    #[error("the registry {path} has format {found}, this version knows up to {FORMAT}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
+    #[error("the registry {path} has format {found}, and this version supports formats up to {FORMAT}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
     Newer {
         /// Path of the database.
         path: PathBuf,
@@ -43,7 +43,7 @@ pub enum RegistryError {
         found: i64,
     },
     /// A request was not carried out and never will be.
-    #[error("the registry {path} could not do it; nothing changed", path = path.display())]
+    #[error("the registry {path} could not process the request; nothing was changed", path = path.display())]
     NotDone {
         /// Path of the database.
         path: PathBuf,
@@ -51,7 +51,7 @@ pub enum RegistryError {
         source: rusqlite::Error,
     },
     /// A record that cannot be read or written as JSON. Nothing changed.
-    #[error("a record in the registry {path} is damaged; nothing changed", path = path.display())]
+    #[error("a record in the registry {path} is damaged; nothing was changed", path = path.display())]
     Record {
         /// Path of the database.
         path: PathBuf,
@@ -59,7 +59,7 @@ pub enum RegistryError {
         source: serde_json::Error,
     },
     /// Other users' permissions cannot be removed from its files.
-    #[error("cannot keep {path} from other users; check `state_dir` in the configuration and its permissions", path = path.display())]
+    #[error("cannot protect {path} from other users; check `state_dir` in the configuration and its permissions", path = path.display())]
     Private {
         /// Path of the database.
         path: PathBuf,
@@ -67,7 +67,7 @@ pub enum RegistryError {
         source: std::io::Error,
     },
     /// The commit failed: the transaction may have reached the disk, or not.
-    #[error("the registry {path} may have done it or not", path = path.display())]
+    #[error("the registry {path} may or may not have processed the request", path = path.display())]
     Unknown {
         /// Path of the database.
         path: PathBuf,

@@ -76,13 +76,13 @@ impl WitnessClient {
     ) -> Result<RegistryReply, Answer> {
         if let Err(error) = connection.send(&Message::RegistryRequest(request.clone())) {
             // The socket has not accepted all of the frame, so the witness cannot have the request.
-            tracing::warn!(error = with_causes(&error), "the registry cannot be asked");
+            tracing::warn!(error = with_causes(&error), "cannot query the registry");
             return Err(Answer::Unreachable);
         }
         match connection.recv(Some(Instant::now() + self.reply)) {
             Ok(Incoming::Message(Message::RegistryReply(reply))) => Ok(reply),
             Ok(_) => {
-                tracing::warn!("the registry answered something else");
+                tracing::warn!("the registry sent an unexpected answer");
                 Err(Answer::Unknown)
             }
             Err(error) => {
@@ -125,7 +125,9 @@ impl WitnessServer {
     pub fn serve(&self, arrival: Arrival) {
         let host = arrival.host().clone();
         if *arrival.purpose() != Purpose::Registry {
-            arrival.refuse("this agent is a witness: it keeps the ownership registry and takes no VMs");
+            arrival.refuse(
+                "this agent is a witness: it keeps the ownership registry and does not accept VMs"
+            );
             return;
         }
         let ended = arrival.accept().map_err(|error| with_causes(&error)).and_then(|mut connection| {
@@ -153,7 +155,11 @@ impl WitnessServer {
                     None => return Ok(()),
                 },
                 other => {
-                    tracing::warn!(%host, message = ?std::mem::discriminant(&other), "not for a registry");
+                    tracing::warn!(
+                        %host,
+                        message = ?std::mem::discriminant(&other),
+                        "a message that is not for a registry"
+                    );
                     return Ok(());
                 }
             }
@@ -191,5 +197,5 @@ fn refusal(host: &HostId, request: &RegistryRequest) -> Option<String> {
     let RegistryRequest::CompareAndSet { vm, expected, new } = request else { return None };
     let gives = expected.as_ref().is_some_and(|(_, owner)| owner == host);
     let takes = new.owner == *host;
-    (!gives && !takes).then(|| format!("{host} is neither the owner of {vm} nor to become it"))
+    (!gives && !takes).then(|| format!("{host} is neither the owner of {vm} nor the next owner"))
 }

@@ -41,15 +41,13 @@ const PAUSE: Duration = Duration::from_millis(5);
 #[derive(Debug, thiserror::Error)]
 pub enum CpuLimitError {
     /// The process could not be inspected.
-    #[error("cannot find out in which control groups the threads are")]
+    #[error("cannot determine the control groups of the threads")]
     Process(#[from] ProcessError),
     /// No control group limits processors on this host.
-    #[error(
-        "no control group of this host limits processors (controller `cpu`), or its file system is not mounted"
-    )]
+    #[error("no control group of this host has the `cpu` controller, or its file system is not mounted")]
     Unsupported,
     /// A thread's group is not visible from here: it is in another namespace of control groups.
-    #[error("the control group {group} of thread {thread} is not seen from here")]
+    #[error("the control group {group} of thread {thread} is not visible from here")]
     Hidden {
         /// Thread id.
         thread: u32,
@@ -58,8 +56,8 @@ pub enum CpuLimitError {
     },
     /// The parent group does not delegate the controller.
     #[error(
-        "the control group {group} may not limit processors; with systemd, give the unit of QEMU, and its slice, a \
-         `CPUWeight=`"
+        "the control group {group} does not have the `cpu` controller; with systemd, give the unit of QEMU, \
+         and its slice, a `CPUWeight=`"
     )]
     NoController {
         /// Group of the threads.

@@ -39,13 +39,13 @@ pub enum PageFaultError {
         range: AddressRange,
     },
     /// The kernel does not support missing pages for memory of this kind.
-    #[error("threads cannot be made to wait for pages of {range}")]
+    #[error("cannot make threads wait for pages of {range}")]
     Unsupported {
         /// The range.
         range: AddressRange,
     },
     /// The range does not consist of whole pages at page addresses.
-    #[error("{range} is not made of whole pages")]
+    #[error("{range} does not consist of whole pages")]
     Unaligned {
         /// The range.
         range: AddressRange,
@@ -54,7 +54,7 @@ pub enum PageFaultError {
     #[error("the process has ended")]
     Ended,
     /// The range is not registered: it never was, or it spans two mappings.
-    #[error("nobody waits for pages of {range}, or it is in several mappings")]
+    #[error("no thread waits for pages of {range}, or it is in several mappings")]
     Lost {
         /// The range.
         range: AddressRange,
@@ -135,7 +135,7 @@ impl PageFaultHandler {
     ) -> Result<Self, PageFaultError> {
         let range = ranges.first().copied().unwrap_or_default();
         let failed =
-            |source: io::Error| PageFaultError::Io { action: "take over the waits for", range, source };
+            |source: io::Error| PageFaultError::Io { action: "take over page faults of", range, source };
         let uffd = pidfd_getfd(process, descriptor, PidfdGetfdFlags::empty());
         let uffd = uffd.map_err(|error| failed(error.into()))?;
         let this = Self { process: process.try_clone()?, uffd, ranges: ranges.to_vec() };
@@ -231,7 +231,7 @@ impl PageFaultHandler {
 
     fn wake(&self, range: AddressRange) -> Result<(), PageFaultError> {
         abi::uffd_wake(&self.uffd, range.start, range.len()).map_err(|source| PageFaultError::Io {
-            action: "wake who waits for",
+            action: "wake the threads that wait for",
             range,
             source,
         })
@@ -242,7 +242,7 @@ impl PageFaultHandler {
     pub fn wait(&self, end: &impl AsFd, found: &mut Vec<u64>) -> Result<bool, PageFaultError> {
         let range = self.ranges.first().copied().unwrap_or_default();
         let failed = |source: rustix::io::Errno| PageFaultError::Io {
-            action: "hear who waits for",
+            action: "receive page faults of",
             range,
             source: source.into(),
         };
@@ -291,7 +291,7 @@ impl PageFaultHandler {
 
     fn unregister_mapped(&self, range: AddressRange) -> Result<(), PageFaultError> {
         let unregister = |range: AddressRange| abi::uffd_unregister(&self.uffd, range.start, range.len());
-        let failed = |source| PageFaultError::Io { action: "let go of", range, source };
+        let failed = |source| PageFaultError::Io { action: "stop handling page faults of", range, source };
         match unregister(range) {
             // Nothing is mapped there any more, or memory that does not support missing pages.
             Err(source) if source.raw_os_error() == Some(nix::libc::EINVAL) => {

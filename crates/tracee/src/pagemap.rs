@@ -137,7 +137,7 @@ impl Pagemap {
             }
             if walked_to <= at {
                 // A huge page that the range cuts in two would stop the walk for ever.
-                return Err(io::Error::other("the kernel's scan does not move on"));
+                return Err(io::Error::other("the kernel's scan does not advance"));
             }
             at = walked_to;
         }

@@ -21,14 +21,14 @@ pub use rustix::process::Signal;
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// No process has this number, or it has ended.
-    #[error("no process {pid} (it has ended, or never was)")]
+    #[error("no process {pid} (it has ended, or never existed)")]
     Gone {
         /// Process id of the request.
         pid: u32,
     },
     /// The id belongs to another process by now.
     #[error(
-        "process {pid} is another one by now: started at {found} clock ticks after boot, not at {expected}"
+        "process {pid} is now a different one: started at {found} clock ticks after boot, not at {expected}"
     )]
     Replaced {
         /// Process id.
@@ -39,13 +39,13 @@ pub enum ProcessError {
         found: u64,
     },
     /// The kernel does not permit the inspection.
-    #[error("not permitted to look at process {pid}: run as root or as the process's own user")]
+    #[error("not permitted to inspect process {pid}: run as root or as the process's own user")]
     NotPermitted {
         /// Process id.
         pid: u32,
     },
     /// A file in /proc could not be parsed.
-    #[error("/proc/{pid}/{file} is not understood")]
+    #[error("/proc/{pid}/{file} has an unexpected format")]
     Malformed {
         /// Process id.
         pid: u32,

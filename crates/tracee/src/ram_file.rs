@@ -132,7 +132,7 @@ impl RamFile {
     /// QEMU.
     pub fn from_file(file: File) -> Result<Self, RamFileError> {
         let system = fstatfs(&file).map_err(|error| RamFileError::Io {
-            action: "look at",
+            action: "inspect",
             offset: 0,
             len: 0,
             source: error.into(),
@@ -258,7 +258,7 @@ impl RamFile {
     /// The kernel reports it only to processes that may write the file; for others everything counts as "in memory".
     pub fn resident_runs(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
         let pages = residency(&self.file, &range).map_err(|source| RamFileError::Io {
-            action: "find what is in memory of",
+            action: "find the resident pages within",
             offset: range.start,
             len: range.end - range.start,
             source,

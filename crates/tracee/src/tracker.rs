@@ -79,7 +79,7 @@ pub enum TrackError {
         range: AddressRange,
     },
     /// The range is not tracked any more: it was unmapped and mapped anew since the start.
-    #[error("{range} is not tracked any more: it was mapped anew")]
+    #[error("{range} is not tracked any more: it was mapped again")]
     Lost {
         /// The range.
         range: AddressRange,

@@ -43,7 +43,7 @@ pub enum InjectError {
     },
     /// A seccomp filter forbids the call; it was not made.
     #[error(
-        "a seccomp filter of process {pid} answers {action} to the call: permit userfaultfd, close and madvise"
+        "a seccomp filter of process {pid} responds to the call with {action}: permit userfaultfd, close and madvise"
     )]
     Seccomp {
         /// Process id.
@@ -70,7 +70,7 @@ pub enum InjectError {
     },
     /// The process dispatches its system calls to itself.
     #[error(
-        "process {pid} dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), which is not supported"
+        "process {pid} uses Syscall User Dispatch (PR_SET_SYSCALL_USER_DISPATCH), which is not supported"
     )]
     Dispatched {
         /// Process id.
@@ -83,13 +83,13 @@ pub enum InjectError {
         pid: u32,
     },
     /// The process changed during the inspection; the next attempt may succeed.
-    #[error("process {pid} changed while it was looked at: try again")]
+    #[error("process {pid} changed while it was inspected: try again")]
     Changed {
         /// Process id.
         pid: u32,
     },
     /// The call was made and failed.
-    #[error("process {pid} was refused the call {call}")]
+    #[error("the kernel refused the call {call} of process {pid}")]
     Call {
         /// Process id.
         pid: u32,
@@ -102,7 +102,8 @@ pub enum InjectError {
     /// The call was made and has not returned in time. The thread continues by itself as soon as it
     /// does.
     #[error(
-        "the call {call} that process {pid} was made to do takes too long; its thread goes on when it returns"
+        "the call {call} injected into process {pid} takes too long; its thread continues when the call \
+         returns"
     )]
     Late {
         /// Process id.
@@ -137,7 +138,7 @@ pub enum InjectError {
         program: PathBuf,
     },
     /// The injector's answer could not be parsed: another version of the program?
-    #[error("the injector {program} gave an answer that is not understood")]
+    #[error("the injector {program} sent an invalid answer")]
     Answer {
         /// Path of its program.
         program: PathBuf,

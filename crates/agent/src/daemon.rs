@@ -51,7 +51,7 @@ pub enum StartError {
     #[error("cannot serve the API")]
     Api(#[from] ServerError),
     /// The thread for templates cannot be started.
-    #[error("no thread to look for templates")]
+    #[error("cannot start a thread to look for templates")]
     Templates(#[source] std::io::Error),
     /// The host's boot id cannot be read.
     #[error("cannot read /proc/sys/kernel/random/boot_id")]

@@ -92,12 +92,15 @@ fn noise_at_the_port_of_an_agent_without_tls() {
     let refusals = [
         (hello(9, control.clone()), "install releases"),
         (hello(0, control.clone()), "install releases"),
-        (hello(1, json!({ "for": "registry" })), "no witness"),
+        (hello(1, json!({ "for": "registry" })), "not a witness"),
         (
             hello(1, json!({ "for": "data", "migration": migration, "generation": 1, "stream": 0 })),
             "no data stream",
         ),
-        (hello(1, json!({ "for": "control", "migration": migration, "generation": 7 })), "not under way"),
+        (
+            hello(1, json!({ "for": "control", "migration": migration, "generation": 7 })),
+            "no longer under way",
+        ),
     ];
     for (bytes, reason) in refusals {
         let answer = answer(&mut connect(&bytes), reason);

@@ -74,7 +74,7 @@ fn qemus_that_cannot_be_taken_charge_of() {
         1,
         &["held (process", "by other clients", "end them"],
     );
-    assert_fails(&a.cli(&["vm", "adopt", "--qmp", &socket]), 1, &[&socket, "close the program that holds the socket"]);
+    assert_fails(&a.cli(&["vm", "adopt", "--qmp", &socket]), 1, &[&socket, "close the program that holds"]);
     assert_eq!(a.cli(&["vm", "list"]).ok().json(), json!([]), "nothing was adopted");
     drop(held);
     drop(guest);

@@ -249,8 +249,13 @@ impl Arena {
             let Some(at) = log.find(&format!(" proposed {id} ")) else { return !arrives };
             // An agent that has died since has reported nothing.
             let after = &log[at..];
-            let ends =
-                ["report", "answered", "the source did not hear", "nobody receives it", "the VM cannot be received"];
+            let ends = [
+                "report",
+                "answered",
+                "cannot send the answer to the source",
+                "the migration cannot be received",
+                "the VM cannot be received",
+            ];
             let ended = |line: &str| line.contains(&id) && ends.iter().any(|end| line.contains(end));
             after.lines().any(ended) || after.contains(" ready address=")
         });

@@ -38,11 +38,12 @@ impl Daemon {
         match arrival.purpose().clone() {
             Purpose::Registry => match &self.witness {
                 Some(witness) => witness.serve(arrival),
-                None => arrival
-                    .refuse("this agent is no witness; see `registry` in the configuration of both hosts"),
+                None => arrival.refuse(
+                    "this agent is not a witness; check `registry` in the configuration of both hosts",
+                ),
             },
             _ if self.witness.is_some() => {
-                arrival.refuse("this agent is a witness; VMs cannot be moved here");
+                arrival.refuse("this agent is a witness; VMs cannot be migrated here");
             }
             Purpose::Control { migration, generation } => {
                 self.control_stream(arrival, &migration, generation);
@@ -62,7 +63,7 @@ impl Daemon {
             Purpose::Registry => return Ok(()),
         };
         if i64::try_from(id.epoch.0).is_err() {
-            return Err(format!("{} is no epoch", id.epoch));
+            return Err(format!("{} is not a valid epoch", id.epoch));
         }
         let known = self.context.journal.migration(id);
         let known = known.map_err(|_| "the journal of this host cannot be read now; try again".to_owned())?;
@@ -72,7 +73,7 @@ impl Daemon {
         if host == other && (questions || *host == terms.source) {
             Ok(())
         } else {
-            Err(format!("{host} has no part in migration {id} that would allow this"))
+            Err(format!("{host} has no role in migration {id} that allows this"))
         }
     }
 
@@ -82,10 +83,10 @@ impl Daemon {
                 if let Some(connection) = accepted(arrival)
                     && let Err(error) = mailbox.connected(connection, Some(generation))
                 {
-                    warn!(migration = %id, %error, "no thread for a control stream");
+                    warn!(migration = %id, %error, "cannot start a thread for a control stream");
                 }
             }
-            Some(DriverMailbox::Source(_)) => arrival.refuse(format!("{id} leaves from here")),
+            Some(DriverMailbox::Source(_)) => arrival.refuse(format!("this host is the source of {id}")),
             None if generation != Generation(1) => self.refuse_late_source(arrival, id),
             None => {
                 let Some(mut connection) = accepted(arrival) else { return };
@@ -94,7 +95,7 @@ impl Daemon {
                         self.proposed(connection, id, *proposal);
                     }
                     Ok(_) => warn!(migration = %id, "the source did not begin with a proposal"),
-                    Err(error) => warn!(migration = %id, %error, "no proposal came"),
+                    Err(error) => warn!(migration = %id, %error, "received no proposal"),
                 }
             }
         }
@@ -108,14 +109,18 @@ impl Daemon {
             Some(refused) => {
                 let Some(mut connection) = accepted(arrival) else { return };
                 if let Err(error) = connection.send(&refused) {
-                    warn!(migration = %id, error = crate::chain(&error), "the source was not told that this is over");
+                    warn!(
+                        migration = %id,
+                        error = crate::chain(&error),
+                        "cannot notify the source that the migration has ended"
+                    );
                 }
                 // If the connection were closed with unread data, the message could be lost.
                 let until =
                     Instant::now() + Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
                 while connection.recv(Some(until)).is_ok() {}
             }
-            None => arrival.refuse(format!("migration {id} is not under way here any more")),
+            None => arrival.refuse(format!("migration {id} is no longer under way here")),
         }
     }
 
@@ -126,7 +131,7 @@ impl Daemon {
                 if let Some(connection) = accepted(arrival)
                     && let Err(error) = mailbox.connected(connection, None)
                 {
-                    warn!(migration = %id, %error, "no thread for a connection");
+                    warn!(migration = %id, %error, "cannot start a thread for a connection");
                 }
             }
             _ => {
@@ -144,12 +149,16 @@ impl Daemon {
                 Ok(Incoming::Message(message)) => message,
                 Ok(Incoming::Blob(_)) => return,
                 Err(error) => {
-                    debug!(migration = %id, %error, "questions ended");
+                    debug!(migration = %id, %error, "end of a query connection");
                     return;
                 }
             };
             let Some(answers) = self.answers(id, message) else {
-                warn!(migration = %id, peer = %connection.peer(), "hung up: that is no question");
+                warn!(
+                    migration = %id,
+                    peer = %connection.peer(),
+                    "closed a connection: the message is not a query"
+                );
                 return;
             };
             for answer in answers {
@@ -206,11 +215,14 @@ impl Daemon {
             // peer knows more than this journal, which must have been emptied or made anew. The answer is that nothing
             // is decided.
             Ok(None) => {
-                warn!(migration = %id, "asked about a migration that the journal does not know; is it the right one?");
+                warn!(
+                    migration = %id,
+                    "received a query about a migration that is not in the journal; is it the right journal?"
+                );
                 Verdict::Undecided
             }
             Err(error) => {
-                warn!(migration = %id, error = crate::chain(&error), "the journal cannot be asked");
+                warn!(migration = %id, error = crate::chain(&error), "cannot read the journal");
                 Verdict::Undecided
             }
         };
@@ -231,11 +243,14 @@ impl Daemon {
             // accepted: this journal has been emptied or made anew. The VM may run here, so REFUSED could make two of
             // it.
             Ok(None) => {
-                warn!(migration = %id, "asked about a migration that the journal does not know; is it the right one?");
+                warn!(
+                    migration = %id,
+                    "received a query about a migration that is not in the journal; is it the right journal?"
+                );
                 return vec![];
             }
             Err(error) => {
-                warn!(migration = %id, error = crate::chain(&error), "the journal cannot be asked");
+                warn!(migration = %id, error = crate::chain(&error), "cannot read the journal");
                 return vec![];
             }
         };
@@ -286,11 +301,11 @@ fn final_reply(
                 untrusted,
             }),
             DestinationEffect::SendRefused => {
-                Some(Message::Refused { epoch, reason: why.unwrap_or("this copy was given up").to_owned() })
+                Some(Message::Refused { epoch, reason: why.unwrap_or("this copy was discarded").to_owned() })
             }
             DestinationEffect::SendCrashed => Some(Message::Crashed {
                 epoch,
-                reason: "its QEMU is gone, and may have run the guest".to_owned(),
+                reason: "its QEMU has ended, and may have run the guest".to_owned(),
             }),
             _ => None,
         })

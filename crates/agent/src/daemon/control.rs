@@ -159,7 +159,7 @@ impl Control for UserApi {
         }
         self.context.journal.report(id).map_err(|error| internal(&error))?.ok_or_else(|| {
             let advice = "the source of a migration writes the report; ask there";
-            Problem::new(ProblemKind::NotFound, format!("no report of {id} here"), advice)
+            Problem::new(ProblemKind::NotFound, format!("this host has no report of {id}"), advice)
         })
     }
 
@@ -194,9 +194,12 @@ impl Control for UserApi {
         let Some(controls) = controls else {
             let record = self.record(id)?;
             let (error, advice) = if record.open {
-                (format!("{id} is not being sent from here"), format!("ask at {}", record.terms.source))
+                (format!("{id} is not sent from this host"), format!("ask at {}", record.terms.source))
             } else {
-                (format!("{id} is over"), "limits are for a migration that is under way".to_owned())
+                (
+                    format!("{id} is over"),
+                    "limits can be changed only while the migration is under way".to_owned(),
+                )
             };
             return Err(Problem::new(ProblemKind::Conflict, error, advice));
         };

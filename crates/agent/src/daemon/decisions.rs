@@ -36,7 +36,7 @@ impl Daemon {
                 self.nudge(id);
                 self.wait_until_settled(id, |status| status.standing != Standing::Underway);
                 let over = self.status(id)?.standing.is_over();
-                (over, if over { "settled" } else { "asked again; nobody could say more" }.to_owned())
+                (over, if over { "settled" } else { "asked again; there is no new information" }.to_owned())
             }
             Some(decision) => match choice(&advice, decision) {
                 None => (record.state.standing().is_over(), unavailable_decision(&advice)),
@@ -45,9 +45,11 @@ impl Daemon {
                     if request.accept_risk {
                         self.carry_out(&record, choice.decision);
                         let over = self.status(id)?.standing.is_over();
-                        (over, if over { "done" } else { "told; it is not over yet" }.to_owned())
+                        (over, if over { "done" } else { "the decision was accepted; the migration has not \
+                                                          ended yet" }.to_owned())
                     } else {
-                        let message = "nothing was done; say that you know the risk (--accept-risk) to do it";
+                        let message = "nothing was done; repeat the command with --accept-risk to accept the \
+                                       risk and carry it out";
                         (false, message.to_owned())
                     }
                 }
@@ -115,8 +117,9 @@ impl Daemon {
 /// Describes disks that have another image at the destination.
 fn describe_copies(images: &[String], source: &HostId, destination: &HostId) -> String {
     format!(
-        "its disks were copied to {destination}: {}. If the guest has run there, these are its disks, and the images at {source} \
-         are what they were when it was stopped; if it has not, its disks are those at {source}",
+        "its disks were copied to {destination}: {}. If the guest has run there, these are its disks, and \
+         the images at {source} have the state at which it was stopped; if it has not, its disks are those \
+         at {source}",
         images.join(", ")
     )
 }
@@ -143,10 +146,10 @@ fn choice(advice: &Advice, decision: OperatorDecision) -> Option<&Choice> {
 
 fn unavailable_decision(advice: &Advice) -> String {
     if advice.choices.is_empty() {
-        return "nothing needs to be decided here".to_owned();
+        return "no decision is needed here".to_owned();
     }
     let words: Vec<_> = advice.choices.iter().map(|choice| options(choice.decision)).collect();
-    format!("nothing was done; what can be decided as it stands: {}", words.join(", or "))
+    format!("nothing was done; decisions that are possible now: {}", words.join(", or "))
 }
 
 /// Formats a choice: its options, its effect, and its risk.

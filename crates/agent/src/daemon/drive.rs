@@ -62,7 +62,8 @@ impl Daemon {
                 report.ram_kind = ram_kind;
             }
             Err(error) => {
-                let advice = "see that the agent runs there, that the address is right, and that both use the same [tls]";
+                let advice = "make sure that the agent runs there, that the address is correct, and that \
+                              both use the same [tls]";
                 return Err(Problem::caused_by(ProblemKind::Unavailable, &error, advice));
             }
         }
@@ -82,8 +83,8 @@ impl Daemon {
         self.has_not_ended(&record)?;
         let offer = self.offer(&record, request, false)?;
         if CheckReport::blocked(&offer.findings) {
-            let error = format!("{} cannot be moved", request.vm);
-            let advice = "see the findings; each says what to do";
+            let error = format!("{} cannot be migrated", request.vm);
+            let advice = "see the findings, each with advice";
             return Err(Problem::new(ProblemKind::Refused, error, advice).with_findings(offer.findings));
         }
         let held = ownership::owned_since(&self.context, &request.vm).map_err(|error| {
@@ -180,8 +181,9 @@ impl Daemon {
     fn has_not_ended(&self, record: &VmRecord) -> Result<(), Problem> {
         let vm = &record.vm;
         record.process(&self.context.boot_id).map(drop).map_err(|_| {
-            let error = format!("{vm} has ended: its QEMU (process {}) is gone", record.pid);
-            Problem::new(ProblemKind::Gone, error, format!("start it again, or `whimbrel vm forget {vm}`"))
+            let error = format!("{vm} has ended: its QEMU (process {}) does not exist any more", record.pid);
+            let advice = format!("start it again, or run `whimbrel vm forget {vm}`");
+            Problem::new(ProblemKind::Gone, error, advice)
         })
     }
 
@@ -190,11 +192,11 @@ impl Daemon {
         self.wait_for_last_migration(vm)?;
         let found = self.context.journal.vm(vm).map_err(|error| internal(&error))?;
         found.ok_or_else(|| {
-            let error = format!("no VM {vm} here");
+            let error = format!("no VM {vm} on this host");
             Problem::new(
                 ProblemKind::NotFound,
                 error,
-                "`whimbrel vm list` shows those that are; `whimbrel vm adopt` takes one",
+                "`whimbrel vm list` lists its VMs; `whimbrel vm adopt` adopts a QEMU",
             )
         })
     }
@@ -218,7 +220,7 @@ impl Daemon {
             return Err(Problem::new(
                 ProblemKind::BadRequest,
                 error,
-                "the witness is neither of the two hosts; move to another",
+                "the witness cannot be the source or destination; choose another host",
             ));
         }
         let goals = Goals::new(request, &self.context.config);
@@ -226,20 +228,20 @@ impl Daemon {
             check_time_limit(&goals)?;
         }
         if request.options.hybrid_passes.is_some() && goals.settings.policy != StopPolicy::Hybrid {
-            let error = "only with --policy hybrid a number of passes means anything";
-            let advice = "leave out --hybrid-passes, or choose --policy hybrid";
+            let error = "a number of passes can be chosen only with --policy hybrid";
+            let advice = "omit --hybrid-passes, or choose --policy hybrid";
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
         if goals.settings.hybrid_passes == 0 {
             let error =
-                "0 passes are not possible: all of memory goes once before the rest comes after the VM";
+                "0 passes are not possible: all of memory is sent once before post-copy";
             return Err(Problem::new(ProblemKind::BadRequest, error, "choose --hybrid-passes 1 or more"));
         }
         if goals.settings.policy == StopPolicy::Hybrid
             && goals.settings.hybrid_passes > goals.settings.max_rounds
         {
             let (passes, most) = (goals.settings.hybrid_passes, goals.settings.max_rounds);
-            let error = format!("{passes} passes are more than the {most} rounds that there may be");
+            let error = format!("{passes} passes exceed the maximum of {most} rounds");
             let advice = "choose fewer --hybrid-passes, or more --max-rounds";
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
@@ -247,7 +249,7 @@ impl Daemon {
             && matches!(request.options.free_page_hints, Some(HintedMemory::Cold | HintedMemory::All))
         {
             let error =
-                "with --policy sla no page cache is given back: how long that takes cannot be foreseen";
+                "with --policy sla the guest cannot free page cache: the time for it cannot be predicted";
             return Err(Problem::new(
                 ProblemKind::BadRequest,
                 error,
@@ -255,8 +257,8 @@ impl Daemon {
             ));
         }
         if request.verify && goals.needs_post_copy() {
-            let error = "what comes when the VM runs at the other host cannot be compared";
-            let advice = "leave out --verify, or choose another --policy and --on-limit";
+            let error = "memory that is sent after the VM was started at the destination cannot be compared";
+            let advice = "omit --verify, or choose another --policy and --on-limit";
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
         let streams = request.options.streams.unwrap_or(self.context.config.migration.streams);
@@ -265,7 +267,7 @@ impl Daemon {
             return Err(Problem::new(
                 ProblemKind::BadRequest,
                 error,
-                format!("1 to {} are", proto::limits::STREAMS),
+                format!("choose 1 to {}", proto::limits::STREAMS),
             ));
         }
         Ok(())
@@ -291,8 +293,9 @@ impl Daemon {
         let driven = self.drivers().keys().find(|id| id.vm == *vm).cloned();
         let open = open.into_iter().map(|record| record.terms.migration).find(|id| id.vm == *vm).or(driven);
         open.map_or(Ok(()), |id| {
-            let error = format!("{vm} is in a migration already, {id}");
-            let advice = format!("wait for it, `whimbrel cancel {vm}`, or `whimbrel recover {vm}`");
+            let error = format!("{vm} is already in a migration, {id}");
+            let advice =
+                format!("wait until it ends, or run `whimbrel cancel {vm}` or `whimbrel recover {vm}`");
             Err(Problem::new(ProblemKind::Conflict, error, advice))
         })
     }
@@ -341,6 +344,6 @@ pub(super) fn check_time_limit(goals: &Goals) -> Result<(), Problem> {
     if goals.settings.policy == StopPolicy::Sla {
         return Ok(());
     }
-    let error = format!("the policy `{}` keeps no limit of time", goals.settings.policy.name());
-    Err(Problem::new(ProblemKind::BadRequest, error, "choose --policy sla, or leave out --max-total"))
+    let error = format!("the policy `{}` has no limit on the total time", goals.settings.policy.name());
+    Err(Problem::new(ProblemKind::BadRequest, error, "choose --policy sla, or omit --max-total"))
 }

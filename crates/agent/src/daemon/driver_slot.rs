@@ -22,8 +22,8 @@ impl Daemon {
         match self.drivers().entry(id.clone()) {
             Entry::Vacant(free) => drop(free.insert(driven)),
             Entry::Occupied(_) => {
-                let error = format!("{id} is under way already");
-                return Err(Problem::new(ProblemKind::Conflict, error, "wait for it"));
+                let error = format!("{id} is already under way");
+                return Err(Problem::new(ProblemKind::Conflict, error, "wait until it ends"));
             }
         }
         let held = DriverEntry { daemon: Arc::clone(self), id: id.clone() };
@@ -43,7 +43,7 @@ impl Daemon {
         match thread::Builder::new().name(format!("driver-{}", id.vm)).spawn(run) {
             Ok(_) => Ok(DriverSlot { held, thread: work }),
             Err(error) => {
-                Err(Problem::caused_by(ProblemKind::Internal, &error, "the system gives no more threads"))
+                Err(Problem::caused_by(ProblemKind::Internal, &error, "the system cannot start more threads"))
             }
         }
     }
@@ -72,7 +72,7 @@ struct PanicGuard;
 impl Drop for PanicGuard {
     fn drop(&mut self) {
         if thread::panicking() {
-            error!("a driver panicked; the agent ends, and takes the migration up when it is started again");
+            error!("a driver panicked; the agent exits, and resumes the migration when it is restarted");
             std::process::abort();
         }
     }

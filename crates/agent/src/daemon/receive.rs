@@ -22,7 +22,7 @@ use host::preflight;
 use migrate::destination::{self};
 use store::journal::Durability;
 
-const SEE_DISK: &str = "see that the destination's disk is not full";
+const SEE_DISK: &str = "make sure that the destination's disk is not full";
 
 impl Daemon {
     /// Handles a peer's proposal of a VM.
@@ -46,7 +46,7 @@ impl Daemon {
         match connection.send(&answer) {
             Ok(()) => info!(migration = %id, "answered"),
             Err(error) => {
-                warn!(migration = %id, error = crate::chain(&error), "the source did not hear the answer");
+                warn!(migration = %id, error = crate::chain(&error), "cannot send the answer to the source");
             }
         }
     }
@@ -104,12 +104,12 @@ impl Daemon {
     fn check_name_is_free(&self, id: &MigrationId, check_only: bool) -> Result<(), Vec<Finding>> {
         match self.context.journal.vm(&id.vm) {
             Ok(Some(_)) => {
-                let what = format!("this host has a VM named {} already", id.vm);
+                let what = format!("this host already has a VM named {}", id.vm);
                 return Err(blocker("name-taken", what, "adopt one of the two under another name"));
             }
             Ok(None) => {}
             Err(error) => {
-                return Err(blocker("journal", crate::chain(&error), "mend the journal on the destination"));
+                return Err(blocker("journal", crate::chain(&error), "repair the journal on the destination"));
             }
         }
         if !check_only && let Err(problem) = self.check_not_in_migration(&id.vm) {
@@ -152,13 +152,13 @@ impl Daemon {
         let driver_slot = match driver_slot {
             Ok(driver_slot) => driver_slot,
             Err(findings) => {
-                warn!(migration = %id, ?findings, "nobody receives it");
+                warn!(migration = %id, ?findings, "the migration cannot be received");
                 drop(connection.send(&Message::Reject { findings, largest_epoch: None }));
                 return;
             }
         };
         if let Err(error) = driver.attach_control_stream(connection) {
-            warn!(migration = %id, %error, "no thread for the control stream");
+            warn!(migration = %id, %error, "cannot start a thread for the control stream");
             return;
         }
         let prepared = driver.prepare();
@@ -170,7 +170,7 @@ impl Daemon {
             if let Err(error) = prepared {
                 let (code, advice) = match error.largest_epoch() {
                     Some(_) => {
-                        ("epoch", "try again: the source has learnt of that epoch, and takes a larger one")
+                        ("epoch", "try again: the source knows that epoch now, and will use a larger one")
                     }
                     None => ("journal", SEE_DISK),
                 };

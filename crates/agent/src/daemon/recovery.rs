@@ -27,11 +27,16 @@ impl Daemon {
     pub(super) fn resume_migrations(self: &Arc<Self>) -> Result<(), JournalError> {
         for record in self.context.journal.open_migrations()? {
             let id = record.id().clone();
-            info!(migration = %id, role = %record.role(), state = record.state.name(), "taken up");
+            info!(
+                migration = %id,
+                role = %record.role(),
+                state = record.state.name(),
+                "resumed the migration"
+            );
             if let Some(what) = ownership::witness_mismatch(&self.context, &record.terms) {
-                error!(migration = %id, what, "another registry");
+                error!(migration = %id, what, "the configuration names a different registry");
                 if let Err(error) = self.context.journal.set_message(&id, &what) {
-                    warn!(migration = %id, error = crate::chain(&error), "that is not in the journal");
+                    warn!(migration = %id, error = crate::chain(&error), "cannot record this in the journal");
                 }
             }
             let taken = match record.state.clone() {
@@ -39,7 +44,7 @@ impl Daemon {
                 State::Destination(state) => self.resume_destination(&record, state),
             };
             if let Err(problem) = taken {
-                error!(migration = %id, error = problem.error, "nobody is at work on it");
+                error!(migration = %id, error = problem.error, "cannot resume the migration");
             }
         }
         Ok(())
@@ -150,7 +155,7 @@ fn retry_until_known<T, E: std::error::Error>(
             Err(error) => {
                 let what = crate::chain(&error);
                 if last_error != what {
-                    warn!(migration = %id, error = what, "QEMU cannot be looked at; trying again");
+                    warn!(migration = %id, error = what, "cannot inspect QEMU; trying again");
                     last_error = what;
                 }
                 std::thread::sleep(Duration::from_millis(context.config.timeouts.retry_ms));
@@ -179,8 +184,16 @@ fn find_source_qemu(
     // An injector that was killed may have left a descriptor inside.
     match context.injector.close_leftovers(&vm.process, &[]) {
         Ok(0) => {}
-        Ok(count) => info!(migration = %id, count, "closed what an injector had left in QEMU"),
-        Err(error) => warn!(migration = %id, error = crate::chain(&error), "QEMU was not looked into"),
+        Ok(count) => info!(
+            migration = %id,
+            count,
+            "closed file descriptors that an injector had left in QEMU"
+        ),
+        Err(error) => warn!(
+            migration = %id,
+            error = crate::chain(&error),
+            "cannot check QEMU for leftovers of an injector"
+        ),
     }
     Ok(Some(vm))
 }

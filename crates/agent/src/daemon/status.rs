@@ -16,8 +16,8 @@ impl Daemon {
         self.context.journal.migration(id).map_err(|error| internal(&error))?.ok_or_else(|| {
             Problem::new(
                 ProblemKind::NotFound,
-                format!("no migration {id} here"),
-                "`whimbrel migrations` lists those that are known here",
+                format!("no migration {id} on this host"),
+                "`whimbrel migrations` lists the migrations of this host",
             )
         })
     }
@@ -46,7 +46,7 @@ impl Daemon {
             .and_then(|progress| progress.message.clone())
             .or_else(|| record.message.clone());
         let advice = (standing == Standing::InDoubt).then(|| {
-            format!("mend the link or start the other agent; else see `whimbrel recover {}`", id.vm)
+            format!("repair the link or start the other agent; otherwise see `whimbrel recover {}`", id.vm)
         });
         let terms = &record.terms;
         MigrationStatus {

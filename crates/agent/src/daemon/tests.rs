@@ -60,7 +60,7 @@ fn only_a_migrations_two_hosts_have_a_say_in_it() {
     for purpose in [questions(), control()] {
         let refused = Other::connect("c", address, purpose).map(drop).unwrap_err();
         let reason = crate::chain(&refused);
-        assert!(reason.contains("c has no part in migration web#1"), "{reason}");
+        assert!(reason.contains("c has no role in migration web#1"), "{reason}");
     }
     let mut source = Other::connect("b", address, questions()).unwrap();
     source.send_message(&Message::Inquire { epoch: Epoch(1) });

@@ -213,7 +213,7 @@ fn page_cache_is_reclaimed_before_the_stop() {
     assert!(put_off > 60 * PAGES_OF_MIB && given_back > put_off * 9 / 10, "{report:#}");
     assert_eq!(report["free_page_hints"]["notes"], json!([]), "{report:#}");
     let text = cluster.a.text(&["report", "vm1", "--explain"]).ok().stdout;
-    assert!(text.contains("of page cache that was put off the VM gave"), "{text}");
+    assert!(text.contains("of page cache was deferred, of which the VM freed"), "{text}");
     cluster.assert_guest_whole("b", "vm1");
 }
 

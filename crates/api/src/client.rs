@@ -50,7 +50,10 @@ pub enum ClientError {
         source: io::Error,
     },
     /// The user may not open the socket.
-    #[error("the agent's socket {socket} may not be opened; use the account that the agent runs under (root)", socket = socket.display())]
+    #[error(
+        "no permission to open the agent's socket {socket}; use the account that the agent runs as (root)",
+        socket = socket.display()
+    )]
     Forbidden {
         /// Path of the socket.
         socket: PathBuf,
@@ -58,16 +61,16 @@ pub enum ClientError {
         source: io::Error,
     },
     /// The connection ended before the answer.
-    #[error("the agent went away before it had answered; what was asked for may have been done")]
+    #[error("the agent closed the connection before it answered; the request may have been carried out")]
     Lost(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The agent refused the request.
     #[error(transparent)]
     Problem(#[from] Problem),
     /// The answer cannot be decoded.
-    #[error("the agent's answer is not understood; is it of another version?")]
+    #[error("the agent's answer is invalid; do client and agent have different versions?")]
     Answer(#[source] serde_json::Error),
     /// The request cannot be encoded.
-    #[error("the request cannot be put together")]
+    #[error("the request cannot be encoded")]
     Request(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The client has no threads or descriptors left.
     #[error("cannot start the client")]

@@ -70,7 +70,7 @@ async fn adopt(
     if named.into_iter().filter(|named| *named).count() != 1 {
         return Err(Problem::new(
             ProblemKind::BadRequest,
-            "which VM is not clear",
+            "it is not clear which VM is meant",
             "give exactly one of `pid`, `qmp` and `qemu_name`",
         ));
     }
@@ -209,7 +209,7 @@ async fn stream(
 async fn no_such_path(request: Request) -> Problem {
     Problem::new(
         ProblemKind::NotFound,
-        format!("there is nothing at {}", request.uri().path()),
+        format!("{} does not exist", request.uri().path()),
         "see the list of paths in docs/operations/api.md; client and agent may be of different versions",
     )
 }
@@ -233,7 +233,7 @@ impl HandlerState {
             Err(Problem::new(
                 ProblemKind::Internal,
                 "the agent failed while it worked on this request",
-                "its log tells more; please report it as a bug",
+                "see the agent's log; please report it as a bug",
             ))
         })
     }
@@ -264,7 +264,7 @@ impl<T: DeserializeOwned> FromRequest<HandlerState> for JsonBody<T> {
             Problem::new(ProblemKind::BadRequest, rejection.body_text(), "send less than 2 MB")
         })?;
         serde_json::from_slice(&bytes).map(Self).map_err(|error| {
-            let text = format!("the request is not understood: {error}");
+            let text = format!("the request is invalid: {error}");
             Problem::new(ProblemKind::BadRequest, text, "client and agent may be of different versions")
         })
     }
@@ -278,7 +278,7 @@ fn epoch_number(epoch: &str) -> Result<u64, Problem> {
     let unknown = |_| {
         Problem::new(
             ProblemKind::BadRequest,
-            format!("{epoch:?} is no epoch"),
+            format!("{epoch:?} is not a valid epoch"),
             "give a number, or `latest` of a migration",
         )
     };
@@ -294,7 +294,11 @@ fn resolve(control: &dyn Control, (vm, epoch): (String, String)) -> Result<Migra
     let of_vm = |id: &MigrationId| id.vm == vm;
     let latest = control.migrations()?.into_iter().map(|status| status.id).filter(of_vm).max();
     latest.ok_or_else(|| {
-        let text = format!("no migration of {vm} is known here");
-        Problem::new(ProblemKind::NotFound, text, "`whimbrel vm list` shows the VMs, on each host its own")
+        let text = format!("this host has no migration of {vm}");
+        Problem::new(
+            ProblemKind::NotFound,
+            text,
+            "`whimbrel vm list` lists the VMs of the host on which it is run",
+        )
     })
 }

@@ -25,7 +25,10 @@ const SOCKET_PATH_BYTES: usize = 107;
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     /// Another agent answers on the socket.
-    #[error("another agent serves {socket}; stop it, or give this one an `api_socket` of its own", socket = socket.display())]
+    #[error(
+        "another agent serves {socket}; stop it, or give this one a different `api_socket`",
+        socket = socket.display()
+    )]
     InUse {
         /// Path of the socket.
         socket: PathBuf,
@@ -37,7 +40,11 @@ pub enum ServerError {
         socket: PathBuf,
     },
     /// The socket cannot be made.
-    #[error("cannot make the API's socket {socket}; check `api_socket` or `run_dir` in the configuration and its permissions", socket = socket.display())]
+    #[error(
+        "cannot create the API's socket {socket}; check `api_socket` or `run_dir` in the configuration and \
+         its permissions",
+        socket = socket.display()
+    )]
     Socket {
         /// Path of the socket.
         socket: PathBuf,

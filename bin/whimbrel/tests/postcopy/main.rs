@@ -78,7 +78,7 @@ fn a_guest_that_is_too_fast_runs_before_its_pages_are_there() {
     assert!(report["downtime"]["total_us"].as_u64().unwrap() > 0, "{report:#}");
     assert!(!guest.is_running(), "the source's QEMU is left");
     let text = cluster.a.text(&["report", "vm1"]).ok();
-    assert!(text.stdout.contains("came when the VM ran at the destination already"), "{text:?}");
+    assert!(text.stdout.contains("sent after the VM was started at the destination"), "{text:?}");
     assert_whole_and_movable(&cluster);
 }
 

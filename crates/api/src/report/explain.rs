@@ -60,7 +60,7 @@ pub fn explain(report: &Report) -> String {
     if total.refused_pages > 0 {
         let _ = writeln!(
             text,
-            "  {} pages were not there as was believed, and were sent again",
+            "  {} pages were refused as references by the destination, and sent again",
             total.refused_pages
         );
     }
@@ -68,7 +68,7 @@ pub fn explain(report: &Report) -> String {
         let (put_off, given_back) = (hinted.deferred_pages * PAGE_BYTES, hinted.freed_pages * PAGE_BYTES);
         let _ = writeln!(
             text,
-            "  of {} of page cache that was put off the VM gave {} back",
+            "  {} of page cache was deferred, of which the VM freed {}",
             bytes(put_off),
             bytes(given_back)
         );
@@ -76,12 +76,12 @@ pub fn explain(report: &Report) -> String {
     if let Some(compression) = &report.compression {
         let spared = compression.data_bytes.saturating_sub(compression.wire_bytes);
         let cpu = seconds(compression.compression_cpu_us);
-        let _ = writeln!(text, "  compression spared {} in {cpu} of CPU", bytes(spared));
+        let _ = writeln!(text, "  compression saved {} in {cpu} of CPU", bytes(spared));
     }
     if let Some(deltas) = &report.deltas {
         let spared = deltas.page_bytes.saturating_sub(deltas.delta_bytes);
         let cpu = seconds(deltas.mark_cpu_us);
-        let _ = writeln!(text, "  sending what changed spared {} in {cpu} of CPU", bytes(spared));
+        let _ = writeln!(text, "  deltas saved {} in {cpu} of CPU", bytes(spared));
     }
     text
 }
@@ -168,9 +168,9 @@ mod tests {
         for expected in [
             "web#7 sent 5.7 MiB",
             "written since    1000       0      0      0    800   200    3.9 MiB  878.9 KiB",
-            "7 pages were not there",
-            "compression spared 2.0 MiB",
-            "sending what changed spared 3.0 MiB in 0.009 s of CPU",
+            "7 pages were refused",
+            "compression saved 2.0 MiB",
+            "deltas saved 3.0 MiB in 0.009 s of CPU",
         ] {
             assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
         }

@@ -34,9 +34,9 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     let Report { migration, source, destination, .. } = report;
     writeln!(out, "{} from {} to {}: {}", migration, source.host, destination.host, report.outcome.words())?;
     if let Some(reason) = &report.reason {
-        writeln!(out, "  because     {reason}")?;
+        writeln!(out, "  reason      {reason}")?;
     }
-    let ended = report.ended.as_deref().map_or_else(|| "not over".to_owned(), to_the_second);
+    let ended = report.ended.as_deref().map_or_else(|| "not ended".to_owned(), to_the_second);
     let started = to_the_second(&report.started);
     writeln!(out, "  time        {} in all; {started} to {ended}", seconds(report.total_us))?;
     if let Some(downtime) = &report.downtime {
@@ -83,13 +83,13 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     }
     if let Some(Deltas { pages, page_bytes, delta_bytes, mark_cpu_us, .. }) = &report.deltas {
         let (all, changed, cpu) = (bytes(*page_bytes), bytes(*delta_bytes), seconds(*mark_cpu_us));
-        writeln!(out, "  changes     {changed} of {pages} pages ({all}), found in {cpu} of CPU")?;
+        writeln!(out, "  deltas      {changed} of {pages} pages ({all}), computed in {cpu} of CPU")?;
     }
     if let Some(hinted) = &report.free_page_hints {
         let left_out: u64 = report.rounds.iter().map(|round| round.hinted_pages).sum();
         write!(out, "  left out    {} that the VM does not use", bytes(left_out.saturating_mul(PAGE_BYTES)))?;
         if hinted.deferred_pages > 0 {
-            write!(out, ", page cache among it")?;
+            write!(out, ", including page cache")?;
         }
         writeln!(out)?;
         for note in &hinted.notes {
@@ -114,7 +114,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         // Niceness is the first restraint: without further ones there is nothing else to report.
         if let (Some(threads), Some(factor @ 2..)) = (fewest_threads, longest_interval_factor) {
             let threads = if threads == 1 { "1 thread".to_owned() } else { format!("{threads} threads") };
-            write!(out, ", {threads} at a time, looks {factor} times as far apart")?;
+            write!(out, ", {threads} at a time, scan interval {factor} times as long")?;
         }
         writeln!(out)?;
     }
@@ -122,7 +122,8 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         let (left, took) = (bytes(remaining_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));
         writeln!(
             out,
-            "  followed    {left} came when the VM ran at the destination already, in {took}; it waited for {requested_pages} pages"
+            "  post-copy   {left} sent after the VM was started at the destination, in {took}; the VM waited \
+             for {requested_pages} pages"
         )?;
     }
     writeln!(
@@ -242,7 +243,7 @@ fn rounds(all: &[Round]) -> String {
     if left_out > 0 {
         let _ = writeln!(
             text,
-            "  {left_out} rounds after the first {FIRST_ROUNDS} are not shown; --json has them"
+            "  {left_out} rounds after the first {FIRST_ROUNDS} are not shown; --json shows them"
         );
     }
     if rounds.iter().any(|round| round.stopped) {

@@ -77,8 +77,8 @@ pub(crate) fn left_image() -> LeftImage {
 fn unknown_vm(name: &VmName) -> Problem {
     Problem::new(
         ProblemKind::NotFound,
-        format!("no VM {name} is known here"),
-        "`whimbrel vm list` shows those that are",
+        format!("no VM {name} on this host"),
+        "`whimbrel vm list` lists its VMs",
     )
 }
 
@@ -369,7 +369,8 @@ impl Control for Fake {
                 migration.progress.update(|p| (p.phase, p.standing) = (Phase::Ended, Standing::Failed));
             }
             let run_here = "--run-here: the guest continues here; risk: if beta runs it too, both write to the same disks";
-            let give_up = "--give-up: the copy kept here is discarded; risk: if beta cannot run it, it is lost";
+            let give_up =
+                "--give-up: the copy kept here is discarded; risk: if beta cannot run it, it is lost";
             let risked = match request.action {
                 RecoverAction::Ask => vec![run_here.to_owned(), give_up.to_owned()],
                 _ => vec![run_here.to_owned()],

@@ -41,7 +41,7 @@ fn reclaim(root: &Path, bytes: u64) -> io::Result<()> {
     }
     if !root.join(RECLAIM).exists() {
         let error =
-            "there is no memory.reclaim: cold page cache is given back from Linux 5.19 on, with cgroup 2";
+            "there is no memory.reclaim: freeing cold page cache requires Linux 5.19 and cgroup 2";
         return Err(io::Error::new(io::ErrorKind::Unsupported, error));
     }
     // Newer kernels accept an option to leave programs' memory alone; with others there must be no swap space.

@@ -40,7 +40,8 @@ fn main() -> ExitCode {
 
 fn help() -> String {
     format!(
-        "Usage: whimbrel-guest [--port DEVICE]\n\nTells the host which of this guest's memory need not be sent when it is \
-         moved.\nTo be run by root in the guest. DEVICE: a port of virtio-serial; the one called {PORT} unless told."
+        "Usage: whimbrel-guest [--port DEVICE]\n\nReports to the host which memory of this guest need not be \
+         sent in a migration.\nMust run as root in the guest. DEVICE: a virtio-serial port; by default the \
+         one named {PORT}."
     )
 }

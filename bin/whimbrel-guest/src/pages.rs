@@ -102,7 +102,7 @@ impl KernelMemory {
         if memory.is_empty() {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
-                "/proc/iomem shows no memory: this has to be run by root",
+                "/proc/iomem shows no memory: run this program as root",
             ));
         }
         let release = read("proc/sys/kernel/osrelease").unwrap_or_default();

@@ -30,8 +30,8 @@ pub fn find(root: &Path) -> io::Result<PathBuf> {
         }
     }
     let error = format!(
-        "there is no port {PORT}: give the machine one (-device virtserialport,name={PORT},chardev=...), and load the \
-         module virtio_console"
+        "there is no port {PORT}: add one to the VM (-device virtserialport,name={PORT},chardev=...), and \
+         load the module virtio_console"
     );
     Err(io::Error::new(io::ErrorKind::NotFound, error))
 }
@@ -87,15 +87,15 @@ pub fn answer(root: &Path, question: Request, out: &mut impl Write) -> io::Resul
         writeln!(out, "{}", Line::Note(text))
     };
     match KernelMemory::open(root) {
-        Err(error) => failed("nothing is known of memory", &error, out)?,
+        Err(error) => failed("the use of memory is unknown", &error, out)?,
         Ok(kernel) => {
             if question.give_back
                 && let Err(error) = give_back(root, &kernel, question.cache)
             {
-                failed("the page cache is not given back", &error, out)?;
+                failed("the page cache is not freed", &error, out)?;
             }
             if let Err(error) = write_pages(&kernel, question, out)? {
-                failed("not all is known of memory", &error, out)?;
+                failed("the use of some memory is unknown", &error, out)?;
             }
         }
     }
@@ -170,16 +170,16 @@ mod tests {
         assert_eq!(reply(path, "report 8 cold"), "begin 8 1\nmemory 1+5\nfree 1+2\ncache 3+1\nend 8\n");
         assert_eq!(reply(path, "report 9 all"), "begin 9 1\nmemory 1+5\nfree 1+2\ncache 3+1 5+1\nend 9\n");
         let failed = reply(path, "give-back 10 all");
-        assert!(failed.starts_with("begin 10 1\nnote the page cache is not given back: "), "{failed}");
+        assert!(failed.starts_with("begin 10 1\nnote the page cache is not freed: "), "{failed}");
         assert!(failed.ends_with("memory 1+5\nfree 1+2\nend 10\n"), "{failed}");
         fs::write(path.join("proc/sys/vm/drop_caches"), "").unwrap();
         assert_eq!(reply(path, "give-back 10 all"), "begin 10 1\nmemory 1+5\nfree 1+2\nend 10\n");
         fs::write(path.join("proc/cmdline"), "page_poison=1").unwrap();
         assert!(reply(path, "report 1 none").contains("\npoisoned\n"));
         fs::write(path.join("proc/kpageflags"), [0; 24]).unwrap();
-        assert!(reply(path, "report 1 none").contains("\nnote not all is known of memory: "));
+        assert!(reply(path, "report 1 none").contains("\nnote the use of some memory is unknown: "));
         fs::remove_file(path.join("proc/kpageflags")).unwrap();
-        assert!(reply(path, "report 1 none").starts_with("begin 1 1\nnote nothing is known of memory: "));
+        assert!(reply(path, "report 1 none").starts_with("begin 1 1\nnote the use of memory is unknown: "));
     }
 
     #[test]

@@ -21,7 +21,7 @@ pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failu
         let path = command.config.display();
         output
             .show(&serde_json::json!({"config": command.config, "host": config.host, "good": true}), |_| {
-                format!("{path}: good; host {}, {}\n", config.host, config.role.as_str())
+                format!("{path}: valid; host {}, {}\n", config.host, config.role.as_str())
             });
         return Ok(Code::Done);
     }
@@ -42,7 +42,7 @@ pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failu
             _ = interrupt.recv() => {}
         }
     });
-    tracing::info!("ending; VMs run on, migrations are taken up by the next agent");
+    tracing::info!("exiting; VMs keep running, and the next agent resumes migrations");
     drop(agent);
     Ok(Code::Done)
 }

@@ -18,7 +18,7 @@ pub(crate) enum Failure {
     Client(#[from] ClientError),
     /// The connection to the agent was lost during a migration.
     #[error(
-        "the agent went away; the migration is taken up when it is started again, see `whimbrel migrations` then"
+        "the agent stopped; it resumes the migration when it is restarted, see `whimbrel migrations` then"
     )]
     Unwatched(#[source] ClientError),
     /// The configuration cannot be used.
@@ -36,7 +36,7 @@ pub(crate) enum Failure {
         source: io::Error,
     },
     /// The file is not a report.
-    #[error("{path} holds no report", path = path.display())]
+    #[error("{path} contains no report", path = path.display())]
     NotAReport {
         /// The file.
         path: PathBuf,
@@ -45,7 +45,7 @@ pub(crate) enum Failure {
     },
     /// A report of another version.
     #[error(
-        "{path} is of schema {schema:?}, and this version reads {SCHEMA:?}: replay it with the version that wrote it",
+        "{path} has schema {schema:?}, and this version reads {SCHEMA:?}: replay it with the version that wrote it",
         path = path.display()
     )]
     OtherReport {
@@ -56,7 +56,7 @@ pub(crate) enum Failure {
     },
     /// The report has no decision that could be repeated.
     #[error(
-        "the report in {path} has no traces: nothing was decided, or an agent wrote it that kept none",
+        "the report in {path} has no traces: nothing was decided, or the agent that wrote it recorded none",
         path = path.display()
     )]
     NoTraces {
@@ -115,7 +115,7 @@ impl Failure {
             | Self::OtherReport { .. }
             | Self::NoTraces { .. } => Problem::new(ProblemKind::BadRequest, with_causes(self), ""),
             Self::Agent(StartError::Identity(_)) => {
-                let advice = "see docs/operations/certificates.md for what has to be in them";
+                let advice = "see docs/operations/certificates.md for their required content";
                 Problem::new(ProblemKind::BadRequest, with_causes(self), advice)
             }
             Self::Client(ClientError::NoAgent { .. }) | Self::Unwatched(_) => {

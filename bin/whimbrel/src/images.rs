@@ -11,7 +11,7 @@ use crate::output::{Output, Text, table};
 pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
     output.show(&client.images()?, |images: &Vec<LeftImage>| {
         if images.is_empty() {
-            return "no VM has left an image here\n".to_owned();
+            return "no VM has left an image on this host\n".to_owned();
         }
         table(["MIGRATION", "TO", "DISK", "TAKES", "IMAGE", "REMARK"], images.iter().map(row))
     });

@@ -55,7 +55,7 @@ pub(crate) fn agent(client: &Client, output: &Output) -> Result<Code, Failure> {
 pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
     output.show(&client.vms()?, |vms: &Vec<VmSummary>| {
         if vms.is_empty() {
-            return "no VMs; `whimbrel vm adopt NAME` takes care of a QEMU that runs\n".to_owned();
+            return "no VMs; `whimbrel vm adopt NAME` adopts a running QEMU\n".to_owned();
         }
         let heading = ["VM", "STATE", "PID", "MEMORY", "QEMU", "MIGRATION"];
         table(heading, vms.iter().map(row))
@@ -174,14 +174,14 @@ fn taken(adopted: &Adopted) -> String {
 pub(crate) fn forget(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
     let forgotten = client.forget(vm)?;
     output.show(&forgotten, |Forgotten { vm, pid, released }| match (pid, released) {
-        (Some(pid), _) => format!("{vm} is forgotten; its QEMU goes on (process {pid})\n"),
+        (Some(pid), _) => format!("{vm} is forgotten; its QEMU keeps running (process {pid})\n"),
         (None, None) => format!("{vm} is forgotten; its QEMU had ended\n"),
         (None, Some(true)) => {
-            format!("{vm} is forgotten; its QEMU had ended, and the ownership registry has it released\n")
+            format!("{vm} is forgotten; its QEMU had ended, and it was released in the ownership registry\n")
         }
         (None, Some(false)) => format!(
-            "{vm} is forgotten; its QEMU had ended. The ownership registry does not answer and has it for this host's: \
-             where it is started again, `whimbrel vm claim {vm}`\n"
+            "{vm} is forgotten; its QEMU had ended. The ownership registry does not answer and still records \
+             this host as the owner: on the host where it is started again, run `whimbrel vm claim {vm}`\n"
         ),
     });
     Ok(Code::Done)
@@ -199,16 +199,14 @@ pub(crate) fn claim(
     output.show(&report, |report| {
         let mut text = Text::default();
         if report.done {
-            text.line(format_args!("by the ownership registry {vm} belongs to this host"));
+            text.line(format_args!("according to the ownership registry {vm} belongs to this host"));
             return text.finish();
         }
-        text.line(format_args!("What is risked:"));
+        text.line(format_args!("Risk:"));
         for line in &report.risked {
             text.line(format_args!("  - {line}"));
         }
-        text.line(format_args!(
-            "Nothing was done. If it is right all the same: `whimbrel vm claim {vm} --accept-risk`"
-        ));
+        text.line(format_args!("Nothing was done. To do it anyway: `whimbrel vm claim {vm} --accept-risk`"));
         text.finish()
     });
     Ok(code)

@@ -34,7 +34,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
 pub(crate) fn check(client: &Client, command: MigrateCommand, output: &Output) -> Result<Code, Failure> {
     let report = client.check(&request(command))?;
     output.show(&report, |report: &CheckReport| {
-        let verdict = if report.possible { "can move" } else { "cannot move" };
+        let verdict = if report.possible { "can be migrated" } else { "cannot be migrated" };
         let ram =
             report.ram_kind.as_ref().map_or_else(String::new, |kind| format!(", its RAM would be {kind}"));
         format!(
@@ -62,7 +62,8 @@ pub(crate) fn migrate(
         output.show(&status, |status: &MigrationStatus| {
             let vm = &status.id.vm;
             format!(
-                "{} is under way; `whimbrel watch {vm}` shows how far, `whimbrel cancel {vm}` ends it\n",
+                "{} is under way; `whimbrel watch {vm}` shows its progress, `whimbrel cancel {vm}` aborts \
+                 it\n",
                 status.id
             )
         });
@@ -84,8 +85,8 @@ fn watch_to_end(client: &Client, id: &MigrationId, socket: &Path, output: &Outpu
     let vm = &id.vm;
     let Ended::Settled(standing) = ended else {
         let status = client.migration(vm, which)?;
-        eprintln!("{id} goes on without being watched.");
-        eprintln!("  `whimbrel watch {vm}` watches it again, `whimbrel cancel {vm}` ends it.");
+        eprintln!("{id} continues without being watched.");
+        eprintln!("  `whimbrel watch {vm}` watches it again, `whimbrel cancel {vm}` aborts it.");
         output.show(&status, |_| String::new());
         return Ok(Code::Interrupted);
     };
@@ -94,7 +95,10 @@ fn watch_to_end(client: &Client, id: &MigrationId, socket: &Path, output: &Outpu
         Err(_) => output.show(&client.migration(vm, which)?, |status| table(HEADING, [row(status)])),
     }
     if standing == Standing::InDoubt {
-        eprintln!("{id} is in doubt: neither side guesses. `whimbrel recover {vm}` says what can be done.");
+        eprintln!(
+            "{id} is in doubt: it is not known which host owns the VM. `whimbrel recover {vm}` shows what \
+             can be done."
+        );
     }
     Ok(code(standing))
 }
@@ -145,13 +149,13 @@ pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
 pub(crate) fn cancel(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
     let outcome = client.cancel(vm, MigrationSelector::Latest).map_err(Failure::of_migration)?;
     output.show(&outcome, |outcome| match outcome {
-        CancelOutcome::Cancelled => format!("{vm} stays where it is\n"),
+        CancelOutcome::Cancelled => format!("aborted; {vm} stays at its source\n"),
         CancelOutcome::TooLate { state, .. } => format!(
-            "too late: the handover is {state}, and only the other host can give {vm} back; `whimbrel recover {vm}` \
-             says what can be done if it does not end by itself\n"
+            "too late to cancel: the handover is {state}, and only the other host can return {vm}; if it \
+             does not end by itself, see `whimbrel recover {vm}`\n"
         ),
-        CancelOutcome::AlreadyOver { standing: Standing::Done } => format!("{vm} has moved already\n"),
-        CancelOutcome::AlreadyOver { .. } => format!("the migration of {vm} was over already\n"),
+        CancelOutcome::AlreadyOver { standing: Standing::Done } => format!("{vm} was already migrated\n"),
+        CancelOutcome::AlreadyOver { .. } => format!("the migration of {vm} had already ended\n"),
     });
     Ok(match outcome {
         CancelOutcome::Cancelled | CancelOutcome::AlreadyOver { standing: Standing::Failed } => Code::Done,

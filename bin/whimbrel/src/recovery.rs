@@ -36,7 +36,7 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
     let mut text = Text::default();
     let status = &report.status;
     text.line(format_args!("{} from {} to {}: {}", status.id, status.from, status.to, report.message));
-    for (heading, lines) in [("What is known:", &report.known), ("What is risked:", &report.risked)] {
+    for (heading, lines) in [("Known:", &report.known), ("Risk:", &report.risked)] {
         if !lines.is_empty() {
             text.line(format_args!("{heading}"));
         }
@@ -58,23 +58,23 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
         };
         if !command.accept_risk && !report.risked.is_empty() {
             text.line(format_args!(
-                "Nothing was done. If it is right all the same: `whimbrel recover {vm} {decision}{registry} \
+                "Nothing was done. To do it anyway: `whimbrel recover {vm} {decision}{registry} \
                  --accept-risk`"
             ));
         }
     } else {
         text.line(format_args!(
-            "It settles by itself when the other host or the registry can be reached. What an operator can decide:"
+            "It settles by itself when the other host or the registry can be reached. An operator can decide:"
         ));
         for (decision, what) in [
             ("--run-here", "--run-here`  the VM is to run on this host"),
-            ("--give-up", "--give-up`   the other host has it, or nobody shall"),
+            ("--give-up", "--give-up`   the other host has it, or no host shall run it"),
         ] {
             if report.risked.iter().any(|choice| choice.starts_with(decision)) {
                 text.line(format_args!("  `whimbrel recover {vm} {what}"));
             }
         }
-        text.line(format_args!("Each says first what it risks, and does nothing yet."));
+        text.line(format_args!("Each command only describes its risk, and does nothing yet."));
     }
     text.finish()
 }

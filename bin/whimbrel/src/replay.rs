@@ -50,7 +50,8 @@ fn render(replayed: &[Replayed]) -> String {
     let mut text = Text::default();
     for Replayed { policy, decisions, left_out, differences } in replayed {
         let same = decisions - differences.len();
-        let missing = if *left_out > 0 { format!("; {left_out} more were not kept") } else { String::new() };
+        let missing =
+            if *left_out > 0 { format!("; {left_out} more were not recorded") } else { String::new() };
         text.line(format_args!("{policy}: {same} of {decisions} decisions are the same{missing}"));
         for difference in differences.iter().take(MOST_SHOWN) {
             text.line(format_args!("  {difference}"));

@@ -184,10 +184,10 @@ fn now(progress: &Progress) -> Vec<String> {
         Phase::Verifying => "comparing memory, guest stopped".to_owned(),
         Phase::DeviceState => "device state, guest stopped".to_owned(),
         Phase::Handover => "handover".to_owned(),
-        Phase::PostCopy => "the guest runs there, the rest follows".to_owned(),
+        Phase::PostCopy => "post-copy, the guest runs at the destination".to_owned(),
         Phase::Reconnecting => "reconnecting".to_owned(),
         Phase::InDoubt => "in doubt".to_owned(),
-        Phase::Undoing => "taking back what was begun".to_owned(),
+        Phase::Undoing => "rolling back".to_owned(),
         Phase::Ended => "over".to_owned(),
     };
     let mut parts = vec![phase];

@@ -257,13 +257,13 @@ fn what_preflight_finds_is_shown_with_advice() {
     expect(
         &world.run(&["migrate", "web", "--to", "tiny", "--check"]),
         1,
-        &["cannot move", "blocker", "free some"],
+        &["cannot be migrated", "blocker", "free some"],
         &[],
     );
     expect(
         &world.run(&["migrate", "web", "--to", "beta", "--check"]),
         0,
-        &["can move", "memfd", "info"],
+        &["can be migrated", "memfd", "info"],
         &[],
     );
     expect(&world.run(&["migrate", "web", "--to", "mars"]), 2, &[], &["no host mars", "[hosts]"]);
@@ -284,11 +284,11 @@ fn a_detached_migration_is_limited_and_cancelled() {
     );
     expect(&world.run(&["limit", "web", "--bandwidth", "500k"]), 0, &["488.3 KiB/s"], &[]);
     expect(&world.run(&["limit", "web", "--bandwidth", "none"]), 0, &["none"], &[]);
-    expect(&world.run(&["cancel", "web"]), 0, &["stays where it is"], &[]);
-    expect(&world.run(&["cancel", "web"]), 0, &["over already"], &[]);
+    expect(&world.run(&["cancel", "web"]), 0, &["stays at its source"], &[]);
+    expect(&world.run(&["cancel", "web"]), 0, &["had already ended"], &[]);
     expect(&world.run(&["watch", "web"]), 1, &["cancelled"], &[]);
     world.run(&["migrate", "web", "--to", "beta"]);
-    expect(&world.run(&["cancel", "web"]), 1, &["has moved already"], &[]);
+    expect(&world.run(&["cancel", "web"]), 1, &["was already migrated"], &[]);
     expect(&world.run(&["cancel", "db"]), 2, &[], &["no migration of db"]);
     world.run(&["migrate", "web", "--to", "limbo"]);
     assert_eq!(world.json(&["cancel", "web"]).0, 3);
@@ -299,9 +299,9 @@ fn a_decision_is_described_before_it_is_carried_out() {
     let world = World::new();
     world.run(&["migrate", "web", "--to", "limbo"]);
     let asked = world.run(&["recover", "web"]);
-    expect(&asked, 3, &["What is known:", "committed to beta", "--run-here", "--give-up"], &[]);
+    expect(&asked, 3, &["Known:", "committed to beta", "--run-here", "--give-up"], &[]);
     let described = world.run(&["recover", "web", "--run-here"]);
-    expect(&described, 3, &["What is risked:", "same disks", "Nothing was done", "--accept-risk"], &[]);
+    expect(&described, 3, &["Risk:", "same disks", "Nothing was done", "--accept-risk"], &[]);
     let done = world.run(&["recover", "web", "--run-here", "--accept-risk"]);
     expect(&done, 0, &["the guest runs here again"], &[]);
     let asked = world.fake.asked();
@@ -340,7 +340,7 @@ fn ctrl_c_leaves_the_migration_alone() {
     let mut rest = String::new();
     stderr.read_to_string(&mut rest).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert!(rest.contains("goes on") && rest.contains("whimbrel cancel web"), "{rest}");
+    assert!(rest.contains("continues") && rest.contains("whimbrel cancel web"), "{rest}");
     assert_eq!(world.json(&["migrations"]).1[0]["standing"], "underway");
     assert!(world.fake.asked().iter().all(|asked| !asked.starts_with("cancel")));
     world.fake.finish("web");
@@ -362,7 +362,7 @@ fn an_agent_that_goes_away_leaves_its_watcher_in_doubt() {
     world.server.take().unwrap().stop();
     stderr.read_to_string(&mut text).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(3), "{text}");
-    assert!(text.contains("taken up when it is started again"), "{text}");
+    assert!(text.contains("resumes the migration when it is restarted"), "{text}");
 }
 
 /// Returns a configuration that needs nothing of the host.
@@ -463,7 +463,7 @@ fn an_agent_starts_answers_and_ends_in_order() {
     expect(&run(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
 
     signal(&child, "-TERM");
-    assert!(log.any(|line| line.contains("ending")));
+    assert!(log.any(|line| line.contains("exiting")));
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(!socket.exists());
     expect(&run(command(&socket, &["info"])), 1, &[], &["no agent answers"]);

@@ -42,7 +42,7 @@ fn decisions_are_made_again_from_a_report() {
     expect(
         &as_text,
         1,
-        &["push: ", "; 7 more were not kept", "  decision 2: was NextPart { pages: 1,", ", now "],
+        &["push: ", "; 7 more were not recorded", "  decision 2: was NextPart { pages: 1,", ", now "],
         &[],
     );
     let as_json = replayed(&other.to_string(), &["--json"]);
@@ -54,13 +54,13 @@ fn decisions_are_made_again_from_a_report() {
     );
 
     expect(&replayed(r#"{ "schema": "whimbrel.report/2" }"#, &[]), 2, &[], &["has no traces"]);
-    let later = replayed(r#"{ "schema": "whimbrel.report/3", "traces": 1 }"#, &[]);
+    let later = replayed(r#"{ "schema": "whimbrel.report/2", "traces": 1 }"#, &[]);
     expect(
         &later,
         2,
         &[],
-        &["is of schema \"whimbrel.report/3\"", "replay it with the version that wrote it"],
+        &["has schema \"whimbrel.report/2\"", "replay it with the version that wrote it"],
     );
-    expect(&replayed("text", &[]), 2, &[], &["holds no report"]);
+    expect(&replayed("text", &[]), 2, &[], &["contains no report"]);
     expect(&result(&["replay", "/no/such/file"]), 2, &[], &["cannot read /no/such/file"]);
 }

@@ -16,7 +16,10 @@ use store::journal::JournalError;
 #[derive(Debug, thiserror::Error)]
 pub enum ArrivalError {
     /// A directory for its sockets and logs cannot be made.
-    #[error("cannot create {path}; check `run_dir` and `log_dir` in the configuration", path = path.display())]
+    #[error(
+        "cannot create {path}; check `run_dir` and `log_dir` in the configuration",
+        path = path.display()
+    )]
     Directory {
         /// Path of the directory.
         path: PathBuf,

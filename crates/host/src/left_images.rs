@@ -118,7 +118,11 @@ pub fn remove(context: &Context, vm: &VmName, which: ImageSelection) -> Result<V
     }
     for (left, image) in &images {
         left.remove().map_err(|why| kept(&image.path, &why))?;
-        info!(migration = %image.migration, path = %image.path.display(), "removed an image that was left behind");
+        info!(
+            migration = %image.migration,
+            path = %image.path.display(),
+            "removed an image that was left behind"
+        );
     }
     Ok(images.into_iter().map(|(_, image)| image).collect())
 }
@@ -340,7 +344,9 @@ impl LeftBehind {
         let created = created_unix_ns(found);
         if self.created_unix_ns != created || (created.is_none() && matches!(self.how, LeavingReason::Ended))
         {
-            return Some("it cannot be identified as the file that was left; it may be a later one".to_owned());
+            return Some(
+                "it cannot be identified as the file that was left; it may be a later one".to_owned(),
+            );
         }
         if let Some(place) = mounted_at(found, &self.path) {
             return Some(format!("it is mounted at {}", place.display()));

@@ -147,7 +147,10 @@ pub struct CompressionTrial {
 
 /// Error of a name that no compression has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a compression method; use none, lz4, zstd or zstd:LEVEL with levels from 1 to {max}", max = Compression::MAX_LEVEL)]
+#[error(
+    "{0:?} is not a compression method; use none, lz4, zstd or zstd:LEVEL with levels from 1 to {max}",
+    max = Compression::MAX_LEVEL
+)]
 pub struct BadCompression(pub String);
 
 impl FromStr for Compression {

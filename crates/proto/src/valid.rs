@@ -92,13 +92,13 @@ pub enum Invalid {
     /// Length of the list of missing pages: beyond the limit, or not a multiple of an entry's length.
     #[error(
         "a list of missing pages of {0} bytes; at most {max} are allowed",
-        max = limits::MISSING_PAGES_BYTES,
+        max = limits::MISSING_PAGES_BYTES
     )]
     MissingPagesBytes(u64),
     /// Length of the list of pages to discard: zero, beyond the limit, or not a multiple of an entry's length.
     #[error(
         "a list of pages to discard of {0} bytes; at most {max} are allowed",
-        max = limits::DISCARD_BYTES,
+        max = limits::DISCARD_BYTES
     )]
     DiscardBytes(u64),
     /// The process id is 0.

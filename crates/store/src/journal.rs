@@ -119,7 +119,11 @@ pub enum JournalError {
         holder: String,
     },
     /// The database was written by a newer version of this program.
-    #[error("the journal {path} has format {found}, and this version supports formats up to {known}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
+    #[error(
+        "the journal {path} has format {found}, and this version supports formats up to {known}; use the \
+         version of whimbrel that wrote it, or a newer one",
+        path = path.display()
+    )]
     Newer {
         /// Path of the database.
         path: PathBuf,
@@ -138,7 +142,12 @@ pub enum JournalError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The database is not at its path any more: the state directory was deleted, moved, or restored from a copy.
-    #[error("the journal {path} was deleted or replaced while the agent was running: no new migration is started, because the next agent would not know of it; move the directory back, or restart the agent when no VM here is in a migration", path = path.display())]
+    #[error(
+        "the journal {path} was deleted or replaced while the agent was running: no new migration is \
+         started, because the next agent would not know of it; move the directory back, or restart the agent \
+         when no VM here is in a migration",
+        path = path.display()
+    )]
     Gone {
         /// Path of the database.
         path: PathBuf,
@@ -173,7 +182,11 @@ pub enum JournalError {
     #[error("the journal holds no migration {0}")]
     NoMigration(MigrationId),
     /// The VM has a migration that is not over.
-    #[error("{vm} already has an open migration, {open}; wait until it ends, or use `whimbrel cancel {vm}` or `whimbrel recover {vm}`", vm = open.vm)]
+    #[error(
+        "{vm} already has an open migration, {open}; wait until it ends, or use `whimbrel cancel {vm}` or \
+         `whimbrel recover {vm}`",
+        vm = open.vm
+    )]
     AlreadyOpen {
         /// The open migration.
         open: MigrationId,

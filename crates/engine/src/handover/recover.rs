@@ -184,7 +184,7 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
             choices: vec![Choice {
                 decision: OperatorDecision::RunElsewhere,
                 then: format!(
-                    "{there} is not asked any more: it keeps its copy, which is decided there, and images of \
+                    "{there} is not asked any more: it keeps its copy, and its operator decides; images of \
                      copied disks stay here"
                 ),
                 risk: format!(

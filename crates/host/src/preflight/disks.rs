@@ -196,7 +196,8 @@ fn copy_on_read_finding(disk: &Disk, options: &[QemuOption]) -> Option<Finding> 
         disk.name,
         disk.backing_files.join(", ")
     );
-    let advice = "start the VM without copy-on-read; or put the disk on shared storage and use `--disk NAME=shared`";
+    let advice =
+        "start the VM without copy-on-read; or put the disk on shared storage and use `--disk NAME=shared`";
     Some(finding(Severity::Blocker, "disk-copy-on-read-copy", what, advice))
 }
 

@@ -142,7 +142,11 @@ impl LeftImageStore {
                     for (image, pages) in images {
                         let path = image.path.clone();
                         if let Err(error) = self.keep(image, pages) {
-                            warn!(image = %path.display(), %error, "its content will be sent again when the VM returns");
+                            warn!(
+                                image = %path.display(),
+                                %error,
+                                "its content will be sent again when the VM returns"
+                            );
                         }
                     }
                     self.forget_oldest();

@@ -52,7 +52,10 @@ impl TemplateIndexer {
         table: Arc<TemplateTable>,
     ) -> Self {
         for place in places.iter().filter(|place| !place.exists()) {
-            warn!(place = %place.display(), "there are no templates: check `templates` under [disks] in the configuration");
+            warn!(
+                place = %place.display(),
+                "there are no templates: check `templates` under [disks] in the configuration"
+            );
         }
         // Left by an agent that was killed as it began to read.
         block::image::end_unused_server(&directory.join(READING));

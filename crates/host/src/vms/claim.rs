@@ -28,9 +28,18 @@ pub fn claim(context: &Context, record: &VmRecord, request: &ClaimRequest) -> Re
     let risked = found.iter().filter(|found| !found.released).flat_map(|found| {
         let (owner, epoch) = (&found.owner, found.epoch);
         [
-            format!("according to the registry {owner} may run {vm}, since epoch {epoch}: if it does, two copies run, and disks that both write to are destroyed"),
-            format!("an unfinished migration of {vm} from or to {owner} stays in doubt, and an operator must decide it"),
-            format!("first make sure that neither {owner} runs it (`whimbrel vm show {vm}` there), nor any host to which {owner} has migrated it"),
+            format!(
+                "according to the registry {owner} may run {vm}, since epoch {epoch}: if it does, two copies \
+                 run, and disks that both write to are destroyed"
+            ),
+            format!(
+                "an unfinished migration of {vm} from or to {owner} stays in doubt, and an operator must \
+                 decide it"
+            ),
+            format!(
+                "first make sure that neither {owner} runs it (`whimbrel vm show {vm}` there), nor any host \
+                 to which {owner} has migrated it"
+            ),
         ]
     });
     let mut report = ClaimReport {

@@ -152,7 +152,11 @@ impl Driver {
         // Until the end is in the journal, this agent must not forget the migration: it would not know its VM, or would
         // treat the VM's name as in use.
         while let Err(error) = entered {
-            error!(migration = %id, error = crate::chain(&error), "cannot record the end of the migration in the journal yet");
+            error!(
+                migration = %id,
+                error = crate::chain(&error),
+                "cannot record the end of the migration in the journal yet"
+            );
             thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
             // The final state may be missing in the journal, too.
             entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());

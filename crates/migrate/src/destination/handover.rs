@@ -159,7 +159,7 @@ impl Driver {
                 self.attach(*connection);
             }
             // The source notices the loss as well, and makes new connections.
-            Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "a lost link"),
+            Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "link lost"),
             Notice::Blob { link, bytes }
                 if self.control == Some(link) && self.state == DestinationState::Prepared =>
             {

@@ -188,7 +188,11 @@ impl Driver {
         };
         let round = self.receiving.as_ref().map_or(0, MemoryReceiver::newest_round);
         if let Err(error) = post_copy_receiver.attach(stream, round) {
-            warn!(migration = %self.terms.migration, error = crate::chain(&error), "the page stream cannot be used");
+            warn!(
+                migration = %self.terms.migration,
+                error = crate::chain(&error),
+                "the page stream cannot be used"
+            );
         }
     }
 

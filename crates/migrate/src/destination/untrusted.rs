@@ -46,7 +46,11 @@ impl Driver {
             self.post_copy_receiver.as_ref().and_then(super::post_copy_receiver::PostCopyReceiver::untrusted);
         if let Some(page) = found.filter(|_| self.untrusted().is_none()) {
             self.record_untrusted(UntrustedPage { page, is_stopped: false });
-            error!(migration = %self.terms.migration, why = self.untrusted_message(), "the guest must not run with an untrusted page");
+            error!(
+                migration = %self.terms.migration,
+                why = self.untrusted_message(),
+                "the guest must not run with an untrusted page"
+            );
         }
         match (self.untrusted_message(), &self.state) {
             (Some(page_message), DestinationState::Prepared) => self.fail(&page_message),

@@ -46,7 +46,9 @@ impl Driver {
             SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
             SourceReport::Failed => "failed; the VM is here".to_owned(),
             SourceReport::PeerGaveUp => format!("{to} does not accept the VM; it is here"),
-            SourceReport::Interrupted => "the agent was restarted during the migration; the VM is here".to_owned(),
+            SourceReport::Interrupted => {
+                "the agent was restarted during the migration; the VM is here".to_owned()
+            }
             SourceReport::VmCrashed => self.qemu_end_reason().to_owned(),
             SourceReport::QemuLost => {
                 format!(
@@ -191,7 +193,11 @@ impl Driver {
         }
         // The agent retries until the end is in the journal: otherwise the next agent would treat the VM as its own.
         while let Err(error) = self.close_in_journal(standing) {
-            error!(migration = %id, error = crate::chain(&error), "cannot record the end of the migration in the journal yet");
+            error!(
+                migration = %id,
+                error = crate::chain(&error),
+                "cannot record the end of the migration in the journal yet"
+            );
             thread::sleep(self.contact.retry);
         }
         if let Some((first_disk, known)) = known.filter(|_| standing == Standing::Done) {
@@ -267,7 +273,11 @@ impl Driver {
         while let Err(error) =
             self.context.journal.record_source(&self.terms.migration, state, Durability::Synced)
         {
-            error!(migration = %self.terms.migration, error = crate::chain(&error), "cannot record ABORTED in the journal yet");
+            error!(
+                migration = %self.terms.migration,
+                error = crate::chain(&error),
+                "cannot record ABORTED in the journal yet"
+            );
             thread::sleep(self.contact.retry);
         }
     }

@@ -238,7 +238,10 @@ impl Driver {
                 };
                 if let Some(disk) = proposed.iter().find(left_out) {
                     let reason =
-                        format!("the destination does not confirm that it receives a copy of disk {}", disk.name);
+                        format!(
+                            "the destination does not confirm that it receives a copy of disk {}",
+                            disk.name
+                        );
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
                 if self.controls.goals().needs_post_copy() && !post_copy {
@@ -327,7 +330,7 @@ impl Driver {
         match watch.transpose() {
             Ok(watch) => self.pressure = watch,
             // The kernel does not count this; nothing else is affected.
-            Err(error) => debug!(error = crate::chain(&error), "cannot measure the time that the guest waits"),
+            Err(error) => debug!(error = crate::chain(&error), "cannot measure the guest's waits"),
         }
     }
 

@@ -72,7 +72,8 @@ impl Reductions {
         let seed = delta_seed.filter(|_| wanted_deltas != WantedDeltas::Never && deltas_bytes > 0);
         let deltas = seed.map(|seed| Arc::new(Deltas::new(ram_blocks, deltas_bytes, seed)));
         if wanted_deltas == WantedDeltas::Always && deltas.is_none() {
-            let detail = "pages are sent in full: the destination does not support deltas, or no memory is configured for them";
+            let detail = "pages are sent in full: the destination does not support deltas, or no memory is \
+                          configured for them";
             let at_us = telemetry.elapsed_us();
             controls.report(|report| report.event(at_us, "deltas", detail));
         }
@@ -199,7 +200,8 @@ impl ActiveReductions {
         };
         known.disable_memory_lookup();
         let at_us = controls.requested.elapsed().as_micros() as u64;
-        let detail = "page references are switched off: the destination reads pages more slowly than they can be sent, or has different content";
+        let detail = "page references are switched off: the destination reads pages more slowly than they \
+                      can be sent, or has different content";
         controls.report(|report| report.event(at_us, "references", detail));
     }
 

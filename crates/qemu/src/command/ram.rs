@@ -52,7 +52,10 @@ impl CommandBuilder<'_> {
             if self.is_unused(&id) {
                 self.warnings.push(Problem::new(
                     "memory-unused",
-                    format!("memory {id} belongs to no device: the guest does not see it, and the destination will not have it"),
+                    format!(
+                        "memory {id} belongs to no device: the guest does not see it, and the destination \
+                         will not have it"
+                    ),
                     format!("remove it (object-del {id}), or add it at the destination after the migration"),
                 ));
                 return None;
@@ -135,7 +138,11 @@ impl CommandBuilder<'_> {
         if !left_out.is_empty() {
             self.warnings.push(Problem::new(
                 "memory-unbound",
-                format!("memory {id} is bound to NUMA nodes of the source host ({}), and will not be bound on the destination", left_out.join(", ")),
+                format!(
+                    "memory {id} is bound to NUMA nodes of the source host ({}), and will not be bound on the \
+                     destination",
+                    left_out.join(", ")
+                ),
                 "if NUMA placement matters, move its pages after the migration (migratepages), or start the \
                  destination's agent under numactl",
             ));

@@ -68,7 +68,11 @@ pub(super) fn refresh(
             Some(option) => options.push(option),
             None => problems.push(Problem::new(
                 "network-unclear",
-                format!("network {} ({}) was added after the start, and QEMU does not report all its properties", net.id, net.kind),
+                format!(
+                    "network {} ({}) was added after the start, and QEMU does not report all its properties",
+                    net.id,
+                    net.kind
+                ),
                 "give it with -netdev when the guest is started next, or unplug its card and remove it (netdev_del)",
             )),
         }
@@ -85,7 +89,11 @@ pub(super) fn refresh(
             Some(option) => options.push(option),
             None => problems.push(Problem::new(
                 "chardev-unclear",
-                format!("character device {label} ({}) was added after the start, and QEMU does not report all its properties", chardev.filename),
+                format!(
+                    "character device {label} ({}) was added after the start, and QEMU does not report all \
+                     its properties",
+                    chardev.filename
+                ),
                 "give it with -chardev when the guest is started next, or remove it (chardev-remove)",
             )),
         }

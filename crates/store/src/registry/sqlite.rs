@@ -27,7 +27,11 @@ pub struct SqliteRegistry {
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
     /// The database cannot be opened.
-    #[error("cannot open the registry {path}; check `state_dir` in the configuration, its permissions and the free space on its disk", path = path.display())]
+    #[error(
+        "cannot open the registry {path}; check `state_dir` in the configuration, its permissions and the \
+         free space on its disk",
+        path = path.display()
+    )]
     Open {
         /// Path of the database.
         path: PathBuf,
@@ -35,7 +39,11 @@ pub enum RegistryError {
         source: rusqlite::Error,
     },
     /// The database was written by a newer version of this program.
-    #[error("the registry {path} has format {found}, and this version supports formats up to {FORMAT}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
+    #[error(
+        "the registry {path} has format {found}, and this version supports formats up to {FORMAT}; use the \
+         version of whimbrel that wrote it, or a newer one",
+        path = path.display()
+    )]
     Newer {
         /// Path of the database.
         path: PathBuf,
@@ -59,7 +67,10 @@ pub enum RegistryError {
         source: serde_json::Error,
     },
     /// Other users' permissions cannot be removed from its files.
-    #[error("cannot protect {path} from other users; check `state_dir` in the configuration and its permissions", path = path.display())]
+    #[error(
+        "cannot protect {path} from other users; check `state_dir` in the configuration and its permissions",
+        path = path.display()
+    )]
     Private {
         /// Path of the database.
         path: PathBuf,

@@ -98,7 +98,11 @@ impl Driver {
                 &format!("the source sent an unexpected message `{what}`"),
             );
         }
-        info!(migration = %self.terms.migration, what, "the source continues a connection that has ended here; it will reconnect");
+        info!(
+            migration = %self.terms.migration,
+            what,
+            "the source continues a connection that has ended here; it will reconnect"
+        );
         self.hang_up(link);
     }
 

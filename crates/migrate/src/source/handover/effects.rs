@@ -90,7 +90,11 @@ impl StateMachine for Driver {
                     Ok(()) => SourceEvent::Continued,
                     Err(_) if !self.vm.as_ref().is_some_and(SourceVm::is_alive) => SourceEvent::QemuDied,
                     Err(error) => {
-                        error!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU does not resume the guest");
+                        error!(
+                            vm = %self.terms.migration.vm,
+                            error = crate::chain(&error),
+                            "QEMU does not resume the guest"
+                        );
                         SourceEvent::ContinueFailed
                     }
                 };
@@ -152,7 +156,11 @@ impl Driver {
     /// Lifts the throttle of the guest's processors.
     pub(in crate::source) fn lift_cpu_throttle(&mut self) {
         if let Some(Err(error)) = self.cpu_throttle.as_mut().map(CpuThrottle::lift) {
-            warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's CPU throttle stays in effect");
+            warn!(
+                vm = %self.terms.migration.vm,
+                error = crate::chain(&error),
+                "the guest's CPU throttle stays in effect"
+            );
         }
     }
 

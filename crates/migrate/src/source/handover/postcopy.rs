@@ -108,7 +108,11 @@ impl Driver {
                 );
             }
             Err(failure) => {
-                warn!(migration = %self.terms.migration, reason = failure.reason, "no connections for sending pages yet");
+                warn!(
+                    migration = %self.terms.migration,
+                    reason = failure.reason,
+                    "no connections for sending pages yet"
+                );
                 self.control = None;
                 self.page_stream = None;
             }

@@ -164,7 +164,8 @@ impl Driver {
         let mut sender = self.open_streams(payload)?;
         let kept = payload.externally_throttled();
         if !kept.is_empty() {
-            let detail = format!("those to {}, which is already throttled by another program", kept.join(", "));
+            let detail =
+                format!("those to {}, which is already throttled by another program", kept.join(", "));
             self.note("writes-not-throttled", detail);
         }
         let mut owed = payload.disks_alone();
@@ -197,7 +198,8 @@ impl Driver {
             .filter(|_| goals.settings.on_limit == OnLimit::Abort)
             .map(Duration::from_millis);
         if limit.is_some_and(|limit| self.controls.requested.elapsed() > limit) {
-            let reason = "the time limit is reached before all memory was sent: allow more time, or a higher bandwidth";
+            let reason = "the time limit is reached before all memory was sent: allow more time, or a higher \
+                          bandwidth";
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         Ok(())

@@ -138,7 +138,10 @@ impl Driver {
         let round = stopped_round(sender, owed, &mut payload.ram_log(), self.switchover_deadline());
         let (sender, owed) = self.last_round(round)?;
         if owed.pages() > 0 {
-            let reason = format!("{} pages were not sent in the last round; please report this", owed.pages());
+            let reason = format!(
+                "{} pages were not sent in the last round; please report this",
+                owed.pages()
+            );
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         self.inbox.interrupts(None);

@@ -49,11 +49,11 @@ macro_rules! exit_codes {
         "\
 Exit codes:
     0  done
-    1  failed; a VM that was to be moved is at its source, unharmed
+    1  failed; a VM that was to be migrated is at its source, unharmed
     2  usage or bad input; nothing was done
     3  in doubt, see `whimbrel recover`
     4  the VM ended before it was moved
-  130  interrupted; a migration that was watched goes on"
+  130  interrupted; a migration that was watched continues"
     };
 }
 
@@ -62,9 +62,9 @@ const EXIT_CODES: &str = exit_codes!();
 const EXAMPLE: &str = concat!(
     "\
 Example, on the host where a QEMU runs that was started with `-name web1`:
-  whimbrel vm adopt web1                    the agent takes care of it; nothing changes in it
-  whimbrel migrate web1 --to beta --check   what stands in the way, and what to do about it
-  whimbrel migrate web1 --to beta           moves it, and ends with a report
+  whimbrel vm adopt web1                    the agent adopts it; nothing changes in it
+  whimbrel migrate web1 --to beta --check   lists blockers, and how to remove them
+  whimbrel migrate web1 --to beta           migrates it, and shows a report
 
 ",
     exit_codes!()

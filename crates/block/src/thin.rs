@@ -94,7 +94,7 @@ impl ThinPool {
         let (status, table) = (ask("status")?, ask("table")?);
         Self::parse(&status, &table).ok_or_else(|| ImageError::Tool {
             tool: "dmsetup",
-            message: format!("said {:?} and {:?}", status.trim(), table.trim()),
+            message: format!("unexpected output {:?} and {:?}", status.trim(), table.trim()),
             path: path.into(),
         })
     }

@@ -78,7 +78,7 @@ impl VolumeGroup {
         usage(&message).ok_or_else(|| ImageError::Tool {
             tool: "vgs",
             path: path.to_owned(),
-            message: format!("said {:?}", message.trim()),
+            message: format!("unexpected output {:?}", message.trim()),
         })
     }
 }

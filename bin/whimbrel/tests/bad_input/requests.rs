@@ -72,7 +72,7 @@ fn qemus_that_cannot_be_taken_charge_of() {
     assert_fails(
         &a.cli(&["vm", "adopt", "--pid", &pid]),
         1,
-        &["held (process", "by other clients", "end them"],
+        &["held (process", "by other clients", "end those clients"],
     );
     assert_fails(&a.cli(&["vm", "adopt", "--qmp", &socket]), 1, &[&socket, "close the program that holds"]);
     assert_eq!(a.cli(&["vm", "list"]).ok().json(), json!([]), "nothing was adopted");

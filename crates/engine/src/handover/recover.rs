@@ -50,9 +50,9 @@ pub struct Advice {
     pub choices: Vec<Choice>,
 }
 
-const TWO: &str = "If it does run there, two copies write to the same disks and destroy them, or, where disks were \
-                   copied, their disks diverge. Before you decide this, make sure that the other host is off, or cut \
-                   off from storage and network";
+const TWO: &str = "If it does run there, two copies write to the same disks and destroy them, or, where \
+                   disks were copied, their disks diverge. Before you decide this, make sure that the other \
+                   host is off, or cut off from storage and network";
 
 const GONE: &str = "only if the registry is lost for good, or was created anew: a registry that returns does \
                     not know of this decision, and may give the VM to the other host";

@@ -195,8 +195,8 @@ mod tests {
         let [one] = &pool().compare(&room(500, 1), 300 * MIB, 101 * MIB)[..] else { panic!() };
         assert_eq!(
             one.what,
-            "the disks need 300 MiB in the thin pool for images, vg0/thin, where 400 are free in addition to the 10 % \
-             that stay free, 101 of them reserved for arriving VMs"
+            "the disks need 300 MiB in the thin pool for images, vg0/thin, where 400 are free in addition \
+             to the 10 % that stay free, 101 of them reserved for arriving VMs"
         );
     }
 

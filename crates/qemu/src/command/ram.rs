@@ -139,8 +139,8 @@ impl CommandBuilder<'_> {
             self.warnings.push(Problem::new(
                 "memory-unbound",
                 format!(
-                    "memory {id} is bound to NUMA nodes of the source host ({}), and will not be bound on the \
-                     destination",
+                    "memory {id} is bound to NUMA nodes of the source host ({}), and will not be bound on \
+                     the destination",
                     left_out.join(", ")
                 ),
                 "if NUMA placement matters, move its pages after the migration (migratepages), or start the \

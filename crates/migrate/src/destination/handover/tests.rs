@@ -369,7 +369,7 @@ fn an_image_that_stays_is_named_until_it_is_gone() {
     let record = || world.context.journal.migration(&id(1)).unwrap().unwrap();
     assert!(!record().open, "it is over all the same");
     let message = record().message.unwrap();
-    assert!(message.contains(&format!("is left here: {}", image.display())), "{message}");
+    assert!(message.contains(&format!("remain here: {}", image.display())), "{message}");
 
     std::fs::remove_dir(&image).unwrap();
     host::testing::eventually("it is gone", || record().message.unwrap().contains("nothing is left here"));

@@ -40,8 +40,7 @@ fn reclaim(root: &Path, bytes: u64) -> io::Result<()> {
         return Ok(());
     }
     if !root.join(RECLAIM).exists() {
-        let error =
-            "there is no memory.reclaim: freeing cold page cache requires Linux 5.19 and cgroup 2";
+        let error = "there is no memory.reclaim: freeing cold page cache requires Linux 5.19 and cgroup 2";
         return Err(io::Error::new(io::ErrorKind::Unsupported, error));
     }
     // Newer kernels accept an option to leave programs' memory alone; with others there must be no swap space.

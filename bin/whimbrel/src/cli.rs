@@ -304,12 +304,10 @@ pub(crate) struct MigrateCommand {
 }
 
 #[derive(Debug, Args)]
-#[command(
-    long_about = "Settle a migration that is in doubt.\n\nWithout a decision, the other host and the \
+#[command(long_about = "Settle a migration that is in doubt.\n\nWithout a decision, the other host and the \
                   registry are asked once more, and their answer is followed, without risk. A decision adds \
                   what only an operator can know; its risk is described first, and it is carried out only \
-                  with --accept-risk."
-)]
+                  with --accept-risk.")]
 pub(crate) struct RecoverCommand {
     /// The VM
     #[arg(value_parser = vm_name)]

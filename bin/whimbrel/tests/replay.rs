@@ -54,13 +54,8 @@ fn decisions_are_made_again_from_a_report() {
     );
 
     expect(&replayed(r#"{ "schema": "whimbrel.report/2" }"#, &[]), 2, &[], &["has no traces"]);
-    let later = replayed(r#"{ "schema": "whimbrel.report/2", "traces": 1 }"#, &[]);
-    expect(
-        &later,
-        2,
-        &[],
-        &["has schema \"whimbrel.report/2\"", "replay it with the version that wrote it"],
-    );
+    let later = replayed(r#"{ "schema": "whimbrel.report/3", "traces": 1 }"#, &[]);
+    expect(&later, 2, &[], &["has schema \"whimbrel.report/3\"", "replay it with the version that wrote it"]);
     expect(&replayed("text", &[]), 2, &[], &["contains no report"]);
     expect(&result(&["replay", "/no/such/file"]), 2, &[], &["cannot read /no/such/file"]);
 }

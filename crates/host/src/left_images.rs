@@ -394,9 +394,7 @@ fn acquire_lease(file: File, path: &Path) -> Result<FileLease, String> {
     match FileLease::take(file).map_err(cannot)? {
         Some(lease) => Ok(lease),
         None => Err(match holders(path) {
-            found if found.is_empty() => {
-                "it is open, by the kernel or in another container".to_owned()
-            }
+            found if found.is_empty() => "it is open, by the kernel or in another container".to_owned(),
             found => format!("open in {}", found.join(", ")),
         }),
     }

@@ -190,13 +190,11 @@ pub fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
 /// Converts an error to a finding.
 pub fn finding(error: &OwnerError) -> Finding {
     let (code, advice) = match error {
-        OwnerError::Unreachable(_) => {
-            (
-                "registry",
-                "start the witness, make sure that the source can reach it, or remove [registry] on both hosts"
-                    .to_owned(),
-            )
-        }
+        OwnerError::Unreachable(_) => (
+            "registry",
+            "start the witness, make sure that the source can reach it, or remove [registry] on both hosts"
+                .to_owned(),
+        ),
         OwnerError::NoRegistry => ("registry", "name a witness, a third host, under [registry]".to_owned()),
         OwnerError::Other { vm, owner, .. } => (
             "owner-other",

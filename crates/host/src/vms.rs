@@ -262,10 +262,9 @@ pub fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Fin
 fn check_no_qemu_runs(name: &VmName, directory: &Path) -> Result<(), Problem> {
     find_by_monitor(&directory.join(QMP_FILE)).map_or(Ok(()), |process| {
         let pid = process.pid();
-        let error =
-            format!(
-                "a QEMU that was started here as {name} and then forgotten is still running (process {pid})"
-            );
+        let error = format!(
+            "a QEMU that was started here as {name} and then forgotten is still running (process {pid})"
+        );
         let advice = format!("adopt it with `whimbrel vm adopt --pid {pid}`, or change `name` in the file");
         Err(Problem::new(ProblemKind::Conflict, error, advice))
     })

@@ -60,10 +60,7 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
         .ok();
     let cases: &[(&[&str], &[&str])] = &[
         (&["migrate", "vm1", "--to", "b"], &["in a migration, vm1#", "whimbrel cancel vm1"]),
-        (
-            &["migrate", "vm1", "--to", "b", "--check"],
-            &["in a migration, vm1#", "whimbrel cancel vm1"],
-        ),
+        (&["migrate", "vm1", "--to", "b", "--check"], &["in a migration, vm1#", "whimbrel cancel vm1"]),
         (&["vm", "forget", "vm1"], &["in a migration, vm1#", "whimbrel cancel vm1"]),
         (&["vm", "adopt", "--pid", &pid, "--as", "other"], &["vm1"]),
     ];

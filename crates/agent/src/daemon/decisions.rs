@@ -45,8 +45,16 @@ impl Daemon {
                     if request.accept_risk {
                         self.carry_out(&record, choice.decision);
                         let over = self.status(id)?.standing.is_over();
-                        (over, if over { "done" } else { "the decision was accepted; the migration has not \
-                                                          ended yet" }.to_owned())
+                        (
+                            over,
+                            if over {
+                                "done"
+                            } else {
+                                "the decision was accepted; the migration has not \
+                                                          ended yet"
+                            }
+                            .to_owned(),
+                        )
                     } else {
                         let message = "nothing was done; repeat the command with --accept-risk to accept the \
                                        risk and carry it out";

@@ -233,8 +233,7 @@ impl Daemon {
             return Err(Problem::new(ProblemKind::BadRequest, error, advice));
         }
         if goals.settings.hybrid_passes == 0 {
-            let error =
-                "0 passes are not possible: all of memory is sent once before post-copy";
+            let error = "0 passes are not possible: all of memory is sent once before post-copy";
             return Err(Problem::new(ProblemKind::BadRequest, error, "choose --hybrid-passes 1 or more"));
         }
         if goals.settings.policy == StopPolicy::Hybrid

@@ -109,7 +109,11 @@ impl Daemon {
             }
             Ok(None) => {}
             Err(error) => {
-                return Err(blocker("journal", crate::chain(&error), "repair the journal on the destination"));
+                return Err(blocker(
+                    "journal",
+                    crate::chain(&error),
+                    "repair the journal on the destination",
+                ));
             }
         }
         if !check_only && let Err(problem) = self.check_not_in_migration(&id.vm) {

@@ -114,11 +114,9 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
         | SourceState::Aborted => {
             settled(format!("this host owns the guest: epoch {epoch} was not committed"))
         }
-        SourceState::Returning | SourceState::Returned => {
-            settled(format!(
-                "this host owns the guest: epoch {epoch} was committed, and the guest was returned"
-            ))
-        }
+        SourceState::Returning | SourceState::Returned => settled(format!(
+            "this host owns the guest: epoch {epoch} was committed, and the guest was returned"
+        )),
         SourceState::Done { .. } => settled(format!("{there} owns the guest: epoch {epoch} is complete")),
     }
 }
@@ -393,7 +391,8 @@ fn forced_choice(terms: &MigrationTerms) -> Choice {
 fn registry_line(terms: &MigrationTerms) -> String {
     if terms.registry.is_some() {
         "an ownership registry is configured: a host runs the guest only if the registry records it as the \
-         owner".to_owned()
+         owner"
+            .to_owned()
     } else {
         "no ownership registry is configured: only the journals of the two hosts decide".to_owned()
     }

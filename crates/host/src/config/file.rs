@@ -248,11 +248,13 @@ impl Checks<'_> {
                 &["tls", "plain"],
                 "conflicts with certificates; remove it, or remove `ca`, `certificate` and `key`",
             )),
-            Tls { ca: Some(ca), certificate: Some(certificate), key: Some(key), plain: false } => Ok(Security::Tls {
-                ca: self.absolute(ca),
-                certificate: self.absolute(certificate),
-                key: self.absolute(key),
-            }),
+            Tls { ca: Some(ca), certificate: Some(certificate), key: Some(key), plain: false } => {
+                Ok(Security::Tls {
+                    ca: self.absolute(ca),
+                    certificate: self.absolute(certificate),
+                    key: self.absolute(key),
+                })
+            }
             _ => Err(self.wrong(
                 &["tls"],
                 "needs `ca`, `certificate` and `key` (PEM files), or `plain = true` on all hosts in an \
@@ -271,10 +273,9 @@ impl Checks<'_> {
                 if good {
                     Ok((name, address))
                 } else {
-                    let what =
-                        format!(
-                            "{address:?} is not an address; write \"HOST:PORT\", e.g. \"192.0.2.2:7740\""
-                        );
+                    let what = format!(
+                        "{address:?} is not an address; write \"HOST:PORT\", e.g. \"192.0.2.2:7740\""
+                    );
                     Err(self.wrong(&["hosts", name.as_str(), "address"], what))
                 }
             })
@@ -291,10 +292,8 @@ impl Checks<'_> {
         let Some(registry) = registry else { return Ok(()) };
         let key = ["registry", "host"];
         if role == AgentRole::Witness {
-            return Err(self.wrong(
-                &key,
-                "a witness keeps the ownership registry itself; remove [registry] or `role`",
-            ));
+            return Err(self
+                .wrong(&key, "a witness keeps the ownership registry itself; remove [registry] or `role`"));
         }
         if registry == host {
             return Err(self.wrong(
@@ -315,9 +314,7 @@ impl Checks<'_> {
         for (from, to) in &dirs {
             if !from.is_absolute() || !to.is_absolute() {
                 let key = from.to_string_lossy();
-                return Err(
-                    self.wrong(&["disks", "dirs", &key], "both directories must be absolute paths")
-                );
+                return Err(self.wrong(&["disks", "dirs", &key], "both directories must be absolute paths"));
             }
         }
         Ok(dirs)
@@ -343,10 +340,9 @@ impl Checks<'_> {
             }
             (Some(_), None) if thin_pool.is_some() => wrong("thin_pool", "requires a `volume_group`"),
             (Some(path), None) => pool(Storage::Directory { path, format: format.unwrap_or_default() }),
-            (None, Some(name)) if !is_name(&name) => wrong(
-                "volume_group",
-                "is not a valid name of a volume group",
-            ),
+            (None, Some(name)) if !is_name(&name) => {
+                wrong("volume_group", "is not a valid name of a volume group")
+            }
             (None, Some(_)) if thin_pool.as_ref().is_some_and(|pool| !is_name(pool)) => {
                 wrong("thin_pool", "is not a valid name of a thin pool")
             }
@@ -354,9 +350,7 @@ impl Checks<'_> {
                 wrong("format", "volumes hold raw data; write \"raw\", or omit it")
             }
             (None, Some(name)) => pool(Storage::Volumes(VolumeGroup { name, thin_pool })),
-            _ => {
-                Err(self.wrong(&["disks", "pool"], "needs either a `directory` or a `volume_group`"))
-            }
+            _ => Err(self.wrong(&["disks", "pool"], "needs either a `directory` or a `volume_group`")),
         }
     }
 

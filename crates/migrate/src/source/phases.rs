@@ -237,11 +237,10 @@ impl Driver {
                     disk.wanted == DiskMode::Copy && copied.iter().all(|copied| copied.name != disk.name)
                 };
                 if let Some(disk) = proposed.iter().find(left_out) {
-                    let reason =
-                        format!(
-                            "the destination does not confirm that it receives a copy of disk {}",
-                            disk.name
-                        );
+                    let reason = format!(
+                        "the destination does not confirm that it receives a copy of disk {}",
+                        disk.name
+                    );
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
                 if self.controls.goals().needs_post_copy() && !post_copy {

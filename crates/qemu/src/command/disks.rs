@@ -112,11 +112,10 @@ impl CommandBuilder<'_> {
         for disk in self.rules.images.keys() {
             let options = self.images_used.get(disk).copied().unwrap_or_default();
             if options != 1 {
-                let what =
-                    format!(
-                        "disk {disk} must occur in exactly one option to be replaced by its copy, and occurs \
+                let what = format!(
+                    "disk {disk} must occur in exactly one option to be replaced by its copy, and occurs \
                          in {options}"
-                    );
+                );
                 let remedy = "give the disk an id (-drive id=…) or a node name when the guest is started next, do not \
                      allow -drive or -blockdev by name, or let both hosts share it (--disk NAME=shared)";
                 self.problem("disk-unclear", what, remedy);

@@ -13,8 +13,7 @@ pub(super) fn check_source(source: &SourceFacts, findings: &mut Findings) {
         let (code, what, advice) = if stray.is_there {
             ("file-replaced", "another file is there now", MOVE_BACK)
         } else if has_temporary_drive(source) {
-            let what =
-                "that file does not exist: a drive with `snapshot=on` writes into a temporary file without a \
+            let what = "that file does not exist: a drive with `snapshot=on` writes into a temporary file without a \
                  name";
             (
                 "file-deleted",

@@ -125,9 +125,8 @@ impl WitnessServer {
     pub fn serve(&self, arrival: Arrival) {
         let host = arrival.host().clone();
         if *arrival.purpose() != Purpose::Registry {
-            arrival.refuse(
-                "this agent is a witness: it keeps the ownership registry and does not accept VMs"
-            );
+            arrival
+                .refuse("this agent is a witness: it keeps the ownership registry and does not accept VMs");
             return;
         }
         let ended = arrival.accept().map_err(|error| with_causes(&error)).and_then(|mut connection| {

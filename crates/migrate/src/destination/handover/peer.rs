@@ -93,10 +93,8 @@ impl Driver {
             return;
         }
         if self.state == DestinationState::Prepared {
-            return self.handle_protocol_violation(
-                link,
-                &format!("the source sent an unexpected message `{what}`"),
-            );
+            return self
+                .handle_protocol_violation(link, &format!("the source sent an unexpected message `{what}`"));
         }
         info!(
             migration = %self.terms.migration,

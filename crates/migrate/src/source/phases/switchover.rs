@@ -77,9 +77,7 @@ pub(super) fn scan_disks(vm: &mut SourceVm, payload: &mut Payload, owed: &mut Ow
         return Ok(());
     }
     let monitor = vm.monitor().map_err(|error| Failure::local("cannot query QEMU", &error))?;
-    payload
-        .scan_disks(monitor, owed)
-        .map_err(|error| Failure::local("cannot find the dirty pages", &error))
+    payload.scan_disks(monitor, owed).map_err(|error| Failure::local("cannot find the dirty pages", &error))
 }
 
 pub(super) fn cannot_save(error: &VmError) -> Failure {
@@ -138,10 +136,8 @@ impl Driver {
         let round = stopped_round(sender, owed, &mut payload.ram_log(), self.switchover_deadline());
         let (sender, owed) = self.last_round(round)?;
         if owed.pages() > 0 {
-            let reason = format!(
-                "{} pages were not sent in the last round; please report this",
-                owed.pages()
-            );
+            let reason =
+                format!("{} pages were not sent in the last round; please report this", owed.pages());
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         self.inbox.interrupts(None);

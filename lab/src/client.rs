@@ -165,7 +165,7 @@ fn watch(
 fn notes(connection: &mut Connection) -> io::Result<u64> {
     let body: serde_json::Value =
         serde_json::from_slice(&connection.request("GET", "/notes", "", ANSWER_BYTES)?)?;
-    body["count"].as_u64().ok_or_else(|| io::Error::other("the answer tells no count"))
+    body["count"].as_u64().ok_or_else(|| io::Error::other("the answer has no count"))
 }
 
 /// Waits until a service accepts connections from a host.

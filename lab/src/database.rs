@@ -133,7 +133,7 @@ pub fn rows(host: &Host, address: Ipv4Addr, number: i32) -> Result<BTreeSet<u64>
     for row in read.map_err(|error| failed(&error))? {
         let (n, text): (i64, String) = (row.get(0), row.get(1));
         if text != format!("row {n} of client {number}") {
-            return Err(Error::Config(format!("row {n} of client {number} says {text:?}")));
+            return Err(Error::Config(format!("row {n} of client {number} has the text {text:?}")));
         }
         found.insert(n as u64);
     }

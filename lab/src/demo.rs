@@ -154,6 +154,6 @@ fn describe(client: &ClientReport, say: &mut impl FnMut(&str)) {
             watched.error.as_deref().unwrap_or("its connection never broke"),
         ));
     }
-    let kept = client.notes_kept.map_or("nobody can tell how many".to_owned(), |notes| notes.to_string());
+    let kept = client.notes_kept.map_or("an unknown number".to_owned(), |notes| notes.to_string());
     say(&format!("Notes confirmed: {}; notes there: {kept}.", client.notes.answered));
 }

@@ -117,7 +117,7 @@ fn read_head(stream: &mut impl BufRead) -> io::Result<Head> {
             _ => {}
         }
     }
-    let body_bytes = length.ok_or_else(|| io::Error::other("the answer tells no length"))?;
+    let body_bytes = length.ok_or_else(|| io::Error::other("the answer has no length"))?;
     Ok(Head { status, body_bytes, location })
 }
 

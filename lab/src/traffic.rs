@@ -41,5 +41,5 @@ pub(crate) fn traffic(host: &Host) -> Result<Traffic> {
             .clone(),
     };
     let traffic = || Some(Traffic { bytes: counts["bytes"].as_u64()?, packets: counts["packets"].as_u64()? });
-    traffic().ok_or_else(|| Error::Config("neither `tc` nor `ip` tells how much was sent".to_owned()))
+    traffic().ok_or_else(|| Error::Config("neither `tc` nor `ip` reports how much was sent".to_owned()))
 }

@@ -202,14 +202,14 @@ fn a_case_is_measured_beside_qemu() {
         }
         CommandOutput::by(&mut command)
     };
-    let result = bench(&["nobody", "whimbrel-2", "qemu", "post-copy"]).ok().json();
+    let result = bench(&["no-migration", "whimbrel-2", "qemu", "post-copy"]).ok().json();
     let runs = result["cases"][0]["runs"].as_array().unwrap().clone();
     assert_eq!(runs.len(), 4, "{result:#}");
     for run in &runs {
         let (by, measured) = (run["contender"].as_str().unwrap(), &run["measured"]);
-        assert_eq!(measured.is_null(), by == "nobody", "{run:#}");
+        assert_eq!(measured.is_null(), by == "no-migration", "{run:#}");
         assert!(run["disturbance"]["longest_stall_ms"].as_f64().unwrap() > 0.0, "{run:#}");
-        if by != "nobody" {
+        if by != "no-migration" {
             let sent = measured["sent_bytes"].as_u64().unwrap();
             assert!(sent > 32 << 20 && sent < 160 << 20, "{run:#}");
             assert!(by != "whimbrel-2" || measured["agents_cpu_ms"].as_f64().unwrap() > 0.0, "{run:#}");
@@ -223,8 +223,8 @@ fn a_case_is_measured_beside_qemu() {
     );
     prefix.is_gone();
     // Nothing is begun after an error.
-    let refused = bench(&["nobody", "xbz"]);
-    assert!(refused.stderr.contains("there are nobody"), "{refused:?}");
+    let refused = bench(&["no-migration", "xbz"]);
+    assert!(refused.stderr.contains("choose from no-migration"), "{refused:?}");
 }
 
 /// A point of a grid, with all values unusual, is measured once and kept.

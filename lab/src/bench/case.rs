@@ -304,10 +304,9 @@ impl Case {
             (self.neighbours, "a neighbour that computes at each host"),
         ];
         words.extend(more.into_iter().filter(|(has, _)| *has).map(|(_, word)| word.to_owned()));
-        words.extend(self.guest_wait_percent.map(|percent| match percent {
-            0 => "Whimbrel told to give way to nobody".to_owned(),
-            _ => format!("Whimbrel told to let it wait for {percent}% more"),
-        }));
+        words.extend(
+            self.guest_wait_percent.map(|percent| format!("Whimbrel with guest_wait_percent {percent}")),
+        );
         if self.regions > 1 {
             words.push(format!("{} RAM blocks", self.regions));
         }

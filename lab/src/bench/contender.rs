@@ -232,12 +232,12 @@ impl Contender {
 impl fmt::Display for Contender {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoMigration => f.write_str("nobody"),
+            Self::NoMigration => f.write_str("no-migration"),
             Self::Whimbrel(None) => f.write_str("whimbrel"),
             Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
             Self::Compressed(way) => write!(f, "whimbrel-{way}"),
             Self::OneThread(way) => write!(f, "whimbrel-one-{way}"),
-            Self::NoDeltas => f.write_str("whimbrel-whole"),
+            Self::NoDeltas => f.write_str("whimbrel-no-deltas"),
             Self::FreePageHints(soft) => write!(f, "whimbrel-hints-{}", soft.word()),
             Self::Policy(policy) => write!(f, "whimbrel-{policy}"),
             Self::Qemu(QemuMode::Default) => f.write_str("qemu"),
@@ -292,7 +292,12 @@ impl FromStr for Contender {
             .or_else(counted_passes);
         found.ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, the same behind -one for one stream, -whole, -soft-none, -soft-free, -soft-all, -pattern, -hybrid, -drain, -target, -rounds, -endless, -frozen, and -after-N for N passes, and qemu-endless and qemu-after-N")
+            format!(
+                "no contender is named {name}; choose from no-migration, {known}; whimbrel-N, multifd-N and \
+                 multifd-zstd-N for N streams; whimbrel- with none, lz4, zstd:LEVEL, the same after one- for one \
+                 stream, no-deltas, hints-none, hints-free, hints-all, pattern, hybrid, drain, target, rounds, \
+                 endless, frozen, and after-N for N passes; qemu-endless and qemu-after-N"
+            )
         })
     }
 }
@@ -351,7 +356,7 @@ mod tests {
             "whimbrel-after-0",
             "qemu-after-",
         ] {
-            assert!(wrong.parse::<Contender>().unwrap_err().contains("there are nobody"), "{wrong}");
+            assert!(wrong.parse::<Contender>().unwrap_err().contains("choose from no-migration"), "{wrong}");
         }
     }
 }

@@ -69,7 +69,8 @@ fn at_most(what: String, found: impl Iterator<Item = f64>, most: f64, unit: &str
 }
 
 fn intervals(result: &CaseResult) -> Option<Bar> {
-    let what = format!("{}: sampling intervals after all of memory went, policy `pattern`", result.case.name);
+    let what =
+        format!("{}: sampling intervals after all of memory was sent, policy `pattern`", result.case.name);
     let stops = measured(result, PATTERN).filter_map(|measured| measured.stop.as_ref());
     at_most(what, stops.map(|stop| stop.intervals as f64), 3.0, "")
 }
@@ -96,7 +97,7 @@ fn downtime(result: &CaseResult) -> Option<Bar> {
 fn total(result: &CaseResult) -> Option<Bar> {
     let rate = result.case.link_bytes_per_s?;
     let what = format!(
-        "{}: total, to distinct pages and those written after they went at the link's rate, policy `hybrid`",
+        "{}: total, to distinct pages and those written after they were sent, at the link's rate, policy `hybrid`",
         result.case.name
     );
     let ratios = measured(result, HYBRID).filter_map(|measured| {

@@ -41,8 +41,8 @@ impl ProgramRun {
             (None, Some(serial)) => end(serial)?,
             (ended, _) => ended,
         };
-        let (at, status) = ended
-            .ok_or_else(|| Error::Config("the guest was gone before its program had ended".to_owned()))?;
+        let (at, status) =
+            ended.ok_or_else(|| Error::Config("the guest ended before its program".to_owned()))?;
         let ms = (at - self.began).as_secs_f64() * 1e3;
         Ok(ProgramResult { ms, verified: status == 0, at_source: at_source.is_some() })
     }

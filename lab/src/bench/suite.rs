@@ -232,7 +232,7 @@ pub fn suites() -> Vec<Suite> {
 
     vec![
         Suite { name: "idle", about: "Guests that do next to nothing", cases: idle_suite },
-        Suite { name: "downtime", about: "How long the guest stands still", cases: downtime },
+        Suite { name: "downtime", about: "Downtime of the guest", cases: downtime },
         Suite { name: "streams", about: "Parallel streams", cases: stream_suite },
         Suite { name: "writing", about: "Guests that write", cases: writing },
         Suite { name: "links", about: "Links with a limit", cases: links },

@@ -46,7 +46,7 @@ pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
     let text = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
     let peak = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kib = peak.and_then(|peak| peak.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| Error::Config(format!("{path} tells no peak of memory")))
+    kib.map(|kib| kib << 10).ok_or_else(|| Error::Config(format!("{path} has no peak of memory")))
 }
 
 /// Returns the bytes that a host has sent over the migration link so far, with all headers.

@@ -107,7 +107,7 @@ impl FromStr for Mover {
         let found = NAMES.iter().find(|(_, known)| *known == name).map(|(mover, _)| *mover);
         found.ok_or_else(|| {
             let known = NAMES.map(|(_, name)| name).join(", ");
-            format!("nobody is called {name}; there are {known}")
+            format!("no contender is named {name}; choose from {known}")
         })
     }
 }

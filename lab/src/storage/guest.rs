@@ -85,7 +85,7 @@ pub(super) fn ask(
             Err(error) => failed = Some(error),
         }
     }
-    Err(failed.unwrap_or_else(|| Error::Config("nobody was asked".to_owned())))
+    Err(failed.unwrap_or_else(|| Error::Config("no request was sent".to_owned())))
 }
 
 /// Returns the value of `KEY=VALUE` in a line.

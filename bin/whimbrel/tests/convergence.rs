@@ -258,7 +258,7 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let waiting = |what: &str| report["waiting"][what].as_u64().unwrap();
     assert!(waiting("most_permille") > waiting("before_permille") + 50, "{report:#}");
     let text = cluster.a.text(&["report", "vm1"]).ok();
-    let reported = "copying nice 11, 1 thread at a time, scan interval 4 times longer";
+    let reported = "copying nice 11, 1 thread at a time, scan interval 4-fold";
     assert!(text.stdout.contains(reported), "{text:?}");
     // A part was longer than the policy wanted, by far more than its last cluster.
     let replayed = assert_replayed(&report);

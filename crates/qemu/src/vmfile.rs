@@ -246,8 +246,8 @@ mod tests {
             ("args = []\n", "a.toml:1: "),
             ("name = \"a\"\nargs = [\n", "a.toml:2: args: unclosed array"),
             ("\nname = \"../a\"\nargs = []\n", "a.toml:2: name: must be"),
-            ("name = \"a\"\nargs = [\"-daemonize\"]\n", "a.toml:2: args: -daemonize is not possible"),
-            ("name = \"a\"\nargs = [\"-snapshot\"]\n", "a.toml:2: args: -snapshot is not possible"),
+            ("name = \"a\"\nargs = [\"-daemonize\"]\n", "a.toml:2: args: -daemonize is not allowed"),
+            ("name = \"a\"\nargs = [\"-snapshot\"]\n", "a.toml:2: args: -snapshot is not allowed"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.starts_with(message), "{error:?} is not {message:?}");

@@ -75,10 +75,10 @@ fn with_filter(answer: u32, calls: &[i64]) -> Victim {
 fn a_filter_that_would_refuse_or_kill_is_asked_before() {
     let injector = injector();
     for (answer, text) in [
-        (libc::SECCOMP_RET_ERRNO | libc::EPERM as u32, "answers Operation not permitted"),
-        (libc::SECCOMP_RET_KILL_PROCESS, "answers \"kill the process\""),
-        (libc::SECCOMP_RET_KILL_THREAD, "answers \"kill the thread\""),
-        (libc::SECCOMP_RET_TRAP, "answers SIGSYS"),
+        (libc::SECCOMP_RET_ERRNO | libc::EPERM as u32, "responds to the call with Operation not permitted"),
+        (libc::SECCOMP_RET_KILL_PROCESS, "responds to the call with \"kill the process\""),
+        (libc::SECCOMP_RET_KILL_THREAD, "responds to the call with \"kill the thread\""),
+        (libc::SECCOMP_RET_TRAP, "responds to the call with SIGSYS"),
     ] {
         for call in [libc::SYS_userfaultfd, libc::SYS_rt_sigreturn] {
             let victim = with_filter(answer, &[call]);

@@ -9,6 +9,7 @@ use super::case::{Case, Program};
 use super::contender::{Contender, Policy, QemuMode};
 use super::mover::DowntimeParts;
 use super::nas;
+use super::neighbours::Noises;
 use super::result::{CaseResult, Quantity, Results, Spread};
 use crate::error::{Context, Error, Result};
 
@@ -74,6 +75,10 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
             least_y: 1.0,
         };
         draw("writing", &|canvas| lines(canvas, &axes, &writing))?;
+    }
+    if let Some(result) = case("noise") {
+        let title = "work that neighbours lose while a guest migrates, ms (less is better)";
+        draw("neighbours", &|canvas| bars(canvas, title, &neighbours(result)))?;
     }
     let slowdowns: Vec<_> = nas::kernels(results).into_iter().flat_map(slowdowns).collect();
     if !slowdowns.is_empty() {
@@ -154,6 +159,22 @@ fn downtime(result: &CaseResult) -> Vec<PlotBar> {
             Some(PlotBar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
         })
         .collect()
+}
+
+/// Returns the work that the neighbours at both hosts lost with each contender.
+fn neighbours(result: &CaseResult) -> Vec<PlotBar> {
+    let bar = |one: Contender| {
+        let lost = |of: &dyn Fn(&Noises) -> f64| {
+            Spread::of(result.runs_of(one).filter_map(|run| run.noises.as_ref()).map(of))
+        };
+        let source = lost(&|noises| noises.source.lost_work_ms)?;
+        let destination = lost(&|noises| noises.destination.lost_work_ms)?;
+        let spread = lost(&|noises| noises.source.lost_work_ms + noises.destination.lost_work_ms);
+        let parts = vec![("at the source", source.median), ("at the destination", destination.median)];
+        Some(PlotBar { label: one.to_string(), parts, spread })
+    };
+    let moves = |one: &Contender| *one != Contender::NoMigration;
+    result.contenders().into_iter().filter(moves).filter_map(bar).collect()
 }
 
 /// Returns the additional run time of a kernel with each contender that migrates it in one way only.

@@ -114,7 +114,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         // Niceness is the first restraint: without further ones there is nothing else to report.
         if let (Some(threads), Some(factor @ 2..)) = (fewest_threads, longest_interval_factor) {
             let threads = if threads == 1 { "1 thread".to_owned() } else { format!("{threads} threads") };
-            write!(out, ", {threads} at a time, scan interval {factor} times longer")?;
+            write!(out, ", {threads} at a time, scan interval {factor}-fold")?;
         }
         writeln!(out)?;
     }

@@ -103,7 +103,7 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\nstate_dir = \"/s\"\ntls.plain = true\n[disks.pool]\ndirectory = \"/s/.\"",
         6,
         "disks.pool.directory",
-        "`state_dir` too",
+        "directory of `state_dir`",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\nrun_dir = \"/\"",

@@ -137,7 +137,7 @@ fn what_copying_held_back_is_told_as_far_as_it_came_to_that() {
     let waited = "  waited      12.3% of its time for processors, 45.6% at worst, unknown before;\n";
     assert!(nicer.contains(&format!("{waited}              copying nice 9\n")), "{nicer}");
     let all = of(&[(11, 2, 2), (11, 1, 4), (11, 2, 2), (5, 4, 1)]);
-    let expected_text = "copying nice 11, 1 thread at a time, scan interval 4 times longer\n";
+    let expected_text = "copying nice 11, 1 thread at a time, scan interval 4-fold\n";
     assert!(all.contains(expected_text), "{all}");
 }
 

@@ -115,7 +115,7 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks]\ntemplates = [\"/t\"]\n[disks.pool]\ndirectory = \"/t\"",
         5,
         "disks.templates",
-        "`disks.pool.directory` too",
+        "directory of `disks.pool.directory`",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\ndirectory = \"/d\"\nkeep_free_percent = 300",

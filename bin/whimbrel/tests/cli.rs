@@ -391,7 +391,7 @@ fn a_configuration_is_checked() {
         command.arg("--check-config");
         run(command)
     };
-    expect(&check(&[]), 0, &["good; host alpha, witness"], &[]);
+    expect(&check(&[]), 0, &["valid; host alpha, witness"], &[]);
     assert_eq!(serde_json::from_str::<Value>(&check(&["--json"]).stdout).unwrap()["good"], true);
     assert!(!folder.path().join("state").exists(), "nothing was started");
 
@@ -442,7 +442,7 @@ fn unusable_certificates_are_found_before_anything_begins() {
     std::fs::write(&path, good).unwrap();
     let mut check = agent_command(&path, &[]);
     check.arg("--check-config");
-    expect(&run(check), 0, &["good; host alpha"], &[]);
+    expect(&run(check), 0, &["valid; host alpha"], &[]);
 }
 
 #[test]

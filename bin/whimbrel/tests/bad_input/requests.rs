@@ -15,10 +15,10 @@ fn requests_that_name_nothing_or_the_wrong_thing() {
     let cluster = Cluster::with(&Setup::impatient());
     let mut vm = WatchedGuest::new(&cluster, "vm1");
     let cases: &[(&[&str], i32, &[&str])] = &[
-        (&["migrate", "vm9", "--to", "b"], 2, &["no VM vm9 here", "vm list", "vm adopt"]),
-        (&["migrate", "vm9", "--to", "b", "--check"], 2, &["no VM vm9 here"]),
-        (&["vm", "show", "vm9"], 2, &["no VM vm9 here", "vm list"]),
-        (&["vm", "forget", "vm9"], 2, &["no VM vm9 here", "vm list"]),
+        (&["migrate", "vm9", "--to", "b"], 2, &["no VM vm9 on this host", "vm list", "vm adopt"]),
+        (&["migrate", "vm9", "--to", "b", "--check"], 2, &["no VM vm9 on this host"]),
+        (&["vm", "show", "vm9"], 2, &["no VM vm9 on this host", "vm list"]),
+        (&["vm", "forget", "vm9"], 2, &["no VM vm9 on this host", "vm list"]),
         (&["cancel", "vm9"], 2, &["vm9"]),
         (&["recover", "vm9"], 2, &["vm9"]),
         (&["watch", "vm9"], 2, &["vm9"]),
@@ -99,7 +99,7 @@ fn qemus_that_cannot_be_taken_charge_of() {
     assert_fails(
         &a.cli(&["migrate", "vm1", "--to", "b", "--allow-option", "qtest-log"]),
         1,
-        &["a VM named vm1 already", "another name"],
+        &["already has a VM named vm1", "another name"],
     );
     cluster.b.cli(&["vm", "forget", "vm1"]).ok();
     a.cli(&["vm", "forget", "twin"]).ok();

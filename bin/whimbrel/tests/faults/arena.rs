@@ -353,7 +353,9 @@ impl Arena {
         self.find_disk(what);
         let (here, there) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
         let pid = a.iter().chain(&b).next().unwrap();
-        assert_eq!(holders(&self.image), [*pid], "{what}: who has the guest's disk open");
+        let holders = holders(&self.image);
+        let names: Vec<_> = holders.iter().map(|pid| (pid, status_of(*pid))).collect();
+        assert_eq!(holders, [*pid], "{what}: these have the guest's disk open: {names:?}");
         assert!(is_locked(&self.image), "{what}: the guest's disk is not locked");
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("TracerPid:\t0"), "{what}: still traced");
@@ -469,7 +471,16 @@ fn holders(path: &Path) -> Vec<u32> {
         let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
         descriptors.map(|entry| entry.path()).any(|fd| fs::read_link(fd).is_ok_and(|to| to == path))
     };
-    processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).filter(has_it).collect()
+    // A process that ends gives back its memory first, then its files: it runs nothing any more.
+    let runs = |pid: &u32| fs::read(format!("/proc/{pid}/maps")).is_ok_and(|maps| !maps.is_empty());
+    let processes = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    processes.filter(has_it).filter(runs).collect()
+}
+
+/// Returns the name and the state of a process, for a message.
+fn status_of(pid: u32) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.lines().take(3).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns true if a file is locked.

@@ -189,6 +189,7 @@ pub struct AcceptableProposal {
 }
 
 /// Compares a proposal with this host. Returns findings with a blocker as the error.
+#[expect(clippy::too_many_lines, reason = "a list of checks")]
 pub fn destination(
     context: &Context,
     from: &HostId,

@@ -19,6 +19,7 @@ mod reductions;
 mod references;
 mod serving;
 mod telemetry;
+mod wording;
 mod write_throttle;
 
 use std::collections::VecDeque;

@@ -108,6 +108,7 @@ pub enum Invalid {
 
 impl Message {
     /// Checks the contents of the message against the protocol's limits.
+    #[expect(clippy::too_many_lines, reason = "one arm for each message")]
     pub fn validate(&self) -> Result<(), Invalid> {
         match self {
             Self::Propose(proposal) => proposal.validate(),

@@ -53,6 +53,7 @@ fn case_of_class(class: &str, kernel: &str, runs: Option<u32>) -> Case {
 }
 
 /// Returns all suites, in the order in which they are measured.
+#[expect(clippy::too_many_lines, reason = "a list of cases")]
 pub fn suites() -> Vec<Suite> {
     use QemuVersion::{Installed, Newer};
     let idle = |name: &str| Case::idle(name, Newer);

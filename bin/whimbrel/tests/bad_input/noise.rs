@@ -71,6 +71,7 @@ fn answer(stream: &mut TcpStream, to: &str) -> Value {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one cluster for all kinds of noise")]
 fn noise_at_the_port_of_an_agent_without_tls() {
     let mut cluster = Cluster::with(&Setup { plain: true, ..Setup::impatient() });
     let (host_a, host_b) = (cluster.lab.a.clone(), cluster.lab.b.clone());

@@ -126,6 +126,7 @@ impl Daemon {
         u16::try_from(self.context.templates.count()).unwrap_or(u16::MAX)
     }
 
+    #[expect(clippy::too_many_lines, reason = "not split yet: it decides and acts by turns")]
     fn receive(
         self: &Arc<Self>,
         mut connection: Connection,

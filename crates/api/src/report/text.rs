@@ -30,6 +30,7 @@ pub fn render(report: &Report) -> String {
     text
 }
 
+#[expect(clippy::too_many_lines, reason = "one part for each line of the text")]
 fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     let Report { migration, source, destination, .. } = report;
     writeln!(out, "{} from {} to {}: {}", migration, source.host, destination.host, report.outcome.words())?;

@@ -144,25 +144,7 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
                 "the ownership registry decides, and is being asked".to_owned(),
             ],
             unknown: vec!["what the registry will decide".to_owned()],
-            choices: vec![
-                Choice {
-                    decision: OperatorDecision::RunElsewhere,
-                    then: format!("the registry records {there} as the owner, and this copy is discarded"),
-                    risk: format!("if {there} does not return, this was the only copy"),
-                },
-                Choice {
-                    decision: OperatorDecision::WithoutRegistry { run_here: true },
-                    then: "the guest runs here from the moment at which it was stopped".to_owned(),
-                    risk: format!(
-                        "correct only if {there} has not taken it back, and {GONE}. {TWO}: {there}"
-                    ),
-                },
-                Choice {
-                    decision: OperatorDecision::WithoutRegistry { run_here: false },
-                    then: format!("this copy is discarded, and {there} is notified when it returns"),
-                    risk: format!("{GONE}. If {there} does not return, this was the only copy"),
-                },
-            ],
+            choices: taking_choices(terms),
         },
         DestinationState::Refusing => Advice {
             known: vec![
@@ -176,35 +158,7 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
                 risk: GONE.to_owned(),
             }],
         },
-        DestinationState::QemuLost if terms.registry.is_none() => Advice {
-            known: vec!["this host was rebooted, and its copy of the guest is lost".to_owned()],
-            unknown: vec![format!("whether the guest has run here: {there} may know, and is being asked")],
-            choices: vec![Choice {
-                decision: OperatorDecision::RunElsewhere,
-                then: format!(
-                    "{there} is not asked any more: it keeps its copy, and its operator decides; images of \
-                     copied disks stay here"
-                ),
-                risk: format!(
-                    "none for the guest: this host has no copy to run. Choose this if {there} is lost for \
-                     good"
-                ),
-            }],
-        },
-        DestinationState::QemuLost => Advice {
-            known: vec!["this host was rebooted, and its copy of the guest is lost".to_owned()],
-            unknown: vec![format!(
-                "whether the guest has run here: the ownership registry and {there} are being asked"
-            )],
-            choices: vec![Choice {
-                decision: OperatorDecision::WithoutRegistry { run_here: false },
-                then: format!(
-                    "{there} is notified that this copy is lost and may have run; it keeps its own copy, and \
-                     its operator decides"
-                ),
-                risk: GONE.to_owned(),
-            }],
-        },
+        DestinationState::QemuLost => advise_rebooted_destination(terms),
         DestinationState::Starting { again: true, .. } => Advice {
             known: vec![if terms.registry.is_some() {
                 "according to the registry this host owned the guest; it is asked again before the guest is \
@@ -242,6 +196,42 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
     }
 }
 
+/// Returns the advice for a destination whose copy was lost in a reboot.
+fn advise_rebooted_destination(terms: &MigrationTerms) -> Advice {
+    let there = &terms.source;
+    if terms.registry.is_none() {
+        return Advice {
+            known: vec!["this host was rebooted, and its copy of the guest is lost".to_owned()],
+            unknown: vec![format!("whether the guest has run here: {there} may know, and is being asked")],
+            choices: vec![Choice {
+                decision: OperatorDecision::RunElsewhere,
+                then: format!(
+                    "{there} is not asked any more: it keeps its copy, and its operator decides; images of \
+                     copied disks stay here"
+                ),
+                risk: format!(
+                    "none for the guest: this host has no copy to run. Choose this if {there} is lost for \
+                     good"
+                ),
+            }],
+        };
+    }
+    Advice {
+        known: vec!["this host was rebooted, and its copy of the guest is lost".to_owned()],
+        unknown: vec![format!(
+            "whether the guest has run here: the ownership registry and {there} are being asked"
+        )],
+        choices: vec![Choice {
+            decision: OperatorDecision::WithoutRegistry { run_here: false },
+            then: format!(
+                "{there} is notified that this copy is lost and may have run; it keeps its own copy, and \
+                 its operator decides"
+            ),
+            risk: GONE.to_owned(),
+        }],
+    }
+}
+
 fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
     let there = &terms.source;
     let then = if run {
@@ -270,6 +260,27 @@ fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
             .push(run_here(OperatorDecision::WithoutRegistry { run_here: true }, &format!("And {GONE}. ")));
     }
     choices
+}
+
+fn taking_choices(terms: &MigrationTerms) -> Vec<Choice> {
+    let there = &terms.source;
+    vec![
+        Choice {
+            decision: OperatorDecision::RunElsewhere,
+            then: format!("the registry records {there} as the owner, and this copy is discarded"),
+            risk: format!("if {there} does not return, this was the only copy"),
+        },
+        Choice {
+            decision: OperatorDecision::WithoutRegistry { run_here: true },
+            then: "the guest runs here from the moment at which it was stopped".to_owned(),
+            risk: format!("correct only if {there} has not taken it back, and {GONE}. {TWO}: {there}"),
+        },
+        Choice {
+            decision: OperatorDecision::WithoutRegistry { run_here: false },
+            then: format!("this copy is discarded, and {there} is notified when it returns"),
+            risk: format!("{GONE}. If {there} does not return, this was the only copy"),
+        },
+    ]
 }
 
 fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {

@@ -82,6 +82,7 @@ impl Model for Handover {
         vec![World::new(self.budget, self.registry)]
     }
 
+    #[expect(clippy::too_many_lines, reason = "one part for each action")]
     fn actions(&self, world: &World, acts: &mut Vec<Act>) {
         let left = &world.budget;
         let (source, destination) = (&world.source, &world.destination);
@@ -255,6 +256,7 @@ pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
 
 impl Handover {
     /// Performs an action, and charges it to the budget. Returns the point at which an agent was to be killed.
+    #[expect(clippy::too_many_lines, reason = "one arm for each action")]
     fn perform(&self, world: &mut World, act: Act) -> KillPoint {
         let rules = &self.rules;
         match act {

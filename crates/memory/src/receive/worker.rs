@@ -125,6 +125,7 @@ impl StreamWorker {
     }
 
     /// Applies a frame of `frame_bytes` bytes, whose data is that of the runs.
+    #[expect(clippy::too_many_lines, reason = "a frame is checked and applied once")]
     fn apply(
         &mut self,
         header: PagesHeader,

@@ -137,6 +137,7 @@ impl Move {
     }
 
     /// Runs the whole move: rounds while the guest writes, breaks and new generations, then a last round.
+    #[expect(clippy::too_many_lines, reason = "one move from its begin to its end")]
     fn run(&mut self, seed: u64, dice: &mut Dice) -> Outcome {
         let mut outcome = Outcome::default();
         let ended = Arc::new(Mutex::new(Vec::new()));

@@ -8,7 +8,7 @@ use engine::handover::source::{SourceReport, SourceState};
 use tracing::{error, info, warn};
 
 use super::inbox::Notice;
-use super::{Details, Driver};
+use super::{Details, Driver, wording};
 use api::progress::{Phase, Standing};
 use api::report::Outcome;
 use host::cpu::CpuTime;
@@ -31,8 +31,6 @@ impl Driver {
     }
 
     pub(super) fn report_to_user(&mut self, report: SourceReport) {
-        let vm = &self.terms.migration.vm;
-        let to = &self.terms.destination;
         let is_needed =
             self.later.is_some() || matches!(self.state, SourceState::Committed { ran: true, .. });
         let is_lost = is_needed && !self.vm.as_ref().is_some_and(SourceVm::is_alive);
@@ -42,61 +40,8 @@ impl Driver {
             }
             report => report,
         };
-        let text = match report {
-            SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
-            SourceReport::Failed => "failed; the VM is here".to_owned(),
-            SourceReport::PeerGaveUp => format!("{to} does not accept the VM; it is here"),
-            SourceReport::Interrupted => {
-                "the agent was restarted during the migration; the VM is here".to_owned()
-            }
-            SourceReport::VmCrashed => self.qemu_end_reason().to_owned(),
-            SourceReport::QemuLost => {
-                format!(
-                    "this host's QEMU has ended and {to} may have the only copy: asking it. Do not start \
-                     {vm} here"
-                )
-            }
-            SourceReport::Returned => format!("{to} could not run the VM; it is here again"),
-            SourceReport::Incomplete => {
-                format!("the VM runs at {to}; some of its memory is still here")
-            }
-            SourceReport::NeededThere => format!(
-                "the VM runs at {to}, which cannot be reached; some of its memory is only here, and the VM \
-                 waits when it needs that memory: repair the link, or see `whimbrel recover {vm}`"
-            ),
-            SourceReport::MemoryLost => format!(
-                "the VM runs at {to}, but some of its memory was only here and is lost: it will hang there. \
-                 Restart it there, from the disks that it has at {to}"
-            ),
-            SourceReport::Done => format!("the VM is at {to}"),
-            SourceReport::TooLate => "too late to cancel: the commit point has been passed".to_owned(),
-            SourceReport::OperatorNeeded => format!(
-                "{to} cannot be reached after the commit point, and there is no registry; repair the link, \
-                 or see `whimbrel recover {vm}`"
-            ),
-            SourceReport::DestinationOwns => {
-                format!("according to the registry {to} owns the VM; waiting for it")
-            }
-            SourceReport::ForeignRecord => {
-                format!(
-                    "the registry's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
-                )
-            }
-            SourceReport::DestinationCrashed => format!(
-                "the copy at {to} is lost and may have run; this host's stopped copy is kept, see `whimbrel \
-                 recover {vm}`"
-            ),
-            SourceReport::ContinueFailed => "QEMU does not resume the guest; trying again".to_owned(),
-            SourceReport::Contradiction => {
-                format!(
-                    "{to} reports that it runs {vm}, which this host owns: two copies may be running; check \
-                     both hosts immediately"
-                )
-            }
-            SourceReport::CopyLost => {
-                format!("this host's stopped copy is lost; only the copy at {to} is left")
-            }
-        };
+        let shutdown = || self.vm.as_mut().and_then(SourceVm::shutdown_reason);
+        let text = wording::report(report, &self.terms, shutdown);
         let last_report = Some((self.state.name(), report));
         if self.last_report != last_report {
             self.last_report = last_report;
@@ -212,14 +157,7 @@ impl Driver {
 
     /// Returns why the source's QEMU ended, by its own report.
     pub(super) fn qemu_end_reason(&mut self) -> &'static str {
-        let reason = self.vm.as_mut().and_then(SourceVm::shutdown_reason);
-        match reason.as_deref() {
-            Some("guest-shutdown") => "the guest shut itself down",
-            Some("host-qmp-quit" | "host-ui") => "QEMU received a quit request",
-            Some("host-signal") => "QEMU was ended by a signal",
-            Some("guest-panic") => "the guest panicked",
-            _ => "QEMU ended by itself: it crashed, or was killed",
-        }
+        wording::qemu_end(self.vm.as_mut().and_then(SourceVm::shutdown_reason).as_deref())
     }
 
     /// Makes the last journal entries.

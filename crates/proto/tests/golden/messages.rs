@@ -99,6 +99,7 @@ pub(crate) fn answers() -> Vec<Welcome> {
 }
 
 /// One message of each kind, in the order of the file; for those with optional fields one without and one with them.
+#[expect(clippy::too_many_lines, reason = "a list of messages")]
 pub(crate) fn messages() -> Vec<Message> {
     let epoch = Epoch(3);
     let reason = || "the link was cut".to_owned();

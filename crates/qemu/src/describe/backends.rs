@@ -28,6 +28,7 @@ const DESCRIBABLE_OBJECTS: &[&str] = &[
 ];
 
 /// Drops the options of removed things, and adds options for new ones.
+#[expect(clippy::too_many_lines, reason = "one part for each kind of backend")]
 pub(super) fn refresh(
     qmp: &mut Qmp,
     options: &mut Vec<QemuOption>,

@@ -12,7 +12,7 @@ use super::DestinationEvent as On;
 use super::DestinationReport as Notice;
 use super::DestinationState as In;
 use crate::handover::recover::OperatorDecision;
-use crate::handover::registry::{self, RecordMeaning, RequestPurpose};
+use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
 
 use shared::{
@@ -107,25 +107,7 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
         On::SourceAnswered { verdict: Verdict::Undecided, .. } => {
             moved(here().when("undecided").asking(RequestPurpose::Read, read()))
         }
-        On::RegistryAnswered(answer) => match interpret(terms, answer) {
-            RegistryResult::Record(RecordMeaning::Open { offer: Some(offer), .. })
-                if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
-            {
-                moved(follow_go(terms, incarnation, offer.run).within("offered"))
-            }
-            // The source has reclaimed it, or has owned it since in a later epoch.
-            RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
-                moved(discard(Notice::SourceKept).when("source-owns"))
-            }
-            RegistryResult::Record(RecordMeaning::Foreign) => {
-                moved(here().when("foreign").then([Do::Report(Notice::ForeignRecord)]))
-            }
-            // This host has not acquired ownership: a record that names it is not this incarnation's.
-            RegistryResult::Record(RecordMeaning::Destination) => None,
-            RegistryResult::Record(RecordMeaning::Open { .. })
-            | RegistryResult::Unreachable
-            | RegistryResult::Unknown => moved(here().when("otherwise")),
-        },
+        On::RegistryAnswered(answer) => ready_by_registry(terms, incarnation, ran, answer),
         On::Asked { .. } => moved(here().then([ready()])),
         On::Repeat => moved(here().then([ready(), Do::AskSource]).asking(RequestPurpose::Read, read())),
         On::Restarted(QemuAtStart::Paused) => {
@@ -158,6 +140,35 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &O
         // In doubt: neither silence nor a failure of anything but QEMU decides.
         On::Failed | On::PeerSilent | On::PeerLost => stay(state()),
         _ => None,
+    }
+}
+
+/// Returns the transition of [`In::Ready`] for the registry's answer.
+fn ready_by_registry(
+    terms: &MigrationTerms,
+    incarnation: &Incarnation,
+    ran: bool,
+    answer: &RegistryAnswer,
+) -> TransitionResult {
+    let here = || Move::to(In::Ready { incarnation: incarnation.clone(), run: ran });
+    match interpret(terms, answer) {
+        RegistryResult::Record(RecordMeaning::Open { offer: Some(offer), .. })
+            if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
+        {
+            moved(follow_go(terms, incarnation, offer.run).within("offered"))
+        }
+        // The source has reclaimed it, or has owned it since in a later epoch.
+        RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
+            moved(discard(Notice::SourceKept).when("source-owns"))
+        }
+        RegistryResult::Record(RecordMeaning::Foreign) => {
+            moved(here().when("foreign").then([Do::Report(Notice::ForeignRecord)]))
+        }
+        // This host has not acquired ownership: a record that names it is not this incarnation's.
+        RegistryResult::Record(RecordMeaning::Destination) => None,
+        RegistryResult::Record(RecordMeaning::Open { .. })
+        | RegistryResult::Unreachable
+        | RegistryResult::Unknown => moved(here().when("otherwise")),
     }
 }
 

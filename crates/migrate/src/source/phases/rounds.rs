@@ -105,6 +105,7 @@ impl Driver {
     }
 
     /// Sends rounds until the policy decides to stop.
+    #[expect(clippy::too_many_lines, reason = "not split yet: it decides and acts by turns")]
     pub(super) fn pre_copy(
         &mut self,
         sender: Sender,

@@ -20,10 +20,12 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
+use engine::session::{Contact, Time};
 use link::{Connection, Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
 
+use crate::clock::Clock;
 use api::progress::Publisher;
 use host::ArrivingVm;
 use host::Context;
@@ -70,7 +72,9 @@ pub struct Driver {
     /// CPU time since the migration began here; absent if another agent began it.
     cpu: Option<CpuTime>,
     go_received_at: Option<Instant>,
-    last_contact: Instant,
+    clock: Clock,
+    /// Contact with the source.
+    contact: Contact,
     /// True while a question to the source is pending.
     asking: Arc<AtomicBool>,
     /// An event of this host whose effects failed.
@@ -78,7 +82,7 @@ pub struct Driver {
     /// True if the state of QEMU is not known and has to be queried again.
     must_query_qemu: bool,
     /// Time of the next attempt to stop a guest that must not go on.
-    stop_again_at: Option<Instant>,
+    stop_again_at: Option<Time>,
     /// Requests of this migration to the ownership registry.
     registry: ownership::RegistryClient,
     /// Images that could not be removed, with the migration's traces.
@@ -138,7 +142,8 @@ impl Driver {
             continued: None,
             cpu,
             go_received_at: None,
-            last_contact: Instant::now(),
+            clock: Clock::start(),
+            contact: Contact::default(),
             asking: Arc::default(),
             unrecorded_event: None,
             must_query_qemu: false,
@@ -148,6 +153,16 @@ impl Driver {
             reason: None,
             last_report: None,
         }
+    }
+
+    /// Returns the time between two attempts.
+    fn retry(&self) -> Duration {
+        Duration::from_millis(self.context.config.timeouts.retry_ms)
+    }
+
+    /// Returns the time without a sign of life after which a party counts as lost for good.
+    fn reclaim_after(&self) -> Duration {
+        Duration::from_millis(self.context.config.timeouts.reclaim_after_ms)
     }
 
     /// Returns the source's proposal.

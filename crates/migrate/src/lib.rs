@@ -1,5 +1,6 @@
 //! Drivers of a migration, one for each role: they carry out what the engine decides.
 
+mod clock;
 pub mod destination;
 pub mod source;
 mod state_machine;

@@ -26,16 +26,18 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::source::{SourceEvent, SourceReport, SourceState};
 use engine::precopy::{CostHistory, Sampling};
+use engine::session::Contact;
 use proto::message::Proposal;
 use proto::{Generation, VmName};
 
 pub use inbox::{Inbox, Mailbox, Notice};
 
+use crate::clock::Clock;
 use api::progress::{Phase, Publisher};
 use api::report::{Outcome, Report};
 use api::{HintedMemory, MigrateRequest, MigrationSettings, OnLimit, StopPolicy, ThrottleWrites};
@@ -274,8 +276,10 @@ pub struct Driver {
     registry: ownership::RegistryClient,
     /// True while an offer to the ownership registry is in progress.
     offering: Arc<AtomicBool>,
-    clock: phases::StopClock,
-    contact: handover::Contact,
+    stop_clock: phases::StopClock,
+    clock: Clock,
+    /// Contact with the destination, by its messages.
+    contact: Contact,
     outcome: Option<Outcome>,
     /// The last report to users and the state that it was made in: it is not repeated at every repetition.
     last_report: Option<(&'static str, SourceReport)>,
@@ -305,7 +309,6 @@ impl Driver {
         controls: Arc<Controls>,
         publisher: Publisher,
     ) -> Self {
-        let contact = handover::Contact::new(&context.config.timeouts);
         let ram_bytes = controls.report(|report| report.ram_blocks.iter().map(|block| block.bytes).sum());
         publisher.update(|progress| progress.ram_bytes = ram_bytes);
         let cpu = (state == SourceState::Idle).then(CpuTime::start);
@@ -342,14 +345,25 @@ impl Driver {
             proposal: None,
             registry: ownership::RegistryClient::default(),
             offering: Arc::default(),
-            clock: phases::StopClock::default(),
-            contact,
+            stop_clock: phases::StopClock::default(),
+            clock: Clock::start(),
+            contact: Contact::default(),
             outcome: None,
             last_report: None,
             reported_unreachable: false,
             reason: None,
             cpu,
         }
+    }
+
+    /// Returns the time between two attempts.
+    fn retry(&self) -> Duration {
+        Duration::from_millis(self.context.config.timeouts.retry_ms)
+    }
+
+    /// Returns the time without a sign of life after which a party counts as lost for good.
+    fn reclaim_after(&self) -> Duration {
+        Duration::from_millis(self.context.config.timeouts.reclaim_after_ms)
     }
 
     fn phase(&self, phase: Phase) {

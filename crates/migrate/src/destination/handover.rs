@@ -6,10 +6,11 @@ mod effects;
 mod peer;
 
 use host::{ArrivalError, ArrivingVm};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use engine::handover::QemuAtStart;
 use engine::handover::destination::{DestinationEvent, DestinationState};
+use engine::session::Timers;
 use proto::message::Finding;
 use tracing::{error, info, warn};
 
@@ -18,6 +19,7 @@ use super::Driver;
 use super::inbox::Notice;
 use super::post_copy_receiver;
 use super::receiving::MemoryReceiver;
+use crate::clock::Timer;
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use host::disks::CopiedImages;
@@ -74,7 +76,8 @@ impl Driver {
     /// Registers the source's first control stream.
     pub fn attach_control_stream(&mut self, connection: link::Connection) -> std::io::Result<()> {
         self.inbox.mailbox().connected(connection, Some(self.generation))?;
-        if let Some(notice) = self.inbox.wait(Instant::now()) {
+        let now = self.clock.read();
+        if let Some(notice) = self.inbox.wait(self.clock.instant(now)) {
             self.notice(notice);
         }
         Ok(())
@@ -82,10 +85,16 @@ impl Driver {
 
     /// Processes notices until the migration is settled.
     fn settle(mut self) -> DestinationState {
-        let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
-        // The deadline does not depend on notices: a source that repeats GO must not put it off.
-        let mut repeat_at = Instant::now() + retry;
+        let mut timers = Timers::default();
+        timers.arm(Timer::Repeat, self.clock.read().after(self.retry()));
+        let mut arrived = None;
         loop {
+            // Each pass does one thing, at one time.
+            let now = self.clock.read();
+            if let Some(notice) = arrived.take() {
+                self.notice(notice);
+                continue;
+            }
             if let Some(event) = self.follow_ups.pop_front() {
                 self.take(&event);
                 continue;
@@ -96,14 +105,12 @@ impl Driver {
             if self.state.is_final() {
                 break;
             }
-            if Instant::now() < repeat_at
-                && let Some(notice) = self.inbox.wait(repeat_at)
-            {
-                self.notice(notice);
-            } else {
+            if let Some(Timer::Repeat) = timers.due(now) {
                 self.on_idle();
                 // However long that took, notices that arrived in between are processed first.
-                repeat_at = Instant::now() + retry;
+                timers.arm(Timer::Repeat, self.clock.read().after(self.retry()));
+            } else {
+                arrived = self.inbox.wait(self.clock.instant(timers.next().unwrap_or(now)));
             }
         }
         self.end();
@@ -115,7 +122,7 @@ impl Driver {
     /// counts.
     fn record_contact(&mut self, on_control: bool) {
         if on_control || self.state != DestinationState::Prepared {
-            self.last_contact = Instant::now();
+            self.contact.record(self.clock.now());
         }
     }
 
@@ -127,7 +134,7 @@ impl Driver {
                     if let Some(request) = self.registry.answered() {
                         self.send_to_registry(request);
                     }
-                    if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
+                    if silence >= self.reclaim_after() {
                         self.publisher.update(|progress| {
                             ownership::publish_silence(&self.terms.migration.vm, progress);
                         });
@@ -170,7 +177,7 @@ impl Driver {
                 self.links.remove(&link);
                 if self.control == Some(link) {
                     self.control = None;
-                    self.last_contact = Instant::now();
+                    self.contact.record(self.clock.now());
                     info!(migration = %self.terms.migration, error, "the control stream was lost");
                     if self.state.is_in_doubt() {
                         self.take(&DestinationEvent::Repeat);
@@ -203,16 +210,15 @@ impl Driver {
             let found = self.vm.as_mut().map_or(QemuAtStart::Gone, ArrivingVm::found);
             return self.take(&DestinationEvent::Restarted(found));
         }
-        let timeouts = &self.context.config.timeouts;
-        let silence = self.last_contact.elapsed();
+        let now = self.clock.read();
         if self.state == DestinationState::Prepared {
             // While a control stream exists, the link itself detects the loss of the source.
-            if self.control.is_none() && silence >= Duration::from_millis(timeouts.give_up_after_ms) {
+            let give_up_after = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
+            if self.control.is_none() && self.contact.silence(now) >= give_up_after {
                 self.reason = Some("the source was lost".to_owned());
                 self.take(&DestinationEvent::PeerLost);
             }
-        } else if silence >= Duration::from_millis(timeouts.reclaim_after_ms) {
-            self.last_contact = Instant::now();
+        } else if self.contact.check_lost(self.reclaim_after(), now) {
             self.take(&DestinationEvent::ContactLostForGood);
         } else {
             self.take(&DestinationEvent::Repeat);

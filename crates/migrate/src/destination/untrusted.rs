@@ -16,7 +16,6 @@
 //! agent that takes over cannot distinguish such a page from one that its predecessor had placed and not yet recorded.
 
 use host::{ArrivalArtifacts, DestinationDetails};
-use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationReport, DestinationState};
 use proto::limits::PAGE_BYTES;
@@ -68,15 +67,15 @@ impl Driver {
     fn stop_untrusted(&mut self) {
         let Some(untrusted) = self.untrusted().filter(|untrusted| !untrusted.is_stopped) else { return };
         // Until the next attempt other notices are processed.
-        if self.stop_again_at.is_some_and(|retry_at| Instant::now() < retry_at) {
+        if self.stop_again_at.is_some_and(|retry_at| self.clock.now() < retry_at) {
             return;
         }
         let Some(vm) = &mut self.vm else { return };
         // QEMU answers when the virtual CPUs have the pages that they wait for. These may be behind a connection that
         // this driver has to replace: so the wait is short, and the command is repeated.
         if let Err(error) = vm.qmp().and_then(|qmp| qmp.run("stop", Value::Null)) {
-            let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
-            self.stop_again_at = Some(Instant::now() + retry);
+            // The command may have lasted until its time-out.
+            self.stop_again_at = Some(self.clock.read().after(self.retry()));
             return error!(error = crate::chain(&error), "cannot stop the guest; trying again");
         }
         self.record_untrusted(UntrustedPage { is_stopped: true, ..untrusted });

@@ -143,7 +143,7 @@ impl Driver {
                 error = crate::chain(&error),
                 "cannot record the end of the migration in the journal yet"
             );
-            thread::sleep(self.contact.retry);
+            thread::sleep(self.retry());
         }
         if let Some((first_disk, known)) = known.filter(|_| standing == Standing::Done) {
             self.remember_images(first_disk, &known);
@@ -179,7 +179,7 @@ impl Driver {
     fn end_recording(&mut self) {
         let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
         while self.is_still_recording && Instant::now() < until {
-            thread::sleep(self.contact.retry);
+            thread::sleep(self.retry());
             let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
             self.is_still_recording = !vm.stop_recording(None);
         }
@@ -198,7 +198,7 @@ impl Driver {
     /// Waits until the destination has read ABORT, but only for a moment.
     pub(super) fn await_abort_read(&mut self) {
         let Some(aborted_control) = self.aborted_control.take() else { return };
-        let until = Instant::now() + self.contact.retry;
+        let until = Instant::now() + self.retry();
         while let Some(notice) = self.inbox.wait(until) {
             if matches!(notice, Notice::Lost { link, .. } if link == aborted_control.link) {
                 return;
@@ -216,7 +216,7 @@ impl Driver {
                 error = crate::chain(&error),
                 "cannot record ABORTED in the journal yet"
             );
-            thread::sleep(self.contact.retry);
+            thread::sleep(self.retry());
         }
     }
 }

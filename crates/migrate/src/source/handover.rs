@@ -6,10 +6,9 @@ mod effects;
 mod peer;
 mod postcopy;
 
-use std::time::{Duration, Instant};
-
 use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};
+use engine::session::Timers;
 use proto::message::Proposal;
 use tracing::{error, info, warn};
 
@@ -17,38 +16,11 @@ use self::effects::EffectError;
 use super::inbox::Notice;
 use super::phases::Failure;
 use super::{Details, Driver};
+use crate::clock::Timer;
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
-use host::config::Timeouts;
 use host::ownership;
 use host::{SourceVm, VmError};
-
-/// Time of the last message from the destination, and the patience with it.
-#[derive(Debug)]
-pub(crate) struct Contact {
-    last_message_at: Instant,
-    patience: Duration,
-    pub(super) retry: Duration,
-}
-
-impl Contact {
-    pub(crate) fn new(timeouts: &Timeouts) -> Self {
-        Self {
-            last_message_at: Instant::now(),
-            patience: Duration::from_millis(timeouts.reclaim_after_ms),
-            retry: Duration::from_millis(timeouts.retry_ms),
-        }
-    }
-
-    /// Returns true once whenever the patience has passed without a message.
-    fn check_contact(&mut self) -> bool {
-        let lost = self.last_message_at.elapsed() >= self.patience;
-        if lost {
-            self.last_message_at = Instant::now();
-        }
-        lost
-    }
-}
 
 impl Driver {
     /// Enters PREPARED in the journal, before any peer learns of the migration.
@@ -139,27 +111,28 @@ impl Driver {
 
     /// Handles events until the handover is over.
     fn settle(mut self) -> SourceState {
-        self.contact.last_message_at = Instant::now();
-        // Notices do not move this time: a peer that repeats a message again and again must not delay it.
-        let mut repeat_at = Instant::now() + self.contact.retry;
+        let now = self.clock.read();
+        self.contact.record(now);
+        let mut timers = Timers::default();
+        timers.arm(Timer::Repeat, now.after(self.retry()));
+        let mut arrived = None;
         loop {
-            if let Some(event) = self.follow_ups.pop_front() {
+            // Each pass does one thing, at one time.
+            let now = self.clock.read();
+            if let Some(notice) = arrived.take() {
+                self.notice(notice);
+            } else if let Some(event) = self.follow_ups.pop_front() {
                 self.take(&event);
-                continue;
-            }
-            if self.state.is_final() || self.state == SourceState::Idle {
+            } else if self.state.is_final() || self.state == SourceState::Idle {
                 break;
-            }
-            self.phase(self.waiting_phase());
-            let notice = (Instant::now() < repeat_at).then(|| self.inbox.wait(repeat_at)).flatten();
-            let quiet = notice.is_none();
-            match notice {
-                Some(notice) => self.notice(notice),
-                None => self.quiet(),
-            }
-            if quiet {
+            } else if let Some(Timer::Repeat) = timers.due(now) {
+                self.phase(self.waiting_phase());
+                self.quiet();
                 // No matter how long that lasted, notices that arrived in the meantime are handled first.
-                repeat_at = Instant::now() + self.contact.retry;
+                timers.arm(Timer::Repeat, self.clock.read().after(self.retry()));
+            } else {
+                self.phase(self.waiting_phase());
+                arrived = self.inbox.wait(self.clock.instant(timers.next().unwrap_or(now)));
             }
         }
         self.end();
@@ -169,7 +142,8 @@ impl Driver {
     /// Handles the passing of some time without a notice.
     fn quiet(&mut self) {
         self.reconnect_serving();
-        if self.contact.check_contact() {
+        let now = self.clock.read();
+        if self.contact.check_lost(self.reclaim_after(), now) {
             self.take(&SourceEvent::ContactLostForGood);
         } else if std::mem::take(&mut self.effects_failed) {
             // As after a restart: QEMU is frozen before GO is sent.
@@ -185,7 +159,7 @@ impl Driver {
         match notice {
             Notice::Message { link, message } => self.message(link, message),
             Notice::Asked { epoch, reply } => {
-                self.contact.last_message_at = Instant::now();
+                self.contact.record(self.clock.now());
                 self.asked(epoch, reply);
             }
             Notice::Event(event) => {
@@ -194,7 +168,7 @@ impl Driver {
                     if let Some(request) = self.registry.answered() {
                         self.send_to_registry(request);
                     }
-                    if silence >= self.contact.patience {
+                    if silence >= self.reclaim_after() {
                         self.telemetry.update(|progress| {
                             ownership::publish_silence(&self.terms.migration.vm, progress);
                         });

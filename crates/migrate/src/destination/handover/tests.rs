@@ -3,6 +3,7 @@
 use host::ArrivalArtifacts;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
+use std::time::Instant;
 
 use engine::handover::destination::DestinationState;
 use engine::handover::recover::OperatorDecision;

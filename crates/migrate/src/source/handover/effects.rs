@@ -79,9 +79,10 @@ impl StateMachine for Driver {
             SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
             SourceEffect::StopVm => {
                 self.lift_cpu_throttle();
-                self.clock.stopped_at = Some(Instant::now());
+                self.stop_clock.stopped_at = Some(Instant::now());
                 let until_stop_event = self.with_vm(SourceVm::stop)?;
-                self.clock.measured.stop_event_us = until_stop_event.map(|until| until.as_micros() as u64);
+                self.stop_clock.measured.stop_event_us =
+                    until_stop_event.map(|until| until.as_micros() as u64);
             }
             SourceEffect::PauseQemu => self.with_vm(SourceVm::freeze)?,
             SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,

@@ -29,7 +29,7 @@ impl Driver {
 
     /// Handles a message. Messages about the handover name their epoch and are valid on every connection.
     pub(super) fn message(&mut self, link: Option<u64>, message: Message) {
-        self.contact.last_message_at = Instant::now();
+        self.contact.record(self.clock.now());
         let own = self.terms.epoch();
         let event = match message {
             Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, untrusted } => {
@@ -92,13 +92,13 @@ impl Driver {
 
     /// Handles RUNNING: computes the parts of the guest's downtime.
     pub(super) fn running(&mut self, continue_us: u64, since_us: u64, resumed_us: Option<u64>) {
-        if self.clock.stopped_at.is_none() || self.clock.measured.total_us > 0 {
+        if self.stop_clock.stopped_at.is_none() || self.stop_clock.measured.total_us > 0 {
             return;
         }
-        self.clock.measured.total_us = self.since_stop_us().saturating_sub(since_us);
-        self.clock.measured.continue_us = continue_us;
-        self.clock.measured.resumed_us = resumed_us;
-        let measured = self.clock.measured;
+        self.stop_clock.measured.total_us = self.since_stop_us().saturating_sub(since_us);
+        self.stop_clock.measured.continue_us = continue_us;
+        self.stop_clock.measured.resumed_us = resumed_us;
+        let measured = self.stop_clock.measured;
         let downtime = Downtime::from_measured(measured);
         let known =
             downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
@@ -184,7 +184,7 @@ impl Driver {
         }
         let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
         let patience = Duration::from_millis(context.config.timeouts.give_up_after_ms);
-        let retry = self.contact.retry;
+        let retry = self.retry();
         let send = move || {
             let until = Instant::now() + patience;
             let purpose = Purpose::Handover { migration: terms.migration.clone() };

@@ -3,7 +3,7 @@
 
 use host::SourceVm;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ::memory::{Reductions, Sender};
 use engine::handover::QemuAtStart;
@@ -51,7 +51,7 @@ impl Driver {
                     Err(error) => {
                         let error = crate::chain(&error);
                         warn!(error, "cannot read yet the memory that the destination may request");
-                        std::thread::sleep(self.contact.retry);
+                        std::thread::sleep(self.retry());
                     }
                 }
             }
@@ -126,9 +126,11 @@ impl Driver {
         self.control = Some(control);
         self.send_message(&Message::Resume)?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
-        let deadline = Instant::now() + patience;
+        let deadline = self.clock.read().after(patience);
         loop {
-            match self.inbox.wait(deadline) {
+            let notice = self.inbox.wait(self.clock.instant(deadline));
+            self.clock.read();
+            match notice {
                 Some(Notice::Message { link: Some(from), message: Message::Resumed }) if from == link => {
                     break;
                 }

@@ -5,6 +5,7 @@ mod lost;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::SourceState;
@@ -272,7 +273,7 @@ fn the_guest_stood_still_until_cont_returned() {
     let world = World::new();
     let (mut driver, _, controls) = driver(&world, committed(), None);
     let stopped_at = Instant::now().checked_sub(Duration::from_secs(1)).unwrap();
-    driver.clock.stopped_at = Some(stopped_at);
+    driver.stop_clock.stopped_at = Some(stopped_at);
     driver.running(100_000, 400_000, None);
     let downtime = controls.report(|report| report.downtime.unwrap());
     let most_us = stopped_at.elapsed().as_micros() as u64 - 400_000;

@@ -176,19 +176,19 @@ impl Driver {
         scan_disks(vm, payload, &mut owed)?;
         let saving = Instant::now();
         let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
-        self.clock.measured.save_us = saving.elapsed().as_micros() as u64;
+        self.stop_clock.measured.save_us = saving.elapsed().as_micros() as u64;
         let ram_blocks = payload.ram_blocks();
         let (cleared, found) = owed
             .clear_marks_and_report(&mut payload.ram_log(), ram_blocks)
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
         self.written.note(found);
-        self.clock.measured.last_scans_us += cleared.scan().duration_us;
+        self.stop_clock.measured.last_scans_us += cleared.scan().duration_us;
         let (sender, remaining) = self.send_disks_alone(sender, cleared.skip_drain(), payload)?;
         self.handle_last_notices()?;
         if remaining.pages() > 0 {
             self.announce_and_serve(sender, &remaining, payload)?;
         }
-        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        self.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok(state)
     }
 

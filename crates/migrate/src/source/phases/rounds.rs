@@ -160,7 +160,7 @@ impl Driver {
                             scanned = self.discard_ahead(scanned, payload)?;
                         }
                         if self.control.is_some() {
-                            self.clock.expected_downtime = expected_downtime;
+                            self.stop_clock.expected_downtime = expected_downtime;
                             return Ok((sender, scanned.readable.give_up(), ending));
                         }
                         // The guest is not stopped to wait for a link that is cut.

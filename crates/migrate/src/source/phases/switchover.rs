@@ -98,7 +98,7 @@ impl Driver {
         let run = self.vm()?.check_run_state().map_err(cannot)?;
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;
-        self.clock.measured.stop_us = self.since_stop_us();
+        self.stop_clock.measured.stop_us = self.since_stop_us();
         self.note("stopped", "");
         Ok(())
     }
@@ -131,7 +131,7 @@ impl Driver {
         let (state, saving) = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| cannot_save(&error))?;
-        self.clock.measured.save_us = saving.as_micros() as u64;
+        self.stop_clock.measured.save_us = saving.as_micros() as u64;
         payload.end_deltas();
         let round = stopped_round(sender, owed, &mut payload.ram_log(), self.switchover_deadline());
         let (sender, owed) = self.last_round(round)?;
@@ -143,7 +143,7 @@ impl Driver {
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
         self.handle_last_notices()?;
-        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        self.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok((state, sender))
     }
 
@@ -159,7 +159,7 @@ impl Driver {
     /// works.
     pub(super) fn switchover_deadline(&self) -> Instant {
         let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
-        Instant::now() + 4 * self.clock.expected_downtime + patience
+        Instant::now() + 4 * self.stop_clock.expected_downtime + patience
     }
 
     /// Adds a round of the stopped guest to the report.
@@ -177,7 +177,7 @@ impl Driver {
             }
         };
         let StoppedRound { sender, owed, sent, dirty_pages, scan_us } = round;
-        self.clock.measured.last_scans_us += scan_us;
+        self.stop_clock.measured.last_scans_us += scan_us;
         if let Some(stats) = sent {
             self.controls.report(|report| {
                 let round = memory::round_report(&stats);
@@ -217,7 +217,7 @@ impl Driver {
         let compared_by = self.switchover_deadline() + 4 * began.elapsed();
         let different = self.compare(hashes.messages, compared_by)?;
         let duration_us = began.elapsed().as_micros() as u64;
-        self.clock.measured.verify_us = duration_us;
+        self.stop_clock.measured.verify_us = duration_us;
         self.controls.report(|report| {
             report.verification = Some(api::report::Verification {
                 compared_bytes,
@@ -283,8 +283,8 @@ impl Driver {
                         "the destination loaded a device state that differs from the one that was sent",
                     ));
                 }
-                self.clock.measured.load_us = load_us;
-                self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
+                self.stop_clock.measured.load_us = load_us;
+                self.stop_clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
                 self.note("ready", "");
                 Ok(Ready { incarnation })
             }
@@ -309,7 +309,7 @@ impl Driver {
     }
 
     pub(crate) fn since_stop_us(&self) -> u64 {
-        self.clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
+        self.stop_clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
     }
 }
 

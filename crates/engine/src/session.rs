@@ -1,10 +1,15 @@
-//! Common parts of a session, which decides what a role of a migration does next: time as a value, and timers.
+//! Common parts of a session, which decides what a role of a migration does next: time as a value, timers, the queue of
+//! requests to the ownership registry.
 //!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one event
 //! have the same time, and can be made again.
 
+mod registry_client;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
+
+pub use registry_client::RegistryClient;
 
 /// Time since an origin that the driver has chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

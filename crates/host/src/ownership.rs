@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::registry::RegistryAnswer;
@@ -60,45 +59,6 @@ pub fn witness_mismatch(context: &Context, terms: &MigrationTerms) -> Option<Str
             terms.migration, terms.migration.vm
         )
     })
-}
-
-/// One driver's requests to the registry: one at a time, so that a registry that does not answer does not accumulate
-/// threads. A request in between waits; a later one replaces it, because the state machine repeats the requests that it
-/// needs.
-#[derive(Debug, Default)]
-pub struct RegistryClient {
-    busy: bool,
-    waiting: Option<RegistryRequest>,
-    silent_since: Option<Instant>,
-}
-
-impl RegistryClient {
-    /// Accepts a driver's request. Returns it if it can be sent now.
-    pub fn submit(&mut self, request: RegistryRequest) -> Option<RegistryRequest> {
-        if self.busy {
-            self.waiting = Some(request);
-            return None;
-        }
-        self.busy = true;
-        Some(request)
-    }
-
-    /// Records the answer, and returns the time for which the registry has not answered.
-    pub fn silence(&mut self, answer: &RegistryAnswer) -> Duration {
-        if matches!(answer, RegistryAnswer::Record(_)) {
-            self.silent_since = None;
-        } else {
-            self.silent_since.get_or_insert_with(Instant::now);
-        }
-        self.silent_since.map(|since| since.elapsed()).unwrap_or_default()
-    }
-
-    /// Records that the answer has arrived. Returns the request that has waited, if there is one, which is to be sent
-    /// now.
-    pub fn answered(&mut self) -> Option<RegistryRequest> {
-        self.busy = false;
-        self.waiting.take().and_then(|request| self.submit(request))
-    }
 }
 
 /// Reason for which a VM cannot be moved with this registry.
@@ -259,21 +219,4 @@ pub(crate) fn release(context: &Context, vm: &VmName) -> Option<bool> {
     let new = Ownership { released: true, offer: None, ..record };
     let answer = registry.compare_and_set(vm, Some(expected), new);
     Some(matches!(answer, RegistryAnswer::Record(Some(record)) if record.released))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_question_at_a_time_and_the_latest_waits() {
-        let ask = |vm: &str| RegistryRequest::Read { vm: VmName::new(vm).unwrap() };
-        let mut client = RegistryClient::default();
-        assert_eq!(client.submit(ask("one")), Some(ask("one")));
-        assert_eq!(client.submit(ask("two")), None);
-        assert_eq!(client.submit(ask("three")), None);
-        assert_eq!(client.answered(), Some(ask("three")));
-        assert_eq!(client.answered(), None);
-        assert_eq!(client.submit(ask("four")), Some(ask("four")));
-    }
 }

@@ -15,12 +15,11 @@ pub mod untrusted;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
-use engine::session::{Contact, Time};
+use engine::session::{Contact, RegistryClient, Time};
 use link::{Connection, Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
@@ -31,7 +30,6 @@ use host::ArrivingVm;
 use host::Context;
 use host::cpu::CpuTime;
 use host::disks::CopiedImages;
-use host::ownership;
 pub use inbox::{Inbox, Mailbox, Notice};
 
 /// The destination's side of one migration.
@@ -76,7 +74,7 @@ pub struct Driver {
     /// Contact with the source.
     contact: Contact,
     /// True while a question to the source is pending.
-    asking: Arc<AtomicBool>,
+    is_asking: bool,
     /// An event of this host whose effects failed.
     unrecorded_event: Option<DestinationEvent>,
     /// True if the state of QEMU is not known and has to be queried again.
@@ -84,7 +82,7 @@ pub struct Driver {
     /// Time of the next attempt to stop a guest that must not go on.
     stop_again_at: Option<Time>,
     /// Requests of this migration to the ownership registry.
-    registry: ownership::RegistryClient,
+    registry: RegistryClient,
     /// Images that could not be removed, with the migration's traces.
     left_behind: Option<ending::ImagesLeftBehind>,
     /// Reason for the end of the migration, for the source.
@@ -144,11 +142,11 @@ impl Driver {
             go_received_at: None,
             clock: Clock::start(),
             contact: Contact::default(),
-            asking: Arc::default(),
+            is_asking: false,
             unrecorded_event: None,
             must_query_qemu: false,
             stop_again_at: None,
-            registry: ownership::RegistryClient::default(),
+            registry: RegistryClient::default(),
             left_behind: None,
             reason: None,
             last_report: None,

@@ -24,14 +24,13 @@ mod write_throttle;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::source::{SourceEvent, SourceReport, SourceState};
 use engine::precopy::{CostHistory, Sampling};
-use engine::session::Contact;
+use engine::session::{Contact, RegistryClient};
 use proto::message::Proposal;
 use proto::{Generation, VmName};
 
@@ -45,7 +44,6 @@ use host::Context;
 pub use host::SourceVm;
 use host::config::Config;
 use host::cpu::CpuTime;
-use host::ownership;
 use host::ram::JournalledRegion;
 use store::journal::VmRecord;
 use telemetry::Telemetry;
@@ -273,9 +271,9 @@ pub struct Driver {
     may_have_all: bool,
     proposal: Option<Proposal>,
     /// Queue of the driver's questions to the ownership registry.
-    registry: ownership::RegistryClient,
+    registry: RegistryClient,
     /// True while an offer to the ownership registry is in progress.
-    offering: Arc<AtomicBool>,
+    is_offering: bool,
     stop_clock: phases::StopClock,
     clock: Clock,
     /// Contact with the destination, by its messages.
@@ -343,8 +341,8 @@ impl Driver {
             is_still_recording: false,
             may_have_all: false,
             proposal: None,
-            registry: ownership::RegistryClient::default(),
-            offering: Arc::default(),
+            registry: RegistryClient::default(),
+            is_offering: false,
             stop_clock: phases::StopClock::default(),
             clock: Clock::start(),
             contact: Contact::default(),

@@ -130,7 +130,7 @@ impl Driver {
         match notice {
             Notice::Event(event) => {
                 if let DestinationEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.registry.silence(answer);
+                    let silence = self.registry.silence(answer, self.clock.now());
                     if let Some(request) = self.registry.answered() {
                         self.send_to_registry(request);
                     }
@@ -140,6 +140,10 @@ impl Driver {
                         });
                     }
                 }
+                self.take(&event);
+            }
+            Notice::SourceReplied(event) => {
+                self.is_asking = false;
                 self.take(&event);
             }
             Notice::Connected { link, writer, handle, generation } => {

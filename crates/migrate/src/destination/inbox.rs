@@ -18,6 +18,8 @@ const INBOX_CAPACITY: usize = 256;
 pub enum Notice {
     /// An event for the engine.
     Event(DestinationEvent),
+    /// The source's reply to the driver's question, or its silence.
+    SourceReplied(DestinationEvent),
     /// The source has connected.
     Connected {
         /// Number of the connection, by the inbox's own count.

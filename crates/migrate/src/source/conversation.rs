@@ -270,6 +270,10 @@ impl Driver {
                 self.control_lost = error;
                 Err(self.control_loss())
             }
+            Notice::OfferEnded => {
+                self.is_offering = false;
+                Ok(None)
+            }
             Notice::Lost { .. } => Ok(None),
             Notice::ServingEnded { generation, .. } if generation != self.generation => Ok(None),
             // The guest is still stopped at the source.

@@ -164,7 +164,7 @@ impl Driver {
             }
             Notice::Event(event) => {
                 if let SourceEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.registry.silence(answer);
+                    let silence = self.registry.silence(answer, self.clock.now());
                     if let Some(request) = self.registry.answered() {
                         self.send_to_registry(request);
                     }
@@ -185,6 +185,7 @@ impl Driver {
                 self.handle_serving_end(error);
             }
             Notice::ServingEnded { .. } => {}
+            Notice::OfferEnded => self.is_offering = false,
         }
     }
 

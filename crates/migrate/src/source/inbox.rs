@@ -41,6 +41,8 @@ pub enum Notice {
         /// Cause; none if the destination has all pages.
         error: Option<String>,
     },
+    /// The end of an offer to the ownership registry, whatever its result.
+    OfferEnded,
     /// The end of a connection to the destination.
     Lost {
         /// Number of the connection.
@@ -98,6 +100,7 @@ impl Mailbox {
                     Message::Ping | Message::Pong | Message::TemplatePages { .. } | Message::Discarded { .. },
                 ..
             }
+            | Notice::OfferEnded
             | Notice::Event(SourceEvent::Repeat) => false,
             // A connection that has been replaced does not count.
             Notice::Message { link: Some(link), .. } | Notice::Lost { link, .. } => {

@@ -1,7 +1,6 @@
 //! Communication with the source: messages from it become events; answers and questions are sent to it.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -121,10 +120,9 @@ impl Driver {
     }
 
     pub(super) fn ask_source(&mut self) {
-        if self.asking.swap(true, Ordering::AcqRel) {
+        if self.is_asking {
             return;
         }
-        let asking = Arc::clone(&self.asking);
         let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
         let (mailbox, address) = (self.inbox.mailbox(), self.proposal.reply_to.clone());
         let ask = move || {
@@ -135,12 +133,9 @@ impl Driver {
                     DestinationEvent::PeerLost
                 }
             };
-            asking.store(false, Ordering::Release);
-            mailbox.put(Notice::Event(event));
+            mailbox.put(Notice::SourceReplied(event));
         };
-        if thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_err() {
-            self.asking.store(false, Ordering::Release);
-        }
+        self.is_asking = thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();
     }
 }
 

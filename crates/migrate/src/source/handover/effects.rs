@@ -2,7 +2,6 @@
 
 use host::{SourceVm, VmError};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
 
@@ -211,18 +210,17 @@ impl Driver {
 
     /// Sends an offer without waiting for its result. One offer is in progress at a time, and the state repeats it.
     fn offer(&mut self, request: RegistryRequest) {
-        if self.offering.swap(true, Ordering::AcqRel) {
+        if self.is_offering {
             return;
         }
-        let (offering, terms) = (Arc::clone(&self.offering), self.terms.clone());
-        let context = Arc::clone(&self.context);
+        let (context, terms, mailbox) = (Arc::clone(&self.context), self.terms.clone(), self.inbox.mailbox());
         let offer = move || {
             ownership::ask(&context, &terms, &request);
-            offering.store(false, Ordering::Release);
+            mailbox.put(Notice::OfferEnded);
         };
-        if let Err(error) = thread::Builder::new().name("offer".to_owned()).spawn(offer) {
-            warn!(%error, "cannot offer the VM in the registry");
-            self.offering.store(false, Ordering::Release);
+        match thread::Builder::new().name("offer".to_owned()).spawn(offer) {
+            Ok(_) => self.is_offering = true,
+            Err(error) => warn!(%error, "cannot offer the VM in the registry"),
         }
     }
 

@@ -2,7 +2,6 @@
 
 mod lost;
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -357,7 +356,8 @@ fn one_offer_is_on_its_way_at_a_time() {
     questions.recv_timeout(host::testing::PATIENCE).unwrap();
     assert_eq!(questions.try_recv(), Err(mpsc::TryRecvError::Empty), "one at a time");
     answer.send(RegistryAnswer::Unreachable).unwrap();
-    host::testing::eventually("it can be offered again", || !driver.offering.load(Ordering::Acquire));
+    let ended = driver.inbox.wait(Instant::now() + host::testing::PATIENCE).unwrap();
+    driver.notice(ended);
     driver.take(&SourceEvent::Repeat);
     questions.recv_timeout(host::testing::PATIENCE).expect("it is offered again");
     answer.send(RegistryAnswer::Unreachable).unwrap();

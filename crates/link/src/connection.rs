@@ -284,6 +284,11 @@ impl Writer {
         self.deadline = deadline;
     }
 
+    /// Returns the deadline for sends, if there is one.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
     /// Sends a message.
     pub fn send(&mut self, message: &Message) -> Result<(), LinkError> {
         let json = serde_json::to_vec(message).map_err(LinkError::Message)?;

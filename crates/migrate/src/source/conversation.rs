@@ -11,7 +11,7 @@ use proto::message::Message;
 use tracing::warn;
 
 use super::Driver;
-use super::inbox::Notice;
+use super::inbox::{Notice, QUEUE_LENGTH};
 use super::memory::Payload;
 use super::phases::{Control, Failure, unexpected};
 use api::progress::Phase;
@@ -144,12 +144,18 @@ impl Driver {
     /// thread too, whose last notice is about to arrive. That notice is reported instead of the write's error, which
     /// may be only its consequence: of a peer's violation of the protocol, or of its last message.
     fn send_failure(&mut self, link: u64, doing: &str, error: &LinkError) -> Failure {
-        let deadline = Instant::now() + Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
-        while let Some(notice) = self.inbox.wait(deadline) {
-            match notice {
-                Notice::Message { message: Message::Ping, .. } => {}
-                Notice::Lost { link: lost, error: None } if lost == link => break,
-                notice => {
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        let silence = Instant::now() + patience;
+        // While the guest is stopped, the write had a deadline, which holds for its error too.
+        let written_by = self.control.as_ref().and_then(|control| control.writer.deadline());
+        let deadline = written_by.map_or(silence, |written_by| silence.min(written_by));
+        // Notices that wait already are handled even after the deadline, but not those of a peer that never stops.
+        for _ in 0..QUEUE_LENGTH {
+            match self.inbox.wait(deadline) {
+                None => break,
+                Some(Notice::Message { message: Message::Ping, .. }) => {}
+                Some(Notice::Lost { link: lost, error: None }) if lost == link => break,
+                Some(notice) => {
                     if let Err(failure) = self.handle_notice(notice) {
                         return failure;
                     }

@@ -200,6 +200,42 @@ fn a_comparison_ends_however_fast_the_destination_answers() {
     answers.join().unwrap();
 }
 
+/// The error says nothing about the connection, on which no last notice follows.
+#[test]
+fn a_failed_write_keeps_a_stopped_guest_no_longer_than_its_deadline() {
+    let world = World::patient(None, "peer_silence_ms = 3600000");
+    let (mut driver, ..) = driver(&world, STOPPED, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let _peer = world.accept();
+    driver.set_control_deadline(Some(Instant::now()));
+    let (failed, failures) = mpsc::channel();
+    thread::spawn(move || {
+        let too_long = vec![0; proto::limits::BLOB_BYTES + 1];
+        let sent = driver.send("cannot send the device state", |writer| writer.send_blob(&too_long));
+        failed.send(sent.unwrap_err().reason).unwrap();
+    });
+    let reason =
+        failures.recv_timeout(host::testing::PATIENCE).expect("it waits for the silence of the peer");
+    assert!(reason.starts_with("cannot send the device state"), "{reason}");
+}
+
+/// Each notice that arrives in time was handled, however many followed.
+#[test]
+fn a_failed_write_is_reported_however_much_the_destination_sends() {
+    let world = World::new();
+    let (mut driver, mailbox, _) = driver(&world, STOPPED, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let _peer = world.accept();
+    driver.set_control_deadline(Some(Instant::now()));
+    let link = driver.control.as_ref().map(|control| control.link);
+    let pings = thread::spawn(move || while mailbox.put(Notice::Message { link, message: Message::Ping }) {});
+    let too_long = vec![0; proto::limits::BLOB_BYTES + 1];
+    let sent = driver.send("cannot send the device state", |writer| writer.send_blob(&too_long));
+    assert!(sent.unwrap_err().reason.starts_with("cannot send the device state"));
+    drop(driver);
+    pings.join().unwrap();
+}
+
 #[test]
 fn ping_is_no_answer() {
     let world = World::new();

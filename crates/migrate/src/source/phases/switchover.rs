@@ -148,7 +148,7 @@ impl Driver {
     }
 
     /// Sets the deadline for messages to the destination while the guest is stopped.
-    pub(super) fn set_control_deadline(&mut self, deadline: Option<Instant>) {
+    pub(crate) fn set_control_deadline(&mut self, deadline: Option<Instant>) {
         if let Some(control) = &mut self.control {
             control.writer.set_deadline(deadline);
         }

@@ -4,11 +4,13 @@
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one event
 //! have the same time, and can be made again.
 
+mod patience;
 mod registry_client;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+pub use patience::{Reconnect, StopPatience};
 pub use registry_client::RegistryClient;
 
 /// Time since an origin that the driver has chosen.

@@ -17,6 +17,7 @@ mod phases;
 mod pressure;
 mod reductions;
 mod references;
+mod reports;
 mod serving;
 mod telemetry;
 mod wording;
@@ -28,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
-use engine::handover::source::{SourceEvent, SourceReport, SourceState};
+use engine::handover::source::{SourceEvent, SourceState};
 use engine::precopy::{CostHistory, Sampling};
 use engine::session::{Contact, RegistryClient};
 use proto::message::Proposal;
@@ -38,7 +39,7 @@ pub use inbox::{Inbox, Mailbox, Notice};
 
 use crate::clock::Clock;
 use api::progress::{Phase, Publisher};
-use api::report::{Outcome, Report};
+use api::report::Report;
 use api::{HintedMemory, MigrateRequest, MigrationSettings, OnLimit, StopPolicy, ThrottleWrites};
 use host::Context;
 pub use host::SourceVm;
@@ -278,11 +279,7 @@ pub struct Driver {
     clock: Clock,
     /// Contact with the destination, by its messages.
     contact: Contact,
-    outcome: Option<Outcome>,
-    /// The last report to users and the state that it was made in: it is not repeated at every repetition.
-    last_report: Option<(&'static str, SourceReport)>,
-    /// True if users were informed that the destination is unreachable, and not yet that it is reachable again.
-    reported_unreachable: bool,
+    reports: reports::Reports,
     /// The last reason recorded in the journal.
     reason: Option<String>,
     /// CPU time since the migration began; absent if another agent began it.
@@ -346,9 +343,7 @@ impl Driver {
             stop_clock: phases::StopClock::default(),
             clock: Clock::start(),
             contact: Contact::default(),
-            outcome: None,
-            last_report: None,
-            reported_unreachable: false,
+            reports: reports::Reports::default(),
             reason: None,
             cpu,
         }

@@ -305,6 +305,34 @@ impl DestinationEvent {
         }
     }
 
+    /// Returns true if the event is a statement of another party, which holds only at the time at which it is made; any
+    /// other event is a fact. If the journal does not accept a fact, it is repeated until it does. A statement is not
+    /// repeated later, because the decision elsewhere may have changed before the journal accepts it: the state's
+    /// repetition asks again, and an operator sees that the decision was not carried out.
+    pub fn is_statement(&self) -> bool {
+        match self {
+            Self::Go { .. }
+            | Self::SourceAnswered { .. }
+            | Self::AbortReceived { .. }
+            | Self::Asked { .. }
+            | Self::RegistryAnswered(_)
+            | Self::OperatorDecided(_) => true,
+            Self::Prepare
+            | Self::Loaded { .. }
+            | Self::Failed
+            | Self::Cancel
+            | Self::PeerSilent
+            | Self::PeerLost
+            | Self::ContactLostForGood
+            | Self::QemuDied
+            | Self::Continued { .. }
+            | Self::Completed
+            | Self::ContFailed
+            | Self::Restarted(_)
+            | Self::Repeat => false,
+        }
+    }
+
     /// Returns the epoch of a peer's message.
     fn epoch(&self) -> Option<Epoch> {
         match self {
@@ -362,4 +390,37 @@ pub fn destination(
         state: state.name(),
         event: event.name(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_and_decisions_are_statements_and_all_else_is_fact() {
+        use DestinationEvent as Event;
+        let epoch = Epoch(1);
+        let statements = [
+            Event::SourceAnswered { epoch, verdict: Verdict::Undecided },
+            Event::AbortReceived { epoch },
+            Event::Asked { epoch },
+            Event::RegistryAnswered(RegistryAnswer::Unreachable),
+            Event::OperatorDecided(OperatorDecision::RunElsewhere),
+        ];
+        let facts = [
+            Event::Failed,
+            Event::Cancel,
+            Event::PeerLost,
+            Event::QemuDied,
+            Event::Continued { missing: true },
+            Event::Completed,
+            Event::ContFailed,
+            Event::Restarted(QemuAtStart::Gone),
+        ];
+        for (events, expected) in [(&statements[..], true), (&facts[..], false)] {
+            for event in events {
+                assert_eq!(event.is_statement(), expected, "{event:?}");
+            }
+        }
+    }
 }

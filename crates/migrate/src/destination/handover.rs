@@ -256,7 +256,7 @@ impl Driver {
         if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
             // A migration that cannot be journalled is not begun.
             self.take(&DestinationEvent::Failed);
-        } else if !is_statement(event) {
+        } else if !event.is_statement() {
             // An event that happened cannot be dropped: it is repeated until the journal accepts it, too.
             self.unrecorded_event = Some(event.clone());
         }
@@ -269,21 +269,6 @@ impl Driver {
             vm.watch(mailbox.qemu_exit());
         }
     }
-}
-
-/// True if the event is a statement of another party, which holds only at the time at which it is made. It is not
-/// repeated later, because the decision elsewhere may have changed before the journal accepts it: the state's
-/// repetition asks again, and an operator sees that the decision was not carried out.
-fn is_statement(event: &DestinationEvent) -> bool {
-    matches!(
-        event,
-        DestinationEvent::Go { .. }
-            | DestinationEvent::SourceAnswered { .. }
-            | DestinationEvent::AbortReceived { .. }
-            | DestinationEvent::Asked { .. }
-            | DestinationEvent::RegistryAnswered(_)
-            | DestinationEvent::OperatorDecided(_)
-    )
 }
 
 #[cfg(test)]

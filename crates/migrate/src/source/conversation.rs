@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{DataStream, Sender};
 use engine::handover::source::{SourceEvent, SourceState};
+use engine::session::Reconnect;
 use link::{Connection, LinkError, Writer};
 use proto::Purpose;
 use proto::message::Message;
@@ -65,8 +66,9 @@ impl Driver {
         // Nothing is sent in the meantime, no matter how slow the guest is.
         self.lift_cpu_throttle();
         let timeouts = &self.context.config.timeouts;
-        let give_up = Instant::now() + Duration::from_millis(timeouts.give_up_after_ms);
-        let pause = Duration::from_millis(timeouts.retry_ms);
+        let give_up_after = Duration::from_millis(timeouts.give_up_after_ms);
+        let attempts = Reconnect::begin(self.clock.read(), give_up_after);
+        let pause = self.retry();
         if self.control.is_some() {
             self.await_reason(pause.max(MIN_REASON_WAIT))?;
             self.control = None;
@@ -81,13 +83,10 @@ impl Driver {
                     self.phase(Phase::PreCopy);
                     return self.start_sender(payload, streams);
                 }
-                Err(failure)
-                    if !matches!(failure.event, SourceEvent::PeerLost | SourceEvent::PeerSilent)
-                        || Instant::now() >= give_up =>
-                {
-                    return Err(failure);
+                Err(failure) if attempts.tries_again(&failure.event, self.clock.read()) => {
+                    warn!(reason = failure.reason, "not reconnected yet");
                 }
-                Err(failure) => warn!(reason = failure.reason, "not reconnected yet"),
+                Err(failure) => return Err(failure),
             }
             self.control = None;
             self.pause(pause)?;

@@ -8,7 +8,7 @@ use engine::handover::source::{SourceReport, SourceState};
 use tracing::{error, info, warn};
 
 use super::inbox::Notice;
-use super::{Details, Driver, wording};
+use super::{Details, Driver, reports, wording};
 use api::progress::{Phase, Standing};
 use api::report::Outcome;
 use host::cpu::CpuTime;
@@ -34,63 +34,15 @@ impl Driver {
         let is_needed =
             self.later.is_some() || matches!(self.state, SourceState::Committed { ran: true, .. });
         let is_lost = is_needed && !self.vm.as_ref().is_some_and(SourceVm::is_alive);
-        let report = match report {
-            SourceReport::Incomplete | SourceReport::CopyLost | SourceReport::NeededThere if is_lost => {
-                SourceReport::MemoryLost
-            }
-            report => report,
-        };
+        let report = reports::with_lost_memory(report, is_lost);
         let shutdown = || self.vm.as_mut().and_then(SourceVm::shutdown_reason);
         let text = wording::report(report, &self.terms, shutdown);
-        let last_report = Some((self.state.name(), report));
-        if self.last_report != last_report {
-            self.last_report = last_report;
+        if self.reports.record(self.state.name(), report) {
             info!(migration = %self.terms.migration, text, "report");
             self.note("report", &*text);
         }
-        let outcome = match report {
-            SourceReport::Cancelled => Some(Outcome::Cancelled),
-            SourceReport::Returned => Some(Outcome::Returned),
-            SourceReport::Done => Some(Outcome::Moved),
-            SourceReport::VmCrashed => Some(Outcome::Ended),
-            SourceReport::Failed | SourceReport::PeerGaveUp | SourceReport::Interrupted => {
-                Some(Outcome::Aborted)
-            }
-            _ => None,
-        };
-        self.outcome = outcome.or(self.outcome);
-        let waiting = matches!(
-            report,
-            SourceReport::QemuLost
-                | SourceReport::OperatorNeeded
-                | SourceReport::ForeignRecord
-                | SourceReport::DestinationCrashed
-                | SourceReport::MemoryLost
-                | SourceReport::Contradiction
-        );
-        let is_reached = outcome.is_some() || report == SourceReport::Incomplete;
-        let was_unreachable = is_reached && std::mem::take(&mut self.reported_unreachable);
-        self.reported_unreachable |= report == SourceReport::NeededThere;
-        let reason = self.reason.clone();
-        self.telemetry.update(|progress| {
-            if waiting {
-                progress.phase = Phase::InDoubt;
-                progress.standing = Standing::InDoubt;
-                progress.message = Some(text.clone());
-            } else if report == SourceReport::NeededThere {
-                progress.message = Some(text);
-            } else if report == SourceReport::Incomplete
-                && (was_unreachable || progress.standing == Standing::InDoubt)
-            {
-                // The VM's state is known again: pages are sent again.
-                (progress.standing, progress.message) = (Standing::Underway, Some(reason.unwrap_or(text)));
-            } else if outcome.is_some() && (was_unreachable || progress.standing == Standing::InDoubt) {
-                // Advice that was shown in the meantime is no longer valid.
-                progress.message = Some(reason.unwrap_or(text));
-            } else {
-                progress.message.get_or_insert(text.clone());
-            }
-        });
+        let (reports, reason) = (&mut self.reports, self.reason.clone());
+        self.telemetry.update(|progress| reports.show(report, text, reason, progress));
     }
 
     /// Ends a settled migration: last journal entries, report, final progress.
@@ -104,7 +56,7 @@ impl Driver {
         self.end_recording();
         let standing = match self.state {
             SourceState::Done { .. } => Standing::Done,
-            _ if self.outcome == Some(Outcome::Ended) => Standing::Ended,
+            _ if self.reports.outcome() == Some(Outcome::Ended) => Standing::Ended,
             _ => Standing::Failed,
         };
         if let SourceState::Done { run, .. } = self.state {
@@ -115,7 +67,7 @@ impl Driver {
             let state = vm.run_state();
             self.controls.report(|report| report.run_state_after = state);
         }
-        let outcome = self.outcome.unwrap_or(if standing == Standing::Done {
+        let outcome = self.reports.outcome().unwrap_or(if standing == Standing::Done {
             Outcome::Moved
         } else {
             Outcome::Aborted

@@ -90,24 +90,27 @@ impl Mailbox {
         }
     }
 
-    /// Returns true if a round has to end for this notice.
     fn interrupts(&self, notice: &Notice) -> bool {
-        match notice {
-            // Answers about templates arrive before the first round, or late, and then they are useless. The driver
-            // waits for the answers to discards between two rounds.
-            Notice::Message {
-                message:
-                    Message::Ping | Message::Pong | Message::TemplatePages { .. } | Message::Discarded { .. },
-                ..
-            }
-            | Notice::OfferEnded
-            | Notice::Event(SourceEvent::Repeat) => false,
-            // A connection that has been replaced does not count.
-            Notice::Message { link: Some(link), .. } | Notice::Lost { link, .. } => {
-                *link == self.links.load(Ordering::Acquire)
-            }
-            _ => true,
+        interrupts(self.links.load(Ordering::Acquire), notice)
+    }
+}
+
+/// Returns true if a round has to end for this notice. A connection that was replaced by the newest one does not count.
+fn interrupts(newest_link: u64, notice: &Notice) -> bool {
+    match notice {
+        // Answers about templates arrive before the first round, or late, and then they are useless. The driver waits
+        // for the answers to discards between two rounds.
+        Notice::Message {
+            message: Message::Ping | Message::Pong | Message::TemplatePages { .. } | Message::Discarded { .. },
+            ..
         }
+        | Notice::OfferEnded
+        | Notice::Event(SourceEvent::Repeat) => false,
+        Notice::Message { link: Some(link), .. } | Notice::Lost { link, .. } => *link == newest_link,
+        Notice::Message { link: None, .. }
+        | Notice::Event(_)
+        | Notice::Asked { .. }
+        | Notice::ServingEnded { .. } => true,
     }
 }
 
@@ -165,16 +168,43 @@ mod tests {
     use super::*;
 
     #[test]
-    fn end_of_a_replaced_connection_interrupts_no_round() {
+    fn only_notices_that_end_a_round_interrupt_it() {
+        let (old, newest) = (1, 2);
+        let message = |link, message| Notice::Message { link, message };
+        let lost = |link| Notice::Lost { link, error: None };
+        let refused = || Message::Refused { epoch: Epoch(1), reason: String::new() };
+        let template_pages = Message::TemplatePages { template: 0, runs: vec![], last: true };
+        let ended = Notice::ServingEnded { generation: Generation(1), error: None };
+        let asked = Notice::Asked { epoch: Epoch(1), reply: mpsc::sync_channel(1).0 };
+        let table = [
+            (message(Some(newest), Message::Ping), false),
+            (message(Some(newest), Message::Pong), false),
+            (message(Some(newest), template_pages), false),
+            (message(Some(newest), Message::Discarded { duration_us: 0 }), false),
+            (Notice::Event(SourceEvent::Repeat), false),
+            (Notice::OfferEnded, false),
+            (message(Some(old), refused()), false),
+            (lost(old), false),
+            (message(Some(newest), refused()), true),
+            (lost(newest), true),
+            (message(None, refused()), true),
+            (Notice::Event(SourceEvent::Cancel), true),
+            (Notice::Event(SourceEvent::QemuDied), true),
+            (ended, true),
+            (asked, true),
+        ];
+        for (notice, expected) in table {
+            assert_eq!(interrupts(newest, &notice), expected, "{notice:?}");
+        }
+    }
+
+    #[test]
+    fn the_next_connection_replaces_all_earlier_ones() {
         let inbox = Inbox::new();
         let mailbox = inbox.mailbox();
         let (old, new) = (inbox.next_link(), inbox.next_link());
         for (link, interrupts) in [(old, false), (new, true)] {
             assert_eq!(mailbox.interrupts(&Notice::Lost { link, error: None }), interrupts);
-            let late = Notice::Message { link: Some(link), message: Message::Resumed };
-            assert_eq!(mailbox.interrupts(&late), interrupts);
         }
-        let refused = Message::Refused { epoch: Epoch(1), reason: String::new() };
-        assert!(mailbox.interrupts(&Notice::Message { link: None, message: refused }));
     }
 }

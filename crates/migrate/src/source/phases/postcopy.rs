@@ -232,7 +232,8 @@ impl Driver {
             .journal
             .set_details(&self.terms.migration, &details, Durability::Process)
             .map_err(|error| Failure::local("cannot record that pages are left to send", &error))?;
-        self.set_control_deadline(Some(self.switchover_deadline()));
+        let sent_by = self.switchover_deadline();
+        self.set_control_deadline(Some(sent_by));
         let digest = blake3::hash(&set).to_hex().to_string();
         self.send_message(&Message::MissingPages {
             bytes: set.len() as u64,

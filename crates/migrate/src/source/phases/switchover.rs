@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{CompletedRound, DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender};
 use engine::handover::source::{SourceEvent, SourceState};
+use engine::session::StopPatience;
 use proto::message::Message;
 use tracing::warn;
 
@@ -133,7 +134,8 @@ impl Driver {
             .map_err(|error| cannot_save(&error))?;
         self.stop_clock.measured.save_us = saving.as_micros() as u64;
         payload.end_deltas();
-        let round = stopped_round(sender, owed, &mut payload.ram_log(), self.switchover_deadline());
+        let acknowledged_by = self.switchover_deadline();
+        let round = stopped_round(sender, owed, &mut payload.ram_log(), acknowledged_by);
         let (sender, owed) = self.last_round(round)?;
         if owed.pages() > 0 {
             let reason =
@@ -154,12 +156,16 @@ impl Driver {
         }
     }
 
-    /// Returns the time until which the stopped guest waits for the destination's next answer: longer than everything
-    /// should need, but not for ever. An agent that hangs is no reason to keep the guest stopped, even if its host
-    /// works.
-    pub(super) fn switchover_deadline(&self) -> Instant {
-        let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
-        Instant::now() + 4 * self.stop_clock.expected_downtime + patience
+    /// Returns the patience with the destination while the guest is stopped.
+    fn stop_patience(&self) -> StopPatience {
+        let standstill = Duration::from_millis(self.context.config.timeouts.standstill_ms);
+        StopPatience { expected_downtime: self.stop_clock.expected_downtime, standstill }
+    }
+
+    /// Returns the time until which the stopped guest waits for the destination's next answer.
+    pub(super) fn switchover_deadline(&mut self) -> Instant {
+        let answer_by = self.stop_patience().answer_by(self.clock.read());
+        self.clock.instant(answer_by)
     }
 
     /// Adds a round of the stopped guest to the report.
@@ -213,9 +219,8 @@ impl Driver {
         let mut hashes = self.vm()?.hashes(&left_out).map_err(cannot_read)?;
         hashes.add_disks(payload.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
-        // The destination has as much to do as the source had.
-        let compared_by = self.switchover_deadline() + 4 * began.elapsed();
-        let different = self.compare(hashes.messages, compared_by)?;
+        let compared_by = self.stop_patience().compared_by(self.clock.read(), began.elapsed());
+        let different = self.compare(hashes.messages, self.clock.instant(compared_by))?;
         let duration_us = began.elapsed().as_micros() as u64;
         self.stop_clock.measured.verify_us = duration_us;
         self.controls.report(|report| {
@@ -262,7 +267,8 @@ impl Driver {
         self.phase(Phase::DeviceState);
         let began = Instant::now();
         let digest = blake3::hash(state).to_hex().to_string();
-        self.set_control_deadline(Some(self.switchover_deadline()));
+        let sent_by = self.switchover_deadline();
+        self.set_control_deadline(Some(sent_by));
         self.send_message(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
         for piece in state.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
@@ -275,7 +281,8 @@ impl Driver {
         // Even if sending fails, the message may have arrived.
         self.may_have_all = self.later.is_none();
         self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;
-        match self.receive_message(self.switchover_deadline())? {
+        let answer_by = self.switchover_deadline();
+        match self.receive_message(answer_by)? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
                 if epoch != self.terms.epoch() || loaded != digest {
                     return Err(Failure::new(

@@ -36,41 +36,21 @@ pub use inbox::{Inbox, Mailbox, Notice};
 pub struct Driver {
     context: Arc<Context>,
     terms: MigrationTerms,
-    state: DestinationState,
     proposal: Proposal,
-    /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
-    vm: Option<ArrivingVm>,
-    receiving: Option<receiving::MemoryReceiver>,
-    /// Images of copied disks, until all of their content has arrived.
-    images: CopiedImages,
     inbox: Inbox,
     publisher: Publisher,
-    generation: Generation,
-    /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
-    /// count.
-    links: BTreeMap<u64, (Writer, Handle)>,
-    /// The control stream among `links`.
-    control: Option<u64>,
+    clock: Clock,
+    handover: HandoverState,
+    connections: Connections,
+    resources: Resources,
+    reporter: Reporter,
+}
+
+/// State of the handover at the destination, and its parties.
+struct HandoverState {
+    state: DestinationState,
     /// Events that effects produced; they are processed before the inbox.
     follow_ups: VecDeque<DestinationEvent>,
-    /// The source's connection for page requests, until it can be used.
-    page_stream: Option<Connection>,
-    /// Pages that were discarded before the guest was stopped.
-    discarded_pages: discarding::DiscardedPages,
-    /// Pages that arrive while the guest runs.
-    post_copy_receiver: Option<post_copy_receiver::PostCopyReceiver>,
-    /// True if all pages that a previous agent waited for are present.
-    found_complete: bool,
-    /// A device state, or a list of pages, that is being received.
-    incoming_payload: Option<loading::IncomingPayload>,
-    /// Digest of the loaded device state, and the time that loading needed, in microseconds.
-    loaded: Option<(String, u64)>,
-    /// Statistics of `cont`; absent if another agent sent it.
-    continued: Option<Continued>,
-    /// CPU time since the migration began here; absent if another agent began it.
-    cpu: Option<CpuTime>,
-    go_received_at: Option<Instant>,
-    clock: Clock,
     /// Contact with the source.
     contact: Contact,
     /// True while a question to the source is pending.
@@ -83,12 +63,75 @@ pub struct Driver {
     stop_again_at: Option<Time>,
     /// Requests of this migration to the ownership registry.
     registry: RegistryClient,
+}
+
+impl HandoverState {
+    fn new(state: DestinationState) -> Self {
+        Self {
+            state,
+            follow_ups: VecDeque::new(),
+            contact: Contact::default(),
+            is_asking: false,
+            unrecorded_event: None,
+            must_query_qemu: false,
+            stop_again_at: None,
+            registry: RegistryClient::default(),
+        }
+    }
+}
+
+/// Connections of the source.
+struct Connections {
+    generation: Generation,
+    /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
+    /// count.
+    links: BTreeMap<u64, (Writer, Handle)>,
+    /// The control stream among `links`.
+    control: Option<u64>,
+    /// The source's connection for page requests, until it can be used.
+    page_stream: Option<Connection>,
+}
+
+impl Connections {
+    fn new() -> Self {
+        Self { generation: Generation(1), links: BTreeMap::new(), control: None, page_stream: None }
+    }
+}
+
+/// The arriving VM, and all that exists on this host because of its migration.
+#[derive(Default)]
+struct Resources {
+    /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
+    vm: Option<ArrivingVm>,
+    receiving: Option<receiving::MemoryReceiver>,
+    /// Images of copied disks, until all of their content has arrived.
+    images: CopiedImages,
+    /// Pages that arrive while the guest runs.
+    post_copy_receiver: Option<post_copy_receiver::PostCopyReceiver>,
+    /// True if all pages that a previous agent waited for are present.
+    found_complete: bool,
+    /// Pages that were discarded before the guest was stopped.
+    discarded_pages: discarding::DiscardedPages,
+    /// A device state, or a list of pages, that is being received.
+    incoming_payload: Option<loading::IncomingPayload>,
     /// Images that could not be removed, with the migration's traces.
     left_behind: Option<ending::ImagesLeftBehind>,
+}
+
+/// Reports to users and to the source, and measurements for them.
+#[derive(Default)]
+struct Reporter {
     /// Reason for the end of the migration, for the source.
     reason: Option<String>,
     /// The last report to users, and the state in which it was made; it is not repeated with every retry.
     last_report: Option<(&'static str, DestinationReport)>,
+    /// Digest of the loaded device state, and the time that loading needed, in microseconds.
+    loaded: Option<(String, u64)>,
+    /// Statistics of `cont`; absent if another agent sent it.
+    continued: Option<Continued>,
+    go_received_at: Option<Instant>,
+    /// CPU time since the migration began here; absent if another agent began it.
+    cpu: Option<CpuTime>,
 }
 
 /// Statistics of QEMU's `cont` after GO.
@@ -120,36 +163,14 @@ impl Driver {
         Self {
             context,
             terms,
-            state,
             proposal,
-            vm,
-            receiving: None,
-            images: CopiedImages::default(),
             inbox,
             publisher,
-            generation: Generation(1),
-            links: BTreeMap::new(),
-            control: None,
-            follow_ups: VecDeque::new(),
-            page_stream: None,
-            discarded_pages: discarding::DiscardedPages::default(),
-            post_copy_receiver: None,
-            found_complete: false,
-            incoming_payload: None,
-            loaded: None,
-            continued: None,
-            cpu,
-            go_received_at: None,
             clock: Clock::start(),
-            contact: Contact::default(),
-            is_asking: false,
-            unrecorded_event: None,
-            must_query_qemu: false,
-            stop_again_at: None,
-            registry: RegistryClient::default(),
-            left_behind: None,
-            reason: None,
-            last_report: None,
+            handover: HandoverState::new(state),
+            connections: Connections::new(),
+            resources: Resources { vm, ..Resources::default() },
+            reporter: Reporter { cpu, ..Reporter::default() },
         }
     }
 

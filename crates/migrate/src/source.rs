@@ -223,12 +223,65 @@ impl Details {
 pub struct Driver {
     context: Arc<Context>,
     terms: MigrationTerms,
-    state: SourceState,
-    /// The VM; absent if its QEMU is gone.
-    vm: Option<SourceVm>,
     inbox: Inbox,
     controls: Arc<Controls>,
     telemetry: Telemetry,
+    clock: Clock,
+    handover: HandoverState,
+    agreement: Agreement,
+    connections: Connections,
+    resources: Resources,
+    reporter: Reporter,
+}
+
+/// State of the handover at the source, and its parties.
+struct HandoverState {
+    state: SourceState,
+    /// Events that effects caused, handled before anything from the inbox.
+    follow_ups: VecDeque<SourceEvent>,
+    /// True if an effect has failed since the last repetition.
+    effects_failed: bool,
+    /// State that the journal failed to record and must record before the end.
+    unjournalled: Option<SourceState>,
+    /// True if the destination may have all that it needs: HELD was sent, and no pages follow by post-copy.
+    may_have_all: bool,
+    /// Queue of the driver's questions to the ownership registry.
+    registry: RegistryClient,
+    /// True while an offer to the ownership registry is in progress.
+    is_offering: bool,
+    /// Contact with the destination, by its messages.
+    contact: Contact,
+}
+
+impl HandoverState {
+    fn new(state: SourceState) -> Self {
+        Self {
+            state,
+            follow_ups: VecDeque::new(),
+            effects_failed: false,
+            unjournalled: None,
+            may_have_all: false,
+            registry: RegistryClient::default(),
+            is_offering: false,
+            contact: Contact::default(),
+        }
+    }
+}
+
+/// The proposal, and what both hosts can do.
+#[derive(Default)]
+struct Agreement {
+    proposal: Option<Proposal>,
+    /// True if the destination supports post-copy and the goals allow it.
+    can_post_copy: bool,
+    /// True if the destination discards pages before the guest is stopped.
+    can_discard: bool,
+    /// True while the destination's answer about its templates is not complete.
+    is_querying_templates: bool,
+}
+
+/// Connections to the destination.
+struct Connections {
     generation: Generation,
     /// Connection for messages: the control stream of the present generation, later a connection for questions.
     control: Option<phases::Control>,
@@ -236,6 +289,29 @@ pub struct Driver {
     control_lost: Option<String>,
     /// The last control connection, on which ABORT was sent.
     aborted_control: Option<phases::Control>,
+    /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
+    page_stream: Option<link::Connection>,
+    /// Peer that waits for the answer to the question in progress.
+    asker: Option<inbox::Reply>,
+}
+
+impl Connections {
+    fn new() -> Self {
+        Self {
+            generation: Generation(1),
+            control: None,
+            control_lost: None,
+            aborted_control: None,
+            page_stream: None,
+            asker: None,
+        }
+    }
+}
+
+/// The VM, and all that exists on this host because of its migration.
+struct Resources {
+    /// The VM; absent if its QEMU is gone.
+    vm: Option<SourceVm>,
     /// Measurement of what copying costs the guest, if the host can measure it.
     pressure: Option<pressure::PressureMeter>,
     /// The CPU throttle, if the guest's processors may be slowed down.
@@ -244,46 +320,40 @@ pub struct Driver {
     payload: Option<memory::Payload>,
     /// The post-copy server for pages that the destination's guest still needs, if there are such.
     later: Option<serving::PostCopyServer>,
-    /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
-    page_stream: Option<link::Connection>,
-    /// True if the destination supports post-copy and the goals allow it.
-    can_post_copy: bool,
-    /// True if the destination discards pages before the guest is stopped.
-    can_discard: bool,
     /// Pages that the destination was asked to discard.
     discarded: phases::DiscardedPages,
     /// The guest's recent writes, recorded if post-copy is possible.
     written: ::memory::RecentWrites,
-    /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
-    has_untrusted_page: bool,
-    /// True while the destination's answer about its templates is not complete.
-    is_querying_templates: bool,
-    /// Peer that waits for the answer to the question in progress.
-    asker: Option<inbox::Reply>,
-    /// Events that effects caused, handled before anything from the inbox.
-    follow_ups: VecDeque<SourceEvent>,
-    /// True if an effect has failed since the last repetition.
-    effects_failed: bool,
-    /// State that the journal failed to record and must record before the end.
-    unjournalled: Option<SourceState>,
     /// True if QEMU was asked to stop recording its guest's writes and has not answered.
     is_still_recording: bool,
-    /// True if the destination may have all that it needs: HELD was sent, and no pages follow by post-copy.
-    may_have_all: bool,
-    proposal: Option<Proposal>,
-    /// Queue of the driver's questions to the ownership registry.
-    registry: RegistryClient,
-    /// True while an offer to the ownership registry is in progress.
-    is_offering: bool,
-    stop_clock: phases::StopClock,
-    clock: Clock,
-    /// Contact with the destination, by its messages.
-    contact: Contact,
+}
+
+impl Resources {
+    fn new(vm: Option<SourceVm>) -> Self {
+        Self {
+            vm,
+            pressure: None,
+            cpu_throttle: None,
+            payload: None,
+            later: None,
+            discarded: phases::DiscardedPages::none(),
+            written: ::memory::RecentWrites::default(),
+            is_still_recording: false,
+        }
+    }
+}
+
+/// Reports to users, and measurements for them.
+#[derive(Default)]
+struct Reporter {
     reports: reports::Reports,
     /// The last reason recorded in the journal.
     reason: Option<String>,
+    stop_clock: phases::StopClock,
     /// CPU time since the migration began; absent if another agent began it.
     cpu: Option<CpuTime>,
+    /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
+    has_untrusted_page: bool,
 }
 
 impl Driver {
@@ -311,41 +381,15 @@ impl Driver {
         Self {
             context,
             terms,
-            state,
-            vm,
             inbox,
             controls,
             telemetry,
-            generation: Generation(1),
-            control: None,
-            control_lost: None,
-            aborted_control: None,
-            pressure: None,
-            cpu_throttle: None,
-            payload: None,
-            later: None,
-            page_stream: None,
-            can_post_copy: false,
-            can_discard: false,
-            discarded: phases::DiscardedPages::none(),
-            written: ::memory::RecentWrites::default(),
-            has_untrusted_page: false,
-            is_querying_templates: false,
-            asker: None,
-            follow_ups: VecDeque::new(),
-            effects_failed: false,
-            unjournalled: None,
-            is_still_recording: false,
-            may_have_all: false,
-            proposal: None,
-            registry: RegistryClient::default(),
-            is_offering: false,
-            stop_clock: phases::StopClock::default(),
             clock: Clock::start(),
-            contact: Contact::default(),
-            reports: reports::Reports::default(),
-            reason: None,
-            cpu,
+            handover: HandoverState::new(state),
+            agreement: Agreement::default(),
+            connections: Connections::new(),
+            resources: Resources::new(vm),
+            reporter: Reporter { cpu, ..Reporter::default() },
         }
     }
 

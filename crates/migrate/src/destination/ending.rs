@@ -19,6 +19,7 @@ impl Driver {
     pub(super) fn report_to_user(&mut self, report: DestinationReport) {
         let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
         let why = self
+            .reporter
             .reason
             .as_ref()
             .filter(|reason| !reason.is_empty())
@@ -74,9 +75,9 @@ impl Driver {
             Some(notice) => format!("{text}; it was stopped: {notice}"),
             None => text,
         };
-        let last_report = Some((self.state.name(), report));
-        let is_repeated = self.last_report == last_report;
-        self.last_report = last_report;
+        let last_report = Some((self.handover.state.name(), report));
+        let is_repeated = self.reporter.last_report == last_report;
+        self.reporter.last_report = last_report;
         if !is_repeated {
             info!(migration = %self.terms.migration, text, "report");
         }
@@ -104,7 +105,7 @@ impl Driver {
     /// Reports the images that stayed, and starts a thread that tries again to remove them: slow storage delays no
     /// migration.
     fn retry_image_removal(&mut self) {
-        let Some(left) = self.left_behind.take() else { return };
+        let Some(left) = self.resources.left_behind.take() else { return };
         let notice = left.notice();
         let before = self.publisher.now().message;
         self.publisher.update(|progress| progress.message = Some(notice.clone()));
@@ -122,22 +123,22 @@ impl Driver {
 
     /// Ends the migration: the VM is one of this host's, or is gone from here.
     pub(super) fn end(&mut self) {
-        if matches!(self.state, DestinationState::Crashed { .. }) {
-            let log = self.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.artifacts.log()));
+        if matches!(self.handover.state, DestinationState::Crashed { .. }) {
+            let log = self.resources.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.artifacts.log()));
             warn!(migration = %self.terms.migration, log, "last messages of its QEMU");
             self.discard();
         }
         let id = &self.terms.migration;
         let journal = &self.context.journal;
-        let active = matches!(self.state, DestinationState::Active { .. });
+        let active = matches!(self.handover.state, DestinationState::Active { .. });
         if active {
             // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
             self.release_qemu();
         }
-        if let Some(vm) = self.vm.as_ref().filter(|_| active) {
+        if let Some(vm) = self.resources.vm.as_ref().filter(|_| active) {
             vm.remove_missing_pages_record();
         }
-        let record = self.vm.take_if(|_| active).map(|vm| {
+        let record = self.resources.vm.take_if(|_| active).map(|vm| {
             let description = self.proposal.description.clone();
             let process = (vm.process.pid(), vm.process.start_time());
             VmRecord::new(id.vm.clone(), description, process, &self.context.boot_id, vm.artifacts.qmp())
@@ -159,7 +160,9 @@ impl Driver {
             );
             thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
             // The final state may be missing in the journal, too.
-            entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());
+            entered = journal
+                .record_destination(id, &self.handover.state, Durability::Synced)
+                .and_then(|()| enter());
         }
         self.retry_image_removal();
         self.publisher.update(|progress| {

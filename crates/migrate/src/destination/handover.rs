@@ -41,7 +41,7 @@ impl Driver {
     /// Takes over the QEMU that a previous agent had started, and returns its state.
     pub fn found(&mut self, mut vm: ArrivingVm) -> QemuAtStart {
         let found = vm.found();
-        self.vm = Some(vm);
+        self.resources.vm = Some(vm);
         self.watch_found();
         self.resume_post_copy();
         found
@@ -63,19 +63,19 @@ impl Driver {
             post_copy_receiver::try_out(&self.context.injector, &vm, writers)
         });
         let no_post_copy = tried.and_then(Result::err).as_ref().map(post_copy_receiver::finding);
-        self.images = images;
+        self.resources.images = images;
         receiving
-            .begin(self.generation)
+            .begin(self.connections.generation)
             .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
-        self.vm = Some(vm);
+        self.resources.vm = Some(vm);
         self.watch_found();
-        self.receiving = Some(receiving);
+        self.resources.receiving = Some(receiving);
         Ok(no_post_copy)
     }
 
     /// Registers the source's first control stream.
     pub fn attach_control_stream(&mut self, connection: link::Connection) -> std::io::Result<()> {
-        self.inbox.mailbox().connected(connection, Some(self.generation))?;
+        self.inbox.mailbox().connected(connection, Some(self.connections.generation))?;
         let now = self.clock.read();
         if let Some(notice) = self.inbox.wait(self.clock.instant(now)) {
             self.notice(notice);
@@ -95,14 +95,14 @@ impl Driver {
                 self.notice(notice);
                 continue;
             }
-            if let Some(event) = self.follow_ups.pop_front() {
+            if let Some(event) = self.handover.follow_ups.pop_front() {
                 self.take(&event);
                 continue;
             }
             self.publish_missing_pages();
             self.check_untrusted_page();
             self.finish_post_copy_if_complete();
-            if self.state.is_final() {
+            if self.handover.state.is_final() {
                 break;
             }
             if let Some(Timer::Repeat) = timers.due(now) {
@@ -114,15 +114,15 @@ impl Driver {
             }
         }
         self.end();
-        self.state
+        self.handover.state
     }
 
     /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
     /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
     /// counts.
     fn record_contact(&mut self, on_control: bool) {
-        if on_control || self.state != DestinationState::Prepared {
-            self.contact.record(self.clock.now());
+        if on_control || self.handover.state != DestinationState::Prepared {
+            self.handover.contact.record(self.clock.now());
         }
     }
 
@@ -130,8 +130,8 @@ impl Driver {
         match notice {
             Notice::Event(event) => {
                 if let DestinationEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.registry.silence(answer, self.clock.now());
-                    if let Some(request) = self.registry.answered() {
+                    let silence = self.handover.registry.silence(answer, self.clock.now());
+                    if let Some(request) = self.handover.registry.answered() {
                         self.send_to_registry(request);
                     }
                     if silence >= self.reclaim_after() {
@@ -143,18 +143,18 @@ impl Driver {
                 self.take(&event);
             }
             Notice::SourceReplied(event) => {
-                self.is_asking = false;
+                self.handover.is_asking = false;
                 self.take(&event);
             }
             Notice::Connected { link, writer, handle, generation } => {
                 self.record_contact(generation.is_some());
-                self.links.insert(link, (writer, handle));
+                self.connections.links.insert(link, (writer, handle));
                 match generation {
-                    Some(generation) if generation >= self.generation => {
-                        if let Some(old) = self.control.replace(link) {
+                    Some(generation) if generation >= self.connections.generation => {
+                        if let Some(old) = self.connections.control.replace(link) {
                             self.hang_up(old);
                         }
-                        self.generation = generation;
+                        self.connections.generation = generation;
                     }
                     // The source notices the closed connection, and makes a newer one.
                     Some(_) => self.hang_up(link),
@@ -162,33 +162,36 @@ impl Driver {
                 }
             }
             Notice::Message { link, message } => {
-                self.record_contact(self.control == Some(link));
+                self.record_contact(self.connections.control == Some(link));
                 self.message(link, message);
             }
             Notice::Reply(message) => self.send_message(&message),
-            Notice::PageStream { generation, connection } if generation == self.generation => {
+            Notice::PageStream { generation, connection } if generation == self.connections.generation => {
                 self.attach(*connection);
             }
             // The source notices the loss as well, and makes new connections.
             Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "link lost"),
             Notice::Blob { link, bytes }
-                if self.control == Some(link) && self.state == DestinationState::Prepared =>
+                if self.connections.control == Some(link)
+                    && self.handover.state == DestinationState::Prepared =>
             {
                 self.blob(&bytes);
             }
             Notice::Blob { link, .. } => self.handle_unexpected_message(link, "device state"),
             Notice::Lost { link, error } => {
-                self.links.remove(&link);
-                if self.control == Some(link) {
-                    self.control = None;
-                    self.contact.record(self.clock.now());
+                self.connections.links.remove(&link);
+                if self.connections.control == Some(link) {
+                    self.connections.control = None;
+                    self.handover.contact.record(self.clock.now());
                     info!(migration = %self.terms.migration, error, "the control stream was lost");
-                    if self.state.is_in_doubt() {
+                    if self.handover.state.is_in_doubt() {
                         self.take(&DestinationEvent::Repeat);
                     }
                 }
             }
-            Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
+            Notice::Broken { generation, error } if generation == self.connections.generation => {
+                self.fail(&error);
+            }
             // These belong to a replaced generation, or are checked in any case before the next notice.
             Notice::Broken { .. } | Notice::PageStream { .. } | Notice::MissingPages => {}
             Notice::StorageFailed { error } => self.fail(&error),
@@ -196,7 +199,7 @@ impl Driver {
     }
 
     fn hang_up(&mut self, link: u64) {
-        if let Some((_, handle)) = self.links.remove(&link) {
+        if let Some((_, handle)) = self.connections.links.remove(&link) {
             handle.shutdown();
         }
     }
@@ -204,25 +207,25 @@ impl Driver {
     /// Does periodic work after a time without notices.
     fn on_idle(&mut self) {
         self.resume_post_copy();
-        if let Some(event) = self.unrecorded_event.take() {
+        if let Some(event) = self.handover.unrecorded_event.take() {
             return self.take(&event);
         }
-        if self.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending) {
+        if self.resources.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending) {
             return self.process_cont_outcome();
         }
-        if std::mem::take(&mut self.must_query_qemu) {
-            let found = self.vm.as_mut().map_or(QemuAtStart::Gone, ArrivingVm::found);
+        if std::mem::take(&mut self.handover.must_query_qemu) {
+            let found = self.resources.vm.as_mut().map_or(QemuAtStart::Gone, ArrivingVm::found);
             return self.take(&DestinationEvent::Restarted(found));
         }
         let now = self.clock.read();
-        if self.state == DestinationState::Prepared {
+        if self.handover.state == DestinationState::Prepared {
             // While a control stream exists, the link itself detects the loss of the source.
             let give_up_after = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
-            if self.control.is_none() && self.contact.silence(now) >= give_up_after {
-                self.reason = Some("the source was lost".to_owned());
+            if self.connections.control.is_none() && self.handover.contact.silence(now) >= give_up_after {
+                self.reporter.reason = Some("the source was lost".to_owned());
                 self.take(&DestinationEvent::PeerLost);
             }
-        } else if self.contact.check_lost(self.reclaim_after(), now) {
+        } else if self.handover.contact.check_lost(self.reclaim_after(), now) {
             self.take(&DestinationEvent::ContactLostForGood);
         } else {
             self.take(&DestinationEvent::Repeat);
@@ -231,7 +234,7 @@ impl Driver {
 
     pub(super) fn fail(&mut self, reason: &str) {
         warn!(migration = %self.terms.migration, reason, "the migration cannot continue");
-        self.reason.get_or_insert_with(|| reason.to_owned());
+        self.reporter.reason.get_or_insert_with(|| reason.to_owned());
         self.take(&DestinationEvent::Failed);
     }
 
@@ -252,20 +255,20 @@ impl Driver {
             let text = format!("the decision was not carried out and was discarded: {reason}; decide again");
             self.publisher.update(|progress| progress.message = Some(text));
         }
-        self.reason.get_or_insert(reason);
-        if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+        self.reporter.reason.get_or_insert(reason);
+        if self.handover.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
             // A migration that cannot be journalled is not begun.
             self.take(&DestinationEvent::Failed);
         } else if !event.is_statement() {
             // An event that happened cannot be dropped: it is repeated until the journal accepts it, too.
-            self.unrecorded_event = Some(event.clone());
+            self.handover.unrecorded_event = Some(event.clone());
         }
     }
 
     /// Watches a QEMU that was found again like one that was started.
     pub(crate) fn watch_found(&mut self) {
         let mailbox = self.inbox.mailbox();
-        if let Some(vm) = &mut self.vm {
+        if let Some(vm) = &mut self.resources.vm {
             vm.watch(mailbox.qemu_exit());
         }
     }

@@ -42,12 +42,14 @@ pub(crate) struct IncomingPayload {
 
 impl Driver {
     pub(super) fn resume(&mut self) {
-        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
-        match receiving.begin(self.generation) {
+        let Some(receiving) = &self.resources.receiving else {
+            return self.fail("nothing is being received");
+        };
+        match receiving.begin(self.connections.generation) {
             Ok(()) => {
-                info!(migration = %self.terms.migration, generation = %self.generation, "resumed");
-                self.incoming_payload = None;
-                self.discarded_pages.forget();
+                info!(migration = %self.terms.migration, generation = %self.connections.generation, "resumed");
+                self.resources.incoming_payload = None;
+                self.resources.discarded_pages.forget();
                 self.send_message(&Message::Resumed);
             }
             Err(error) => self.fail(&format!("cannot start a thread for the data streams: {error}")),
@@ -56,7 +58,9 @@ impl Driver {
 
     /// Answers the source's query for pages among this host's templates.
     pub(super) fn query_templates(&mut self, names: Vec<String>) {
-        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
+        let Some(receiving) = &self.resources.receiving else {
+            return self.fail("nothing is being received");
+        };
         let advertised = Arc::clone(receiving.advertised());
         if !advertised.is_first() {
             return self.fail("the source queries templates a second time");
@@ -77,7 +81,7 @@ impl Driver {
 
     pub(super) fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
         let (index, ram) = (usize::from(block), &self.proposal.ram);
-        let Some(vm) = &mut self.vm else { return self.fail("there is nothing to compare") };
+        let Some(vm) = &mut self.resources.vm else { return self.fail("there is nothing to compare") };
         let compared = if let Some(block) = ram.get(index) {
             let pid = vm.process.pid();
             match vm.qmp() {
@@ -88,7 +92,7 @@ impl Driver {
             // The numbers of disks follow those of RAM blocks.
             let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
             let (disk, directory) = (index - ram.len(), &vm.artifacts.directory);
-            self.images.differences(disk, first_chunk, hashes, directory, patience)
+            self.resources.images.differences(disk, first_chunk, hashes, directory, patience)
         };
         match compared {
             Ok(different_chunks) => self.send_message(&Message::Verified { different_chunks }),
@@ -102,21 +106,23 @@ impl Driver {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
         }
         let is_of_pages = matches!(what, PayloadKind::TakenAway | PayloadKind::MissingPages);
-        if is_of_pages && (bytes == 0 || self.post_copy_receiver.is_some() || !self.proposal.post_copy) {
+        if is_of_pages
+            && (bytes == 0 || self.resources.post_copy_receiver.is_some() || !self.proposal.post_copy)
+        {
             return self.fail("the source listed missing pages, but post-copy is not possible here");
         }
-        self.incoming_payload = Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
+        self.resources.incoming_payload = Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
     }
 
     pub(super) fn blob(&mut self, blob: &[u8]) {
-        let Some(payload) = &mut self.incoming_payload else {
+        let Some(payload) = &mut self.resources.incoming_payload else {
             return self.fail("received data that was not announced");
         };
         payload.received.extend_from_slice(blob);
         if (payload.received.len() as u64) < payload.bytes {
             return;
         }
-        let Some(payload) = self.incoming_payload.take() else { return };
+        let Some(payload) = self.resources.incoming_payload.take() else { return };
         let digest = blake3::hash(&payload.received).to_hex().to_string();
         if payload.received.len() as u64 != payload.bytes || digest != payload.digest {
             return self.fail("data received in pieces is damaged");
@@ -131,11 +137,11 @@ impl Driver {
     /// Discards these pages, which arrive after the guest; the guest still runs at the source.
     fn take_away(&mut self, set: &[u8]) {
         let began = Instant::now();
-        let (Some(receiving), Some(vm)) = (&self.receiving, &self.vm) else {
+        let (Some(receiving), Some(vm)) = (&self.resources.receiving, &self.resources.vm) else {
             return self.fail("nothing is being received");
         };
         let (writers, _) = receiving.blocks();
-        match self.discarded_pages.take(&self.context.injector, vm, writers, set) {
+        match self.resources.discarded_pages.take(&self.context.injector, vm, writers, set) {
             Ok(()) => {
                 self.context.faults.reach(|| "destination/taken-away".to_owned());
                 self.send_message(&Message::Discarded { duration_us: began.elapsed().as_micros() as u64 });
@@ -147,7 +153,7 @@ impl Driver {
     /// Begins post-copy of these pages: they arrive on page requests, and in the background.
     fn begin_post_copy(&mut self, set: &[u8]) {
         let began = Instant::now();
-        let (Some(receiving), Some(vm)) = (&self.receiving, &mut self.vm) else {
+        let (Some(receiving), Some(vm)) = (&self.resources.receiving, &mut self.resources.vm) else {
             return self.fail("nothing is being received");
         };
         let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
@@ -162,17 +168,17 @@ impl Driver {
             vm,
             receiving.blocks(),
             set,
-            &self.discarded_pages,
+            &self.resources.discarded_pages,
             &mailbox,
             keep,
         ) {
             Ok(post_copy_receiver) => {
                 vm.artifacts = artifacts;
-                self.post_copy_receiver = Some(post_copy_receiver);
+                self.resources.post_copy_receiver = Some(post_copy_receiver);
                 let duration_us = began.elapsed().as_micros() as u64;
                 info!(%migration, duration_us, "discarded pages that will be sent later");
                 self.context.faults.reach(|| "destination/awaited".to_owned());
-                if let Some(stream) = self.page_stream.take() {
+                if let Some(stream) = self.connections.page_stream.take() {
                     self.attach(stream);
                 }
             }
@@ -182,11 +188,11 @@ impl Driver {
 
     /// Attaches the source's connection for page requests.
     pub(super) fn attach(&mut self, stream: Connection) {
-        let Some(post_copy_receiver) = &self.post_copy_receiver else {
-            self.page_stream = Some(stream);
+        let Some(post_copy_receiver) = &self.resources.post_copy_receiver else {
+            self.connections.page_stream = Some(stream);
             return;
         };
-        let round = self.receiving.as_ref().map_or(0, MemoryReceiver::newest_round);
+        let round = self.resources.receiving.as_ref().map_or(0, MemoryReceiver::newest_round);
         if let Err(error) = post_copy_receiver.attach(stream, round) {
             warn!(
                 migration = %self.terms.migration,
@@ -198,18 +204,19 @@ impl Driver {
 
     /// Resumes the post-copy of a previous agent.
     pub(super) fn resume_post_copy(&mut self) {
-        let Some((vm, trace)) = self.vm.as_ref().and_then(|vm| Some((vm, vm.artifacts.awaited.as_ref()?)))
+        let Some((vm, trace)) =
+            self.resources.vm.as_ref().and_then(|vm| Some((vm, vm.artifacts.awaited.as_ref()?)))
         else {
             return;
         };
-        if self.post_copy_receiver.is_some() || self.found_complete {
+        if self.resources.post_copy_receiver.is_some() || self.resources.found_complete {
             return;
         }
         let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
         match PostCopyReceiver::take_over(&vm.process, trace, &mailbox) {
             Ok(None) => {
                 match post_copy_receiver::end_leftover_waits(trace, &self.context.injector, &vm.process) {
-                    Ok(()) => self.found_complete = true,
+                    Ok(()) => self.resources.found_complete = true,
                     Err(error) => {
                         let error = crate::chain(&error);
                         error!(%migration, error, "cannot end the waits of QEMU for missing pages");
@@ -219,24 +226,25 @@ impl Driver {
             Ok(Some(post_copy_receiver)) => {
                 let (streams, writers) = (self.proposal.streams, post_copy_receiver.writers());
                 let receiving = MemoryReceiver::placing(&self.context, migration, streams, writers, mailbox);
-                self.receiving = Some(receiving);
-                self.post_copy_receiver = Some(post_copy_receiver);
+                self.resources.receiving = Some(receiving);
+                self.resources.post_copy_receiver = Some(post_copy_receiver);
             }
             Err(error) => {
                 let error = crate::chain(&error);
                 error!(%migration, error, "missing pages of the guest cannot be received");
-                self.reason.get_or_insert(error);
+                self.reporter.reason.get_or_insert(error);
             }
         }
     }
 
     /// Publishes the number of missing pages for users.
     pub(super) fn publish_missing_pages(&self) {
-        let Some(left) = self.post_copy_receiver.as_ref().map(PostCopyReceiver::remaining_pages) else {
+        let Some(left) = self.resources.post_copy_receiver.as_ref().map(PostCopyReceiver::remaining_pages)
+        else {
             return;
         };
         let is_new = self.publisher.now().missing_pages != Some(left);
-        if is_new && matches!(self.state, DestinationState::Completing { .. }) {
+        if is_new && matches!(self.handover.state, DestinationState::Completing { .. }) {
             self.publisher.update(|progress| {
                 progress.phase = Phase::PostCopy;
                 progress.missing_pages = Some(left);
@@ -247,23 +255,24 @@ impl Driver {
 
     /// Ends post-copy once all pages are present.
     pub(super) fn finish_post_copy_if_complete(&mut self) {
-        let is_complete = match &self.post_copy_receiver {
+        let is_complete = match &self.resources.post_copy_receiver {
             Some(post_copy_receiver) => post_copy_receiver.remaining_pages() == 0,
-            None => self.found_complete,
+            None => self.resources.found_complete,
         };
         if !is_complete
-            || !matches!(self.state, DestinationState::Completing { .. })
+            || !matches!(self.handover.state, DestinationState::Completing { .. })
             || self.is_to_be_stopped()
         {
             return;
         }
-        if let Some(post_copy_receiver) = &self.post_copy_receiver {
+        if let Some(post_copy_receiver) = &self.resources.post_copy_receiver {
             post_copy_receiver.report_complete();
         }
-        if let Some(receiving) = self.receiving.take() {
+        if let Some(receiving) = self.resources.receiving.take() {
             receiving.end();
         }
-        if let (Some(post_copy_receiver), Some(vm)) = (&mut self.post_copy_receiver, &self.vm)
+        if let (Some(post_copy_receiver), Some(vm)) =
+            (&mut self.resources.post_copy_receiver, &self.resources.vm)
             && let Err(error) = post_copy_receiver.end(&self.context.injector, &vm.process)
         {
             // Until this succeeds, threads that touch never allocated memory wait for ever: it is tried again.
@@ -274,22 +283,22 @@ impl Driver {
                 "cannot end the waits of QEMU for missing pages"
             );
         }
-        self.post_copy_receiver = None;
-        self.found_complete = false;
+        self.resources.post_copy_receiver = None;
+        self.resources.found_complete = false;
         self.take(&DestinationEvent::Completed);
     }
 
     /// Makes this host READY with the loaded state: the source is held, and can no longer go on by itself.
     pub(super) fn enter_ready(&mut self, run: bool) {
-        let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
+        let Some(vm) = self.resources.vm.as_mut().filter(|_| self.reporter.loaded.is_some()) else {
             return self.fail("the source is held before all pages have arrived");
         };
-        if self.post_copy_receiver.is_some() && !run {
+        if self.resources.post_copy_receiver.is_some() && !run {
             return self.fail("pages are missing for a guest that stays paused; please report this");
         }
         match vm.freeze() {
             Ok(()) => {
-                let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
+                let incarnation = vm.incarnation(&self.context.boot_id, self.connections.generation);
                 self.take(&DestinationEvent::Loaded { incarnation, run });
             }
             Err(error) => self.fail(&crate::chain(&error)),
@@ -299,8 +308,8 @@ impl Driver {
     pub(super) fn load(&mut self, state: &[u8], digest: String) {
         let began = Instant::now();
         // The arrival of missing pages goes on.
-        let receiving = self.receiving.take_if(|_| self.post_copy_receiver.is_none());
-        if let Some(receiving) = &self.receiving {
+        let receiving = self.resources.receiving.take_if(|_| self.resources.post_copy_receiver.is_none());
+        if let Some(receiving) = &self.resources.receiving {
             receiving.end_disks();
         }
         if let Some(receiving) = &receiving {
@@ -308,7 +317,7 @@ impl Driver {
         }
         // Joining the threads and flushing the disks needs time, which QEMU needs for loading anyway. QEMU acquires the
         // disks when it is to run the guest, and not before.
-        let images = std::mem::take(&mut self.images);
+        let images = std::mem::take(&mut self.resources.images);
         let mut disks = Ok(());
         let tidy_up = || {
             if let Some(receiving) = receiving {
@@ -317,7 +326,7 @@ impl Driver {
             disks = images.finish();
         };
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
+        let Some(vm) = &mut self.resources.vm else { return self.fail("QEMU is gone") };
         let loaded = vm.load(state, patience, tidy_up).and(disks.map_err(ArrivalError::Image));
         let replaced = || {
             vm.files
@@ -326,7 +335,7 @@ impl Driver {
                 .map_or(Ok(()), |what| Err(ArrivalError::Replaced(what)))
         };
         match loaded.and_then(|()| replaced()) {
-            Ok(()) => self.loaded = Some((digest, began.elapsed().as_micros() as u64)),
+            Ok(()) => self.reporter.loaded = Some((digest, began.elapsed().as_micros() as u64)),
             Err(error) => self.fail(&crate::chain(&error)),
         }
     }

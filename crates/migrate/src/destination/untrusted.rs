@@ -31,7 +31,7 @@ use store::journal::{Durability, MigrationRecord};
 impl Driver {
     /// Returns the recorded page, if there is one.
     pub(super) fn untrusted(&self) -> Option<UntrustedPage> {
-        self.vm.as_ref()?.artifacts.awaited.as_ref()?.untrusted
+        self.resources.vm.as_ref()?.artifacts.awaited.as_ref()?.untrusted
     }
 
     /// Returns the message about the page, if there is one.
@@ -41,8 +41,11 @@ impl Driver {
 
     /// Records a page that was found, and discards the copy or stops the guest.
     pub(super) fn check_untrusted_page(&mut self) {
-        let found =
-            self.post_copy_receiver.as_ref().and_then(super::post_copy_receiver::PostCopyReceiver::untrusted);
+        let found = self
+            .resources
+            .post_copy_receiver
+            .as_ref()
+            .and_then(super::post_copy_receiver::PostCopyReceiver::untrusted);
         if let Some(page) = found.filter(|_| self.untrusted().is_none()) {
             self.record_untrusted(UntrustedPage { page, is_stopped: false });
             error!(
@@ -51,7 +54,7 @@ impl Driver {
                 "the guest must not run with an untrusted page"
             );
         }
-        match (self.untrusted_message(), &self.state) {
+        match (self.untrusted_message(), &self.handover.state) {
             (Some(page_message), DestinationState::Prepared) => self.fail(&page_message),
             (Some(_), DestinationState::Completing { .. }) => self.stop_untrusted(),
             // Nothing can be decided here yet; the page is checked before the guest is continued.
@@ -67,25 +70,25 @@ impl Driver {
     fn stop_untrusted(&mut self) {
         let Some(untrusted) = self.untrusted().filter(|untrusted| !untrusted.is_stopped) else { return };
         // Until the next attempt other notices are processed.
-        if self.stop_again_at.is_some_and(|retry_at| self.clock.now() < retry_at) {
+        if self.handover.stop_again_at.is_some_and(|retry_at| self.clock.now() < retry_at) {
             return;
         }
-        let Some(vm) = &mut self.vm else { return };
+        let Some(vm) = &mut self.resources.vm else { return };
         // QEMU answers when the virtual CPUs have the pages that they wait for. These may be behind a connection that
         // this driver has to replace: so the wait is short, and the command is repeated.
         if let Err(error) = vm.qmp().and_then(|qmp| qmp.run("stop", Value::Null)) {
             // The command may have lasted until its time-out.
-            self.stop_again_at = Some(self.clock.read().after(self.retry()));
+            self.handover.stop_again_at = Some(self.clock.read().after(self.retry()));
             return error!(error = crate::chain(&error), "cannot stop the guest; trying again");
         }
         self.record_untrusted(UntrustedPage { is_stopped: true, ..untrusted });
-        self.last_report = None;
+        self.reporter.last_report = None;
         self.report_to_user(DestinationReport::Incomplete);
         self.send_incomplete();
     }
 
     fn record_untrusted(&mut self, untrusted: UntrustedPage) {
-        let Some(vm) = &mut self.vm else { return };
+        let Some(vm) = &mut self.resources.vm else { return };
         if let Some(awaited) = &mut vm.artifacts.awaited {
             awaited.untrusted = Some(untrusted);
         }

@@ -25,12 +25,13 @@ const MIN_REASON_WAIT: Duration = Duration::from_millis(300);
 impl Driver {
     pub(super) fn connect_control(&mut self) -> Result<Control, peers::PeerError> {
         let migration = self.terms.migration.clone();
-        self.connect(Purpose::Control { migration, generation: self.generation })
+        self.connect(Purpose::Control { migration, generation: self.connections.generation })
     }
 
     pub(super) fn connect_streams(&mut self) -> Result<Vec<DataStream>, peers::PeerError> {
         // The number in the proposal: an agent that restarts may have another configuration.
         let streams = self
+            .agreement
             .proposal
             .as_ref()
             .map_or(self.controls.goals().settings.streams, |proposal| proposal.streams);
@@ -39,8 +40,8 @@ impl Driver {
             Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))
         });
         let data = data.collect::<Result<_, _>>()?;
-        if self.proposal.as_ref().is_some_and(|proposal| proposal.post_copy) {
-            self.page_stream = Some(self.connect_stream(streams)?);
+        if self.agreement.proposal.as_ref().is_some_and(|proposal| proposal.post_copy) {
+            self.connections.page_stream = Some(self.connect_stream(streams)?);
         }
         Ok(data)
     }
@@ -48,7 +49,7 @@ impl Driver {
     fn connect_stream(&self, stream: u16) -> Result<Connection, peers::PeerError> {
         let host = &self.terms.destination;
         let stall = Duration::from_millis(self.context.config.timeouts.stall_ms);
-        let (migration, generation) = (self.terms.migration.clone(), self.generation);
+        let (migration, generation) = (self.terms.migration.clone(), self.connections.generation);
         let purpose = Purpose::Data { migration, generation, stream };
         let connection = peers::connect(&self.context, host, None, purpose)?;
         connection
@@ -69,15 +70,15 @@ impl Driver {
         let give_up_after = Duration::from_millis(timeouts.give_up_after_ms);
         let attempts = Reconnect::begin(self.clock.read(), give_up_after);
         let pause = self.retry();
-        if self.control.is_some() {
+        if self.connections.control.is_some() {
             self.await_reason(pause.max(MIN_REASON_WAIT))?;
-            self.control = None;
+            self.connections.control = None;
         }
         loop {
-            self.generation = self.generation.next();
+            self.connections.generation = self.connections.generation.next();
             match self.resume_streams() {
                 Ok(streams) => {
-                    self.note("reconnected", format!("generation {}", self.generation));
+                    self.note("reconnected", format!("generation {}", self.connections.generation));
                     self.controls.report(|report| report.reconnections += 1);
                     self.telemetry.update(|progress| progress.reconnections += 1);
                     self.phase(Phase::PreCopy);
@@ -88,7 +89,7 @@ impl Driver {
                 }
                 Err(failure) => return Err(failure),
             }
-            self.control = None;
+            self.connections.control = None;
             self.pause(pause)?;
         }
     }
@@ -114,7 +115,7 @@ impl Driver {
     pub(super) fn resume_streams(&mut self) -> Result<Vec<DataStream>, Failure> {
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
-        self.control = Some(control);
+        self.connections.control = Some(control);
         self.send_message(&Message::Resume)?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         match self.receive_message(Instant::now() + patience)? {
@@ -134,7 +135,7 @@ impl Driver {
         doing: &str,
         send: impl FnOnce(&mut Writer) -> Result<(), LinkError>,
     ) -> Result<(), Failure> {
-        let Some(control) = &mut self.control else { return Err(self.control_loss()) };
+        let Some(control) = &mut self.connections.control else { return Err(self.control_loss()) };
         let link = control.link;
         send(&mut control.writer).map_err(|error| self.send_failure(link, doing, &error))
     }
@@ -146,7 +147,7 @@ impl Driver {
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let silence = Instant::now() + patience;
         // While the guest is stopped, the write had a deadline, which holds for its error too.
-        let written_by = self.control.as_ref().and_then(|control| control.writer.deadline());
+        let written_by = self.connections.control.as_ref().and_then(|control| control.writer.deadline());
         let deadline = written_by.map_or(silence, |written_by| silence.min(written_by));
         // Notices that wait already are handled even after the deadline, but not those of a peer that never stops.
         for _ in 0..QUEUE_LENGTH {
@@ -199,8 +200,8 @@ impl Driver {
         while let Some(notice) = self.inbox.waiting() {
             match notice {
                 Notice::Lost { link, error } if self.is_control(link) => {
-                    self.control = None;
-                    self.control_lost = error;
+                    self.connections.control = None;
+                    self.connections.control_lost = error;
                 }
                 notice => {
                     if let Some(message) = self.handle_notice(notice)? {
@@ -215,12 +216,12 @@ impl Driver {
     /// Handles the notices that arrived. Fails without a control stream: the guest is stopped, or about to be.
     pub(super) fn handle_last_notices(&mut self) -> Result<(), Failure> {
         self.handle_notices()?;
-        if self.control.is_none() { Err(self.control_loss()) } else { Ok(()) }
+        if self.connections.control.is_none() { Err(self.control_loss()) } else { Ok(()) }
     }
 
     /// Returns the failure for a lost control stream.
     pub(super) fn control_loss(&self) -> Failure {
-        let why = self.control_lost.as_deref().unwrap_or("it was ended on this side");
+        let why = self.connections.control_lost.as_deref().unwrap_or("it was ended on this side");
         Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {why}"))
     }
 
@@ -241,7 +242,7 @@ impl Driver {
 
     /// Returns true if `link` is the present control connection.
     pub(super) fn is_control(&self, link: u64) -> bool {
-        self.control.as_ref().is_some_and(|control| control.link == link)
+        self.connections.control.as_ref().is_some_and(|control| control.link == link)
     }
 
     /// Handles a notice during the phases: a message is returned, everything else ends the migration or is answered.
@@ -255,7 +256,9 @@ impl Driver {
             }
             Notice::Message { message: Message::Pong, .. } | Notice::Event(SourceEvent::Repeat) => Ok(None),
             // An answer about templates that arrives after the source stopped waiting.
-            Notice::Message { message: Message::TemplatePages { .. }, .. } if !self.is_querying_templates => {
+            Notice::Message { message: Message::TemplatePages { .. }, .. }
+                if !self.agreement.is_querying_templates =>
+            {
                 Ok(None)
             }
             // This concerns another attempt.
@@ -272,22 +275,22 @@ impl Driver {
             // Answers arrive on the connection that the question was sent on.
             Notice::Message { link: None, message } => Err(unexpected(&message)),
             Notice::Lost { link, error } if self.is_control(link) => {
-                self.control_lost = error;
+                self.connections.control_lost = error;
                 Err(self.control_loss())
             }
             Notice::OfferEnded => {
-                self.is_offering = false;
+                self.handover.is_offering = false;
                 Ok(None)
             }
             Notice::Lost { .. } => Ok(None),
-            Notice::ServingEnded { generation, .. } if generation != self.generation => Ok(None),
+            Notice::ServingEnded { generation, .. } if generation != self.connections.generation => Ok(None),
             // The guest is still stopped at the source.
             Notice::ServingEnded { error, .. } => Err(Failure::new(
                 SourceEvent::PeerLost,
                 error.unwrap_or_else(|| "the destination ended the page stream too early".to_owned()),
             )),
             Notice::Asked { epoch, reply } => {
-                if matches!(self.state, SourceState::Stopped { .. }) {
+                if matches!(self.handover.state, SourceState::Stopped { .. }) {
                     self.asked(epoch, reply);
                     return Ok(None);
                 }

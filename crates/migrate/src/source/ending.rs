@@ -21,61 +21,62 @@ impl Driver {
         self.telemetry.update(|progress| {
             progress.message.get_or_insert_with(|| reason.to_owned());
         });
-        if self.reason.as_deref() == Some(reason) {
+        if self.reporter.reason.as_deref() == Some(reason) {
             return;
         }
         match self.context.journal.set_message(&self.terms.migration, reason) {
-            Ok(()) => self.reason = Some(reason.to_owned()),
+            Ok(()) => self.reporter.reason = Some(reason.to_owned()),
             Err(error) => warn!(error = crate::chain(&error), "cannot record the reason in the journal"),
         }
     }
 
     pub(super) fn report_to_user(&mut self, report: SourceReport) {
-        let is_needed =
-            self.later.is_some() || matches!(self.state, SourceState::Committed { ran: true, .. });
-        let is_lost = is_needed && !self.vm.as_ref().is_some_and(SourceVm::is_alive);
+        let is_needed = self.resources.later.is_some()
+            || matches!(self.handover.state, SourceState::Committed { ran: true, .. });
+        let is_lost = is_needed && !self.resources.vm.as_ref().is_some_and(SourceVm::is_alive);
         let report = reports::with_lost_memory(report, is_lost);
-        let shutdown = || self.vm.as_mut().and_then(SourceVm::shutdown_reason);
+        let shutdown = || self.resources.vm.as_mut().and_then(SourceVm::shutdown_reason);
         let text = wording::report(report, &self.terms, shutdown);
-        if self.reports.record(self.state.name(), report) {
+        if self.reporter.reports.record(self.handover.state.name(), report) {
             info!(migration = %self.terms.migration, text, "report");
             self.note("report", &*text);
         }
-        let (reports, reason) = (&mut self.reports, self.reason.clone());
+        let (reports, reason) = (&mut self.reporter.reports, self.reporter.reason.clone());
         self.telemetry.update(|progress| reports.show(report, text, reason, progress));
     }
 
     /// Ends a settled migration: last journal entries, report, final progress.
     pub(super) fn end(&mut self) {
-        let known = self.payload.take().and_then(|payload| Some((payload.ram_blocks(), payload.known()?)));
+        let known =
+            self.resources.payload.take().and_then(|payload| Some((payload.ram_blocks(), payload.known()?)));
         self.telemetry.follow(None);
         self.await_abort_read();
-        if let Some(state) = self.unjournalled.take() {
+        if let Some(state) = self.handover.unjournalled.take() {
             self.retry_journal(&state);
         }
         self.end_recording();
-        let standing = match self.state {
+        let standing = match self.handover.state {
             SourceState::Done { .. } => Standing::Done,
-            _ if self.reports.outcome() == Some(Outcome::Ended) => Standing::Ended,
+            _ if self.reporter.reports.outcome() == Some(Outcome::Ended) => Standing::Ended,
             _ => Standing::Failed,
         };
-        if let SourceState::Done { run, .. } = self.state {
-            let word = if run && !self.has_untrusted_page { "running" } else { "paused" };
+        if let SourceState::Done { run, .. } = self.handover.state {
+            let word = if run && !self.reporter.has_untrusted_page { "running" } else { "paused" };
             self.controls.report(|report| report.run_state_after = Some(word.to_owned()));
         }
-        if let Some(vm) = &mut self.vm {
+        if let Some(vm) = &mut self.resources.vm {
             let state = vm.run_state();
             self.controls.report(|report| report.run_state_after = state);
         }
-        let outcome = self.reports.outcome().unwrap_or(if standing == Standing::Done {
+        let outcome = self.reporter.reports.outcome().unwrap_or(if standing == Standing::Done {
             Outcome::Moved
         } else {
             Outcome::Aborted
         });
         let reason = self.telemetry.now().message;
         let (sent, received) = self.telemetry.counted();
-        let untrusted = self.has_untrusted_page;
-        let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu.map(CpuTime::used_us));
+        let untrusted = self.reporter.has_untrusted_page;
+        let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.reporter.cpu.map(CpuTime::used_us));
         let report = self.controls.report(|report| {
             report.sent_bytes = sent;
             report.received_bytes = received;
@@ -109,7 +110,7 @@ impl Driver {
 
     /// Returns why the source's QEMU ended, by its own report.
     pub(super) fn qemu_end_reason(&mut self) -> &'static str {
-        wording::qemu_end(self.vm.as_mut().and_then(SourceVm::shutdown_reason).as_deref())
+        wording::qemu_end(self.resources.vm.as_mut().and_then(SourceVm::shutdown_reason).as_deref())
     }
 
     /// Makes the last journal entries.
@@ -118,24 +119,24 @@ impl Driver {
         if standing == Standing::Done {
             journal.remove_vm(&id.vm)?;
         }
-        if standing == Standing::Ended && self.state != SourceState::Idle {
+        if standing == Standing::Ended && self.handover.state != SourceState::Idle {
             let details =
                 serde_json::json!(Details { vm_ended: true, ..Details::of(&self.context, None, true) });
             journal.set_details(id, &details, Durability::Process)?;
         }
-        if self.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
+        if self.handover.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
     }
 
     /// Asks a QEMU that was too slow to answer again to end the recording of writes, for as long as an answer may need.
     /// After that a user has to know.
     fn end_recording(&mut self) {
         let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        while self.is_still_recording && Instant::now() < until {
+        while self.resources.is_still_recording && Instant::now() < until {
             thread::sleep(self.retry());
-            let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
-            self.is_still_recording = !vm.stop_recording(None);
+            let Some(vm) = self.resources.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
+            self.resources.is_still_recording = !vm.stop_recording(None);
         }
-        if !self.is_still_recording {
+        if !self.resources.is_still_recording {
             return;
         }
         let text = "QEMU does not confirm that it stopped recording writes, and a write throttle may remain: \
@@ -149,7 +150,7 @@ impl Driver {
 
     /// Waits until the destination has read ABORT, but only for a moment.
     pub(super) fn await_abort_read(&mut self) {
-        let Some(aborted_control) = self.aborted_control.take() else { return };
+        let Some(aborted_control) = self.connections.aborted_control.take() else { return };
         let until = Instant::now() + self.retry();
         while let Some(notice) = self.inbox.wait(until) {
             if matches!(notice, Notice::Lost { link, .. } if link == aborted_control.link) {

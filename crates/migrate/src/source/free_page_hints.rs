@@ -50,7 +50,7 @@ impl Driver {
         if self.controls.goals().settings.free_page_hints == HintedMemory::None {
             return;
         }
-        if self.vm.as_ref().is_some_and(|vm| vm.has_guest_port(PORT)) {
+        if self.resources.vm.as_ref().is_some_and(|vm| vm.has_guest_port(PORT)) {
             payload.set_free_page_hints(Arc::new(HintedPages::new(payload.ram_bytes().iter().copied())));
         } else if self.controls.goals().settings.free_page_hints != HintedMemory::Free {
             self.note(
@@ -74,7 +74,7 @@ impl Driver {
             HintedMemory::Cold => Cache::Cold,
             HintedMemory::All => Cache::All,
         };
-        match self.vm.as_mut()?.connect_guest(PORT) {
+        match self.resources.vm.as_mut()?.connect_guest(PORT) {
             Ok(Some((connection, seen))) => {
                 let guest = Guest::new(connection, seen, Arc::clone(&hinted), cache, ANSWER_LIMIT);
                 let failed = |error| self.note("guest", format!("it cannot be queried: {error}"));

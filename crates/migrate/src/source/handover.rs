@@ -25,8 +25,8 @@ use host::{SourceVm, VmError};
 impl Driver {
     /// Enters PREPARED in the journal, before any peer learns of the migration.
     pub fn begin(&mut self, proposal: Proposal) -> Result<(), EffectError> {
-        self.proposal = Some(proposal);
-        let run = self.vm.as_mut().map_or(Err(VmError::Gone), SourceVm::is_running)?;
+        self.agreement.proposal = Some(proposal);
+        let run = self.resources.vm.as_mut().map_or(Err(VmError::Gone), SourceVm::is_running)?;
         self.feed(&SourceEvent::Begin { run })
     }
 
@@ -48,7 +48,7 @@ impl Driver {
     /// Returns the VM's end as the failure if the VM has ended: it often causes a local failure a moment before it is
     /// noticed.
     fn or_vm_ended(&mut self, failure: Failure) -> Failure {
-        if failure.event != SourceEvent::Failed || self.vm.as_mut().is_none_or(SourceVm::is_there) {
+        if failure.event != SourceEvent::Failed || self.resources.vm.as_mut().is_none_or(SourceVm::is_there) {
             return failure;
         }
         Failure::new(SourceEvent::QemuDied, self.qemu_end_reason())
@@ -57,7 +57,7 @@ impl Driver {
     /// Handles the event that ended the phases: nothing more is sent.
     fn phases_ended(&mut self, event: &SourceEvent) {
         self.take(event);
-        let waits_for_nothing = match self.state {
+        let waits_for_nothing = match self.handover.state {
             // A stopped guest must not wait for nothing.
             SourceState::Prepared { .. } | SourceState::Stopped { .. } => true,
             // Nor must a destination that lacks parts of a guest that is gone at the source: it has no reason to give
@@ -71,7 +71,8 @@ impl Driver {
 
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_lost_everywhere(&self) -> bool {
-        matches!(self.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
+        matches!(self.handover.state, SourceState::QemuLost { incarnation: None, .. })
+            && !self.handover.may_have_all
     }
 
     /// Ends a migration that has begun and that the source cannot continue.
@@ -85,21 +86,21 @@ impl Driver {
     pub(crate) fn found(&mut self, mut vm: SourceVm) -> QemuAtStart {
         vm.watch(self.inbox.mailbox().qemu_exit());
         let found = vm.found();
-        self.vm = Some(vm);
+        self.resources.vm = Some(vm);
         found
     }
 
     /// Records that the QEMU that an agent before this one was moving is gone, and if the destination may have all of
     /// its guest. Unless this host was rebooted, the journal has COMMITTED if it was ever written.
     pub fn found_gone(&mut self, found: QemuAtStart, details: Option<&Details>) -> QemuAtStart {
-        self.may_have_all =
+        self.handover.may_have_all =
             found != QemuAtStart::Gone || details.is_none_or(|details| details.later.is_none());
         found
     }
 
     /// Continues a migration that an agent before this one left behind.
     pub fn run_on(mut self, found: QemuAtStart) -> SourceState {
-        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+        if matches!(self.handover.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
             self.record_reason("the source's agent was restarted during the migration");
         }
         self.take(&SourceEvent::Restarted(found));
@@ -112,7 +113,7 @@ impl Driver {
     /// Handles events until the handover is over.
     fn settle(mut self) -> SourceState {
         let now = self.clock.read();
-        self.contact.record(now);
+        self.handover.contact.record(now);
         let mut timers = Timers::default();
         timers.arm(Timer::Repeat, now.after(self.retry()));
         let mut arrived = None;
@@ -121,9 +122,9 @@ impl Driver {
             let now = self.clock.read();
             if let Some(notice) = arrived.take() {
                 self.notice(notice);
-            } else if let Some(event) = self.follow_ups.pop_front() {
+            } else if let Some(event) = self.handover.follow_ups.pop_front() {
                 self.take(&event);
-            } else if self.state.is_final() || self.state == SourceState::Idle {
+            } else if self.handover.state.is_final() || self.handover.state == SourceState::Idle {
                 break;
             } else if let Some(Timer::Repeat) = timers.due(now) {
                 self.phase(self.waiting_phase());
@@ -136,18 +137,18 @@ impl Driver {
             }
         }
         self.end();
-        self.state
+        self.handover.state
     }
 
     /// Handles the passing of some time without a notice.
     fn quiet(&mut self) {
         self.reconnect_serving();
         let now = self.clock.read();
-        if self.contact.check_lost(self.reclaim_after(), now) {
+        if self.handover.contact.check_lost(self.reclaim_after(), now) {
             self.take(&SourceEvent::ContactLostForGood);
-        } else if std::mem::take(&mut self.effects_failed) {
+        } else if std::mem::take(&mut self.handover.effects_failed) {
             // As after a restart: QEMU is frozen before GO is sent.
-            let found = self.vm.as_mut().map_or(QemuAtStart::Gone, SourceVm::found);
+            let found = self.resources.vm.as_mut().map_or(QemuAtStart::Gone, SourceVm::found);
             self.take(&SourceEvent::Restarted(found));
         } else {
             self.take(&SourceEvent::Repeat);
@@ -159,13 +160,13 @@ impl Driver {
         match notice {
             Notice::Message { link, message } => self.message(link, message),
             Notice::Asked { epoch, reply } => {
-                self.contact.record(self.clock.now());
+                self.handover.contact.record(self.clock.now());
                 self.asked(epoch, reply);
             }
             Notice::Event(event) => {
                 if let SourceEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.registry.silence(answer, self.clock.now());
-                    if let Some(request) = self.registry.answered() {
+                    let silence = self.handover.registry.silence(answer, self.clock.now());
+                    if let Some(request) = self.handover.registry.answered() {
                         self.send_to_registry(request);
                     }
                     if silence >= self.reclaim_after() {
@@ -181,28 +182,28 @@ impl Driver {
                     self.control_lost(error.unwrap_or_else(|| "the control stream was closed".to_owned()));
                 }
             }
-            Notice::ServingEnded { generation, error } if generation == self.generation => {
+            Notice::ServingEnded { generation, error } if generation == self.connections.generation => {
                 self.handle_serving_end(error);
             }
             Notice::ServingEnded { .. } => {}
-            Notice::OfferEnded => self.is_offering = false,
+            Notice::OfferEnded => self.handover.is_offering = false,
         }
     }
 
     /// Handles the loss of the control stream. Pages use the same link: the sender of pages need not detect the loss
     /// separately, which needs as long as the kernel waits for an answer.
     pub(super) fn control_lost(&mut self, error: String) {
-        self.control = None;
+        self.connections.control = None;
         self.handle_serving_end(Some(error));
-        if let Some(later) = &mut self.later {
+        if let Some(later) = &mut self.resources.later {
             // That the handover is over can be said on a new control stream only.
             later.is_complete = false;
         }
     }
 
     fn waiting_phase(&self) -> Phase {
-        match self.state {
-            SourceState::Committed { .. } if self.later.is_some() => Phase::PostCopy,
+        match self.handover.state {
+            SourceState::Committed { .. } if self.resources.later.is_some() => Phase::PostCopy,
             SourceState::Aborting | SourceState::Returning => Phase::Undoing,
             SourceState::QemuLost { .. } | SourceState::Reclaiming { .. } => Phase::InDoubt,
             _ => Phase::Handover,
@@ -224,10 +225,10 @@ impl Driver {
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an action of the handover failed");
         self.record_reason(&reason);
-        self.effects_failed = true;
+        self.handover.effects_failed = true;
         // The state is not COMMITTED, because that could not be journalled, or was never tried: the guest continues at
         // the source.
-        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
+        if matches!(self.handover.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
             && *event != SourceEvent::Failed
         {
             self.take(&SourceEvent::Failed);

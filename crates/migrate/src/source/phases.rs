@@ -133,7 +133,7 @@ impl Driver {
         self.set_control_deadline(None);
         // A guest that continues at the source does so first; changes of the kernel's and of QEMU's state are undone
         // after that.
-        self.payload = Some(payload);
+        self.resources.payload = Some(payload);
         ready
     }
 
@@ -154,7 +154,7 @@ impl Driver {
         let (sender, owed, ending) = self.pre_copy(sender, owed, payload)?;
         self.stop()?;
         // A guest that was paused by its user does not write: it has no reason to need both hosts.
-        if ending == Ending::PostCopy && !matches!(self.state, SourceState::Stopped { run: false }) {
+        if ending == Ending::PostCopy && !matches!(self.handover.state, SourceState::Stopped { run: false }) {
             let state = self.announce_pages(sender, owed, payload)?;
             return self.load(&state, None);
         }
@@ -172,7 +172,7 @@ impl Driver {
         shared: Option<SharedImages>,
         payload: &mut Payload,
     ) -> Reductions {
-        let delta_seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
+        let delta_seed = self.agreement.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
         let delta_seed = delta_seed.filter(|_| accepted.deltas);
         let known = payload.known().map(|known| (known, shared));
         let blocks = payload.ram_blocks();
@@ -192,68 +192,16 @@ impl Driver {
         self.phase(Phase::Preparing);
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
-        self.control = Some(control);
-        let proposal =
-            self.proposal.clone().ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
+        self.connections.control = Some(control);
+        let proposal = self
+            .agreement
+            .proposal
+            .clone()
+            .ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
         self.send_message(&Message::Propose(Box::new(proposal)))?;
         let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
         match self.receive_message(Instant::now() + patience)? {
-            Message::Accept(acceptance) => {
-                self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
-                let proposed =
-                    self.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
-                let disk = |copied: &CopiedDisk| Disk {
-                    name: copied.name.clone(),
-                    bytes: proposed.iter().find(|one| one.name == copied.name).map_or(0, |one| one.bytes),
-                    path: copied.path.clone(),
-                    format: copied.format.clone(),
-                };
-                let Acceptance {
-                    copied,
-                    references,
-                    templates,
-                    codecs,
-                    deltas,
-                    ram_kind,
-                    qemu_version,
-                    findings,
-                    post_copy,
-                    can_discard,
-                    ..
-                } = acceptance;
-                let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
-                let why_not = why_not.map_or_else(
-                    || "its version of whimbrel does not support it".to_owned(),
-                    |finding| finding.what.clone(),
-                );
-                self.controls.report(|report| {
-                    report.destination.ram_kind = Some(ram_kind);
-                    report.destination.qemu_version = qemu_version;
-                    report.findings.extend(findings);
-                    report.disks = copied.iter().map(disk).collect();
-                });
-                self.record_accepted()?;
-                let left_out = |disk: &&ProposedDisk| {
-                    disk.wanted == DiskMode::Copy && copied.iter().all(|copied| copied.name != disk.name)
-                };
-                if let Some(disk) = proposed.iter().find(left_out) {
-                    let reason = format!(
-                        "the destination does not confirm that it receives a copy of disk {}",
-                        disk.name
-                    );
-                    return Err(Failure::new(SourceEvent::Failed, reason));
-                }
-                if self.controls.goals().needs_post_copy() && !post_copy {
-                    let reason = format!(
-                        "post-copy is not possible: {why_not}. Choose another --policy or --on-limit"
-                    );
-                    return Err(Failure::new(SourceEvent::Failed, reason));
-                }
-                self.can_discard = can_discard;
-                self.can_post_copy = post_copy && self.controls.goals().can_post_copy();
-                let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
-                Ok(Accepted { copied, references, templates, codecs, deltas })
-            }
+            Message::Accept(acceptance) => self.take_acceptance(acceptance),
             Message::Reject { findings, largest_epoch } => {
                 if let Some(largest) = largest_epoch {
                     self.learn_epoch(largest);
@@ -264,6 +212,61 @@ impl Driver {
             }
             other => Err(unexpected(&other)),
         }
+    }
+
+    /// Records what the destination accepts, and fails if that is not enough for the goals.
+    fn take_acceptance(&mut self, acceptance: Acceptance) -> Result<Accepted, Failure> {
+        self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
+        let proposed =
+            self.agreement.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
+        let disk = |copied: &CopiedDisk| Disk {
+            name: copied.name.clone(),
+            bytes: proposed.iter().find(|one| one.name == copied.name).map_or(0, |one| one.bytes),
+            path: copied.path.clone(),
+            format: copied.format.clone(),
+        };
+        let Acceptance {
+            copied,
+            references,
+            templates,
+            codecs,
+            deltas,
+            ram_kind,
+            qemu_version,
+            findings,
+            post_copy,
+            can_discard,
+            ..
+        } = acceptance;
+        let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
+        let why_not = why_not.map_or_else(
+            || "its version of whimbrel does not support it".to_owned(),
+            |finding| finding.what.clone(),
+        );
+        self.controls.report(|report| {
+            report.destination.ram_kind = Some(ram_kind);
+            report.destination.qemu_version = qemu_version;
+            report.findings.extend(findings);
+            report.disks = copied.iter().map(disk).collect();
+        });
+        self.record_accepted()?;
+        let left_out = |disk: &&ProposedDisk| {
+            disk.wanted == DiskMode::Copy && copied.iter().all(|copied| copied.name != disk.name)
+        };
+        if let Some(disk) = proposed.iter().find(left_out) {
+            let reason =
+                format!("the destination does not confirm that it receives a copy of disk {}", disk.name);
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        if self.controls.goals().needs_post_copy() && !post_copy {
+            let reason =
+                format!("post-copy is not possible: {why_not}. Choose another --policy or --on-limit");
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        self.agreement.can_discard = can_discard;
+        self.agreement.can_post_copy = post_copy && self.controls.goals().can_post_copy();
+        let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
+        Ok(Accepted { copied, references, templates, codecs, deltas })
     }
 
     /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
@@ -283,7 +286,7 @@ impl Driver {
     /// agent that restarts, or an operator who has to decide, needs to know where they are.
     fn record_accepted(&self) -> Result<(), Failure> {
         let report = self.controls.report(|report| report.clone());
-        let details = Details::of(&self.context, self.vm.as_ref(), true);
+        let details = Details::of(&self.context, self.resources.vm.as_ref(), true);
         let journal = &self.context.journal;
         journal
             .put_report(&report)
@@ -313,7 +316,7 @@ impl Driver {
         }
         let context = Arc::clone(&self.context);
         match CpuThrottle::begin(self.vm()?, &context.guard) {
-            Ok(cpu_throttle) => self.cpu_throttle = Some(cpu_throttle),
+            Ok(cpu_throttle) => self.resources.cpu_throttle = Some(cpu_throttle),
             Err(error) if is_wished => {
                 return Err(Failure::local("cannot throttle the guest's processors", &error));
             }
@@ -325,16 +328,16 @@ impl Driver {
     /// Starts the measurement of how long the guest waits for processors: before anything is copied, for comparison.
     fn start_pressure_meter(&mut self) {
         let allowed_permille = u64::from(self.context.config.tuning.guest_wait_percent) * 10;
-        let watch = self.vm.as_mut().map(|vm| pressure::PressureMeter::begin(vm, allowed_permille));
+        let watch = self.resources.vm.as_mut().map(|vm| pressure::PressureMeter::begin(vm, allowed_permille));
         match watch.transpose() {
-            Ok(watch) => self.pressure = watch,
+            Ok(watch) => self.resources.pressure = watch,
             // The kernel does not count this; nothing else is affected.
             Err(error) => debug!(error = crate::chain(&error), "cannot measure the guest's waits"),
         }
     }
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {
-        self.vm.as_mut().ok_or_else(gone)
+        self.resources.vm.as_mut().ok_or_else(gone)
     }
 }
 

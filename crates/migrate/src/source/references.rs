@@ -39,7 +39,7 @@ impl Driver {
     /// Returns the images that both hosts have, if pages of them may be referred to.
     pub(super) fn shared_images(&self, accepted: &Accepted, payload: &Payload) -> Option<SharedImages> {
         let described =
-            self.proposal.as_ref().filter(|_| self.uses_references(accepted))?.description.clone();
+            self.agreement.proposal.as_ref().filter(|_| self.uses_references(accepted))?.description.clone();
         let vm = serde_json::from_value::<VmDescription>(described).ok()?;
         let is_copied = |name: &str| accepted.copied.iter().any(|copied| copied.name == name);
         let images = shared_images(&vm.disks, is_copied);
@@ -82,7 +82,7 @@ impl Driver {
     /// Remembers the images that the VM has left behind with its disks: the content that was sent is known, and stays
     /// in these images until they are removed. If the VM comes back, that content need not be sent.
     pub(super) fn remember_images(&self, first_disk: usize, known: &ContentIndex) {
-        let described = self.proposal.as_ref().map(|proposal| proposal.description.clone());
+        let described = self.agreement.proposal.as_ref().map(|proposal| proposal.description.clone());
         let Some(vm) = described.and_then(|it| serde_json::from_value::<VmDescription>(it).ok()) else {
             return;
         };
@@ -108,11 +108,11 @@ impl Driver {
             .map_err(|error| Failure::local("cannot read the pages to send", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let mut taken = Vec::new();
-        self.is_querying_templates = true;
+        self.agreement.is_querying_templates = true;
         let result = self
             .send_message(&Message::QueryTemplates { names })
             .and_then(|()| self.receive_templates(&mut taken, Instant::now() + patience));
-        self.is_querying_templates = false;
+        self.agreement.is_querying_templates = false;
         let why = match result {
             Ok(()) => return Ok(taken),
             Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
@@ -120,8 +120,8 @@ impl Driver {
             }
             // Mended before the first round is sent, like any other cut: see `open_streams`.
             Err(Failure { event: SourceEvent::PeerLost, reason }) => {
-                self.control = None;
-                self.control_lost = Some(reason.clone());
+                self.connections.control = None;
+                self.connections.control_lost = Some(reason.clone());
                 reason
             }
             Err(failure) => return Err(failure),

@@ -56,7 +56,7 @@ impl StateMachine for Driver {
     }
 
     fn decide(&self, event: &DestinationEvent) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {
-        destination(&self.terms, &self.state, event)
+        destination(&self.terms, &self.handover.state, event)
     }
 
     fn effect_name(effect: &DestinationEffect) -> &'static str {
@@ -68,11 +68,11 @@ impl StateMachine for Driver {
     }
 
     fn state(&self) -> &DestinationState {
-        &self.state
+        &self.handover.state
     }
 
     fn enter(&mut self, state: DestinationState) {
-        self.state = state;
+        self.handover.state = state;
     }
 
     fn faults(&self) -> &Faults {
@@ -84,7 +84,7 @@ impl StateMachine for Driver {
         match effect {
             DestinationEffect::Journal { state, durable } => self.journal(state, *durable)?,
             DestinationEffect::SendReady { incarnation } => {
-                let (digest, load_us) = self.loaded.clone().unwrap_or_default();
+                let (digest, load_us) = self.reporter.loaded.clone().unwrap_or_default();
                 self.send_message(&Message::Ready {
                     epoch,
                     incarnation: incarnation.clone(),
@@ -101,7 +101,7 @@ impl StateMachine for Driver {
             }
             DestinationEffect::SendIncomplete => self.send_incomplete(),
             DestinationEffect::SendRunning => {
-                let agent_cpu_us = self.cpu.map(CpuTime::used_us);
+                let agent_cpu_us = self.reporter.cpu.map(CpuTime::used_us);
                 let (since_us, continue_us, resumed_us) = self.since_continued();
                 let untrusted = self.untrusted().map(|untrusted| untrusted.page);
                 self.send_message(&Message::Running {
@@ -114,7 +114,7 @@ impl StateMachine for Driver {
                 });
             }
             DestinationEffect::SendRefused => {
-                let reason = self.reason.clone().unwrap_or_else(|| "this copy is lost".to_owned());
+                let reason = self.reporter.reason.clone().unwrap_or_else(|| "this copy is lost".to_owned());
                 self.send_message(&Message::Refused { epoch, reason });
             }
             DestinationEffect::SendCrashed => {
@@ -133,14 +133,14 @@ impl Driver {
     /// resumed, in microseconds; zeros if another agent sent it.
     fn since_continued(&self) -> (u64, u64, Option<u64>) {
         let us = |duration: Duration| duration.as_micros() as u64;
-        self.continued.as_ref().map_or((0, 0, None), |continued| {
+        self.reporter.continued.as_ref().map_or((0, 0, None), |continued| {
             let since = us(continued.returned.elapsed());
             (since, us(continued.took), continued.resumed.map(us))
         })
     }
 
     pub(crate) fn send_incomplete(&mut self) {
-        let (epoch, generation) = (self.terms.epoch(), self.generation);
+        let (epoch, generation) = (self.terms.epoch(), self.connections.generation);
         let (since_us, continue_us, resumed_us) = self.since_continued();
         let untrusted = self.untrusted().map(|untrusted| untrusted.page);
         self.send_message(&Message::Incomplete {
@@ -156,7 +156,7 @@ impl Driver {
     fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
-        if self.state == DestinationState::Idle {
+        if self.handover.state == DestinationState::Idle {
             let state = State::Destination(state.clone());
             let new = NewMigration { terms: &self.terms, state, proposal: &self.proposal };
             return Ok(journal.begin(&new)?);
@@ -177,7 +177,7 @@ impl Driver {
     }
 
     fn ask_registry(&mut self, request: RegistryRequest) {
-        if let Some(request) = self.registry.submit(request) {
+        if let Some(request) = self.handover.registry.submit(request) {
             self.send_to_registry(request);
         }
     }
@@ -188,25 +188,29 @@ impl Driver {
             mailbox.put(Notice::Event(DestinationEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
-            self.follow_ups.push_back(DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable));
+            self.handover
+                .follow_ups
+                .push_back(DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable));
             // The state machine asks again; the waiting request is sent then.
-            drop(self.registry.answered());
+            drop(self.handover.registry.answered());
         }
     }
 
     fn cont(&mut self) {
         self.check_untrusted_page();
         // No vCPU has run this copy yet: the source's memory is right.
-        let is_first = matches!(self.state, DestinationState::Starting { again: false, .. });
+        let is_first = matches!(self.handover.state, DestinationState::Starting { again: false, .. });
         let untrusted = self.untrusted_message().filter(|_| is_first);
-        let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        let Some(vm) = &mut self.resources.vm else {
+            return self.handover.follow_ups.push_back(DestinationEvent::QemuDied);
+        };
         // QEMU exited before it received a command: no vCPU has run.
         if !vm.process.is_alive() && is_first {
-            return self.follow_ups.push_back(DestinationEvent::ContFailed);
+            return self.handover.follow_ups.push_back(DestinationEvent::ContFailed);
         }
         if let Some(page_message) = untrusted {
-            self.reason = Some(page_message);
-            return self.follow_ups.push_back(DestinationEvent::ContFailed);
+            self.reporter.reason = Some(page_message);
+            return self.handover.follow_ups.push_back(DestinationEvent::ContFailed);
         }
         if let Err(error) = vm.release() {
             error!(error = crate::chain(&error), "cannot release QEMU");
@@ -216,32 +220,35 @@ impl Driver {
 
     /// Processes the outcome of `cont`, as soon as it is known.
     pub(super) fn process_cont_outcome(&mut self) {
-        let began = self.go_received_at.unwrap_or_else(Instant::now);
-        let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        let began = self.reporter.go_received_at.unwrap_or_else(Instant::now);
+        let Some(vm) = &mut self.resources.vm else {
+            return self.handover.follow_ups.push_back(DestinationEvent::QemuDied);
+        };
         let event = match vm.cont() {
             Ok(ContOutcome::Pending) => return,
             Ok(ContOutcome::Runs { resumed }) => {
-                self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
+                self.reporter.continued =
+                    Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
                 DestinationEvent::Continued { missing: vm.artifacts.awaited.is_some() }
             }
             // QEMU refused before any vCPU ran: `cont` acquires the disks first.
             Err(error) if error.is_refusal() && vm.is_reported_paused() => {
-                self.reason = Some(format!("QEMU does not resume the guest: {error}"));
+                self.reporter.reason = Some(format!("QEMU does not resume the guest: {error}"));
                 DestinationEvent::ContFailed
             }
             Err(_) if !vm.process.is_alive() => DestinationEvent::QemuDied,
             // It is not known whether the guest ran: after a while this driver queries QEMU as a restarted agent would.
             Err(error) => {
                 error!(error = crate::chain(&error), "`cont` was not answered");
-                self.must_query_qemu = true;
+                self.handover.must_query_qemu = true;
                 return;
             }
         };
-        self.follow_ups.push_back(event);
+        self.handover.follow_ups.push_back(event);
     }
 
     fn announce(&mut self) {
-        let Some(vm) = &mut self.vm else { return };
+        let Some(vm) = &mut self.resources.vm else { return };
         if let Err(error) = vm.qmp().and_then(qemu::control::announce_self) {
             // A QEMU that waits for a page announces the guest once the page is there.
             warn!(
@@ -253,7 +260,7 @@ impl Driver {
 
     /// Releases QEMU, because the VM belongs to this host now, and its users may control it.
     pub(crate) fn release_qemu(&self) {
-        if let Some(vm) = &self.vm
+        if let Some(vm) = &self.resources.vm
             && let Err(error) = vm.release()
         {
             warn!(migration = %self.terms.migration, error = crate::chain(&error), "cannot release QEMU");
@@ -261,15 +268,15 @@ impl Driver {
     }
 
     pub(crate) fn discard(&mut self) {
-        if let Some(post_copy_receiver) = &mut self.post_copy_receiver {
+        if let Some(post_copy_receiver) = &mut self.resources.post_copy_receiver {
             post_copy_receiver.hang_up();
         }
-        if let Some(receiving) = self.receiving.take() {
+        if let Some(receiving) = self.resources.receiving.take() {
             receiving.end();
         }
         // This ends the images' servers.
-        self.images = CopiedImages::default();
-        let artifacts = if let Some(vm) = self.vm.take() {
+        self.resources.images = CopiedImages::default();
+        let artifacts = if let Some(vm) = self.resources.vm.take() {
             vm.discard()
         } else {
             let artifacts = ArrivalArtifacts::of(&self.context, &self.terms.migration);
@@ -277,9 +284,10 @@ impl Driver {
             artifacts
         };
         // A guest that may have run may have written to its disks.
-        if !matches!(self.state, DestinationState::Crashed { .. }) {
+        if !matches!(self.handover.state, DestinationState::Crashed { .. }) {
             let images = artifacts.remove_images();
-            self.left_behind = (!images.is_empty()).then_some(ImagesLeftBehind { artifacts, images });
+            self.resources.left_behind =
+                (!images.is_empty()).then_some(ImagesLeftBehind { artifacts, images });
         }
     }
 }

@@ -29,8 +29,8 @@ impl Driver {
         let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
         warn!(migration = %self.terms.migration, what, "the VM cannot be received");
         self.send_message(&Message::Reject { findings, largest_epoch });
-        if self.state != DestinationState::Idle {
-            self.reason = Some(what);
+        if self.handover.state != DestinationState::Idle {
+            self.reporter.reason = Some(what);
             self.take(&DestinationEvent::Failed);
             self.settle();
         }
@@ -40,14 +40,15 @@ impl Driver {
     /// all others belong to the control stream.
     pub(super) fn message(&mut self, link: u64, message: Message) {
         // They are valid up to READY and no further: after that the loaded copy must not be touched, and may run.
-        let arriving = self.control == Some(link) && self.state == DestinationState::Prepared;
+        let arriving =
+            self.connections.control == Some(link) && self.handover.state == DestinationState::Prepared;
         let event = match message {
             Message::Go { epoch, incarnation, run } => {
-                self.go_received_at.get_or_insert_with(Instant::now);
+                self.reporter.go_received_at.get_or_insert_with(Instant::now);
                 DestinationEvent::Go { epoch, incarnation, run }
             }
             Message::Abort { epoch, reason } => {
-                self.reason.get_or_insert(reason);
+                self.reporter.reason.get_or_insert(reason);
                 DestinationEvent::AbortReceived { epoch }
             }
             Message::Inquire { epoch } => DestinationEvent::Asked { epoch },
@@ -81,17 +82,17 @@ impl Driver {
 
     /// True if pages may arrive on the streams that belong to this connection, whatever else is decided.
     fn can_receive_pages_on(&self, link: u64) -> bool {
-        self.control == Some(link) && self.post_copy_receiver.is_some()
+        self.connections.control == Some(link) && self.resources.post_copy_receiver.is_some()
     }
 
     /// Handles a message that is not valid in this state. It is ignored if it arrives late from a replaced connection.
     /// The connection is closed if the source does not know yet that its migration ended here, for example because this
     /// host was rebooted.
     pub(super) fn handle_unexpected_message(&mut self, link: u64, what: &str) {
-        if !self.links.contains_key(&link) {
+        if !self.connections.links.contains_key(&link) {
             return;
         }
-        if self.state == DestinationState::Prepared {
+        if self.handover.state == DestinationState::Prepared {
             return self
                 .handle_protocol_violation(link, &format!("the source sent an unexpected message `{what}`"));
         }
@@ -107,20 +108,20 @@ impl Driver {
     /// on this copy yet.
     fn handle_protocol_violation(&mut self, link: u64, what: &str) {
         warn!(migration = %self.terms.migration, what, "the source violates the protocol");
-        if let Some((_, handle)) = self.links.remove(&link) {
+        if let Some((_, handle)) = self.connections.links.remove(&link) {
             handle.shutdown();
         }
-        if self.state == DestinationState::Prepared {
+        if self.handover.state == DestinationState::Prepared {
             self.fail(what);
         }
     }
     /// Sends a message on all connections of the source, because it is not known which of them the source still reads.
     pub(crate) fn send_message(&mut self, message: &Message) {
-        self.links.retain(|_, (writer, _)| writer.send(message).is_ok());
+        self.connections.links.retain(|_, (writer, _)| writer.send(message).is_ok());
     }
 
     pub(super) fn ask_source(&mut self) {
-        if self.is_asking {
+        if self.handover.is_asking {
             return;
         }
         let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
@@ -135,7 +136,7 @@ impl Driver {
             };
             mailbox.put(Notice::SourceReplied(event));
         };
-        self.is_asking = thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();
+        self.handover.is_asking = thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();
     }
 }
 

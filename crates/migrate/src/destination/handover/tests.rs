@@ -76,7 +76,7 @@ fn a_protocol_violation_after_ready_closes_the_connection_only() {
     let (_qemu, vm, incarnation) = arrived(&world);
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, mut source) = driver(&world, ready.clone(), Some(vm));
-    let link = *driver.links.keys().next().unwrap();
+    let link = *driver.connections.links.keys().next().unwrap();
     driver.message(link, Message::Resumed);
     source.receive_until_closed();
     assert_eq!(world.state(), State::Destination(ready));
@@ -86,14 +86,14 @@ fn a_protocol_violation_after_ready_closes_the_connection_only() {
 fn what_comes_late_on_an_older_connection_is_passed_over() {
     let world = World::new();
     let (mut driver, _old) = driver(&world, DestinationState::Prepared, None);
-    let old = driver.control.unwrap();
+    let old = driver.connections.control.unwrap();
     let (here, _new) = World::from_peer();
     driver.inbox.mailbox().connected(here, Some(Generation(2))).unwrap();
     let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
     driver.notice(connected);
     driver.notice(Notice::Message { link: old, message: Message::Resume });
     driver.notice(Notice::Blob { link: old, bytes: vec![0; 16] });
-    assert_eq!(driver.state, DestinationState::Prepared);
+    assert_eq!(driver.handover.state, DestinationState::Prepared);
 }
 
 /// Otherwise the source would wait for an answer that is never sent.
@@ -101,7 +101,7 @@ fn what_comes_late_on_an_older_connection_is_passed_over() {
 fn a_control_stream_of_an_old_generation_is_closed() {
     let world = World::new();
     let (mut driver, mut present) = driver(&world, DestinationState::Prepared, None);
-    driver.generation = Generation(2);
+    driver.connections.generation = Generation(2);
     let (here, mut old) = World::from_peer();
     driver.inbox.mailbox().connected(here, Some(Generation(1))).unwrap();
     let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
@@ -202,8 +202,8 @@ fn what_belongs_before_ready_has_no_place_after_it() {
         let (qemu, vm, incarnation) = arrived(&world);
         let starting = DestinationState::Starting { incarnation, again: false };
         let (mut driver, mut source) = driver(&world, starting.clone(), Some(vm));
-        driver.loaded = Some((String::new(), 0));
-        driver.message(driver.control.unwrap(), late);
+        driver.reporter.loaded = Some((String::new(), 0));
+        driver.message(driver.connections.control.unwrap(), late);
         source.receive_until_closed();
         assert!(!qemu.is_frozen());
         assert_eq!(world.state(), State::Destination(starting));
@@ -238,7 +238,7 @@ fn goes_while_cont_waits(
     let message = go(&incarnation);
     let (mut driver, mut source) =
         driver(world, DestinationState::Ready { incarnation, run: true }, Some(vm));
-    driver.found_complete = true;
+    driver.resources.found_complete = true;
     qemu.monitor().waits = Some("cont");
     let settled = thread::spawn(move || driver.settle());
     source.send_message(&message);
@@ -281,7 +281,7 @@ fn a_copy_that_is_ready_is_held_until_it_is_to_run() {
     let world = World::new();
     let (qemu, vm, incarnation) = arrived(&world);
     let (mut driver, mut source) = driver(&world, DestinationState::Prepared, Some(vm));
-    driver.loaded = Some((String::new(), 0));
+    driver.reporter.loaded = Some((String::new(), 0));
     driver.enter_ready(true);
     assert!(qemu.is_frozen());
     assert_eq!(
@@ -300,10 +300,10 @@ fn a_copy_that_somebody_else_continued_is_never_ready() {
     let world = World::new();
     let (qemu, vm, _) = arrived(&world);
     let (mut driver, _source) = driver(&world, DestinationState::Prepared, Some(vm));
-    driver.loaded = Some((String::new(), 0));
+    driver.reporter.loaded = Some((String::new(), 0));
     qemu.emit_resume();
     driver.enter_ready(true);
-    assert_eq!(driver.state, DestinationState::Discarded);
+    assert_eq!(driver.handover.state, DestinationState::Discarded);
     assert_eq!(driver.run(), DestinationState::Discarded);
 }
 
@@ -416,7 +416,7 @@ fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
     vm.artifacts.awaited = Some(untrusted(&world));
     let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
     let (mut driver, mut source) = driver(&world, ready, Some(vm));
-    driver.found_complete = true;
+    driver.resources.found_complete = true;
     let settled = thread::spawn(move || driver.settle());
     source.send_message(&go(&incarnation));
     source.receive_until(
@@ -433,7 +433,7 @@ fn a_guest_with_an_untrusted_page_is_stopped_once_and_reported() {
     vm.artifacts.awaited = Some(untrusted(&world));
     let (mut driver, mut source) = driver(&world, DestinationState::Completing { incarnation }, Some(vm));
     // All pages have arrived; but the source is needed until the guest is stopped.
-    driver.found_complete = true;
+    driver.resources.found_complete = true;
     qemu.monitor().ignores = Some("stop");
     let settled = thread::spawn(move || driver.settle());
     qemu.received("stop", 2);

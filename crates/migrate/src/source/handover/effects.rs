@@ -50,7 +50,7 @@ impl StateMachine for Driver {
     }
 
     fn decide(&self, event: &SourceEvent) -> Result<Step<SourceState, SourceEffect>, Illegal> {
-        source(&self.terms, &self.state, event)
+        source(&self.terms, &self.handover.state, event)
     }
 
     fn effect_name(effect: &SourceEffect) -> &'static str {
@@ -62,11 +62,11 @@ impl StateMachine for Driver {
     }
 
     fn state(&self) -> &SourceState {
-        &self.state
+        &self.handover.state
     }
 
     fn enter(&mut self, state: SourceState) {
-        self.state = state;
+        self.handover.state = state;
     }
 
     fn faults(&self) -> &Faults {
@@ -78,9 +78,9 @@ impl StateMachine for Driver {
             SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
             SourceEffect::StopVm => {
                 self.lift_cpu_throttle();
-                self.stop_clock.stopped_at = Some(Instant::now());
+                self.reporter.stop_clock.stopped_at = Some(Instant::now());
                 let until_stop_event = self.with_vm(SourceVm::stop)?;
-                self.stop_clock.measured.stop_event_us =
+                self.reporter.stop_clock.measured.stop_event_us =
                     until_stop_event.map(|until| until.as_micros() as u64);
             }
             SourceEffect::PauseQemu => self.with_vm(SourceVm::freeze)?,
@@ -88,7 +88,9 @@ impl StateMachine for Driver {
             SourceEffect::ContinueVm => {
                 let event = match self.with_vm(SourceVm::cont) {
                     Ok(()) => SourceEvent::Continued,
-                    Err(_) if !self.vm.as_ref().is_some_and(SourceVm::is_alive) => SourceEvent::QemuDied,
+                    Err(_) if !self.resources.vm.as_ref().is_some_and(SourceVm::is_alive) => {
+                        SourceEvent::QemuDied
+                    }
                     Err(error) => {
                         error!(
                             vm = %self.terms.migration.vm,
@@ -98,32 +100,32 @@ impl StateMachine for Driver {
                         SourceEvent::ContinueFailed
                     }
                 };
-                self.follow_ups.push_back(event);
+                self.handover.follow_ups.push_back(event);
             }
             SourceEffect::QuitQemu => {
-                self.later = None;
-                match self.vm.take() {
+                self.resources.later = None;
+                match self.resources.vm.take() {
                     Some(vm) => vm.quit(),
                     // An agent before this one may have died after it ended QEMU and before it removed QEMU's files.
                     None => vms::remove_runtime_files(&self.context, &self.terms.migration.vm),
                 }
                 // The groups have no threads left.
-                self.cpu_throttle = None;
+                self.resources.cpu_throttle = None;
                 disks::drop_page_cache(self.left_images());
             }
             SourceEffect::UndoAll => {
-                self.cpu_throttle = None;
-                self.later = None;
-                let disks = self.payload.take().and_then(memory::Payload::into_disks);
+                self.resources.cpu_throttle = None;
+                self.resources.later = None;
+                let disks = self.resources.payload.take().and_then(memory::Payload::into_disks);
                 self.inbox.interrupts(None);
                 // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
                     warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "cannot release QEMU");
                 }
-                if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
+                if let Some(vm) = self.resources.vm.as_mut().filter(|vm| vm.is_alive()) {
                     vm.lift_leftover_limit();
                     vm.forget_state_file();
-                    self.is_still_recording = !vm.stop_recording(disks);
+                    self.resources.is_still_recording = !vm.stop_recording(disks);
                     // Sockets of an agent before this one; this agent's are gone by now.
                     let _ = std::fs::remove_file(self.disk_socket());
                     block::image::end_unused_server(&self.compare_socket());
@@ -136,7 +138,7 @@ impl StateMachine for Driver {
             SourceEffect::SendAbort => self.send_abort(),
             SourceEffect::Answer(verdict) => {
                 let message = Message::Verdict { epoch: self.terms.epoch(), verdict: verdict.clone() };
-                match self.asker.take() {
+                match self.connections.asker.take() {
                     // The asking peer may be gone; it will ask again.
                     Some(asker) => drop(asker.try_send(message)),
                     None => self.send_to_destination(&message),
@@ -155,7 +157,7 @@ impl StateMachine for Driver {
 impl Driver {
     /// Lifts the throttle of the guest's processors.
     pub(in crate::source) fn lift_cpu_throttle(&mut self) {
-        if let Some(Err(error)) = self.cpu_throttle.as_mut().map(CpuThrottle::lift) {
+        if let Some(Err(error)) = self.resources.cpu_throttle.as_mut().map(CpuThrottle::lift) {
             warn!(
                 vm = %self.terms.migration.vm,
                 error = crate::chain(&error),
@@ -165,14 +167,14 @@ impl Driver {
     }
 
     fn with_vm<T>(&mut self, act: impl FnOnce(&mut SourceVm) -> Result<T, VmError>) -> Result<T, VmError> {
-        self.vm.as_mut().map_or(Err(VmError::Gone), act)
+        self.resources.vm.as_mut().map_or(Err(VmError::Gone), act)
     }
 
     fn journal(&mut self, state: &SourceState, durable: bool) -> Result<(), EffectError> {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
-        if self.state == SourceState::Idle {
-            let proposal = self.proposal.as_ref().ok_or(EffectError::NoProposal)?;
+        if self.handover.state == SourceState::Idle {
+            let proposal = self.agreement.proposal.as_ref().ok_or(EffectError::NoProposal)?;
             let state = State::Source(state.clone());
             return Ok(journal.begin(&NewMigration { terms: &self.terms, state, proposal })?);
         }
@@ -188,13 +190,13 @@ impl Driver {
                     error = crate::chain(&error),
                     "cannot record ABORTED in the journal yet"
                 );
-                self.unjournalled = Some(state.clone());
+                self.handover.unjournalled = Some(state.clone());
                 Ok(())
             }
             Err(error) => Err(error.into()),
             // This entry supersedes the one that could not be recorded before.
             Ok(()) => {
-                self.unjournalled = None;
+                self.handover.unjournalled = None;
                 Ok(())
             }
         }
@@ -203,14 +205,14 @@ impl Driver {
     fn ask_registry(&mut self, why: RequestPurpose, request: RegistryRequest) {
         if why == RequestPurpose::Offer {
             self.offer(request);
-        } else if let Some(request) = self.registry.submit(request) {
+        } else if let Some(request) = self.handover.registry.submit(request) {
             self.send_to_registry(request);
         }
     }
 
     /// Sends an offer without waiting for its result. One offer is in progress at a time, and the state repeats it.
     fn offer(&mut self, request: RegistryRequest) {
-        if self.is_offering {
+        if self.handover.is_offering {
             return;
         }
         let (context, terms, mailbox) = (Arc::clone(&self.context), self.terms.clone(), self.inbox.mailbox());
@@ -219,7 +221,7 @@ impl Driver {
             mailbox.put(Notice::OfferEnded);
         };
         match thread::Builder::new().name("offer".to_owned()).spawn(offer) {
-            Ok(_) => self.is_offering = true,
+            Ok(_) => self.handover.is_offering = true,
             Err(error) => warn!(%error, "cannot offer the VM in the registry"),
         }
     }
@@ -230,9 +232,9 @@ impl Driver {
             mailbox.put(Notice::Event(SourceEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
-            self.follow_ups.push_back(SourceEvent::RegistryAnswered(RegistryAnswer::Unreachable));
+            self.handover.follow_ups.push_back(SourceEvent::RegistryAnswered(RegistryAnswer::Unreachable));
             // The state machine asks again; a waiting question is sent then.
-            drop(self.registry.answered());
+            drop(self.handover.registry.answered());
         }
     }
 }

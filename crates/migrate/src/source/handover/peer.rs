@@ -22,14 +22,14 @@ use host::peers;
 impl Driver {
     /// Handles a question that the destination asks on a connection of its own, on which it waits for the answer.
     pub(crate) fn asked(&mut self, epoch: Epoch, reply: Reply) {
-        self.asker = Some(reply);
+        self.connections.asker = Some(reply);
         self.take(&SourceEvent::Asked { epoch });
-        self.asker = None;
+        self.connections.asker = None;
     }
 
     /// Handles a message. Messages about the handover name their epoch and are valid on every connection.
     pub(super) fn message(&mut self, link: Option<u64>, message: Message) {
-        self.contact.record(self.clock.now());
+        self.handover.contact.record(self.clock.now());
         let own = self.terms.epoch();
         let event = match message {
             Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, untrusted } => {
@@ -48,7 +48,7 @@ impl Driver {
                 if epoch == own {
                     self.record_untrusted(untrusted);
                     // An agent that restarted does not know how many sets of connections there were.
-                    self.generation = self.generation.max(generation);
+                    self.connections.generation = self.connections.generation.max(generation);
                     self.running(continue_us, since_us, resumed_us);
                 }
                 SourceEvent::Incomplete { epoch }
@@ -82,9 +82,9 @@ impl Driver {
     fn broken_protocol(&mut self, link: Option<u64>, what: &str) {
         warn!(migration = %self.terms.migration, what, "the destination violates the protocol");
         if link.is_some_and(|link| self.is_control(link)) {
-            self.control = None;
+            self.connections.control = None;
         }
-        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+        if matches!(self.handover.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
             self.record_reason(what);
             self.take(&SourceEvent::Failed);
         }
@@ -92,18 +92,18 @@ impl Driver {
 
     /// Handles RUNNING: computes the parts of the guest's downtime.
     pub(super) fn running(&mut self, continue_us: u64, since_us: u64, resumed_us: Option<u64>) {
-        if self.stop_clock.stopped_at.is_none() || self.stop_clock.measured.total_us > 0 {
+        if self.reporter.stop_clock.stopped_at.is_none() || self.reporter.stop_clock.measured.total_us > 0 {
             return;
         }
-        self.stop_clock.measured.total_us = self.since_stop_us().saturating_sub(since_us);
-        self.stop_clock.measured.continue_us = continue_us;
-        self.stop_clock.measured.resumed_us = resumed_us;
-        let measured = self.stop_clock.measured;
+        self.reporter.stop_clock.measured.total_us = self.since_stop_us().saturating_sub(since_us);
+        self.reporter.stop_clock.measured.continue_us = continue_us;
+        self.reporter.stop_clock.measured.resumed_us = resumed_us;
+        let measured = self.reporter.stop_clock.measured;
         let downtime = Downtime::from_measured(measured);
         let known =
             downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
         // With post-copy, loading includes the wait for some pages.
-        if self.later.is_none() {
+        if self.resources.later.is_none() {
             let cost = FixedCost {
                 stop_ns: downtime.stop_us * 1000,
                 save_ns: measured.save_us * 1000,
@@ -115,7 +115,7 @@ impl Driver {
         self.controls.report(|report| report.downtime = Some(downtime));
         self.telemetry.update(|progress| progress.downtime_us = Some(downtime.total_us));
         self.note("running", "");
-        if self.later.is_some() {
+        if self.resources.later.is_some() {
             // Post-copy lasts for a while: an agent that restarts needs the report of everything before it.
             let report = self.controls.report(|report| report.clone());
             if let Err(error) = self.context.journal.put_report(&report) {
@@ -127,16 +127,16 @@ impl Driver {
     /// Sends a message to the destination, over the control stream or, if that is lost, over a new connection. If
     /// neither works, the state's repetition tries again.
     pub(super) fn send_to_destination(&mut self, message: &Message) {
-        if self.control.is_none() {
+        if self.connections.control.is_none() {
             match self.connect(Purpose::Handover { migration: self.terms.migration.clone() }) {
-                Ok(control) => self.control = Some(control),
+                Ok(control) => self.connections.control = Some(control),
                 Err(error) => {
                     warn!(to = %self.terms.destination, error = crate::chain(&error), "cannot reach the destination");
                     return;
                 }
             }
         }
-        let Some(control) = &mut self.control else { return };
+        let Some(control) = &mut self.connections.control else { return };
         if let Err(error) = control.writer.send(message) {
             let error = crate::chain(&error);
             warn!(to = %self.terms.destination, error, "cannot send to the destination");
@@ -175,11 +175,11 @@ impl Driver {
     pub(super) fn send_abort(&mut self) {
         let reason = self.telemetry.now().message.unwrap_or_default();
         let message = Message::Abort { epoch: self.terms.epoch(), reason };
-        if let Some(mut control) = self.control.take()
+        if let Some(mut control) = self.connections.control.take()
             && control.writer.send(&message).and_then(|()| control.writer.finish()).is_ok()
         {
             // The reading thread ends when the destination has closed its side.
-            self.aborted_control = Some(control);
+            self.connections.aborted_control = Some(control);
             return;
         }
         let (context, terms) = (Arc::clone(&self.context), self.terms.clone());

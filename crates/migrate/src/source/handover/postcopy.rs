@@ -21,7 +21,7 @@ use host::ram;
 impl Driver {
     /// Sets the proposal that an agent before this one sent to the destination.
     pub fn proposed(&mut self, proposal: Option<Proposal>) {
-        self.proposal = proposal;
+        self.agreement.proposal = proposal;
     }
 
     /// Attaches the VM like [`found`](Self::found); the pages that the destination's guest may need become readable
@@ -45,7 +45,7 @@ impl Driver {
                             report.traces.others.push = None;
                             report.post_copy.unwrap_or_default()
                         });
-                        self.later = Some(later);
+                        self.resources.later = Some(later);
                         break;
                     }
                     Err(error) => {
@@ -61,9 +61,11 @@ impl Driver {
 
     /// Handles the end of post-copy over a set of connections; there is no error if the destination has all pages.
     pub(super) fn handle_serving_end(&mut self, error: Option<String>) {
-        let Some(serving) = self.later.as_mut().and_then(|later| later.serving.take()) else { return };
+        let Some(serving) = self.resources.later.as_mut().and_then(|later| later.serving.take()) else {
+            return;
+        };
         drop(serving);
-        if let Some(later) = &mut self.later {
+        if let Some(later) = &mut self.resources.later {
             later.is_complete = error.is_none();
             later.lost = error;
         }
@@ -79,7 +81,7 @@ impl Driver {
     /// which host owns the guest in the end.
     fn may_be_needed(&self) -> bool {
         matches!(
-            self.state,
+            self.handover.state,
             SourceState::Committed { .. }
                 | SourceState::Reclaiming { .. }
                 | SourceState::QemuLost { incarnation: Some(_), .. }
@@ -88,22 +90,22 @@ impl Driver {
 
     /// Makes new connections if the destination may need pages and there are none.
     pub(super) fn reconnect_serving(&mut self) {
-        let is_cut = self.later.as_ref().is_some_and(PostCopyServer::is_cut);
+        let is_cut = self.resources.later.as_ref().is_some_and(PostCopyServer::is_cut);
         if !is_cut || !self.may_be_needed() {
             return;
         }
-        if let Some(error) = self.later.as_mut().and_then(|later| later.lost.take()) {
+        if let Some(error) = self.resources.later.as_mut().and_then(|later| later.lost.take()) {
             self.note("link-lost", error);
         }
-        self.generation = self.generation.next();
+        self.connections.generation = self.connections.generation.next();
         match self.resume_serving() {
             Ok(()) => {
-                self.note("reconnected", format!("generation {}", self.generation));
+                self.note("reconnected", format!("generation {}", self.connections.generation));
                 self.controls.report(|report| report.reconnections += 1);
                 self.telemetry.update(|progress| progress.reconnections += 1);
                 info!(
                     migration = %self.terms.migration,
-                    generation = %self.generation,
+                    generation = %self.connections.generation,
                     "sending of pages continues"
                 );
             }
@@ -113,8 +115,8 @@ impl Driver {
                     reason = failure.reason,
                     "no connections for sending pages yet"
                 );
-                self.control = None;
-                self.page_stream = None;
+                self.connections.control = None;
+                self.connections.page_stream = None;
             }
         }
     }
@@ -123,7 +125,7 @@ impl Driver {
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
         let link = control.link;
-        self.control = Some(control);
+        self.connections.control = Some(control);
         self.send_message(&Message::Resume)?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let deadline = self.clock.read().after(patience);
@@ -140,13 +142,15 @@ impl Driver {
                     return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
                 }
             }
-            if self.control.is_none() || self.later.is_none() {
+            if self.connections.control.is_none() || self.resources.later.is_none() {
                 return Err(self.control_loss());
             }
         }
         let streams =
             self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
-        let (Some(later), Some(page_stream)) = (&mut self.later, self.page_stream.take()) else {
+        let (Some(later), Some(page_stream)) =
+            (&mut self.resources.later, self.connections.page_stream.take())
+        else {
             return Err(self.control_loss());
         };
         let saving = Reductions { packing: later.packing.clone(), ..Reductions::default() };
@@ -156,15 +160,15 @@ impl Driver {
         sender.handle().set_niceness(0);
         self.telemetry.follow(Some(sender.handle()));
         later
-            .serve(self.generation, sender, page_stream, self.inbox.mailbox())
+            .serve(self.connections.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("cannot start a thread to send pages", &error))
     }
 
     /// Records that the destination found a page present that post-copy was to send, and has stopped the guest.
     pub(super) fn record_untrusted(&mut self, page: Option<PageRequest>) {
-        let Some(page) = page.filter(|_| !self.has_untrusted_page) else { return };
-        self.has_untrusted_page = true;
-        let ram = self.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
+        let Some(page) = page.filter(|_| !self.reporter.has_untrusted_page) else { return };
+        self.reporter.has_untrusted_page = true;
+        let ram = self.agreement.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
         let (to, page_message) = (&self.terms.destination, untrusted::page_message(page, ram));
         let page_message =
             format!("the VM was stopped at {to}: {page_message}; see `whimbrel vm show` there");
@@ -174,7 +178,7 @@ impl Driver {
 
     /// Updates the report with the pages sent until now and the policy's decisions.
     pub(super) fn report_served(&mut self) {
-        let Some(later) = &self.later else { return };
+        let Some(later) = &self.resources.later else { return };
         self.controls.report(|report| {
             let remaining_pages = report.post_copy.map_or(0, |before| before.remaining_pages);
             report.post_copy = Some(later.statistics(remaining_pages));

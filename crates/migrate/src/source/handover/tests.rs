@@ -78,7 +78,7 @@ const STOPPED: SourceState = SourceState::Stopped { run: true };
 fn peer_error_is_reported_before_its_write_error() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
     // More than a message may name.
     peer.send_message(&Message::Verified { different_chunks: vec![7; 1 << 18] });
@@ -95,10 +95,10 @@ fn peer_error_is_reported_before_its_write_error() {
 fn an_older_connection_answers_no_question_of_the_present_one() {
     let world = World::new();
     let (mut driver, mailbox, _) = driver(&world, SourceState::Prepared { run: true }, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let _old = world.accept();
-    let old = driver.control.as_ref().unwrap().link;
-    driver.control = Some(driver.connect_control().unwrap());
+    let old = driver.connections.control.as_ref().unwrap().link;
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
     mailbox.put(Notice::Message { link: Some(old), message: Message::Resumed });
     let answer = Message::Verified { different_chunks: vec![] };
@@ -110,9 +110,9 @@ fn an_older_connection_answers_no_question_of_the_present_one() {
 fn lost_control_stream_does_not_end_precopy() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     drop(world.accept());
-    while driver.control.is_some() {
+    while driver.connections.control.is_some() {
         driver.handle_notices().unwrap();
         thread::yield_now();
     }
@@ -138,14 +138,14 @@ fn data_streams_follow_a_new_control_stream_after_a_loss() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, _, controls) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     drop(world.accept());
-    while driver.control.is_some() {
+    while driver.connections.control.is_some() {
         driver.handle_notices().unwrap();
         thread::yield_now();
     }
     let opening = thread::spawn(move || {
-        let payload = memory::Payload::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
+        let payload = memory::Payload::new(driver.resources.vm.as_ref().unwrap(), None, None).unwrap();
         let opened = driver.open_streams(&payload);
         opened.map(drop).map_err(|failure| failure.reason)
     });
@@ -160,7 +160,7 @@ fn link_cut_during_template_query_is_tolerated() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, _, controls) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let mut control = world.accept();
     let disk = CopiedDisk {
         name: "disk0".to_owned(),
@@ -171,7 +171,7 @@ fn link_cut_during_template_query_is_tolerated() {
     let accepted =
         Accepted { copied: vec![disk], references: true, templates: 1, codecs: vec![], deltas: false };
     let opening = thread::spawn(move || {
-        let payload = memory::Payload::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
+        let payload = memory::Payload::new(driver.resources.vm.as_ref().unwrap(), None, None).unwrap();
         driver.query_destination_content(&accepted, &payload).map_err(|failure| failure.reason)?;
         driver.open_streams(&payload).map(drop).map_err(|failure| failure.reason)
     });
@@ -187,7 +187,7 @@ fn link_cut_during_template_query_is_tolerated() {
 fn a_comparison_ends_however_fast_the_destination_answers() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let Peer(mut peer) = world.accept();
     let answers = thread::spawn(move || {
         while peer.recv(None).is_ok() && peer.send(&Message::Verified { different_chunks: vec![] }).is_ok() {}
@@ -205,7 +205,7 @@ fn a_comparison_ends_however_fast_the_destination_answers() {
 fn a_failed_write_keeps_a_stopped_guest_no_longer_than_its_deadline() {
     let world = World::patient(None, "peer_silence_ms = 3600000");
     let (mut driver, ..) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let _peer = world.accept();
     driver.set_control_deadline(Some(Instant::now()));
     let (failed, failures) = mpsc::channel();
@@ -224,10 +224,10 @@ fn a_failed_write_keeps_a_stopped_guest_no_longer_than_its_deadline() {
 fn a_failed_write_is_reported_however_much_the_destination_sends() {
     let world = World::new();
     let (mut driver, mailbox, _) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let _peer = world.accept();
     driver.set_control_deadline(Some(Instant::now()));
-    let link = driver.control.as_ref().map(|control| control.link);
+    let link = driver.connections.control.as_ref().map(|control| control.link);
     let pings = thread::spawn(move || while mailbox.put(Notice::Message { link, message: Message::Ping }) {});
     let too_long = vec![0; proto::limits::BLOB_BYTES + 1];
     let sent = driver.send("cannot send the device state", |writer| writer.send_blob(&too_long));
@@ -240,9 +240,9 @@ fn a_failed_write_is_reported_however_much_the_destination_sends() {
 fn ping_is_no_answer() {
     let world = World::new();
     let (mut driver, mailbox, _) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let _peer = world.accept();
-    let link = driver.control.as_ref().map(|control| control.link);
+    let link = driver.connections.control.as_ref().map(|control| control.link);
     for _ in 0..1 << 10 {
         mailbox.put(Notice::Message { link, message: Message::Pong });
     }
@@ -256,8 +256,8 @@ fn protocol_error_before_committed_ends_migration() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
-    driver.control = Some(driver.connect_control().unwrap());
-    let link = driver.control.as_ref().unwrap().link;
+    driver.connections.control = Some(driver.connect_control().unwrap());
+    let link = driver.connections.control.as_ref().unwrap().link;
     let mut peer = world.accept();
     // Nothing was ever committed.
     driver.message(Some(link), running());
@@ -308,7 +308,7 @@ fn the_guest_stood_still_until_cont_returned() {
     let world = World::new();
     let (mut driver, _, controls) = driver(&world, committed(), None);
     let stopped_at = Instant::now().checked_sub(Duration::from_secs(1)).unwrap();
-    driver.stop_clock.stopped_at = Some(stopped_at);
+    driver.reporter.stop_clock.stopped_at = Some(stopped_at);
     driver.running(100_000, 400_000, None);
     let downtime = controls.report(|report| report.downtime.unwrap());
     let most_us = stopped_at.elapsed().as_micros() as u64 - 400_000;
@@ -330,7 +330,7 @@ fn check_continued_elsewhere(run: bool) {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, ..) = driver(&world, SourceState::Stopped { run }, Some(&qemu));
-    driver.vm.as_mut().unwrap().monitor().unwrap();
+    driver.resources.vm.as_mut().unwrap().monitor().unwrap();
     qemu.emit_resume();
     let failure = driver.freeze().unwrap_err();
     assert!(failure.reason.contains("another program resumed the guest"), "{}", failure.reason);
@@ -348,7 +348,7 @@ fn guest_not_continued_is_frozen() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
-    driver.vm.as_mut().unwrap().monitor().unwrap();
+    driver.resources.vm.as_mut().unwrap().monitor().unwrap();
     driver.freeze().unwrap();
     assert!(qemu.is_frozen());
 }
@@ -404,7 +404,7 @@ fn late_journal_entry_does_not_replace_a_newer_one() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Aborting, None);
     // The journal did not record the state when it was entered.
-    driver.unjournalled = Some(SourceState::Aborting);
+    driver.handover.unjournalled = Some(SourceState::Aborting);
     driver.take(&SourceEvent::Continued);
     assert_eq!(driver.settle(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
@@ -443,7 +443,7 @@ fn source_keeps_the_vm_until_its_departure_is_journalled() {
 fn a_rejected_epoch_teaches_a_larger_one() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
-    driver.proposal = Some(host::testing::proposal());
+    driver.agreement.proposal = Some(host::testing::proposal());
     let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
     let mut peer = world.accept();
     peer.receive_until(|message| matches!(message, Message::Propose(_)));
@@ -455,7 +455,7 @@ fn a_rejected_epoch_teaches_a_larger_one() {
     // But it does not teach one that leaves no further epochs.
     let world = World::new();
     let (mut driver, ..) = self::driver(&world, SourceState::Prepared { run: true }, None);
-    driver.proposal = Some(host::testing::proposal());
+    driver.agreement.proposal = Some(host::testing::proposal());
     let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
     let mut peer = world.accept();
     peer.receive_until(|message| matches!(message, Message::Propose(_)));

@@ -45,11 +45,11 @@ impl Driver {
             self.controls.report(|report| report.settings = goals.settings.clone());
         }
         let write_throttle = DiskWriteThrottle::new(self.controls.goals().settings.throttle_writes);
-        let vm = self.vm.as_ref().ok_or_else(gone)?;
+        let vm = self.resources.vm.as_ref().ok_or_else(gone)?;
         let guard = write_throttle.as_ref().map(|_| start_write_guard(&self.context, vm));
         let guard = guard.transpose().map_err(failed)?;
         let disks = if copied.is_empty() { None } else { Some(self.record(copied, guard).map_err(failed)?) };
-        let vm = self.vm.as_ref().ok_or_else(gone)?;
+        let vm = self.resources.vm.as_ref().ok_or_else(gone)?;
         let payload = Payload::new(vm, disks, write_throttle).map_err(failed)?;
         self.telemetry.publish_disks(payload.disks());
         Ok(payload)
@@ -76,7 +76,7 @@ impl Driver {
 
     /// Returns the description of the VM in the proposal.
     fn described(&self) -> Option<VmDescription> {
-        let description = self.proposal.as_ref()?.description.clone();
+        let description = self.agreement.proposal.as_ref()?.description.clone();
         serde_json::from_value(description).ok()
     }
 
@@ -125,7 +125,7 @@ impl Driver {
         let mut seen = BTreeSet::new();
         for wanted in copied {
             let disk = description.iter().flat_map(|vm| &vm.disks).find(|disk| disk.name == wanted.name);
-            let mut proposed = self.proposal.iter().flat_map(|proposal| &proposal.disks);
+            let mut proposed = self.agreement.proposal.iter().flat_map(|proposal| &proposal.disks);
             let proposed = proposed.find(|disk| disk.name == wanted.name && disk.wanted != DiskMode::Shared);
             let place = disk.and_then(|disk| disk.nodes.as_ref());
             match place.zip(proposed).filter(|_| seen.insert(&wanted.name)) {
@@ -140,7 +140,7 @@ impl Driver {
             .map_err(|source| PayloadError::Socket { path: socket.clone(), source })?;
         let path = SocketPath(socket.clone());
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        let vm = self.vm.as_mut().ok_or(VmError::Gone)?;
+        let vm = self.resources.vm.as_mut().ok_or(VmError::Gone)?;
         vm.end_leftover_recording()?;
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();
         let recording = Recording::begin(vm.monitor()?, listener.as_fd(), disks)?;

@@ -104,27 +104,28 @@ impl Driver {
         payload: &mut Payload,
     ) -> Result<DirtyScan, Failure> {
         let mut scanned = scanned;
-        self.discarded.begin();
-        while self.control.is_some() && self.can_discard {
+        self.resources.discarded.begin();
+        while self.connections.control.is_some() && self.agreement.can_discard {
             let owed = &scanned.readable.owed().blocks()[..payload.ram_blocks()];
-            let unnamed = self.discarded.next(owed, self.generation);
-            self.controls
-                .report(|report| self.discarded.policy.update_report(&mut report.traces.others.discards));
+            let unnamed = self.resources.discarded.next(owed, self.connections.generation);
+            self.controls.report(|report| {
+                self.resources.discarded.policy.update_report(&mut report.traces.others.discards);
+            });
             let Some(unnamed) = unnamed else { break };
             payload.forget_versions(&unnamed);
             match self.discard(&unnamed) {
-                Ok(took) => self.discarded.add(&unnamed, took),
+                Ok(took) => self.resources.discarded.add(&unnamed, took),
                 Err(Failure { event: event @ (SourceEvent::PeerLost | SourceEvent::PeerSilent), reason }) => {
-                    self.can_discard &= event != SourceEvent::PeerSilent;
-                    self.control = None;
-                    self.control_lost = Some(reason);
+                    self.agreement.can_discard &= event != SourceEvent::PeerSilent;
+                    self.connections.control = None;
+                    self.connections.control_lost = Some(reason);
                     break;
                 }
                 Err(failure) => return Err(failure),
             }
             self.context.faults.reach(|| "source/named".to_owned());
             scanned = self.scan_dirty(scanned.readable.give_up(), true, payload)?;
-            self.written.note(std::mem::take(&mut scanned.found));
+            self.resources.written.note(std::mem::take(&mut scanned.found));
         }
         Ok(scanned)
     }
@@ -172,23 +173,23 @@ impl Driver {
         payload.end_references();
         payload.end_deltas();
         let mut owed = owed;
-        let vm = self.vm.as_mut().ok_or_else(gone)?;
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         scan_disks(vm, payload, &mut owed)?;
         let saving = Instant::now();
         let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
-        self.stop_clock.measured.save_us = saving.elapsed().as_micros() as u64;
+        self.reporter.stop_clock.measured.save_us = saving.elapsed().as_micros() as u64;
         let ram_blocks = payload.ram_blocks();
         let (cleared, found) = owed
             .clear_marks_and_report(&mut payload.ram_log(), ram_blocks)
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-        self.written.note(found);
-        self.stop_clock.measured.last_scans_us += cleared.scan().duration_us;
+        self.resources.written.note(found);
+        self.reporter.stop_clock.measured.last_scans_us += cleared.scan().duration_us;
         let (sender, remaining) = self.send_disks_alone(sender, cleared.skip_drain(), payload)?;
         self.handle_last_notices()?;
         if remaining.pages() > 0 {
             self.announce_and_serve(sender, &remaining, payload)?;
         }
-        self.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        self.reporter.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok(state)
     }
 
@@ -222,9 +223,12 @@ impl Driver {
         remaining: &Owed,
         payload: &Payload,
     ) -> Result<(), Failure> {
-        let blocks = self.discarded.with(&remaining.blocks()[..payload.ram_blocks()], self.generation);
+        let blocks = self
+            .resources
+            .discarded
+            .with(&remaining.blocks()[..payload.ram_blocks()], self.connections.generation);
         let set = encode_set(&blocks);
-        let vm = self.vm.as_ref().ok_or_else(gone)?;
+        let vm = self.resources.vm.as_ref().ok_or_else(gone)?;
         let regions = ram::regions(&vm.blocks).iter().map(JournalledRegion::of).collect();
         // An agent that restarts must be able to continue.
         let details = Details { later: Some(regions), ..Details::of(&self.context, Some(vm), true) };
@@ -244,7 +248,7 @@ impl Driver {
             self.send("cannot encode the list of missing pages", |writer| writer.send_blob(piece))?;
         }
         self.inbox.interrupts(None);
-        let Some(page_stream) = self.page_stream.take() else {
+        let Some(page_stream) = self.connections.page_stream.take() else {
             return Err(Failure::new(SourceEvent::PeerLost, "there is no page stream"));
         };
         let pages = blocks.iter().map(DirtyBitmap::count).sum();
@@ -255,7 +259,7 @@ impl Driver {
         // The guest has left this host; at the destination it waits.
         sender.handle().set_niceness(0);
         sender.handle().limit_copying_threads(u16::MAX);
-        let written = std::mem::take(&mut self.written);
+        let written = std::mem::take(&mut self.resources.written);
         let mut later = PostCopyServer::new(
             payload.readers(),
             written,
@@ -264,9 +268,9 @@ impl Driver {
         );
         later.packing = payload.saving().packing;
         later
-            .serve(self.generation, sender, page_stream, self.inbox.mailbox())
+            .serve(self.connections.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("cannot start a thread to send pages", &error))?;
-        self.later = Some(later);
+        self.resources.later = Some(later);
         self.context.faults.reach(|| "source/awaited".to_owned());
         Ok(())
     }

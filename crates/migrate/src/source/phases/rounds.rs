@@ -81,7 +81,7 @@ impl Driver {
     /// waiting for like any other.
     pub(crate) fn open_streams(&mut self, payload: &Payload) -> Result<Sender, Failure> {
         self.handle_notices()?;
-        if self.control.is_none() {
+        if self.connections.control.is_none() {
             return self.reconnect(payload, self.control_loss().reason);
         }
         match self.connect_streams() {
@@ -120,9 +120,9 @@ impl Driver {
         let mut is_first = true;
         loop {
             let mut scanned =
-                self.scan_dirty(owed, pass_scheduler.passes == 0 || self.can_post_copy, payload)?;
-            if self.can_post_copy {
-                self.written.note(scanned.found.clone());
+                self.scan_dirty(owed, pass_scheduler.passes == 0 || self.agreement.can_post_copy, payload)?;
+            if self.agreement.can_post_copy {
+                self.resources.written.note(scanned.found.clone());
             }
             pass_scheduler.record_scan(&mut scanned);
             if let Some(mut sent) = sent_before.take() {
@@ -132,7 +132,7 @@ impl Driver {
                     (NextStep::Round { most_pages, disks_alone }, _) => {
                         // The remaining pages of disks are sent last, so that nothing needs time between them and the
                         // stop.
-                        if disks_alone && self.discarded.is_none(self.generation) {
+                        if disks_alone && self.resources.discarded.is_none(self.connections.generation) {
                             scanned = self.discard_ahead(scanned, payload)?;
                         }
                         (pass_scheduler.most_pages, pass_scheduler.disks_alone) = (most_pages, disks_alone);
@@ -146,7 +146,7 @@ impl Driver {
                         pass_scheduler = self.new_pass_scheduler(pass_scheduler.passes);
                         self.handle_notices()?;
                         self.telemetry.begin_round(pass_scheduler.passes + 1, DeferredPages::default());
-                        self.discarded.mark_resent();
+                        self.resources.discarded.mark_resent();
                         let sent = self.send_scanned(sender, scanned, None, payload)?;
                         if sent.stats.is_some() {
                             self.complete_round_report(pass_scheduler.passes + 1, 0, 0);
@@ -159,8 +159,8 @@ impl Driver {
                         if ending == Ending::PostCopy {
                             scanned = self.discard_ahead(scanned, payload)?;
                         }
-                        if self.control.is_some() {
-                            self.stop_clock.expected_downtime = expected_downtime;
+                        if self.connections.control.is_some() {
+                            self.reporter.stop_clock.expected_downtime = expected_downtime;
                             return Ok((sender, scanned.readable.give_up(), ending));
                         }
                         // The guest is not stopped to wait for a link that is cut.
@@ -175,7 +175,8 @@ impl Driver {
             self.throttle(payload)?;
             self.handle_notices()?;
             let scanned_at = scanned.scanned_at;
-            pass_scheduler.interval_factor = self.pressure.as_ref().map_or(1, PressureMeter::interval_factor);
+            pass_scheduler.interval_factor =
+                self.resources.pressure.as_ref().map_or(1, PressureMeter::interval_factor);
             let disks_alone = pass_scheduler.disks_alone;
             let RoundPages { scanned, later, until } = pass_scheduler.select_pages(scanned, payload);
             let later_pages = later.as_ref().map_or(0, Owed::pages);
@@ -187,7 +188,7 @@ impl Driver {
                 payload.keep_versions(later);
             }
             if !disks_alone {
-                self.discarded.mark_resent();
+                self.resources.discarded.mark_resent();
             }
             let sent = self.send_scanned(sender, scanned, until, payload)?;
             payload.record_sent(sent.stats.as_ref());
@@ -227,8 +228,10 @@ impl Driver {
     /// Creates a scheduler whose policy has no observations yet, after `passes` passes.
     fn new_pass_scheduler(&self, passes: u32) -> PassScheduler {
         let goals = self.controls.goals();
-        let ways =
-            AvailableStrategies { slow_down: self.cpu_throttle.is_some(), post_copy: self.can_post_copy };
+        let ways = AvailableStrategies {
+            slow_down: self.resources.cpu_throttle.is_some(),
+            post_copy: self.agreement.can_post_copy,
+        };
         let policy = memory::policy(&goals, ways, self.fixed_costs(|history| history.estimate()));
         self.controls.report(|report| report.traces.stop.push(policy.trace().clone()));
         PassScheduler::new(policy, goals.sampling, passes)
@@ -292,7 +295,7 @@ impl Driver {
 
     /// Throttles the guest's processors as the policy decides, if they may be slowed down; returns the change.
     fn slow_down(&mut self, observed: &RoundObservation, demand: ThrottleDemand) -> Option<ThrottleChange> {
-        let cpu_throttle = self.cpu_throttle.as_mut()?;
+        let cpu_throttle = self.resources.cpu_throttle.as_mut()?;
         let change = cpu_throttle.sample(observed, demand);
         self.controls
             .report(|report| cpu_throttle.policy().update_report(&mut report.traces.others.cpu_throttle));
@@ -304,7 +307,7 @@ impl Driver {
             }
             // Another program may have changed the groups: the guest runs unthrottled, and may still be moved.
             Err(error) => {
-                self.cpu_throttle = None;
+                self.resources.cpu_throttle = None;
                 self.note("cpu-not-throttled", crate::chain(&error));
                 Some(ThrottleChange::ForGood)
             }
@@ -353,14 +356,14 @@ impl Driver {
         payload: &Payload,
     ) -> Result<RoundOutcome, Failure> {
         let DirtyScan { readable, disk_pages, scan, drain_us, .. } = scanned;
-        if self.control.is_none() {
+        if self.connections.control.is_none() {
             self.inbox.interrupts(None);
             drop(sender);
             let sender = self.open_streams(payload)?;
             return Ok(RoundOutcome { sender, owed: readable.give_up(), stats: None });
         }
         let pages = readable.pages();
-        if let Some(pressure) = &mut self.pressure {
+        if let Some(pressure) = &mut self.resources.pressure {
             pressure.restrain(&sender.handle());
         }
         let sent = match until {
@@ -401,8 +404,8 @@ impl Driver {
 
     /// Adapts the sender's niceness and threads to the waiting times of the guest's processors.
     fn sample_pressure(&mut self) {
-        let is_held = self.cpu_throttle.as_ref().is_some_and(CpuThrottle::is_holding);
-        let Some(pressure) = &mut self.pressure else { return };
+        let is_held = self.resources.cpu_throttle.as_ref().is_some_and(CpuThrottle::is_holding);
+        let Some(pressure) = &mut self.resources.pressure else { return };
         let Some(waiting) = pressure.sample(is_held) else { return };
         self.controls.report(|report| {
             report.waiting = Some(waiting);

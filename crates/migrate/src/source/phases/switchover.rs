@@ -99,7 +99,7 @@ impl Driver {
         let run = self.vm()?.check_run_state().map_err(cannot)?;
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;
-        self.stop_clock.measured.stop_us = self.since_stop_us();
+        self.reporter.stop_clock.measured.stop_us = self.since_stop_us();
         self.note("stopped", "");
         Ok(())
     }
@@ -120,7 +120,7 @@ impl Driver {
             payload.announce_comparison();
         }
         let mut owed = owed;
-        let vm = self.vm.as_mut().ok_or_else(gone)?;
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         scan_disks(vm, payload, &mut owed)?;
         let round = || stopped_round(sender, owed, &mut payload.ram_log(), acknowledged_by);
         let save = || {
@@ -132,7 +132,7 @@ impl Driver {
         let (state, saving) = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| cannot_save(&error))?;
-        self.stop_clock.measured.save_us = saving.as_micros() as u64;
+        self.reporter.stop_clock.measured.save_us = saving.as_micros() as u64;
         payload.end_deltas();
         let acknowledged_by = self.switchover_deadline();
         let round = stopped_round(sender, owed, &mut payload.ram_log(), acknowledged_by);
@@ -145,13 +145,13 @@ impl Driver {
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
         self.handle_last_notices()?;
-        self.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        self.reporter.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok((state, sender))
     }
 
     /// Sets the deadline for messages to the destination while the guest is stopped.
     pub(crate) fn set_control_deadline(&mut self, deadline: Option<Instant>) {
-        if let Some(control) = &mut self.control {
+        if let Some(control) = &mut self.connections.control {
             control.writer.set_deadline(deadline);
         }
     }
@@ -159,7 +159,7 @@ impl Driver {
     /// Returns the patience with the destination while the guest is stopped.
     fn stop_patience(&self) -> StopPatience {
         let standstill = Duration::from_millis(self.context.config.timeouts.standstill_ms);
-        StopPatience { expected_downtime: self.stop_clock.expected_downtime, standstill }
+        StopPatience { expected_downtime: self.reporter.stop_clock.expected_downtime, standstill }
     }
 
     /// Returns the time until which the stopped guest waits for the destination's next answer.
@@ -183,7 +183,7 @@ impl Driver {
             }
         };
         let StoppedRound { sender, owed, sent, dirty_pages, scan_us } = round;
-        self.stop_clock.measured.last_scans_us += scan_us;
+        self.reporter.stop_clock.measured.last_scans_us += scan_us;
         if let Some(stats) = sent {
             self.controls.report(|report| {
                 let round = memory::round_report(&stats);
@@ -222,7 +222,7 @@ impl Driver {
         let compared_by = self.stop_patience().compared_by(self.clock.read(), began.elapsed());
         let different = self.compare(hashes.messages, self.clock.instant(compared_by))?;
         let duration_us = began.elapsed().as_micros() as u64;
-        self.stop_clock.measured.verify_us = duration_us;
+        self.reporter.stop_clock.measured.verify_us = duration_us;
         self.controls.report(|report| {
             report.verification = Some(api::report::Verification {
                 compared_bytes,
@@ -277,9 +277,9 @@ impl Driver {
         drop(sender);
         self.check_unchanged()?;
         self.freeze()?;
-        let run = !matches!(self.state, SourceState::Stopped { run: false });
+        let run = !matches!(self.handover.state, SourceState::Stopped { run: false });
         // Even if sending fails, the message may have arrived.
-        self.may_have_all = self.later.is_none();
+        self.handover.may_have_all = self.resources.later.is_none();
         self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;
         let answer_by = self.switchover_deadline();
         match self.receive_message(answer_by)? {
@@ -290,8 +290,8 @@ impl Driver {
                         "the destination loaded a device state that differs from the one that was sent",
                     ));
                 }
-                self.stop_clock.measured.load_us = load_us;
-                self.stop_clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
+                self.reporter.stop_clock.measured.load_us = load_us;
+                self.reporter.stop_clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
                 self.note("ready", "");
                 Ok(Ready { incarnation })
             }
@@ -316,7 +316,7 @@ impl Driver {
     }
 
     pub(crate) fn since_stop_us(&self) -> u64 {
-        self.stop_clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
+        self.reporter.stop_clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
     }
 }
 

@@ -7,7 +7,7 @@ use super::*;
 fn guest_lost_before_all_was_sent_is_given_up() {
     let world = World::new();
     let (mut driver, _, controls) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
     driver.record_reason("QEMU ended");
     driver.phases_ended(&SourceEvent::QemuDied);
@@ -24,9 +24,9 @@ fn guest_lost_before_all_was_sent_is_given_up() {
 fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
+    driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
-    driver.may_have_all = true;
+    driver.handover.may_have_all = true;
     driver.phases_ended(&SourceEvent::QemuDied);
     let settled = thread::spawn(move || driver.settle());
     peer.receive_until(|message| matches!(message, Message::Inquire { .. }));

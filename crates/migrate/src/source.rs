@@ -320,6 +320,8 @@ struct Resources {
     payload: Option<memory::Payload>,
     /// The post-copy server for pages that the destination's guest still needs, if there are such.
     later: Option<serving::PostCopyServer>,
+    /// Memory that an agent before this one has left to send, while it cannot be read.
+    unread: Option<Vec<JournalledRegion>>,
     /// Pages that the destination was asked to discard.
     discarded: phases::DiscardedPages,
     /// The guest's recent writes, recorded if post-copy is possible.
@@ -336,6 +338,7 @@ impl Resources {
             cpu_throttle: None,
             payload: None,
             later: None,
+            unread: None,
             discarded: phases::DiscardedPages::none(),
             written: ::memory::RecentWrites::default(),
             is_still_recording: false,

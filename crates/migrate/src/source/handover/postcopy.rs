@@ -16,7 +16,7 @@ use crate::source::inbox::Notice;
 use crate::source::phases::Failure;
 use crate::source::serving::PostCopyServer;
 use crate::source::{Details, Driver};
-use host::ram;
+use host::ram::JournalledRegion;
 
 impl Driver {
     /// Sets the proposal that an agent before this one sent to the destination.
@@ -27,36 +27,41 @@ impl Driver {
     /// Attaches the VM like [`found`](Self::found); the pages that the destination's guest may need become readable
     /// again.
     pub fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> QemuAtStart {
-        let later = details.and_then(|details| details.later.as_ref());
-        if let Some(regions) = later.filter(|_| self.may_be_needed()) {
-            let regions: Vec<_> = regions.iter().map(ram::JournalledRegion::region).collect();
-            // This driver has nothing else to do yet, and the destination's guest may be waiting for its memory.
-            while vm.is_alive() {
-                match ::memory::open_source(&vm.process, &regions) {
-                    Ok(readers) => {
-                        let mut later = PostCopyServer::new(
-                            readers.into(),
-                            ::memory::RecentWrites::default(),
-                            self.telemetry.remaining(),
-                            Arc::clone(&self.controls.rate),
-                        );
-                        // The earlier agent's push policy cannot be continued: its measurements are lost.
-                        later.before = self.controls.report(|report| {
-                            report.traces.others.push = None;
-                            report.post_copy.unwrap_or_default()
-                        });
-                        self.resources.later = Some(later);
-                        break;
-                    }
-                    Err(error) => {
-                        let error = crate::chain(&error);
-                        warn!(error, "cannot read yet the memory that the destination may request");
-                        std::thread::sleep(self.retry());
-                    }
-                }
-            }
+        let found = self.found(vm);
+        self.resources.unread = details.and_then(|details| details.later.clone());
+        if self.may_be_needed() {
+            self.read_left_memory();
         }
-        self.found(vm)
+        found
+    }
+
+    /// Makes the memory readable that an agent before this one has left to send. If that fails, the state's repetition
+    /// tries again.
+    fn read_left_memory(&mut self) {
+        let Some(left) = self.resources.unread.take() else { return };
+        let Some(vm) = self.resources.vm.as_ref().filter(|vm| vm.is_alive()) else { return };
+        let regions: Vec<_> = left.iter().map(JournalledRegion::region).collect();
+        let readers = match ::memory::open_source(&vm.process, &regions) {
+            Ok(readers) => readers,
+            Err(error) => {
+                let error = crate::chain(&error);
+                warn!(error, "cannot read yet the memory that the destination may request");
+                self.resources.unread = Some(left);
+                return;
+            }
+        };
+        let mut later = PostCopyServer::new(
+            readers.into(),
+            ::memory::RecentWrites::default(),
+            self.telemetry.remaining(),
+            Arc::clone(&self.controls.rate),
+        );
+        // The earlier agent's push policy cannot be continued: its measurements are lost.
+        later.before = self.controls.report(|report| {
+            report.traces.others.push = None;
+            report.post_copy.unwrap_or_default()
+        });
+        self.resources.later = Some(later);
     }
 
     /// Handles the end of post-copy over a set of connections; there is no error if the destination has all pages.
@@ -90,8 +95,11 @@ impl Driver {
 
     /// Makes new connections if the destination may need pages and there are none.
     pub(super) fn reconnect_serving(&mut self) {
-        let is_cut = self.resources.later.as_ref().is_some_and(PostCopyServer::is_cut);
-        if !is_cut || !self.may_be_needed() {
+        if !self.may_be_needed() {
+            return;
+        }
+        self.read_left_memory();
+        if !self.resources.later.as_ref().is_some_and(PostCopyServer::is_cut) {
             return;
         }
         if let Some(error) = self.resources.later.as_mut().and_then(|later| later.lost.take()) {

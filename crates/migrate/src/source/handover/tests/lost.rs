@@ -1,5 +1,7 @@
 //! Tests of a guest that is lost at its source before COMMITTED.
 
+use engine::handover::recover::OperatorDecision;
+
 use super::*;
 
 /// The destination lacks parts of the guest, and always will: neither host waits for the other.
@@ -65,4 +67,26 @@ fn guest_lost_before_committed_with_postcopy_is_given_up() {
             assert_eq!(settled.join().unwrap(), SourceState::Aborted);
         }
     }
+}
+
+/// An operator decides about a guest whose memory is not where the journal has it.
+#[test]
+fn memory_that_cannot_be_read_keeps_no_event_waiting() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let state = SourceState::Committed { incarnation: incarnation(), run: true, ran: true };
+    let (mut driver, mailbox, _) = driver(&world, state, None);
+    let vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let region = serde_json::json!({ "name": "ram", "bytes": 4096, "page_bytes": 4096, "address": 4096 });
+    let later = Some(vec![serde_json::from_value(region).unwrap()]);
+    let (boot_id, process) = (world.context.boot_id.clone(), None);
+    let details = Details { boot_id, accepted: true, later, process, vm_ended: false };
+    mailbox.put(Notice::Event(SourceEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
+    let (settled, settles) = mpsc::channel();
+    thread::spawn(move || {
+        let found = driver.found_with(vm, Some(&details));
+        settled.send(driver.run_on(found)).unwrap();
+    });
+    let state = settles.recv_timeout(host::testing::PATIENCE).expect("the decision waits for the memory");
+    assert!(matches!(state, SourceState::Done { .. }), "{state:?}");
 }

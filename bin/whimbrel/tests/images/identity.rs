@@ -61,7 +61,9 @@ fn a_file_that_takes_the_place_of_an_image_on_the_way_is_found() {
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
     assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
     cluster.a.wait_settled();
-    until("the other host has tried to remove it", || cluster.b.log().contains("file has replaced it"));
+    until("the other host has tried to remove it", || {
+        cluster.b.log().contains("was replaced by another file")
+    });
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(report["reason"].as_str().unwrap().contains("was replaced by another file"), "{report:#}");
     assert!(made.exists(), "what was not made for it is removed");

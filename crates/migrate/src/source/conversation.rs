@@ -12,7 +12,7 @@ use proto::message::Message;
 use tracing::warn;
 
 use super::Driver;
-use super::inbox::{Notice, QUEUE_LENGTH};
+use super::inbox::Notice;
 use super::memory::Payload;
 use super::phases::{Control, Failure, unexpected};
 use api::progress::Phase;
@@ -149,13 +149,11 @@ impl Driver {
         // While the guest is stopped, the write had a deadline, which holds for its error too.
         let written_by = self.connections.control.as_ref().and_then(|control| control.writer.deadline());
         let deadline = written_by.map_or(silence, |written_by| silence.min(written_by));
-        // Notices that wait already are handled even after the deadline, but not those of a peer that never stops.
-        for _ in 0..QUEUE_LENGTH {
-            match self.inbox.wait(deadline) {
-                None => break,
-                Some(Notice::Message { message: Message::Ping, .. }) => {}
-                Some(Notice::Lost { link: lost, error: None }) if lost == link => break,
-                Some(notice) => {
+        while let Some(notice) = self.inbox.wait(deadline) {
+            match notice {
+                Notice::Message { message: Message::Ping, .. } => {}
+                Notice::Lost { link: lost, error: None } if lost == link => break,
+                notice => {
                     if let Err(failure) = self.handle_notice(notice) {
                         return failure;
                     }

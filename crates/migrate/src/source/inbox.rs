@@ -10,7 +10,7 @@ use engine::handover::source::SourceEvent;
 use proto::{Epoch, Generation, Message};
 
 /// Maximum number of notices in the queue. Further senders wait.
-pub(super) const QUEUE_LENGTH: usize = 1024;
+const QUEUE_LENGTH: usize = 1024;
 
 /// Channel for the answer to a question.
 pub(crate) type Reply = SyncSender<Message>;

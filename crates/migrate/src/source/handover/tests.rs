@@ -219,23 +219,6 @@ fn a_failed_write_keeps_a_stopped_guest_no_longer_than_its_deadline() {
     assert!(reason.starts_with("cannot send the device state"), "{reason}");
 }
 
-/// Each notice that arrives in time was handled, however many followed.
-#[test]
-fn a_failed_write_is_reported_however_much_the_destination_sends() {
-    let world = World::new();
-    let (mut driver, mailbox, _) = driver(&world, STOPPED, None);
-    driver.connections.control = Some(driver.connect_control().unwrap());
-    let _peer = world.accept();
-    driver.set_control_deadline(Some(Instant::now()));
-    let link = driver.connections.control.as_ref().map(|control| control.link);
-    let pings = thread::spawn(move || while mailbox.put(Notice::Message { link, message: Message::Ping }) {});
-    let too_long = vec![0; proto::limits::BLOB_BYTES + 1];
-    let sent = driver.send("cannot send the device state", |writer| writer.send_blob(&too_long));
-    assert!(sent.unwrap_err().reason.starts_with("cannot send the device state"));
-    drop(driver);
-    pings.join().unwrap();
-}
-
 #[test]
 fn ping_is_no_answer() {
     let world = World::new();

@@ -107,7 +107,7 @@ impl FromStr for Mover {
         let found = NAMES.iter().find(|(_, known)| *known == name).map(|(mover, _)| *mover);
         found.ok_or_else(|| {
             let known = NAMES.map(|(_, name)| name).join(", ");
-            format!("no contender is named {name}; choose from {known}")
+            format!("no mover is named {name}; choose from {known}")
         })
     }
 }
@@ -232,7 +232,7 @@ mod tests {
             assert_eq!((mover.to_string().as_str(), name.parse()), (name, Ok(mover)));
             assert_eq!(serde_json::to_value(mover).unwrap(), name);
         }
-        assert!("whimbrel-2".parse::<Mover>().unwrap_err().contains("there are whimbrel, "));
+        assert!("whimbrel-2".parse::<Mover>().unwrap_err().contains("choose from whimbrel, "));
     }
 
     #[test]

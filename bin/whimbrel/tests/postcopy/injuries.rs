@@ -166,8 +166,9 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
         cluster.agent_mut(held.agent).kill();
         cluster.agent_mut(held.agent).start();
         drop(migration.wait_with_output().unwrap());
-        cluster.a.wait_settled();
+        // The source's report is complete after the destination has all pages.
         cluster.b.wait_settled();
+        cluster.a.wait_settled();
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();
         assert_post_copy(&report);
         assert_whole_and_movable(&cluster);

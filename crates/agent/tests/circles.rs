@@ -5,31 +5,22 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+mod sources;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use sources::{sources, without_comments};
 
 /// Uses between modules: each module with those that it names.
 type Uses = BTreeMap<String, BTreeSet<String>>;
-
-fn sources(directory: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(directory).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            found.extend(sources(&path));
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
-    found
-}
 
 /// Returns the text without comments, and without tests at its end.
 fn code(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap();
     let text = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
-    text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+    without_comments(text)
 }
 
 fn identifier(text: &str) -> &str {

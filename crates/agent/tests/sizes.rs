@@ -4,9 +4,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+mod sources;
+
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use sources::{sources, without_comments};
 
 /// Maximum number of a struct's fields.
 const MOST_FIELDS: usize = 15;
@@ -24,24 +28,6 @@ const TOO_LARGE: &[(&str, &str)] = &[
     // Programs that own too much.
     ("crates/memory/src/receive/worker.rs", "StreamWorker"),
 ];
-
-fn sources(directory: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(directory).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            found.extend(sources(&path));
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
-    found
-}
-
-/// Returns the text without comments.
-fn code(text: &str) -> String {
-    text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
-}
 
 /// Returns the fields of a struct, from the text after its name. Commas within brackets of any kind separate no fields.
 fn fields(declaration: &str) -> usize {
@@ -70,7 +56,7 @@ fn fields(declaration: &str) -> usize {
 
 /// Returns the structs that a text declares, with the numbers of their fields.
 fn structs(text: &str) -> Vec<(String, usize)> {
-    let code = code(text);
+    let code = without_comments(text);
     let mut found = Vec::new();
     for (at, keyword) in code.match_indices("struct ") {
         let is_word = code[..at].chars().next_back().is_none_or(char::is_whitespace);

@@ -40,7 +40,7 @@ impl Time {
     }
 }
 
-/// Timers that are armed, each once. Only they compare times.
+/// Timers that are armed, each once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Timers<T: Ord>(BTreeMap<T, Time>);
 

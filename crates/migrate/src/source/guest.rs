@@ -24,7 +24,7 @@ const NOTE_CHARS: usize = 300;
 /// Connection to the program in the guest. Dropping it ends the connection, and with it the thread.
 #[derive(Debug)]
 pub(super) struct Guest {
-    queue: Arc<RegistryClient>,
+    queue: Arc<QuestionQueue>,
     connection: UnixStream,
     hinted: Arc<HintedPages>,
     cache: Cache,
@@ -54,7 +54,7 @@ impl GuestAnswers {
 
 /// Queue of one question for the thread that asks.
 #[derive(Debug, Default)]
-struct RegistryClient {
+struct QuestionQueue {
     queue_state: Mutex<QueueState>,
     changed: Condvar,
 }
@@ -73,7 +73,7 @@ struct QueueState {
     last_report: Duration,
 }
 
-impl RegistryClient {
+impl QuestionQueue {
     fn queue_state(&self) -> MutexGuard<'_, QueueState> {
         self.queue_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -106,7 +106,7 @@ impl Guest {
         cache: Cache,
         patience: Duration,
     ) -> io::Result<Self> {
-        let (queue, mine) = (Arc::new(RegistryClient::default()), connection.try_clone()?);
+        let (queue, mine) = (Arc::new(QuestionQueue::default()), connection.try_clone()?);
         let lines = BufReader::with_capacity(1 << 16, connection.try_clone()?);
         let asking = GuestRequester {
             connection,
@@ -190,7 +190,7 @@ struct GuestRequester {
     lines: BufReader<UnixStream>,
     seen: Vec<GuestMapping>,
     hinted: Arc<HintedPages>,
-    queue: Arc<RegistryClient>,
+    queue: Arc<QuestionQueue>,
     patience: Duration,
 }
 

@@ -80,7 +80,7 @@ pub struct RoundObservation {
     pub remaining_pages: u64,
     /// Those of `remaining_pages` that belong to disks.
     #[serde(default)]
-    pub remaining_disk_pages: u64,
+    pub remaining_must_precopy_pages: u64,
     /// Those of the pages sent that had been sent shortly before, too, once all of memory was sent
     /// ([`Sampling::history`]).
     #[serde(default)]
@@ -99,7 +99,7 @@ pub struct RoundObservation {
     pub elapsed_ns: u64,
     /// Those of `dirty_pages` that belong to disks.
     #[serde(default)]
-    pub disk_pages: u64,
+    pub must_precopy_pages: u64,
 }
 
 impl RoundObservation {
@@ -110,12 +110,12 @@ impl RoundObservation {
 
     /// Returns the observation of memory without disks. The measurements of the round itself cover both.
     #[must_use]
-    pub fn without_disks(&self) -> Self {
+    pub fn without_must_precopy(&self) -> Self {
         Self {
-            dirty_pages: self.dirty_pages.saturating_sub(self.disk_pages),
-            remaining_pages: self.remaining_pages.saturating_sub(self.remaining_disk_pages),
-            disk_pages: 0,
-            remaining_disk_pages: 0,
+            dirty_pages: self.dirty_pages.saturating_sub(self.must_precopy_pages),
+            remaining_pages: self.remaining_pages.saturating_sub(self.remaining_must_precopy_pages),
+            must_precopy_pages: 0,
+            remaining_must_precopy_pages: 0,
             ..*self
         }
     }
@@ -162,7 +162,7 @@ pub enum Decision {
         slow: bool,
         /// True to send only dirty pages of disks and none of memory, which follows in post-copy.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-        disks_alone: bool,
+        must_precopy_only: bool,
     },
     /// Stop the guest and send the remaining pages.
     StopAndCopy {

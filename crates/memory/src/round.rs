@@ -101,23 +101,15 @@ impl Owed {
         Self { blocks, round: 0 }
     }
 
-    /// Adds all pages of these blocks, which were not scanned before.
-    pub fn add_all(&mut self, blocks: Range<usize>) {
-        for block in self.blocks.get_mut(blocks).into_iter().flatten() {
-            block.set(0..block.pages());
-        }
+    /// Adds pages of the blocks from `first` on, which were not scanned before.
+    pub fn add_pages(&mut self, first: usize, pages: &[DirtyBitmap]) {
+        let blocks = self.blocks.get_mut(first..).unwrap_or_default();
+        blocks.iter_mut().zip(pages).for_each(|(block, pages)| block.insert(pages));
     }
 
-    /// Scans the blocks from `first` on with a log of their own, and adds the pages that it finds.
-    ///
-    /// # Errors
-    /// Those of the log. Pages that it added before the error are owed.
-    pub fn add_from(
-        &mut self,
-        first: usize,
-        log: impl FnOnce(&mut [DirtyBitmap]) -> Result<ScanStats, ScanError>,
-    ) -> Result<ScanStats, ScanError> {
-        log(self.blocks.get_mut(first..).unwrap_or_default())
+    /// Returns the pages of these blocks, to which a log adds those that it finds.
+    pub fn blocks_mut(&mut self, blocks: Range<usize>) -> &mut [DirtyBitmap] {
+        self.blocks.get_mut(blocks).unwrap_or_default()
     }
 
     /// Adds the pages that a [part](Readable::part) left out.

@@ -13,15 +13,16 @@ mod guest;
 mod handover;
 mod inbox;
 mod memory;
+mod participants;
 mod phases;
 mod pressure;
 mod reductions;
 mod references;
 mod reports;
+mod sending_rate;
 mod serving;
 mod telemetry;
 mod wording;
-mod write_throttle;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -163,6 +164,12 @@ impl Controls {
         let mut goals = self.goals.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut goals);
         goals.clone()
+    }
+
+    /// Adds an event to the report.
+    pub(crate) fn note(&self, what: &str, detail: impl Into<String>) {
+        let at_us = self.requested.elapsed().as_micros() as u64;
+        self.report(|report| report.event(at_us, what, detail));
     }
 
     /// Reads or changes the report.
@@ -316,7 +323,9 @@ struct Resources {
     pressure: Option<pressure::PressureMeter>,
     /// The CPU throttle, if the guest's processors may be slowed down.
     cpu_throttle: Option<cpu_throttle::CpuThrottle>,
-    /// The guest's memory and disks, once their writes are tracked and while no phase uses them.
+    /// Parts of the VM that migrate with it.
+    participants: participants::Participants,
+    /// Content of the participants for the streams, while no phase uses it.
     payload: Option<memory::Payload>,
     /// The post-copy server for pages that the destination's guest still needs, if there are such.
     later: Option<serving::PostCopyServer>,
@@ -326,14 +335,15 @@ struct Resources {
     discarded: phases::DiscardedPages,
     /// The guest's recent writes, recorded if post-copy is possible.
     written: ::memory::RecentWrites,
-    /// True if QEMU was asked to stop recording its guest's writes and has not answered.
-    is_still_recording: bool,
+    /// Result of undoing what the participants have changed on this host.
+    undone: participants::Undo,
 }
 
 impl Resources {
-    fn new(vm: Option<SourceVm>) -> Self {
+    fn new(vm: Option<SourceVm>, participants: participants::Participants) -> Self {
         Self {
             vm,
+            participants,
             pressure: None,
             cpu_throttle: None,
             payload: None,
@@ -341,7 +351,7 @@ impl Resources {
             unread: None,
             discarded: phases::DiscardedPages::none(),
             written: ::memory::RecentWrites::default(),
-            is_still_recording: false,
+            undone: participants::Undo::Done,
         }
     }
 }
@@ -381,6 +391,11 @@ impl Driver {
         publisher.update(|progress| progress.ram_bytes = ram_bytes);
         let cpu = (state == SourceState::Idle).then(CpuTime::start);
         let telemetry = Telemetry::new(publisher, controls.requested);
+        let participants = participants::of_a_vm(&participants::Environment {
+            context: Arc::clone(&context),
+            terms: terms.clone(),
+            controls: Arc::clone(&controls),
+        });
         Self {
             context,
             terms,
@@ -391,7 +406,7 @@ impl Driver {
             handover: HandoverState::new(state),
             agreement: Agreement::default(),
             connections: Connections::new(),
-            resources: Resources::new(vm),
+            resources: Resources::new(vm, participants),
             reporter: Reporter { cpu, ..Reporter::default() },
         }
     }
@@ -411,7 +426,6 @@ impl Driver {
     }
 
     fn note(&self, what: &str, detail: impl Into<String>) {
-        let at_us = self.telemetry.elapsed_us();
-        self.controls.report(|report| report.event(at_us, what, detail));
+        self.controls.note(what, detail);
     }
 }

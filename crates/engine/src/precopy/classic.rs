@@ -62,7 +62,7 @@ impl Policy for TargetPolicy {
                 expected_downtime_ns,
                 most_pages: None,
                 slow: false,
-                disks_alone: false,
+                must_precopy_only: false,
             },
         }
     }
@@ -106,7 +106,12 @@ impl Policy for RoundCountPolicy {
         if observed.round > 0 && is_over {
             Decision::StopAndCopy { expected_downtime_ns, pattern: None }
         } else {
-            Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false, disks_alone: false }
+            Decision::NextRound {
+                expected_downtime_ns,
+                most_pages: None,
+                slow: false,
+                must_precopy_only: false,
+            }
         }
     }
 }

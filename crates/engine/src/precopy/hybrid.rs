@@ -50,7 +50,7 @@ impl Policy for HybridPolicy {
                 expected_downtime_ns: fixed_ns,
                 most_pages: None,
                 slow: false,
-                disks_alone: false,
+                must_precopy_only: false,
             }
         } else if pages_ns <= fixed_ns {
             Decision::StopAndCopy { expected_downtime_ns: stop_ns, pattern: None }

@@ -272,7 +272,7 @@ impl Policy for PatternPolicy {
                 expected_downtime_ns,
                 most_pages: None,
                 slow: false,
-                disks_alone: false,
+                must_precopy_only: false,
             };
         }
         let sampling = self.sampling;
@@ -294,7 +294,8 @@ impl Policy for PatternPolicy {
         let is_certain = pattern == Some(Pattern::Stable) || self.stuck_rounds >= CERTAIN_SCANS;
         let was_seen = self.stuck_ns.saturating_mul(MAX_DOWNTIME_PER_SEEN) >= pages_ns;
         let is_over = is_stuck && pattern.is_some() && is_certain && was_seen;
-        let waits_for_disks = self.throttles_writes && observed.disk_pages >= observed.dirty_pages / 2;
+        let waits_for_disks =
+            self.throttles_writes && observed.must_precopy_pages >= observed.dirty_pages / 2;
         let has_patience = waits_for_disks
             || self.stuck_rounds < self.patience_rounds
             || self.stuck_ns / u64::from(self.patience_rounds.max(1)) < pages_ns;
@@ -304,7 +305,8 @@ impl Policy for PatternPolicy {
             (is_stuck && !has_patience).then_some(Limit::NotShrinking)
         };
 
-        let next = Decision::NextRound { expected_downtime_ns, most_pages, slow: false, disks_alone: false };
+        let next =
+            Decision::NextRound { expected_downtime_ns, most_pages, slow: false, must_precopy_only: false };
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern };
         if expected_downtime_ns <= self.goals.max_downtime_ns {
             return if is_worth_it { next } else { stop };

@@ -44,7 +44,12 @@ impl PostCopyStart {
         self.scans_without_progress = if is_less { 0 } else { self.scans_without_progress + 1 };
         let would_take_too_long = expected_downtime_ns > max_downtime_ns;
         if !is_little && (is_less || would_take_too_long && self.scans_without_progress < CERTAIN_SCANS) {
-            Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false, disks_alone: true }
+            Decision::NextRound {
+                expected_downtime_ns,
+                most_pages: None,
+                slow: false,
+                must_precopy_only: true,
+            }
         } else if is_little || !would_take_too_long {
             Decision::PostCopy { expected_downtime_ns }
         } else {
@@ -56,8 +61,8 @@ impl PostCopyStart {
 
 /// Returns the time for the dirty pages of disks, where all dirty pages take `pages_ns`.
 fn disks_ns(observed: &RoundObservation, pages_ns: u64) -> u64 {
-    let disk_pages = observed.disk_pages.min(observed.dirty_pages);
-    let ns = (u128::from(pages_ns) * u128::from(disk_pages)).checked_div(observed.dirty_pages.into());
+    let must_precopy_pages = observed.must_precopy_pages.min(observed.dirty_pages);
+    let ns = (u128::from(pages_ns) * u128::from(must_precopy_pages)).checked_div(observed.dirty_pages.into());
     u64::try_from(ns.unwrap_or(0)).unwrap_or(u64::MAX)
 }
 
@@ -72,9 +77,10 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    /// Decides with `disk_pages` dirty pages of disks, where a hundred pages take a millisecond.
-    fn decided(postcopy_start: &mut PostCopyStart, disk_pages: u64) -> Decision {
-        let observed = RoundObservation { disk_pages, dirty_pages: 100_000, ..RoundObservation::default() };
+    /// Decides with `must_precopy_pages` dirty pages of disks, where a hundred pages take a millisecond.
+    fn decided(postcopy_start: &mut PostCopyStart, must_precopy_pages: u64) -> Decision {
+        let observed =
+            RoundObservation { must_precopy_pages, dirty_pages: 100_000, ..RoundObservation::default() };
         postcopy_start.decide(&observed, 1_000 * MS, &FixedCost::default(), 300 * MS)
     }
 
@@ -82,9 +88,12 @@ mod tests {
     fn disks_go_ahead_for_as_long_as_they_become_less() {
         let mut postcopy_start = PostCopyStart::default();
         assert!(!postcopy_start.has_begun());
-        for disk_pages in [90_000, 40_000, 20_000, 1_000] {
-            let next = decided(&mut postcopy_start, disk_pages);
-            assert!(matches!(next, Decision::NextRound { disks_alone: true, .. }), "{disk_pages}: {next:?}");
+        for must_precopy_pages in [90_000, 40_000, 20_000, 1_000] {
+            let next = decided(&mut postcopy_start, must_precopy_pages);
+            assert!(
+                matches!(next, Decision::NextRound { must_precopy_only: true, .. }),
+                "{must_precopy_pages}: {next:?}"
+            );
             assert!(postcopy_start.has_begun());
         }
         let next = decided(&mut postcopy_start, 100);
@@ -104,7 +113,7 @@ mod tests {
         decided(&mut postcopy_start, 40_000);
         for more in [90_000, 40_000] {
             let next = decided(&mut postcopy_start, more);
-            assert!(matches!(next, Decision::NextRound { disks_alone: true, .. }), "{next:?}");
+            assert!(matches!(next, Decision::NextRound { must_precopy_only: true, .. }), "{next:?}");
         }
         let Decision::GiveUp { reason } = decided(&mut postcopy_start, 40_000) else { panic!("too long") };
         assert_eq!(reason.limit, Limit::Disks);

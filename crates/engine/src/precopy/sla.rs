@@ -240,8 +240,8 @@ impl SlaPolicy {
     fn compute_outlook(&self, observed: &RoundObservation, pages_ns: u64) -> Outlook {
         let share = self.share(observed, pages_ns);
         let of_disks = |share: u128| {
-            let disk_pages = u128::from(observed.disk_pages.min(observed.dirty_pages));
-            (share * disk_pages).checked_div(observed.dirty_pages.into()).unwrap_or(0)
+            let must_precopy_pages = u128::from(observed.must_precopy_pages.min(observed.dirty_pages));
+            (share * must_precopy_pages).checked_div(observed.dirty_pages.into()).unwrap_or(0)
         };
         let slowed = |share: u128| {
             // Slower processors write less to memory; disks have a throttle of their own.
@@ -332,7 +332,7 @@ impl Policy for SlaPolicy {
             expected_downtime_ns,
             most_pages,
             slow: way == MigrationStrategy::SlowedDown,
-            disks_alone: false,
+            must_precopy_only: false,
         };
         if expected_downtime_ns <= self.goals.max_downtime_ns {
             // Another round would be worth it, if there is time for it.

@@ -11,14 +11,14 @@ pub(super) fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: 
         empty_pages: 0,
         reduced_pages: 0,
         remaining_pages: 0,
-        remaining_disk_pages: 0,
+        remaining_must_precopy_pages: 0,
         resent_pages: 0,
         bytes_sent: pages_sent * PAGE_BYTES,
         duration_ns: duration_ms * 1_000_000,
         interval_ns: duration_ms * 1_000_000,
         scan_ns: 0,
         elapsed_ns: 0,
-        disk_pages: 0,
+        must_precopy_pages: 0,
     }
 }
 
@@ -310,21 +310,22 @@ fn pages_of_zeros_say_nothing_of_the_link() {
 #[test]
 fn what_is_seen_of_memory_is_without_what_waits_of_disks() {
     let seen = RoundObservation {
-        disk_pages: 900,
+        must_precopy_pages: 900,
         remaining_pages: 1_000,
-        remaining_disk_pages: 800,
+        remaining_must_precopy_pages: 800,
         ..round(2, 1_500, 10_000, 1_000)
     };
     assert_eq!(seen.dirty_rate_bytes_per_s(), 500 * PAGE_BYTES);
-    assert_eq!(seen.without_disks().dirty_rate_bytes_per_s(), 400 * PAGE_BYTES);
+    assert_eq!(seen.without_must_precopy().dirty_rate_bytes_per_s(), 400 * PAGE_BYTES);
 }
 
 /// The throttle slows writes to disks down, not those to memory.
 #[test]
 fn rounds_make_progress_while_the_disk_throttle_acts() {
-    let decided = |disk_pages| {
+    let decided = |must_precopy_pages| {
         let mut policy = policy(1, 1_000, OnLimit::Abort).with_write_throttle();
-        let looks = (1..200).map(|n| RoundObservation { disk_pages, ..round(n, 100_000, 100_000, 1_000) });
+        let looks =
+            (1..200).map(|n| RoundObservation { must_precopy_pages, ..round(n, 100_000, 100_000, 1_000) });
         looks.map(|look| policy.decide(&look)).find(|next| matches!(next, Decision::GiveUp { .. }))
     };
     assert_eq!(decided(60_000), None);

@@ -17,8 +17,8 @@ use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, connection, end};
 use super::pair::Pair;
 use crate::{
-    DataStream, FrameSink, Owed, RamError, Readable, Receiver, ReceiverEvent, Reductions, SendError, Sender,
-    lock, stream_of,
+    DataStream, DirtyBitmap, FrameSink, Owed, RamError, Readable, Receiver, ReceiverEvent, Reductions,
+    SendError, Sender, lock, stream_of,
 };
 
 fn all(ram: &FakeRam) -> Readable {
@@ -312,7 +312,7 @@ fn how_far_a_round_is_is_told_of_each_block() {
     assert_eq!(reported(), lengths.map(|pages| (pages, pages)));
     // Pages of another round are not counted in this one.
     let mut owed = sent.owed;
-    owed.add_all(0..1);
+    owed.add_pages(0, &[DirtyBitmap::full(lengths[0] * proto::limits::PAGE_BYTES)]);
     sent.sender.send_round(owed.clear_marks(&mut ram.log()).unwrap().skip_drain()).unwrap();
     assert_eq!(reported(), [(100, 100), (0, 0)]);
 }

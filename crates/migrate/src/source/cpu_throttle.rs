@@ -9,7 +9,7 @@ use engine::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy,
 use engine::trace::TracedPolicy;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
 
-use super::write_throttle::SendingRate;
+use super::sending_rate::SendingRate;
 use host::HelperProgram;
 use host::guard::{DismissOnDrop, ThrottleGuard};
 use host::{SourceVm, VmError};
@@ -117,7 +117,7 @@ impl CpuThrottle {
         Ok(Some(CpuObservation {
             used_us_per_s: used_us_per_s.collect(),
             // Slower processors write less to disks, too, but those have a throttle of their own.
-            dirtied_bytes_per_s: round.without_disks().dirty_rate_bytes_per_s(),
+            dirtied_bytes_per_s: round.without_must_precopy().dirty_rate_bytes_per_s(),
             drained_bytes_per_s,
         }))
     }

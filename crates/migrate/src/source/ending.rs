@@ -8,6 +8,7 @@ use engine::handover::source::{SourceReport, SourceState};
 use tracing::{error, info, warn};
 
 use super::inbox::Notice;
+use super::participants::Undo;
 use super::{Details, Driver, reports, wording};
 use api::progress::{Phase, Standing};
 use api::report::Outcome;
@@ -54,7 +55,7 @@ impl Driver {
         if let Some(state) = self.handover.unjournalled.take() {
             self.retry_journal(&state);
         }
-        self.end_recording();
+        self.finish_undoing();
         let standing = match self.handover.state {
             SourceState::Done { .. } => Standing::Done,
             _ if self.reporter.reports.outcome() == Some(Outcome::Ended) => Standing::Ended,
@@ -127,20 +128,16 @@ impl Driver {
         if self.handover.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
     }
 
-    /// Asks a QEMU that was too slow to answer again to end the recording of writes, for as long as an answer may need.
-    /// After that a user has to know.
-    fn end_recording(&mut self) {
+    /// Undoes again what could not be undone, for as long as a slow QEMU may need to answer. After that a user has to
+    /// know.
+    fn finish_undoing(&mut self) {
         let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        while self.resources.is_still_recording && Instant::now() < until {
+        while self.resources.undone != Undo::Done && Instant::now() < until {
             thread::sleep(self.retry());
             let Some(vm) = self.resources.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
-            self.resources.is_still_recording = !vm.stop_recording(None);
+            self.resources.undone = self.resources.participants.undo(Some(vm));
         }
-        if !self.resources.is_still_recording {
-            return;
-        }
-        let text = "QEMU does not confirm that it stopped recording writes, and a write throttle may remain: \
-                    the next migration that copies its disks removes both";
+        let Undo::Retry(text) = self.resources.undone else { return };
         warn!(migration = %self.terms.migration, text);
         self.telemetry.update(|progress| {
             let before = progress.message.take().map_or_else(String::new, |before| before + "; ");

@@ -13,7 +13,7 @@
 //! A phase that cannot continue returns a [`Failure`]: the event for the engine, and the reason for users. The rounds
 //! are in [`rounds`]; the work while the guest is stopped is in [`switchover`].
 
-mod disks;
+mod ahead;
 mod pass_scheduler;
 mod postcopy;
 mod rounds;
@@ -24,7 +24,7 @@ pub(super) use postcopy::DiscardedPages;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::TrackedRam;
+use ::memory::Owed;
 use engine::handover::source::{SourceEvent, SourceState};
 use link::Writer;
 use proto::message::{Acceptance, CopiedDisk, DiskMode, Finding, Message, ProposedDisk, Severity};
@@ -34,10 +34,11 @@ use tracing::{debug, warn};
 
 use super::cpu_throttle::CpuThrottle;
 use super::memory::Payload;
+use super::participants::{Agreed, Preparation};
 use super::pressure;
 use super::reductions::Reductions;
 use super::references::SharedImages;
-use super::{Details, Driver, memory};
+use super::{Details, Driver};
 use api::progress::Phase;
 use api::report::{Disk, Measured};
 use api::{StopPolicy, ThrottleCpu};
@@ -128,7 +129,7 @@ impl Driver {
         self.enable_cpu_throttle()?;
         self.start_pressure_meter();
         let accepted = self.prepare()?;
-        let mut payload = self.payload(&accepted.copied)?;
+        let mut payload = self.open_participants(&accepted)?;
         let ready = self.move_to_ready(&accepted, &mut payload);
         self.set_control_deadline(None);
         // A guest that continues at the source does so first; changes of the kernel's and of QEMU's state are undone
@@ -139,18 +140,19 @@ impl Driver {
 
     fn move_to_ready(&mut self, accepted: &Accepted, payload: &mut Payload) -> Result<Ready, Failure> {
         let shared = self.shared_images(accepted, payload);
-        if self.uses_references(accepted) && (payload.has_disks() || shared.is_some()) {
+        if self.uses_references(accepted) && (self.resources.participants.has_ahead() || shared.is_some()) {
             payload.enable_references(self.query_destination_content(accepted, payload)?);
         }
         let _reductions = self.start_reductions(accepted, shared, payload);
         self.enable_free_page_hints(payload);
-        let ahead = if payload.has_disks() { Some(self.send_disks(payload)?) } else { None };
-        let tracked = self.track()?;
-        let (sender, mut owed) = match ahead {
-            Some(ahead) => ahead,
-            None => (self.open_streams(payload)?, payload.disks_alone()),
+        let (sender, owed) = if self.resources.participants.has_ahead() {
+            let (sender, owed) = self.send_ahead(payload)?;
+            (sender, self.prepare_others(owed, payload)?)
+        } else {
+            // Before the streams are open: preparing may need seconds.
+            let owed = self.prepare_others(self.resources.participants.first_pages(), payload)?;
+            (self.open_streams(payload)?, owed)
         };
-        payload.add_memory(tracked, &mut owed);
         let (sender, owed, ending) = self.pre_copy(sender, owed, payload)?;
         self.stop()?;
         // A guest that was paused by its user does not write: it has no reason to need both hosts.
@@ -294,16 +296,26 @@ impl Driver {
             .map_err(|error| Failure::local("cannot record that the destination has accepted", &error))
     }
 
-    /// Tracks the guest's writes from here on. Needs seconds for a large guest that arrived by a migration, and handles
-    /// notices in the meantime.
-    fn track(&mut self) -> Result<TrackedRam, Failure> {
-        let failed = |error: memory::TrackError| Failure::local("cannot track the guest's writes", &error);
-        let context = Arc::clone(&self.context);
-        let mut tracking = memory::Tracking::begin(&context, self.vm()?).map_err(failed)?;
-        while tracking.step().map_err(failed)? {
+    /// Prepares what the streams will send. The writes to participants that are sent ahead are recorded from here on.
+    pub(super) fn open_participants(&mut self, accepted: &Accepted) -> Result<Payload, Failure> {
+        let (proposal, copied) = (self.agreement.proposal.as_ref(), accepted.copied.as_slice());
+        self.resources.participants.check(&Agreed { proposal, copied })?;
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
+        let payload = self.resources.participants.open(vm)?;
+        self.telemetry.update(|progress| progress.disks = self.resources.participants.progress());
+        Ok(payload)
+    }
+
+    /// Prepares the remaining participants, whose pages are owed from here on. Handles notices in the meantime.
+    fn prepare_others(&mut self, mut owed: Owed, payload: &Payload) -> Result<Owed, Failure> {
+        loop {
+            let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
+            let participants = &mut self.resources.participants;
+            if participants.prepare(vm, &payload.saving(), &mut owed)? == Preparation::Done {
+                return Ok(owed);
+            }
             self.handle_notices()?;
         }
-        tracking.finish(self.vm()?).map_err(failed)
     }
 
     /// Prepares the throttle of the guest's processors, if it was requested or if the policy may use it.

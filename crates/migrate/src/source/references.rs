@@ -44,7 +44,7 @@ impl Driver {
         let is_copied = |name: &str| accepted.copied.iter().any(|copied| copied.name == name);
         let images = shared_images(&vm.disks, is_copied);
         let templates = Arc::clone(&self.context.templates);
-        let memory_bytes = payload.total_ram_bytes();
+        let memory_bytes = payload.ram_bytes().iter().sum();
         (!images.is_empty()).then_some(SharedImages { images, memory_bytes, templates })
     }
 
@@ -57,7 +57,13 @@ impl Driver {
         let seeks = accepted.templates > 0 && !accepted.copied.is_empty();
         let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
-        let sent_pages = payload.first_of_disks().iter().map(::memory::DirtyBitmap::count).sum::<u64>();
+        let sent_pages = self
+            .resources
+            .participants
+            .first_of_ahead()
+            .iter()
+            .map(::memory::DirtyBitmap::count)
+            .sum::<u64>();
         let blocks = payload.readers();
         let known = ContentIndex::new(
             blocks.iter().map(|block| block.bytes()),
@@ -104,7 +110,7 @@ impl Driver {
     /// Asks about pages from all over the disks, and records the destination's answers. This only saves bytes: answers
     /// that are late, too many, or lost with the link are not needed.
     fn query_templates(&mut self, payload: &Payload) -> Result<Vec<TemplateRun>, Failure> {
-        let names = sample_hashes(payload)
+        let names = sample_hashes(&self.resources.participants.first_of_ahead(), payload)
             .map_err(|error| Failure::local("cannot read the pages to send", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let mut taken = Vec::new();
@@ -197,8 +203,11 @@ struct TemplateRun {
 }
 
 /// Returns the names of pages from all over the disks, without pages of zeros.
-fn sample_hashes(payload: &Payload) -> Result<Vec<String>, ::memory::RamError> {
-    let (disks, readers) = (payload.first_of_disks(), payload.readers());
+fn sample_hashes(
+    disks: &[::memory::DirtyBitmap],
+    payload: &Payload,
+) -> Result<Vec<String>, ::memory::RamError> {
+    let readers = payload.readers();
     let all: u64 = disks.iter().map(::memory::DirtyBitmap::count).sum();
     let step = all.div_ceil(QUERIED_PAGES as u64 / 2).max(1);
     let mut names = Vec::new();

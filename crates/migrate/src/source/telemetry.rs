@@ -10,7 +10,7 @@ use ::memory::SenderHandle;
 use link::Handle;
 use proto::limits::PAGE_BYTES;
 
-use api::progress::{DiskProgress, Phase, Progress, Publisher};
+use api::progress::{Phase, Progress, Publisher};
 
 /// Interval of the progress samples.
 const SAMPLE: Duration = Duration::from_millis(200);
@@ -74,12 +74,6 @@ impl Telemetry {
 
     pub(crate) fn now(&self) -> Progress {
         self.publisher.now()
-    }
-
-    /// Publishes the copied disks, with their lengths in bytes.
-    pub(crate) fn publish_disks(&self, disks: impl Iterator<Item = (String, u64)>) {
-        let disk = |(name, bytes)| DiskProgress { name, bytes, ..DiskProgress::default() };
-        self.update(|progress| progress.disks = disks.map(disk).collect());
     }
 
     /// Records the begin of a round: its pass, and the pages that wait for a later one.

@@ -187,8 +187,8 @@ fn rounds_have_a_limit_too() {
 /// the policy gives up.
 #[test]
 fn disks_that_become_no_less_leave_the_other_ways() {
-    let look = |number: u32, disk_pages, dirty_pages, elapsed_ms: u64| RoundObservation {
-        disk_pages,
+    let look = |number: u32, must_precopy_pages, dirty_pages, elapsed_ms: u64| RoundObservation {
+        must_precopy_pages,
         elapsed_ns: elapsed_ms * MS,
         ..super::super::tests::round(number, dirty_pages, 100_000, 1_000)
     };
@@ -197,21 +197,21 @@ fn disks_that_become_no_less_leave_the_other_ways() {
         let mut policy = sla(300, 60_000, ways, on_limit);
         policy.decide(&look(1, 10_000, 1_000_000, 1_000));
         let ahead = policy.decide(&look(2, 10_000, 1_000_000, 2_000));
-        assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
+        assert!(matches!(ahead, Decision::NextRound { must_precopy_only: true, .. }), "{ahead:?}");
         policy
     };
     // It may be a hiccup: two more rounds of disks alone.
     let is_no_less_by_chance = |policy: &mut SlaPolicy| {
         for number in [3, 4] {
             let ahead = policy.decide(&look(number, 900_000, 1_000_000, u64::from(number) * 1_000));
-            assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
+            assert!(matches!(ahead, Decision::NextRound { must_precopy_only: true, .. }), "{ahead:?}");
         }
     };
     for on_limit in [OnLimit::Abort, OnLimit::Stop] {
         let mut policy = ahead(on_limit);
         is_no_less_by_chance(&mut policy);
         let goes_on = policy.decide(&look(5, 900_000, 1_000_000, 5_000));
-        assert!(matches!(goes_on, Decision::NextRound { disks_alone: false, .. }), "{goes_on:?}");
+        assert!(matches!(goes_on, Decision::NextRound { must_precopy_only: false, .. }), "{goes_on:?}");
         assert_eq!(
             policy.outlook().map(|outlook| (outlook.chosen, outlook.is_feasible)),
             Some((MigrationStrategy::PreCopy, false))
@@ -226,7 +226,7 @@ fn disks_that_become_no_less_leave_the_other_ways() {
     let mut policy = ahead(OnLimit::Abort);
     is_no_less_by_chance(&mut policy);
     let calm = policy.decide(&look(5, 39_000, 40_000, 5_000));
-    assert!(matches!(calm, Decision::NextRound { disks_alone: false, .. }), "{calm:?}");
+    assert!(matches!(calm, Decision::NextRound { must_precopy_only: false, .. }), "{calm:?}");
     assert_eq!(
         policy.outlook().map(|outlook| (outlook.chosen, outlook.is_feasible)),
         Some((MigrationStrategy::PreCopy, true))
@@ -237,11 +237,11 @@ fn disks_that_become_no_less_leave_the_other_ways() {
 #[test]
 fn pages_of_disks_do_not_come_after_the_guest() {
     let mut policy = sla(300, 60_000, ALL, OnLimit::Abort);
-    for (number, disk_pages, comes_after) in
+    for (number, must_precopy_pages, comes_after) in
         [(1, 100_000, false), (2, 100_000, false), (3, 0, false), (4, 0, true)]
     {
         let observed = RoundObservation {
-            disk_pages,
+            must_precopy_pages,
             elapsed_ns: u64::from(number) * 1_000 * MS,
             ..super::super::tests::round(number, 1_000_000, 100_000, 1_000)
         };

@@ -23,14 +23,14 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
             empty_pages: pages_sent / 5 * (pages_sent % 6),
             reduced_pages,
             remaining_pages,
-            remaining_disk_pages: remaining_pages / 3,
+            remaining_must_precopy_pages: remaining_pages / 3,
             resent_pages,
             bytes_sent,
             duration_ns,
             interval_ns,
             scan_ns,
             elapsed_ns,
-            disk_pages: dirty_pages / 3,
+            must_precopy_pages: dirty_pages / 3,
         },
     )
 }
@@ -102,10 +102,10 @@ proptest! {
             let traced = run(policy, &seen);
             let decisions = decisions(&traced);
             // Remaining pages of disks are sent before post-copy starts.
-            let is_of_memory = |d: &&Decision| matches!(d, Decision::NextRound { disks_alone: false, .. });
+            let is_of_memory = |d: &&Decision| matches!(d, Decision::NextRound { must_precopy_only: false, .. });
             let rounds = decisions.iter().filter(is_of_memory).count() as u32;
             prop_assert!((least..=most).contains(&rounds), "{decisions:?}");
-            let has_ended = !matches!(decisions.last(), Some(Decision::NextRound { disks_alone: false, .. }));
+            let has_ended = !matches!(decisions.last(), Some(Decision::NextRound { must_precopy_only: false, .. }));
             prop_assert!(has_ended, "{decisions:?}");
             prop_assert_eq!(&traced.trace().replay(), traced.trace());
         }
@@ -129,7 +129,7 @@ proptest! {
             let is_late = matches!(decision, Decision::GiveUp { .. }) && observed.elapsed_ns > max_total_ns;
             prop_assert!(goes_on || round > 0 || is_late, "{decision:?} before all of memory went");
             // Remaining pages of disks are sent before post-copy starts.
-            let is_of_disks = matches!(decision, Decision::NextRound { disks_alone: true, .. });
+            let is_of_disks = matches!(decision, Decision::NextRound { must_precopy_only: true, .. });
             let is_late = round > 0 && !is_of_disks && observed.elapsed_ns > max_total_ns;
             prop_assert!(!goes_on || !is_late, "{observed:?}");
             let slows = matches!(decision, Decision::NextRound { slow: true, .. });

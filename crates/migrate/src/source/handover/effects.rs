@@ -14,10 +14,9 @@ use tracing::{error, warn};
 use crate::source::Driver;
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::inbox::Notice;
-use crate::source::memory;
 use crate::state_machine::StateMachine;
 use host::fault::Faults;
-use host::{disks, ownership, vms};
+use host::{ownership, vms};
 use store::journal::{Durability, JournalError, NewMigration, State};
 
 /// Error of an effect that failed.
@@ -75,7 +74,12 @@ impl StateMachine for Driver {
 
     fn perform(&mut self, effect: &SourceEffect) -> Result<(), EffectError> {
         match effect {
-            SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            SourceEffect::Journal { state, durable } => {
+                self.journal(state, *durable)?;
+                if matches!(state, SourceState::Committed { ran: false, .. }) {
+                    self.resources.participants.commit();
+                }
+            }
             SourceEffect::StopVm => {
                 self.lift_cpu_throttle();
                 self.reporter.stop_clock.stopped_at = Some(Instant::now());
@@ -111,25 +115,23 @@ impl StateMachine for Driver {
                 }
                 // The groups have no threads left.
                 self.resources.cpu_throttle = None;
-                disks::drop_page_cache(self.left_images());
+                self.resources.participants.finish();
             }
             SourceEffect::UndoAll => {
                 self.resources.cpu_throttle = None;
                 self.resources.later = None;
-                let disks = self.resources.payload.take().and_then(memory::Payload::into_disks);
+                self.resources.payload = None;
                 self.inbox.interrupts(None);
                 // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
                     warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "cannot release QEMU");
                 }
-                if let Some(vm) = self.resources.vm.as_mut().filter(|vm| vm.is_alive()) {
+                let mut vm = self.resources.vm.as_mut().filter(|vm| vm.is_alive());
+                if let Some(vm) = &mut vm {
                     vm.lift_leftover_limit();
                     vm.forget_state_file();
-                    self.resources.is_still_recording = !vm.stop_recording(disks);
-                    // Sockets of an agent before this one; this agent's are gone by now.
-                    let _ = std::fs::remove_file(self.disk_socket());
-                    block::image::end_unused_server(&self.compare_socket());
                 }
+                self.resources.undone = self.resources.participants.undo(vm);
             }
             SourceEffect::SendGo { incarnation, run } => {
                 let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());

@@ -12,8 +12,12 @@ use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
+use crate::source::memory::Payload;
+use crate::source::participants::StopKind;
+use crate::source::participants::tests::{Fake, Steps, taken};
 use crate::source::phases::Accepted;
-use crate::source::{Controls, Goals, Inbox, Mailbox, memory};
+use crate::source::{Controls, Goals, Inbox, Mailbox};
+use ::memory::Owed;
 use api::progress::Publisher;
 use api::report::{Outcome, Report};
 use api::{MigrationSettings, OnLimit};
@@ -50,6 +54,13 @@ fn driver_of(
     let context = Arc::clone(&world.context);
     let driver = Driver::new(context, terms, state, vm, inbox, Arc::clone(&controls), Publisher::new());
     (driver, mailbox, controls)
+}
+
+/// Returns the payload of a VM without disks to copy.
+fn payload(driver: &mut Driver) -> Payload {
+    let accepted =
+        Accepted { copied: vec![], references: false, templates: 0, codecs: vec![], deltas: false };
+    driver.open_participants(&accepted).unwrap()
 }
 
 fn incarnation() -> Incarnation {
@@ -145,7 +156,7 @@ fn data_streams_follow_a_new_control_stream_after_a_loss() {
         thread::yield_now();
     }
     let opening = thread::spawn(move || {
-        let payload = memory::Payload::new(driver.resources.vm.as_ref().unwrap(), None, None).unwrap();
+        let payload = payload(&mut driver);
         let opened = driver.open_streams(&payload);
         opened.map(drop).map_err(|failure| failure.reason)
     });
@@ -171,7 +182,7 @@ fn link_cut_during_template_query_is_tolerated() {
     let accepted =
         Accepted { copied: vec![disk], references: true, templates: 1, codecs: vec![], deltas: false };
     let opening = thread::spawn(move || {
-        let payload = memory::Payload::new(driver.resources.vm.as_ref().unwrap(), None, None).unwrap();
+        let payload = payload(&mut driver);
         driver.query_destination_content(&accepted, &payload).map_err(|failure| failure.reason)?;
         driver.open_streams(&payload).map(drop).map_err(|failure| failure.reason)
     });
@@ -445,4 +456,42 @@ fn a_rejected_epoch_teaches_a_larger_one() {
     peer.send_message(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(i64::MAX as u64)) });
     learns.join().unwrap();
     assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(2));
+}
+
+/// Adds a participant to those of every VM.
+fn with_third(driver: &mut Driver) -> Steps {
+    let steps = Steps::default();
+    driver.resources.participants.add(Box::new(Fake::new("third", &steps)));
+    steps
+}
+
+#[test]
+fn a_third_participant_takes_part_in_a_migration_that_fails() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
+    let steps = with_third(&mut driver);
+    let payload = payload(&mut driver);
+    assert_eq!(taken(&steps), ["third check"]);
+    let vm = driver.resources.vm.as_mut().unwrap();
+    driver.resources.participants.before_stop(vm).unwrap();
+    driver.resources.participants.freeze(vm, StopKind::NotCompared, &mut Owed::of(vec![])).unwrap();
+    driver.resources.participants.ready(vm).unwrap();
+    assert_eq!(taken(&steps), ["third before_stop", "third freeze", "third ready"]);
+    driver.resources.payload = Some(payload);
+    driver.take(&SourceEvent::Failed);
+    assert_eq!(taken(&steps), ["third undo"], "the engine's effect reaches it");
+    drop(driver);
+}
+
+#[test]
+fn a_third_participant_takes_part_in_a_migration_that_succeeds() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
+    let steps = with_third(&mut driver);
+    driver.take(&SourceEvent::Ready { epoch: Epoch(1), incarnation: incarnation() });
+    assert_eq!(taken(&steps), ["third commit"]);
+    driver.take(&SourceEvent::Running { epoch: Epoch(1) });
+    assert_eq!(taken(&steps), ["third finish"]);
 }

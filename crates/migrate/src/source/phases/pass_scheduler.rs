@@ -21,8 +21,8 @@ pub(super) struct PassScheduler {
     planned: Duration,
     /// Maximum number of pages in a round; none if unlimited.
     pub(super) most_pages: Option<u64>,
-    /// True if the next round sends no memory.
-    pub(super) disks_alone: bool,
+    /// True if the next round sends only pages that cannot be sent later.
+    pub(super) must_precopy_only: bool,
     /// Factor by which parts are longer than usual, for a guest that suffers from dirty scans.
     pub(super) interval_factor: u32,
     /// Start of the next round that does not send everything.
@@ -51,7 +51,7 @@ impl PassScheduler {
             first_pass: FirstPass::new(Duration::from_nanos(interval_ns)),
             planned: Duration::ZERO,
             most_pages: None,
-            disks_alone: false,
+            must_precopy_only: false,
             interval_factor: 1,
             place: PageCursor::default(),
             next: None,
@@ -86,13 +86,13 @@ impl PassScheduler {
             self.planned = self.first_pass.part(least) * self.interval_factor;
             return RoundPages { scanned, later: Some(later), until: Some(Instant::now() + self.planned) };
         }
-        if std::mem::take(&mut self.disks_alone) {
-            let mut of_disks = scanned.readable.owed().blocks().to_vec();
-            for without_disks in of_disks.iter_mut().take(payload.ram_blocks()) {
-                without_disks.clear(0..without_disks.pages());
+        if std::mem::take(&mut self.must_precopy_only) {
+            let mut must_precopy = scanned.readable.owed().blocks().to_vec();
+            for may_wait in must_precopy.iter_mut().take(payload.ram_blocks()) {
+                may_wait.clear(0..may_wait.pages());
             }
             self.next = Some((self.place, false));
-            let (scanned, later) = scanned.divided(payload, |readable| readable.only(&of_disks));
+            let (scanned, later) = scanned.divided(payload, |readable| readable.only(&must_precopy));
             return RoundPages { scanned, later: Some(later), until: None };
         }
         let most_pages = self.most_pages.map(|most| most.saturating_mul(self.interval_factor.into()));

@@ -12,9 +12,10 @@ use proto::limits::DISCARD_BYTES;
 use proto::message::Message;
 
 use super::rounds::DirtyScan;
-use super::switchover::{cannot_save, scan_disks};
+use super::switchover::cannot_save;
 use super::{Failure, gone, unexpected};
 use crate::source::memory::Payload;
+use crate::source::participants::StopKind;
 use crate::source::serving::PostCopyServer;
 use crate::source::{Details, Driver};
 use api::report::PostCopy;
@@ -174,17 +175,17 @@ impl Driver {
         payload.end_deltas();
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
-        scan_disks(vm, payload, &mut owed)?;
+        self.resources.participants.freeze(vm, StopKind::NotCompared, &mut owed)?;
         let saving = Instant::now();
         let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
         self.reporter.stop_clock.measured.save_us = saving.elapsed().as_micros() as u64;
         let ram_blocks = payload.ram_blocks();
         let (cleared, found) = owed
-            .clear_marks_and_report(&mut payload.ram_log(), ram_blocks)
+            .clear_marks_and_report(&mut self.resources.participants.log(None), ram_blocks)
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
         self.resources.written.note(found);
         self.reporter.stop_clock.measured.last_scans_us += cleared.scan().duration_us;
-        let (sender, remaining) = self.send_disks_alone(sender, cleared.skip_drain(), payload)?;
+        let (sender, remaining) = self.send_must_precopy(sender, cleared.skip_drain(), payload)?;
         self.handle_last_notices()?;
         if remaining.pages() > 0 {
             self.announce_and_serve(sender, &remaining, payload)?;
@@ -193,8 +194,8 @@ impl Driver {
         Ok(state)
     }
 
-    /// Sends the remaining pages of disks; returns the remaining pages of memory.
-    fn send_disks_alone(
+    /// Sends the remaining pages that have to precede the guest; returns the others.
+    fn send_must_precopy(
         &mut self,
         sender: Sender,
         readable: Readable,

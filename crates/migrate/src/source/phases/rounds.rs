@@ -16,7 +16,7 @@ use engine::throttle::processors::ThrottleDemand;
 use tracing::info;
 
 use super::pass_scheduler::{PassScheduler, RoundPages};
-use super::{Ending, Failure};
+use super::{Ending, Failure, gone};
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::memory::Payload;
 use crate::source::pressure::PressureMeter;
@@ -29,7 +29,8 @@ use api::report::Round;
 /// Result of a dirty scan: the pages that a round has to send, ready to be read.
 pub(super) struct DirtyScan {
     pub(super) readable: Readable,
-    disk_pages: u64,
+    /// Pages that have to be sent before the guest runs at the destination.
+    must_precopy_pages: u64,
     pub(super) scan: ScanStats,
     scanned_at: Instant,
     drain_us: u64,
@@ -45,16 +46,16 @@ impl DirtyScan {
         divide: impl FnOnce(Readable) -> (Readable, T),
     ) -> (Self, T) {
         let (readable, left) = divide(self.readable);
-        let disk_pages = payload.disk_pages(readable.owed());
-        (Self { readable, disk_pages, ..self }, left)
+        let must_precopy_pages = payload.must_precopy_pages(readable.owed());
+        (Self { readable, must_precopy_pages, ..self }, left)
     }
 
     /// Splits off a part of `pages` pages that begins at `from`. Returns it, the pages that are left out, and the start
-    /// of the next part. For a round of disks alone.
+    /// of the next part. For a round without pages that may be sent later.
     pub(super) fn part(self, from: PageCursor, pages: u64) -> (Self, Owed, Option<PageCursor>) {
         let (readable, later, next) = self.readable.part(from, pages, PartBoundary::BetweenClusters);
-        let disk_pages = readable.pages();
-        (Self { readable, disk_pages, ..self }, later, next)
+        let must_precopy_pages = readable.pages();
+        (Self { readable, must_precopy_pages, ..self }, later, next)
     }
 }
 
@@ -69,8 +70,8 @@ pub(super) struct RoundOutcome {
 /// Step after a dirty scan.
 #[derive(Clone, Copy)]
 enum NextStep {
-    /// A round, of up to `most_pages` pages, or of disks alone.
-    Round { most_pages: Option<u64>, disks_alone: bool },
+    /// A round, of up to `most_pages` pages, or of those alone that cannot be sent later.
+    Round { most_pages: Option<u64>, must_precopy_only: bool },
     /// The stop, with its kind.
     Stop { expected_downtime: Duration, ending: Ending },
 }
@@ -129,13 +130,15 @@ impl Driver {
                 sent.pass = pass_scheduler.passes;
                 let next = self.decide(&mut pass_scheduler.policy, &sent, &scanned, payload)?;
                 match (next, &mut hints) {
-                    (NextStep::Round { most_pages, disks_alone }, _) => {
+                    (NextStep::Round { most_pages, must_precopy_only }, _) => {
                         // The remaining pages of disks are sent last, so that nothing needs time between them and the
                         // stop.
-                        if disks_alone && self.resources.discarded.is_none(self.connections.generation) {
+                        if must_precopy_only && self.resources.discarded.is_none(self.connections.generation)
+                        {
                             scanned = self.discard_ahead(scanned, payload)?;
                         }
-                        (pass_scheduler.most_pages, pass_scheduler.disks_alone) = (most_pages, disks_alone);
+                        (pass_scheduler.most_pages, pass_scheduler.must_precopy_only) =
+                            (most_pages, must_precopy_only);
                     }
                     (NextStep::Stop { .. }, Some(hints)) if hints.has_deferred() => {
                         // The source agent waits for the guest.
@@ -164,7 +167,7 @@ impl Driver {
                             return Ok((sender, scanned.readable.give_up(), ending));
                         }
                         // The guest is not stopped to wait for a link that is cut.
-                        (pass_scheduler.most_pages, pass_scheduler.disks_alone) = (None, false);
+                        (pass_scheduler.most_pages, pass_scheduler.must_precopy_only) = (None, false);
                     }
                 }
             }
@@ -172,12 +175,12 @@ impl Driver {
                 scanned.readable = self.ask_guest(hints, scanned.readable, is_first)?;
                 pass_scheduler.set_hints_pending(hints.is_first_pending());
             }
-            self.throttle(payload)?;
+            self.before_round(scanned.readable.pages())?;
             self.handle_notices()?;
             let scanned_at = scanned.scanned_at;
             pass_scheduler.interval_factor =
                 self.resources.pressure.as_ref().map_or(1, PressureMeter::interval_factor);
-            let disks_alone = pass_scheduler.disks_alone;
+            let must_precopy_only = pass_scheduler.must_precopy_only;
             let RoundPages { scanned, later, until } = pass_scheduler.select_pages(scanned, payload);
             let later_pages = later.as_ref().map_or(0, Owed::pages);
             let (resent_pages, of_pass) =
@@ -187,17 +190,17 @@ impl Driver {
             if let Some(later) = &later {
                 payload.keep_versions(later);
             }
-            if !disks_alone {
+            if !must_precopy_only {
                 self.resources.discarded.mark_resent();
             }
             let sent = self.send_scanned(sender, scanned, until, payload)?;
-            payload.record_sent(sent.stats.as_ref());
+            self.resources.participants.after_round(sent.stats.as_ref());
             (sender, owed) = (sent.sender, sent.owed);
             let refused_pages = sent.stats.as_ref().map_or(0, |stats| stats.refused_pages);
             // Pages that the destination refused count as sent in this round.
             let remaining_pages = later_pages + owed.pages().saturating_sub(refused_pages);
-            let remaining_disk_pages =
-                payload.disk_pages(&owed) + later.as_ref().map_or(0, |later| payload.disk_pages(later));
+            let remaining_must_precopy_pages = payload.must_precopy_pages(&owed)
+                + later.as_ref().map_or(0, |later| payload.must_precopy_pages(later));
             pass_scheduler.sent(sent.stats.as_ref(), &owed);
             if let Some(later) = &later {
                 owed.take_back(later);
@@ -218,11 +221,18 @@ impl Driver {
                     scanned_at,
                     pass,
                     remaining_pages,
-                    remaining_disk_pages,
+                    remaining_must_precopy_pages,
                     resent_pages,
                 }
             });
         }
+    }
+
+    /// Lets the participants act before a round of up to `pages` pages; returns the number of pages after which they want
+    /// to act again.
+    pub(super) fn before_round(&mut self, pages: u64) -> Result<u64, Failure> {
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
+        self.resources.participants.before_round(vm, pages)
     }
 
     /// Creates a scheduler whose policy has no observations yet, after `passes` passes.
@@ -247,7 +257,7 @@ impl Driver {
     ) -> Result<NextStep, Failure> {
         let owed = scanned.readable.owed();
         let (pages, unknown) = (owed.pages(), payload.full_pages(owed));
-        let dirty = memory::DirtyCounts { pages, unknown, of_disks: scanned.disk_pages };
+        let dirty = memory::DirtyCounts { pages, unknown, must_precopy: scanned.must_precopy_pages };
         let elapsed = self.controls.requested.elapsed();
         let observed = memory::observe(sent, scanned.scan, dirty, scanned.scanned_at, elapsed);
         let goals = self.controls.goals();
@@ -257,7 +267,7 @@ impl Driver {
         self.report_decision(&observed, &decision, policy.trace());
         self.note_way(before, policy.outlook());
         match decision {
-            Decision::NextRound { most_pages, expected_downtime_ns, slow, disks_alone } => {
+            Decision::NextRound { most_pages, expected_downtime_ns, slow, must_precopy_only } => {
                 let demand = ThrottleDemand {
                     is_chosen: slow,
                     is_requested: goals.settings.throttle_cpu != ThrottleCpu::Off,
@@ -268,7 +278,7 @@ impl Driver {
                 if let Some(change) = self.slow_down(&observed, demand) {
                     policy.throttle_changed(change);
                 }
-                Ok(NextStep::Round { most_pages, disks_alone })
+                Ok(NextStep::Round { most_pages, must_precopy_only })
             }
             Decision::StopAndCopy { expected_downtime_ns, .. } => {
                 let expected_downtime = Duration::from_nanos(expected_downtime_ns);
@@ -329,9 +339,11 @@ impl Driver {
         let reported_blocks = if reports_pages { payload.ram_blocks() } else { 0 };
         let scanned_at = Instant::now();
         let cannot_ask = |error: VmError| Failure::local("cannot query QEMU", &error);
-        let vm = self.vm()?;
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
+        let participants = &mut self.resources.participants;
+        let monitor = vm.monitor().map_err(cannot_ask)?;
         let (cleared, found) = owed
-            .clear_marks_and_report(&mut payload.log(vm.monitor().map_err(cannot_ask)?), reported_blocks)
+            .clear_marks_and_report(&mut participants.log(Some(monitor)), reported_blocks)
             .map_err(|failed| Failure::local("cannot find the dirty pages", &failed))?;
         let scan = cleared.scan();
         let drain_began = Instant::now();
@@ -339,11 +351,9 @@ impl Driver {
             .drain(|| vm.drain())
             .map_err(|failed| Failure::local("cannot drain block I/O", &failed))?;
         let drain_us = drain_began.elapsed().as_micros() as u64;
-        payload
-            .tidy(vm.monitor().map_err(cannot_ask)?)
-            .map_err(|error| Failure::local("QEMU does not release a bitmap", &error))?;
-        let disk_pages = payload.disk_pages(readable.owed());
-        Ok(DirtyScan { readable, disk_pages, scan, scanned_at, drain_us, found })
+        participants.after_scan(vm.monitor().map_err(cannot_ask)?)?;
+        let must_precopy_pages = payload.must_precopy_pages(readable.owed());
+        Ok(DirtyScan { readable, must_precopy_pages, scan, scanned_at, drain_us, found })
     }
 
     /// Sends a round, or as much as possible until `until`. If the link is cut, new connections are made; pages that
@@ -355,7 +365,7 @@ impl Driver {
         until: Option<Instant>,
         payload: &Payload,
     ) -> Result<RoundOutcome, Failure> {
-        let DirtyScan { readable, disk_pages, scan, drain_us, .. } = scanned;
+        let DirtyScan { readable, must_precopy_pages, scan, drain_us, .. } = scanned;
         if self.connections.control.is_none() {
             self.inbox.interrupts(None);
             drop(sender);
@@ -374,16 +384,19 @@ impl Driver {
             Ok(CompletedRound { sender, owed, stats }) => {
                 self.sample_pressure();
                 // For a part of a round, the pages that were sent count.
-                let (pages, disk_pages) = if until.is_some() {
-                    (stats.contents.pages(), disk_pages.saturating_sub(payload.disk_pages(&owed)))
+                let (pages, must_precopy_pages) = if until.is_some() {
+                    (
+                        stats.contents.pages(),
+                        must_precopy_pages.saturating_sub(payload.must_precopy_pages(&owed)),
+                    )
                 } else {
-                    (pages, disk_pages)
+                    (pages, must_precopy_pages)
                 };
                 self.controls.report(|report| {
                     report.rounds.push(Round {
                         round: stats.round,
                         dirty_pages: pages,
-                        disk_pages,
+                        disk_pages: must_precopy_pages,
                         scan_us: scan.duration_us,
                         drain_us,
                         ..memory::round_report(&stats)

@@ -1,6 +1,6 @@
 //! Phases in which the guest is stopped: each ends by itself, no matter how the destination behaves.
 
-use host::{SourceVm, VmError};
+use host::VmError;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,11 +13,11 @@ use tracing::warn;
 
 use super::{Failure, Ready, gone, unexpected};
 use crate::source::memory::Payload;
+use crate::source::participants::StopKind;
 use crate::source::{Driver, memory};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use api::report::Round;
-use host::verification::CompareError;
 
 /// Result of a round of the stopped guest.
 struct StoppedRound {
@@ -71,16 +71,6 @@ fn run_concurrently<H, T: Send>(
     })
 }
 
-/// Adds the pages of disks that were written since the last scan. This precedes the saving of the devices, because QEMU
-/// then releases the disks; the devices' requests are complete: `stop` waits for them.
-pub(super) fn scan_disks(vm: &mut SourceVm, payload: &mut Payload, owed: &mut Owed) -> Result<(), Failure> {
-    if !payload.has_disks() {
-        return Ok(());
-    }
-    let monitor = vm.monitor().map_err(|error| Failure::local("cannot query QEMU", &error))?;
-    payload.scan_disks(monitor, owed).map_err(|error| Failure::local("cannot find the dirty pages", &error))
-}
-
 pub(super) fn cannot_save(error: &VmError) -> Failure {
     match error {
         VmError::RunState(_) => Failure::local("the guest is not migrated", error),
@@ -91,7 +81,8 @@ pub(super) fn cannot_save(error: &VmError) -> Failure {
 impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
-        self.find_images_in_place()?;
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
+        self.resources.participants.before_stop(vm)?;
         let cannot = |error: VmError| Failure::local("the guest is not migrated", &error);
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;
@@ -115,14 +106,13 @@ impl Driver {
         let began = Instant::now();
         let acknowledged_by = self.switchover_deadline();
         payload.end_free_page_hints();
-        // No program gives memory back from now on. Without a comparison, the guest is not kept stopped for this check.
-        if self.controls.goals().verify {
-            payload.announce_comparison();
-        }
+        // No program gives memory back from now on.
+        let stop = if self.controls.goals().verify { StopKind::Compared } else { StopKind::NotCompared };
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
-        scan_disks(vm, payload, &mut owed)?;
-        let round = || stopped_round(sender, owed, &mut payload.ram_log(), acknowledged_by);
+        let participants = &mut self.resources.participants;
+        participants.freeze(vm, stop, &mut owed)?;
+        let round = || stopped_round(sender, owed, &mut participants.log(None), acknowledged_by);
         let save = || {
             let began = Instant::now();
             vm.save_devices().map(|state| (state, began.elapsed()))
@@ -135,7 +125,9 @@ impl Driver {
         self.reporter.stop_clock.measured.save_us = saving.as_micros() as u64;
         payload.end_deltas();
         let acknowledged_by = self.switchover_deadline();
-        let round = stopped_round(sender, owed, &mut payload.ram_log(), acknowledged_by);
+        let mut log = self.resources.participants.log(None);
+        let round = stopped_round(sender, owed, &mut log, acknowledged_by);
+        drop(log);
         let (sender, owed) = self.last_round(round)?;
         if owed.pages() > 0 {
             let reason =
@@ -211,13 +203,10 @@ impl Driver {
         let began = Instant::now();
         // Otherwise memory that was plugged in the meantime would be taken for lost memory.
         self.check_unchanged()?;
-        let cannot_read = |error: CompareError| Failure::local("cannot read the pages to compare", &error);
-        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        let (images, socket) = (self.copied_images(payload)?, self.compare_socket());
         let left_out = payload.left_out();
         let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
-        let mut hashes = self.vm()?.hashes(&left_out).map_err(cannot_read)?;
-        hashes.add_disks(payload.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
+        let hashes = self.resources.participants.hashes(vm, &left_out)?;
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
         let compared_by = self.stop_patience().compared_by(self.clock.read(), began.elapsed());
         let different = self.compare(hashes.messages, self.clock.instant(compared_by))?;
@@ -276,6 +265,8 @@ impl Driver {
         // This runs while the destination loads. Its READY then implies that the source's QEMU is frozen.
         drop(sender);
         self.check_unchanged()?;
+        let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
+        self.resources.participants.ready(vm)?;
         self.freeze()?;
         let run = !matches!(self.handover.state, SourceState::Stopped { run: false });
         // Even if sending fails, the message may have arrived.

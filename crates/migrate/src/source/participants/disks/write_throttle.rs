@@ -9,45 +9,19 @@ use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::{WriteCap, Written};
 
+use crate::source::sending_rate::{LEAST_PAGES, SendingRate};
 use api::ThrottleWrites;
 use host::disks::DiskLog;
 
-/// Pages of a part before the sending rate is known, and the minimum for a measurement of this rate: the duration of a
-/// smaller part depends on its beginning and end, unless it is long.
-const LEAST_PAGES: u64 = 4096;
-const LONG_US: u64 = 500_000;
-
 /// Throttle of the guest's writes, adapted at every sample.
 #[derive(Debug)]
-pub(crate) struct DiskWriteThrottle {
+pub(super) struct DiskWriteThrottle {
     policy: TracedPolicy<WriteThrottle>,
     /// Writes before copying began.
     first: Option<Written>,
     last: Option<WriteSample>,
     cap: Cap,
     drained: SendingRate,
-}
-
-/// Recent sending rate, in bytes of the guest's memory and disks per second, once it is known.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct SendingRate(Option<u64>);
-
-impl SendingRate {
-    /// Learns from `pages` sent pages. The destination had `there` of them already, or an earlier version of them:
-    /// pages that the guest writes now will have to be sent in full.
-    pub(crate) fn learn(&mut self, pages: u64, there: u64, duration_us: u64) {
-        let pages = pages.saturating_sub(there);
-        // If the destination had most of the pages, the duration allows no conclusion about the rest.
-        let tells = pages >= LEAST_PAGES || (pages > 0 && duration_us >= LONG_US);
-        if tells && pages >= there {
-            let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / duration_us.max(1);
-            self.0 = Some(rate);
-        }
-    }
-
-    pub(crate) fn bytes_per_s(self) -> Option<u64> {
-        self.0
-    }
 }
 
 /// Counters of one sample.
@@ -60,7 +34,7 @@ struct WriteSample {
 
 impl DiskWriteThrottle {
     /// Creates the throttle; returns none if nothing is to be capped.
-    pub(crate) fn new(choice: ThrottleWrites) -> Option<Self> {
+    pub(super) fn new(choice: ThrottleWrites) -> Option<Self> {
         let policy = match choice {
             ThrottleWrites::Off => return None,
             ThrottleWrites::Drain => WriteThrottle::Drain(Drain::default()),
@@ -71,12 +45,12 @@ impl DiskWriteThrottle {
     }
 
     /// Returns the policy that decides the cap.
-    pub(crate) fn policy(&self) -> &TracedPolicy<WriteThrottle> {
+    pub(super) fn policy(&self) -> &TracedPolicy<WriteThrottle> {
         &self.policy
     }
 
     /// Records a round, or a part of one, that was sent.
-    pub(crate) fn record_sent(&mut self, stats: &RoundStats) {
+    pub(super) fn record_sent(&mut self, stats: &RoundStats) {
         let there = stats.contents.reference + stats.contents.delta;
         let pages = stats.contents.pages() - stats.contents.empty();
         self.drained.learn(pages, there, stats.duration_us);
@@ -84,7 +58,7 @@ impl DiskWriteThrottle {
 
     /// Returns how many of `all` pages are sent between two samples: as many as are sent in two seconds, but not more
     /// parts than a report can have.
-    pub(crate) fn part_pages(&self, all: u64) -> u64 {
+    pub(super) fn part_pages(&self, all: u64) -> u64 {
         const MOST_PARTS: u64 = 100;
         let two_seconds = self.drained.bytes_per_s().map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
         two_seconds.max(all / MOST_PARTS).max(LEAST_PAGES)
@@ -92,7 +66,7 @@ impl DiskWriteThrottle {
 
     /// Samples the writes since the last call, and has QEMU apply the policy's decision. Returns the cap if it has
     /// changed.
-    pub(crate) fn sample(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
+    pub(super) fn sample(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
         if disks.throttled_by_others().count() == disks.names().len() {
             return Ok(None);
         }

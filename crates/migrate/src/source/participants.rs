@@ -1,0 +1,423 @@
+//! Parts of a VM that migrate with it, at the source: memory, disks.
+//!
+//! The driver knows no part in particular: it calls all of them at the same points of a migration, in the order of the
+//! list. A new one is added to [`of_a_vm`], and needs no other change.
+//!
+//! ```text
+//! check          what was agreed on is possible; nothing has changed on this host yet
+//! prepare        from its end on, the guest's writes are recorded
+//! before_round   a round of pages is about to be sent; after_round: it was sent
+//! round          which pages were written since the last scan; after_scan: there is time again
+//! before_stop    the guest is about to be stopped
+//! freeze         the guest has stopped: the last pages that QEMU has to report
+//! ready          the destination has everything, and is about to hear that the source is held
+//! commit         COMMITTED is in the journal: nothing can be undone any more
+//! undo           the guest continues here; all that was changed on this host is changed back
+//! finish         the guest runs at the destination, and its QEMU here has ended
+//! ```
+//!
+//! Before `commit` every step can be undone: a participant that cannot undo one of its steps says so in its
+//! [`Profile`], and is refused.
+
+mod disks;
+mod memory;
+#[cfg(test)]
+pub(super) mod tests;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use ::memory::{BlockReader, DirtyBitmap, DirtyLog, Owed, Reductions, RoundStats, ScanError, ScanStats};
+use engine::handover::MigrationTerms;
+use engine::handover::source::SourceEvent;
+use proto::limits::PAGE_BYTES;
+use proto::message::{CopiedDisk, Proposal};
+use qemu::qmp::Qmp;
+
+use super::Controls;
+use super::memory::Payload;
+use super::phases::Failure;
+use api::progress::DiskProgress;
+use host::verification::Hashes;
+use host::{Context, SourceVm};
+
+/// Part of a VM that migrates with it.
+pub(super) trait Participant: Send {
+    /// Returns the facts about this participant that never change.
+    fn profile(&self) -> Profile;
+
+    /// Learns what both hosts have agreed on, and refuses what is impossible.
+    fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure>;
+
+    /// Performs the next step of the preparation, which is short.
+    fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<Preparation, Failure>;
+
+    /// Returns the blocks of pages to send, once and in a fixed order. Participants that are sent ahead are prepared by
+    /// then.
+    fn blocks(&mut self, vm: &SourceVm) -> Result<Vec<Block>, Failure>;
+
+    /// Returns the blocks that users see in the progress, each by itself.
+    fn progress(&self) -> Vec<DiskProgress>;
+
+    /// Acts right before a round is sent in which up to `pages` pages are sent. Returns the number of pages after which
+    /// it has to be called again.
+    fn before_round(&mut self, vm: &mut SourceVm, pages: u64) -> Result<u64, Failure>;
+
+    /// Learns from a round, or from a part of one, that was sent.
+    fn after_round(&mut self, stats: &RoundStats);
+
+    /// Adds to `into`, which has a set for each block, the pages that were written since the last scan. `qmp` is absent
+    /// while QEMU saves its devices: what needs QEMU was scanned in [`freeze`](Self::freeze).
+    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError>;
+
+    /// Tidies up after a scan, when there is time.
+    fn after_scan(&mut self, qmp: &mut Qmp) -> Result<(), Failure>;
+
+    /// Acts right before the guest is stopped, and refuses what would fail after it.
+    fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
+
+    /// Acts once the guest has stopped, before its devices are saved; adds the last pages that QEMU has to report.
+    fn freeze(&mut self, vm: &mut SourceVm, stop: StopKind, into: &mut [DirtyBitmap]) -> Result<(), Failure>;
+
+    /// Adds the hashes of a stopped guest's blocks, whose first has the number `first_block`. Everything is read anew,
+    /// by a path that shares nothing with the one that sent it. `left_out` are pages that are zeros at the destination.
+    fn hash(
+        &mut self,
+        vm: &mut SourceVm,
+        first_block: usize,
+        left_out: &[DirtyBitmap],
+        hashes: &mut Hashes,
+    ) -> Result<(), Failure>;
+
+    /// Acts while the destination loads the devices, before it hears that the source is held.
+    fn ready(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
+
+    /// Acts once COMMITTED is in the journal.
+    fn commit(&mut self);
+
+    /// Undoes all that was changed on this host, by this agent or by one before it; `vm` is absent if its QEMU is gone.
+    /// Is called again if it has to be.
+    fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo;
+
+    /// Acts after the end of QEMU, whose guest runs at the destination.
+    fn finish(&mut self);
+}
+
+/// Unchanging facts about a participant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Profile {
+    /// Name, in the names of fault points and in messages.
+    pub(super) name: &'static str,
+    /// True if its pages may arrive after the guest runs at the destination. Such participants precede the others.
+    pub(super) can_post_copy: bool,
+    /// True if its pages are sent alone until few remain, before the others are prepared.
+    pub(super) is_sent_ahead: bool,
+    /// Step before COMMITTED that cannot be undone, if there is one.
+    pub(super) irreversible: Option<&'static str>,
+}
+
+/// What both hosts have agreed on.
+pub(super) struct Agreed<'a> {
+    /// The proposal of the source.
+    pub(super) proposal: Option<&'a Proposal>,
+    /// Disks that are to be copied.
+    pub(super) copied: &'a [CopiedDisk],
+}
+
+/// A block of pages to send.
+pub(super) struct Block {
+    pub(super) reader: Box<dyn BlockReader>,
+    /// Pages of the first pass.
+    pub(super) first: DirtyBitmap,
+}
+
+/// Result of a step of the preparation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Preparation {
+    /// More steps remain.
+    Unfinished,
+    /// The participant is prepared.
+    Done,
+}
+
+/// Kind of the guest's stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StopKind {
+    /// Both sides are compared after the last round.
+    Compared,
+    /// They are not compared.
+    NotCompared,
+}
+
+/// Result of undoing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Undo {
+    /// Nothing remains.
+    Done,
+    /// It has to be tried again; the text is for users, in case that it never succeeds.
+    Retry(&'static str),
+}
+
+/// Environment of the participants.
+#[derive(Clone)]
+pub(super) struct Environment {
+    pub(super) context: Arc<Context>,
+    pub(super) terms: MigrationTerms,
+    pub(super) controls: Arc<Controls>,
+}
+
+/// Returns the participants of a VM's migration, in the order of their blocks.
+pub(super) fn of_a_vm(environment: &Environment) -> Participants {
+    Participants::new(
+        environment.context.faults.clone(),
+        vec![Box::new(memory::Memory::new(environment)), Box::new(disks::Disks::new(environment))],
+    )
+}
+
+/// Participants of a migration, with the numbers of their blocks.
+pub(super) struct Participants {
+    members: Vec<Member>,
+    faults: host::fault::Faults,
+}
+
+struct Member {
+    participant: Box<dyn Participant>,
+    profile: Profile,
+    /// Numbers of its blocks, once they are known.
+    blocks: Range<usize>,
+    /// Pages of its first pass, for each of its blocks.
+    first: Vec<DirtyBitmap>,
+    is_prepared: bool,
+}
+
+impl Participants {
+    /// Creates the list.
+    pub(super) fn new(faults: host::fault::Faults, participants: Vec<Box<dyn Participant>>) -> Self {
+        let member = |participant: Box<dyn Participant>| Member {
+            profile: participant.profile(),
+            participant,
+            blocks: 0..0,
+            first: Vec::new(),
+            is_prepared: false,
+        };
+        Self { members: participants.into_iter().map(member).collect(), faults }
+    }
+
+    /// Adds a participant behind the others.
+    #[cfg(test)]
+    pub(super) fn add(&mut self, participant: Box<dyn Participant>) {
+        self.members.extend(Self::new(self.faults.clone(), vec![participant]).members);
+    }
+
+    /// Refuses what cannot be migrated, before anything changes on this host.
+    pub(super) fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
+        for Member { participant, profile, .. } in &mut self.members {
+            if let Some(step) = profile.irreversible {
+                let reason = format!("{} cannot undo its step {step}; please report this", profile.name);
+                return Err(Failure::new(SourceEvent::Failed, reason));
+            }
+            participant.check(agreed)?;
+        }
+        self.reach("check");
+        Ok(())
+    }
+
+    /// Prepares the participants that are sent ahead, and opens the blocks of all.
+    pub(super) fn open(&mut self, vm: &mut SourceVm) -> Result<Payload, Failure> {
+        for member in self.members.iter_mut().filter(|member| member.profile.is_sent_ahead) {
+            while member.participant.prepare(vm, &Reductions::default())? == Preparation::Unfinished {}
+            member.is_prepared = true;
+        }
+        self.reach("prepare-ahead");
+        let (mut readers, mut post_copied) = (Vec::new(), 0);
+        for member in &mut self.members {
+            let blocks = member.participant.blocks(vm)?;
+            member.blocks = readers.len()..readers.len() + blocks.len();
+            if member.profile.can_post_copy {
+                debug_assert_eq!(
+                    post_copied,
+                    readers.len(),
+                    "participants with post-copy precede the others"
+                );
+                post_copied = member.blocks.end;
+            }
+            for Block { reader, first } in blocks {
+                readers.push(reader);
+                member.first.push(first);
+            }
+        }
+        Ok(Payload::new(readers, post_copied))
+    }
+
+    /// Performs the next step of the preparation of those that are not prepared, and adds the pages of each that becomes
+    /// prepared to `owed`.
+    pub(super) fn prepare(
+        &mut self,
+        vm: &mut SourceVm,
+        reductions: &Reductions,
+        owed: &mut Owed,
+    ) -> Result<Preparation, Failure> {
+        let Some(member) = self.members.iter_mut().find(|member| !member.is_prepared) else {
+            self.reach("prepare");
+            return Ok(Preparation::Done);
+        };
+        if member.participant.prepare(vm, reductions)? == Preparation::Done {
+            member.is_prepared = true;
+            owed.add_pages(member.blocks.start, &member.first);
+        }
+        Ok(Preparation::Unfinished)
+    }
+
+    /// Returns true if pages are sent before all participants are prepared.
+    pub(super) fn has_ahead(&self) -> bool {
+        self.members.iter().any(|member| member.is_prepared && !member.first.is_empty())
+    }
+
+    /// Returns the pages of the first pass of the participants that are prepared, and none of the others.
+    pub(super) fn first_pages(&self) -> Owed {
+        let pages = |member: &Member| -> Vec<DirtyBitmap> {
+            if member.is_prepared {
+                member.first.clone()
+            } else {
+                member.first.iter().map(DirtyBitmap::emptied).collect()
+            }
+        };
+        Owed::of(self.members.iter().flat_map(pages).collect())
+    }
+
+    /// Returns the pages of the first pass of the participants that are sent ahead, for each of their blocks.
+    pub(super) fn first_of_ahead(&self) -> Vec<DirtyBitmap> {
+        let ahead = self.members.iter().filter(|member| member.profile.is_sent_ahead);
+        ahead.flat_map(|member| member.first.iter().cloned()).collect()
+    }
+
+    /// Returns the bytes of the first pass of the participants that are not prepared yet.
+    pub(super) fn waiting_bytes(&self) -> u64 {
+        let waiting = self.members.iter().filter(|member| !member.is_prepared);
+        waiting.flat_map(|member| &member.first).map(|pages| pages.pages() * PAGE_BYTES).sum()
+    }
+
+    /// Returns the blocks that users see in the progress.
+    pub(super) fn progress(&self) -> Vec<DiskProgress> {
+        self.members.iter().flat_map(|member| member.participant.progress()).collect()
+    }
+
+    /// Acts before a round of up to `pages` pages; returns the number of pages after which it has to be called again.
+    pub(super) fn before_round(&mut self, vm: &mut SourceVm, pages: u64) -> Result<u64, Failure> {
+        let mut most = u64::MAX;
+        for member in &mut self.members {
+            most = most.min(member.participant.before_round(vm, pages)?);
+        }
+        Ok(most)
+    }
+
+    /// Passes on what a round that was sent tells; nothing if it was cut off.
+    pub(super) fn after_round(&mut self, stats: Option<&RoundStats>) {
+        let Some(stats) = stats else { return };
+        self.members.iter_mut().for_each(|member| member.participant.after_round(stats));
+    }
+
+    /// Returns the dirty log of all participants that are prepared. Without `qmp`, of those that need no request to QEMU.
+    pub(super) fn log<'a>(&'a mut self, qmp: Option<&'a mut Qmp>) -> impl DirtyLog + 'a {
+        Log { members: &mut self.members, qmp }
+    }
+
+    /// Tidies up after a scan, when there is time.
+    pub(super) fn after_scan(&mut self, qmp: &mut Qmp) -> Result<(), Failure> {
+        self.prepared().try_for_each(|member| member.participant.after_scan(qmp))
+    }
+
+    /// Acts right before the guest is stopped.
+    pub(super) fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
+        self.members.iter_mut().try_for_each(|member| member.participant.before_stop(vm))?;
+        self.reach("before-stop");
+        Ok(())
+    }
+
+    /// Acts once the guest has stopped; adds the last pages that QEMU has to report to `owed`.
+    pub(super) fn freeze(
+        &mut self,
+        vm: &mut SourceVm,
+        stop: StopKind,
+        owed: &mut Owed,
+    ) -> Result<(), Failure> {
+        for member in &mut self.members {
+            let blocks = owed.blocks_mut(member.blocks.clone());
+            member.participant.freeze(vm, stop, blocks)?;
+        }
+        self.reach("freeze");
+        Ok(())
+    }
+
+    /// Returns the hashes of all blocks of a stopped guest.
+    pub(super) fn hashes(&mut self, vm: &mut SourceVm, left_out: &[DirtyBitmap]) -> Result<Hashes, Failure> {
+        let mut hashes = Hashes::default();
+        for member in &mut self.members {
+            member.participant.hash(vm, member.blocks.start, left_out, &mut hashes)?;
+        }
+        Ok(hashes)
+    }
+
+    /// Acts while the destination loads the devices.
+    pub(super) fn ready(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
+        self.members.iter_mut().try_for_each(|member| member.participant.ready(vm))?;
+        self.reach("ready");
+        Ok(())
+    }
+
+    /// Acts once COMMITTED is in the journal.
+    pub(super) fn commit(&mut self) {
+        self.members.iter_mut().for_each(|member| member.participant.commit());
+        self.reach("commit");
+    }
+
+    /// Undoes all that was changed on this host. All participants undo, whatever one of them returns.
+    pub(super) fn undo(&mut self, mut vm: Option<&mut SourceVm>) -> Undo {
+        let mut all = Undo::Done;
+        for member in &mut self.members {
+            member.is_prepared = false;
+            if let retry @ Undo::Retry(_) = member.participant.undo(vm.as_deref_mut()) {
+                all = retry;
+            }
+        }
+        self.reach("undo");
+        all
+    }
+
+    /// Acts after the end of QEMU.
+    pub(super) fn finish(&mut self) {
+        self.members.iter_mut().for_each(|member| member.participant.finish());
+        self.reach("finish");
+    }
+
+    fn prepared(&mut self) -> impl Iterator<Item = &mut Member> {
+        self.members.iter_mut().filter(|member| member.is_prepared)
+    }
+
+    /// Reaches the fault points of a step that all participants have done.
+    fn reach(&self, step: &str) {
+        for Member { profile, .. } in &self.members {
+            self.faults.reach(|| format!("source/{}/{step}", profile.name));
+        }
+    }
+}
+
+/// Combined dirty log of the participants.
+struct Log<'a> {
+    members: &'a mut [Member],
+    qmp: Option<&'a mut Qmp>,
+}
+
+impl DirtyLog for Log<'_> {
+    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        let mut all = ScanStats::default();
+        // The last ones first: QEMU has to answer a request for them, which needs time in which memory is written.
+        for member in self.members.iter_mut().rev().filter(|member| member.is_prepared) {
+            let blocks = into.get_mut(member.blocks.clone()).unwrap_or_default();
+            let scan = member.participant.round(self.qmp.as_deref_mut(), blocks)?;
+            all.pages += scan.pages;
+            all.duration_us += scan.duration_us;
+        }
+        Ok(all)
+    }
+}

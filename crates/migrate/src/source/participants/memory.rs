@@ -1,0 +1,158 @@
+//! Memory as a participant: its writes are tracked by the kernel, and need no request to QEMU.
+
+use ::memory::{
+    BlockReader, DirtyBitmap, DirtyLog, Reductions, RoundStats, ScanError, ScanStats, TrackedRam,
+};
+use qemu::qmp::Qmp;
+use tracee::{InjectError, TrackerStart};
+
+use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
+use crate::source::phases::Failure;
+use api::progress::DiskProgress;
+use host::ram;
+use host::verification::Hashes;
+use host::{Context, SourceVm};
+use std::sync::Arc;
+
+/// Error of tracking the guest's writes.
+#[derive(Debug, thiserror::Error)]
+enum TrackError {
+    /// QEMU could not open a userfaultfd for the agent.
+    #[error("QEMU could not be made to open a userfaultfd")]
+    Inject(#[from] InjectError),
+    /// The kernel does not track writes to the memory.
+    #[error("the kernel cannot track writes to it")]
+    Track(#[from] ::memory::LogError),
+}
+
+/// Memory of a VM that leaves.
+pub(super) struct Memory {
+    context: Arc<Context>,
+    tracking: Tracking,
+}
+
+/// Tracking of the guest's writes. Dropping it ends the tracking.
+enum Tracking {
+    Off,
+    /// It is being set up, in short steps: that needs seconds for a large guest that arrived by a migration.
+    Starting(TrackerStart),
+    On(TrackedRam),
+}
+
+impl Memory {
+    pub(super) fn new(environment: &Environment) -> Self {
+        Self { context: Arc::clone(&environment.context), tracking: Tracking::Off }
+    }
+
+    /// Performs the next step; returns true if more steps remain.
+    fn track(&mut self, vm: &SourceVm, reductions: &Reductions) -> Result<bool, TrackError> {
+        match std::mem::replace(&mut self.tracking, Tracking::Off) {
+            Tracking::Off => {
+                let userfaultfd = self.context.injector.create_userfaultfd(&vm.process)?;
+                let start = ram::begin_tracking(&vm.process, userfaultfd, &vm.blocks)?;
+                self.tracking = Tracking::Starting(start);
+                Ok(true)
+            }
+            Tracking::Starting(mut start) => {
+                if start.step().map_err(::memory::LogError::from)? {
+                    self.tracking = Tracking::Starting(start);
+                    return Ok(true);
+                }
+                let mut tracked = ram::tracked(start, &vm.process, &vm.blocks)?;
+                if let Some(hinted) = &reductions.hinted {
+                    tracked.report_to(Arc::clone(hinted));
+                }
+                self.tracking = Tracking::On(tracked);
+                Ok(false)
+            }
+            on @ Tracking::On(_) => {
+                self.tracking = on;
+                Ok(false)
+            }
+        }
+    }
+}
+
+impl Participant for Memory {
+    fn profile(&self) -> Profile {
+        Profile { name: "memory", can_post_copy: true, is_sent_ahead: false, irreversible: None }
+    }
+
+    fn check(&mut self, _: &Agreed<'_>) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<Preparation, Failure> {
+        match self.track(vm, reductions) {
+            Ok(true) => Ok(Preparation::Unfinished),
+            Ok(false) => Ok(Preparation::Done),
+            Err(error) => Err(Failure::local("cannot track the guest's writes", &error)),
+        }
+    }
+
+    fn blocks(&mut self, vm: &SourceVm) -> Result<Vec<Block>, Failure> {
+        let readers = ram::source(&vm.process, &vm.blocks)
+            .map_err(|error| Failure::local("cannot reach the guest's memory", &error))?;
+        let block = |reader: Box<dyn BlockReader>| Block { first: DirtyBitmap::full(reader.bytes()), reader };
+        Ok(readers.into_iter().map(block).collect())
+    }
+
+    fn progress(&self) -> Vec<DiskProgress> {
+        Vec::new()
+    }
+
+    fn before_round(&mut self, _: &mut SourceVm, _: u64) -> Result<u64, Failure> {
+        Ok(u64::MAX)
+    }
+
+    fn after_round(&mut self, _: &RoundStats) {}
+
+    fn round(&mut self, _: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        match &mut self.tracking {
+            Tracking::On(tracked) => tracked.take(into),
+            Tracking::Off | Tracking::Starting(_) => Ok(ScanStats::default()),
+        }
+    }
+
+    fn after_scan(&mut self, _: &mut Qmp) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn before_stop(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    /// Without a comparison, the guest is not kept stopped to find pages that were given back and read again.
+    fn freeze(&mut self, _: &mut SourceVm, stop: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
+        if let (Tracking::On(tracked), StopKind::Compared) = (&mut self.tracking, stop) {
+            tracked.announce_comparison();
+        }
+        Ok(())
+    }
+
+    fn hash(
+        &mut self,
+        vm: &mut SourceVm,
+        _: usize,
+        left_out: &[DirtyBitmap],
+        hashes: &mut Hashes,
+    ) -> Result<(), Failure> {
+        *hashes = vm
+            .hashes(left_out)
+            .map_err(|error| Failure::local("cannot read the pages to compare", &error))?;
+        Ok(())
+    }
+
+    fn ready(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn commit(&mut self) {}
+
+    fn undo(&mut self, _: Option<&mut SourceVm>) -> Undo {
+        self.tracking = Tracking::Off;
+        Undo::Done
+    }
+
+    fn finish(&mut self) {}
+}

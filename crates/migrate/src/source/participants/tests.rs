@@ -1,0 +1,226 @@
+//! A participant that only records what is asked of it: a third one needs no edit elsewhere.
+
+use std::sync::{Arc, Mutex};
+
+use super::*;
+use crate::source::phases::Failure;
+use ::memory::{PageCounts, RamError};
+use host::fault::Faults;
+
+/// Steps of all fakes of a test, in their order.
+pub(in crate::source) type Steps = Arc<Mutex<Vec<String>>>;
+
+/// Participant of one block of `pages` pages, of which `written` were written since each scan.
+pub(in crate::source) struct Fake {
+    pub(in crate::source) profile: Profile,
+    pub(in crate::source) steps: Steps,
+    pub(in crate::source) pages: u64,
+    pub(in crate::source) written: Range<u64>,
+    /// Number of steps of its preparation, and of attempts to undo that fail.
+    pub(in crate::source) steps_left: u32,
+    pub(in crate::source) failed_undos: u32,
+}
+
+impl Fake {
+    pub(in crate::source) fn new(name: &'static str, steps: &Steps) -> Self {
+        Self {
+            profile: Profile { name, can_post_copy: false, is_sent_ahead: false, irreversible: None },
+            steps: Arc::clone(steps),
+            pages: 0,
+            written: 0..0,
+            steps_left: 0,
+            failed_undos: 0,
+        }
+    }
+
+    fn step(&self, step: &str) {
+        self.steps.lock().unwrap().push(format!("{} {step}", self.profile.name));
+    }
+}
+
+/// Block that holds zeros.
+#[derive(Debug)]
+struct Zeros(u64);
+
+impl BlockReader for Zeros {
+    fn name(&self) -> &'static str {
+        "zeros"
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0
+    }
+
+    fn read(&self, _: u64, into: &mut [u8]) -> Result<(), RamError> {
+        into.fill(0);
+        Ok(())
+    }
+
+    fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
+        Ok(range.end)
+    }
+}
+
+impl Participant for Fake {
+    fn profile(&self) -> Profile {
+        self.profile
+    }
+
+    fn check(&mut self, _: &Agreed<'_>) -> Result<(), Failure> {
+        self.step("check");
+        Ok(())
+    }
+
+    fn prepare(&mut self, _: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
+        self.step("prepare");
+        let Some(left) = self.steps_left.checked_sub(1) else { return Ok(Preparation::Done) };
+        self.steps_left = left;
+        Ok(Preparation::Unfinished)
+    }
+
+    fn blocks(&mut self, _: &SourceVm) -> Result<Vec<Block>, Failure> {
+        let bytes = self.pages * PAGE_BYTES;
+        let block = Block { reader: Box::new(Zeros(bytes)), first: DirtyBitmap::full(bytes) };
+        Ok(if bytes == 0 { Vec::new() } else { vec![block] })
+    }
+
+    fn progress(&self) -> Vec<DiskProgress> {
+        Vec::new()
+    }
+
+    fn before_round(&mut self, _: &mut SourceVm, pages: u64) -> Result<u64, Failure> {
+        self.step("before_round");
+        Ok(pages / 2)
+    }
+
+    fn after_round(&mut self, stats: &RoundStats) {
+        self.step(&format!("after_round {}", stats.contents.pages()));
+    }
+
+    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        self.step(if qmp.is_some() { "round with QEMU" } else { "round" });
+        into.iter_mut().for_each(|block| block.set(self.written.clone()));
+        Ok(ScanStats { pages: self.written.end - self.written.start, duration_us: 1 })
+    }
+
+    fn after_scan(&mut self, _: &mut Qmp) -> Result<(), Failure> {
+        self.step("after_scan");
+        Ok(())
+    }
+
+    fn before_stop(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
+        self.step("before_stop");
+        Ok(())
+    }
+
+    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
+        self.step("freeze");
+        Ok(())
+    }
+
+    fn hash(
+        &mut self,
+        _: &mut SourceVm,
+        first_block: usize,
+        _: &[DirtyBitmap],
+        _: &mut Hashes,
+    ) -> Result<(), Failure> {
+        self.step(&format!("hash {first_block}"));
+        Ok(())
+    }
+
+    fn ready(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
+        self.step("ready");
+        Ok(())
+    }
+
+    fn commit(&mut self) {
+        self.step("commit");
+    }
+
+    fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo {
+        self.step(if vm.is_some() { "undo" } else { "undo without QEMU" });
+        let Some(left) = self.failed_undos.checked_sub(1) else { return Undo::Done };
+        self.failed_undos = left;
+        Undo::Retry("it remains")
+    }
+
+    fn finish(&mut self) {
+        self.step("finish");
+    }
+}
+
+/// Returns the steps since the last call.
+pub(in crate::source) fn taken(steps: &Steps) -> Vec<String> {
+    std::mem::take(&mut steps.lock().unwrap())
+}
+
+fn boxed(fake: Fake) -> Box<dyn Participant> {
+    Box::new(fake)
+}
+
+const AGREED: Agreed<'_> = Agreed { proposal: None, copied: &[] };
+
+#[test]
+fn a_step_that_cannot_be_undone_before_committed_is_refused() {
+    let steps = Steps::default();
+    let mut fake = Fake::new("network", &steps);
+    fake.profile.irreversible = Some("freeze");
+    let mut participants = Participants::new(Faults::default(), vec![boxed(fake)]);
+    let failure = participants.check(&AGREED).unwrap_err();
+    assert!(failure.reason.contains("network cannot undo its step freeze"), "{}", failure.reason);
+    assert!(taken(&steps).is_empty(), "nothing was asked of it");
+}
+
+#[test]
+fn each_scans_its_own_blocks_and_the_last_one_first() {
+    let world = host::testing::World::new();
+    let qemu = host::testing::Qemu::start(world.folder.path());
+    let mut vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let steps = Steps::default();
+    let (mut first, mut ahead) = (Fake::new("first", &steps), Fake::new("ahead", &steps));
+    (first.pages, first.written, first.profile.can_post_copy, first.steps_left) = (8, 1..2, true, 1);
+    (ahead.pages, ahead.written, ahead.profile.is_sent_ahead) = (4, 2..4, true);
+    let mut participants = Participants::new(Faults::default(), vec![boxed(first), boxed(ahead)]);
+    participants.check(&AGREED).unwrap();
+    let payload = participants.open(&mut vm).unwrap();
+    assert_eq!(payload.ram_bytes(), [8 * PAGE_BYTES], "only blocks that may follow the guest");
+    assert_eq!(taken(&steps), ["first check", "ahead check", "ahead prepare"]);
+    let mut owed = participants.first_pages();
+    assert_eq!(owed.pages(), 4, "memory waits");
+    assert_eq!((participants.has_ahead(), participants.waiting_bytes()), (true, 8 * PAGE_BYTES));
+    // Only what is prepared is scanned.
+    participants.log(None).take(owed.blocks_mut(0..2)).unwrap();
+    assert_eq!(taken(&steps), ["ahead round"]);
+    while participants.prepare(&mut vm, &Reductions::default(), &mut owed).unwrap() == Preparation::Unfinished
+    {
+    }
+    assert_eq!(taken(&steps), ["first prepare", "first prepare"]);
+    assert_eq!(owed.pages(), 12);
+    let mut found = [DirtyBitmap::new(8 * PAGE_BYTES), DirtyBitmap::new(4 * PAGE_BYTES)];
+    let scan = participants.log(None).take(&mut found).unwrap();
+    assert_eq!((scan.pages, scan.duration_us), (3, 2));
+    assert_eq!(taken(&steps), ["ahead round", "first round"]);
+    let ranges = found.map(|block| block.runs().collect::<Vec<_>>());
+    assert_eq!(ranges, [vec![1..2], vec![2..4]]);
+    participants.hashes(&mut vm, &[]).unwrap();
+    assert_eq!(taken(&steps), ["first hash 0", "ahead hash 1"]);
+    assert_eq!(participants.before_round(&mut vm, 20).unwrap(), 10);
+    let contents = PageCounts { data: 7, ..PageCounts::default() };
+    participants.after_round(Some(&RoundStats { contents, ..RoundStats::default() }));
+    participants.after_round(None);
+    let rounds = ["first before_round", "ahead before_round", "first after_round 7", "ahead after_round 7"];
+    assert_eq!(taken(&steps), rounds);
+}
+
+#[test]
+fn all_undo_even_if_one_has_to_try_again() {
+    let steps = Steps::default();
+    let mut stuck = Fake::new("stuck", &steps);
+    stuck.failed_undos = 1;
+    let mut participants =
+        Participants::new(Faults::default(), vec![boxed(stuck), boxed(Fake::new("other", &steps))]);
+    assert_eq!(participants.undo(None), Undo::Retry("it remains"));
+    assert_eq!(taken(&steps), ["stuck undo without QEMU", "other undo without QEMU"]);
+    assert_eq!(participants.undo(None), Undo::Done);
+}

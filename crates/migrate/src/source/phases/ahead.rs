@@ -1,0 +1,94 @@
+//! Rounds of the participants that are sent ahead: the others, which would be written to in the meantime, begin when
+//! little of the first remains.
+
+use std::time::Duration;
+
+use ::memory::{Owed, PageCursor, Sender};
+use engine::bulk::{DiskRound, DisksFirstPolicy, NextPhase};
+use engine::handover::source::SourceEvent;
+use engine::trace::TracedPolicy;
+use proto::limits::PAGE_BYTES;
+
+use super::Failure;
+use super::rounds::DirtyScan;
+use crate::source::Driver;
+use crate::source::memory::Payload;
+use api::OnLimit;
+
+impl Driver {
+    /// Sends rounds of the participants that are sent ahead, until the policy lets the others begin.
+    pub(super) fn send_ahead(&mut self, payload: &mut Payload) -> Result<(Sender, Owed), Failure> {
+        let mut sender = self.open_streams(payload)?;
+        let mut owed = self.resources.participants.first_pages();
+        let mut sent_bytes = None;
+        let memory_bytes = self.resources.participants.waiting_bytes();
+        let mut ahead = TracedPolicy::new(DisksFirstPolicy { memory_bytes });
+        loop {
+            let scanned = self.scan(owed, payload)?;
+            let dirty_bytes = scanned.readable.pages() * PAGE_BYTES;
+            if let Some(sent_bytes) = sent_bytes {
+                let observed = DiskRound { dirty_bytes, sent_bytes };
+                let next = ahead.decide_on(observed);
+                self.controls.report(|report| ahead.update_report(&mut report.traces.others.disks));
+                if next == NextPhase::Memory {
+                    return Ok((sender, scanned.readable.give_up()));
+                }
+            }
+            let sent = self.send_in_parts(sender, scanned, payload)?;
+            sent_bytes = sent.is_whole.then_some(dirty_bytes);
+            (sender, owed) = (sent.sender, sent.owed);
+            self.has_time_for_others()?;
+        }
+    }
+
+    /// Fails if the limit on the total time has passed and the action at the limit is to abort: then there is nothing
+    /// to wait for.
+    fn has_time_for_others(&self) -> Result<(), Failure> {
+        let goals = self.controls.goals();
+        let limit = goals
+            .max_total_ms()
+            .filter(|_| goals.settings.on_limit == OnLimit::Abort)
+            .map(Duration::from_millis);
+        if limit.is_some_and(|limit| self.controls.requested.elapsed() > limit) {
+            let reason = "the time limit is reached before all memory was sent: allow more time, or a higher \
+                          bandwidth";
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
+    }
+
+    /// Sends a round, in parts if a participant wants to act in between: in a round of hours much can be written. Pages that are written in the meantime are sent in this round if they are further on, and otherwise
+    /// in the next.
+    fn send_in_parts(
+        &mut self,
+        mut sender: Sender,
+        mut scanned: DirtyScan,
+        payload: &mut Payload,
+    ) -> Result<SentInParts, Failure> {
+        let all = scanned.readable.pages();
+        let (mut place, mut is_whole) = (PageCursor::default(), true);
+        loop {
+            let pages = self.before_round(all)?;
+            self.handle_notices()?;
+            let (part, later, next) = scanned.part(place, pages);
+            self.telemetry.begin_round(0, payload.waiting(&later));
+            let sent = self.send_scanned(sender, part, None, payload)?;
+            is_whole &= sent.stats.is_some();
+            self.resources.participants.after_round(sent.stats.as_ref());
+            let mut owed = sent.owed;
+            owed.take_back(&later);
+            sender = sent.sender;
+            let Some(next) = next else { return Ok(SentInParts { sender, owed, is_whole }) };
+            place = next;
+            scanned = self.scan(owed, payload)?;
+        }
+    }
+}
+
+/// A round that was sent in parts.
+struct SentInParts {
+    sender: Sender,
+    owed: Owed,
+    /// True if no part was cut off.
+    is_whole: bool,
+}

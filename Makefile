@@ -49,22 +49,25 @@ demo:
 	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
 	target/release/whimbrel-lab demo
 
+# With the policies that only benchmarks ask for.
+FOR_BENCHES := --locked --release -p whimbrel -p whimbrel-lab --features whimbrel/comparison
+
 SUITE ?= all
 bench:
 	scripts/setup packages newer-qemu tiny-guest debian-guest
-	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
+	$(CARGO) build $(FOR_BENCHES)
 	. scripts/test-env && target/release/whimbrel-lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation/migrations.md --plots docs/evaluation
 
 CASE ?=
 bench-disks:
 	scripts/setup packages newer-qemu bench-disks services-guest
-	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
+	$(CARGO) build $(FOR_BENCHES)
 	. scripts/test-env && target/release/whimbrel-lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation/disks.md --plots docs/evaluation
 
 FIGURE ?=
 bench-sweep:
 	scripts/setup packages newer-qemu tiny-guest
-	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
+	$(CARGO) build $(FOR_BENCHES)
 	. scripts/test-env && target/release/whimbrel-lab sweep $(FIGURE:%=--figure %) --results docs/evaluation/sweep.json --page docs/evaluation/sweep.md --plots docs/evaluation
 
 # --target keeps the flags away from build scripts.

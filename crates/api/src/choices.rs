@@ -30,16 +30,18 @@ pub enum StopPolicy {
     /// will not (Ibrahim et al., *Optimized pre-copy live migration*, section VII).
     #[default]
     Pattern,
-    /// Stop as soon as the downtime would be short enough: KVM's rule.
-    Target,
-    /// Stop after a number of rounds: Xen's rule.
-    Rounds,
     /// Stop after the first pass over all memory: the remaining pages are sent when the guest runs at the destination
     /// (post-copy). Until all pages are present the VM needs both hosts.
     Hybrid,
     /// Stop by the method that is expected to keep two limits, on the downtime and on the total time: rounds, rounds
     /// with CPU throttling, or post-copy.
     Sla,
+    /// Stop as soon as the downtime would be short enough: KVM's rule.
+    #[cfg(feature = "comparison")]
+    Target,
+    /// Stop after a number of rounds: Xen's rule.
+    #[cfg(feature = "comparison")]
+    Rounds,
 }
 
 impl StopPolicy {
@@ -47,10 +49,12 @@ impl StopPolicy {
     pub fn name(self) -> &'static str {
         match self {
             Self::Pattern => "pattern",
-            Self::Target => "target",
-            Self::Rounds => "rounds",
             Self::Hybrid => "hybrid",
             Self::Sla => "sla",
+            #[cfg(feature = "comparison")]
+            Self::Target => "target",
+            #[cfg(feature = "comparison")]
+            Self::Rounds => "rounds",
         }
     }
 }

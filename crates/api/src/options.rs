@@ -55,9 +55,8 @@ options! {
     /// Policy for the stop of the VM: `pattern` stops it when more rounds do not shorten the downtime any further,
     /// `hybrid` after one pass over all of memory, and the remaining pages are sent by post-copy: until they have
     /// arrived the VM needs both hosts. `sla`: by rounds, with a CPU throttle, or as `hybrid`, whichever is expected to
-    /// keep --max-downtime and --max-total. For comparison, the rules of KVM and Xen: `target` stops as soon as the
-    /// downtime would be short enough, `rounds` after a number of rounds (pattern)
-    #[arg(long, value_name = "pattern|target|rounds|hybrid|sla", hide_possible_values = true)]
+    /// keep --max-downtime and --max-total (pattern)
+    #[arg(long, value_name = "pattern|hybrid|sla", hide_possible_values = true)]
     policy: StopPolicy = StopPolicy::Pattern;
 
     /// Longest downtime, in milliseconds (300)

@@ -26,13 +26,14 @@
 //!
 //! [`SlaPolicy`] has a time limit beside the downtime limit, and picks the way that is expected to keep both.
 //! [`HybridPolicy`] does not wait for the guest at all: the remaining pages after the first pass are sent in post-copy.
-//! [`TargetPolicy`] is KVM's rule itself, [`RoundCountPolicy`] Xen's: they are there for comparison.
+//! With the feature `comparison`, `TargetPolicy` is KVM's rule itself, `RoundCountPolicy` Xen's.
 //!
 //! # Replay
 //!
 //! [`TracedPolicy`] records the observations of a policy as a [`Trace`], which becomes part of the report, for replay
 //! ([`crate::trace`]).
 
+#[cfg(feature = "comparison")]
 mod classic;
 mod forecast;
 mod hybrid;
@@ -47,6 +48,7 @@ use std::fmt;
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "comparison")]
 pub use classic::{RoundCountPolicy, TargetPolicy};
 pub use forecast::{CostHistory, FixedCost};
 pub use hybrid::HybridPolicy;

@@ -3,9 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Decision, HybridPolicy, Outlook, PatternPolicy, Policy, PrecopyGoals, RoundCountPolicy, RoundObservation,
-    SlaPolicy, TargetPolicy, ThrottleChange,
+    Decision, HybridPolicy, Outlook, PatternPolicy, Policy, PrecopyGoals, RoundObservation, SlaPolicy,
+    ThrottleChange,
 };
+#[cfg(feature = "comparison")]
+use super::{RoundCountPolicy, TargetPolicy};
 use crate::trace::{self, Decider};
 
 /// Any of the policies, as a trace records it.
@@ -20,8 +22,10 @@ pub enum AnyPolicy {
     /// Choice of the way that keeps the limits.
     Sla(SlaPolicy),
     /// KVM's rule.
+    #[cfg(feature = "comparison")]
     Target(TargetPolicy),
     /// Xen's rule.
+    #[cfg(feature = "comparison")]
     Rounds(RoundCountPolicy),
 }
 
@@ -31,7 +35,9 @@ impl Policy for AnyPolicy {
             Self::Pattern(policy) => policy.set_goals(goals),
             Self::Hybrid(policy) => policy.set_goals(goals),
             Self::Sla(policy) => policy.set_goals(goals),
+            #[cfg(feature = "comparison")]
             Self::Target(policy) => policy.set_goals(goals),
+            #[cfg(feature = "comparison")]
             Self::Rounds(policy) => policy.set_goals(goals),
         }
     }
@@ -41,7 +47,9 @@ impl Policy for AnyPolicy {
             Self::Pattern(policy) => policy.throttle_changed(change),
             Self::Hybrid(policy) => policy.throttle_changed(change),
             Self::Sla(policy) => policy.throttle_changed(change),
+            #[cfg(feature = "comparison")]
             Self::Target(policy) => policy.throttle_changed(change),
+            #[cfg(feature = "comparison")]
             Self::Rounds(policy) => policy.throttle_changed(change),
         }
     }
@@ -51,7 +59,9 @@ impl Policy for AnyPolicy {
             Self::Pattern(policy) => policy.decide(observed),
             Self::Hybrid(policy) => policy.decide(observed),
             Self::Sla(policy) => policy.decide(observed),
+            #[cfg(feature = "comparison")]
             Self::Target(policy) => policy.decide(observed),
+            #[cfg(feature = "comparison")]
             Self::Rounds(policy) => policy.decide(observed),
         }
     }
@@ -75,12 +85,14 @@ impl From<SlaPolicy> for AnyPolicy {
     }
 }
 
+#[cfg(feature = "comparison")]
 impl From<TargetPolicy> for AnyPolicy {
     fn from(policy: TargetPolicy) -> Self {
         Self::Target(policy)
     }
 }
 
+#[cfg(feature = "comparison")]
 impl From<RoundCountPolicy> for AnyPolicy {
     fn from(policy: RoundCountPolicy) -> Self {
         Self::Rounds(policy)
@@ -131,7 +143,9 @@ impl AnyPolicy {
             Self::Pattern(_) => "pattern",
             Self::Hybrid(_) => "hybrid",
             Self::Sla(_) => "sla",
+            #[cfg(feature = "comparison")]
             Self::Target(_) => "target",
+            #[cfg(feature = "comparison")]
             Self::Rounds(_) => "rounds",
         }
     }

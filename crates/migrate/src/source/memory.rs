@@ -8,9 +8,11 @@ use ::memory::{
     RoundStats, ScanStats, SourceRam,
 };
 use engine::precopy::{
-    AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundCountPolicy,
-    RoundObservation, SlaPolicy, TargetPolicy, TracedPolicy,
+    AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundObservation,
+    SlaPolicy, TracedPolicy,
 };
+#[cfg(feature = "comparison")]
+use engine::precopy::{RoundCountPolicy, TargetPolicy};
 
 use super::Goals;
 use super::telemetry::DeferredPages;
@@ -157,12 +159,14 @@ pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost)
             let is_throttled = goals.settings.throttle_writes != ThrottleWrites::Off;
             TracedPolicy::new(if is_throttled { policy.with_write_throttle() } else { policy })
         }
-        StopPolicy::Target => TracedPolicy::new(TargetPolicy::new(goal, on_limit)),
-        StopPolicy::Rounds => TracedPolicy::new(RoundCountPolicy::default()),
         StopPolicy::Hybrid => TracedPolicy::new(HybridPolicy::new(goal, goals.settings.hybrid_passes, fixed)),
         StopPolicy::Sla => {
             TracedPolicy::new(SlaPolicy::new(goal, ways, on_limit, fixed).sampling(goals.sampling))
         }
+        #[cfg(feature = "comparison")]
+        StopPolicy::Target => TracedPolicy::new(TargetPolicy::new(goal, on_limit)),
+        #[cfg(feature = "comparison")]
+        StopPolicy::Rounds => TracedPolicy::new(RoundCountPolicy::default()),
     }
 }
 

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use agent::daemon::Agent;
 use host::HelperProgram;
 use host::config::Config;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::prelude::*;
 
 use crate::cli::{AgentCommand, LogFormat};
 use crate::failure::Failure;
@@ -52,11 +53,42 @@ fn helper(word: &str) -> HelperProgram {
     HelperProgram { program: PathBuf::from("/proc/self/exe"), arguments: vec![word.into()] }
 }
 
+/// Starts logging what `RUST_LOG` asks for.
 fn log(format: LogFormat) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let asked = std::env::var("RUST_LOG").unwrap_or_default();
+    let filter = filter(&asked);
+    let registry = tracing_subscriber::registry().with(filter.clone().unwrap_or_else(|_| usual()));
+    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     match format {
-        LogFormat::Text => builder.with_ansi(Output::is_on_terminal()).init(),
-        LogFormat::Json => builder.json().init(),
+        LogFormat::Text => registry.with(layer.with_ansi(Output::is_on_terminal())).init(),
+        LogFormat::Json => registry.with(layer.json()).init(),
+    }
+    if let Err(error) = filter {
+        tracing::warn!("RUST_LOG={asked} cannot be used: {error}; logging as with RUST_LOG=info");
+    }
+}
+
+/// Parses the value of `RUST_LOG`: a level, or levels for parts of the program (`warn,whimbrel_link=debug`).
+fn filter(asked: &str) -> Result<Targets, String> {
+    if asked.is_empty() { Ok(usual()) } else { asked.parse().map_err(|error| format!("{error}")) }
+}
+
+fn usual() -> Targets {
+    Targets::new().with_default(LevelFilter::INFO)
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing_subscriber::filter::LevelFilter;
+
+    #[test]
+    fn a_log_has_what_was_asked_for() {
+        let level = |asked| super::filter(asked).map(|targets| targets.default_level());
+        assert_eq!(level(""), Ok(Some(LevelFilter::INFO)));
+        assert_eq!(level("debug"), Ok(Some(LevelFilter::DEBUG)));
+        let parts = super::filter("warn,whimbrel_link=trace").unwrap();
+        assert!(parts.would_enable("whimbrel_link::stream", &tracing::Level::TRACE));
+        assert!(!parts.would_enable("whimbrel_agent", &tracing::Level::INFO));
+        assert!(level("info,whimbrel_link=loud").is_err());
     }
 }

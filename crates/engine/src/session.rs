@@ -56,11 +56,6 @@ impl<T: Ord + Copy> Timers<T> {
         self.0.insert(timer, at);
     }
 
-    /// Disarms a timer, if it is armed.
-    pub fn disarm(&mut self, timer: T) {
-        self.0.remove(&timer);
-    }
-
     /// Disarms the first timer, in the order of `T`, whose time has come, and returns it.
     pub fn due(&mut self, now: Time) -> Option<T> {
         let timer = *self.0.iter().find(|(_, at)| **at <= now)?.0;

@@ -441,7 +441,6 @@ mod tests {
             binary: "/bin/sleep".into(),
             arguments: vec![],
             working_dir: "/".into(),
-            network_namespace: 0,
             name: None,
             monitors: vec![],
             unit: None,

@@ -63,6 +63,7 @@ impl Endpoint {
     }
 
     /// Restricts the versions of the protocol, for example to those of an older release.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn with_versions(self, versions: Versions) -> Self {
         Self { versions, ..self }

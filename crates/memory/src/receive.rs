@@ -17,7 +17,7 @@
 use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -240,7 +240,6 @@ struct ReceiverState {
     rounds: Mutex<RoundTracker>,
     /// The generation is being ended: broken streams are not reported.
     ending: AtomicBool,
-    pages: AtomicU64,
 }
 
 /// Callback for events. The handle is lent: an observer that kept it would keep the receiver alive, which keeps the
@@ -310,7 +309,6 @@ impl Receiver {
             gate: RwLock::new(Gate::Open),
             rounds: Mutex::new(rounds),
             ending: AtomicBool::new(false),
-            pages: AtomicU64::new(0),
         };
         Self { shared: Arc::new(shared), generation: Generation(0), workers: Vec::new() }
     }
@@ -397,6 +395,7 @@ impl Receiver {
     }
 
     /// Returns the last round that all streams have ended, 0 before the first.
+    #[cfg(feature = "testing")]
     pub fn completed_round(&self) -> u32 {
         lock(&self.shared.rounds).complete
     }
@@ -409,11 +408,6 @@ impl Receiver {
     /// Returns a handle for other threads. It keeps the guest's memory open.
     pub fn handle(&self) -> ReceiverHandle {
         ReceiverHandle(Arc::clone(&self.shared))
-    }
-
-    /// Number of pages applied so far, of any content.
-    pub fn applied_pages(&self) -> u64 {
-        self.shared.pages.load(Ordering::Relaxed)
     }
 }
 

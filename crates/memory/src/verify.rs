@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 
@@ -110,13 +110,14 @@ pub fn different_chunks(first_chunk: u64, ours: &[u64], theirs: &[u64]) -> Vec<u
 }
 
 /// Returns the hashes of the pages of one chunk of a block: compared with the peer's, they show which page differs.
+#[cfg(feature = "testing")]
 pub fn hash_pages(pid: u32, block: &Block, chunk: u64) -> Result<Vec<u64>, VerifyError> {
     let failed = |address, source| VerifyError { pid, block: block.name.clone(), address, source };
     let memory = Memory::open(pid, block).map_err(|source| failed(block.address, source))?;
     let mut bytes = vec![0; memory.chunk_bytes(chunk)];
     let offset = chunk * CHUNK_BYTES;
     memory.read(offset, &mut bytes).map_err(|source| failed(block.address + offset, source))?;
-    Ok(bytes.chunks(PAGE_BYTES as usize).map(xxh3_64).collect())
+    Ok(bytes.chunks(PAGE_BYTES as usize).map(xxhash_rust::xxh3::xxh3_64).collect())
 }
 
 /// An open block.
@@ -209,7 +210,7 @@ mod tests {
         let before = hash_block(me, &block(&bytes), 3).unwrap();
         assert_eq!(before.len(), 4);
         assert_eq!(before, hash_block(me, &block(&bytes), 1).unwrap());
-        let expected: Vec<u64> = bytes.chunks(CHUNK_BYTES as usize).map(xxh3_64).collect();
+        let expected: Vec<u64> = bytes.chunks(CHUNK_BYTES as usize).map(xxhash_rust::xxh3::xxh3_64).collect();
         assert_eq!(before, expected);
         let last = bytes.len() - 1;
         for (at, chunk, page) in [(0, 0, 0), (2 * CHUNK_BYTES as usize - 1, 1, 511), (last, 3, 4)] {

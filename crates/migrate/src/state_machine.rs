@@ -6,8 +6,7 @@
 use std::fmt;
 use std::time::Instant;
 
-use engine::handover::table::FaultPoint;
-use engine::handover::{Illegal, Role, Step};
+use engine::handover::{FaultPoint, Illegal, Role, Step};
 use tracing::{debug, info};
 
 use host::fault::Faults;

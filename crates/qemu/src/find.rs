@@ -40,8 +40,6 @@ pub struct QemuProcess {
     pub arguments: Vec<String>,
     /// Working directory.
     pub working_dir: PathBuf,
-    /// Inode of its network namespace.
-    pub network_namespace: u64,
     /// Name of the guest (`-name`).
     pub name: Option<String>,
     /// QMP monitors on unix sockets.
@@ -284,7 +282,6 @@ fn inspect(pid: u32) -> Option<QemuProcess> {
     Some(QemuProcess {
         pid,
         start_time_ticks: start_time_ticks(pid)?,
-        network_namespace: std::fs::metadata(proc.join("ns/net")).map_or(0, |meta| meta.ino()),
         name: guest_name(&given),
         monitors: monitors(pid, &given, &working_dir),
         unit: unit(&cgroup),

@@ -238,35 +238,6 @@ fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// Parses a size as QEMU writes it (`512M`, `4G`, `0x1000`), in bytes; a bare number counts `unit`
-/// bytes.
-pub fn parse_size(text: &str, unit: u64) -> Option<u64> {
-    if let Some(hex) = text.strip_prefix("0x") {
-        return u64::from_str_radix(hex, 16).ok();
-    }
-    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
-    let shift = match text.get(digits.len()..)?.to_ascii_lowercase().as_str() {
-        "" => return scale(digits, unit),
-        "b" => 0,
-        "k" => 10,
-        "m" => 20,
-        "g" => 30,
-        "t" => 40,
-        _ => return None,
-    };
-    scale(digits, 1 << shift)
-}
-
-fn scale(digits: &str, unit: u64) -> Option<u64> {
-    if let Ok(whole) = digits.parse::<u64>() {
-        return whole.checked_mul(unit);
-    }
-    // QEMU accepts fractions, too: 1.5G.
-    let number: f64 = digits.parse().ok()?;
-    let bytes = number * unit as f64;
-    (bytes >= 0.0 && bytes < 2_f64.powi(63)).then_some(bytes as u64)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -305,24 +276,6 @@ mod tests {
         );
     }
 
-    #[test]
-    fn sizes() {
-        let mib = 1 << 20;
-        for (text, size) in [
-            ("512", Some(512 * mib)),
-            ("512M", Some(512 * mib)),
-            ("1.5G", Some(1536 * mib)),
-            ("4g", Some(4096 * mib)),
-            ("0x1000", Some(4096)),
-            ("65536b", Some(65536)),
-            ("1X", None),
-            ("", None),
-            ("99999999999999999999T", None),
-        ] {
-            assert_eq!(parse_size(text, mib), size, "{text}");
-        }
-    }
-
     proptest::proptest! {
         #[test]
         fn values_are_written_back_unchanged(items in proptest::collection::vec(("[a-z]{1,5}", "[a-z,=]{0,6}"), 1..5)) {
@@ -336,7 +289,6 @@ mod tests {
             value.remove("a.b");
             value.set("a.b", "c");
             proptest::prop_assert_eq!(value.get("a.b"), Some("c".to_owned()));
-            let _ = parse_size(&text, 1);
         }
     }
 }

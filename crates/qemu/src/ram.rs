@@ -139,6 +139,7 @@ pub fn ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
 
 /// Like [`ram_blocks`], but always from QEMU's heap, even if QEMU prints the addresses: the two
 /// ways verify each other.
+#[cfg(feature = "testing")]
 pub fn ram_blocks_from_heap(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
     let listed = list(qmp)?;
     let maps = Maps::of(pid).map_err(proc_error(pid, "maps"))?;

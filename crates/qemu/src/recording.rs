@@ -125,7 +125,7 @@ impl Recording {
     fn serve(&mut self, qmp: &mut Qmp) -> Result<(), RecordError> {
         let exports = self.disks.iter().enumerate().map(|(number, disk)| {
             let name = Self::data_export(number);
-            ("block-export-add", export(&disk.node, &name, json!({ "allocation-depth": true })))
+            ("block-export-add", export(&disk.node, &name, json!({})))
         });
         run_all(qmp, exports)?;
         self.throttle = Throttle::find(qmp, self.disks.iter().map(|disk| disk.node.as_str()))?;

@@ -103,6 +103,7 @@ pub fn detailed_mappings(process: &Process) -> Result<Vec<Mapping>, ProcessError
 }
 
 /// Returns the mapping that contains an address.
+#[cfg(feature = "testing")]
 pub fn mapping_at(process: &Process, address: u64) -> Result<Option<Mapping>, ProcessError> {
     Ok(mappings(process)?.into_iter().find(|mapping| mapping.range.contains(address)))
 }

@@ -27,9 +27,6 @@ pub const ALLOCATION: &str = "base:allocation";
 pub const HOLE: u32 = 1;
 /// Status bit of [`ALLOCATION`]: reads as zeros.
 pub const ZERO: u32 = 2;
-/// Context for the depth in the chain of backing files: 0 nowhere, 1 the image itself, 2 the one below it. Served if
-/// the export was added with `allocation-depth`.
-pub const ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
 /// Status bit of a [`dirty_bitmap`]: written.
 pub const DIRTY: u32 = 1;
 

@@ -17,7 +17,7 @@
 //!
 //! Each role is one checked function, [`source::source`] and [`destination::destination`]: state and event in, next
 //! state and effects out. A transition that they do not have is illegal. The table in `docs/handover-table.md` and the
-//! fault points at which the tests kill agents are computed by running them ([`table`]).
+//! fault points at which the tests kill agents are computed by running them (`table`).
 //!
 //! # Contract with the agent
 //!
@@ -55,9 +55,11 @@
 //! REFUSED. Neither ends its doubt by a time-out; see [`recover`] for the decisions of an operator.
 
 pub mod destination;
+mod fault_point;
 pub mod recover;
 pub mod registry;
 pub mod source;
+#[cfg(feature = "testing")]
 pub mod table;
 
 use std::fmt;
@@ -65,6 +67,8 @@ use std::fmt;
 use proto::message::RegistryRequest;
 use proto::{Epoch, HostId, MigrationId};
 use serde::{Deserialize, Serialize};
+
+pub use fault_point::FaultPoint;
 
 /// Data on which both hosts agreed when they prepared; journalled with PREPARED and the same throughout a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

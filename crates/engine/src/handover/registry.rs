@@ -24,7 +24,7 @@
 //! read when the source's host is lost.
 
 use proto::message::{Offer, Ownership, RegistryReply, RegistryRequest};
-use proto::{Epoch, HostId, Incarnation, VmName};
+use proto::{Epoch, HostId, Incarnation};
 use serde::{Deserialize, Serialize};
 
 use super::MigrationTerms;
@@ -138,16 +138,6 @@ impl RequestPurpose {
             Self::Take => "take-ownership",
             Self::GiveBack => "give-back-ownership",
         }
-    }
-}
-
-/// Returns the request that enters a VM, which the registry does not know yet, with its owner. For adoption, not for a
-/// migration.
-pub fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegistryRequest {
-    RegistryRequest::CompareAndSet {
-        vm,
-        expected: None,
-        new: Ownership { epoch, owner, offer: None, released: false },
     }
 }
 

@@ -4,11 +4,12 @@
 //! cases, and a test shows that transitions of one name agree in everything.
 
 use std::collections::BTreeMap;
-use std::fmt::{self, Write as _};
+use std::fmt::Write as _;
 
 use proto::message::{Offer, Ownership, Verdict};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
+use super::FaultPoint;
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use super::recover::OperatorDecision;
 use super::registry::RegistryAnswer;
@@ -38,29 +39,6 @@ impl Transition {
         let guards =
             if self.guards.is_empty() { String::new() } else { format!("[{}]", self.guards.join(",")) };
         format!("{}/{}/{}{guards}", self.role, self.from, self.event)
-    }
-}
-
-/// A moment within a transition at which an agent can be killed.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct FaultPoint {
-    /// Name of the transition.
-    pub transition: String,
-    /// Number of its effects that have been done.
-    pub done: usize,
-    /// The effect that was done last; none before the first.
-    pub after: Option<&'static str>,
-    /// True if all have been done.
-    pub last: bool,
-}
-
-impl fmt::Display for FaultPoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.after, self.last) {
-            (None, _) => write!(f, "{}:before-effects", self.transition),
-            (Some(_), true) => write!(f, "{}:after-effects", self.transition),
-            (Some(effect), false) => write!(f, "{}:after-{}-{effect}", self.transition, self.done),
-        }
     }
 }
 

@@ -349,7 +349,11 @@ fn the_register_does_not_go_back() {
     let terms = terms(Some(Epoch(3)));
     let owned =
         |epoch, owner: &HostId| Ownership { epoch, owner: owner.clone(), offer: None, released: false };
-    let enrol = registry::enrol(terms.migration.vm.clone(), Epoch(3), terms.source.clone());
+    let enrol = RegistryRequest::CompareAndSet {
+        vm: terms.migration.vm.clone(),
+        expected: None,
+        new: owned(Epoch(3), &terms.source),
+    };
     let (reply, first) = apply(&enrol, None);
     assert_eq!((reply, first.clone()), (RegistryReply::Set, Some(owned(Epoch(3), &terms.source))));
     // A VM that has a record is not entered again.

@@ -217,7 +217,8 @@ impl PatternPolicy {
     }
 
     /// Returns the present goals.
-    pub fn current_goals(&self) -> PrecopyGoals {
+    #[cfg(test)]
+    pub(super) fn current_goals(&self) -> PrecopyGoals {
         self.goals
     }
 

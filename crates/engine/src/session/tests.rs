@@ -33,14 +33,12 @@ fn contact_is_lost_once_whenever_the_patience_has_passed() {
 #[derive(Clone, Copy, Debug)]
 enum Call {
     Arm(u8, u64),
-    Disarm(u8),
     Due(u64),
 }
 
 fn call() -> impl Strategy<Value = Call> {
     prop_oneof![
         3 => (0..4_u8, 0..8_u64).prop_map(|(timer, at)| Call::Arm(timer, at)),
-        1 => (0..4_u8).prop_map(Call::Disarm),
         2 => (0..8_u64).prop_map(Call::Due),
     ]
 }
@@ -57,10 +55,6 @@ proptest! {
                     timers.arm(timer, time(at));
                     list.retain(|(other, _)| *other != timer);
                     list.push((timer, at));
-                }
-                Call::Disarm(timer) => {
-                    timers.disarm(timer);
-                    list.retain(|(other, _)| *other != timer);
                 }
                 Call::Due(now) => {
                     list.sort_unstable();

@@ -111,11 +111,6 @@ impl<P: Placer> MissingPages<P> {
         &self.placer
     }
 
-    /// Returns the placer, when no other owner of this set remains.
-    pub fn into_placer(self) -> P {
-        self.placer
-    }
-
     /// Returns the number of missing pages.
     pub fn pages(&self) -> u64 {
         self.left.load(Ordering::Acquire)

@@ -1,7 +1,6 @@
 //! One data stream: its frames are read, checked, applied in their order, and acknowledged.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -219,8 +218,6 @@ impl StreamWorker {
                 rounds.first_of_ram = round;
             }
         }
-        let pages = runs.iter().map(|run| u64::from(run.pages)).sum();
-        shared.pages.fetch_add(pages, Ordering::Relaxed);
         self.applied = seq;
         self.bytes_since_ack += frame_bytes as u64;
         Ok(())

@@ -431,6 +431,7 @@ impl SenderHandle {
     }
 
     /// Returns true if a connection has failed or the sender was cancelled, so that the next round cannot be sent.
+    #[cfg(feature = "testing")]
     pub fn is_broken(&self) -> bool {
         self.0.stopped.load(Ordering::Acquire)
     }

@@ -89,11 +89,6 @@ impl QmpError {
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::CommandFailed { .. })
     }
-
-    /// Returns true if this QEMU does not know the command.
-    pub fn is_unknown_command(&self) -> bool {
-        matches!(self, Self::CommandFailed { class, .. } if class == "CommandNotFound")
-    }
 }
 
 /// An event that QEMU sent on its own.

@@ -7,7 +7,6 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::registry::enrol;
 use link::{Arrival, Endpoint, Incoming, Listener, ListenerHandle, Peer, Security};
 use proto::Purpose;
 use proto::message::{Message, RegistryReply};
@@ -27,6 +26,15 @@ fn web() -> VmName {
 
 fn owned(epoch: u64, owner: &str) -> Ownership {
     Ownership { epoch: Epoch(epoch), owner: host(owner), offer: None, released: false }
+}
+
+/// Returns the request that enters a VM, which the registry does not know yet, with its owner.
+fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegistryRequest {
+    RegistryRequest::CompareAndSet {
+        vm,
+        expected: None,
+        new: Ownership { epoch, owner, offer: None, released: false },
+    }
 }
 
 fn record_of(epoch: u64, owner: &str) -> RegistryAnswer {

@@ -214,33 +214,33 @@ impl Injector {
         Ok(())
     }
 
-    /// For tests: makes `process` close these descriptors of its own.
-    #[doc(hidden)]
+    /// Makes `process` close these descriptors of its own.
+    #[cfg(feature = "testing")]
     pub fn close_there(&self, process: &Process, descriptors: &[u64]) -> Result<(), InjectError> {
         self.inject(process, Operation::Close, descriptors).map(drop)
     }
 
-    /// For tests: the injector kills itself at this step of each operation, counted from 1; 0 for
+    /// Makes the injector kill itself at this step of each operation, counted from 1; 0 for
     /// never.
-    #[doc(hidden)]
+    #[cfg(feature = "testing")]
     pub fn die_at_step(&self, step: u64) {
         self.die_at.store(step, Ordering::Relaxed);
     }
 
-    /// For tests: only this thread is used; 0 for any.
-    #[doc(hidden)]
+    /// Restricts injection to this thread; 0 for any.
+    #[cfg(feature = "testing")]
     pub fn use_only_thread(&self, thread: u32) {
         self.only_thread.store(u64::from(thread), Ordering::Relaxed);
     }
 
-    /// For tests: returns the number of steps of the last operation.
-    #[doc(hidden)]
+    /// Returns the number of steps of the last operation.
+    #[cfg(feature = "testing")]
     pub fn steps_taken(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// For tests: returns the process id of the injector, if it runs.
-    #[doc(hidden)]
+    /// Returns the process id of the injector, if it runs.
+    #[cfg(feature = "testing")]
     pub fn injector_pid(&self) -> Option<u32> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|running| running.child.id())
     }

@@ -4,6 +4,7 @@
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
 #   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone
+#   make size    builds the program as users get it, and checks its size
 #   make bench   measures migrations by Whimbrel and by QEMU itself, side by side, into docs/evaluation/: hours, on an idle
 #                machine; SUITE=idle (or another suite, or a case) measures a part, and leaves the rest as it is
 #   make bench-disks       measures guests that move with their disks, beside it: hours as well; CASE=static measures
@@ -27,7 +28,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo soak lint bench bench-disks bench-sweep bench-functions callgrind callgrind-update guest-agent guests
+.PHONY: test demo soak lint size bench bench-disks bench-sweep bench-functions callgrind callgrind-update guest-agent guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest debian-guest database-guest
@@ -40,7 +41,12 @@ lint:
 	$(CARGO) deny --offline --log-level error check licenses bans sources
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 
-soak:
+size:
+	scripts/setup packages
+	$(CARGO) build --locked --release -p whimbrel
+	scripts/size target/release/whimbrel
+
+soak: size
 	scripts/setup packages newer-qemu tiny-guest debian-guest database-guest
 	. scripts/test-env && { WHIMBREL_SOAK=1 $(CARGO) test --locked --workspace -- --include-ignored --nocapture; passed=$$?; scripts/not-tried; exit $$passed; }
 

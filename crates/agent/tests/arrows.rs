@@ -1,8 +1,14 @@
 //! Checks the dependencies between crates: only those that are listed here are allowed.
+//!
+//! What users get is checked as a whole: the crates that `cargo build -p whimbrel` links are listed in
+//! `arrows/linked.txt`. Where one is added on purpose, `BLESS=1` writes the list anew, and its difference shows what
+//! came along.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
 
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
@@ -136,4 +142,49 @@ fn the_world_is_reached_through_few_crates() {
             );
         }
     }
+}
+
+/// Features that only builds for tests and benchmarks have.
+const NOT_FOR_USERS: [&str; 2] = ["comparison", "testing"];
+
+/// Returns what a build of the program for users links: names of crates, and their features.
+fn linked() -> BTreeMap<String, String> {
+    let output = Command::new(env!("CARGO"))
+        .args(["tree", "--locked", "--offline", "--package", "whimbrel", "--edges", "normal,no-proc-macro"])
+        .args(["--target", "x86_64-unknown-linux-gnu", "--prefix", "none", "--no-dedupe"])
+        .args(["--format", "{p}\t{f}"])
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+        .output()
+        .expect("cargo tree");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).expect("text");
+    let crates = lines.lines().map(|line| {
+        let (package, features) = line.split_once('\t').expect("a package and its features");
+        let name = package.split(' ').next().expect("a name");
+        (name.to_owned(), features.to_owned())
+    });
+    crates.collect()
+}
+
+#[test]
+fn users_get_nothing_that_only_tests_use() {
+    let linked = linked();
+    for (name, features) in linked.iter().filter(|(name, _)| name.starts_with("whimbrel")) {
+        let wrong = features.split(',').find(|feature| NOT_FOR_USERS.contains(feature));
+        assert_eq!(wrong, None, "{name} has a feature of tests");
+    }
+    let list = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/arrows/linked.txt");
+    if std::env::var_os("BLESS").is_some() {
+        let names: Vec<_> = linked.keys().map(String::as_str).collect();
+        std::fs::write(&list, names.join("\n") + "\n").expect("write the list");
+    }
+    let listed = std::fs::read_to_string(&list).expect("the list");
+    let listed: BTreeSet<_> = listed.lines().collect();
+    let linked: BTreeSet<_> = linked.keys().map(String::as_str).collect();
+    let added: Vec<_> = linked.difference(&listed).collect();
+    let gone: Vec<_> = listed.difference(&linked).collect();
+    assert!(
+        added.is_empty() && gone.is_empty(),
+        "the program links other crates than tests/arrows/linked.txt lists: added {added:?}, gone {gone:?}"
+    );
 }

@@ -59,6 +59,21 @@ impl StopPolicy {
     }
 }
 
+/// Ways in which copying may restrain itself while the guest waits for processors.
+#[cfg(feature = "comparison")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
+pub enum Restraints {
+    /// None.
+    None,
+    /// Niceness of its threads.
+    Niceness,
+    /// Niceness, fewer threads at a time, and rarer scans.
+    #[default]
+    All,
+}
+
 /// Limit on the guest's write rate to copied disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

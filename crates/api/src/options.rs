@@ -5,13 +5,20 @@
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "comparison")]
+use crate::choices::Restraints;
 use crate::choices::{Compress, Deltas, HintedMemory, OnLimit, StopPolicy, ThrottleCpu, ThrottleWrites};
 #[cfg(feature = "cli")]
 use crate::rate::Rate;
 
-/// Defines both structures from one list: documentation, argument of the command line, name, type, default.
+/// Defines both structures from one list: documentation, feature of the builds that have it if not all do, argument of
+/// the command line, name, type, default. Values of an option that only some builds have are written only where they
+/// are not the default.
 macro_rules! options {
-    ($($(#[doc = $doc:literal])* #[arg($($arg:tt)*)] $name:ident: $type:ty = $default:expr;)*) => {
+    ($(
+        $(#[doc = $doc:literal])* $(#[cfg($($cfg:tt)*)])? #[arg($($arg:tt)*)]
+        $name:ident: $type:ty = $default:expr;
+    )*) => {
         /// Options of a request; those that are absent have the value of the source's configuration.
         #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -19,6 +26,7 @@ macro_rules! options {
         pub struct MigrationOptions {
             $(
                 $(#[doc = $doc])*
+                $(#[cfg($($cfg)*)])?
                 #[serde(skip_serializing_if = "Option::is_none")]
                 #[cfg_attr(feature = "cli", arg($($arg)*))]
                 pub $name: Option<$type>,
@@ -31,13 +39,14 @@ macro_rules! options {
         pub struct MigrationSettings {
             $(
                 $(#[doc = $doc])*
+                $(#[cfg($($cfg)*)] #[serde(skip_serializing_if = "is_default")])?
                 pub $name: $type,
             )*
         }
 
         impl Default for MigrationSettings {
             fn default() -> Self {
-                Self { $($name: $default,)* }
+                Self { $($(#[cfg($($cfg)*)])? $name: $default,)* }
             }
         }
 
@@ -45,7 +54,7 @@ macro_rules! options {
             /// Returns these values, replaced by those of a request.
             #[must_use]
             pub fn with(&self, options: &MigrationOptions) -> Self {
-                Self { $($name: options.$name.unwrap_or(self.$name),)* }
+                Self { $($(#[cfg($($cfg)*)])? $name: options.$name.unwrap_or(self.$name),)* }
             }
         }
     };
@@ -117,6 +126,16 @@ options! {
     /// well, or `all` of the page cache; a program in the VM has to report it (free)
     #[arg(long, value_name = "none|free|cold|all", hide_possible_values = true)]
     free_page_hints: HintedMemory = HintedMemory::Free;
+
+    /// Ways in which copying may restrain itself while the VM waits for processors: `none`, `niceness`, `all` (all)
+    #[cfg(feature = "comparison")]
+    #[arg(long, value_name = "none|niceness|all", hide = true)]
+    restraints: Restraints = Restraints::All;
+}
+
+#[cfg(feature = "comparison")]
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// Parses a number of seconds, and returns it in milliseconds.

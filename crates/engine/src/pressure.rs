@@ -90,6 +90,10 @@ pub struct RestraintPolicy {
     usual_permille: u64,
     /// Number of all threads that copy.
     threads: u16,
+    /// True if copying becomes nicer only, whatever the guest waits.
+    #[cfg(feature = "comparison")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    niceness_only: bool,
     // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     steps: u32,
@@ -105,7 +109,30 @@ impl RestraintPolicy {
     /// that before copying began by `allowed_permille`.
     pub fn new(allowed_permille: u64, before: SchedulingTimes, threads: u16) -> Self {
         let usual_permille = before.permille().unwrap_or(0);
-        Self { allowed_permille, usual_permille, threads, steps: 0, calm_samples: 0 }
+        Self {
+            allowed_permille,
+            usual_permille,
+            threads,
+            #[cfg(feature = "comparison")]
+            niceness_only: false,
+            steps: 0,
+            calm_samples: 0,
+        }
+    }
+
+    /// Leaves the number of threads and the interval between scans alone.
+    #[cfg(feature = "comparison")]
+    #[must_use]
+    pub fn niceness_only(self) -> Self {
+        Self { niceness_only: true, ..self }
+    }
+
+    fn max_steps(&self) -> u32 {
+        #[cfg(feature = "comparison")]
+        if self.niceness_only {
+            return Restraint::nice_steps();
+        }
+        Restraint::max_steps(self.threads)
     }
 
     /// Returns the present restraint.
@@ -125,7 +152,7 @@ impl Decider for RestraintPolicy {
         let Some(permille) = waited.permille() else { return self.restraint() };
         let more = permille.saturating_sub(self.usual_permille);
         if more > self.allowed_permille {
-            self.steps = (self.steps + 1).min(Restraint::max_steps(self.threads));
+            self.steps = (self.steps + 1).min(self.max_steps());
             self.calm_samples = 0;
         } else if more > self.allowed_permille / 2 {
             self.calm_samples = 0;
@@ -172,6 +199,13 @@ mod tests {
         assert_eq!(after(&mut policy, [2, 2, 2, 1, 1, 1]), [one, one, half, half, half, NICEST]);
         let back = [NICEST, NICEST, (9, 4, 1), (9, 4, 1), (9, 4, 1), NICER, NICER, NICER, NONE, NONE];
         assert_eq!(after(&mut policy, [0; 10]), back);
+    }
+
+    #[test]
+    fn niceness_alone_is_one_of_the_ways_to_compare() {
+        let mut policy = RestraintPolicy::new(50, SchedulingTimes::default(), 4).niceness_only();
+        assert_eq!(after(&mut policy, [30; 5]), [NICER, (9, 4, 1), NICEST, NICEST, NICEST]);
+        assert_eq!(after(&mut policy, [0; 3]), [NICEST, NICEST, (9, 4, 1)]);
     }
 
     /// Holds for any number of threads: one of them copies, and dirty scans become no rarer than a quarter.

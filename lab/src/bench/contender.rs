@@ -21,6 +21,8 @@ pub enum Contender {
     NoDeltas,
     /// Whimbrel with a given use of free page hints, and without page references.
     FreePageHints(FreePageHints),
+    /// Whimbrel that restrains itself in some ways while guests wait for processors.
+    Restrained(Restraints),
     /// Whimbrel with a given switchover policy and without a downtime limit.
     Policy(Policy),
     /// QEMU's own migration.
@@ -43,6 +45,26 @@ impl FreePageHints {
 
     fn word(self) -> &'static str {
         Self::WORDS.iter().find(|(soft, _)| *soft == self).map_or("", |(_, word)| word)
+    }
+}
+
+/// Ways in which copying may restrain itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Restraints {
+    /// None.
+    None,
+    /// Niceness of its threads.
+    Niceness,
+    /// Niceness, fewer threads at a time, and rarer scans.
+    All,
+}
+
+impl Restraints {
+    const WORDS: [(Self, &'static str); 3] =
+        [(Self::None, "none"), (Self::Niceness, "niceness"), (Self::All, "all")];
+
+    fn word(self) -> &'static str {
+        Self::WORDS.iter().find(|(restraints, _)| *restraints == self).map_or("", |(_, word)| word)
     }
 }
 
@@ -218,6 +240,7 @@ impl Contender {
             }
             Self::NoDeltas => vec!["--deltas=never".to_owned()],
             Self::FreePageHints(soft) => vec![alone.to_owned(), format!("--free-page-hints={}", soft.word())],
+            Self::Restrained(restraints) => vec![format!("--restraints={}", restraints.word())],
             Self::Policy(policy) => policy.options(),
             Self::Whimbrel(None) | Self::NoMigration | Self::Qemu(_) => Vec::new(),
         }
@@ -239,6 +262,7 @@ impl fmt::Display for Contender {
             Self::OneThread(way) => write!(f, "whimbrel-one-{way}"),
             Self::NoDeltas => f.write_str("whimbrel-no-deltas"),
             Self::FreePageHints(soft) => write!(f, "whimbrel-hints-{}", soft.word()),
+            Self::Restrained(restraints) => write!(f, "whimbrel-restraints-{}", restraints.word()),
             Self::Policy(policy) => write!(f, "whimbrel-{policy}"),
             Self::Qemu(QemuMode::Default) => f.write_str("qemu"),
             Self::Qemu(QemuMode::Multifd(channels)) => write!(f, "multifd-{channels}"),
@@ -280,6 +304,13 @@ impl FromStr for Contender {
                 .find(|(_, known)| *known == word)
                 .map(|(soft, _)| Self::FreePageHints(*soft))
         };
+        let restrained = || {
+            let word = name.strip_prefix("whimbrel-restraints-")?;
+            Restraints::WORDS
+                .iter()
+                .find(|(_, known)| *known == word)
+                .map(|(restraints, _)| Self::Restrained(*restraints))
+        };
         let policy = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Policy);
         let counted_passes =
             || passes(name.strip_prefix("qemu-")?).map(|passes| Self::Qemu(QemuMode::After(passes)));
@@ -288,6 +319,7 @@ impl FromStr for Contender {
             .or_else(packing)
             .or_else(one_thread)
             .or_else(soft)
+            .or_else(restrained)
             .or_else(policy)
             .or_else(counted_passes);
         found.ok_or_else(|| {
@@ -295,8 +327,8 @@ impl FromStr for Contender {
             format!(
                 "no contender is named {name}; choose from no-migration, {known}; whimbrel-N, multifd-N and \
                  multifd-zstd-N for N streams; whimbrel- with none, lz4, zstd:LEVEL, the same after one- for one \
-                 stream, no-deltas, hints-none, hints-free, hints-all, pattern, hybrid, drain, target, rounds, \
-                 endless, frozen, and after-N for N passes; qemu-endless and qemu-after-N"
+                 stream, no-deltas, hints-none, hints-free, hints-all, restraints-none, restraints-niceness, \
+                 restraints-all, pattern, hybrid, drain, target, rounds, endless, frozen, and after-N for N passes; qemu-endless and qemu-after-N"
             )
         })
     }
@@ -332,6 +364,9 @@ mod tests {
             Contender::Policy(Policy::Drain),
             Contender::FreePageHints(FreePageHints::None),
             Contender::FreePageHints(FreePageHints::All),
+            Contender::Restrained(Restraints::None),
+            Contender::Restrained(Restraints::Niceness),
+            Contender::Restrained(Restraints::All),
             Contender::Policy(Policy::Pattern),
             Contender::Policy(Policy::Rounds),
             Contender::Policy(Policy::Hybrid),

@@ -1,7 +1,7 @@
 //! Suites that `make bench` measures.
 
 use super::case::{Case, Program};
-use super::contender::{Contender, FreePageHints, PageCompression, Policy, QemuMode};
+use super::contender::{Contender, FreePageHints, PageCompression, Policy, QemuMode, Restraints};
 use crate::environment::QemuVersion;
 use crate::nas::Nas;
 use crate::spec::{LoadMode, Pattern};
@@ -184,6 +184,17 @@ pub fn suites() -> Vec<Suite> {
     let crowded = vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2];
     let noise = vec![noise, (pressure, crowded.clone()), (headlong, crowded)];
 
+    // The same, with the ways to give way one by one. A guest that only reads, at the link's rate and as fast as copying
+    // goes, when every processor is taken; and one that writes, so that scans cost it as well.
+    let restrained = [Restraints::None, Restraints::Niceness, Restraints::All].map(Contender::Restrained);
+    let restrained = [&[Contender::NoMigration], &restrained[..]].concat();
+    let crowded = |name: &str| Case { neighbours: true, ..idle(name).unpaced() };
+    let limited = |case: Case| Case { link_bytes_per_s: Some(megabits(1_000)), ..case };
+    let writes = Case { neighbours: true, ..idle("restraint-writes").sized(1024, 400) };
+    let writes = limited(writes.writing(64, 60, LoadMode::Random));
+    let restraint = [limited(crowded("restraint")), crowded("restraint-fast"), writes]
+        .map(|case| (case, restrained.clone()));
+
     // Faster than the link carries, and without reductions: no number of rounds converges.
     let policies = [Policy::Hybrid, Policy::Drain, Policy::Pattern, Policy::Target, Policy::Rounds];
     let policies = policies.map(Contender::Policy);
@@ -244,6 +255,11 @@ pub fn suites() -> Vec<Suite> {
         },
         Suite { name: "soft", about: "Page cache and free memory", cases: soft.into() },
         Suite { name: "noise", about: "What a migration takes from other guests", cases: noise },
+        Suite {
+            name: "restraint",
+            about: "Ways to give way to guests, where no processor is idle",
+            cases: restraint.into(),
+        },
         Suite {
             name: "convergence",
             about: "Guests that write faster than the link carries",

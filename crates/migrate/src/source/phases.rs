@@ -342,6 +342,12 @@ impl Driver {
         let allowed_permille = u64::from(self.context.config.tuning.guest_wait_percent) * 10;
         let watch = self.resources.vm.as_mut().map(|vm| pressure::PressureMeter::begin(vm, allowed_permille));
         match watch.transpose() {
+            #[cfg(feature = "comparison")]
+            Ok(watch) => {
+                let restraints = self.controls.goals().settings.restraints;
+                self.resources.pressure = watch.map(|watch| watch.restrained_by(restraints));
+            }
+            #[cfg(not(feature = "comparison"))]
             Ok(watch) => self.resources.pressure = watch,
             // The kernel does not count this; nothing else is affected.
             Err(error) => debug!(error = crate::chain(&error), "cannot measure the guest's waits"),

@@ -17,6 +17,8 @@ pub(crate) struct PressureMeter {
     /// Their running and waiting times until the last sample.
     last: SchedulingTimes,
     allowed_permille: u64,
+    #[cfg(feature = "comparison")]
+    niceness_only: bool,
     /// The policy; none before anything was copied.
     policy: Option<TracedPolicy<RestraintPolicy>>,
     waiting: Waiting,
@@ -45,6 +47,8 @@ impl PressureMeter {
             threads,
             last: SchedulingTimes::default(),
             allowed_permille,
+            #[cfg(feature = "comparison")]
+            niceness_only: false,
             policy: None,
             waiting: Waiting::default(),
             since: SchedulingTimes::default(),
@@ -52,6 +56,16 @@ impl PressureMeter {
         };
         watch.last = watch.now();
         Ok(watch)
+    }
+
+    /// Selects the ways in which copying restrains itself.
+    #[cfg(feature = "comparison")]
+    pub(crate) fn restrained_by(self, restraints: api::Restraints) -> Self {
+        match restraints {
+            api::Restraints::None => Self { allowed_permille: 0, ..self },
+            api::Restraints::Niceness => Self { niceness_only: true, ..self },
+            api::Restraints::All => self,
+        }
     }
 
     /// Returns the policy that restrains copying; none before anything was copied.
@@ -67,7 +81,10 @@ impl PressureMeter {
             let before = between(self.last, now);
             self.waiting.before_permille = before.permille();
             self.last = now;
-            TracedPolicy::new(RestraintPolicy::new(self.allowed_permille, before, sender.threads()))
+            let policy = RestraintPolicy::new(self.allowed_permille, before, sender.threads());
+            #[cfg(feature = "comparison")]
+            let policy = if self.niceness_only { policy.niceness_only() } else { policy };
+            TracedPolicy::new(policy)
         });
         let Restraint { nice, threads, interval_factor: _ } = policy.policy().restraint();
         sender.set_niceness(nice);

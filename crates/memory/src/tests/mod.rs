@@ -4,6 +4,7 @@
 mod deltas;
 mod fake_ram;
 mod fake_wire;
+mod golden;
 mod handmade_frames;
 mod moves;
 mod pair;

@@ -31,32 +31,24 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod chunk;
 mod clock;
-mod deltas;
 pub mod dirty;
 mod first_pass;
-mod hinted_pages;
-mod pack;
 mod page_name;
 mod postcopy;
 mod priority;
 pub mod ram;
 pub mod receive;
-mod references;
+mod reductions;
 pub mod round;
 pub mod send;
 mod sent_history;
-mod sent_pages;
 mod tracked;
 pub mod verify;
 pub mod wire;
 
 pub use chunk::{FRAME_PAGES, PageCounts};
-pub use deltas::{DeltaCounters, Deltas};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
-pub use hinted_pages::HintedPages;
-pub use pack::codec::BadPacked;
-pub use pack::{CompressionCounters, CompressionCriteria, CompressionState};
 pub use page_name::{NAME_BYTES, PageName};
 pub use postcopy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
@@ -67,7 +59,11 @@ pub use receive::{
     AcceptedReductions, AttachError, DestinationRam, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
     ZeroedRange,
 };
-pub use references::{ContentIndex, ReferenceOutcome, Templates};
+pub use reductions::compression::codec::BadPacked;
+pub use reductions::compression::{CompressionCounters, CompressionCriteria, CompressionState};
+pub use reductions::deltas::{DeltaCounters, Deltas};
+pub use reductions::hints::HintedPages;
+pub use reductions::references::{ContentIndex, ReferenceOutcome, Templates};
 pub use round::{
     Cleared, DirtyLog, DrainFailed, LogError, Owed, PageCursor, PartBoundary, Readable, ScanError,
     ScanFailed, ScanStats, WrappedPart,

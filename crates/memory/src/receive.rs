@@ -29,10 +29,10 @@ use proto::limits::PAGE_BYTES;
 use proto::pages::BadPages;
 
 use crate::lock;
-use crate::pack::codec::{BadPacked, StreamDecompressor};
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
-use crate::references::Templates;
+use crate::reductions::compression::codec::{BadPacked, StreamDecompressor};
+use crate::reductions::references::Templates;
 use crate::wire::{DataStream, HangUp, is_transient};
 
 mod worker;

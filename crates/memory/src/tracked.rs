@@ -7,8 +7,8 @@ use std::time::Instant;
 use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 
 use crate::dirty::DirtyBitmap;
-use crate::hinted_pages::HintedPages;
 use crate::ram::{DropWatch, RamRegion, drop_watches};
+use crate::reductions::hints::HintedPages;
 use crate::round::{DirtyLog, LogError, ScanError, ScanStats};
 
 /// RAM blocks whose writes are tracked, until this is dropped.

@@ -9,10 +9,10 @@ use proto::reference::{ContentSource, REFERENCE_BYTES, Reference};
 
 use super::{FrameBuilder, PAGE};
 use crate::clock::measure;
-use crate::deltas::{ChunkMarks, Deltas};
 use crate::dirty::ChunkPages;
 use crate::page_name::{PageHash, PageName, page_hash};
-use crate::references::{ContentIndex, ContentLocation, RunHash};
+use crate::reductions::deltas::{ChunkMarks, Deltas};
+use crate::reductions::references::{ContentIndex, ContentLocation, RunHash};
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
 /// comparing a page.

@@ -17,10 +17,10 @@ use super::{Gate, Guard, ReceiveError, ReceiverEvent, ReceiverState};
 use crate::clock::waited;
 use crate::dirty::ChunkPages;
 use crate::lock;
-use crate::pack::codec::StreamDecompressor;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
-use crate::references::has_expected_hash;
+use crate::reductions::compression::codec::StreamDecompressor;
+use crate::reductions::references::has_expected_hash;
 use crate::send::stream_of;
 use crate::wire::{FrameSink, FrameSource};
 

@@ -41,11 +41,11 @@ use proto::limits::STREAMS;
 use proto::pages::BadPages;
 
 use crate::chunk::PageCounts;
-use crate::deltas::Deltas;
-use crate::hinted_pages::HintedPages;
-use crate::pack::CompressionState;
 use crate::ram::{BlockReader, RamError};
-use crate::references::ContentIndex;
+use crate::reductions::compression::CompressionState;
+use crate::reductions::deltas::Deltas;
+use crate::reductions::hints::HintedPages;
+use crate::reductions::references::ContentIndex;
 use crate::round::{Owed, Readable};
 use crate::wire::{DataStream, is_transient};
 

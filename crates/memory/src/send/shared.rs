@@ -16,7 +16,7 @@ use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::page_name::PageName;
 use crate::priority::{NICE, Niceness};
-use crate::references::ContentIndex;
+use crate::reductions::references::ContentIndex;
 use crate::send::counters::RoundCounters;
 use crate::send::plan::{ChunkId, Plan};
 use crate::send::stream::{FrameOutput, InFlight, Stream};

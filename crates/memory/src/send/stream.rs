@@ -10,7 +10,7 @@ use proto::pages::PagesHeader;
 use crate::chunk::{FrameBuilder, PresumedPages};
 use crate::dirty::ChunkPages;
 use crate::lock;
-use crate::pack::{CompressionState, StreamCompressor};
+use crate::reductions::compression::{CompressionState, StreamCompressor};
 use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 

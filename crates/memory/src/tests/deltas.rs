@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::fake_ram::{FakeRam, PAGE};
 use super::pair::Pair;
-use crate::deltas::MARKS_BYTES;
+use crate::reductions::deltas::MARKS_BYTES;
 use crate::{Deltas, Owed, Reductions, RoundStats};
 
 const PAGES: u64 = 1000;

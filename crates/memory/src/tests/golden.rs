@@ -20,7 +20,7 @@ use super::Dice;
 use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{WHOLE, connection};
 use super::references::FakeTemplates;
-use crate::deltas::tests::PAGE_SEED;
+use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, ContentIndex, DataStream,
     Deltas, FrameSink, FrameSource, HintedPages, Owed, PageName, Readable, Receiver, Reductions, Sender,

@@ -15,8 +15,8 @@ use super::Dice;
 use super::fake_ram::{FakeLog, FakeRam};
 use super::fake_wire::{WHOLE, connection, corrupting_end, end};
 use super::references::FakeTemplates;
-use crate::deltas::MARKS_BYTES;
-use crate::deltas::tests::PAGE_SEED;
+use crate::reductions::deltas::MARKS_BYTES;
+use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, HintedPages,
     Owed, PageCursor, PartBoundary, Receiver, ReceiverEvent, Reductions, Sender, Templates, lock,

@@ -7,7 +7,7 @@ use proto::Generation;
 use super::fake_ram::{FakeRam, Page};
 use super::fake_wire::{WHOLE, connection};
 use super::references::{FakeTemplates, referring};
-use crate::deltas::tests::PAGE_SEED;
+use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, CompletedRound, ContentIndex, Owed, Receiver, Reductions, RoundStats, Sender,
     Templates,

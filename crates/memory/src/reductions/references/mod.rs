@@ -23,10 +23,11 @@ use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::page_name::{PageHash, PageName, page_hash};
 use crate::ram::RamError;
-use crate::sent_pages::SentPageIndex;
 
+mod sent_pages;
 mod table;
 
+use sent_pages::SentPageIndex;
 use table::NameTable;
 
 /// Maximum number of chunks of disks whose sent pages are recorded: 4 GiB, for 6 MiB.

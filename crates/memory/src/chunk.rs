@@ -12,14 +12,9 @@ use proto::packed::Codec;
 use proto::pages::{Content, FILLING_BYTES, PageRun, PagesHeader};
 
 use crate::dirty::ChunkPages;
-use crate::page_name::PageName;
 use crate::ram::zero::{filling, is_zero};
 use crate::ram::{BlockReader, RamError};
-
-mod encodings;
-
-use encodings::OpenReference;
-pub(crate) use encodings::{ChunkKnowledge, PresumedPages, ReferenceLookup};
+use crate::reductions::encoding::{BufferedRun, FrameContent, PageEncoders, PresumedPages};
 
 /// Maximum number of pages of data in one frame: 256 KiB.
 pub const FRAME_PAGES: u64 = 64;
@@ -63,25 +58,20 @@ impl PageCounts {
 
 /// Reused memory in which frames are built, one after the other.
 #[derive(Debug)]
-pub(crate) struct FrameBuilder {
+pub struct FrameBuilder {
     runs: Vec<PageRun>,
     head: Vec<u8>,
     data: Vec<u8>,
     /// Number of bytes of `data` that belong to the frame.
     filled: usize,
-    /// The last run, if that is a reference.
-    open: Option<OpenReference>,
-    /// Pages that are sent and their names, if references are searched for.
-    names: Vec<(u64, PageName)>,
-    /// Pages that are sent as references, and their names.
-    referred: Vec<(u64, PageName)>,
-    presumed: PresumedPages,
-    /// Delta of a page, before its place is known to be free.
-    delta: Vec<u8>,
-    /// Number of frames built.
-    frames: u64,
-    /// Processor time of computing deltas, in nanoseconds: measured for some frames and extrapolated to all.
-    mark_ns: u64,
+}
+
+/// Pages of a chunk that are to be sent.
+pub(crate) struct WantedPages {
+    /// All of them.
+    pub(crate) pages: ChunkPages,
+    /// Those that are sent as holes, whatever their content.
+    pub(crate) left_out: ChunkPages,
 }
 
 /// Error of reading guest memory.
@@ -94,87 +84,83 @@ pub(crate) struct ReadFailed {
 impl FrameBuilder {
     pub(crate) fn new() -> Self {
         let data = vec![0; FRAME_PAGES as usize * PAGE];
-        Self {
-            runs: Vec::new(),
-            head: Vec::new(),
-            data,
-            filled: 0,
-            open: None,
-            names: Vec::new(),
-            referred: Vec::new(),
-            presumed: PresumedPages::NONE,
-            delta: Vec::new(),
-            frames: 0,
-            mark_ns: 0,
-        }
+        Self { runs: Vec::new(), head: Vec::new(), data, filled: 0 }
     }
 
-    /// Reads pages of a chunk, in ascending order, as many as fit. Returns the pages that the frame holds now. Pages
-    /// whose content the destination has become references; pages of which it has an earlier version become deltas, if
-    /// their marks are known.
+    /// Reads pages of a chunk, in ascending order, as many as fit. Returns the content of the frame, with the counts of
+    /// its pages. Encoders may encode pages that are not empty.
     pub(crate) fn fill(
         &mut self,
         reader: &dyn BlockReader,
         chunk: u64,
-        wanted: &ChunkPages,
-        knowledge: &mut ChunkKnowledge<'_>,
-    ) -> Result<(ChunkPages, PageCounts), ReadFailed> {
+        wanted: &WantedPages,
+        encoders: &mut PageEncoders<'_>,
+    ) -> Result<(FrameContent, PageCounts), ReadFailed> {
         self.runs.clear();
-        self.names.clear();
-        self.referred.clear();
-        self.presumed = PresumedPages::NONE;
         self.filled = 0;
-        self.frames += 1;
-        self.mark_ns = 0;
+        encoders.encoders.iter_mut().for_each(|encoder| encoder.begin_frame());
         let base = chunk * CHUNK_BYTES;
         let mut taken = ChunkPages::EMPTY;
-        let mut hinted = *wanted;
-        hinted.retain(&knowledge.hinted);
-        let mut used = *wanted;
-        used.remove(&hinted);
+        let mut left_out = wanted.pages;
+        left_out.retain(&wanted.left_out);
+        let mut used = wanted.pages;
+        used.remove(&left_out);
         for run in used.runs() {
             // Runs ascend in a frame.
-            taken.insert(&self.add_hinted_holes(&hinted, &taken, run.start));
-            let end = self.fill_run(reader, base, run.clone(), knowledge)?;
+            taken.insert(&self.add_holes(&left_out, &taken, run.start));
+            let end = self.fill_run(reader, base, run.clone(), encoders)?;
             taken.insert(&ChunkPages::from_range(run.start..end));
             if end < run.end || self.room() == 0 {
                 break;
             }
         }
         if used.is_within(&taken) {
-            taken.insert(&self.add_hinted_holes(&hinted, &taken, CHUNK_PAGES));
+            taken.insert(&self.add_holes(&left_out, &taken, CHUNK_PAGES));
         }
-        self.close();
-        hinted.retain(&taken);
-        let mut contents = PageCounts { hinted: hinted.count(), ..PageCounts::default() };
-        let mut empty = ChunkPages::EMPTY;
-        for run in &self.runs {
-            let count = match run.content {
-                Content::Data => &mut contents.data,
-                Content::Zero => &mut contents.zero,
-                Content::Hole => &mut contents.hole,
-                Content::Reference => &mut contents.reference,
-                Content::Delta { .. } => &mut contents.delta,
-                Content::Filled => &mut contents.filled,
-            };
-            *count += u64::from(run.pages);
-            if matches!(run.content, Content::Zero | Content::Hole | Content::Filled) {
-                let first = u64::from(run.first_page);
-                empty.insert(&ChunkPages::from_range(first..first + u64::from(run.pages)));
-            }
-        }
-        contents.hole -= contents.hinted;
-        if let Some((_, marks)) = &mut knowledge.marks {
-            marks.forget(&empty);
-        }
-        Ok((taken, contents))
+        left_out.retain(&taken);
+        let (content, mut counts) = self.content(taken);
+        counts.hinted = left_out.count();
+        counts.hole -= counts.hinted;
+        encoders.encoders.iter_mut().for_each(|encoder| encoder.end_frame(&content));
+        Ok((content, counts))
     }
 
-    /// Adds hinted pages as holes, whatever their content: those before page `before` that are not yet in the frame.
-    /// Returns them.
-    fn add_hinted_holes(&mut self, hinted: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
+    /// Returns the content of the frame, which holds the pages `taken`, and the counts by the kinds of runs.
+    fn content(&self, taken: ChunkPages) -> (FrameContent, PageCounts) {
+        let mut counts = PageCounts::default();
+        let mut content =
+            FrameContent { pages: taken, empty: ChunkPages::EMPTY, presumed: PresumedPages::NONE };
+        for run in &self.runs {
+            let first = u64::from(run.first_page);
+            let pages = || ChunkPages::from_range(first..first + u64::from(run.pages));
+            let count = match run.content {
+                Content::Data => &mut counts.data,
+                Content::Reference => {
+                    content.presumed.referred.insert(&pages());
+                    &mut counts.reference
+                }
+                Content::Delta { .. } => {
+                    content.presumed.changed.insert(&pages());
+                    &mut counts.delta
+                }
+                Content::Zero | Content::Hole | Content::Filled => {
+                    content.empty.insert(&pages());
+                    match run.content {
+                        Content::Zero => &mut counts.zero,
+                        Content::Hole => &mut counts.hole,
+                        _ => &mut counts.filled,
+                    }
+                }
+            };
+            *count += u64::from(run.pages);
+        }
+        (content, counts)
+    }
+
+    /// Adds pages that are left out as holes: those before page `before` that are not yet in the frame. Returns them.
+    fn add_holes(&mut self, left_out: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
         let mut pages = ChunkPages::from_range(0..before);
-        pages.retain(hinted);
+        pages.retain(left_out);
         pages.remove(taken);
         pages.runs().for_each(|run| self.push(run, Content::Hole));
         pages
@@ -183,19 +169,6 @@ impl FrameBuilder {
     /// Returns true if the frame holds the bytes of any page, or some of them.
     pub(crate) fn has_data(&self) -> bool {
         self.runs.iter().any(|run| matches!(run.content, Content::Data | Content::Delta { .. }))
-    }
-
-    /// Returns the number of delta pieces in the frame.
-    pub(crate) fn pieces(&self) -> u64 {
-        let pieces =
-            |run: &PageRun| if let Content::Delta { pieces } = run.content { u64::from(pieces) } else { 0 };
-        self.runs.iter().map(pieces).sum()
-    }
-
-    /// Returns the processor time of finding the pieces, in nanoseconds, extrapolated as if it had been measured for
-    /// every frame.
-    pub(crate) fn mark_ns(&self) -> u64 {
-        self.mark_ns
     }
 
     /// Returns the data of all runs.
@@ -221,21 +194,9 @@ impl FrameBuilder {
         }
     }
 
-    /// Returns the names of the pages that are in the frame as data or as deltas, by their number in the chunk; none if
-    /// no references were searched for.
-    pub(crate) fn names(&self) -> &[(u64, PageName)] {
-        &self.names
-    }
-
-    /// Returns the names of the pages that are sent as references, by their number in the chunk.
-    pub(crate) fn referred(&self) -> &[(u64, PageName)] {
-        &self.referred
-    }
-
-    /// Returns the pages that the destination may request, because their bytes are not in the frame, or not all of
-    /// them.
-    pub(crate) fn presumed(&self) -> PresumedPages {
-        self.presumed
+    /// Returns a part of the buffer.
+    pub(crate) fn buffered(&self, range: Range<usize>) -> &[u8] {
+        &self.data[range]
     }
 
     fn room(&self) -> u64 {
@@ -248,12 +209,10 @@ impl FrameBuilder {
         reader: &dyn BlockReader,
         base: u64,
         run: Range<u64>,
-        knowledge: &mut ChunkKnowledge<'_>,
+        encoders: &mut PageEncoders<'_>,
     ) -> Result<u64, ReadFailed> {
         let mut at = run.start;
         while at < run.end {
-            // A reference may become data again, for which there has to be room.
-            self.close();
             if self.room() == 0 {
                 break;
             }
@@ -264,7 +223,7 @@ impl FrameBuilder {
             }
             let end = run.end.min(at + self.room());
             if at < end {
-                self.read(reader, base, at..end, knowledge)?;
+                self.read(reader, base, at..end, encoders)?;
             }
             at = end;
         }
@@ -277,7 +236,7 @@ impl FrameBuilder {
         reader: &dyn BlockReader,
         base: u64,
         pages: Range<u64>,
-        knowledge: &mut ChunkKnowledge<'_>,
+        encoders: &mut PageEncoders<'_>,
     ) -> Result<(), ReadFailed> {
         let offset = base + pages.start * PAGE_BYTES;
         let start = self.filled;
@@ -304,37 +263,25 @@ impl FrameBuilder {
                 self.push(page..present, Content::Hole);
                 self.push(present..end, Content::Zero);
             } else if let PagePattern::Filled(filling) = pattern {
-                self.add_filling(page..end, filling);
+                self.add(page..end, Content::Filled, &filling);
             } else {
-                let ChunkKnowledge { refer, marks, .. } = knowledge;
-                let marks = marks.as_mut().map(|(deltas, marks)| (*deltas, marks));
-                match (refer, marks) {
-                    (None, None) => self.add_data(page..end, place(page)),
-                    (None, Some(marks)) => self.add_deltas_or_data(page..end, place(page), marks),
-                    (Some(refer), mut marks) => {
-                        for page in page..end {
-                            let marks = marks.as_mut().map(|(deltas, marks)| (*deltas, &mut **marks));
-                            self.add_reference_or_data(page, place(page), refer, marks);
-                        }
-                    }
-                }
+                encoders.encode(BufferedRun { pages: page..end, from: place(page), is_whole: true }, self);
             }
             page = end;
         }
         Ok(())
     }
 
-    /// Appends the filling of pages. Overwrites pages in the buffer that were checked already.
-    fn add_filling(&mut self, pages: Range<u64>, filling: [u8; FILLING_BYTES]) {
-        self.close();
-        self.data[self.filled..self.filled + FILLING_BYTES].copy_from_slice(&filling);
-        self.filled += FILLING_BYTES;
-        self.push(pages, Content::Filled);
+    /// Appends encoded pages. Overwrites pages in the buffer that were encoded already.
+    pub(crate) fn add(&mut self, pages: Range<u64>, content: Content, bytes: &[u8]) {
+        let end = self.filled + bytes.len();
+        self.data[self.filled..end].copy_from_slice(bytes);
+        self.filled = end;
+        self.push(pages, content);
     }
 
-    /// Moves pages that begin at `from` in the buffer behind those of the frame.
-    fn add_data(&mut self, pages: Range<u64>, from: usize) {
-        self.close();
+    /// Moves pages in the buffer behind those of the frame.
+    pub(crate) fn add_data(&mut self, BufferedRun { pages, from, .. }: BufferedRun) {
         let bytes = (pages.end - pages.start) as usize * PAGE;
         if from != self.filled {
             self.data.copy_within(from..from + bytes, self.filled);
@@ -348,7 +295,6 @@ impl FrameBuilder {
         if pages.is_empty() {
             return;
         }
-        self.close();
         let count = (pages.end - pages.start) as u16;
         if let Some(last) = self.runs.last_mut()
             && let Some(content) = merge_contents(last.content, content)
@@ -389,6 +335,8 @@ fn merge_contents(one: Content, other: Content) -> Option<Content> {
         }
         // The fillings differ, or it would have been one run.
         (Content::Filled, _) => None,
+        // Each reference has a record of its own.
+        (Content::Reference, _) => None,
         _ => (one == other).then_some(one),
     }
 }

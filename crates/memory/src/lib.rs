@@ -64,13 +64,14 @@ pub use reductions::compression::{CompressionCounters, CompressionCriteria, Comp
 pub use reductions::deltas::{DeltaCounters, Deltas};
 pub use reductions::hints::HintedPages;
 pub use reductions::references::{ContentIndex, ReferenceOutcome, Templates};
+pub use reductions::{Reduction, Reductions, Stage};
 pub use round::{
     Cleared, DirtyLog, DrainFailed, LogError, Owed, PageCursor, PartBoundary, Readable, ScanError,
     ScanFailed, ScanStats, WrappedPart,
 };
 pub use send::{
-    BlockProgress, CompletedRound, Interrupted, Progress, Reductions, RoundStats, SendError, Sender,
-    SenderHandle, SourceRam, stream_of,
+    BlockProgress, CompletedRound, Interrupted, LinkCounters, LinkMeter, Progress, RoundStats, SendError,
+    Sender, SenderHandle, SourceRam, stream_of,
 };
 pub use sent_history::SentHistory;
 pub use tracee::TrackError;

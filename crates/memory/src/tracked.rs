@@ -1,14 +1,13 @@
 //! The dirty log of a real QEMU: the kernel's write tracking, block by block.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::time::Instant;
 
 use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 
 use crate::dirty::DirtyBitmap;
 use crate::ram::{DropWatch, RamRegion, drop_watches};
-use crate::reductions::hints::HintedPages;
+use crate::reductions::Reductions;
 use crate::round::{DirtyLog, LogError, ScanError, ScanStats};
 
 /// RAM blocks whose writes are tracked, until this is dropped.
@@ -18,8 +17,8 @@ pub struct TrackedRam {
     /// True if both sides will be compared after the next scan.
     compared: bool,
     blocks: Vec<TrackedBlock>,
-    /// Free page hints, which have to learn of written pages.
-    hinted: Option<Arc<HintedPages>>,
+    /// Reductions, which learn of written pages.
+    reductions: Reductions,
     /// Reused.
     found: Vec<AddressRange>,
 }
@@ -71,7 +70,7 @@ impl TrackedRam {
             tracker,
             compared: false,
             blocks: regions.iter().zip(watches).map(block).collect(),
-            hinted: None,
+            reductions: Reductions::default(),
             found: Vec::new(),
         })
     }
@@ -84,10 +83,10 @@ impl TrackedRam {
         self.compared = true;
     }
 
-    /// Reports all pages found written to `hinted` from now on, in the order of the regions. Has to be called before any
-    /// page is left out, because these marks cannot be obtained in another way.
-    pub fn report_to(&mut self, hinted: Arc<HintedPages>) {
-        self.hinted = Some(hinted);
+    /// Reports all pages found written to `reductions` from now on, in the order of the regions. Has to be called before
+    /// any page is left out, because these marks cannot be obtained in another way.
+    pub fn report_to(&mut self, reductions: Reductions) {
+        self.reductions = reductions;
     }
 
     /// Ends tracking and returns an error if that fails. Dropping ends it, too, but ignores errors.
@@ -126,9 +125,7 @@ impl DirtyLog for TrackedRam {
         for (number, (block, into)) in self.blocks.iter_mut().zip(into).enumerate() {
             let result = block.take(&mut self.tracker, self.compared, &mut self.found);
             // Also after an error, because the next scan will not find these pages again.
-            if let Some(hinted) = &self.hinted {
-                hinted.written(number, &block.dirty);
-            }
+            self.reductions.written(number, &block.dirty);
             into.insert(&block.dirty);
             block.dirty.clear_all();
             pages += result.map_err(|source| ScanError { block: block.region.name.clone(), source })?;

@@ -16,7 +16,7 @@ use proto::Generation;
 use tracee::{AddressRange, Pagemap, RamFile, maps};
 use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
 use whimbrel_memory::{
-    Cleared, DataStream, DirtyLog, HintedPages, Owed, Receiver, Sender, SourceRam, TrackedRam,
+    Cleared, DataStream, DirtyLog, HintedPages, Owed, Receiver, Reductions, Sender, SourceRam, TrackedRam,
     open_destination, open_source,
 };
 
@@ -416,7 +416,7 @@ fn pages_are_counted_as_they_are_found() {
     let mut log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
     let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::DirtyBitmap::new(one.bytes)).collect();
     let hinted = Arc::new(HintedPages::new(regions.iter().map(|one| one.bytes)));
-    log.report_to(Arc::clone(&hinted));
+    log.report_to(Reductions::new(vec![hinted.clone()], None));
     assert_eq!(log.take(&mut into).unwrap().pages, 0);
     let answer = hinted.begin();
     hinted.add_free(answer, 0, 0..3);

@@ -8,8 +8,6 @@
 mod conversation;
 mod cpu_throttle;
 mod ending;
-mod free_page_hints;
-mod guest;
 mod handover;
 mod inbox;
 mod memory;
@@ -17,7 +15,6 @@ mod participants;
 mod phases;
 mod pressure;
 mod reductions;
-mod references;
 mod reports;
 mod sending_rate;
 mod serving;

@@ -166,15 +166,15 @@ pub(crate) fn cases(benches: &mut Benches) {
     for way in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, pack/{way}"), pages, || {
-            let packing = Some(Arc::new(CompressionState::new(way, CompressionCriteria::default())));
-            let saving = Reductions { packing, ..Reductions::default() };
+            let packing = Arc::new(CompressionState::new(way, CompressionCriteria::default()));
+            let saving = Reductions::new(vec![packing], Some(Arc::default()));
             rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
         });
     }
     benches.counted("frames, pages as they were", Amount::Of(CHUNKS * CHUNK_PAGES, "page"), || {
         let deltas = Deltas::new(1, (CHUNKS * CHUNK_BYTES) as usize / 16, 0);
         deltas.set(true);
-        let saving = Reductions { deltas: Some(Arc::new(deltas)), ..Reductions::default() };
+        let saving = Reductions::new(vec![Arc::new(deltas)], None);
         rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
     });
     // The assignment of chunks to streams is computed anew in each round.

@@ -1,6 +1,129 @@
 //! Reductions: ways to send fewer bytes, one folder each.
+//!
+//! | folder | reduction | encoder | decoder |
+//! |---|---|---|---|
+//! | [`hints`] | pages that the guest does not use are sent as holes | of pages | none: a hole is a hole |
+//! | [`references`] | content that the destination has already is referred to | of pages | of runs |
+//! | [`deltas`] | of pages that are sent again, only the changed pieces are sent | of pages | of runs |
+//! | [`compression`] | the data of frames is compressed | of frames | of frames |
+//!
+//! A [`Reduction`] is shared by all streams and all generations of a migration, and learns what happens to the pages
+//! that it has reduced. Each stream has encoders of its own ([`encoding`]), and at the destination decoders
+//! ([`decoding`]). A migration's reductions are a list ([`Reductions`]): of its encoders the first that can reduce a
+//! page does so.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::dirty::DirtyBitmap;
+use crate::send::{ChunkId, LinkMeter};
 
 pub(crate) mod compression;
 pub(crate) mod deltas;
+pub(crate) mod encoding;
 pub(crate) mod hints;
 pub(crate) mod references;
+
+use encoding::{Encoder, PresumedPages};
+
+/// Stage of a migration at which reductions end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// All of memory was sent once: pages written later are on no disk.
+    MemorySent,
+    /// The guest is stopped, and the remaining pages are about to be sent.
+    GuestStopped,
+    /// The devices are saved, and the last round is about to be sent: no page of it may be missing.
+    DevicesSaved,
+    /// The guest is stopped, and the remaining pages are sent after the switchover.
+    PostCopy,
+}
+
+/// A way to send fewer bytes, in one migration.
+///
+/// No method has a default, so that none is forgotten. All may be called from several threads at once.
+pub trait Reduction: fmt::Debug + Send + Sync {
+    /// Creates the encoder of one stream.
+    fn encoder(self: Arc<Self>) -> Encoder;
+
+    /// Learns that these pages of each block are sent in this round, or wait for it.
+    fn awaited(&self, owed: &[DirtyBitmap], round: u32);
+
+    /// Learns that the destination has applied a frame of a chunk, with these pages that it had to complete itself.
+    fn acknowledged(&self, chunk: ChunkId, presumed: &PresumedPages);
+
+    /// Learns that the destination could not complete these pages of a chunk: they are sent again.
+    fn refused(&self, chunk: ChunkId, refused: &PresumedPages);
+
+    /// Learns that a round was interrupted, so that these pages of each block may not have arrived. No stream sends
+    /// during this call.
+    fn interrupted(&self, owed: &[DirtyBitmap], round: u32);
+
+    /// Learns that the destination discards these pages of each block.
+    fn discarded(&self, pages: &[DirtyBitmap]);
+
+    /// Learns that a dirty scan has found these pages of a block of memory.
+    fn written(&self, block: usize, found: &DirtyBitmap);
+
+    /// Returns how many of these pages will certainly not be reduced.
+    fn full_pages(&self, owed: &[DirtyBitmap]) -> u64;
+
+    /// Ends at the stages at which it has to, for good.
+    fn end(&self, stage: Stage);
+}
+
+/// The reductions of a migration, the same for all its generations.
+#[derive(Clone, Debug, Default)]
+pub struct Reductions {
+    list: Vec<Arc<dyn Reduction>>,
+    meter: Option<Arc<LinkMeter>>,
+}
+
+impl Reductions {
+    /// Creates a list: of two reductions that can reduce a page, the first one does. What is sent is counted by
+    /// `meter`, if there is one. The destination must have announced that it accepts the reductions.
+    pub fn new(list: Vec<Arc<dyn Reduction>>, meter: Option<Arc<LinkMeter>>) -> Self {
+        Self { list, meter }
+    }
+
+    /// Returns those that encode whole frames, for pages that are sent after the switchover.
+    pub fn of_frames(&self) -> Self {
+        let is_of_frames = |one: &&Arc<dyn Reduction>| matches!(Arc::clone(one).encoder(), Encoder::Frame(_));
+        Self { list: self.iter().filter(is_of_frames).map(Arc::clone).collect(), meter: self.meter.clone() }
+    }
+
+    /// Returns the meter of what is sent.
+    pub(crate) fn meter(&self) -> Option<&LinkMeter> {
+        self.meter.as_deref()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<dyn Reduction>> {
+        self.list.iter()
+    }
+
+    /// See [`Reduction::awaited`].
+    pub fn awaited(&self, owed: &[DirtyBitmap], round: u32) {
+        self.iter().for_each(|one| one.awaited(owed, round));
+    }
+
+    /// See [`Reduction::discarded`].
+    pub fn discarded(&self, pages: &[DirtyBitmap]) {
+        self.iter().for_each(|one| one.discarded(pages));
+    }
+
+    /// See [`Reduction::written`].
+    pub(crate) fn written(&self, block: usize, found: &DirtyBitmap) {
+        self.iter().for_each(|one| one.written(block, found));
+    }
+
+    /// Returns how many of these pages will certainly be sent in full.
+    pub fn full_pages(&self, owed: &[DirtyBitmap]) -> u64 {
+        let all = owed.iter().map(DirtyBitmap::count).sum();
+        self.iter().map(|one| one.full_pages(owed)).fold(all, u64::min)
+    }
+
+    /// See [`Reduction::end`].
+    pub fn end(&self, stage: Stage) {
+        self.iter().for_each(|one| one.end(stage));
+    }
+}

@@ -42,21 +42,20 @@ use proto::pages::BadPages;
 
 use crate::chunk::PageCounts;
 use crate::ram::{BlockReader, RamError};
-use crate::reductions::compression::CompressionState;
-use crate::reductions::deltas::Deltas;
-use crate::reductions::hints::HintedPages;
-use crate::reductions::references::ContentIndex;
+use crate::reductions::Reductions;
 use crate::round::{Owed, Readable};
 use crate::wire::{DataStream, is_transient};
 
 mod counters;
+mod meter;
 mod plan;
 mod shared;
 mod stream;
 mod turns;
 
+pub use meter::{LinkCounters, LinkMeter};
 use plan::Plan;
-pub use plan::stream_of;
+pub use plan::{ChunkId, stream_of};
 use shared::SenderState;
 
 /// Maximum number of pages (512 KiB) of a round that the caller's thread sends.
@@ -67,19 +66,6 @@ const WINDOW_FRAMES: usize = 4096;
 
 /// The blocks of the source's RAM in the order of the proposal.
 pub type SourceRam = Arc<[Box<dyn BlockReader>]>;
-
-/// Reductions: ways to send fewer bytes, the same for all generations of a migration.
-#[derive(Clone, Debug, Default)]
-pub struct Reductions {
-    /// Pages that the destination has are sent as references. The destination must have announced that it accepts them.
-    pub known: Option<Arc<ContentIndex>>,
-    /// Pages that are sent again are sent as deltas. The destination must have announced that it accepts them.
-    pub deltas: Option<Arc<Deltas>>,
-    /// Data is compressed. The destination must have named the codecs.
-    pub packing: Option<Arc<CompressionState>>,
-    /// Pages that the guest does not use are left out.
-    pub hinted: Option<Arc<HintedPages>>,
-}
 
 /// Error of sending a round.
 #[derive(Debug, thiserror::Error)]
@@ -362,7 +348,7 @@ impl Sender {
         }
         let owed = Owed { blocks: self.shared.take_owed(), round };
         if failure.is_some() {
-            self.shared.forget(&owed.blocks, round);
+            self.shared.interrupted(&owed.blocks, round);
         }
         let progress = self.shared.progress();
         let stats = RoundStats {

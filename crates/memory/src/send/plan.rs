@@ -9,12 +9,12 @@ pub fn stream_of(block: u16, chunk: u64, streams: u16) -> u16 {
     ((chunk + u64::from(block)) % u64::from(streams.max(1))) as u16
 }
 
-/// A chunk that has pages to send.
+/// A chunk of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ChunkId {
-    pub(super) block: u16,
+pub struct ChunkId {
+    pub(crate) block: u16,
     /// 64 TiB of RAM are 2²⁵ chunks.
-    pub(super) chunk: u32,
+    pub(crate) chunk: u32,
 }
 
 /// The work of a round.

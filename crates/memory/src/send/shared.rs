@@ -7,21 +7,20 @@ use std::time::Instant;
 
 use link::LinkError;
 use proto::frame::{FrameKind, HEADER_BYTES};
-use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
 
-use crate::chunk::{ChunkKnowledge, PageCounts, ReferenceLookup};
+use crate::chunk::{PageCounts, WantedPages};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
-use crate::page_name::PageName;
 use crate::priority::{NICE, Niceness};
-use crate::reductions::references::ContentIndex;
+use crate::reductions::Reductions;
+use crate::reductions::encoding::{ChunkTask, FrameContent, PageEncoders};
 use crate::send::counters::RoundCounters;
 use crate::send::plan::{ChunkId, Plan};
 use crate::send::stream::{FrameOutput, InFlight, Stream};
 use crate::send::turns::Turns;
-use crate::send::{BlockProgress, Progress, Reductions, SendError, SourceRam};
+use crate::send::{BlockProgress, Progress, SendError, SourceRam};
 use crate::wire::{DataStream, FrameSource};
 
 pub(super) struct SenderState {
@@ -65,7 +64,7 @@ impl SenderState {
             .into_iter()
             .map(|stream| {
                 sources.push(stream.source);
-                Stream::new(stream.sink, stream.hang_up, window)
+                Stream::new(stream.sink, stream.hang_up, window, &reductions)
             })
             .collect();
         let counters = RoundCounters::new(ram.len());
@@ -92,8 +91,8 @@ impl SenderState {
     /// Sets the number of workers that copy at the same time from now on, while the guest runs.
     pub(super) fn set_max_copying(&self, threads: u16) {
         self.turns.set_most(threads);
-        if let Some(packing) = &self.reductions.packing {
-            packing.set_most_workers(threads.max(1));
+        if let Some(meter) = self.reductions.meter() {
+            meter.set_most_workers(threads.max(1));
         }
     }
 
@@ -102,9 +101,7 @@ impl SenderState {
     /// Opens a round; its pages are owed from here on.
     pub(super) fn begin(&self, owed: Vec<DirtyBitmap>, plan: &Plan) {
         self.counters.begin(plan);
-        if let Some(deltas) = &self.reductions.deltas {
-            deltas.keep(&owed, plan.round);
-        }
+        self.reductions.awaited(&owed, plan.round);
         *lock(&self.owed) = owed;
         lock(&self.state).unsettled = self.stream_count();
     }
@@ -142,14 +139,9 @@ impl SenderState {
         std::mem::take(&mut lock(&self.owed))
     }
 
-    /// Discards knowledge about these pages as sent in this round, because they may not have arrived.
-    pub(super) fn forget(&self, owed: &[DirtyBitmap], round: u32) {
-        if let Some(deltas) = &self.reductions.deltas {
-            deltas.forget(owed, round);
-        }
-        if let Some(known) = &self.reductions.known {
-            known.interrupt();
-        }
+    /// Informs the reductions that these pages may not have arrived.
+    pub(super) fn interrupted(&self, owed: &[DirtyBitmap], round: u32) {
+        self.reductions.iter().for_each(|reduction| reduction.interrupted(owed, round));
     }
 
     pub(super) fn progress(&self) -> Progress {
@@ -251,29 +243,16 @@ impl SenderState {
         let ChunkId { block, chunk } = place;
         let owed = lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into()));
         let Some(owed) = owed else { return Ok(()) };
-        let is_there = |block: u16, page| {
-            lock(&self.owed).get(usize::from(block)).is_some_and(|owed| !owed.contains(page))
-        };
-        let base_page = u64::from(chunk) * CHUNK_PAGES;
-        let refer = self.allowed_references(plan, place).map(|(known, allowed)| ReferenceLookup {
-            known,
-            block,
-            base_page,
-            allowed,
-            is_there: &is_there,
-        });
-        let hinted = self.reductions.hinted.as_deref().filter(|_| plan.deadline.is_none());
-        let hinted = hinted.map_or(ChunkPages::EMPTY, |hinted| hinted.chunk(block, chunk.into()));
+        let task = ChunkTask { id: place, round: plan.round, guest_runs: plan.deadline.is_none() };
+        let mut wanted = WantedPages { pages: owed, left_out: ChunkPages::EMPTY };
         let mut used = owed;
-        used.remove(&hinted);
-        let marks = self.reductions.deltas.as_deref().and_then(|deltas| {
-            Some((deltas, deltas.lend((block, chunk), &used, plan.round, plan.deadline.is_none())?))
-        });
-        let mut knowledge = ChunkKnowledge { hinted, refer, marks };
-        let sent = self.send_frames(stream, outlet, plan, place, owed, &mut knowledge);
-        if let Some((deltas, marks)) = knowledge.marks {
-            deltas.give_back((block, chunk), marks);
+        for encoder in &mut outlet.page_encoders {
+            let left_out = encoder.select(&task, &used);
+            wanted.left_out.insert(&left_out);
+            used.remove(&left_out);
         }
+        let sent = self.send_frames(stream, outlet, &task, wanted);
+        outlet.page_encoders.iter_mut().for_each(|encoder| encoder.end_chunk());
         sent
     }
 
@@ -282,80 +261,54 @@ impl SenderState {
         &self,
         stream: u16,
         outlet: &mut FrameOutput,
-        plan: &Plan,
-        place: ChunkId,
-        pages: ChunkPages,
-        knowledge: &mut ChunkKnowledge<'_>,
+        task: &ChunkTask,
+        mut wanted: WantedPages,
     ) -> Result<(), SendError> {
-        let mut left = pages;
-        while !left.is_empty() {
+        while !wanted.pages.is_empty() {
             if self.stopped.load(Ordering::Acquire) {
                 return Err(SendError::Cancelled);
             }
-            let mut work = || self.send_frame(stream, outlet, plan, place, &left, knowledge);
-            let (taken, contents, bytes) = match &self.reductions.packing {
-                Some(packing) => packing.count_work(work)?,
+            let mut work = || self.send_frame(stream, outlet, task, &wanted);
+            let (content, counts, bytes) = match self.reductions.meter() {
+                Some(meter) => meter.count_work(work)?,
                 None => work()?,
             };
-
-            self.counters.sent(place.block, &taken, &contents, bytes);
-            left.remove(&taken);
-            if let Some(hinted) = &self.reductions.hinted {
-                let mut left_out = knowledge.hinted;
-                left_out.retain(&taken);
-                hinted.sent(place.block, place.chunk.into(), &taken, &left_out);
-            }
-            if let Some(ReferenceLookup { known, block, base_page, .. }) = &knowledge.refer {
-                let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);
-                let (names, referred) = (outlet.builder.names(), outlet.builder.referred());
-                known.sent(*block, names.iter().map(in_block));
-                known.record_sent(*block, names.iter().chain(referred).map(in_block));
-            }
-            if let Some((deltas, _)) = &knowledge.marks {
-                deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());
-            }
+            self.counters.sent(task.id.block, &content.pages, &counts, bytes);
+            wanted.pages.remove(&content.pages);
+            outlet.page_encoders.iter_mut().for_each(|encoder| encoder.sent(&content));
         }
         Ok(())
     }
 
-    /// Sends as many pages of a chunk as fit into a frame. Returns these pages, the counts of their contents, and the
-    /// length of the frame, in bytes.
+    /// Sends as many pages of a chunk as fit into a frame. Returns its content, the counts of its pages, and its length,
+    /// in bytes.
     fn send_frame(
         &self,
         stream: u16,
         outlet: &mut FrameOutput,
-        plan: &Plan,
-        ChunkId { block, chunk }: ChunkId,
-        wanted: &ChunkPages,
-        knowledge: &mut ChunkKnowledge<'_>,
-    ) -> Result<(ChunkPages, PageCounts, usize), SendError> {
-        let Some(reader) = self.ram.get(usize::from(block)) else { return Err(SendError::Cancelled) };
-        let (taken, contents) = outlet
-            .builder
-            .fill(reader.as_ref(), chunk.into(), wanted, knowledge)
-            .map_err(|failed| SendError::Memory {
-                block: reader.description(),
-                offset: failed.offset,
-                source: failed.source,
-            })?;
-        let presumed = outlet.builder.presumed();
-        if let Some(known) = &self.reductions.known {
-            known.count_references_sent(block, presumed.referred.count());
-        }
-        let seq =
-            self.register_frame(stream, outlet, InFlight::Pages { block, chunk, pages: taken, presumed })?;
-        let header = PagesHeader { seq, round: plan.round, block, chunk: chunk.into() };
+        task: &ChunkTask,
+        wanted: &WantedPages,
+    ) -> Result<(FrameContent, PageCounts, usize), SendError> {
+        let ChunkTask { id, round, guest_runs } = *task;
+        let Some(reader) = self.ram.get(usize::from(id.block)) else { return Err(SendError::Cancelled) };
+        let is_there = |block: u16, page| {
+            lock(&self.owed).get(usize::from(block)).is_some_and(|owed| !owed.contains(page))
+        };
+        let FrameOutput { builder, page_encoders, .. } = outlet;
+        let mut encoders = PageEncoders { encoders: page_encoders, is_there: &is_there };
+        let filled = builder.fill(reader.as_ref(), id.chunk.into(), wanted, &mut encoders);
+        let (content, counts) = filled.map_err(|failed| SendError::Memory {
+            block: reader.description(),
+            offset: failed.offset,
+            source: failed.source,
+        })?;
+        let FrameContent { pages, presumed, .. } = content;
+        let seq = self.register_frame(stream, outlet, InFlight::Pages { chunk: id, pages, presumed })?;
+        let header = PagesHeader { seq, round, block: id.block, chunk: id.chunk.into() };
         let bytes = outlet
-            .send_pages(&header, self.reductions.packing.as_deref(), plan.deadline.is_none())
+            .send_pages(&header, self.reductions.meter(), guest_runs)
             .map_err(|source| send_error(stream, source))?;
-        Ok((taken, contents, bytes))
-    }
-
-    /// Returns the pages of a chunk that may be sent as references. None while the guest is stopped: a page that is
-    /// refused then would cost another round.
-    fn allowed_references(&self, plan: &Plan, place: ChunkId) -> Option<(&ContentIndex, ChunkPages)> {
-        let known = self.reductions.known.as_deref().filter(|_| plan.deadline.is_none())?;
-        Some((known, known.allowed(place.block, place.chunk.into())?))
+        Ok((content, counts, bytes))
     }
 
     fn end_round(&self, stream: u16, outlet: &mut FrameOutput, round: u32) -> Result<(), SendError> {
@@ -404,8 +357,8 @@ impl SenderState {
             if let Err(expected) = self.streams[usize::from(stream)].acknowledge(seq, &mut done) {
                 break SendError::WrongAck { stream, seq, expected };
             }
-            if let Some(packing) = &self.reductions.packing {
-                packing.record_peer_wait(waited_us);
+            if let Some(meter) = self.reductions.meter() {
+                meter.record_peer_wait(waited_us);
             }
             self.settle(&mut done);
         };
@@ -417,18 +370,10 @@ impl SenderState {
     fn process_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
         let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
         let missing = ChunkPages::from_words(pages);
-        let Some((place, changed)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
+        let Some((chunk, refused)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
             return Err(SendError::WrongMissing { stream, seq });
         };
-        let (block, chunk) = place;
-        if let Some(known) = &self.reductions.known {
-            let mut referred = missing;
-            referred.remove(&changed);
-            known.refuse(block, chunk.into(), &referred);
-        }
-        if let Some(deltas) = &self.reductions.deltas {
-            deltas.refuse(place, &missing, changed.count());
-        }
+        self.reductions.iter().for_each(|reduction| reduction.refused(chunk, &refused));
         self.counters.refused(missing.count());
         Ok(())
     }
@@ -439,13 +384,11 @@ impl SenderState {
         let mut owed = lock(&self.owed);
         for frame in done.drain(..) {
             match frame {
-                InFlight::Pages { block, chunk, pages, presumed } => {
-                    if let Some(bitmap) = owed.get_mut(usize::from(block)) {
-                        bitmap.remove_from_chunk(chunk.into(), &pages);
+                InFlight::Pages { chunk: id, pages, presumed } => {
+                    if let Some(bitmap) = owed.get_mut(usize::from(id.block)) {
+                        bitmap.remove_from_chunk(id.chunk.into(), &pages);
                     }
-                    if let Some(known) = &self.reductions.known {
-                        known.count_references_accepted(block, presumed.referred.count());
-                    }
+                    self.reductions.iter().for_each(|reduction| reduction.acknowledged(id, &presumed));
                 }
                 InFlight::RoundEnd => round_ended = true,
             }

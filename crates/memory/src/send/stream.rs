@@ -1,17 +1,18 @@
 //! One stream of a sender: its output, and its unacknowledged frames.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 
 use link::LinkError;
 use proto::frame::HEADER_BYTES;
 use proto::pages::PagesHeader;
 
-use crate::chunk::{FrameBuilder, PresumedPages};
+use crate::chunk::FrameBuilder;
 use crate::dirty::ChunkPages;
 use crate::lock;
-use crate::reductions::compression::{CompressionState, StreamCompressor};
-use crate::send::AckRange;
+use crate::reductions::Reductions;
+use crate::reductions::encoding::{Encoder, FrameEncoder, PageEncoder, PresumedPages};
+use crate::send::{AckRange, ChunkId, LinkMeter};
 use crate::wire::{FrameSink, HangUp};
 
 /// Maximum number of pages in unanswered references: 16 MiB. References are short, so that neither the link nor the
@@ -21,7 +22,7 @@ const MAX_UNANSWERED_PAGES: u64 = 4096;
 /// Content of a frame in flight. Pages that are presumed to be at the destination may turn out to be missing there.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum InFlight {
-    Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: PresumedPages },
+    Pages { chunk: ChunkId, pages: ChunkPages, presumed: PresumedPages },
     RoundEnd,
 }
 
@@ -38,31 +39,47 @@ impl InFlight {
 pub(super) struct FrameOutput {
     pub(super) sink: Box<dyn FrameSink>,
     pub(super) builder: FrameBuilder,
-    packer: StreamCompressor,
+    /// Encoders of pages, in the order of the reductions.
+    pub(super) page_encoders: Vec<Box<dyn PageEncoder>>,
+    frame_encoder: Option<Box<dyn FrameEncoder>>,
 }
 
 impl FrameOutput {
-    /// Sends the pages of the last frame built, compressed if that is configured and worth it. Returns the length of
-    /// the frame, in bytes.
+    fn new(sink: Box<dyn FrameSink>, reductions: &Reductions) -> Self {
+        let (mut page_encoders, mut frame_encoder) = (Vec::new(), None);
+        for reduction in reductions.iter() {
+            match Arc::clone(reduction).encoder() {
+                Encoder::Pages(encoder) => page_encoders.push(encoder),
+                Encoder::Frame(encoder) => frame_encoder = Some(encoder),
+            }
+        }
+        Self { sink, builder: FrameBuilder::new(), page_encoders, frame_encoder }
+    }
+
+    /// Sends the pages of the last frame built, encoded if that is configured and worth it. Returns the length of the
+    /// frame, in bytes.
     pub(super) fn send_pages(
         &mut self,
         header: &PagesHeader,
-        packing: Option<&CompressionState>,
+        meter: Option<&LinkMeter>,
         guest_runs: bool,
     ) -> Result<usize, LinkError> {
-        let Self { sink, builder, packer } = self;
+        let Self { sink, builder, frame_encoder, .. } = self;
         // References consist mostly of hashes.
-        let packed = packing.filter(|_| builder.has_data()).and_then(|packing| {
-            if guest_runs && packing.is_opening() {
-                packing.open(builder.data().len(), sink.unsent_bytes());
-            }
-            packer.pack(packing, builder.data(), guest_runs)
-        });
+        let has_data = builder.has_data();
+        let packed = frame_encoder
+            .as_mut()
+            .filter(|_| has_data)
+            .and_then(|encoder| encoder.encode(builder.data(), guest_runs, &|| sink.unsent_bytes()));
+        if let Some(meter) = meter.filter(|_| has_data) {
+            let data_bytes = builder.data().len();
+            meter.record_data(data_bytes, packed.map_or(data_bytes, |(_, packed)| packed.len()));
+        }
         let (kind, payload) = builder.payload(header, packed);
         let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
         let mut send = || sink.send(kind, &payload);
-        match packing {
-            Some(packing) => packing.count_send(send),
+        match meter {
+            Some(meter) => meter.count_send(send),
             None => send(),
         }?;
         Ok(bytes)
@@ -94,9 +111,13 @@ impl Flight {
 }
 
 impl Stream {
-    pub(super) fn new(sink: Box<dyn FrameSink>, hang_up: Box<dyn HangUp>, window: usize) -> Self {
-        let outlet =
-            Mutex::new(FrameOutput { sink, builder: FrameBuilder::new(), packer: StreamCompressor::new() });
+    pub(super) fn new(
+        sink: Box<dyn FrameSink>,
+        hang_up: Box<dyn HangUp>,
+        window: usize,
+        reductions: &Reductions,
+    ) -> Self {
+        let outlet = Mutex::new(FrameOutput::new(sink, reductions));
         Self { outlet, hang_up, flight: Mutex::default(), room: Condvar::new(), window }
     }
 
@@ -137,19 +158,18 @@ impl Stream {
     }
 
     /// Records that pages which an unacknowledged frame presumed to be at the destination are missing there: they stay
-    /// owed. Returns their chunk, and those of them that were sent as deltas; None if there is no such frame that
-    /// presumed them, or they were reported before.
-    pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<((u16, u32), ChunkPages)> {
+    /// owed. Returns their chunk, and how they were sent; None if there is no such frame that presumed them, or they were
+    /// reported before.
+    pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<(ChunkId, PresumedPages)> {
         let mut flight = lock(&self.flight);
         let index = seq.checked_sub(flight.acked + 1)?;
         match flight.frames.get_mut(usize::try_from(index).ok()?)? {
-            InFlight::Pages { block, chunk, pages, presumed } => {
-                let before = presumed.referred.count();
-                let changed = presumed.take(missing)?;
+            InFlight::Pages { chunk, pages, presumed } => {
+                let refused = presumed.take(missing)?;
                 pages.remove(missing);
-                let (place, refused) = ((*block, *chunk), before - presumed.referred.count());
-                flight.referred_pages -= refused;
-                Some((place, changed))
+                let chunk = *chunk;
+                flight.referred_pages -= refused.referred.count();
+                Some((chunk, refused))
             }
             InFlight::RoundEnd => None,
         }

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::fake_ram::{FakeRam, PAGE};
 use super::pair::Pair;
+use super::parts::Parts;
 use crate::reductions::deltas::MARKS_BYTES;
-use crate::{Deltas, Owed, Reductions, RoundStats};
+use crate::{Deltas, Owed, RoundStats};
 
 const PAGES: u64 = 1000;
 
@@ -19,7 +20,7 @@ fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     let deltas = Arc::new(Deltas::with_bits(1, marks_bytes, bits));
     deltas.set(true);
     let owed = source.everything();
-    let saving = Reductions { deltas: Some(Arc::clone(&deltas)), ..Reductions::default() };
+    let saving = Parts { deltas: Some(Arc::clone(&deltas)), ..Parts::default() };
     (Pair::new(source, saving, Vec::new()), owed, deltas)
 }
 

@@ -19,11 +19,12 @@ use proto::pages::Ack;
 use super::Dice;
 use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{WHOLE, connection};
+use super::parts::Parts;
 use super::references::FakeTemplates;
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, ContentIndex, DataStream,
-    Deltas, FrameSink, FrameSource, HintedPages, Owed, PageName, Readable, Receiver, Reductions, Sender,
+    Deltas, FrameSink, FrameSource, HintedPages, Owed, PageName, Readable, Receiver, Sender, Stage,
     Templates, lock,
 };
 
@@ -143,54 +144,33 @@ impl FrameSource for GatedSource {
     }
 }
 
-/// The reductions of a scenario, each as far as it takes part.
-#[derive(Default)]
-struct Parts {
-    known: Option<Arc<ContentIndex>>,
-    deltas: Option<Arc<Deltas>>,
-    packing: Option<Arc<CompressionState>>,
-    hinted: Option<Arc<HintedPages>>,
-}
-
-impl Parts {
-    fn reductions(&self) -> Reductions {
-        let Self { known, deltas, packing, hinted } = self;
-        Reductions {
-            known: known.clone(),
-            deltas: deltas.clone(),
-            packing: packing.clone(),
-            hinted: hinted.clone(),
+/// Writes what was counted, apart from times.
+fn describe(parts: &Parts, into: &mut String) {
+    if let Some(known) = &parts.known {
+        let mut names = blake3::Hasher::new();
+        for (page, name) in known.sent_pages_of(1) {
+            names.update(&page.to_le_bytes());
+            names.update(&name.0);
         }
+        writeln!(into, "{:?} {}", known.referred(), names.finalize()).unwrap();
     }
-
-    /// Writes what was counted, apart from times.
-    fn describe(&self, into: &mut String) {
-        if let Some(known) = &self.known {
-            let mut names = blake3::Hasher::new();
-            for (page, name) in known.sent_pages_of(1) {
-                names.update(&page.to_le_bytes());
-                names.update(&name.0);
-            }
-            writeln!(into, "{:?} {}", known.referred(), names.finalize()).unwrap();
-        }
-        if let Some(deltas) = &self.deltas {
-            let counted = deltas.count();
-            writeln!(into, "{} pages, {} bytes", counted.pages, counted.bytes).unwrap();
-        }
-        if let Some(packing) = &self.packing {
-            let counted = packing.count();
-            let bytes = [
-                counted.opening_bytes,
-                counted.data_bytes,
-                counted.tried_bytes,
-                counted.compressed_bytes,
-                counted.wire_bytes,
-            ];
-            writeln!(into, "{bytes:?}").unwrap();
-        }
-        for left_out in self.hinted.iter().flat_map(|hinted| hinted.left_out()) {
-            writeln!(into, "{:?}", left_out.runs().collect::<Vec<_>>()).unwrap();
-        }
+    if let Some(deltas) = &parts.deltas {
+        let counted = deltas.count();
+        writeln!(into, "{} pages, {} bytes", counted.pages, counted.bytes).unwrap();
+    }
+    if let Some(packing) = &parts.packing {
+        let (counted, link) = (packing.count(), parts.counted());
+        let bytes = [
+            counted.opening_bytes,
+            link.data_bytes,
+            counted.tried_bytes,
+            counted.compressed_bytes,
+            link.wire_bytes,
+        ];
+        writeln!(into, "{bytes:?}").unwrap();
+    }
+    for left_out in parts.hinted.iter().flat_map(|hinted| hinted.left_out()) {
+        writeln!(into, "{:?}", left_out.runs().collect::<Vec<_>>()).unwrap();
     }
 }
 
@@ -249,12 +229,11 @@ impl Rig {
     fn round(&mut self, how: How, prepare: impl FnOnce(Readable, &Parts) -> (Readable, Option<Owed>)) {
         let owed = std::mem::replace(&mut self.owed, Owed::everything([]));
         let (cleared, found) = owed.clear_marks_and_report(&mut self.source.log(), usize::MAX).unwrap();
-        if let Some(hinted) = &self.parts.hinted {
-            found.iter().enumerate().for_each(|(block, found)| hinted.written(block, found));
-        }
+        let reductions = self.parts.reductions();
+        found.iter().enumerate().for_each(|(block, found)| reductions.written(block, found));
         let (readable, later) = prepare(cleared.skip_drain(), &self.parts);
-        if let (Some(later), Some(deltas)) = (&later, &self.parts.deltas) {
-            deltas.keep(later.blocks(), later.round() + 1);
+        if let Some(later) = &later {
+            reductions.awaited(later.blocks(), later.round() + 1);
         }
         self.gate.begin(self.written.len() as u16, how == How::Breaking);
         let sender = self.sender.take().unwrap_or_else(|| self.connect());
@@ -291,7 +270,7 @@ impl Rig {
             left_out.runs().flatten().for_each(|page| self.source.0[block].is_punched(page));
         }
         assert_eq!(self.source.first_difference(&self.destination), None);
-        self.parts.describe(&mut self.text);
+        describe(&self.parts, &mut self.text);
         let mut all = blake3::Hasher::new();
         for written in &self.written {
             let digest = lock(written).finalize();
@@ -334,6 +313,7 @@ fn bytes_of_one_stream_stay_as_they_are() {
         deltas: Some(deltas),
         packing: Some(Arc::new(CompressionState::opening(worth))),
         hinted: Some(Arc::new(HintedPages::new(bytes.take(1)))),
+        ..Parts::default()
     };
     let mut rig = Rig::new(source, 1, parts, templates);
     rig.round(How::Running, |readable, parts| {
@@ -373,7 +353,7 @@ fn bytes_of_one_stream_stay_as_they_are() {
             (readable, None)
         });
     }
-    rig.parts.known.as_ref().unwrap().end();
+    rig.parts.reductions().end(Stage::MemorySent);
     fill(&rig.source, 0, 0..200, &mut dice);
     rig.round(How::Running, all);
     end(&mut rig);
@@ -383,10 +363,10 @@ fn bytes_of_one_stream_stay_as_they_are() {
 
 /// The guest is stopped: one round with deltas, and then full pages.
 fn end(rig: &mut Rig) {
-    rig.parts.hinted.as_ref().unwrap().end();
+    rig.parts.reductions().end(Stage::GuestStopped);
     (0..100).for_each(|page| rig.source.0[0].guest_writes(page, page, 64));
     rig.round(How::Stopped, all);
-    rig.parts.deltas.as_ref().unwrap().end();
+    rig.parts.reductions().end(Stage::DevicesSaved);
     (50..90).for_each(|page| rig.source.0[0].guest_writes(page, page + 9, 128));
     rig.round(How::Stopped, all);
 }
@@ -423,6 +403,7 @@ fn bytes_of_three_streams_stay_as_they_are() {
         deltas: Some(deltas),
         packing: Some(Arc::new(packing)),
         hinted: Some(Arc::new(HintedPages::new(bytes))),
+        ..Parts::default()
     };
     let mut rig = Rig::new(source, 3, parts, templates);
     rig.round(How::Running, all);

@@ -8,6 +8,7 @@ mod golden;
 mod handmade_frames;
 mod moves;
 mod pair;
+mod parts;
 mod references;
 mod sender;
 mod turns;

@@ -14,12 +14,13 @@ use proto::packed::Compression;
 use super::Dice;
 use super::fake_ram::{FakeLog, FakeRam};
 use super::fake_wire::{WHOLE, connection, corrupting_end, end};
+use super::parts::Parts;
 use super::references::FakeTemplates;
 use crate::reductions::deltas::MARKS_BYTES;
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, HintedPages,
-    Owed, PageCursor, PartBoundary, Receiver, ReceiverEvent, Reductions, Sender, Templates, lock,
+    Owed, PageCursor, PartBoundary, Receiver, ReceiverEvent, Sender, Templates, lock,
 };
 
 /// A drain that does not fail.
@@ -35,7 +36,7 @@ struct Move {
     destination: FakeRam,
     log: FakeLog,
     /// References to content of the destination, of which some is wrong; deltas, free page hints and compression.
-    saving: Reductions,
+    saving: Parts,
     marks_bytes: usize,
     templates: Arc<FakeTemplates>,
     streams: u16,
@@ -87,7 +88,7 @@ impl Move {
             dice.one_in(2).then(|| Arc::new(Deltas::with_bits(1 + blocks.len() / 2, marks_bytes, bits)));
         let bytes = source.0.iter().map(|block| block.pages.len() as u64 * PAGE_BYTES);
         let hinted = dice.one_in(2).then(|| Arc::new(HintedPages::new(bytes)));
-        let saving = Reductions { known, deltas, packing, hinted };
+        let saving = Parts { known, deltas, packing, hinted, ..Parts::default() };
         let templates = Arc::new(templates);
         Self {
             source,
@@ -306,12 +307,13 @@ impl Move {
             assert!(deltas.is_balanced(self.marks_bytes / MARKS_BYTES));
         }
         if let Some(counted) = self.saving.packing.as_ref().map(|packing| packing.count()) {
+            let link = self.saving.counted();
             assert!(
-                counted.compressed_bytes <= counted.tried_bytes && counted.tried_bytes <= counted.data_bytes
+                counted.compressed_bytes <= counted.tried_bytes && counted.tried_bytes <= link.data_bytes
             );
-            assert!(counted.wire_bytes <= counted.data_bytes);
+            assert!(link.wire_bytes <= link.data_bytes);
             outcome.compressed_bytes = counted.compressed_bytes;
-            outcome.plain_bytes = counted.data_bytes - counted.compressed_bytes;
+            outcome.plain_bytes = link.data_bytes - counted.compressed_bytes;
         }
         outcome
     }
@@ -336,7 +338,7 @@ impl Move {
             near.push(mine);
             receiver.attach(generation, stream, theirs).unwrap();
         }
-        Sender::with_window(self.source.readers(), self.saving.clone(), near, self.window).unwrap()
+        Sender::with_window(self.source.readers(), self.saving.reductions(), near, self.window).unwrap()
     }
 }
 

@@ -6,11 +6,11 @@ use proto::Generation;
 
 use super::fake_ram::{FakeRam, Page};
 use super::fake_wire::{WHOLE, connection};
+use super::parts::Parts;
 use super::references::{FakeTemplates, referring};
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
-    AcceptedReductions, CompletedRound, ContentIndex, Owed, Receiver, Reductions, RoundStats, Sender,
-    Templates,
+    AcceptedReductions, CompletedRound, ContentIndex, Owed, Receiver, RoundStats, Sender, Templates,
 };
 
 /// A source, a destination with one template, and one stream between them.
@@ -26,7 +26,7 @@ impl Pair {
         Self::new(source, referring(Arc::new(known)), template)
     }
 
-    pub(super) fn new(source: FakeRam, saving: Reductions, template: Vec<Page>) -> Self {
+    pub(super) fn new(source: FakeRam, saving: Parts, template: Vec<Page>) -> Self {
         let pages: Vec<u64> = source.0.iter().map(|block| block.pages.len() as u64).collect();
         let destination = FakeRam::new(&pages);
         let templates = Some(Arc::new(FakeTemplates(vec![Mutex::new(template)])) as Arc<dyn Templates>);
@@ -35,7 +35,7 @@ impl Pair {
         receiver.begin(Generation(1));
         let (near, far) = connection(WHOLE, WHOLE);
         receiver.attach(Generation(1), 0, far).unwrap();
-        let sender = Sender::with_reductions(source.readers(), saving, vec![near]).unwrap();
+        let sender = Sender::with_reductions(source.readers(), saving.reductions(), vec![near]).unwrap();
         Self { source, destination, _receiver: receiver, sender }
     }
 

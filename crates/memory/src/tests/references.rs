@@ -11,9 +11,9 @@ use super::Dice;
 use super::fake_ram::{FakeRam, PAGE, Page};
 use super::fake_wire::{WHOLE, connection};
 use super::pair::Pair;
+use super::parts::Parts;
 use crate::{
-    ChunkPages, ContentIndex, Deltas, PageName, RamError, Readable, Reductions, SendError, Sender, Templates,
-    lock,
+    ChunkPages, ContentIndex, Deltas, PageName, RamError, Readable, SendError, Sender, Templates, lock,
 };
 
 /// Templates in vectors.
@@ -53,8 +53,8 @@ impl Templates for FakeTemplates {
     }
 }
 
-pub(super) fn referring(known: Arc<ContentIndex>) -> Reductions {
-    Reductions { known: Some(known), ..Reductions::default() }
+pub(super) fn referring(known: Arc<ContentIndex>) -> Parts {
+    Parts { known: Some(known), ..Parts::default() }
 }
 
 /// Pages that are all different, and all in a template, there three pages further on.
@@ -134,7 +134,7 @@ fn memory_that_came_from_a_disk_is_read_from_there() {
     let deltas = Arc::new(Deltas::with_bits(1, 1 << 20, u16::MAX));
     deltas.set(true);
     let (known_too, deltas_too) = (Some(Arc::clone(&known)), Some(Arc::clone(&deltas)));
-    let saving = Reductions { known: known_too, deltas: deltas_too, ..Reductions::default() };
+    let saving = Parts { known: known_too, deltas: deltas_too, ..Parts::default() };
     let owed = source.everything();
     let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 600));
@@ -168,7 +168,7 @@ fn memory_that_is_there_twice_goes_once() {
         if let Some(deltas) = &deltas {
             deltas.set(true);
         }
-        let saving = Reductions { deltas, ..referring(Arc::clone(&known)) };
+        let saving = Parts { deltas, ..referring(Arc::clone(&known)) };
         let owed = source.everything();
         let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
         assert_eq!((stats.contents.reference, stats.contents.data), (0, 300));
@@ -239,7 +239,8 @@ fn pages_that_were_sent_cannot_be_missed() {
         source.0[0].guest_writes(30, 99, 0);
         let known = Arc::new(known.unwrap_or(template_known));
         let (near, mut far) = connection(WHOLE, WHOLE);
-        let sender = Sender::with_reductions(source.readers(), referring(known), vec![near]).unwrap();
+        let sender =
+            Sender::with_reductions(source.readers(), referring(known).reductions(), vec![near]).unwrap();
         let peer = std::thread::spawn(move || {
             let (mut payload, mut runs) = (Vec::new(), Vec::new());
             assert_eq!(far.source.receive(&mut payload).unwrap(), FrameKind::Pages);

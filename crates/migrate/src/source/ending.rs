@@ -1,5 +1,6 @@
 //! Reports of a migration to users, and its last journal entries.
 
+use super::reductions::references::ActiveReferences;
 use host::SourceVm;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -48,8 +49,9 @@ impl Driver {
 
     /// Ends a settled migration: last journal entries, report, final progress.
     pub(super) fn end(&mut self) {
-        let known =
-            self.resources.payload.take().and_then(|payload| Some((payload.ram_blocks(), payload.known()?)));
+        let payload = self.resources.payload.take();
+        let references = payload
+            .and_then(|payload| Some((payload.ram_blocks(), payload.reduction::<ActiveReferences>()?)));
         self.telemetry.follow(None);
         self.await_abort_read();
         if let Some(state) = self.handover.unjournalled.take() {
@@ -99,8 +101,8 @@ impl Driver {
             );
             thread::sleep(self.retry());
         }
-        if let Some((first_disk, known)) = known.filter(|_| standing == Standing::Done) {
-            self.remember_images(first_disk, &known);
+        if let Some((first_disk, references)) = references.filter(|_| standing == Standing::Done) {
+            self.remember_images(first_disk, &references);
         }
         self.telemetry.update(|progress| {
             progress.phase = Phase::Ended;

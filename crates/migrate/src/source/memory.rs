@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::{
-    BlockReader, CompressionState, ContentIndex, Deltas, DirtyBitmap, HintedPages, Owed, Reductions,
-    RoundStats, ScanStats, SourceRam,
+    BlockReader, DirtyBitmap, Owed, Reductions, RoundStats, ScanStats, SourceRam, Stage,
 };
 use engine::precopy::{
     AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundObservation,
@@ -15,6 +14,7 @@ use engine::precopy::{
 use engine::precopy::{RoundCountPolicy, TargetPolicy};
 
 use super::Goals;
+use super::reductions::{ActiveReduction, ActiveReductions};
 use super::telemetry::DeferredPages;
 use api::report::Round;
 use api::{self, StopPolicy, ThrottleWrites};
@@ -24,7 +24,8 @@ pub(crate) struct Payload {
     readers: SourceRam,
     /// Lengths of the blocks that may be sent after the guest runs at the destination, in bytes. The others follow them.
     ram_bytes: Vec<u64>,
-    /// Reductions of the data that is sent.
+    /// Reductions of the data that is sent, and their parts that the streams use.
+    reductions: ActiveReductions,
     saving: Reductions,
 }
 
@@ -32,90 +33,48 @@ impl Payload {
     /// Creates the payload; the first `post_copied` blocks may be sent after the guest runs at the destination.
     pub(crate) fn new(readers: Vec<Box<dyn BlockReader>>, post_copied: usize) -> Self {
         let ram_bytes = readers.iter().take(post_copied).map(|reader| reader.bytes()).collect();
-        Self { readers: readers.into(), ram_bytes, saving: Reductions::default() }
+        Self {
+            readers: readers.into(),
+            ram_bytes,
+            reductions: ActiveReductions::default(),
+            saving: Reductions::default(),
+        }
     }
 
     pub(crate) fn readers(&self) -> SourceRam {
         SourceRam::clone(&self.readers)
     }
 
-    /// Sends page references from here on for content that the destination already has.
-    pub(crate) fn enable_references(&mut self, known: ContentIndex) {
-        self.saving.known = Some(Arc::new(known));
+    /// Reduces the data that is sent from here on. The caller calls this before memory is prepared, because the log of
+    /// memory has to report which of its pages are written.
+    pub(crate) fn set_reductions(&mut self, reductions: ActiveReductions) {
+        self.saving = reductions.of_streams();
+        self.reductions = reductions;
     }
 
-    /// Returns the index of content that the destination is known to have.
-    pub(crate) fn known(&self) -> Option<Arc<ContentIndex>> {
-        self.saving.known.clone()
+    /// Returns the reduction of a type, if it is in use.
+    pub(crate) fn reduction<T: ActiveReduction>(&self) -> Option<Arc<T>> {
+        self.reductions.find()
     }
 
-    /// Ends page references. The caller calls this after all of memory was sent once: pages written later are on no
-    /// disk, and the speed of references does not predict the speed of pages.
-    pub(crate) fn end_references(&self) {
-        if let Some(known) = &self.saving.known {
-            known.end();
-        }
+    /// Ends the reductions that have to end at this stage.
+    pub(crate) fn end_reductions(&self, stage: Stage) {
+        self.saving.end(stage);
     }
 
-    /// Lets data that is sent from here on be compressed.
-    pub(crate) fn enable_compression(&mut self, packing: Arc<CompressionState>) {
-        self.saving.packing = Some(packing);
-    }
-
-    /// Sends pages again as deltas, if the version that was sent is known.
-    pub(crate) fn enable_deltas(&mut self, deltas: Arc<Deltas>) {
-        self.saving.deltas = Some(deltas);
-    }
-
-    /// Ends deltas: from here on all pages are sent in full, because a delta that the destination rejects in the last
-    /// round would be a missing page.
-    pub(crate) fn end_deltas(&self) {
-        if let Some(deltas) = &self.saving.deltas {
-            deltas.end();
-        }
-    }
-
-    /// Forgets the known versions of these pages of memory at the destination.
+    /// Informs the reductions that the destination discards these pages of memory.
     pub(crate) fn forget_versions(&self, pages: &[::memory::DirtyBitmap]) {
-        if let Some(deltas) = &self.saving.deltas {
-            deltas.forget_discarded(pages);
-        }
+        self.saving.discarded(pages);
     }
 
-    /// Keeps the known versions of these pages: they wait for a later round.
+    /// Informs the reductions that these pages wait for a later round.
     pub(crate) fn keep_versions(&self, later: &Owed) {
-        if let Some(deltas) = &self.saving.deltas {
-            deltas.keep(later.blocks(), later.round() + 1);
-        }
+        self.saving.awaited(later.blocks(), later.round() + 1);
     }
 
-    /// Returns how many of these pages are known to have no version that a delta could use.
+    /// Returns how many of these pages will certainly be sent in full.
     pub(crate) fn full_pages(&self, owed: &Owed) -> u64 {
-        self.saving.deltas.as_ref().map_or_else(|| owed.pages(), |deltas| deltas.unknown(owed.blocks()))
-    }
-
-    /// Leaves out pages from here on that the guest reports as unused. The caller calls this before memory is added,
-    /// because the log of memory has to report which of these pages are used again.
-    pub(crate) fn set_free_page_hints(&mut self, hinted: Arc<HintedPages>) {
-        self.saving.hinted = Some(hinted);
-    }
-
-    /// Returns the guest's free page hints, if pages may be left out.
-    pub(crate) fn hinted(&self) -> Option<Arc<HintedPages>> {
-        self.saving.hinted.clone()
-    }
-
-    /// Ends free page hints: from here on everything is sent.
-    pub(crate) fn end_free_page_hints(&self) {
-        if let Some(hinted) = &self.saving.hinted {
-            hinted.end();
-        }
-    }
-
-    /// Returns, for each block of memory, the pages that are zeros at the destination because the guest did not use
-    /// them.
-    pub(crate) fn left_out(&self) -> Vec<DirtyBitmap> {
-        self.saving.hinted.as_ref().map_or_else(Vec::new, |hinted| hinted.left_out())
+        self.saving.full_pages(owed.blocks())
     }
 
     pub(crate) fn saving(&self) -> Reductions {

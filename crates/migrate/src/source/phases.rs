@@ -36,8 +36,6 @@ use super::cpu_throttle::CpuThrottle;
 use super::memory::Payload;
 use super::participants::{Agreed, Preparation};
 use super::pressure;
-use super::reductions::Reductions;
-use super::references::SharedImages;
 use super::{Details, Driver};
 use api::progress::Phase;
 use api::report::{Disk, Measured};
@@ -140,11 +138,13 @@ impl Driver {
 
     fn move_to_ready(&mut self, accepted: &Accepted, payload: &mut Payload) -> Result<Ready, Failure> {
         let shared = self.shared_images(accepted, payload);
-        if self.uses_references(accepted) && (self.resources.participants.has_ahead() || shared.is_some()) {
-            payload.enable_references(self.query_destination_content(accepted, payload)?);
-        }
-        let _reductions = self.start_reductions(accepted, shared, payload);
-        self.enable_free_page_hints(payload);
+        let participants = &self.resources.participants;
+        let known = if self.uses_references(accepted) && (participants.has_ahead() || shared.is_some()) {
+            Some((self.query_destination_content(accepted, payload)?, shared))
+        } else {
+            None
+        };
+        let _control = self.start_reductions(accepted, known, payload);
         let (sender, owed) = if self.resources.participants.has_ahead() {
             let (sender, owed) = self.send_ahead(payload)?;
             (sender, self.prepare_others(owed, payload)?)
@@ -165,28 +165,6 @@ impl Driver {
             self.verify(payload)?;
         }
         self.load(&state, Some(sender))
-    }
-
-    /// Starts the requested reductions, which last until the returned value is dropped.
-    fn start_reductions(
-        &self,
-        accepted: &Accepted,
-        shared: Option<SharedImages>,
-        payload: &mut Payload,
-    ) -> Reductions {
-        let delta_seed = self.agreement.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
-        let delta_seed = delta_seed.filter(|_| accepted.deltas);
-        let known = payload.known().map(|known| (known, shared));
-        let blocks = payload.ram_blocks();
-        let reductions =
-            Reductions::begin(&accepted.codecs, delta_seed, blocks, known, &self.controls, &self.telemetry);
-        if let Some(packing) = reductions.packing() {
-            payload.enable_compression(packing);
-        }
-        if let Some(deltas) = reductions.deltas() {
-            payload.enable_deltas(deltas);
-        }
-        reductions
     }
 
     /// Proposes the migration; the destination decides which disks are copied.

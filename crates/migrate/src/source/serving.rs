@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use ::memory::ram::zero::is_zero;
 use ::memory::{
-    BadSet, CompletedRound, CompressionState, Interrupted, RamError, RecentWrites, RemainingPages, SendError,
+    BadSet, CompletedRound, Interrupted, RamError, RecentWrites, Reductions, RemainingPages, SendError,
     Sender, SenderHandle, SourceRam, decode_set,
 };
 use engine::push::{Part, Push};
@@ -39,8 +39,8 @@ pub(super) struct PostCopyServer {
     recency: RecentWrites,
     /// Rate limit of all data streams.
     rate: Arc<RateLimit>,
-    /// Compression of the last round, also used for pushed pages.
-    pub(super) packing: Option<Arc<CompressionState>>,
+    /// Reductions that apply to pushed pages, too.
+    pub(super) reductions: Reductions,
     /// Counts of an agent before this one.
     pub(super) before: PostCopy,
     /// Time at which post-copy began, as far as the source knows.
@@ -91,7 +91,7 @@ impl PostCopyServer {
             counted,
             recency,
             rate,
-            packing: None,
+            reductions: Reductions::default(),
             before,
             began,
             serving: None,

@@ -10,21 +10,19 @@
 //! ([`CompressionState::count`]).
 
 pub(crate) mod codec;
+mod encoder;
 mod opening;
 pub(crate) mod select;
 
-use std::fmt;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use proto::packed::{Codec, Compression, CompressionTrial};
+use proto::packed::{Compression, CompressionTrial};
 
-use crate::clock::{cpu_ns, measure, waited};
 use crate::lock;
 use codec::Encoders;
 use opening::InitialCompression;
 pub use select::CompressionCriteria;
-use select::Selector;
 
 /// Minimum length of data that is compressed, in bytes.
 const LEAST_BYTES: usize = 512;
@@ -36,7 +34,6 @@ const LEAST_TRIAL_BYTES: usize = 32 << 10;
 pub struct CompressionState {
     worth: CompressionCriteria,
     is_opening: AtomicBool,
-    most_workers: AtomicU16,
     orders: Mutex<CompressionSettings>,
     counters: AtomicCompressionCounters,
     trials: Mutex<Vec<CompressionTrial>>,
@@ -59,15 +56,10 @@ struct CompressionSettings {
 #[derive(Debug, Default)]
 struct AtomicCompressionCounters {
     opening_bytes: AtomicU64,
-    data_bytes: AtomicU64,
     tried_bytes: AtomicU64,
     compressed_bytes: AtomicU64,
-    wire_bytes: AtomicU64,
     pack_ns: AtomicU64,
     trial_ns: AtomicU64,
-    cpu_ns: AtomicU64,
-    blocked_ns: AtomicU64,
-    peer_waited_us: AtomicU64,
 }
 
 /// Counters since the migration began, all streams together.
@@ -75,24 +67,14 @@ struct AtomicCompressionCounters {
 pub struct CompressionCounters {
     /// Data sent before a compression was chosen, and compressed according to the link's progress, in bytes.
     pub opening_bytes: u64,
-    /// Data to be sent, in bytes.
-    pub data_bytes: u64,
     /// The part of the data that was passed to a codec, in bytes; the rest was not worth it.
     pub tried_bytes: u64,
     /// The part of the data that was sent compressed, in bytes before compression.
     pub compressed_bytes: u64,
-    /// Bytes sent for all of the data.
-    pub wire_bytes: u64,
     /// Processor time of compressing data that was sent, in nanoseconds.
     pub pack_ns: u64,
     /// Processor time of trials, in nanoseconds.
     pub trial_ns: u64,
-    /// Processor time of the workers, compressing and trials included, in nanoseconds.
-    pub cpu_ns: u64,
-    /// Time for which workers waited until the connection accepted more, in nanoseconds.
-    pub blocked_ns: u64,
-    /// Time for which the destination's workers had nothing to apply, in microseconds.
-    pub peer_waited_us: u64,
 }
 
 impl CompressionState {
@@ -112,7 +94,6 @@ impl CompressionState {
         Self {
             worth,
             is_opening,
-            most_workers: AtomicU16::new(u16::MAX),
             orders: Mutex::new(CompressionSettings { opening, way, standing_way: way, to_try: Vec::new() }),
             counters: AtomicCompressionCounters::default(),
             trials: Mutex::default(),
@@ -147,16 +128,6 @@ impl CompressionState {
         }
     }
 
-    /// Sets the number of workers that work at the same time; each waits for the link in its own turn only.
-    pub(crate) fn set_most_workers(&self, workers: u16) {
-        self.most_workers.store(workers, Ordering::Relaxed);
-    }
-
-    /// Returns how many of `workers` workers work at the same time.
-    pub fn active_workers(&self, workers: u16) -> u16 {
-        workers.min(self.most_workers.load(Ordering::Relaxed))
-    }
-
     /// Requests a trial of these compressions on one frame that is sent while the guest runs; their output is
     /// discarded.
     pub fn try_out(&self, ways: &[Compression]) {
@@ -174,35 +145,11 @@ impl CompressionState {
         let counters = &self.counters;
         CompressionCounters {
             opening_bytes: get(&counters.opening_bytes),
-            data_bytes: get(&counters.data_bytes),
             tried_bytes: get(&counters.tried_bytes),
             compressed_bytes: get(&counters.compressed_bytes),
-            wire_bytes: get(&counters.wire_bytes),
             pack_ns: get(&counters.pack_ns),
             trial_ns: get(&counters.trial_ns),
-            cpu_ns: get(&counters.cpu_ns),
-            blocked_ns: get(&counters.blocked_ns),
-            peer_waited_us: get(&counters.peer_waited_us),
         }
-    }
-
-    /// Counts the waiting time that the destination reported.
-    pub(crate) fn record_peer_wait(&self, us: u32) {
-        self.counters.peer_waited_us.fetch_add(us.into(), Ordering::Relaxed);
-    }
-
-    /// Runs a worker's action for a frame, and counts its processor time.
-    pub(crate) fn count_work<T>(&self, work: impl FnOnce() -> T) -> T {
-        let (done, took) = measure(work);
-        self.counters.cpu_ns.fetch_add(took.cpu_ns, Ordering::Relaxed);
-        done
-    }
-
-    /// Runs the action that passes a frame to the connection, and counts its waiting time.
-    pub(crate) fn count_send<T>(&self, send: impl FnOnce() -> T) -> T {
-        let (sent, waited) = waited(send);
-        self.counters.blocked_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
-        sent
     }
 
     /// Returns the compression for `data_bytes` of data, and others to be tried on it.
@@ -212,97 +159,5 @@ impl CompressionState {
         let to_try = if fits { std::mem::take(&mut orders.to_try) } else { Vec::new() };
         let way = if guest_runs { orders.way } else { orders.standing_way };
         (if data_bytes < LEAST_BYTES { Compression::None } else { way }, to_try)
-    }
-}
-
-/// Compressor of one stream's frames.
-pub(crate) struct StreamCompressor {
-    selector: Selector,
-    out: Vec<u8>,
-}
-
-impl StreamCompressor {
-    pub(crate) fn new() -> Self {
-        Self { selector: Selector::default(), out: Vec::new() }
-    }
-
-    /// Compresses a frame's data as configured; None if it is to be sent uncompressed. Trials are skipped while the
-    /// guest is stopped.
-    pub(crate) fn pack(
-        &mut self,
-        packing: &CompressionState,
-        data: &[u8],
-        guest_runs: bool,
-    ) -> Option<(Codec, &[u8])> {
-        let counters = &packing.counters;
-        let bytes = data.len() as u64;
-        counters.data_bytes.fetch_add(bytes, Ordering::Relaxed);
-        let (way, to_try) = packing.orders(data.len(), guest_runs);
-        let packed = if way == Compression::None && to_try.is_empty() {
-            None
-        } else {
-            let mut encoders = lock(&packing.encoders).pop().unwrap_or_default();
-            let tried = to_try.into_iter().map(|way| self.try_out(packing, &mut encoders, way, data));
-            let tried = tried.collect::<Vec<_>>();
-            if !tried.is_empty() {
-                // All at once, because trials that are compared have to use the same data.
-                lock(&packing.trials).extend(tried);
-            }
-            let began = cpu_ns();
-            let packed = self.pack_if_worth(packing, &mut encoders, way, data);
-            counters.pack_ns.fetch_add(cpu_ns().saturating_sub(began), Ordering::Relaxed);
-            lock(&packing.encoders).push(encoders);
-            packed
-        };
-        let wire_bytes = packed.map_or(bytes, |(_, packed)| packed as u64);
-        counters.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
-        let (codec, packed) = packed?;
-        counters.compressed_bytes.fetch_add(bytes, Ordering::Relaxed);
-        Some((codec, &self.out[..packed]))
-    }
-
-    fn pack_if_worth(
-        &mut self,
-        packing: &CompressionState,
-        encoders: &mut Encoders,
-        way: Compression,
-        data: &[u8],
-    ) -> Option<(Codec, usize)> {
-        let Self { selector, out } = self;
-        if way == Compression::None {
-            return None;
-        }
-        if !selector.is_worth_trying(&packing.worth, data, |sample| {
-            encoders.encode(way, sample, out).map_or(sample.len(), |(_, packed)| packed)
-        }) {
-            return None;
-        }
-        packing.counters.tried_bytes.fetch_add(data.len() as u64, Ordering::Relaxed);
-        let (codec, packed) = encoders.encode(way, data, out)?;
-        let is_worth = selector.record_result(&packing.worth, data.len(), packed);
-        is_worth.then_some((codec, packed))
-    }
-
-    fn try_out(
-        &mut self,
-        packing: &CompressionState,
-        encoders: &mut Encoders,
-        way: Compression,
-        data: &[u8],
-    ) -> CompressionTrial {
-        let began = cpu_ns();
-        let packed = encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
-        let pack_ns = cpu_ns().saturating_sub(began);
-        packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
-        // Data that is not worth it is sent uncompressed.
-        let compressed_bytes =
-            if packing.worth.is_met(data.len(), packed) { packed } else { data.len() } as u64;
-        CompressionTrial { way, data_bytes: data.len() as u64, compressed_bytes, pack_ns }
-    }
-}
-
-impl fmt::Debug for StreamCompressor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Packer").finish_non_exhaustive()
     }
 }

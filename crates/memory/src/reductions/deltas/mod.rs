@@ -24,6 +24,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
+mod encoder;
+
 /// Marks of a page.
 type Marks = [u16; PIECES];
 

@@ -38,6 +38,8 @@ use std::sync::Mutex;
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
+mod encoder;
+
 /// Free page hints of the guest, shared by all streams and the thread that requests them.
 pub struct HintedPages(Mutex<HintState>);
 

@@ -5,7 +5,7 @@ use host::SourceVm;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ::memory::{Reductions, Sender};
+use ::memory::Sender;
 use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::{Message, PageRequest, Proposal};
@@ -161,8 +161,7 @@ impl Driver {
         else {
             return Err(self.control_loss());
         };
-        let saving = Reductions { packing: later.packing.clone(), ..Reductions::default() };
-        let sender = Sender::with_reductions(later.readers.clone(), saving, streams)
+        let sender = Sender::with_reductions(later.readers.clone(), later.reductions.clone(), streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         // The guest has left this host.
         sender.handle().set_niceness(0);

@@ -59,9 +59,7 @@ impl Memory {
                     return Ok(true);
                 }
                 let mut tracked = ram::tracked(start, &vm.process, &vm.blocks)?;
-                if let Some(hinted) = &reductions.hinted {
-                    tracked.report_to(Arc::clone(hinted));
-                }
+                tracked.report_to(reductions.clone());
                 self.tracking = Tracking::On(tracked);
                 Ok(false)
             }

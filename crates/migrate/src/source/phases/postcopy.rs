@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{CompletedRound, DirtyBitmap, Owed, Readable, Sender, encode_set};
+use ::memory::{CompletedRound, DirtyBitmap, Owed, Readable, Sender, Stage, encode_set};
 use engine::discards::{DiscardDecision, DiscardPolicy, PendingDiscard};
 use engine::handover::source::SourceEvent;
 use engine::trace::TracedPolicy;
@@ -170,9 +170,7 @@ impl Driver {
         payload: &mut Payload,
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
-        payload.end_free_page_hints();
-        payload.end_references();
-        payload.end_deltas();
+        payload.end_reductions(Stage::PostCopy);
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.freeze(vm, StopKind::NotCompared, &mut owed)?;
@@ -267,7 +265,7 @@ impl Driver {
             self.telemetry.remaining(),
             Arc::clone(&self.controls.rate),
         );
-        later.packing = payload.saving().packing;
+        later.reductions = payload.saving().of_frames();
         later
             .serve(self.connections.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("cannot start a thread to send pages", &error))?;

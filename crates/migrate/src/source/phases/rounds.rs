@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{
     CompletedRound, DataStream, DirtyBitmap, Interrupted, Owed, PageCursor, PartBoundary, Readable,
-    RoundStats, ScanStats, Sender,
+    RoundStats, ScanStats, Sender, Stage,
 };
 use engine::handover::source::SourceEvent;
 use engine::precopy::{
@@ -207,7 +207,7 @@ impl Driver {
             }
             is_first &= sent.stats.is_none();
             if pass_scheduler.has_sent_all() {
-                payload.end_references();
+                payload.end_reductions(Stage::MemorySent);
             }
             let pass = pass_scheduler.passes;
             if sent.stats.is_none() {

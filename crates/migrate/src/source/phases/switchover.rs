@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{CompletedRound, DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender};
+use ::memory::{CompletedRound, DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender, Stage};
 use engine::handover::source::{SourceEvent, SourceState};
 use engine::session::StopPatience;
 use proto::message::Message;
@@ -14,6 +14,7 @@ use tracing::warn;
 use super::{Failure, Ready, gone, unexpected};
 use crate::source::memory::Payload;
 use crate::source::participants::StopKind;
+use crate::source::reductions::hints::ActiveHints;
 use crate::source::{Driver, memory};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
@@ -105,8 +106,8 @@ impl Driver {
     ) -> Result<(Vec<u8>, Sender), Failure> {
         let began = Instant::now();
         let acknowledged_by = self.switchover_deadline();
-        payload.end_free_page_hints();
         // No program gives memory back from now on.
+        payload.end_reductions(Stage::GuestStopped);
         let stop = if self.controls.goals().verify { StopKind::Compared } else { StopKind::NotCompared };
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
@@ -123,7 +124,7 @@ impl Driver {
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| cannot_save(&error))?;
         self.reporter.stop_clock.measured.save_us = saving.as_micros() as u64;
-        payload.end_deltas();
+        payload.end_reductions(Stage::DevicesSaved);
         let acknowledged_by = self.switchover_deadline();
         let mut log = self.resources.participants.log(None);
         let round = stopped_round(sender, owed, &mut log, acknowledged_by);
@@ -203,7 +204,8 @@ impl Driver {
         let began = Instant::now();
         // Otherwise memory that was plugged in the meantime would be taken for lost memory.
         self.check_unchanged()?;
-        let left_out = payload.left_out();
+        let hints = payload.reduction::<ActiveHints>();
+        let left_out = hints.map_or_else(Vec::new, |hints| hints.left_out());
         let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let hashes = self.resources.participants.hashes(vm, &left_out)?;

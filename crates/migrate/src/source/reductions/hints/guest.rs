@@ -10,8 +10,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ::guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Request, VERSION};
 use ::memory::HintedPages;
-use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Request, VERSION};
 use proto::limits::PAGE_BYTES;
 use qemu::ram::GuestMapping;
 

@@ -1,19 +1,24 @@
 //! Free page hints of a migration: the guest is asked, page cache is deferred, and requested back before the stop.
 
+mod guest;
+
 use host::VmError;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use ::memory::{HintedPages, Owed, Readable};
-use guest::protocol::{Cache, PORT};
+use ::guest::protocol::{Cache, PORT};
+use ::memory::{DirtyBitmap, HintedPages, LinkCounters, Owed, Readable, Reduction};
 
-use super::guest::Guest;
-use super::memory::Payload;
-use super::phases::Failure;
-use super::{Controls, Driver};
+use super::link_sampler::Interval;
+use super::{ActiveReduction, ReductionProgress};
+use crate::source::memory::Payload;
+use crate::source::phases::Failure;
+use crate::source::{Controls, Driver};
 use api::HintedMemory;
-use api::report;
+use api::report::{self, Report};
+use guest::Guest;
+use proto::packed::CompressionTrial;
 
 /// Time limit for the next line of an answer, and for all of an answer before the stop. To give back a large page cache
 /// needs seconds.
@@ -30,9 +35,51 @@ const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Divisor of the time: the guest spends at most one part in `TIME_DIVISOR` on answers.
 const TIME_DIVISOR: u32 = 5;
 
+/// Free page hints of a migration.
+#[derive(Debug)]
+pub(in crate::source) struct ActiveHints {
+    hinted: Arc<HintedPages>,
+}
+
+impl ActiveHints {
+    /// Returns, for each block of memory, the pages that are zeros at the destination because the guest did not use
+    /// them.
+    pub(in crate::source) fn left_out(&self) -> Vec<DirtyBitmap> {
+        self.hinted.left_out()
+    }
+}
+
+/// No policy decides about hints: the guest knows.
+impl ActiveReduction for ActiveHints {
+    fn of_streams(&self) -> Arc<dyn Reduction> {
+        Arc::clone(&self.hinted) as Arc<dyn Reduction>
+    }
+
+    fn progress(&self) -> ReductionProgress {
+        ReductionProgress::default()
+    }
+
+    fn take_trials(&self) -> Vec<CompressionTrial> {
+        Vec::new()
+    }
+
+    fn needs_samples(&self, _: bool) -> bool {
+        false
+    }
+
+    fn interrupted(&self, _: bool) {}
+
+    fn sampled(&self, _: &Interval<'_>, _: &Controls) {}
+
+    fn link_is_slow(&self, _: &Arc<Controls>) {}
+
+    /// The questions to the guest are reported, when they have ended.
+    fn report(&self, _: &LinkCounters, _: &mut Report) {}
+}
+
 /// State of the questions to a guest that reports which of its memory need not be sent.
 #[derive(Debug)]
-pub(super) struct FreePageHints {
+pub(in crate::source) struct FreePageHints {
     guest: Guest,
     hinted: Arc<HintedPages>,
     cache: Cache,
@@ -45,14 +92,16 @@ pub(super) struct FreePageHints {
 }
 
 impl Driver {
-    /// Enables free page hints from here on, if they are requested and the guest has the port for them.
-    pub(super) fn enable_free_page_hints(&mut self, payload: &mut Payload) {
+    /// Returns free page hints, if they are requested and the guest has the port for them.
+    pub(super) fn free_page_hints(&self, payload: &Payload) -> Option<ActiveHints> {
         if self.controls.goals().settings.free_page_hints == HintedMemory::None {
-            return;
+            return None;
         }
         if self.resources.vm.as_ref().is_some_and(|vm| vm.has_guest_port(PORT)) {
-            payload.set_free_page_hints(Arc::new(HintedPages::new(payload.ram_bytes().iter().copied())));
-        } else if self.controls.goals().settings.free_page_hints != HintedMemory::Free {
+            let hinted = Arc::new(HintedPages::new(payload.ram_bytes().iter().copied()));
+            return Some(ActiveHints { hinted });
+        }
+        if self.controls.goals().settings.free_page_hints != HintedMemory::Free {
             self.note(
                 "guest",
                 format!(
@@ -60,13 +109,14 @@ impl Driver {
                 ),
             );
         }
+        None
     }
 
     /// Connects to the program in the guest; returns none if there is no such program. This only saves bytes: its
     /// errors are noted in the report. The caller calls this right before memory is sent, so that the port is occupied
     /// no longer than needed.
-    pub(super) fn connect_to_guest(&mut self, payload: &Payload) -> Option<FreePageHints> {
-        let hinted = payload.hinted()?;
+    pub(in crate::source) fn connect_to_guest(&mut self, payload: &Payload) -> Option<FreePageHints> {
+        let hinted = Arc::clone(&payload.reduction::<ActiveHints>()?.hinted);
         let wanted = self.controls.goals().settings.free_page_hints;
         let cache = match wanted {
             HintedMemory::None => return None,
@@ -93,7 +143,7 @@ impl Driver {
 
     /// Asks the guest before a round whose marks have been cleared, if that is worthwhile. In the first round, which
     /// sends all of memory, page cache that could be given back later is deferred.
-    pub(super) fn ask_guest(
+    pub(in crate::source) fn ask_guest(
         &mut self,
         hints: &mut FreePageHints,
         readable: Readable,
@@ -116,7 +166,7 @@ impl Driver {
 
     /// Lets the guest give back the deferred page cache before the stop, and adds it to this round, whose marks have
     /// been cleared. Pages that the guest has not given back are sent as they are.
-    pub(super) fn take_back(
+    pub(in crate::source) fn take_back(
         &mut self,
         hints: &mut FreePageHints,
         readable: Readable,
@@ -162,12 +212,12 @@ impl FreePageHints {
     }
 
     /// Returns true if the first answer is still pending.
-    pub(super) fn is_first_pending(&self) -> bool {
+    pub(in crate::source) fn is_first_pending(&self) -> bool {
         self.guest.answers().0 == 0 && self.guest.has_pending_answer()
     }
 
     /// Returns true if page cache is deferred that has to be requested back before the stop.
-    pub(super) fn has_deferred(&self) -> bool {
+    pub(in crate::source) fn has_deferred(&self) -> bool {
         self.deferred.is_some()
     }
 }

@@ -1,23 +1,30 @@
-//! Content of the copied disks that the destination already has: the source agent asks about some of their pages, and
-//! the destination reports the content of the templates that have such pages.
+//! Page references to content that the destination already has. Of the copied disks: the source agent asks about some of
+//! their pages, and the destination reports the content of the templates that have such pages. Of memory and of images
+//! that both hosts have, while the link is slow and as long as references pay.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{ContentIndex, NAME_BYTES, PageName};
+use ::memory::{ContentIndex, LinkCounters, NAME_BYTES, PageName, Reduction, ReferenceOutcome};
 use engine::handover::source::SourceEvent;
+use engine::references::{ReferenceObservation, ReferencePolicy};
+use engine::trace::TracedPolicy;
 use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, QUERIED_PAGES};
 use proto::message::Message;
+use proto::packed::CompressionTrial;
 use qemu::describe::VmDescription;
 use rustix::process::setpriority_process;
 use tracing::warn;
 
-use super::memory::Payload;
-use super::phases::{Accepted, Failure, unexpected};
-use super::{Controls, Driver};
+use super::link_sampler::Interval;
+use super::{ActiveReduction, ReductionProgress};
+use crate::source::memory::Payload;
+use crate::source::phases::{Accepted, Failure, unexpected};
+use crate::source::{Controls, Driver};
+use api::report::Report;
 use host::templates::{
     IndexingStats, LeftTemplate, MAX_ADVERTISED_PAGES, SharedImage, Templates, from_hex, shared_images,
     to_hex,
@@ -30,14 +37,115 @@ const NICE: i32 = 10;
 /// Formats of images whose header names the images below them.
 const FORMATS: [&str; 2] = ["raw", "qcow2"];
 
+/// Page references of a migration.
+#[derive(Debug)]
+pub(in crate::source) struct ActiveReferences {
+    known: Arc<ContentIndex>,
+    /// Images that both hosts have. They are read only if the link is slow, as pages of memory are looked up only then.
+    shared: Option<SharedImages>,
+    /// Policy that watches whether references to memory pay.
+    policy: Mutex<TracedPolicy<ReferencePolicy>>,
+}
+
+impl ActiveReferences {
+    /// Prepares references to content that the destination is known to have.
+    pub(super) fn new(known: ContentIndex, shared: Option<SharedImages>) -> Self {
+        let policy = Mutex::new(TracedPolicy::new(ReferencePolicy::default()));
+        Self { known: Arc::new(known), shared, policy }
+    }
+
+    fn policy(&self) -> MutexGuard<'_, TracedPolicy<ReferencePolicy>> {
+        self.policy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends references to memory, because the destination reads the content more slowly than the link would carry it.
+    fn end_memory_references(&self, controls: &Controls) {
+        if !self.known.is_memory_lookup_enabled() {
+            return;
+        }
+        self.known.disable_memory_lookup();
+        let at_us = controls.requested.elapsed().as_micros() as u64;
+        let detail = "page references are switched off: the destination reads pages more slowly than they \
+                      can be sent, or has different content";
+        controls.report(|report| report.event(at_us, "references", detail));
+    }
+}
+
+impl ActiveReduction for ActiveReferences {
+    fn of_streams(&self) -> Arc<dyn Reduction> {
+        Arc::clone(&self.known) as Arc<dyn Reduction>
+    }
+
+    fn progress(&self) -> ReductionProgress {
+        let ReferenceOutcome { taken_bytes, refused_bytes, awaited_bytes, interruptions } =
+            self.known.referred();
+        ReductionProgress {
+            taken_bytes,
+            refused_bytes,
+            awaited_bytes,
+            interruptions,
+            ..ReductionProgress::default()
+        }
+    }
+
+    fn take_trials(&self) -> Vec<CompressionTrial> {
+        Vec::new()
+    }
+
+    fn needs_samples(&self, _: bool) -> bool {
+        true
+    }
+
+    fn interrupted(&self, is_slow: bool) {
+        self.policy().reset();
+        if is_slow {
+            self.known.enable_memory_lookup();
+        }
+    }
+
+    fn sampled(&self, interval: &Interval<'_>, controls: &Controls) {
+        if !interval.is_slow {
+            return;
+        }
+        let passed = ReferenceObservation {
+            interval_ns: interval.length_ns,
+            data_bytes: interval.data_bytes,
+            referred_bytes: interval.progress.taken_bytes,
+            refused_bytes: interval.progress.refused_bytes,
+            is_awaited: interval.is_awaited,
+            link_bytes_per_s: interval.decision.link_bytes_per_s,
+            peer_is_busy: interval.decision.peer_is_busy,
+        };
+        let mut policy = self.policy();
+        if !policy.decide_on(passed) {
+            self.end_memory_references(controls);
+        }
+        controls.report(|report| policy.update_report(&mut report.traces.others.references));
+    }
+
+    fn link_is_slow(&self, controls: &Arc<Controls>) {
+        self.known.enable_memory_lookup();
+        if let Some(shared) = &self.shared {
+            shared.clone().learn(&self.known, controls);
+        }
+    }
+
+    /// References have no section in the report: its rounds count them.
+    fn report(&self, _: &LinkCounters, _: &mut Report) {}
+}
+
 impl Driver {
     /// Returns true if page references are sent.
-    pub(super) fn uses_references(&self, accepted: &Accepted) -> bool {
+    pub(in crate::source) fn uses_references(&self, accepted: &Accepted) -> bool {
         self.controls.goals().settings.references && accepted.references
     }
 
     /// Returns the images that both hosts have, if pages of them may be referred to.
-    pub(super) fn shared_images(&self, accepted: &Accepted, payload: &Payload) -> Option<SharedImages> {
+    pub(in crate::source) fn shared_images(
+        &self,
+        accepted: &Accepted,
+        payload: &Payload,
+    ) -> Option<SharedImages> {
         let described =
             self.agreement.proposal.as_ref().filter(|_| self.uses_references(accepted))?.description.clone();
         let vm = serde_json::from_value::<VmDescription>(described).ok()?;
@@ -49,7 +157,7 @@ impl Driver {
     }
 
     /// Returns the index of the content that the destination reports to have.
-    pub(super) fn query_destination_content(
+    pub(in crate::source) fn query_destination_content(
         &mut self,
         accepted: &Accepted,
         payload: &Payload,
@@ -87,7 +195,7 @@ impl Driver {
 
     /// Remembers the images that the VM has left behind with its disks: the content that was sent is known, and stays
     /// in these images until they are removed. If the VM comes back, that content need not be sent.
-    pub(super) fn remember_images(&self, first_disk: usize, known: &ContentIndex) {
+    pub(in crate::source) fn remember_images(&self, first_disk: usize, references: &ActiveReferences) {
         let described = self.agreement.proposal.as_ref().map(|proposal| proposal.description.clone());
         let Some(vm) = described.and_then(|it| serde_json::from_value::<VmDescription>(it).ok()) else {
             return;
@@ -99,7 +207,8 @@ impl Driver {
             let Some((path, format)) = disk.file.as_ref().map(PathBuf::from).zip(disk.format.clone()) else {
                 continue;
             };
-            let pages = u16::try_from(block).map_or_else(|_| Vec::new(), |block| known.sent_pages_of(block));
+            let pages = u16::try_from(block)
+                .map_or_else(|_| Vec::new(), |block| references.known.sent_pages_of(block));
             if FORMATS.contains(&format.as_str()) && !pages.is_empty() {
                 images.push((LeftTemplate { path, format }, pages));
             }
@@ -161,7 +270,7 @@ impl Driver {
 
 /// Images that both hosts have, to be read when that is worthwhile.
 #[derive(Clone, Debug)]
-pub(super) struct SharedImages {
+pub(in crate::source) struct SharedImages {
     images: Vec<SharedImage>,
     memory_bytes: u64,
     templates: Arc<Templates>,
@@ -170,7 +279,7 @@ pub(super) struct SharedImages {
 impl SharedImages {
     /// Indexes the images' content in a separate thread, until all is known or the index is no longer needed; the
     /// result is noted in the report.
-    pub(super) fn learn(self, known: &Arc<ContentIndex>, controls: &Arc<Controls>) {
+    fn learn(self, known: &Arc<ContentIndex>, controls: &Arc<Controls>) {
         let (known, controls) = (Arc::downgrade(known), Arc::clone(controls));
         let work = move || {
             // The servers that it starts inherit the niceness. Without permission for that, it works at normal

@@ -56,11 +56,11 @@ pub use postcopy::{
 };
 pub use ram::{BlockReader, BlockWriter, DiscardMethod, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
-    AcceptedReductions, AttachError, DestinationRam, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
-    ZeroedRange,
+    AttachError, DestinationRam, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle, ZeroedRange,
 };
-pub use reductions::compression::codec::BadPacked;
+pub use reductions::compression::decoder::BadPacked;
 pub use reductions::compression::{CompressionCounters, CompressionCriteria, CompressionState};
+pub use reductions::decoding::AcceptedReductions;
 pub use reductions::deltas::{DeltaCounters, Deltas};
 pub use reductions::hints::HintedPages;
 pub use reductions::references::{ContentIndex, ReferenceOutcome, Templates};

@@ -31,8 +31,8 @@ use proto::pages::BadPages;
 use crate::lock;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
-use crate::reductions::compression::codec::{BadPacked, StreamDecompressor};
-use crate::reductions::references::Templates;
+use crate::reductions::compression::decoder::BadPacked;
+use crate::reductions::decoding::AcceptedReductions;
 use crate::wire::{DataStream, HangUp, is_transient};
 
 mod worker;
@@ -196,21 +196,6 @@ pub struct ZeroedRange {
     pub bytes: Range<u64>,
 }
 
-/// Abilities of the destination on which a source may rely.
-#[derive(Default)]
-pub struct AcceptedReductions {
-    /// Further content that references may name.
-    pub templates: Option<Arc<dyn Templates>>,
-    /// Seed of the page hashes in deltas; None if deltas are not accepted.
-    pub delta_seed: Option<u64>,
-}
-
-impl fmt::Debug for AcceptedReductions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Presumed").finish_non_exhaustive()
-    }
-}
-
 /// Applies the data streams' frames to the destination's RAM. Dropping it ends connections and threads.
 #[derive(Debug)]
 pub struct Receiver {
@@ -358,7 +343,7 @@ impl Receiver {
             bytes_since_ack: 0,
             written: Vec::new(),
             found: Vec::new(),
-            unpacker: StreamDecompressor::default(),
+            decoders: self.shared.accepted.decoders(),
             waited: Duration::ZERO,
             acked_at: None,
             acks: 0,

@@ -4,23 +4,18 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use proto::delta::Delta;
 use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
-use proto::packed::Packed;
-use proto::pages::{Ack, BadPages, Content, PageRun, PagesHeader, decode_round_end};
-use proto::reference::{ContentSource, Reference, encode_missing};
-use tracing::debug;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use proto::pages::{Ack, Content, PageRun, PagesHeader, decode_round_end};
+use proto::reference::encode_missing;
 
-use super::{Gate, Guard, ReceiveError, ReceiverEvent, ReceiverState};
+use super::{Gate, Guard, ReceiveError, ReceiverEvent};
 use crate::clock::waited;
 use crate::dirty::ChunkPages;
 use crate::lock;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
-use crate::reductions::compression::codec::StreamDecompressor;
-use crate::reductions::references::has_expected_hash;
+use crate::reductions::decoding::{Decoders, EncodedRun};
 use crate::send::stream_of;
 use crate::wire::{FrameSink, FrameSource};
 
@@ -54,7 +49,7 @@ pub(super) struct StreamWorker {
     pub(super) written: Vec<Range<u64>>,
     /// Content of referenced, changed or filled pages. Reused.
     pub(super) found: Vec<u8>,
-    pub(super) unpacker: StreamDecompressor,
+    pub(super) decoders: Decoders,
     /// Time since the last acknowledgement for which there was nothing to apply.
     pub(super) waited: Duration,
     pub(super) acked_at: Option<Instant>,
@@ -84,15 +79,13 @@ impl StreamWorker {
                         let (header, data) = PagesHeader::decode(&payload, &mut runs)?;
                         self.apply(header, &runs, data, payload.len())
                     }
-                    FrameKind::Packed => {
-                        let packed = Packed::decode(&payload, &mut runs)?;
-                        let data = self.unpacker.unpack(packed.codec, packed.bytes, packed.data_bytes)?;
-                        let applied = self.apply(packed.header, &runs, &data, payload.len());
-                        self.unpacker.take_back(data);
+                    FrameKind::RoundEnd => self.end_round(&payload),
+                    kind => {
+                        let (header, data) = self.decoders.of_frames(kind)?.decode(&payload, &mut runs)?;
+                        let applied = self.apply(header, &runs, &data, payload.len());
+                        self.decoders.of_frames(kind)?.take_back(data);
                         applied
                     }
-                    FrameKind::RoundEnd => self.end_round(&payload),
-                    kind => Err(ReceiveError::UnexpectedFrame(kind)),
                 }
             });
             if let Err(cause) = result {
@@ -186,12 +179,10 @@ impl StreamWorker {
                     let first = u64::from(run.first_page);
                     let pages = first..first + u64::from(run.pages);
                     self.found.resize(run.len_bytes() as usize, 0);
-                    let found = if run.content == Content::Reference {
-                        let is_there = self.read_reference(&shared, &Reference::decode(mine)?);
-                        if is_there { ChunkPages::from_range(pages.clone()) } else { ChunkPages::EMPTY }
-                    } else {
-                        self.apply_deltas(&shared, writer.as_ref(), offset, &pages, mine)?
-                    };
+                    let read = |block, page, into: &mut [u8]| shared.read(block, page, into);
+                    let (writer, read) = (writer.as_ref(), &read);
+                    let encoded = EncodedRun { pages: pages.clone(), data: mine, offset, writer, read };
+                    let found = self.decoders.decode_run(run.content, &encoded, &mut self.found)?;
                     for run in found.runs() {
                         let part = (run.start - first) as usize * PAGE..(run.end - first) as usize * PAGE;
                         let at = offset + part.start as u64;
@@ -230,53 +221,6 @@ impl StreamWorker {
             first.map_or(Ok(()), |at| writer.write_runs(&self.written, data).map_err(|why| (at, why)));
         self.written.clear();
         written
-    }
-
-    /// Reads the pages of a reference; returns true if they have the expected content.
-    fn read_reference(&mut self, shared: &ReceiverState, reference: &Reference) -> bool {
-        let read = match reference.content_source {
-            ContentSource::Template(which) => match &shared.accepted.templates {
-                Some(templates) => templates.read(which, reference.first_page, &mut self.found),
-                None => return false,
-            },
-            ContentSource::Block(which) => shared.read(which, reference.first_page, &mut self.found),
-        };
-        match read {
-            Ok(()) => has_expected_hash(reference, &self.found),
-            Err(error) => {
-                debug!(?reference, %error, "not to be read");
-                false
-            }
-        }
-    }
-
-    /// Rebuilds pages of a run from their present version and the deltas. Returns the pages whose hash is right; the
-    /// others stay as they are.
-    fn apply_deltas(
-        &mut self,
-        shared: &ReceiverState,
-        writer: &dyn BlockWriter,
-        offset: u64,
-        pages: &Range<u64>,
-        changes: &[u8],
-    ) -> Result<ChunkPages, ReceiveError> {
-        let Some(seed) = shared.accepted.delta_seed.filter(|_| writer.is_ram()) else {
-            return Err(BadPages::Delta.into());
-        };
-        let mut good = ChunkPages::EMPTY;
-        if let Err(error) = writer.read(offset, &mut self.found) {
-            debug!(block = writer.name(), offset, %error, "not to be read");
-            return Ok(good);
-        }
-        let mut rest = changes;
-        for (page, bytes) in pages.clone().zip(self.found.chunks_exact_mut(PAGE)) {
-            let delta = Delta::take(&mut rest)?;
-            delta.apply_to(bytes);
-            if xxh3_64_with_seed(bytes, seed) == delta.hash {
-                good.insert(&ChunkPages::from_range(page..page + 1));
-            }
-        }
-        if rest.is_empty() { Ok(good) } else { Err(BadPages::Delta.into()) }
     }
 
     fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {

@@ -19,6 +19,7 @@ use crate::dirty::DirtyBitmap;
 use crate::send::{ChunkId, LinkMeter};
 
 pub(crate) mod compression;
+pub(crate) mod decoding;
 pub(crate) mod deltas;
 pub(crate) mod encoding;
 pub(crate) mod hints;

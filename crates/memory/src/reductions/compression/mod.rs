@@ -9,7 +9,8 @@
 //! the owner of a [`CompressionState`] may change the compression while pages are sent, according to its counters
 //! ([`CompressionState::count`]).
 
-pub(crate) mod codec;
+mod codec;
+pub(crate) mod decoder;
 mod encoder;
 mod opening;
 pub(crate) mod select;

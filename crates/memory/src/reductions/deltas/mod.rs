@@ -24,6 +24,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
+pub(crate) mod decoder;
 mod encoder;
 
 /// Marks of a page.

@@ -24,6 +24,7 @@ use crate::lock;
 use crate::page_name::{PageHash, PageName, page_hash};
 use crate::ram::RamError;
 
+pub(crate) mod decoder;
 mod encoder;
 mod sent_pages;
 mod table;

@@ -14,7 +14,10 @@ use proto::pages::{Content, FILLING_BYTES, PageRun, PagesHeader};
 use crate::dirty::ChunkPages;
 use crate::ram::zero::{filling, is_zero};
 use crate::ram::{BlockReader, RamError};
-use crate::reductions::encoding::{BufferedRun, FrameContent, PageEncoders, PresumedPages};
+
+pub(crate) mod encoding;
+
+use encoding::{BufferedRun, FrameContent, PageEncoders, PresumedPages};
 
 /// Maximum number of pages of data in one frame: 256 KiB.
 pub const FRAME_PAGES: u64 = 64;
@@ -24,6 +27,14 @@ pub const FRAME_PAGES: u64 = 64;
 const ASK_FIRST_PAGES: u64 = 16;
 
 const PAGE: usize = PAGE_BYTES as usize;
+
+/// A chunk of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkId {
+    pub(crate) block: u16,
+    /// 64 TiB of RAM are 2²⁵ chunks.
+    pub(crate) chunk: u32,
+}
 
 /// Number of pages by content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

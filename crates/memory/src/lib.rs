@@ -33,6 +33,7 @@ mod chunk;
 mod clock;
 pub mod dirty;
 mod first_pass;
+mod meter;
 mod page_name;
 mod postcopy;
 mod priority;
@@ -49,6 +50,7 @@ pub mod wire;
 pub use chunk::{FRAME_PAGES, PageCounts};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
+pub use meter::{LinkCounters, LinkMeter};
 pub use page_name::{NAME_BYTES, PageName};
 pub use postcopy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
@@ -70,8 +72,8 @@ pub use round::{
     ScanFailed, ScanStats, WrappedPart,
 };
 pub use send::{
-    BlockProgress, CompletedRound, Interrupted, LinkCounters, LinkMeter, Progress, RoundStats, SendError,
-    Sender, SenderHandle, SourceRam, stream_of,
+    BlockProgress, CompletedRound, Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle,
+    SourceRam, stream_of,
 };
 pub use sent_history::SentHistory;
 pub use tracee::TrackError;

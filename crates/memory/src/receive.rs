@@ -32,7 +32,7 @@ use crate::lock;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
 use crate::reductions::compression::decoder::BadPacked;
-use crate::reductions::decoding::AcceptedReductions;
+use crate::reductions::decoding::{AcceptedReductions, BadFrame};
 use crate::wire::{DataStream, HangUp, is_transient};
 
 mod worker;
@@ -109,6 +109,15 @@ pub enum ReceiveError {
     /// The thread died: a bug in this program.
     #[error("the thread of the data stream panicked; please report this")]
     ThreadDied,
+}
+
+impl From<BadFrame> for ReceiveError {
+    fn from(error: BadFrame) -> Self {
+        match error {
+            BadFrame::Pages(source) => source.into(),
+            BadFrame::Packed(source) => source.into(),
+        }
+    }
 }
 
 impl ReceiveError {

@@ -81,9 +81,13 @@ impl StreamWorker {
                     }
                     FrameKind::RoundEnd => self.end_round(&payload),
                     kind => {
-                        let (header, data) = self.decoders.of_frames(kind)?.decode(&payload, &mut runs)?;
+                        let decoder = self.decoders.of_frames(kind);
+                        let decoder = decoder.ok_or(ReceiveError::UnexpectedFrame(kind))?;
+                        let (header, data) = decoder.decode(&payload, &mut runs)?;
                         let applied = self.apply(header, &runs, &data, payload.len());
-                        self.decoders.of_frames(kind)?.take_back(data);
+                        if let Some(decoder) = self.decoders.of_frames(kind) {
+                            decoder.take_back(data);
+                        }
                         applied
                     }
                 }

@@ -7,13 +7,12 @@ use std::sync::Arc;
 use proto::frame::FrameKind;
 use proto::pages::{BadPages, Content, PageRun, PagesHeader};
 
-use super::compression::decoder::StreamDecompressor;
+use super::compression::decoder::{BadPacked, StreamDecompressor};
 use super::deltas::decoder::DeltaDecoder;
 use super::references::Templates;
 use super::references::decoder::ReferenceDecoder;
 use crate::dirty::ChunkPages;
 use crate::ram::{BlockWriter, RamError};
-use crate::receive::ReceiveError;
 
 /// Abilities of the destination on which a source may rely.
 #[derive(Default)]
@@ -62,11 +61,19 @@ impl Decoders {
         decoder.ok_or(BadPages::Runs)?.decode(run, into)
     }
 
-    /// Returns the decoder of frames of a kind.
-    pub(crate) fn of_frames(&mut self, kind: FrameKind) -> Result<&mut dyn FrameDecoder, ReceiveError> {
-        let decoder = self.of_frames.iter_mut().find(|decoder| decoder.decodes(kind));
-        decoder.map_or(Err(ReceiveError::UnexpectedFrame(kind)), |decoder| Ok(decoder.as_mut()))
+    /// Returns the decoder of frames of a kind; None if such frames are not allowed.
+    pub(crate) fn of_frames(&mut self, kind: FrameKind) -> Option<&mut Box<dyn FrameDecoder>> {
+        self.of_frames.iter_mut().find(|decoder| decoder.decodes(kind))
     }
+}
+
+/// Error of a frame that cannot be decoded.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum BadFrame {
+    #[error(transparent)]
+    Pages(#[from] BadPages),
+    #[error(transparent)]
+    Packed(#[from] BadPacked),
 }
 
 /// A run of pages that the destination has to complete.
@@ -99,11 +106,8 @@ pub(crate) trait FrameDecoder: Send {
 
     /// Decodes a frame: its header, its runs and their data. The buffer is returned with
     /// [`take_back`](Self::take_back).
-    fn decode(
-        &mut self,
-        payload: &[u8],
-        runs: &mut Vec<PageRun>,
-    ) -> Result<(PagesHeader, Vec<u8>), ReceiveError>;
+    fn decode(&mut self, payload: &[u8], runs: &mut Vec<PageRun>)
+    -> Result<(PagesHeader, Vec<u8>), BadFrame>;
 
     /// Accepts the buffer of [`decode`](Self::decode) for reuse.
     fn take_back(&mut self, data: Vec<u8>);

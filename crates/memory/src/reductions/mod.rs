@@ -8,24 +8,23 @@
 //! | [`compression`] | the data of frames is compressed | of frames | of frames |
 //!
 //! A [`Reduction`] is shared by all streams and all generations of a migration, and learns what happens to the pages
-//! that it has reduced. Each stream has encoders of its own ([`encoding`]), and at the destination decoders
+//! that it has reduced. Each stream has encoders of its own ([`encoding`](crate::chunk::encoding)), and at the destination decoders
 //! ([`decoding`]). A migration's reductions are a list ([`Reductions`]): of its encoders the first that can reduce a
 //! page does so.
 
 use std::fmt;
 use std::sync::Arc;
 
+use crate::chunk::ChunkId;
+use crate::chunk::encoding::{Encoder, PresumedPages};
 use crate::dirty::DirtyBitmap;
-use crate::send::{ChunkId, LinkMeter};
+use crate::meter::LinkMeter;
 
 pub(crate) mod compression;
 pub(crate) mod decoding;
 pub(crate) mod deltas;
-pub(crate) mod encoding;
 pub(crate) mod hints;
 pub(crate) mod references;
-
-use encoding::{Encoder, PresumedPages};
 
 /// Stage of a migration at which reductions end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -47,15 +47,13 @@ use crate::round::{Owed, Readable};
 use crate::wire::{DataStream, is_transient};
 
 mod counters;
-mod meter;
 mod plan;
 mod shared;
 mod stream;
 mod turns;
 
-pub use meter::{LinkCounters, LinkMeter};
 use plan::Plan;
-pub use plan::{ChunkId, stream_of};
+pub use plan::stream_of;
 use shared::SenderState;
 
 /// Maximum number of pages (512 KiB) of a round that the caller's thread sends.

@@ -2,19 +2,12 @@
 
 use std::time::Instant;
 
+use crate::chunk::ChunkId;
 use crate::dirty::DirtyBitmap;
 
 /// Returns the stream that sends a chunk, in every round (trap 6).
 pub fn stream_of(block: u16, chunk: u64, streams: u16) -> u16 {
     ((chunk + u64::from(block)) % u64::from(streams.max(1))) as u16
-}
-
-/// A chunk of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChunkId {
-    pub(crate) block: u16,
-    /// 64 TiB of RAM are 2²⁵ chunks.
-    pub(crate) chunk: u32,
 }
 
 /// The work of a round.

@@ -10,14 +10,14 @@ use proto::frame::{FrameKind, HEADER_BYTES};
 use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
 
-use crate::chunk::{PageCounts, WantedPages};
+use crate::chunk::encoding::{ChunkTask, FrameContent, PageEncoders};
+use crate::chunk::{ChunkId, PageCounts, WantedPages};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::priority::{NICE, Niceness};
 use crate::reductions::Reductions;
-use crate::reductions::encoding::{ChunkTask, FrameContent, PageEncoders};
 use crate::send::counters::RoundCounters;
-use crate::send::plan::{ChunkId, Plan};
+use crate::send::plan::Plan;
 use crate::send::stream::{FrameOutput, InFlight, Stream};
 use crate::send::turns::Turns;
 use crate::send::{BlockProgress, Progress, SendError, SourceRam};

@@ -7,12 +7,13 @@ use link::LinkError;
 use proto::frame::HEADER_BYTES;
 use proto::pages::PagesHeader;
 
-use crate::chunk::FrameBuilder;
+use crate::chunk::encoding::{Encoder, FrameEncoder, PageEncoder, PresumedPages};
+use crate::chunk::{ChunkId, FrameBuilder};
 use crate::dirty::ChunkPages;
 use crate::lock;
+use crate::meter::LinkMeter;
 use crate::reductions::Reductions;
-use crate::reductions::encoding::{Encoder, FrameEncoder, PageEncoder, PresumedPages};
-use crate::send::{AckRange, ChunkId, LinkMeter};
+use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 
 /// Maximum number of pages in unanswered references: 16 MiB. References are short, so that neither the link nor the

@@ -8,8 +8,7 @@ use proto::pages::{PageRun, PagesHeader};
 use zstd::bulk;
 
 use super::codec::{Decoder, Lz4};
-use crate::receive::ReceiveError;
-use crate::reductions::decoding::FrameDecoder;
+use crate::reductions::decoding::{BadFrame, FrameDecoder};
 
 /// Error of compressed data.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +72,7 @@ impl FrameDecoder for StreamDecompressor {
         &mut self,
         payload: &[u8],
         runs: &mut Vec<PageRun>,
-    ) -> Result<(PagesHeader, Vec<u8>), ReceiveError> {
+    ) -> Result<(PagesHeader, Vec<u8>), BadFrame> {
         let packed = Packed::decode(payload, runs)?;
         let data = self.unpack(packed.codec, packed.bytes, packed.data_bytes)?;
         Ok((packed.header, data))

@@ -8,12 +8,12 @@ use proto::packed::{Codec, Compression, CompressionTrial};
 use super::CompressionState;
 use super::codec::Encoders;
 use super::select::Selector;
+use crate::chunk::ChunkId;
+use crate::chunk::encoding::{Encoder, FrameEncoder, PresumedPages};
 use crate::clock::cpu_ns;
 use crate::dirty::DirtyBitmap;
 use crate::lock;
-use crate::reductions::encoding::{Encoder, FrameEncoder, PresumedPages};
 use crate::reductions::{Reduction, Stage};
-use crate::send::ChunkId;
 
 /// Compression has no knowledge of pages, and so nothing to learn about them.
 impl Reduction for CompressionState {

@@ -8,14 +8,13 @@ use proto::limits::PAGE_BYTES;
 use proto::pages::Content;
 
 use super::{ChunkMarks, Deltas, Key};
-use crate::chunk::FrameBuilder;
-use crate::clock::measure;
-use crate::dirty::{ChunkPages, DirtyBitmap};
-use crate::reductions::encoding::{
+use crate::chunk::encoding::{
     BufferedRun, ChunkTask, Encoder, FrameContent, PageEncoder, PageEncoders, PresumedPages,
 };
+use crate::chunk::{ChunkId, FrameBuilder};
+use crate::clock::measure;
+use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::reductions::{Reduction, Stage};
-use crate::send::ChunkId;
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
 /// comparing a page.

@@ -4,13 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::HintedPages;
-use crate::chunk::FrameBuilder;
-use crate::dirty::{ChunkPages, DirtyBitmap};
-use crate::reductions::encoding::{
+use crate::chunk::encoding::{
     BufferedRun, ChunkTask, Encoder, FrameContent, PageEncoder, PageEncoders, PresumedPages,
 };
+use crate::chunk::{ChunkId, FrameBuilder};
+use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::reductions::{Reduction, Stage};
-use crate::send::ChunkId;
 
 impl Reduction for HintedPages {
     fn encoder(self: Arc<Self>) -> Encoder {

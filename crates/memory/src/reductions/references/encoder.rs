@@ -8,14 +8,13 @@ use proto::pages::Content;
 use proto::reference::{ContentSource, Reference};
 
 use super::{ContentIndex, ContentLocation, RunHash};
-use crate::chunk::FrameBuilder;
-use crate::dirty::{ChunkPages, DirtyBitmap};
-use crate::page_name::{PageName, page_hash};
-use crate::reductions::encoding::{
+use crate::chunk::encoding::{
     BufferedRun, ChunkTask, Encoder, FrameContent, PageEncoder, PageEncoders, PresumedPages,
 };
+use crate::chunk::{ChunkId, FrameBuilder};
+use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_name::{PageName, page_hash};
 use crate::reductions::{Reduction, Stage};
-use crate::send::ChunkId;
 
 /// Shortest run of pages that is sent as a reference: each reference costs the destination a query to a server and an
 /// answer, and over a fast link a few pages arrive sooner.

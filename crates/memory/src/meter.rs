@@ -46,7 +46,7 @@ impl Default for LinkMeter {
 
 impl LinkMeter {
     /// Sets the number of workers that work at the same time; each waits for the link in its own turn only.
-    pub(super) fn set_most_workers(&self, workers: u16) {
+    pub(crate) fn set_most_workers(&self, workers: u16) {
         self.most_workers.store(workers, Ordering::Relaxed);
     }
 
@@ -68,25 +68,25 @@ impl LinkMeter {
     }
 
     /// Counts a frame's data, and the bytes that are sent for it.
-    pub(super) fn record_data(&self, data_bytes: usize, wire_bytes: usize) {
+    pub(crate) fn record_data(&self, data_bytes: usize, wire_bytes: usize) {
         self.data_bytes.fetch_add(data_bytes as u64, Ordering::Relaxed);
         self.wire_bytes.fetch_add(wire_bytes as u64, Ordering::Relaxed);
     }
 
     /// Counts the waiting time that the destination reported.
-    pub(super) fn record_peer_wait(&self, us: u32) {
+    pub(crate) fn record_peer_wait(&self, us: u32) {
         self.peer_waited_us.fetch_add(us.into(), Ordering::Relaxed);
     }
 
     /// Runs a worker's action for a frame, and counts its processor time.
-    pub(super) fn count_work<T>(&self, work: impl FnOnce() -> T) -> T {
+    pub(crate) fn count_work<T>(&self, work: impl FnOnce() -> T) -> T {
         let (done, took) = measure(work);
         self.cpu_ns.fetch_add(took.cpu_ns, Ordering::Relaxed);
         done
     }
 
     /// Runs the action that passes a frame to the connection, and counts its waiting time.
-    pub(super) fn count_send<T>(&self, send: impl FnOnce() -> T) -> T {
+    pub(crate) fn count_send<T>(&self, send: impl FnOnce() -> T) -> T {
         let (sent, waited) = waited(send);
         self.blocked_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
         sent

@@ -7,9 +7,8 @@ use std::ops::Range;
 
 use proto::packed::Codec;
 
-use crate::chunk::FrameBuilder;
+use super::{ChunkId, FrameBuilder};
 use crate::dirty::ChunkPages;
-use crate::send::ChunkId;
 
 /// Encoder of one stream.
 pub enum Encoder {

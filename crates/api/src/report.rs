@@ -5,6 +5,7 @@
 //! that the destination reported, see [`Downtime::from_measured`].
 
 mod explain;
+mod numbers;
 mod reductions;
 mod text;
 
@@ -18,8 +19,9 @@ use crate::options::MigrationSettings;
 
 pub use engine::traces::{Replayed, Traces};
 pub use explain::explain;
+pub use numbers::{bytes, milliseconds, rate, seconds, to_the_second};
 pub use reductions::{Compression, Deltas, FreePageHintStats, LevelChoice};
-pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
+pub use text::render;
 
 /// Name and version of the document. Fields may be added under the same version; none is removed or changes its
 /// meaning.

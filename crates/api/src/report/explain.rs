@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 
 use proto::limits::PAGE_BYTES;
 
-use super::text::{bytes, empty_pages, seconds, table};
-use super::{Report, Round};
+use super::numbers::bytes;
+use super::text::{empty_pages, table};
+use super::{Report, Round, reductions};
 
 /// Reason for which pages were sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,24 +65,8 @@ pub fn explain(report: &Report) -> String {
             total.refused_pages
         );
     }
-    if let Some(hinted) = report.free_page_hints.as_ref().filter(|hinted| hinted.deferred_pages > 0) {
-        let (put_off, given_back) = (hinted.deferred_pages * PAGE_BYTES, hinted.freed_pages * PAGE_BYTES);
-        let _ = writeln!(
-            text,
-            "  {} of page cache was deferred, of which the VM freed {}",
-            bytes(put_off),
-            bytes(given_back)
-        );
-    }
-    if let Some(compression) = &report.compression {
-        let spared = compression.data_bytes.saturating_sub(compression.wire_bytes);
-        let cpu = seconds(compression.compression_cpu_us);
-        let _ = writeln!(text, "  compression saved {} in {cpu} of CPU", bytes(spared));
-    }
-    if let Some(deltas) = &report.deltas {
-        let spared = deltas.page_bytes.saturating_sub(deltas.delta_bytes);
-        let cpu = seconds(deltas.mark_cpu_us);
-        let _ = writeln!(text, "  deltas saved {} in {cpu} of CPU", bytes(spared));
+    for explanation in reductions::explanations(report) {
+        let _ = writeln!(text, "  {explanation}");
     }
     text
 }

@@ -5,7 +5,8 @@ use std::iter;
 
 use proto::limits::PAGE_BYTES;
 
-use super::{Compression, Deltas, Downtime, Event, LevelChoice, Outcome, PostCopy, Report, Round, Waiting};
+use super::numbers::{bytes, milliseconds, rate, seconds, to_the_second};
+use super::{Downtime, Event, Outcome, PostCopy, Report, Round, Waiting, reductions};
 
 impl Outcome {
     /// Returns the outcome as text.
@@ -79,23 +80,8 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         report.settings.streams,
         report.reconnections
     )?;
-    if let Some(compression) = &report.compression {
-        writeln!(out, "  compressed  {}", compressed(compression))?;
-    }
-    if let Some(Deltas { pages, page_bytes, delta_bytes, mark_cpu_us, .. }) = &report.deltas {
-        let (all, changed, cpu) = (bytes(*page_bytes), bytes(*delta_bytes), seconds(*mark_cpu_us));
-        writeln!(out, "  deltas      {changed} of {pages} pages ({all}), computed in {cpu} of CPU")?;
-    }
-    if let Some(hinted) = &report.free_page_hints {
-        let left_out: u64 = report.rounds.iter().map(|round| round.hinted_pages).sum();
-        write!(out, "  left out    {} that the VM does not use", bytes(left_out.saturating_mul(PAGE_BYTES)))?;
-        if hinted.deferred_pages > 0 {
-            write!(out, ", including page cache")?;
-        }
-        writeln!(out)?;
-        for note in &hinted.notes {
-            writeln!(out, "              {note}")?;
-        }
+    for summary in reductions::summaries(report) {
+        writeln!(out, "  {summary}")?;
     }
     if let Some(waiting) = report.waiting
         && let Some(waited_permille) = waiting.permille
@@ -169,34 +155,6 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         }
     }
     Ok(())
-}
-
-/// Formats the statistics of compression in a line.
-fn compressed(compression: &Compression) -> String {
-    let Compression {
-        wanted,
-        data_bytes,
-        compressed_bytes,
-        wire_bytes,
-        compression_cpu_us,
-        opening_bytes,
-        ways,
-    } = compression;
-    if *compressed_bytes == 0 {
-        return format!("nothing of {} ({wanted})", bytes(*data_bytes));
-    }
-    let plain = data_bytes.saturating_sub(*compressed_bytes);
-    let opening = (*opening_bytes > 0).then(|| format!("as the link took it for {}", bytes(*opening_bytes)));
-    let ways = ways.iter().map(|LevelChoice { at_us, way, .. }| format!("{way} from {} on", seconds(*at_us)));
-    let picked: Vec<_> = opening.into_iter().chain(ways).collect();
-    let picked = if picked.is_empty() { String::new() } else { format!(": {}", picked.join(", ")) };
-    format!(
-        "{} of {} to {} in {} of CPU ({wanted}{picked})",
-        bytes(*compressed_bytes),
-        bytes(*data_bytes),
-        bytes(wire_bytes.saturating_sub(plain)),
-        seconds(*compression_cpu_us)
-    )
 }
 
 /// Numbers of rounds that are shown from the beginning, and from the end, of a long list.
@@ -315,42 +273,6 @@ pub(super) fn table<const N: usize>(rows: &[[String; N]]) -> String {
 
 fn known(text: Option<&str>) -> &str {
     text.unwrap_or("unknown")
-}
-
-/// Formats a number of bytes with a binary unit, as `1.5 MiB`.
-pub fn bytes(bytes: u64) -> String {
-    let units = ["KiB", "MiB", "GiB", "TiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = 0;
-    // 1023.95 would be printed as 1024.0 of the smaller unit.
-    while value >= 1023.95 && unit + 1 < units.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    format!("{value:.1} {}", units[unit])
-}
-
-/// Formats a rate, as `1.5 MiB/s`.
-pub fn rate(bytes_per_s: u64) -> String {
-    format!("{}/s", bytes(bytes_per_s))
-}
-
-/// Removes the fraction of a second from a time (RFC 3339, UTC), as `2026-01-31T23:59:59Z`.
-pub fn to_the_second(moment: &str) -> String {
-    moment.split_once('.').map_or_else(|| moment.to_owned(), |(second, _)| format!("{second}Z"))
-}
-
-/// Formats a duration in milliseconds, as `12.3 ms`.
-pub fn milliseconds(us: u64) -> String {
-    format!("{:.1} ms", us as f64 / 1e3)
-}
-
-/// Formats a duration in seconds, as `1.234 s`.
-pub fn seconds(us: u64) -> String {
-    format!("{:.3} s", us as f64 / 1e6)
 }
 
 #[cfg(test)]

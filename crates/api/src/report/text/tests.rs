@@ -65,26 +65,6 @@ pub(in crate::report) fn sample() -> Report {
 }
 
 #[test]
-fn what_compression_did_is_one_line() {
-    let mut compression = Compression {
-        wanted: "auto".into(),
-        data_bytes: 700 << 20,
-        wire_bytes: 700 << 20,
-        ..Compression::default()
-    };
-    assert_eq!(compressed(&compression), "nothing of 700.0 MiB (auto)");
-    let picked = |at_us, way: &str| LevelChoice { at_us, way: way.into(), link_bytes_per_s: 1 };
-    compression.ways = vec![picked(210_000, "lz4"), picked(1_000_000, "zstd:3")];
-    (compression.compressed_bytes, compression.wire_bytes) = (500 << 20, 330 << 20);
-    compression.compression_cpu_us = 1_500_000;
-    compression.opening_bytes = 6 << 20;
-    assert_eq!(
-        compressed(&compression),
-        "500.0 MiB of 700.0 MiB to 130.0 MiB in 1.500 s of CPU (auto: as the link took it for 6.0 MiB, lz4 from 0.210 s on, zstd:3 from 1.000 s on)"
-    );
-}
-
-#[test]
 fn parts_add_up_whatever_was_measured() {
     let sum = |d: Downtime| {
         d.stop_us

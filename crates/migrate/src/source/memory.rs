@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{
-    BlockReader, DirtyBitmap, Owed, Reductions, RoundStats, ScanStats, SourceRam, Stage,
-};
+use ::memory::{BlockReader, DirtyBitmap, Owed, Reductions, RoundStats, ScanStats, SourceRam, Stage};
 use engine::precopy::{
     AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundObservation,
     SlaPolicy, TracedPolicy,

@@ -40,6 +40,7 @@ pub mod database;
 pub mod demo;
 pub mod disk;
 pub mod emulator;
+pub mod energy;
 mod environment;
 mod error;
 mod follow;

@@ -9,6 +9,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use choices::{DisksArg, one_disk};
 
+use crate::fleet_command::FleetCommand;
+
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
 }
@@ -146,6 +148,11 @@ pub(crate) enum Command {
     Images {
         #[command(subcommand)]
         command: ImagesCommand,
+    },
+    /// Simulate energy and placement of a fleet on traces; needs no agent
+    Fleet {
+        #[command(subcommand)]
+        command: FleetCommand,
     },
     /// Settle a migration that is in doubt; describes the risk first
     Recover(RecoverCommand),

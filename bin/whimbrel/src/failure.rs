@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use agent::daemon::StartError;
 use api::report::SCHEMA;
 use api::{ClientError, Problem, ProblemKind, with_causes};
+use fleet::trace::TraceError;
 use host::config::ConfigError;
 
 use crate::Code;
@@ -63,6 +64,25 @@ pub(crate) enum Failure {
         /// The file.
         path: PathBuf,
     },
+    /// A trace of a simulation cannot be used.
+    #[error("{path} cannot be simulated", path = path.display())]
+    Trace {
+        /// The file, or the name of a generated trace.
+        path: PathBuf,
+        /// The cause.
+        source: TraceError,
+    },
+    /// A trace has no such day.
+    #[error("{path} has no day {day}", path = path.display())]
+    NoSuchDay {
+        /// The file.
+        path: PathBuf,
+        /// The day.
+        day: String,
+    },
+    /// A setting of a simulation is impossible.
+    #[error("the simulation is impossible")]
+    Setting(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A basic operation of the system failed.
     #[error("{what}")]
     System {
@@ -99,6 +119,9 @@ impl Failure {
             | Self::NotAReport { .. }
             | Self::OtherReport { .. }
             | Self::NoTraces { .. }
+            | Self::Trace { .. }
+            | Self::NoSuchDay { .. }
+            | Self::Setting(_)
             | Self::Agent(StartError::Identity(_)) => Code::Usage,
             Self::Unwatched(_) => Code::InDoubt,
             Self::Client(_) | Self::Agent(_) | Self::System { .. } => Code::Failed,
@@ -113,7 +136,10 @@ impl Failure {
             | Self::File { .. }
             | Self::NotAReport { .. }
             | Self::OtherReport { .. }
-            | Self::NoTraces { .. } => Problem::new(ProblemKind::BadRequest, with_causes(self), ""),
+            | Self::NoTraces { .. }
+            | Self::Trace { .. }
+            | Self::NoSuchDay { .. }
+            | Self::Setting(_) => Problem::new(ProblemKind::BadRequest, with_causes(self), ""),
             Self::Agent(StartError::Identity(_)) => {
                 let advice = "see docs/operations/certificates.md for their required content";
                 Problem::new(ProblemKind::BadRequest, with_causes(self), advice)

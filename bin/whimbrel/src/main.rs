@@ -14,6 +14,7 @@
 mod agent_command;
 mod cli;
 mod failure;
+mod fleet_command;
 mod images;
 mod inventory;
 mod migration;
@@ -117,6 +118,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         }
         Command::Report { vm, epoch, explain } => migration::report(&client()?, &vm, epoch, explain, output),
         Command::Replay { report } => replay::replay(&report, output),
+        Command::Fleet { command } => fleet_command::run(command, output),
         Command::Images { command } => match command {
             ImagesCommand::List => images::list(&client()?, output),
             ImagesCommand::Remove { vm, epoch, ended } => {

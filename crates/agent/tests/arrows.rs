@@ -19,6 +19,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-qemu", &[]),
     ("whimbrel-block", &[]),
     ("whimbrel-guest", &[]),
+    ("whimbrel-fleet", &[]),
     ("whimbrel-engine", &["whimbrel-proto"]),
     ("whimbrel-link", &["whimbrel-proto"]),
     ("whimbrel-memory", &["whimbrel-proto", "whimbrel-link", "whimbrel-tracee"]),
@@ -81,8 +82,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-guest-load", &[]),
     ("whimbrel-nas", &[]),
     // What only tests and benchmarks need is not linked into the program that users install.
-    ("whimbrel", &["whimbrel-agent", "whimbrel-api", "whimbrel-host", "whimbrel-tracee"]),
-    ("whimbrel-lab", &["whimbrel-api", "whimbrel-guest-load"]),
+    ("whimbrel", &["whimbrel-agent", "whimbrel-api", "whimbrel-fleet", "whimbrel-host", "whimbrel-tracee"]),
+    ("whimbrel-lab", &["whimbrel-api", "whimbrel-fleet", "whimbrel-guest-load"]),
     (
         "whimbrel-examples",
         &["whimbrel-proto", "whimbrel-engine", "whimbrel-link", "whimbrel-memory", "whimbrel-tracee"],

@@ -59,6 +59,8 @@ pub(crate) enum LabCommand {
     /// grid of their values. Points that --results has already are not measured again. `make bench-sweep` measures the
     /// figures. Nothing else should run on the machine at the same time.
     Sweep(Box<SweepCommand>),
+    /// Collect results of `whimbrel --json fleet simulate`, and make tables and plots of them
+    Energy(EnergyCommand),
 }
 
 /// Files for the results, and for the page and the plots made from them.
@@ -73,6 +75,24 @@ pub(crate) struct ResultsOptions {
     /// Draw the results into this directory
     #[arg(long, value_name = "DIR", requires = "results")]
     pub plots: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EnergyCommand {
+    /// Add a result under a name; may be repeated. Without it, page and plots are made from existing results
+    #[arg(long, value_name = "NAME=FILE", value_parser = named_file)]
+    pub add: Vec<(String, PathBuf)>,
+    #[command(flatten)]
+    pub kept: ResultsOptions,
+}
+
+fn named_file(text: &str) -> Result<(String, PathBuf), String> {
+    let (name, file) = text.split_once('=').ok_or("write NAME=FILE")?;
+    let is_name = |letter: char| letter.is_ascii_alphanumeric() || letter == '-';
+    if name.is_empty() || !name.chars().all(is_name) {
+        return Err("a name has letters, digits and dashes".to_owned());
+    }
+    Ok((name.to_owned(), file.into()))
 }
 
 #[derive(Debug, Args)]

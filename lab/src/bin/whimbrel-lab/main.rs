@@ -13,6 +13,7 @@ mod bench_command;
 mod cli;
 mod demo_command;
 mod disks_command;
+mod energy_command;
 mod failure;
 mod lab_command;
 mod output;
@@ -58,6 +59,7 @@ fn run(command: LabCommand, output: &Output) -> Result<Code, Failure> {
         LabCommand::Demo { directory } => demo_command::run(&directory),
         LabCommand::Bench(command) => bench_command::run(&command, output),
         LabCommand::Disks(command) => disks_command::run(&command, output),
+        LabCommand::Energy(command) => energy_command::run(&command, output),
         LabCommand::Sweep(command) => sweep_command::run(&command, output),
     }
 }

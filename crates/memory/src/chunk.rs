@@ -344,10 +344,8 @@ fn merge_contents(one: Content, other: Content) -> Option<Content> {
         (Content::Delta { pieces }, Content::Delta { pieces: more }) => {
             Some(Content::Delta { pieces: pieces + more })
         }
-        // The fillings differ, or it would have been one run.
-        (Content::Filled, _) => None,
-        // Each reference has a record of its own.
-        (Content::Reference, _) => None,
+        // The fillings differ, or it would have been one run; each reference has a record of its own.
+        (Content::Filled | Content::Reference, _) => None,
         _ => (one == other).then_some(one),
     }
 }

@@ -87,8 +87,11 @@ pub(crate) struct EncodedRun<'a> {
     /// The block.
     pub(crate) writer: &'a dyn BlockWriter,
     /// Reads pages of any block in their current state, from a page on.
-    pub(crate) read: &'a dyn Fn(u16, u64, &mut [u8]) -> Result<(), RamError>,
+    pub(crate) read: &'a ReadPages<'a>,
 }
+
+/// Reads pages of a block, by its number and that of the first page.
+pub(crate) type ReadPages<'a> = dyn Fn(u16, u64, &mut [u8]) -> Result<(), RamError> + 'a;
 
 /// Decoder of one kind of runs.
 pub(crate) trait RunDecoder: Send {

@@ -87,6 +87,7 @@ impl Reductions {
     }
 
     /// Returns those that encode whole frames, for pages that are sent after the switchover.
+    #[must_use]
     pub fn of_frames(&self) -> Self {
         let is_of_frames = |one: &&Arc<dyn Reduction>| matches!(Arc::clone(one).encoder(), Encoder::Frame(_));
         Self { list: self.iter().filter(is_of_frames).map(Arc::clone).collect(), meter: self.meter.clone() }

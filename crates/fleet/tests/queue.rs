@@ -19,7 +19,6 @@ fn bank() -> Bank {
 fn wave(waves: usize) -> Workload {
     let mut random = Random::new(5);
     let rate = |second: usize| match second % 7200 {
-        0..1800 => 40.0,
         rising @ 1800..1860 => 40.0 + (rising - 1800) as f64 * 160.0 / 60.0,
         3000..3060 => 240.0,
         1860..5400 => 200.0,

@@ -40,6 +40,15 @@ fn of(result: &DayResult, policy: &str) -> Metrics {
     result.policies.iter().find(|one| one.policy == policy).unwrap().metrics
 }
 
+/// Moves the VM to the other host at the start.
+struct Once;
+impl Policy for Once {
+    fn decide(&mut self, snapshot: &Snapshot<'_>) -> Vec<(usize, usize)> {
+        let other = 1 - snapshot.host_of[0] as usize;
+        if snapshot.step == 0 { vec![(0, other)] } else { Vec::new() }
+    }
+}
+
 /// One VM on one host at 50% of its MIPS: everything follows by hand.
 #[test]
 fn metrics_are_those_of_the_definition() {
@@ -51,14 +60,6 @@ fn metrics_are_those_of_the_definition() {
     assert!((still.energy_kwh - watts * 24.0 / 1000.0).abs() < 1e-9, "{still:?}");
     assert_eq!((still.moves, still.starts), (0, 1));
 
-    /// Moves the VM to the other host at the start.
-    struct Once;
-    impl Policy for Once {
-        fn decide(&mut self, snapshot: &Snapshot<'_>) -> Vec<(usize, usize)> {
-            let other = 1 - snapshot.host_of[0] as usize;
-            if snapshot.step == 0 { vec![(0, other)] } else { Vec::new() }
-        }
-    }
     let moved = simulate(&setup, &mut Once).unwrap();
     // 870 MB at 62.5 MB/s take 13.92 s, in which 10% of the MIPS are lost.
     assert!((moved.pdm - 0.1 * 13.92 / 86_400.0).abs() < 1e-12, "{moved:?}");
@@ -67,17 +68,18 @@ fn metrics_are_those_of_the_definition() {
     assert!((moved.mean_hosts - (1.0 + both_s / 86_400.0)).abs() < 1e-9);
 }
 
+/// Moves all VMs to the host of the first.
+struct Together;
+impl Policy for Together {
+    fn decide(&mut self, snapshot: &Snapshot<'_>) -> Vec<(usize, usize)> {
+        let host = snapshot.host_of[0] as usize;
+        (0..snapshot.host_of.len()).map(|vm| (vm, host)).collect()
+    }
+}
+
 /// Four VMs, one of each type, ask for 6000 MIPS for half of the day, and are moved to a host of 5320 MIPS.
 #[test]
 fn overload_is_counted_by_time() {
-    /// Moves all VMs to the host of the first.
-    struct Together;
-    impl Policy for Together {
-        fn decide(&mut self, snapshot: &Snapshot<'_>) -> Vec<(usize, usize)> {
-            let host = snapshot.host_of[0] as usize;
-            (0..snapshot.host_of.len()).map(|vm| (vm, host)).collect()
-        }
-    }
     let vm = |_| (0..STEPS_PER_DAY).map(|step| if step < 144 { 100 } else { 10 }).collect::<Vec<_>>();
     let day = Day { name: String::new(), vms: (0..4).map(vm).collect() };
     let setup = Setup::new(&day, 2, MemoryRule::Ignored, 1.0).unwrap();

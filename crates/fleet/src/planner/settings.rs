@@ -39,7 +39,7 @@ pub struct Settings {
 }
 
 impl Default for Settings {
-    /// The settings that were tuned on five days of `PlanetLab` (docs/energy.md).
+    /// The settings that were tuned on five days of PlanetLab (docs/energy.md).
     fn default() -> Self {
         Self {
             smoothing: 0.5,

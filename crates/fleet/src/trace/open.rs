@@ -14,7 +14,7 @@ const XZ: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 /// Opens a trace file; decompresses it if xz has compressed it. `-` is the standard input.
 pub fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
     if path.as_os_str() == "-" {
-        return Ok(decompressed(BufReader::new(io::stdin()))?);
+        return decompressed(BufReader::new(io::stdin()));
     }
     decompressed(BufReader::with_capacity(1 << 16, File::open(path)?))
 }

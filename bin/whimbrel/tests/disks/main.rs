@@ -145,7 +145,8 @@ fn the_disk_arrives_before_the_guest_and_memory_after_it() {
         seen("round") >= 1 && seen("disk_pages") > 200
     });
     let decisions = decisions(&assert_replayed(&report));
-    let ahead = decisions.iter().any(|one| matches!(one, Decision::NextRound { must_precopy_only: true, .. }));
+    let ahead =
+        decisions.iter().any(|one| matches!(one, Decision::NextRound { must_precopy_only: true, .. }));
     assert!(ahead || !had_gathered, "{report:#}");
     assert!(sent_ahead.count() >= 1 || !ahead, "{report:#}");
     cluster.b.wait_settled();

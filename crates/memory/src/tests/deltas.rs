@@ -21,7 +21,7 @@ fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     deltas.set(true);
     let owed = source.everything();
     let saving = Parts { deltas: Some(Arc::clone(&deltas)), ..Parts::default() };
-    (Pair::new(source, saving, Vec::new()), owed, deltas)
+    (Pair::new(source, &saving, Vec::new()), owed, deltas)
 }
 
 const ALL: usize = (PAGES as usize + 10) * MARKS_BYTES;

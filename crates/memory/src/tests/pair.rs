@@ -23,10 +23,10 @@ pub(super) struct Pair {
 
 impl Pair {
     pub(super) fn referring(source: FakeRam, known: ContentIndex, template: Vec<Page>) -> Self {
-        Self::new(source, referring(Arc::new(known)), template)
+        Self::new(source, &referring(Arc::new(known)), template)
     }
 
-    pub(super) fn new(source: FakeRam, saving: Parts, template: Vec<Page>) -> Self {
+    pub(super) fn new(source: FakeRam, saving: &Parts, template: Vec<Page>) -> Self {
         let pages: Vec<u64> = source.0.iter().map(|block| block.pages.len() as u64).collect();
         let destination = FakeRam::new(&pages);
         let templates = Some(Arc::new(FakeTemplates(vec![Mutex::new(template)])) as Arc<dyn Templates>);

@@ -136,7 +136,7 @@ fn memory_that_came_from_a_disk_is_read_from_there() {
     let (known_too, deltas_too) = (Some(Arc::clone(&known)), Some(Arc::clone(&deltas)));
     let saving = Parts { known: known_too, deltas: deltas_too, ..Parts::default() };
     let owed = source.everything();
-    let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
+    let (pair, owed, stats) = Pair::new(source, &saving, Vec::new()).round(owed);
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 600));
     known.enable_memory_lookup();
     let ram = &pair.source.0[0];
@@ -170,7 +170,7 @@ fn memory_that_is_there_twice_goes_once() {
         }
         let saving = Parts { deltas, ..referring(Arc::clone(&known)) };
         let owed = source.everything();
-        let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
+        let (pair, owed, stats) = Pair::new(source, &saving, Vec::new()).round(owed);
         assert_eq!((stats.contents.reference, stats.contents.data), (0, 300));
         let ram = &pair.source.0[0];
         (300..500).for_each(|page| ram.guest_fills(page, &ram.contents(page - 300).unwrap()));

@@ -328,7 +328,7 @@ fn pages_that_are_filled_go_as_what_they_are_filled_with() {
     ram.guest_writes(300, 7, 8);
     ram.guest_zeroes(301);
     let owed = source.everything();
-    let (pair, owed, stats) = Pair::new(source, Parts::default(), Vec::new()).round(owed);
+    let (pair, owed, stats) = Pair::new(source, &Parts::default(), Vec::new()).round(owed);
     assert_eq!((stats.contents.filled, stats.contents.data, stats.contents.zero), (598, 1, 1));
     assert!(stats.wire_bytes < 5000 && owed.pages() == 0 && pair.is_equal(), "{stats:?}");
     // Former data, and the other way round.

@@ -99,7 +99,9 @@ impl Participant for Fake {
 
     fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
         self.step(if qmp.is_some() { "round with QEMU" } else { "round" });
-        into.iter_mut().for_each(|block| block.set(self.written.clone()));
+        for block in into.iter_mut() {
+            block.set(self.written.clone());
+        }
         Ok(ScanStats { pages: self.written.end - self.written.start, duration_us: 1 })
     }
 
@@ -201,8 +203,8 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     let scan = participants.log(None).take(&mut found).unwrap();
     assert_eq!((scan.pages, scan.duration_us), (3, 2));
     assert_eq!(taken(&steps), ["ahead round", "first round"]);
-    let ranges = found.map(|block| block.runs().collect::<Vec<_>>());
-    assert_eq!(ranges, [vec![1..2], vec![2..4]]);
+    let found_pages = found.map(|block| block.runs().flatten().collect::<Vec<_>>());
+    assert_eq!(found_pages, [vec![1], vec![2, 3]]);
     participants.hashes(&mut vm, &[]).unwrap();
     assert_eq!(taken(&steps), ["first hash 0", "ahead hash 1"]);
     assert_eq!(participants.before_round(&mut vm, 20).unwrap(), 10);

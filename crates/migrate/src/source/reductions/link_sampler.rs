@@ -57,7 +57,9 @@ pub(super) fn start(
             let now = now();
             if now.progress.interruptions != before.progress.interruptions {
                 // A connection was lost: the missing answers do not measure the destination's speed.
-                reductions.iter().for_each(|reduction| reduction.interrupted(is_slow));
+                for reduction in &reductions {
+                    reduction.interrupted(is_slow);
+                }
                 before = now;
                 continue;
             }
@@ -80,11 +82,15 @@ pub(super) fn start(
                 is_slow,
                 decision: &decision,
             };
-            reductions.iter().for_each(|reduction| reduction.sampled(&interval, &controls));
+            for reduction in &reductions {
+                reduction.sampled(&interval, &controls);
+            }
             before = now;
             if decision.link_is_slow && !is_slow {
                 is_slow = true;
-                reductions.iter().for_each(|reduction| reduction.link_is_slow(&controls));
+                for reduction in &reductions {
+                    reduction.link_is_slow(&controls);
+                }
             }
             if !reductions.iter().any(|reduction| reduction.needs_samples(is_slow)) {
                 return;

@@ -161,7 +161,7 @@ impl<'a> Ledger<'a> {
                 break;
             }
             let room = self.room(vm, host, share);
-            let is_better = room >= 0.0 && best.is_none_or(|(_, least, _)| room < least);
+            let is_better = best.is_none_or(|(_, least, _)| room < least);
             if is_better && self.fits(vm, host, share) {
                 best = Some((efficiency, room, host));
             }
@@ -170,7 +170,7 @@ impl<'a> Ledger<'a> {
     }
 
     /// Returns the share of its capacity that a host has left with one VM more, of processors or of memory, whichever is
-    /// scarcer; negative if there is no room.
+    /// scarcer.
     fn room(&self, vm: usize, host: usize, share: f64) -> f64 {
         let (spec, entry) = (self.host(host), &self.entries[host]);
         let level = entry.level + f64::from(self.forecasts[vm].level);

@@ -1,6 +1,6 @@
 //! Checks the dependencies between crates: only those that are listed here are allowed.
 //!
-//! What users get is checked as a whole: the crates that `cargo build -p whimbrel` links are listed in
+//! The program that users get is checked as a whole: the crates that `cargo build -p whimbrel` links are listed in
 //! `arrows/linked.txt`. Where one is added on purpose, `BLESS=1` writes the list anew, and its difference shows what
 //! came along.
 

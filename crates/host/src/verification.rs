@@ -112,6 +112,13 @@ impl Hashes {
         }
     }
 
+    /// Adds the hashes of other blocks.
+    pub fn append(&mut self, mut others: Self) {
+        self.bytes += others.bytes;
+        self.chunks += others.chunks;
+        self.messages.append(&mut others.messages);
+    }
+
     /// Adds the copied disks of a stopped guest, which QEMU has released. The first has the index `first_block`.
     pub fn add_disks(
         &mut self,

@@ -56,7 +56,7 @@ pub enum LogError {
     /// The memory cannot be reached.
     #[error(transparent)]
     Ram(#[from] RamError),
-    /// The log of a disk, which is sent as a block of its own.
+    /// The log of another participant than memory, or of a disk.
     #[error(transparent)]
     Disk(Box<dyn std::error::Error + Send + Sync>),
 }
@@ -107,9 +107,9 @@ impl Owed {
         blocks.iter_mut().zip(pages).for_each(|(block, pages)| block.insert(pages));
     }
 
-    /// Returns the pages of these blocks, to which a log adds those that it finds.
-    pub fn blocks_mut(&mut self, blocks: Range<usize>) -> &mut [DirtyBitmap] {
-        self.blocks.get_mut(blocks).unwrap_or_default()
+    /// Returns the pages of these blocks, to which a log adds those that it finds; none if a block does not exist.
+    pub fn blocks_mut(&mut self, blocks: Range<usize>) -> Option<&mut [DirtyBitmap]> {
+        self.blocks.get_mut(blocks)
     }
 
     /// Adds the pages that a [part](Readable::part) left out.

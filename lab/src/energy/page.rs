@@ -113,13 +113,18 @@ fn savings(results: &EnergyResults, text: &mut String) {
     }
 }
 
-fn evaluation(name: &str, evaluation: &Evaluation, text: &mut String) {
-    line!(text, "\n### {name}: VMs on {} hosts, memory {:?}\n", evaluation.hosts, evaluation.memory);
+/// Begins a table of the policies' metrics, whose rows are told apart by `first`.
+fn head_of_policies(first: &str, text: &mut String) {
     line!(
         text,
-        "| day | policy | kWh | SLATAH | PDM | SLAV × 10⁶ | ESV × 10³ | moves | hosts on | unserved |"
+        "| {first} | policy | kWh | SLATAH | PDM | SLAV × 10⁶ | ESV × 10³ | moves | hosts on | unserved |"
     );
     line!(text, "|---|---|---|---|---|---|---|---|---|---|");
+}
+
+fn evaluation(name: &str, evaluation: &Evaluation, text: &mut String) {
+    line!(text, "\n### {name}: VMs on {} hosts, memory {:?}\n", evaluation.hosts, evaluation.memory);
+    head_of_policies("day", text);
     for day in &evaluation.days {
         for one in &day.policies {
             line!(text, "| {} | {}", day.day, policy(one));
@@ -130,11 +135,7 @@ fn evaluation(name: &str, evaluation: &Evaluation, text: &mut String) {
     }
     if !evaluation.sweep.is_empty() {
         line!(text, "\n### {name}: by the time that a move takes\n");
-        line!(
-            text,
-            "| mean move | policy | kWh | SLATAH | PDM | SLAV × 10⁶ | ESV × 10³ | moves | hosts on | unserved |"
-        );
-        line!(text, "|---|---|---|---|---|---|---|---|---|---|");
+        head_of_policies("mean move", text);
     }
     for point in &evaluation.sweep {
         for one in &point.policies {

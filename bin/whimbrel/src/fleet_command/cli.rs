@@ -129,7 +129,7 @@ pub(crate) enum Memory {
     Kept,
 }
 
-/// What becomes of gaps.
+/// Handling of gaps in a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Gaps {
     /// They are left out.

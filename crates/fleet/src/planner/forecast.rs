@@ -74,7 +74,7 @@ fn hour_of(now_s: f64) -> usize {
     (now_s / HOUR_S) as usize % HOURS
 }
 
-/// What is known of a VM.
+/// Record of a VM's use.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Forecaster {
     samples: u32,

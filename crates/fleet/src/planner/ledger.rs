@@ -145,8 +145,7 @@ impl<'a> Ledger<'a> {
 
     /// Returns the host for a VM: of the most efficient that have room, the fullest.
     ///
-    /// Where memory is what fills hosts, processors are no reason to take risks: a host with ample ones is taken if
-    /// there is any.
+    /// Hosts that memory fills have processors to spare: a host with ample ones is preferred then.
     pub(super) fn find(&self, vm: usize, not: usize, share: f64) -> Option<usize> {
         let ample = self.is_memory_scarce.then(|| self.find_below(vm, not, share * AMPLE)).flatten();
         ample.or_else(|| self.find_below(vm, not, share))

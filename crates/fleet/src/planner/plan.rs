@@ -26,7 +26,7 @@ pub struct HostChange {
     pub reason: Reason,
 }
 
-/// What is worth its cost now.
+/// Moves and switching that are worth their cost now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// Moves, in an order in which each finds room.

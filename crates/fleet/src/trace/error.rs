@@ -13,7 +13,7 @@ pub enum TraceError {
         /// The reason.
         what: LineError,
     },
-    /// Nothing to simulate.
+    /// Trace without any value.
     #[error("the trace is empty: it needs at least one line with a value")]
     Empty,
     /// The trace cannot be read.

@@ -40,7 +40,7 @@ pub struct DayResult {
     pub bounds: Bounds,
     /// Results of all policies.
     pub policies: Vec<PolicyResult>,
-    /// What is not plausible in them.
+    /// Implausible properties of them.
     pub findings: Vec<Finding>,
 }
 

@@ -29,7 +29,7 @@ pub struct VmSpec {
     pub memory_mb: f64,
 }
 
-/// Whether memory limits the VMs of a host.
+/// Rule for the memory of the VMs of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryRule {
@@ -77,7 +77,8 @@ const MOVE_MB_PER_S: f64 = 62.5;
 /// Length of a step, in seconds.
 pub(crate) const STEP_S: f64 = 300.0;
 
-/// Share of its MIPS that a VM loses while it moves, and share of its demand that the destination has to serve meanwhile.
+/// Share of its MIPS that a VM loses while it moves. The destination has to serve the same share of its demand during
+/// that time.
 pub(crate) const MOVE_LOSS: f64 = 0.1;
 
 /// Hosts, VMs, demand, and the time of moves.

@@ -174,7 +174,7 @@ fn describe(parts: &Parts, into: &mut String) {
     }
 }
 
-/// Connections of one generation after the other, and what went over them.
+/// Connections of one generation after the other, and the bytes that were sent over them.
 struct Rig {
     source: FakeRam,
     destination: FakeRam,

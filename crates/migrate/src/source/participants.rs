@@ -27,7 +27,9 @@ pub(super) mod tests;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ::memory::{BlockReader, DirtyBitmap, DirtyLog, Owed, Reductions, RoundStats, ScanError, ScanStats};
+use ::memory::{
+    BlockReader, DirtyBitmap, DirtyLog, LogError, Owed, Reductions, RoundStats, ScanError, ScanStats,
+};
 use engine::handover::MigrationTerms;
 use engine::handover::source::SourceEvent;
 use proto::limits::PAGE_BYTES;
@@ -116,7 +118,7 @@ pub(super) struct Profile {
     pub(super) irreversible: Option<&'static str>,
 }
 
-/// What both hosts have agreed on.
+/// Agreement between both hosts.
 pub(super) struct Agreed<'a> {
     /// The proposal of the source.
     pub(super) proposal: Option<&'a Proposal>,
@@ -311,7 +313,7 @@ impl Participants {
         Ok(most)
     }
 
-    /// Passes on what a round that was sent tells; nothing if it was cut off.
+    /// Passes on the statistics of a round that was sent; there are none if it was cut off.
     pub(super) fn after_round(&mut self, stats: Option<&RoundStats>) {
         let Some(stats) = stats else { return };
         self.members.iter_mut().for_each(|member| member.participant.after_round(stats));
@@ -342,7 +344,9 @@ impl Participants {
         owed: &mut Owed,
     ) -> Result<(), Failure> {
         for member in &mut self.members {
-            let blocks = owed.blocks_mut(member.blocks.clone());
+            let blocks = owed.blocks_mut(member.blocks.clone()).ok_or_else(|| {
+                Failure::local("cannot find the dirty pages", &no_room(member.profile.name))
+            })?;
             member.participant.freeze(vm, stop, blocks)?;
         }
         self.reach("freeze");
@@ -402,6 +406,12 @@ impl Participants {
     }
 }
 
+/// Returns the error of a participant for whose blocks there are no sets of pages. Its log would lose pages.
+fn no_room(name: &str) -> ScanError {
+    let error = "there is no room for the pages of its blocks; please report this";
+    ScanError { block: name.to_owned(), source: LogError::Disk(error.into()) }
+}
+
 /// Combined dirty log of the participants.
 struct Log<'a> {
     members: &'a mut [Member],
@@ -413,7 +423,7 @@ impl DirtyLog for Log<'_> {
         let mut all = ScanStats::default();
         // The last ones first: QEMU has to answer a request for them, which needs time in which memory is written.
         for member in self.members.iter_mut().rev().filter(|member| member.is_prepared) {
-            let blocks = into.get_mut(member.blocks.clone()).unwrap_or_default();
+            let blocks = into.get_mut(member.blocks.clone()).ok_or_else(|| no_room(member.profile.name))?;
             let scan = member.participant.round(self.qmp.as_deref_mut(), blocks)?;
             all.pages += scan.pages;
             all.duration_us += scan.duration_us;

@@ -17,8 +17,8 @@ impl SendingRate {
     pub(super) fn learn(&mut self, pages: u64, there: u64, duration_us: u64) {
         let pages = pages.saturating_sub(there);
         // If the destination had most of the pages, the duration allows no conclusion about the rest.
-        let tells = pages >= LEAST_PAGES || (pages > 0 && duration_us >= LONG_US);
-        if tells && pages >= there {
+        let is_conclusive = pages >= LEAST_PAGES || (pages > 0 && duration_us >= LONG_US);
+        if is_conclusive && pages >= there {
             let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / duration_us.max(1);
             self.0 = Some(rate);
         }

@@ -135,9 +135,8 @@ impl Participant for Memory {
         left_out: &[DirtyBitmap],
         hashes: &mut Hashes,
     ) -> Result<(), Failure> {
-        *hashes = vm
-            .hashes(left_out)
-            .map_err(|error| Failure::local("cannot read the pages to compare", &error))?;
+        let found = vm.hashes(left_out);
+        hashes.append(found.map_err(|error| Failure::local("cannot read the pages to compare", &error))?);
         Ok(())
     }
 

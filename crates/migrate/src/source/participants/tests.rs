@@ -192,7 +192,7 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     assert_eq!(owed.pages(), 4, "memory waits");
     assert_eq!((participants.has_ahead(), participants.waiting_bytes()), (true, 8 * PAGE_BYTES));
     // Only what is prepared is scanned.
-    participants.log(None).take(owed.blocks_mut(0..2)).unwrap();
+    participants.log(None).take(owed.blocks_mut(0..2).unwrap()).unwrap();
     assert_eq!(taken(&steps), ["ahead round"]);
     while participants.prepare(&mut vm, &Reductions::default(), &mut owed).unwrap() == Preparation::Unfinished
     {
@@ -213,6 +213,22 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     participants.after_round(None);
     let rounds = ["first before_round", "ahead before_round", "first after_round 7", "ahead after_round 7"];
     assert_eq!(taken(&steps), rounds);
+}
+
+#[test]
+fn pages_are_never_lost_for_lack_of_room() {
+    let world = host::testing::World::new();
+    let qemu = host::testing::Qemu::start(world.folder.path());
+    let mut vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let steps = Steps::default();
+    let mut fake = Fake::new("network", &steps);
+    (fake.pages, fake.profile.is_sent_ahead) = (4, true);
+    let mut participants = Participants::new(Faults::default(), vec![boxed(fake)]);
+    participants.open(&mut vm).unwrap();
+    taken(&steps);
+    participants.log(None).take(&mut []).unwrap_err();
+    participants.freeze(&mut vm, StopKind::NotCompared, &mut Owed::of(vec![])).unwrap_err();
+    assert!(taken(&steps).is_empty(), "its log keeps its pages");
 }
 
 #[test]

@@ -125,11 +125,11 @@ impl LinkSample {
         let progress = self.progress.since(&before.progress);
         let (interval, data_bytes) = (self.at.duration_since(before.at), now.data_bytes - then.data_bytes);
         // Between references there may be too little data for a conclusion about the link.
-        let tells = data_bytes >= MIN_DATA_BYTES || interval >= MAX_INTERVAL;
+        let is_conclusive = data_bytes >= MIN_DATA_BYTES || interval >= MAX_INTERVAL;
         CompressionObservation {
             interval_ns: interval.as_nanos() as u64,
             workers,
-            data_bytes: if tells { data_bytes } else { 0 },
+            data_bytes: if is_conclusive { data_bytes } else { 0 },
             wire_bytes: now.wire_bytes - then.wire_bytes,
             pack_ns: progress.pack_ns,
             cpu_ns: (now.cpu_ns - then.cpu_ns).saturating_sub(progress.trial_ns),

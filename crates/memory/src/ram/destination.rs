@@ -8,12 +8,10 @@ use tracee::{AddressRange, Pagemap, Process, RamFile, RamFileKind, RemoteMemory}
 
 use super::backing::{BlockBacking, find};
 use super::preallocated::Preallocated;
+use super::zero::ZEROS;
 use super::{BlockWriter, DiscardMethod, RamError, RamRegion};
 use crate::dirty::DirtyBitmap;
 use crate::lock;
-
-/// Source of zeros: 64 KiB.
-static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// Opens the RAM of a QEMU for writing, block by block, each with the writer that fits it.
 ///

@@ -9,11 +9,8 @@ use std::ops::Range;
 
 use proto::limits::PAGE_BYTES;
 
-use super::zero::is_zero;
+use super::zero::{ZEROS, is_zero};
 use super::{BlockWriter, DiscardMethod, RamError};
-
-/// Source of zeros; its length is also that of one check.
-static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// A block whose pages all stay allocated.
 pub(super) struct Preallocated(pub(super) Box<dyn BlockWriter>);

@@ -5,6 +5,9 @@ use proto::pages::FILLING_BYTES;
 /// Bytes compared at a time. The loop over them has no early exit, so that it is compiled to wide instructions.
 const STEP: usize = 128;
 
+/// Source of zeros. Its length is also that of one check of memory that stays allocated.
+pub(super) static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
 /// Returns true if all bytes are zero. Pages with contents mostly differ in their first bytes, so these are checked
 /// first.
 pub fn is_zero(bytes: &[u8]) -> bool {

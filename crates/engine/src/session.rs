@@ -1,17 +1,20 @@
-//! Common parts of a session, which decides what a role of a migration does next: time as a value, timers, the queue of
-//! requests to the ownership registry.
+//! Sessions: what a role of a migration does next. One session a role ([`SourceSession`], [`DestinationSession`]), and
+//! their common parts: time as a value, contact with the peer, the queue of requests to the ownership registry.
 //!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one event
 //! have the same time, and can be made again.
 
+mod destination;
 mod patience;
 mod registry_client;
+mod source;
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
+pub use destination::{DestinationRepetition, DestinationSession, RepetitionFacts, SilenceLimits};
 pub use patience::{Reconnect, StopPatience};
 pub use registry_client::RegistryClient;
+pub use source::{SourceRepetition, SourceSession};
 
 /// Time since an origin that the driver has chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -40,38 +43,17 @@ impl Time {
     }
 }
 
-/// Timers that are armed, each once.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Timers<T: Ord>(BTreeMap<T, Time>);
-
-impl<T: Ord> Default for Timers<T> {
-    fn default() -> Self {
-        Self(BTreeMap::new())
-    }
-}
-
-impl<T: Ord + Copy> Timers<T> {
-    /// Arms a timer. A timer that is armed already gets the new time.
-    pub fn arm(&mut self, timer: T, at: Time) {
-        self.0.insert(timer, at);
-    }
-
-    /// Disarms the first timer, in the order of `T`, whose time has come, and returns it.
-    pub fn due(&mut self, now: Time) -> Option<T> {
-        let timer = *self.0.iter().find(|(_, at)| **at <= now)?.0;
-        self.0.remove(&timer);
-        Some(timer)
-    }
-
-    /// Returns the time of a timer, if it is armed.
-    pub fn at(&self, timer: T) -> Option<Time> {
-        self.0.get(&timer).copied()
-    }
-
-    /// Returns the earliest time of a timer, if one is armed.
-    pub fn next(&self) -> Option<Time> {
-        self.0.values().min().copied()
-    }
+/// What a driver does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Turn<E> {
+    /// Handle this event, which an effect has caused.
+    Handle(E),
+    /// Carry out a repetition, whose time has come, and schedule the next one.
+    Repeat,
+    /// Wait for an event from outside, until this time at the latest.
+    Wait(Time),
+    /// Nothing more: the handover is over.
+    End,
 }
 
 /// Contact with the peer: the time of its last sign of life.

@@ -34,14 +34,6 @@ impl Clock {
     }
 }
 
-/// Timers of a driver's loop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Timer {
-    /// The state's action is repeated. Notices do not move this timer: a peer that repeats a message again and again
-    /// must not delay it.
-    Repeat,
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;

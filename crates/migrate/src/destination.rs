@@ -13,13 +13,13 @@ mod post_copy_receiver;
 mod receiving;
 pub mod untrusted;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
-use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
-use engine::session::{Contact, RegistryClient, Time};
+use engine::handover::destination::{DestinationReport, DestinationState};
+use engine::session::{DestinationSession, RegistryClient};
 use link::{Connection, Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
@@ -40,44 +40,20 @@ pub struct Driver {
     inbox: Inbox,
     publisher: Publisher,
     clock: Clock,
-    handover: HandoverState,
+    session: DestinationSession,
+    questions: Questions,
     connections: Connections,
     resources: Resources,
     reporter: Reporter,
 }
 
-/// State of the handover at the destination, and its parties.
-struct HandoverState {
-    state: DestinationState,
-    /// Events that effects produced; they are processed before the inbox.
-    follow_ups: VecDeque<DestinationEvent>,
-    /// Contact with the source.
-    contact: Contact,
+/// Questions of this migration to other hosts.
+#[derive(Default)]
+struct Questions {
     /// True while a question to the source is pending.
-    is_asking: bool,
-    /// An event of this host whose effects failed.
-    unrecorded_event: Option<DestinationEvent>,
-    /// True if the state of QEMU is not known and has to be queried again.
-    must_query_qemu: bool,
-    /// Time of the next attempt to stop a guest that must not go on.
-    stop_again_at: Option<Time>,
-    /// Requests of this migration to the ownership registry.
+    is_asking_source: bool,
+    /// Requests to the ownership registry.
     registry: RegistryClient,
-}
-
-impl HandoverState {
-    fn new(state: DestinationState) -> Self {
-        Self {
-            state,
-            follow_ups: VecDeque::new(),
-            contact: Contact::default(),
-            is_asking: false,
-            unrecorded_event: None,
-            must_query_qemu: false,
-            stop_again_at: None,
-            registry: RegistryClient::default(),
-        }
-    }
 }
 
 /// Connections of the source.
@@ -167,7 +143,8 @@ impl Driver {
             inbox,
             publisher,
             clock: Clock::start(),
-            handover: HandoverState::new(state),
+            session: DestinationSession::new(state),
+            questions: Questions::default(),
             connections: Connections::new(),
             resources: Resources { vm, ..Resources::default() },
             reporter: Reporter { cpu, ..Reporter::default() },

@@ -21,15 +21,14 @@ mod serving;
 mod telemetry;
 mod wording;
 
-use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
-use engine::handover::source::{SourceEvent, SourceState};
+use engine::handover::source::SourceState;
 use engine::precopy::{CostHistory, Sampling};
-use engine::session::{Contact, RegistryClient};
+use engine::session::{RegistryClient, SourceSession};
 use proto::message::Proposal;
 use proto::{Generation, VmName};
 
@@ -231,45 +230,20 @@ pub struct Driver {
     controls: Arc<Controls>,
     telemetry: Telemetry,
     clock: Clock,
-    handover: HandoverState,
+    session: SourceSession,
+    registry: RegistryRequests,
     agreement: Agreement,
     connections: Connections,
     resources: Resources,
     reporter: Reporter,
 }
 
-/// State of the handover at the source, and its parties.
-struct HandoverState {
-    state: SourceState,
-    /// Events that effects caused, handled before anything from the inbox.
-    follow_ups: VecDeque<SourceEvent>,
-    /// True if an effect has failed since the last repetition.
-    effects_failed: bool,
-    /// State that the journal failed to record and must record before the end.
-    unjournalled: Option<SourceState>,
-    /// True if the destination may have all that it needs: HELD was sent, and no pages follow by post-copy.
-    may_have_all: bool,
-    /// Queue of the driver's questions to the ownership registry.
-    registry: RegistryClient,
-    /// True while an offer to the ownership registry is in progress.
+/// Requests of this migration to the ownership registry.
+#[derive(Default)]
+struct RegistryRequests {
+    client: RegistryClient,
+    /// True while an offer is in progress.
     is_offering: bool,
-    /// Contact with the destination, by its messages.
-    contact: Contact,
-}
-
-impl HandoverState {
-    fn new(state: SourceState) -> Self {
-        Self {
-            state,
-            follow_ups: VecDeque::new(),
-            effects_failed: false,
-            unjournalled: None,
-            may_have_all: false,
-            registry: RegistryClient::default(),
-            is_offering: false,
-            contact: Contact::default(),
-        }
-    }
 }
 
 /// The proposal, and what both hosts can do.
@@ -400,7 +374,8 @@ impl Driver {
             controls,
             telemetry,
             clock: Clock::start(),
-            handover: HandoverState::new(state),
+            session: SourceSession::new(state),
+            registry: RegistryRequests::default(),
             agreement: Agreement::default(),
             connections: Connections::new(),
             resources: Resources::new(vm, participants),

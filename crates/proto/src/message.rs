@@ -291,7 +291,7 @@ pub enum Message {
 }
 
 /// Decision of the source about an epoch.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "decided", rename_all = "kebab-case")]
 pub enum Verdict {
     /// This incarnation is to run.

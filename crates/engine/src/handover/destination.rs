@@ -98,7 +98,7 @@ fn runs() -> bool {
 }
 
 /// Event at the destination.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum DestinationEvent {
     /// A migration of this epoch was proposed, and pre-flight found no blocker.

@@ -93,7 +93,7 @@ pub enum SourceState {
 }
 
 /// Event at the source.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum SourceEvent {
     /// A migration of this epoch begins. The destination does not know of it yet.

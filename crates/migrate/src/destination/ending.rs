@@ -75,7 +75,7 @@ impl Driver {
             Some(notice) => format!("{text}; it was stopped: {notice}"),
             None => text,
         };
-        let last_report = Some((self.handover.state.name(), report));
+        let last_report = Some((self.session.state().name(), report));
         let is_repeated = self.reporter.last_report == last_report;
         self.reporter.last_report = last_report;
         if !is_repeated {
@@ -123,14 +123,14 @@ impl Driver {
 
     /// Ends the migration: the VM is one of this host's, or is gone from here.
     pub(super) fn end(&mut self) {
-        if matches!(self.handover.state, DestinationState::Crashed { .. }) {
+        if matches!(self.session.state(), DestinationState::Crashed { .. }) {
             let log = self.resources.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.artifacts.log()));
             warn!(migration = %self.terms.migration, log, "last messages of its QEMU");
             self.discard();
         }
         let id = &self.terms.migration;
         let journal = &self.context.journal;
-        let active = matches!(self.handover.state, DestinationState::Active { .. });
+        let active = matches!(self.session.state(), DestinationState::Active { .. });
         if active {
             // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
             self.release_qemu();
@@ -161,7 +161,7 @@ impl Driver {
             thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
             // The final state may be missing in the journal, too.
             entered = journal
-                .record_destination(id, &self.handover.state, Durability::Synced)
+                .record_destination(id, self.session.state(), Durability::Synced)
                 .and_then(|()| enter());
         }
         self.retry_image_removal();

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engine::handover::QemuAtStart;
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use engine::session::Timers;
+use engine::session::{DestinationRepetition, RepetitionFacts, SilenceLimits, Turn};
 use proto::message::Finding;
 use tracing::{error, info, warn};
 
@@ -19,7 +19,6 @@ use super::Driver;
 use super::inbox::Notice;
 use super::post_copy_receiver;
 use super::receiving::MemoryReceiver;
-use crate::clock::Timer;
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use host::disks::CopiedImages;
@@ -85,53 +84,44 @@ impl Driver {
 
     /// Processes notices until the migration is settled.
     fn settle(mut self) -> DestinationState {
-        let mut timers = Timers::default();
-        timers.arm(Timer::Repeat, self.clock.read().after(self.retry()));
-        let mut arrived = None;
+        let retry = self.retry();
+        self.session.repeat_after(self.clock.read(), retry);
         loop {
-            // Each pass does one thing, at one time.
+            // Each turn does one thing, at one time.
             let now = self.clock.read();
-            if let Some(notice) = arrived.take() {
-                self.notice(notice);
-                continue;
-            }
-            if let Some(event) = self.handover.follow_ups.pop_front() {
+            if let Some(event) = self.session.take_follow_up() {
                 self.take(&event);
                 continue;
             }
             self.publish_missing_pages();
             self.check_untrusted_page();
             self.finish_post_copy_if_complete();
-            if self.handover.state.is_final() {
-                break;
-            }
-            if let Some(Timer::Repeat) = timers.due(now) {
-                self.on_idle();
-                // However long that took, notices that arrived in between are processed first.
-                timers.arm(Timer::Repeat, self.clock.read().after(self.retry()));
-            } else {
-                arrived = self.inbox.wait(self.clock.instant(timers.next().unwrap_or(now)));
+            match self.session.next_turn(now) {
+                Turn::Handle(event) => self.take(&event),
+                Turn::End => break,
+                Turn::Repeat => {
+                    self.repeat();
+                    // However long that took, notices that arrived in between are processed first.
+                    self.session.repeat_after(self.clock.read(), retry);
+                }
+                Turn::Wait(until) => {
+                    if let Some(notice) = self.inbox.wait(self.clock.instant(until)) {
+                        self.clock.read();
+                        self.notice(notice);
+                    }
+                }
             }
         }
         self.end();
-        self.handover.state
-    }
-
-    /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
-    /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
-    /// counts.
-    fn record_contact(&mut self, on_control: bool) {
-        if on_control || self.handover.state != DestinationState::Prepared {
-            self.handover.contact.record(self.clock.now());
-        }
+        self.session.state().clone()
     }
 
     fn notice(&mut self, notice: Notice) {
         match notice {
             Notice::Event(event) => {
                 if let DestinationEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.handover.registry.silence(answer, self.clock.now());
-                    if let Some(request) = self.handover.registry.answered() {
+                    let silence = self.questions.registry.silence(answer, self.clock.now());
+                    if let Some(request) = self.questions.registry.answered() {
                         self.send_to_registry(request);
                     }
                     if silence >= self.reclaim_after() {
@@ -143,11 +133,11 @@ impl Driver {
                 self.take(&event);
             }
             Notice::SourceReplied(event) => {
-                self.handover.is_asking = false;
+                self.questions.is_asking_source = false;
                 self.take(&event);
             }
             Notice::Connected { link, writer, handle, generation } => {
-                self.record_contact(generation.is_some());
+                self.session.record_contact(generation.is_some(), self.clock.now());
                 self.connections.links.insert(link, (writer, handle));
                 match generation {
                     Some(generation) if generation >= self.connections.generation => {
@@ -162,7 +152,8 @@ impl Driver {
                 }
             }
             Notice::Message { link, message } => {
-                self.record_contact(self.connections.control == Some(link));
+                let is_on_control = self.connections.control == Some(link);
+                self.session.record_contact(is_on_control, self.clock.now());
                 self.message(link, message);
             }
             Notice::Reply(message) => self.send_message(&message),
@@ -173,7 +164,7 @@ impl Driver {
             Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "link lost"),
             Notice::Blob { link, bytes }
                 if self.connections.control == Some(link)
-                    && self.handover.state == DestinationState::Prepared =>
+                    && *self.session.state() == DestinationState::Prepared =>
             {
                 self.blob(&bytes);
             }
@@ -182,11 +173,9 @@ impl Driver {
                 self.connections.links.remove(&link);
                 if self.connections.control == Some(link) {
                     self.connections.control = None;
-                    self.handover.contact.record(self.clock.now());
                     info!(migration = %self.terms.migration, error, "the control stream was lost");
-                    if self.handover.state.is_in_doubt() {
-                        self.take(&DestinationEvent::Repeat);
-                    }
+                    let next = self.session.control_lost(self.clock.now());
+                    self.take_next(next);
                 }
             }
             Notice::Broken { generation, error } if generation == self.connections.generation => {
@@ -204,31 +193,31 @@ impl Driver {
         }
     }
 
-    /// Does periodic work after a time without notices.
-    fn on_idle(&mut self) {
+    /// Carries out the state's repetition.
+    fn repeat(&mut self) {
         self.resume_post_copy();
-        if let Some(event) = self.handover.unrecorded_event.take() {
-            return self.take(&event);
-        }
-        if self.resources.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending) {
-            return self.process_cont_outcome();
-        }
-        if std::mem::take(&mut self.handover.must_query_qemu) {
-            let found = self.resources.vm.as_mut().map_or(QemuAtStart::Gone, ArrivingVm::found);
-            return self.take(&DestinationEvent::Restarted(found));
-        }
+        let facts = RepetitionFacts {
+            has_control: self.connections.control.is_some(),
+            is_cont_pending: self.resources.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending),
+        };
+        let limits = SilenceLimits {
+            give_up_after: Duration::from_millis(self.context.config.timeouts.give_up_after_ms),
+            reclaim_after: self.reclaim_after(),
+        };
         let now = self.clock.read();
-        if self.handover.state == DestinationState::Prepared {
-            // While a control stream exists, the link itself detects the loss of the source.
-            let give_up_after = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
-            if self.connections.control.is_none() && self.handover.contact.silence(now) >= give_up_after {
-                self.reporter.reason = Some("the source was lost".to_owned());
-                self.take(&DestinationEvent::PeerLost);
+        match self.session.repetition(now, facts, limits) {
+            DestinationRepetition::Feed(event) => {
+                if event == DestinationEvent::PeerLost {
+                    self.reporter.reason = Some("the source was lost".to_owned());
+                }
+                self.take(&event);
             }
-        } else if self.handover.contact.check_lost(self.reclaim_after(), now) {
-            self.take(&DestinationEvent::ContactLostForGood);
-        } else {
-            self.take(&DestinationEvent::Repeat);
+            DestinationRepetition::FindQemu => {
+                let found = self.resources.vm.as_mut().map_or(QemuAtStart::Gone, ArrivingVm::found);
+                self.take(&DestinationEvent::Restarted(found));
+            }
+            DestinationRepetition::CheckCont => self.process_cont_outcome(),
+            DestinationRepetition::Nothing => {}
         }
     }
 
@@ -256,12 +245,14 @@ impl Driver {
             self.publisher.update(|progress| progress.message = Some(text));
         }
         self.reporter.reason.get_or_insert(reason);
-        if self.handover.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
-            // A migration that cannot be journalled is not begun.
-            self.take(&DestinationEvent::Failed);
-        } else if !event.is_statement() {
-            // An event that happened cannot be dropped: it is repeated until the journal accepts it, too.
-            self.handover.unrecorded_event = Some(event.clone());
+        let next = self.session.effect_failed(event);
+        self.take_next(next);
+    }
+
+    /// Handles the event that follows another one, if there is one.
+    fn take_next(&mut self, event: Option<DestinationEvent>) {
+        if let Some(event) = event {
+            self.take(&event);
         }
     }
 

@@ -244,7 +244,7 @@ impl Driver {
             return;
         };
         let is_new = self.publisher.now().missing_pages != Some(left);
-        if is_new && matches!(self.handover.state, DestinationState::Completing { .. }) {
+        if is_new && matches!(self.session.state(), DestinationState::Completing { .. }) {
             self.publisher.update(|progress| {
                 progress.phase = Phase::PostCopy;
                 progress.missing_pages = Some(left);
@@ -260,7 +260,7 @@ impl Driver {
             None => self.resources.found_complete,
         };
         if !is_complete
-            || !matches!(self.handover.state, DestinationState::Completing { .. })
+            || !matches!(self.session.state(), DestinationState::Completing { .. })
             || self.is_to_be_stopped()
         {
             return;

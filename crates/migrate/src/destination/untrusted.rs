@@ -54,7 +54,7 @@ impl Driver {
                 "the guest must not run with an untrusted page"
             );
         }
-        match (self.untrusted_message(), &self.handover.state) {
+        match (self.untrusted_message(), self.session.state()) {
             (Some(page_message), DestinationState::Prepared) => self.fail(&page_message),
             (Some(_), DestinationState::Completing { .. }) => self.stop_untrusted(),
             // Nothing can be decided here yet; the page is checked before the guest is continued.
@@ -70,7 +70,7 @@ impl Driver {
     fn stop_untrusted(&mut self) {
         let Some(untrusted) = self.untrusted().filter(|untrusted| !untrusted.is_stopped) else { return };
         // Until the next attempt other notices are processed.
-        if self.handover.stop_again_at.is_some_and(|retry_at| self.clock.now() < retry_at) {
+        if !self.session.may_stop_guest(self.clock.now()) {
             return;
         }
         let Some(vm) = &mut self.resources.vm else { return };
@@ -78,7 +78,7 @@ impl Driver {
         // this driver has to replace: so the wait is short, and the command is repeated.
         if let Err(error) = vm.qmp().and_then(|qmp| qmp.run("stop", Value::Null)) {
             // The command may have lasted until its time-out.
-            self.handover.stop_again_at = Some(self.clock.read().after(self.retry()));
+            self.session.stop_again_after(self.clock.read(), self.retry());
             return error!(error = crate::chain(&error), "cannot stop the guest; trying again");
         }
         self.record_untrusted(UntrustedPage { is_stopped: true, ..untrusted });

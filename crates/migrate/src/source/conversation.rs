@@ -277,7 +277,7 @@ impl Driver {
                 Err(self.control_loss())
             }
             Notice::OfferEnded => {
-                self.handover.is_offering = false;
+                self.registry.is_offering = false;
                 Ok(None)
             }
             Notice::Lost { .. } => Ok(None),
@@ -288,7 +288,7 @@ impl Driver {
                 error.unwrap_or_else(|| "the destination ended the page stream too early".to_owned()),
             )),
             Notice::Asked { epoch, reply } => {
-                if matches!(self.handover.state, SourceState::Stopped { .. }) {
+                if matches!(self.session.state(), SourceState::Stopped { .. }) {
                     self.asked(epoch, reply);
                     return Ok(None);
                 }

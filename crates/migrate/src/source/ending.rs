@@ -34,12 +34,12 @@ impl Driver {
 
     pub(super) fn report_to_user(&mut self, report: SourceReport) {
         let is_needed = self.resources.later.is_some()
-            || matches!(self.handover.state, SourceState::Committed { ran: true, .. });
+            || matches!(self.session.state(), SourceState::Committed { ran: true, .. });
         let is_lost = is_needed && !self.resources.vm.as_ref().is_some_and(SourceVm::is_alive);
         let report = reports::with_lost_memory(report, is_lost);
         let shutdown = || self.resources.vm.as_mut().and_then(SourceVm::shutdown_reason);
         let text = wording::report(report, &self.terms, shutdown);
-        if self.reporter.reports.record(self.handover.state.name(), report) {
+        if self.reporter.reports.record(self.session.state().name(), report) {
             info!(migration = %self.terms.migration, text, "report");
             self.note("report", &*text);
         }
@@ -54,16 +54,16 @@ impl Driver {
             .and_then(|payload| Some((payload.ram_blocks(), payload.reduction::<ActiveReferences>()?)));
         self.telemetry.follow(None);
         self.await_abort_read();
-        if let Some(state) = self.handover.unjournalled.take() {
+        if let Some(state) = self.session.take_unjournalled() {
             self.retry_journal(&state);
         }
         self.finish_undoing();
-        let standing = match self.handover.state {
+        let standing = match self.session.state() {
             SourceState::Done { .. } => Standing::Done,
             _ if self.reporter.reports.outcome() == Some(Outcome::Ended) => Standing::Ended,
             _ => Standing::Failed,
         };
-        if let SourceState::Done { run, .. } = self.handover.state {
+        if let SourceState::Done { run, .. } = *self.session.state() {
             let word = if run && !self.reporter.has_untrusted_page { "running" } else { "paused" };
             self.controls.report(|report| report.run_state_after = Some(word.to_owned()));
         }
@@ -122,12 +122,12 @@ impl Driver {
         if standing == Standing::Done {
             journal.remove_vm(&id.vm)?;
         }
-        if standing == Standing::Ended && self.handover.state != SourceState::Idle {
+        if standing == Standing::Ended && *self.session.state() != SourceState::Idle {
             let details =
                 serde_json::json!(Details { vm_ended: true, ..Details::of(&self.context, None, true) });
             journal.set_details(id, &details, Durability::Process)?;
         }
-        if self.handover.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
+        if *self.session.state() == SourceState::Idle { Ok(()) } else { journal.close(id) }
     }
 
     /// Undoes again what could not be undone, for as long as a slow QEMU may need to answer. After that a user has to

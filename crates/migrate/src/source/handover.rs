@@ -8,7 +8,7 @@ mod postcopy;
 
 use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};
-use engine::session::Timers;
+use engine::session::{SourceRepetition, Turn};
 use proto::message::Proposal;
 use tracing::{error, info, warn};
 
@@ -16,7 +16,6 @@ use self::effects::EffectError;
 use super::inbox::Notice;
 use super::phases::Failure;
 use super::{Details, Driver};
-use crate::clock::Timer;
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use host::ownership;
@@ -57,22 +56,7 @@ impl Driver {
     /// Handles the event that ended the phases: nothing more is sent.
     fn phases_ended(&mut self, event: &SourceEvent) {
         self.take(event);
-        let waits_for_nothing = match self.handover.state {
-            // A stopped guest must not wait for nothing.
-            SourceState::Prepared { .. } | SourceState::Stopped { .. } => true,
-            // Nor must a destination that lacks parts of a guest that is gone at the source: it has no reason to give
-            // up while the source asks it again and again.
-            _ => self.is_lost_everywhere(),
-        };
-        if waits_for_nothing {
-            self.take(&SourceEvent::Failed);
-        }
-    }
-
-    /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
-    fn is_lost_everywhere(&self) -> bool {
-        matches!(self.handover.state, SourceState::QemuLost { incarnation: None, .. })
-            && !self.handover.may_have_all
+        self.take_next(self.session.after_phases());
     }
 
     /// Ends a migration that has begun and that the source cannot continue.
@@ -93,65 +77,60 @@ impl Driver {
     /// Records that the QEMU that an agent before this one was moving is gone, and if the destination may have all of
     /// its guest. Unless this host was rebooted, the journal has COMMITTED if it was ever written.
     pub fn found_gone(&mut self, found: QemuAtStart, details: Option<&Details>) -> QemuAtStart {
-        self.handover.may_have_all =
-            found != QemuAtStart::Gone || details.is_none_or(|details| details.later.is_none());
+        let has_no_remaining_pages = details.is_none_or(|details| details.later.is_none());
+        self.session.set_may_have_all(found != QemuAtStart::Gone || has_no_remaining_pages);
         found
     }
 
     /// Continues a migration that an agent before this one left behind.
     pub fn run_on(mut self, found: QemuAtStart) -> SourceState {
-        if matches!(self.handover.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+        if self.session.precedes_commit() {
             self.record_reason("the source's agent was restarted during the migration");
         }
         self.take(&SourceEvent::Restarted(found));
-        if self.is_lost_everywhere() {
-            self.take(&SourceEvent::Failed);
-        }
+        self.take_next(self.session.after_restart());
         self.settle()
     }
 
     /// Handles events until the handover is over.
     fn settle(mut self) -> SourceState {
-        let now = self.clock.read();
-        self.handover.contact.record(now);
-        let mut timers = Timers::default();
-        timers.arm(Timer::Repeat, now.after(self.retry()));
-        let mut arrived = None;
+        let retry = self.retry();
+        self.session.begin_turns(self.clock.read(), retry);
         loop {
-            // Each pass does one thing, at one time.
+            // Each turn does one thing, at one time.
             let now = self.clock.read();
-            if let Some(notice) = arrived.take() {
-                self.notice(notice);
-            } else if let Some(event) = self.handover.follow_ups.pop_front() {
-                self.take(&event);
-            } else if self.handover.state.is_final() || self.handover.state == SourceState::Idle {
-                break;
-            } else if let Some(Timer::Repeat) = timers.due(now) {
-                self.phase(self.waiting_phase());
-                self.quiet();
-                // No matter how long that lasted, notices that arrived in the meantime are handled first.
-                timers.arm(Timer::Repeat, self.clock.read().after(self.retry()));
-            } else {
-                self.phase(self.waiting_phase());
-                arrived = self.inbox.wait(self.clock.instant(timers.next().unwrap_or(now)));
+            match self.session.next_turn(now) {
+                Turn::Handle(event) => self.take(&event),
+                Turn::End => break,
+                Turn::Repeat => {
+                    self.phase(self.waiting_phase());
+                    self.repeat();
+                    // No matter how long that lasted, notices that arrived in the meantime are handled first.
+                    self.session.repeat_after(self.clock.read(), retry);
+                }
+                Turn::Wait(until) => {
+                    self.phase(self.waiting_phase());
+                    if let Some(notice) = self.inbox.wait(self.clock.instant(until)) {
+                        self.clock.read();
+                        self.notice(notice);
+                    }
+                }
             }
         }
         self.end();
-        self.handover.state
+        self.session.state().clone()
     }
 
-    /// Handles the passing of some time without a notice.
-    fn quiet(&mut self) {
+    /// Carries out the state's repetition.
+    fn repeat(&mut self) {
         self.reconnect_serving();
         let now = self.clock.read();
-        if self.handover.contact.check_lost(self.reclaim_after(), now) {
-            self.take(&SourceEvent::ContactLostForGood);
-        } else if std::mem::take(&mut self.handover.effects_failed) {
-            // As after a restart: QEMU is frozen before GO is sent.
-            let found = self.resources.vm.as_mut().map_or(QemuAtStart::Gone, SourceVm::found);
-            self.take(&SourceEvent::Restarted(found));
-        } else {
-            self.take(&SourceEvent::Repeat);
+        match self.session.repetition(now, self.reclaim_after()) {
+            SourceRepetition::Feed(event) => self.take(&event),
+            SourceRepetition::FindQemu => {
+                let found = self.resources.vm.as_mut().map_or(QemuAtStart::Gone, SourceVm::found);
+                self.take(&SourceEvent::Restarted(found));
+            }
         }
     }
 
@@ -160,13 +139,13 @@ impl Driver {
         match notice {
             Notice::Message { link, message } => self.message(link, message),
             Notice::Asked { epoch, reply } => {
-                self.handover.contact.record(self.clock.now());
+                self.session.record_contact(self.clock.now());
                 self.asked(epoch, reply);
             }
             Notice::Event(event) => {
                 if let SourceEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.handover.registry.silence(answer, self.clock.now());
-                    if let Some(request) = self.handover.registry.answered() {
+                    let silence = self.registry.client.silence(answer, self.clock.now());
+                    if let Some(request) = self.registry.client.answered() {
                         self.send_to_registry(request);
                     }
                     if silence >= self.reclaim_after() {
@@ -186,7 +165,7 @@ impl Driver {
                 self.handle_serving_end(error);
             }
             Notice::ServingEnded { .. } => {}
-            Notice::OfferEnded => self.handover.is_offering = false,
+            Notice::OfferEnded => self.registry.is_offering = false,
         }
     }
 
@@ -202,7 +181,7 @@ impl Driver {
     }
 
     fn waiting_phase(&self) -> Phase {
-        match self.handover.state {
+        match self.session.state() {
             SourceState::Committed { .. } if self.resources.later.is_some() => Phase::PostCopy,
             SourceState::Aborting | SourceState::Returning => Phase::Undoing,
             SourceState::QemuLost { .. } | SourceState::Reclaiming { .. } => Phase::InDoubt,
@@ -225,13 +204,14 @@ impl Driver {
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an action of the handover failed");
         self.record_reason(&reason);
-        self.handover.effects_failed = true;
-        // The state is not COMMITTED, because that could not be journalled, or was never tried: the guest continues at
-        // the source.
-        if matches!(self.handover.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
-            && *event != SourceEvent::Failed
-        {
-            self.take(&SourceEvent::Failed);
+        let next = self.session.effect_failed(event);
+        self.take_next(next);
+    }
+
+    /// Handles the event that follows another one, if there is one.
+    fn take_next(&mut self, event: Option<SourceEvent>) {
+        if let Some(event) = event {
+            self.take(&event);
         }
     }
 }

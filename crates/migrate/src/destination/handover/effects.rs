@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::registry::RegistryAnswer;
 use engine::handover::{Illegal, Role, Step};
+use engine::session::DestinationSession;
 use proto::Epoch;
 use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
@@ -56,7 +57,7 @@ impl StateMachine for Driver {
     }
 
     fn decide(&self, event: &DestinationEvent) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {
-        destination(&self.terms, &self.handover.state, event)
+        destination(&self.terms, self.session.state(), event)
     }
 
     fn effect_name(effect: &DestinationEffect) -> &'static str {
@@ -68,11 +69,11 @@ impl StateMachine for Driver {
     }
 
     fn state(&self) -> &DestinationState {
-        &self.handover.state
+        self.session.state()
     }
 
     fn enter(&mut self, state: DestinationState) {
-        self.handover.state = state;
+        self.session.enter(state);
     }
 
     fn faults(&self) -> &Faults {
@@ -156,15 +157,14 @@ impl Driver {
     fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
-        if self.handover.state == DestinationState::Idle {
+        if *self.session.state() == DestinationState::Idle {
             let state = State::Destination(state.clone());
             let new = NewMigration { terms: &self.terms, state, proposal: &self.proposal };
             return Ok(journal.begin(&new)?);
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
         match journal.record_destination(id, state, durability) {
-            // An agent that is started anew discards a copy that was only PREPARED.
-            Err(error) if matches!(state, DestinationState::Discarded) => {
+            Err(error) if DestinationSession::is_entered_without_entry(state) => {
                 error!(
                     migration = %id,
                     error = crate::chain(&error),
@@ -177,7 +177,7 @@ impl Driver {
     }
 
     fn ask_registry(&mut self, request: RegistryRequest) {
-        if let Some(request) = self.handover.registry.submit(request) {
+        if let Some(request) = self.questions.registry.submit(request) {
             self.send_to_registry(request);
         }
     }
@@ -188,29 +188,27 @@ impl Driver {
             mailbox.put(Notice::Event(DestinationEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
-            self.handover
-                .follow_ups
-                .push_back(DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable));
+            self.session.follow_up(DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable));
             // The state machine asks again; the waiting request is sent then.
-            drop(self.handover.registry.answered());
+            drop(self.questions.registry.answered());
         }
     }
 
     fn cont(&mut self) {
         self.check_untrusted_page();
         // No vCPU has run this copy yet: the source's memory is right.
-        let is_first = matches!(self.handover.state, DestinationState::Starting { again: false, .. });
+        let is_first = matches!(self.session.state(), DestinationState::Starting { again: false, .. });
         let untrusted = self.untrusted_message().filter(|_| is_first);
         let Some(vm) = &mut self.resources.vm else {
-            return self.handover.follow_ups.push_back(DestinationEvent::QemuDied);
+            return self.session.follow_up(DestinationEvent::QemuDied);
         };
         // QEMU exited before it received a command: no vCPU has run.
         if !vm.process.is_alive() && is_first {
-            return self.handover.follow_ups.push_back(DestinationEvent::ContFailed);
+            return self.session.follow_up(DestinationEvent::ContFailed);
         }
         if let Some(page_message) = untrusted {
             self.reporter.reason = Some(page_message);
-            return self.handover.follow_ups.push_back(DestinationEvent::ContFailed);
+            return self.session.follow_up(DestinationEvent::ContFailed);
         }
         if let Err(error) = vm.release() {
             error!(error = crate::chain(&error), "cannot release QEMU");
@@ -222,7 +220,7 @@ impl Driver {
     pub(super) fn process_cont_outcome(&mut self) {
         let began = self.reporter.go_received_at.unwrap_or_else(Instant::now);
         let Some(vm) = &mut self.resources.vm else {
-            return self.handover.follow_ups.push_back(DestinationEvent::QemuDied);
+            return self.session.follow_up(DestinationEvent::QemuDied);
         };
         let event = match vm.cont() {
             Ok(ContOutcome::Pending) => return,
@@ -240,11 +238,11 @@ impl Driver {
             // It is not known whether the guest ran: after a while this driver queries QEMU as a restarted agent would.
             Err(error) => {
                 error!(error = crate::chain(&error), "`cont` was not answered");
-                self.handover.must_query_qemu = true;
+                self.session.cont_not_answered();
                 return;
             }
         };
-        self.handover.follow_ups.push_back(event);
+        self.session.follow_up(event);
     }
 
     fn announce(&mut self) {
@@ -284,7 +282,7 @@ impl Driver {
             artifacts
         };
         // A guest that may have run may have written to its disks.
-        if !matches!(self.handover.state, DestinationState::Crashed { .. }) {
+        if !matches!(self.session.state(), DestinationState::Crashed { .. }) {
             let images = artifacts.remove_images();
             self.resources.left_behind =
                 (!images.is_empty()).then_some(ImagesLeftBehind { artifacts, images });

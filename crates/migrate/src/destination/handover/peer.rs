@@ -29,7 +29,7 @@ impl Driver {
         let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
         warn!(migration = %self.terms.migration, what, "the VM cannot be received");
         self.send_message(&Message::Reject { findings, largest_epoch });
-        if self.handover.state != DestinationState::Idle {
+        if *self.session.state() != DestinationState::Idle {
             self.reporter.reason = Some(what);
             self.take(&DestinationEvent::Failed);
             self.settle();
@@ -41,7 +41,7 @@ impl Driver {
     pub(super) fn message(&mut self, link: u64, message: Message) {
         // They are valid up to READY and no further: after that the loaded copy must not be touched, and may run.
         let arriving =
-            self.connections.control == Some(link) && self.handover.state == DestinationState::Prepared;
+            self.connections.control == Some(link) && *self.session.state() == DestinationState::Prepared;
         let event = match message {
             Message::Go { epoch, incarnation, run } => {
                 self.reporter.go_received_at.get_or_insert_with(Instant::now);
@@ -92,7 +92,7 @@ impl Driver {
         if !self.connections.links.contains_key(&link) {
             return;
         }
-        if self.handover.state == DestinationState::Prepared {
+        if *self.session.state() == DestinationState::Prepared {
             return self
                 .handle_protocol_violation(link, &format!("the source sent an unexpected message `{what}`"));
         }
@@ -111,7 +111,7 @@ impl Driver {
         if let Some((_, handle)) = self.connections.links.remove(&link) {
             handle.shutdown();
         }
-        if self.handover.state == DestinationState::Prepared {
+        if *self.session.state() == DestinationState::Prepared {
             self.fail(what);
         }
     }
@@ -121,7 +121,7 @@ impl Driver {
     }
 
     pub(super) fn ask_source(&mut self) {
-        if self.handover.is_asking {
+        if self.questions.is_asking_source {
             return;
         }
         let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
@@ -136,7 +136,7 @@ impl Driver {
             };
             mailbox.put(Notice::SourceReplied(event));
         };
-        self.handover.is_asking = thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();
+        self.questions.is_asking_source = thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();
     }
 }
 

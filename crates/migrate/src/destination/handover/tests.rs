@@ -93,7 +93,7 @@ fn what_comes_late_on_an_older_connection_is_passed_over() {
     driver.notice(connected);
     driver.notice(Notice::Message { link: old, message: Message::Resume });
     driver.notice(Notice::Blob { link: old, bytes: vec![0; 16] });
-    assert_eq!(driver.handover.state, DestinationState::Prepared);
+    assert_eq!(*driver.session.state(), DestinationState::Prepared);
 }
 
 /// Otherwise the source would wait for an answer that is never sent.
@@ -303,7 +303,7 @@ fn a_copy_that_somebody_else_continued_is_never_ready() {
     driver.reporter.loaded = Some((String::new(), 0));
     qemu.emit_resume();
     driver.enter_ready(true);
-    assert_eq!(driver.handover.state, DestinationState::Discarded);
+    assert_eq!(*driver.session.state(), DestinationState::Discarded);
     assert_eq!(driver.run(), DestinationState::Discarded);
 }
 

@@ -49,7 +49,7 @@ impl StateMachine for Driver {
     }
 
     fn decide(&self, event: &SourceEvent) -> Result<Step<SourceState, SourceEffect>, Illegal> {
-        source(&self.terms, &self.handover.state, event)
+        source(&self.terms, self.session.state(), event)
     }
 
     fn effect_name(effect: &SourceEffect) -> &'static str {
@@ -61,11 +61,11 @@ impl StateMachine for Driver {
     }
 
     fn state(&self) -> &SourceState {
-        &self.handover.state
+        self.session.state()
     }
 
     fn enter(&mut self, state: SourceState) {
-        self.handover.state = state;
+        self.session.enter(state);
     }
 
     fn faults(&self) -> &Faults {
@@ -104,7 +104,7 @@ impl StateMachine for Driver {
                         SourceEvent::ContinueFailed
                     }
                 };
-                self.handover.follow_ups.push_back(event);
+                self.session.follow_up(event);
             }
             SourceEffect::QuitQemu => {
                 self.resources.later = None;
@@ -175,30 +175,25 @@ impl Driver {
     fn journal(&mut self, state: &SourceState, durable: bool) -> Result<(), EffectError> {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
-        if self.handover.state == SourceState::Idle {
+        if *self.session.state() == SourceState::Idle {
             let proposal = self.agreement.proposal.as_ref().ok_or(EffectError::NoProposal)?;
             let state = State::Source(state.clone());
             return Ok(journal.begin(&NewMigration { terms: &self.terms, state, proposal })?);
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
         match journal.record_source(id, state, durability) {
-            // Space for the entry was reserved, so the cause is not a full disk but a broken one. The journal has no
-            // COMMITTED, so a restart aborts too: to continue without the entry risks nothing unless the host fails
-            // before the entry can be made. A guest that is stopped for ever is worse. The destination is informed all
-            // the same: a copy that is discarded is one that cannot be started.
-            Err(error) if matches!(state, SourceState::Aborting | SourceState::Aborted) => {
+            // The destination is informed all the same: a copy that is discarded is one that cannot be started.
+            Err(error) if self.session.entry_failed(state) => {
                 error!(
                     migration = %id,
                     error = crate::chain(&error),
                     "cannot record ABORTED in the journal yet"
                 );
-                self.handover.unjournalled = Some(state.clone());
                 Ok(())
             }
             Err(error) => Err(error.into()),
-            // This entry supersedes the one that could not be recorded before.
             Ok(()) => {
-                self.handover.unjournalled = None;
+                self.session.entry_made();
                 Ok(())
             }
         }
@@ -207,14 +202,14 @@ impl Driver {
     fn ask_registry(&mut self, why: RequestPurpose, request: RegistryRequest) {
         if why == RequestPurpose::Offer {
             self.offer(request);
-        } else if let Some(request) = self.handover.registry.submit(request) {
+        } else if let Some(request) = self.registry.client.submit(request) {
             self.send_to_registry(request);
         }
     }
 
     /// Sends an offer without waiting for its result. One offer is in progress at a time, and the state repeats it.
     fn offer(&mut self, request: RegistryRequest) {
-        if self.handover.is_offering {
+        if self.registry.is_offering {
             return;
         }
         let (context, terms, mailbox) = (Arc::clone(&self.context), self.terms.clone(), self.inbox.mailbox());
@@ -223,7 +218,7 @@ impl Driver {
             mailbox.put(Notice::OfferEnded);
         };
         match thread::Builder::new().name("offer".to_owned()).spawn(offer) {
-            Ok(_) => self.handover.is_offering = true,
+            Ok(_) => self.registry.is_offering = true,
             Err(error) => warn!(%error, "cannot offer the VM in the registry"),
         }
     }
@@ -234,9 +229,9 @@ impl Driver {
             mailbox.put(Notice::Event(SourceEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
-            self.handover.follow_ups.push_back(SourceEvent::RegistryAnswered(RegistryAnswer::Unreachable));
+            self.session.follow_up(SourceEvent::RegistryAnswered(RegistryAnswer::Unreachable));
             // The state machine asks again; a waiting question is sent then.
-            drop(self.handover.registry.answered());
+            drop(self.registry.client.answered());
         }
     }
 }

@@ -29,7 +29,7 @@ impl Driver {
 
     /// Handles a message. Messages about the handover name their epoch and are valid on every connection.
     pub(super) fn message(&mut self, link: Option<u64>, message: Message) {
-        self.handover.contact.record(self.clock.now());
+        self.session.record_contact(self.clock.now());
         let own = self.terms.epoch();
         let event = match message {
             Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, untrusted } => {
@@ -84,7 +84,7 @@ impl Driver {
         if link.is_some_and(|link| self.is_control(link)) {
             self.connections.control = None;
         }
-        if matches!(self.handover.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+        if self.session.precedes_commit() {
             self.record_reason(what);
             self.take(&SourceEvent::Failed);
         }

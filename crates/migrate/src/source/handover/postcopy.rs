@@ -29,7 +29,7 @@ impl Driver {
     pub fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> QemuAtStart {
         let found = self.found(vm);
         self.resources.unread = details.and_then(|details| details.later.clone());
-        if self.may_be_needed() {
+        if self.session.may_be_needed() {
             self.read_left_memory();
         }
         found
@@ -82,20 +82,9 @@ impl Driver {
         }
     }
 
-    /// Returns true if the destination may need pages that only the source has. To read them does no harm, no matter
-    /// which host owns the guest in the end.
-    fn may_be_needed(&self) -> bool {
-        matches!(
-            self.handover.state,
-            SourceState::Committed { .. }
-                | SourceState::Reclaiming { .. }
-                | SourceState::QemuLost { incarnation: Some(_), .. }
-        )
-    }
-
     /// Makes new connections if the destination may need pages and there are none.
     pub(super) fn reconnect_serving(&mut self) {
-        if !self.may_be_needed() {
+        if !self.session.may_be_needed() {
             return;
         }
         self.read_left_memory();

@@ -398,7 +398,7 @@ fn late_journal_entry_does_not_replace_a_newer_one() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Aborting, None);
     // The journal did not record the state when it was entered.
-    driver.handover.unjournalled = Some(SourceState::Aborting);
+    assert!(driver.session.entry_failed(&SourceState::Aborting));
     driver.take(&SourceEvent::Continued);
     assert_eq!(driver.settle(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));

@@ -270,9 +270,9 @@ impl Driver {
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.ready(vm)?;
         self.freeze()?;
-        let run = !matches!(self.handover.state, SourceState::Stopped { run: false });
+        let run = !matches!(self.session.state(), SourceState::Stopped { run: false });
         // Even if sending fails, the message may have arrived.
-        self.handover.may_have_all = self.resources.later.is_none();
+        self.session.set_may_have_all(self.resources.later.is_none());
         self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;
         let answer_by = self.switchover_deadline();
         match self.receive_message(answer_by)? {

@@ -28,7 +28,7 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
     let (mut driver, ..) = driver(&world, STOPPED, None);
     driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
-    driver.handover.may_have_all = true;
+    driver.session.set_may_have_all(true);
     driver.phases_ended(&SourceEvent::QemuDied);
     let settled = thread::spawn(move || driver.settle());
     peer.receive_until(|message| matches!(message, Message::Inquire { .. }));

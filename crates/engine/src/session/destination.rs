@@ -1,0 +1,275 @@
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::{Contact, Time, Turn};
+use crate::handover::destination::{DestinationEvent, DestinationState};
+
+/// Session of a destination: the state of its handover, and all that decides what its driver does next.
+///
+/// The driver asks for a [`Turn`], carries it out by [`destination`](crate::handover::destination::destination), and
+/// reports what became of it. Events from outside come before what the session has in store.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DestinationSession {
+    state: DestinationState,
+    follow_ups: VecDeque<DestinationEvent>,
+    /// Fact of this host that the journal did not accept.
+    unrecorded: Option<DestinationEvent>,
+    must_find_qemu: bool,
+    repeat_at: Time,
+    stop_again_at: Option<Time>,
+    contact: Contact,
+}
+
+/// Limits on the time without a sign of life of the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SilenceLimits {
+    /// Limit up to READY, without a control stream.
+    pub give_up_after: Duration,
+    /// Limit after READY.
+    pub reclaim_after: Duration,
+}
+
+/// Facts on which a repetition depends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RepetitionFacts {
+    /// True if the source's control stream is open. While it exists, the link itself detects the loss of the source.
+    pub has_control: bool,
+    /// True if QEMU has not answered `cont` yet.
+    pub is_cont_pending: bool,
+}
+
+/// What a repetition of a destination consists of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DestinationRepetition {
+    /// This event is handled.
+    Feed(DestinationEvent),
+    /// QEMU is looked for, and what is found is handled as after a restart.
+    FindQemu,
+    /// QEMU is asked for the outcome of `cont`.
+    CheckCont,
+    /// Nothing is done.
+    Nothing,
+}
+
+impl DestinationSession {
+    /// Creates the session of a migration in this state.
+    pub fn new(state: DestinationState) -> Self {
+        Self {
+            state,
+            follow_ups: VecDeque::new(),
+            unrecorded: None,
+            must_find_qemu: false,
+            repeat_at: Time::default(),
+            stop_again_at: None,
+            contact: Contact::default(),
+        }
+    }
+
+    /// Returns the state of the handover.
+    pub fn state(&self) -> &DestinationState {
+        &self.state
+    }
+
+    /// Enters a state, once its journal entry is made or without one.
+    pub fn enter(&mut self, state: DestinationState) {
+        self.state = state;
+    }
+
+    /// Adds an event that an effect has caused. It is handled before any event from outside.
+    pub fn follow_up(&mut self, event: DestinationEvent) {
+        self.follow_ups.push_back(event);
+    }
+
+    /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
+    /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
+    /// counts.
+    pub fn record_contact(&mut self, is_on_control: bool, now: Time) {
+        if is_on_control || self.state != DestinationState::Prepared {
+            self.contact.record(now);
+        }
+    }
+
+    /// Records the loss of the control stream. Returns the event that follows at once: a host in doubt asks.
+    pub fn control_lost(&mut self, now: Time) -> Option<DestinationEvent> {
+        self.contact.record(now);
+        self.state.is_in_doubt().then_some(DestinationEvent::Repeat)
+    }
+
+    /// Returns the next event that an effect has caused.
+    pub fn take_follow_up(&mut self) -> Option<DestinationEvent> {
+        self.follow_ups.pop_front()
+    }
+
+    /// Returns what the driver does next, if no event has arrived from outside.
+    pub fn next_turn(&mut self, now: Time) -> Turn<DestinationEvent> {
+        if let Some(event) = self.take_follow_up() {
+            Turn::Handle(event)
+        } else if self.state.is_final() {
+            Turn::End
+        } else if now >= self.repeat_at {
+            Turn::Repeat
+        } else {
+            Turn::Wait(self.repeat_at)
+        }
+    }
+
+    /// Schedules the next repetition. Events from outside do not move it: a peer that repeats a message again and again
+    /// must not delay it.
+    pub fn repeat_after(&mut self, now: Time, retry: Duration) {
+        self.repeat_at = now.after(retry);
+    }
+
+    /// Returns what a repetition consists of.
+    pub fn repetition(
+        &mut self,
+        now: Time,
+        facts: RepetitionFacts,
+        limits: SilenceLimits,
+    ) -> DestinationRepetition {
+        if let Some(event) = self.unrecorded.take() {
+            return DestinationRepetition::Feed(event);
+        }
+        if facts.is_cont_pending {
+            return DestinationRepetition::CheckCont;
+        }
+        if std::mem::take(&mut self.must_find_qemu) {
+            return DestinationRepetition::FindQemu;
+        }
+        if self.state == DestinationState::Prepared {
+            let is_lost = !facts.has_control && self.contact.silence(now) >= limits.give_up_after;
+            return if is_lost { DestinationRepetition::Feed(DestinationEvent::PeerLost) } else { DestinationRepetition::Nothing };
+        }
+        if self.contact.check_lost(limits.reclaim_after, now) {
+            return DestinationRepetition::Feed(DestinationEvent::ContactLostForGood);
+        }
+        DestinationRepetition::Feed(DestinationEvent::Repeat)
+    }
+
+    /// Records that an effect of `event` failed, so that those after it were not performed. Returns the event that
+    /// follows at once: a migration that cannot be journalled is not begun.
+    ///
+    /// An event that happened cannot be dropped: it is handled again until the journal accepts it. A statement of another
+    /// party is dropped ([`DestinationEvent::is_statement`]).
+    pub fn effect_failed(&mut self, event: &DestinationEvent) -> Option<DestinationEvent> {
+        if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+            return Some(DestinationEvent::Failed);
+        }
+        if !event.is_statement() {
+            self.unrecorded = Some(event.clone());
+        }
+        None
+    }
+
+    /// Returns true if `state` is entered although the journal did not accept its entry: an agent that is started anew
+    /// discards a copy that was only PREPARED.
+    pub fn is_entered_without_entry(state: &DestinationState) -> bool {
+        matches!(state, DestinationState::Discarded)
+    }
+
+    /// Records that QEMU did not answer `cont`, so that it is not known whether the guest ran: QEMU is looked for as after
+    /// a restart.
+    pub fn cont_not_answered(&mut self) {
+        self.must_find_qemu = true;
+    }
+
+    /// Returns true if a guest that must not go on may be stopped now: not before the next attempt is due.
+    pub fn may_stop_guest(&self, now: Time) -> bool {
+        self.stop_again_at.is_none_or(|at| now >= at)
+    }
+
+    /// Schedules the next attempt to stop a guest, after one that failed.
+    pub fn stop_again_after(&mut self, now: Time, retry: Duration) {
+        self.stop_again_at = Some(now.after(retry));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::{Epoch, Generation, Incarnation};
+
+    use super::*;
+
+    const LIMITS: SilenceLimits =
+        SilenceLimits { give_up_after: Duration::from_millis(50), reclaim_after: Duration::from_millis(350) };
+    const OPEN: RepetitionFacts = RepetitionFacts { has_control: true, is_cont_pending: false };
+    const CUT: RepetitionFacts = RepetitionFacts { has_control: false, ..OPEN };
+
+    fn time(ms: u64) -> Time {
+        Time::since_origin(Duration::from_millis(ms))
+    }
+
+    fn ready() -> DestinationState {
+        let incarnation =
+            Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) };
+        DestinationState::Ready { incarnation, run: true }
+    }
+
+    #[test]
+    fn follow_ups_come_first_and_a_final_state_ends_the_turns() {
+        let mut session = DestinationSession::new(DestinationState::Prepared);
+        session.repeat_after(time(0), Duration::from_millis(100));
+        session.follow_up(DestinationEvent::QemuDied);
+        assert_eq!(session.next_turn(time(200)), Turn::Handle(DestinationEvent::QemuDied));
+        assert_eq!(session.next_turn(time(99)), Turn::Wait(time(100)));
+        assert_eq!(session.next_turn(time(100)), Turn::Repeat);
+        session.enter(DestinationState::Discarded);
+        assert_eq!(session.next_turn(time(100)), Turn::End);
+    }
+
+    #[test]
+    fn before_ready_only_the_control_stream_counts() {
+        let mut session = DestinationSession::new(DestinationState::Prepared);
+        session.record_contact(true, time(10));
+        session.record_contact(false, time(55));
+        assert_eq!(session.repetition(time(59), CUT, LIMITS), DestinationRepetition::Nothing);
+        assert_eq!(session.repetition(time(60), OPEN, LIMITS), DestinationRepetition::Nothing);
+        assert_eq!(session.repetition(time(60), CUT, LIMITS), DestinationRepetition::Feed(DestinationEvent::PeerLost));
+        session.enter(ready());
+        session.record_contact(false, time(60));
+        let repeat = DestinationRepetition::Feed(DestinationEvent::Repeat);
+        assert_eq!(session.repetition(time(409), CUT, LIMITS), repeat);
+        let lost = DestinationRepetition::Feed(DestinationEvent::ContactLostForGood);
+        assert_eq!(session.repetition(time(410), OPEN, LIMITS), lost);
+    }
+
+    #[test]
+    fn a_lost_control_stream_makes_a_host_in_doubt_ask_at_once() {
+        let mut session = DestinationSession::new(DestinationState::Prepared);
+        assert_eq!(session.control_lost(time(40)), None);
+        assert_eq!(session.repetition(time(89), CUT, LIMITS), DestinationRepetition::Nothing);
+        session.enter(ready());
+        assert_eq!(session.control_lost(time(90)), Some(DestinationEvent::Repeat));
+    }
+
+    #[test]
+    fn facts_are_handled_again_and_statements_are_not() {
+        let mut session = DestinationSession::new(ready());
+        assert_eq!(session.effect_failed(&DestinationEvent::Asked { epoch: Epoch(1) }), None);
+        assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::Feed(DestinationEvent::Repeat));
+        assert_eq!(session.effect_failed(&DestinationEvent::QemuDied), None);
+        session.cont_not_answered();
+        let pending = RepetitionFacts { is_cont_pending: true, ..OPEN };
+        assert_eq!(session.repetition(time(0), pending, LIMITS), DestinationRepetition::Feed(DestinationEvent::QemuDied));
+        assert_eq!(session.repetition(time(0), pending, LIMITS), DestinationRepetition::CheckCont);
+        assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::FindQemu);
+        assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::Feed(DestinationEvent::Repeat));
+    }
+
+    #[test]
+    fn a_migration_that_cannot_be_journalled_is_not_begun() {
+        let mut session = DestinationSession::new(DestinationState::Prepared);
+        let failed = Some(DestinationEvent::Failed);
+        assert_eq!(session.effect_failed(&DestinationEvent::QemuDied), failed);
+        assert_eq!(session.effect_failed(&DestinationEvent::Failed), None);
+        assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::Feed(DestinationEvent::Failed));
+    }
+
+    #[test]
+    fn a_guest_is_stopped_again_when_the_time_has_come() {
+        let mut session = DestinationSession::new(ready());
+        assert!(session.may_stop_guest(time(0)));
+        session.stop_again_after(time(10), Duration::from_millis(5));
+        assert!(!session.may_stop_guest(time(14)));
+        assert!(session.may_stop_guest(time(15)));
+    }
+}

@@ -137,7 +137,11 @@ impl DestinationSession {
         }
         if self.state == DestinationState::Prepared {
             let is_lost = !facts.has_control && self.contact.silence(now) >= limits.give_up_after;
-            return if is_lost { DestinationRepetition::Feed(DestinationEvent::PeerLost) } else { DestinationRepetition::Nothing };
+            return if is_lost {
+                DestinationRepetition::Feed(DestinationEvent::PeerLost)
+            } else {
+                DestinationRepetition::Nothing
+            };
         }
         if self.contact.check_lost(limits.reclaim_after, now) {
             return DestinationRepetition::Feed(DestinationEvent::ContactLostForGood);
@@ -223,7 +227,10 @@ mod tests {
         session.record_contact(false, time(55));
         assert_eq!(session.repetition(time(59), CUT, LIMITS), DestinationRepetition::Nothing);
         assert_eq!(session.repetition(time(60), OPEN, LIMITS), DestinationRepetition::Nothing);
-        assert_eq!(session.repetition(time(60), CUT, LIMITS), DestinationRepetition::Feed(DestinationEvent::PeerLost));
+        assert_eq!(
+            session.repetition(time(60), CUT, LIMITS),
+            DestinationRepetition::Feed(DestinationEvent::PeerLost)
+        );
         session.enter(ready());
         session.record_contact(false, time(60));
         let repeat = DestinationRepetition::Feed(DestinationEvent::Repeat);
@@ -245,14 +252,23 @@ mod tests {
     fn facts_are_handled_again_and_statements_are_not() {
         let mut session = DestinationSession::new(ready());
         assert_eq!(session.effect_failed(&DestinationEvent::Asked { epoch: Epoch(1) }), None);
-        assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::Feed(DestinationEvent::Repeat));
+        assert_eq!(
+            session.repetition(time(0), OPEN, LIMITS),
+            DestinationRepetition::Feed(DestinationEvent::Repeat)
+        );
         assert_eq!(session.effect_failed(&DestinationEvent::QemuDied), None);
         session.cont_not_answered();
         let pending = RepetitionFacts { is_cont_pending: true, ..OPEN };
-        assert_eq!(session.repetition(time(0), pending, LIMITS), DestinationRepetition::Feed(DestinationEvent::QemuDied));
+        assert_eq!(
+            session.repetition(time(0), pending, LIMITS),
+            DestinationRepetition::Feed(DestinationEvent::QemuDied)
+        );
         assert_eq!(session.repetition(time(0), pending, LIMITS), DestinationRepetition::CheckCont);
         assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::FindQemu);
-        assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::Feed(DestinationEvent::Repeat));
+        assert_eq!(
+            session.repetition(time(0), OPEN, LIMITS),
+            DestinationRepetition::Feed(DestinationEvent::Repeat)
+        );
     }
 
     #[test]
@@ -261,7 +277,10 @@ mod tests {
         let failed = Some(DestinationEvent::Failed);
         assert_eq!(session.effect_failed(&DestinationEvent::QemuDied), failed);
         assert_eq!(session.effect_failed(&DestinationEvent::Failed), None);
-        assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::Feed(DestinationEvent::Failed));
+        assert_eq!(
+            session.repetition(time(0), OPEN, LIMITS),
+            DestinationRepetition::Feed(DestinationEvent::Failed)
+        );
     }
 
     #[test]

@@ -17,29 +17,38 @@ pub(crate) struct Handover {
     pub(crate) registry: bool,
 }
 
-/// Number of effects after which an agent is killed, if at all.
-pub(crate) type KillPoint = Option<usize>;
+/// Interruption of an agent while it performs the effects of one event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Interruption {
+    /// The agent is killed after this many effects.
+    Death(usize),
+    /// The journal does not accept an entry.
+    JournalFailure,
+}
+
+/// Interruption of an action, if there is one.
+pub(crate) type Cut = Option<Interruption>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Act {
-    Begin(KillPoint),
-    Stop(KillPoint),
+    Begin(Cut),
+    Stop(Cut),
     SendAll,
-    Deliver(Packet, bool, KillPoint),
+    Deliver(Packet, bool, Cut),
     Lose(Packet),
-    Repeat(Side, KillPoint),
-    SourceCont(KillPoint),
+    Repeat(Side, Cut),
+    SourceCont(Cut),
     SourceContFails,
-    DestinationCont(KillPoint),
-    DestinationContFails(KillPoint),
-    Complete(KillPoint),
+    DestinationCont(Cut),
+    DestinationContFails(Cut),
+    Complete(Cut),
     Crash(Side),
     CrashHost(Side, usize),
     HostGone(Side),
-    Restart(Side, KillPoint),
-    KillSourceQemu(KillPoint),
-    KillDestinationQemu(KillPoint),
-    Trouble(Trouble, KillPoint),
+    Restart(Side, Cut),
+    KillSourceQemu(Cut),
+    KillDestinationQemu(Cut),
+    Trouble(Trouble, Cut),
     ForeignCont,
     Decide(Side, OperatorDecision),
     LoseRegister,
@@ -87,29 +96,32 @@ impl Model for Handover {
         let left = &world.budget;
         let (source, destination) = (&world.source, &world.destination);
         // Every action of an agent may end with its death after some of its effects.
-        let mut killable = |act: &dyn Fn(KillPoint) -> Act| {
+        let mut killable = |act: &dyn Fn(Cut) -> Act| {
             acts.push(act(None));
             if left.agent_crashes > 0 {
-                acts.extend((0..MOST_EFFECTS).map(|effects| act(Some(effects))));
+                acts.extend((0..MOST_EFFECTS).map(|effects| act(Some(Interruption::Death(effects)))));
+            }
+            if left.journal_failures > 0 {
+                acts.push(act(Some(Interruption::JournalFailure)));
             }
         };
         let (source_up, destination_up) = (source.life == Life::Up, destination.life == Life::Up);
         let at_home =
-            matches!(source.state, SourceState::Idle | SourceState::Aborted | SourceState::Returned);
+            matches!(source.state(), SourceState::Idle | SourceState::Aborted | SourceState::Returned);
         if source_up && at_home && world.source_runs() && left.attempts > 0 {
             killable(&Act::Begin);
         }
-        if source_up && world.session && matches!(source.state, SourceState::Prepared { .. }) {
+        if source_up && world.streams && matches!(source.state(), SourceState::Prepared { .. }) {
             killable(&Act::Stop);
         }
         for packet in &world.net {
-            killable(&|die| Act::Deliver(*packet, false, die));
+            killable(&|cut| Act::Deliver(*packet, false, cut));
         }
         if source_up {
-            killable(&|die| Act::Repeat(Side::Source, die));
+            killable(&|cut| Act::Repeat(Side::Source, cut));
         }
         if destination_up {
-            killable(&|die| Act::Repeat(Side::Destination, die));
+            killable(&|cut| Act::Repeat(Side::Destination, cut));
         }
         if world.source_cont && !world.held {
             killable(&Act::SourceCont);
@@ -125,7 +137,7 @@ impl Model for Handover {
         }
         for (side, life) in [(Side::Source, source.life), (Side::Destination, destination.life)] {
             if life == Life::Down {
-                killable(&|die| Act::Restart(side, die));
+                killable(&|cut| Act::Restart(side, cut));
             }
         }
         if left.qemu_deaths > 0 && world.source_qemu != Qemu::Gone {
@@ -136,10 +148,10 @@ impl Model for Handover {
         }
         if left.troubles > 0 {
             for trouble in TROUBLES {
-                killable(&|die| Act::Trouble(trouble, die));
+                killable(&|cut| Act::Trouble(trouble, cut));
             }
         }
-        if world.session && matches!(source.state, SourceState::Stopped { .. }) {
+        if world.streams && matches!(source.state(), SourceState::Stopped { .. }) {
             acts.push(Act::SendAll);
         }
         for packet in &world.net {
@@ -184,8 +196,14 @@ impl Model for Handover {
 
     fn next_state(&self, last: &World, act: Act) -> Option<World> {
         let mut world = last.clone();
-        let die = self.perform(&mut world, act);
-        if die.is_some() {
+        let cut = self.perform(&mut world, act);
+        if cut == Some(Interruption::JournalFailure) {
+            // A migration whose first entry fails is refused to the user or to the source, and nothing begins.
+            let is_first = matches!(act, Act::Begin(_) | Act::Deliver(Packet::Propose(_), ..));
+            let has_failed = world.budget.journal_failures < last.budget.journal_failures;
+            return (has_failed && !is_first).then_some(world);
+        }
+        if cut.is_some() {
             // Killed after more effects than there were: the same as not killed.
             let died = |before: Life, after: Life| before == Life::Up && after == Life::Down;
             let restarted = matches!(act, Act::Restart(..));
@@ -228,15 +246,15 @@ impl Model for Handover {
         }
         all.push(Property::<Self>::sometimes("a VM moves", |_, world| {
             world.destination_runs()
-                && matches!(world.source.state, SourceState::Done { .. })
-                && matches!(world.destination.state, DestinationState::Active { .. })
+                && matches!(world.source.state(), SourceState::Done { .. })
+                && matches!(world.destination.state(), DestinationState::Active { .. })
         }));
         all.push(Property::<Self>::sometimes("a VM stays", |_, world| {
-            world.source_runs() && world.ghost.source.ran_on && world.source.state == SourceState::Aborted
+            world.source_runs() && world.ghost.source.ran_on && *world.source.state() == SourceState::Aborted
         }));
         if self.budget.qemu_deaths + self.budget.cont_failures > 0 {
             all.push(Property::<Self>::sometimes("a VM returns", |_, world| {
-                world.source_runs() && world.source.state == SourceState::Returned
+                world.source_runs() && *world.source.state() == SourceState::Returned
             }));
         }
         all
@@ -257,46 +275,46 @@ pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
 impl Handover {
     /// Performs an action, and charges it to the budget. Returns the point at which an agent was to be killed.
     #[expect(clippy::too_many_lines, reason = "one arm for each action")]
-    fn perform(&self, world: &mut World, act: Act) -> KillPoint {
+    fn perform(&self, world: &mut World, act: Act) -> Cut {
         let rules = &self.rules;
         match act {
-            Act::Begin(die) => {
+            Act::Begin(cut) => {
                 world.budget.attempts -= 1;
-                world.begin(rules, die);
-                die
+                world.begin(rules, cut);
+                cut
             }
-            Act::Stop(die) => {
-                world.feed_source(rules, &SourceEvent::Stop { run: world.source_runs() }, die);
-                die
+            Act::Stop(cut) => {
+                world.feed_source(rules, &SourceEvent::Stop { run: world.source_runs() }, cut);
+                cut
             }
             Act::SendAll => {
                 world.send_all(rules);
                 None
             }
-            Act::Deliver(packet, doubled, die) => {
+            Act::Deliver(packet, doubled, cut) => {
                 if doubled {
                     world.budget.duplicates -= 1;
                 } else {
                     world.net.retain(|other| *other != packet);
                 }
-                world.deliver(rules, packet, die);
-                die
+                world.deliver(rules, packet, cut);
+                cut
             }
             Act::Lose(packet) => {
                 world.lose(packet);
                 None
             }
-            Act::Repeat(Side::Source, die) => {
-                world.feed_source_if(rules, &SourceEvent::Repeat, die);
-                die
+            Act::Repeat(Side::Source, cut) => {
+                world.repeat_source(rules, cut);
+                cut
             }
-            Act::Repeat(Side::Destination, die) => {
-                world.feed_destination_if(rules, &DestinationEvent::Repeat, die);
-                die
+            Act::Repeat(Side::Destination, cut) => {
+                world.repeat_destination(rules, cut);
+                cut
             }
-            Act::SourceCont(die) => {
-                world.source_cont_done(rules, die);
-                die
+            Act::SourceCont(cut) => {
+                world.source_cont_done(rules, cut);
+                cut
             }
             Act::SourceContFails => {
                 world.budget.cont_failures -= 1;
@@ -304,20 +322,20 @@ impl Handover {
                 world.feed_source(rules, &SourceEvent::ContinueFailed, None);
                 None
             }
-            Act::DestinationCont(die) => {
-                world.destination_cont_done(rules, die);
-                die
+            Act::DestinationCont(cut) => {
+                world.destination_cont_done(rules, cut);
+                cut
             }
-            Act::DestinationContFails(die) => {
+            Act::DestinationContFails(cut) => {
                 world.budget.cont_failures -= 1;
                 world.destination_cont = false;
                 world.ghost.destination.cont_failed = true;
-                world.feed_destination(rules, &DestinationEvent::ContFailed, die);
-                die
+                world.feed_destination(rules, &DestinationEvent::ContFailed, cut);
+                cut
             }
-            Act::Complete(die) => {
-                world.complete(rules, die);
-                die
+            Act::Complete(cut) => {
+                world.complete(rules, cut);
+                cut
             }
             Act::Crash(side) => {
                 world.budget.agent_crashes -= 1;
@@ -338,25 +356,25 @@ impl Handover {
                 }
                 None
             }
-            Act::Restart(side, die) => {
-                world.restart(rules, side, die);
-                die
+            Act::Restart(side, cut) => {
+                world.restart(rules, side, cut);
+                cut
             }
-            Act::KillSourceQemu(die) => {
+            Act::KillSourceQemu(cut) => {
                 world.budget.qemu_deaths -= 1;
-                world.kill_source_qemu(rules, die);
-                die
+                world.kill_source_qemu(rules, cut);
+                cut
             }
-            Act::KillDestinationQemu(die) => {
+            Act::KillDestinationQemu(cut) => {
                 world.budget.qemu_deaths -= 1;
                 world.kill_destination_qemu();
-                world.feed_destination_if(rules, &DestinationEvent::QemuDied, die);
-                die
+                world.feed_destination_if(rules, &DestinationEvent::QemuDied, cut);
+                cut
             }
-            Act::Trouble(trouble, die) => {
+            Act::Trouble(trouble, cut) => {
                 world.budget.troubles -= 1;
-                trouble.happen(rules, world, die);
-                die
+                trouble.happen(rules, world, cut);
+                cut
             }
             Act::ForeignCont => {
                 world.budget.foreign_conts -= 1;
@@ -381,11 +399,11 @@ impl Handover {
                 let undecided = match side {
                     Side::Source => {
                         matches!(
-                            world.source.state,
+                            world.source.state(),
                             SourceState::Committed { .. } | SourceState::QemuLost { .. }
                         )
                     }
-                    Side::Destination => matches!(world.destination.state, DestinationState::Ready { .. }),
+                    Side::Destination => matches!(world.destination.state(), DestinationState::Ready { .. }),
                 };
                 if undecided {
                     world.decide(rules, side, decision);
@@ -397,38 +415,38 @@ impl Handover {
 }
 
 impl Trouble {
-    fn happen(self, rules: &Rules, world: &mut World, die: KillPoint) {
+    fn happen(self, rules: &Rules, world: &mut World, cut: Cut) {
         let unknown = RegistryAnswer::Unknown;
         match self {
-            Self::SourceCancelled => world.feed_source_if(rules, &SourceEvent::Cancel, die),
+            Self::SourceCancelled => world.feed_source_if(rules, &SourceEvent::Cancel, cut),
             Self::SourceLosesPeer => {
-                world.session = false;
-                world.feed_source_if(rules, &SourceEvent::PeerLost, die);
+                world.streams = false;
+                world.feed_source_if(rules, &SourceEvent::PeerLost, cut);
             }
-            Self::SourceGivesUpContact => world.feed_source_if(rules, &SourceEvent::ContactLostForGood, die),
+            Self::SourceGivesUpContact => world.feed_source_if(rules, &SourceEvent::ContactLostForGood, cut),
             Self::SourceWaitsForRegister => {
-                if matches!(world.source.state, SourceState::Reclaiming { .. }) {
-                    world.feed_source(rules, &SourceEvent::RegistryAnswered(unknown), die);
+                if matches!(world.source.state(), SourceState::Reclaiming { .. }) {
+                    world.feed_source(rules, &SourceEvent::RegistryAnswered(unknown), cut);
                 }
             }
-            Self::DestinationCancelled => world.feed_destination_if(rules, &DestinationEvent::Cancel, die),
+            Self::DestinationCancelled => world.feed_destination_if(rules, &DestinationEvent::Cancel, cut),
             Self::DestinationLosesPeer => {
-                world.session = false;
-                world.feed_destination_if(rules, &DestinationEvent::PeerLost, die);
+                world.streams = false;
+                world.feed_destination_if(rules, &DestinationEvent::PeerLost, cut);
             }
             Self::DestinationGivesUpContact => {
-                world.feed_destination_if(rules, &DestinationEvent::ContactLostForGood, die);
+                world.feed_destination_if(rules, &DestinationEvent::ContactLostForGood, cut);
             }
             Self::DestinationWaitsForRegister => {
                 if matches!(
-                    world.destination.state,
+                    world.destination.state(),
                     DestinationState::Taking { .. }
                         | DestinationState::Refusing
                         | DestinationState::QemuLost
                         | DestinationState::Starting { again: true, .. }
                 ) && world.registry.is_some()
                 {
-                    world.feed_destination(rules, &DestinationEvent::RegistryAnswered(unknown), die);
+                    world.feed_destination(rules, &DestinationEvent::RegistryAnswered(unknown), cut);
                 }
             }
         }

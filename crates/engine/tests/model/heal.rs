@@ -44,20 +44,16 @@ pub(crate) fn heal(rules: &Rules, world: &World) -> World {
 }
 
 fn time_passes(rules: &Rules, world: &mut World) {
-    match (&world.source.state, &world.destination.state) {
-        (SourceState::Prepared { .. }, DestinationState::Prepared) if world.session => {
+    match (world.source.state(), world.destination.state()) {
+        (SourceState::Prepared { .. }, DestinationState::Prepared) if world.streams => {
             world.feed_source(rules, &SourceEvent::Stop { run: true }, None);
         }
-        (SourceState::Stopped { .. }, DestinationState::Prepared) if world.session => {
+        (SourceState::Stopped { .. }, DestinationState::Prepared) if world.streams => {
             world.send_all(rules);
         }
         (SourceState::Prepared { .. } | SourceState::Stopped { .. }, _) => {
-            world.session = false;
+            world.streams = false;
             world.feed_source(rules, &SourceEvent::PeerLost, None);
-        }
-        // It gives up by itself only without its streams.
-        (_, DestinationState::Prepared) if !world.session => {
-            world.feed_destination(rules, &DestinationEvent::PeerLost, None);
         }
         _ => {}
     }
@@ -70,16 +66,16 @@ fn time_passes(rules: &Rules, world: &mut World) {
     if world.source.life == Life::Gone {
         world.feed_destination_if(rules, &DestinationEvent::ContactLostForGood, None);
     }
-    world.feed_source_if(rules, &SourceEvent::Repeat, None);
-    world.feed_destination_if(rules, &DestinationEvent::Repeat, None);
+    world.repeat_source(rules, None);
+    world.repeat_destination(rules, None);
 }
 
 fn source_over(world: &World) -> bool {
-    world.source.state == SourceState::Idle || world.source.state.is_final()
+    *world.source.state() == SourceState::Idle || world.source.state().is_final()
 }
 
 fn destination_over(world: &World) -> bool {
-    world.destination.state == DestinationState::Idle || world.destination.state.is_final()
+    *world.destination.state() == DestinationState::Idle || world.destination.state().is_final()
 }
 
 fn over(world: &World) -> bool {
@@ -95,7 +91,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
     let crashed = ghost.source.lost || (ghost.destination.lost && healed.same_attempt());
     match (healed.source.life, healed.destination.life) {
         (Life::Gone, Life::Gone) => true,
-        (Life::Gone, _) => match &healed.destination.state {
+        (Life::Gone, _) => match healed.destination.state() {
             DestinationState::Active { .. } | DestinationState::Completing { .. } => one,
             // The decision of the source is unknown.
             DestinationState::Ready { .. } => {
@@ -104,7 +100,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
             DestinationState::QemuLost => true,
             _ => destination_over(&healed),
         },
-        (_, Life::Gone) => match &healed.source.state {
+        (_, Life::Gone) => match healed.source.state() {
             SourceState::Committed { .. } | SourceState::Reclaiming { .. } => {
                 healed.registry.is_none_or(|record| record.owner == Side::Destination)
             }
@@ -113,8 +109,8 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
         },
         _ if !crashed => over(&healed) && one,
         _ => {
-            let operator = matches!(healed.source.state, SourceState::Committed { .. })
-                && healed.destination.state == DestinationState::Crashed { ran: false };
+            let operator = matches!(healed.source.state(), SourceState::Committed { .. })
+                && *healed.destination.state() == DestinationState::Crashed { ran: false };
             over(&healed) || operator || waits_for_ever(&healed)
         }
     }
@@ -123,7 +119,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
 /// Returns true if the guest runs at the destination, and its missing pages were lost with the source.
 fn waits_for_ever(world: &World) -> bool {
     let lost = world.ghost.source.lost && world.source_qemu == Qemu::Gone;
-    lost && matches!(world.destination.state, DestinationState::Completing { .. })
+    lost && matches!(world.destination.state(), DestinationState::Completing { .. })
 }
 
 fn crashed_at_source(world: &World) -> bool {
@@ -135,11 +131,12 @@ fn crashed_at_source(world: &World) -> bool {
 pub(crate) fn last_copy(rules: &Rules, world: &World) -> bool {
     let whole = world.destination_qemu == Qemu::Paused
         && matches!(
-            world.destination.state,
+            world.destination.state(),
             DestinationState::Ready { .. } | DestinationState::Taking { .. }
         )
         && world.destination.life != Life::Gone
         && world.same_attempt()
+        && !world.ghost.destination.missing
         && !world.ghost.destination.gave_up;
     let lost = world.ghost.source.lost && !world.ghost.source.kept && world.source.life != Life::Gone;
     let reclaimed = world.ghost.source.reclaimed;

@@ -44,6 +44,7 @@ const NONE: Budget = Budget {
     hosts_gone: 0,
     duplicates: 0,
     qemu_deaths: 0,
+    journal_failures: 0,
     cont_failures: 0,
     troubles: 0,
     foreign_conts: 0,
@@ -105,6 +106,19 @@ fn agents_die_and_packets_are_doubled() {
 #[test]
 fn qemus_die_and_do_not_continue() {
     both("QEMUs die", Budget { agent_crashes: 1, qemu_deaths: 1, cont_failures: 1, ..NONE });
+}
+
+#[test]
+fn journals_fail() {
+    both("journals fail", Budget { journal_failures: 1, agent_crashes: 1, troubles: 1, ..NONE });
+    both(
+        "journals fail, QEMUs die",
+        Budget { journal_failures: 1, qemu_deaths: 1, cont_failures: 1, ..NONE },
+    );
+    both(
+        "journals fail, post-copy",
+        Budget { journal_failures: 1, agent_crashes: 1, post_copy: true, ..NONE },
+    );
 }
 
 #[test]
@@ -214,8 +228,6 @@ const NOTED: Rules = Rules {
         }
         step
     },
-    holds: true,
-    tells: true,
     destination: |terms, state, event| {
         let step = destination(terms, state, event);
         if let Ok(Step::Moved(moved)) = &step {
@@ -223,6 +235,7 @@ const NOTED: Rules = Rules {
         }
         step
     },
+    ..CORRECT
 };
 
 /// A model that never reaches a transition proves nothing about it: every transition of the table is taken in some
@@ -289,7 +302,7 @@ const TAKEN_IS: &str = "\
 const DOES_NOTHING: &str = "does nothing";
 
 /// Transitions that the model does not take, by a part of their names, with the reason.
-const LEFT_OUT: [(&str, &str); 20] = [
+const LEFT_OUT: [(&str, &str); 22] = [
     ("operator-decided", "operators say only what is right, and only where there is or was a registry"),
     ("paused]", "all guests run; what becomes of paused ones is in the engine's own tests"),
     ("foreign", "no other program writes to the registry"),
@@ -298,6 +311,8 @@ const LEFT_OUT: [(&str, &str); 20] = [
     ("prepared/failed", "does what peer-lost does"),
     ("stopped/failed", "does what peer-lost does"),
     ("/failed", DOES_NOTHING),
+    ("prepared/repeat", "the session repeats nothing before READY"),
+    ("starting/repeat[first]", "the session asks QEMU for the outcome of `cont` instead"),
     ("aborting/running", "a contradiction: to be seen is an error"),
     ("returning/running", "a contradiction"),
     ("returned/running", "a contradiction"),

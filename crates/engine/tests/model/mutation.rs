@@ -4,6 +4,7 @@ use engine::handover::destination::{DestinationEffect, DestinationEvent, Destina
 use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, MigrationTerms, Move, QemuAtStart, Step};
+use engine::session::{DestinationSession, SourceSession};
 use proto::message::Verdict;
 
 use crate::world::incarnation;
@@ -11,7 +12,7 @@ use crate::world::incarnation;
 pub(crate) type SourceStep = Result<Step<SourceState, SourceEffect>, Illegal>;
 pub(crate) type DestinationStep = Result<Step<DestinationState, DestinationEffect>, Illegal>;
 
-/// The two functions under test, and the behaviour of the source's agent that the model needs.
+/// The two functions under test, what the sessions decide, and the behaviour of the source's agent that the model needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules {
     pub(crate) source: fn(&MigrationTerms, &SourceState, &SourceEvent) -> SourceStep,
@@ -19,12 +20,24 @@ pub(crate) struct Rules {
     /// HELD: data that the destination needs for READY is only sent when the guest has not run since the stop, and its
     /// QEMU is held, so that no program can continue it any more.
     pub(crate) holds: bool,
-    /// A source whose QEMU died before HELD gives up, because it knows that it did not send everything.
-    pub(crate) tells: bool,
+    /// What follows the event that ended the source's phases. A source whose QEMU died before HELD gives up, because it
+    /// knows that it did not send everything.
+    pub(crate) after_phases: fn(&SourceSession) -> Option<SourceEvent>,
+    /// Whether the source enters a state whose entry the journal did not accept.
+    pub(crate) enters_without_entry: fn(&mut SourceSession, &SourceState) -> bool,
+    /// What follows an event whose effects failed at the destination.
+    pub(crate) destination_failed: fn(&mut DestinationSession, &DestinationEvent) -> Option<DestinationEvent>,
 }
 
 /// The engine's own rules.
-pub(crate) const CORRECT: Rules = Rules { source, destination, holds: true, tells: true };
+pub(crate) const CORRECT: Rules = Rules {
+    source,
+    destination,
+    holds: true,
+    after_phases: SourceSession::after_phases,
+    enters_without_entry: SourceSession::entry_failed,
+    destination_failed: DestinationSession::effect_failed,
+};
 
 #[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
 fn to<S, E>(to: S, effects: Vec<E>) -> Result<Step<S, E>, Illegal> {

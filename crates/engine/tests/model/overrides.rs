@@ -15,13 +15,13 @@ pub(crate) fn overrides(world: &World) -> Vec<(Side, OperatorDecision)> {
     let mut overrides = Vec::new();
     if world.source.life == Life::Up {
         let terms = terms(world.source.epoch, world.source.base, registry);
-        for choice in advise_source(&terms, &world.source.state).choices {
+        for choice in advise_source(&terms, world.source.state()).choices {
             overrides.push((Side::Source, choice.decision));
         }
     }
     if world.destination.life == Life::Up {
         let terms = terms(world.destination.epoch, world.destination.base, registry);
-        for choice in advise_destination(&terms, &world.destination.state).choices {
+        for choice in advise_destination(&terms, world.destination.state()).choices {
             overrides.push((Side::Destination, choice.decision));
         }
     }
@@ -44,7 +44,7 @@ fn is_right(world: &World, side: Side, decision: OperatorDecision) -> bool {
         }
         // REFUSED reports that the guest has not run.
         Side::Destination => {
-            !matches!(world.destination.state, DestinationState::Starting { .. }) || !ran_there
+            !matches!(world.destination.state(), DestinationState::Starting { .. }) || !ran_there
         }
     }
 }
@@ -54,8 +54,8 @@ pub(crate) fn apply_override(rules: &Rules, world: &mut World, side: Side, decis
     world.ghost.word = true;
     world.decide(rules, side, decision);
     let waits = match side {
-        Side::Source => matches!(world.source.state, SourceState::Reclaiming { .. }),
-        Side::Destination => match &world.destination.state {
+        Side::Source => matches!(world.source.state(), SourceState::Reclaiming { .. }),
+        Side::Destination => match world.destination.state() {
             DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::QemuLost => true,
             DestinationState::Starting { .. } => {
                 !world.destination_cont && world.destination_qemu == Qemu::Paused

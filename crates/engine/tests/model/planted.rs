@@ -68,7 +68,7 @@ fn finds_a_source_that_permits_ready_before_it_holds_its_qemu() {
 
 #[test]
 fn finds_a_source_that_lets_the_destination_wait_for_lost_data() {
-    let rules = Rules { tells: false, ..CORRECT };
+    let rules = Rules { after_phases: |_| None, ..CORRECT };
     found(rules, Budget { qemu_deaths: 1, ..NONE }, false, &[ONE_RUNS]);
 }
 
@@ -145,4 +145,17 @@ fn finds_a_refused_copy_that_is_run() {
 fn finds_a_destination_that_trusts_the_preflight_record() {
     let rules = Rules { destination: mutation::destination_knows_preflight_only, ..CORRECT };
     found(rules, TWO_ATTEMPTS_AND_A_CRASH, true, &[ONE_RUNS]);
+}
+
+#[test]
+fn finds_a_source_that_goes_on_without_committed() {
+    let rules = Rules { enters_without_entry: |_, _| true, ..CORRECT };
+    let budget = Budget { journal_failures: 1, agent_crashes: 1, ..NONE };
+    found(rules, budget, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_destination_that_forgets_what_could_not_be_journalled() {
+    let rules = Rules { destination_failed: |_, _| None, ..CORRECT };
+    found(rules, Budget { journal_failures: 1, qemu_deaths: 1, ..NONE }, false, &[ONE_RUNS]);
 }

@@ -6,6 +6,7 @@ mod acts;
 use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
+use engine::session::{DestinationSession, SourceSession};
 use proto::message::{Offer, Ownership, RegistryRequest};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
@@ -22,6 +23,8 @@ pub(crate) struct Budget {
     pub(crate) duplicates: u8,
     /// QEMUs that die.
     pub(crate) qemu_deaths: u8,
+    /// Entries that a journal does not accept.
+    pub(crate) journal_failures: u8,
     /// `cont`s that fail.
     pub(crate) cont_failures: u8,
     /// Silence, cancellation, contact given up, lost answers of the registry: events that are caused by no fault of
@@ -63,27 +66,50 @@ pub(crate) enum Qemu {
     Gone,
 }
 
-/// An agent and its journal. `state` is in the agent's memory; a crash leaves only the journal.
+/// An agent and its journal. `session` is in the agent's memory; a crash leaves only the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Agent<S> {
+pub(crate) struct Agent<S, J> {
     pub(crate) life: Life,
     pub(crate) epoch: u8,
     /// The epoch in which the source owns the VM in the registry, as read when the attempt began.
     pub(crate) base: u8,
-    pub(crate) state: S,
+    pub(crate) session: S,
     /// The last synced entry, then those that a crash of the host may lose.
-    pub(crate) journal: Vec<S>,
+    pub(crate) journal: Vec<J>,
     pub(crate) rebooted: bool,
 }
 
-impl<S: Clone> Agent<S> {
-    fn new(state: S) -> Self {
-        Self { life: Life::Up, epoch: 0, base: 0, journal: vec![state.clone()], state, rebooted: false }
+pub(crate) type SourceAgent = Agent<SourceSession, SourceState>;
+pub(crate) type DestinationAgent = Agent<DestinationSession, DestinationState>;
+
+impl SourceAgent {
+    fn new() -> Self {
+        Self::of(SourceSession::new(SourceState::Idle), SourceState::Idle)
+    }
+
+    pub(crate) fn state(&self) -> &SourceState {
+        self.session.state()
+    }
+}
+
+impl DestinationAgent {
+    fn new() -> Self {
+        Self::of(DestinationSession::new(DestinationState::Idle), DestinationState::Idle)
+    }
+
+    pub(crate) fn state(&self) -> &DestinationState {
+        self.session.state()
+    }
+}
+
+impl<S, J: Clone> Agent<S, J> {
+    fn of(session: S, entry: J) -> Self {
+        Self { life: Life::Up, epoch: 0, base: 0, session, journal: vec![entry], rebooted: false }
     }
 
     /// Appends an entry. Entries before a synced one can never be restored; nor, while no host can crash, can entries
     /// before the last.
-    fn write(&mut self, state: &S, durable: bool) {
+    fn write(&mut self, state: &J, durable: bool) {
         if durable {
             self.journal.clear();
         }
@@ -177,8 +203,8 @@ pub(crate) struct DestinationGhost {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct World {
-    pub(crate) source: Agent<SourceState>,
-    pub(crate) destination: Agent<DestinationState>,
+    pub(crate) source: SourceAgent,
+    pub(crate) destination: DestinationAgent,
     pub(crate) source_qemu: Qemu,
     /// Held by SIGSTOP.
     pub(crate) held: bool,
@@ -187,9 +213,7 @@ pub(crate) struct World {
     pub(crate) destination_qemu: Qemu,
     pub(crate) destination_cont: bool,
     /// True while the streams of the migration are open.
-    pub(crate) session: bool,
-    /// The source has sent everything, and HELD. It keeps that in memory, not in a journal.
-    pub(crate) all_sent: bool,
+    pub(crate) streams: bool,
     pub(crate) registry: Option<Record>,
     pub(crate) registry_lost: bool,
     pub(crate) net: Vec<Packet>,
@@ -200,15 +224,14 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(budget: Budget, registry: bool) -> Self {
         Self {
-            source: Agent::new(SourceState::Idle),
-            destination: Agent::new(DestinationState::Idle),
+            source: SourceAgent::new(),
+            destination: DestinationAgent::new(),
             source_qemu: Qemu::Running,
             held: false,
             source_cont: false,
             destination_qemu: Qemu::Gone,
             destination_cont: false,
-            session: false,
-            all_sent: false,
+            streams: false,
             registry: registry.then_some(Record { epoch: 0, owner: Side::Source, offer: None }),
             registry_lost: false,
             net: Vec::new(),
@@ -232,7 +255,7 @@ impl World {
     /// Returns true if the missing pages of the destination's guest can still arrive.
     pub(crate) fn can_complete(&self) -> bool {
         let there = self.source.life == Life::Up && self.source_qemu != Qemu::Gone && self.same_attempt();
-        there && matches!(self.destination.state, DestinationState::Completing { .. })
+        there && matches!(self.destination.state(), DestinationState::Completing { .. })
     }
 
     /// Returns true if the source has discarded pages that a guest at the destination needs.

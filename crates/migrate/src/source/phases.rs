@@ -156,7 +156,8 @@ impl Driver {
         let (sender, owed, ending) = self.pre_copy(sender, owed, payload)?;
         self.stop()?;
         // A guest that was paused by its user does not write: it has no reason to need both hosts.
-        if ending == Ending::PostCopy && !matches!(self.session.state(), SourceState::Stopped { run: false }) {
+        if ending == Ending::PostCopy && !matches!(self.session.state(), SourceState::Stopped { run: false })
+        {
             let state = self.announce_pages(sender, owed, payload)?;
             return self.load(&state, None);
         }

@@ -1,5 +1,7 @@
 //! Events in the world: the engine's functions are called, and their effects are performed.
 
+use std::time::Duration;
+
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState};
 use engine::handover::recover::OperatorDecision;
 use engine::handover::registry::{self, RegistryAnswer};
@@ -7,7 +9,13 @@ use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceSt
 use engine::handover::{QemuAtStart, Step};
 use proto::message::{RegistryReply, Verdict};
 
+use engine::session::{
+    DestinationRepetition, DestinationSession, RepetitionFacts, SilenceLimits, SourceRepetition,
+    SourceSession, Time,
+};
+
 use super::*;
+use crate::handover::{Cut, Interruption};
 use crate::mutation::Rules;
 
 impl World {
@@ -25,29 +33,72 @@ impl World {
     pub(crate) fn lose(&mut self, packet: Packet) {
         self.net.retain(|other| *other != packet);
         if packet == Packet::Data(self.source.epoch) {
-            self.session = false;
+            self.streams = false;
         }
     }
 
-    /// Feeds an event to the source. With `die_after`, the agent is killed after that many effects.
-    pub(crate) fn feed_source(&mut self, rules: &Rules, event: &SourceEvent, die_after: Option<usize>) {
+    /// Feeds an event to the source. With `cut`, the agent is killed after that many effects.
+    pub(crate) fn feed_source(&mut self, rules: &Rules, event: &SourceEvent, cut: Cut) {
         if self.source.life != Life::Up {
             return;
         }
         let terms = terms(self.source.epoch, self.source.base, self.registry.is_some());
-        match (rules.source)(&terms, &self.source.state, event) {
+        match (rules.source)(&terms, self.source.state(), event) {
             Err(illegal) => {
                 self.ghost.illegal = Some(illegal.event);
             }
             Ok(Step::Ignored(_)) => {}
             Ok(Step::Moved(step)) => {
                 for (done, effect) in step.effects.iter().enumerate() {
-                    if die_after == Some(done) {
+                    if cut == Some(Interruption::Death(done)) {
                         return self.crash(Side::Source);
+                    }
+                    if let SourceEffect::Journal { state, durable } = effect {
+                        if !self.write_source(rules, state, *durable, cut) {
+                            let next = self.source.session.effect_failed(event);
+                            return next.into_iter().for_each(|next| self.feed_source(rules, &next, None));
+                        }
+                        self.source.session.enter(step.to.clone());
                     }
                     self.do_source(effect);
                 }
-                self.source.state = step.to;
+                self.source.session.enter(step.to);
+                self.end_source();
+            }
+        }
+    }
+
+    /// Makes an entry in the source's journal. Returns false if that fails, and the state is not entered.
+    fn write_source(&mut self, rules: &Rules, state: &SourceState, durable: bool, cut: Cut) -> bool {
+        if cut == Some(Interruption::JournalFailure) && self.budget.journal_failures > 0 {
+            self.budget.journal_failures -= 1;
+            return (rules.enters_without_entry)(&mut self.source.session, state);
+        }
+        self.source.write(state, durable || self.budget.host_crashes == 0);
+        self.source.session.entry_made();
+        true
+    }
+
+    /// Makes the entry of a final state that was entered without one: before that, no migration of the VM begins.
+    fn end_source(&mut self) {
+        if self.source.state().is_final()
+            && let Some(state) = self.source.session.take_unjournalled()
+        {
+            self.source.write(&state, true);
+        }
+    }
+
+    /// Repeats what the source's state demands.
+    pub(crate) fn repeat_source(&mut self, rules: &Rules, cut: Cut) {
+        if self.source.life != Life::Up || *self.source.state() == SourceState::Idle {
+            return;
+        }
+        // The time of the model stands still: the contact is lost by an action of its own.
+        match self.source.session.repetition(Time::default(), Duration::MAX) {
+            SourceRepetition::Feed(event) => self.feed_source(rules, &event, cut),
+            SourceRepetition::FindQemu => {
+                let found = found(self.source_qemu, self.source.rebooted, self.held);
+                self.feed_source(rules, &SourceEvent::Restarted(found), cut);
             }
         }
     }
@@ -60,15 +111,14 @@ impl World {
             }
             self.held = true;
         }
-        self.all_sent = true;
+        self.source.session.set_may_have_all(!self.budget.post_copy);
         self.send(Packet::Data(self.source.epoch));
     }
 
     fn do_source(&mut self, effect: &SourceEffect) {
         let epoch = self.source.epoch;
         match effect {
-            SourceEffect::Journal { state, durable } => {
-                self.source.write(state, *durable || self.budget.host_crashes == 0);
+            SourceEffect::Journal { state, .. } => {
                 self.ghost.source.reclaimed |= matches!(state, SourceState::Reclaiming { .. });
                 self.ghost.source.kept |= matches!(
                     state,
@@ -105,7 +155,7 @@ impl World {
             SourceEffect::SendAbort => {
                 self.send(Packet::Abort(epoch));
                 // The streams end with it.
-                self.session = false;
+                self.streams = false;
             }
             SourceEffect::Answer(Verdict::Committed { .. }) => {
                 self.ghost.source.go_sent = true;
@@ -127,38 +177,82 @@ impl World {
     }
 
     /// Feeds an event to the destination.
-    pub(crate) fn feed_destination(
-        &mut self,
-        rules: &Rules,
-        event: &DestinationEvent,
-        die_after: Option<usize>,
-    ) {
+    pub(crate) fn feed_destination(&mut self, rules: &Rules, event: &DestinationEvent, cut: Cut) {
         if self.destination.life != Life::Up {
             return;
         }
         let terms = terms(self.destination.epoch, self.destination.base, self.registry.is_some());
-        match (rules.destination)(&terms, &self.destination.state, event) {
+        match (rules.destination)(&terms, self.destination.state(), event) {
             Err(illegal) => {
                 self.ghost.illegal = Some(illegal.event);
             }
             Ok(Step::Ignored(_)) => {}
             Ok(Step::Moved(step)) => {
                 for (done, effect) in step.effects.iter().enumerate() {
-                    if die_after == Some(done) {
+                    if cut == Some(Interruption::Death(done)) {
                         return self.crash(Side::Destination);
+                    }
+                    if let DestinationEffect::Journal { state, durable } = effect {
+                        if !self.write_destination(state, *durable, cut) {
+                            let next = (rules.destination_failed)(&mut self.destination.session, event);
+                            return next
+                                .into_iter()
+                                .for_each(|next| self.feed_destination(rules, &next, None));
+                        }
+                        self.destination.session.enter(step.to.clone());
                     }
                     self.do_destination(effect);
                 }
-                self.destination.state = step.to;
+                self.destination.session.enter(step.to);
+                while let Some(next) = self.destination.session.take_follow_up() {
+                    self.feed_destination(rules, &next, None);
+                }
             }
+        }
+    }
+
+    /// Fails to send `cont`: no vCPU has run, unless an agent before this one may have sent it.
+    fn cont_without_qemu(&mut self) {
+        let is_first = matches!(self.destination.state(), DestinationState::Starting { again: false, .. });
+        self.ghost.destination.cont_failed |= is_first;
+        let event = if is_first { DestinationEvent::ContFailed } else { DestinationEvent::QemuDied };
+        self.destination.session.follow_up(event);
+    }
+
+    /// Makes an entry in the destination's journal. Returns false if that fails, and the state is not entered.
+    fn write_destination(&mut self, state: &DestinationState, durable: bool, cut: Cut) -> bool {
+        if cut == Some(Interruption::JournalFailure) && self.budget.journal_failures > 0 {
+            self.budget.journal_failures -= 1;
+            return DestinationSession::is_entered_without_entry(state);
+        }
+        self.destination.write(state, durable || self.budget.host_crashes == 0);
+        true
+    }
+
+    /// Repeats what the destination's state demands.
+    pub(crate) fn repeat_destination(&mut self, rules: &Rules, cut: Cut) {
+        if self.destination.life != Life::Up || *self.destination.state() == DestinationState::Idle {
+            return;
+        }
+        let facts = RepetitionFacts { has_control: self.streams, is_cont_pending: self.destination_cont };
+        // The time of the model stands still: without streams it has always been long enough, and the contact is lost
+        // by an action of its own.
+        let limits = SilenceLimits { give_up_after: Duration::ZERO, reclaim_after: Duration::MAX };
+        match self.destination.session.repetition(Time::default(), facts, limits) {
+            DestinationRepetition::Feed(event) => self.feed_destination(rules, &event, cut),
+            DestinationRepetition::FindQemu => {
+                let silent = self.ghost.destination.missing;
+                let found = found(self.destination_qemu, self.destination.rebooted, silent);
+                self.feed_destination(rules, &DestinationEvent::Restarted(found), cut);
+            }
+            DestinationRepetition::CheckCont | DestinationRepetition::Nothing => {}
         }
     }
 
     fn do_destination(&mut self, effect: &DestinationEffect) {
         let epoch = self.destination.epoch;
         match effect {
-            DestinationEffect::Journal { state, durable } => {
-                self.destination.write(state, *durable || self.budget.host_crashes == 0);
+            DestinationEffect::Journal { state, .. } => {
                 self.ghost.destination.cont_decided |= matches!(state, DestinationState::Starting { .. });
                 self.ghost.destination.gave_up |= matches!(
                     state,
@@ -175,7 +269,12 @@ impl World {
             }
             DestinationEffect::Cont => {
                 self.ghost.ran_discarded |= self.ghost.destination.gave_up;
-                self.destination_cont = true;
+                if self.destination_qemu == Qemu::Gone {
+                    // The journal had not accepted the end of QEMU before.
+                    self.cont_without_qemu();
+                } else {
+                    self.destination_cont = true;
+                }
             }
             DestinationEffect::SendRunning => self.send(Packet::Running(epoch)),
             DestinationEffect::SendIncomplete => self.send(Packet::Incomplete(epoch)),
@@ -198,28 +297,23 @@ impl World {
     }
 
     /// Feeds an event that reaches agents in any state, also before a migration.
-    pub(crate) fn feed_source_if(&mut self, rules: &Rules, event: &SourceEvent, die_after: Option<usize>) {
-        if self.source.state != SourceState::Idle {
-            self.feed_source(rules, event, die_after);
+    pub(crate) fn feed_source_if(&mut self, rules: &Rules, event: &SourceEvent, cut: Cut) {
+        if *self.source.state() != SourceState::Idle {
+            self.feed_source(rules, event, cut);
         }
     }
 
     /// Feeds an event that reaches agents in any state, also before a migration.
-    pub(crate) fn feed_destination_if(
-        &mut self,
-        rules: &Rules,
-        event: &DestinationEvent,
-        die_after: Option<usize>,
-    ) {
-        if self.destination.state != DestinationState::Idle {
-            self.feed_destination(rules, event, die_after);
+    pub(crate) fn feed_destination_if(&mut self, rules: &Rules, event: &DestinationEvent, cut: Cut) {
+        if *self.destination.state() != DestinationState::Idle {
+            self.feed_destination(rules, event, cut);
         }
     }
 
     /// Kills the agent, which loses its memory. Answers to its questions have no receiver.
     pub(crate) fn crash(&mut self, side: Side) {
         self.net.retain(|packet| !matches!(packet, Packet::Reply(to, ..) if *to == side));
-        self.session = false;
+        self.streams = false;
         match side {
             Side::Source => self.source.life = Life::Down,
             Side::Destination => self.destination.life = Life::Down,
@@ -248,15 +342,15 @@ impl World {
     }
 
     /// Kills the source's QEMU and notifies its agent.
-    pub(crate) fn kill_source_qemu(&mut self, rules: &Rules, die_after: Option<usize>) {
+    pub(crate) fn kill_source_qemu(&mut self, rules: &Rules, cut: Cut) {
         self.source_qemu = Qemu::Gone;
         self.source_cont = false;
         self.held = false;
         self.ghost.source.lost = true;
-        let was_stopped = matches!(self.source.state, SourceState::Stopped { .. });
-        self.feed_source_if(rules, &SourceEvent::QemuDied, die_after);
-        if rules.tells && was_stopped && !self.all_sent {
-            self.feed_source_if(rules, &SourceEvent::Failed, die_after);
+        let ends_phases = self.source.session.precedes_commit();
+        self.feed_source_if(rules, &SourceEvent::QemuDied, cut);
+        if ends_phases && let Some(next) = (rules.after_phases)(&self.source.session) {
+            self.feed_source_if(rules, &next, cut);
         }
     }
 
@@ -268,81 +362,86 @@ impl World {
         self.destination_cont = false;
     }
 
-    pub(crate) fn restart(&mut self, rules: &Rules, side: Side, die_after: Option<usize>) {
+    pub(crate) fn restart(&mut self, rules: &Rules, side: Side, cut: Cut) {
         match side {
             Side::Source => {
                 self.source.life = Life::Up;
-                self.source.state = self.source.journal.last().cloned().unwrap_or(SourceState::Idle);
+                let state = self.source.journal.last().cloned().unwrap_or(SourceState::Idle);
+                self.source.session = SourceSession::new(state);
                 let found = found(self.source_qemu, self.source.rebooted, self.held);
-                if self.source.state != SourceState::Idle {
-                    self.feed_source(rules, &SourceEvent::Restarted(found), die_after);
+                // Whether pages follow by post-copy is in the journal.
+                self.source.session.set_may_have_all(found != QemuAtStart::Gone || !self.budget.post_copy);
+                if *self.source.state() != SourceState::Idle {
+                    self.feed_source(rules, &SourceEvent::Restarted(found), cut);
+                    if let Some(next) = self.source.session.after_restart() {
+                        self.feed_source(rules, &next, cut);
+                    }
                 }
             }
             Side::Destination => {
                 self.destination.life = Life::Up;
-                self.destination.state =
-                    self.destination.journal.last().cloned().unwrap_or(DestinationState::Idle);
+                let state = self.destination.journal.last().cloned().unwrap_or(DestinationState::Idle);
+                self.destination.session = DestinationSession::new(state);
                 // Its connection is closed: the command was read or never will be.
                 self.destination_cont = false;
                 // A QEMU that lacks pages may not answer.
                 let silent = self.ghost.destination.missing;
                 let found = found(self.destination_qemu, self.destination.rebooted, silent);
-                if self.destination.state != DestinationState::Idle {
-                    self.feed_destination(rules, &DestinationEvent::Restarted(found), die_after);
+                if *self.destination.state() != DestinationState::Idle {
+                    self.feed_destination(rules, &DestinationEvent::Restarted(found), cut);
                 }
             }
         }
     }
 
     /// Begins another attempt of the source's agent, if it may.
-    pub(crate) fn begin(&mut self, rules: &Rules, die_after: Option<usize>) {
+    pub(crate) fn begin(&mut self, rules: &Rules, cut: Cut) {
         let attempt = self.source.epoch + 1;
         self.source.epoch = attempt;
         self.source.base = self.registry.map_or(0, |record| record.epoch);
-        self.source.state = SourceState::Idle;
+        self.source.session = SourceSession::new(SourceState::Idle);
         self.source.journal = vec![SourceState::Idle];
         self.source.rebooted = false;
-        self.session = false;
-        self.all_sent = false;
+        self.streams = false;
         self.net.retain(|packet| !matches!(packet, Packet::Reply(Side::Source, ..)));
         self.ghost.source = SourceGhost::default();
-        self.feed_source(rules, &SourceEvent::Begin { run: true }, die_after);
+        self.feed_source(rules, &SourceEvent::Begin { run: true }, cut);
         if self.source.life == Life::Up {
             self.send(Packet::Propose(attempt));
         }
     }
 
     /// Delivers a packet that was removed from the network, or doubled.
-    pub(crate) fn deliver(&mut self, rules: &Rules, packet: Packet, die_after: Option<usize>) {
+    pub(crate) fn deliver(&mut self, rules: &Rules, packet: Packet, cut: Cut) {
         let epoch = |e: u8| Epoch(e.into());
         if let Packet::Go(e) | Packet::Committed(e) | Packet::AskDestination(e) = packet {
             self.meet_unknown(e);
         }
         self.answer_from_old_journal(packet);
-        let to_source = |world: &mut Self, event| world.feed_source(rules, &event, die_after);
-        let to_destination = |world: &mut Self, event| world.feed_destination(rules, &event, die_after);
+        let to_source = |world: &mut Self, event| world.feed_source(rules, &event, cut);
+        let to_destination = |world: &mut Self, event| world.feed_destination(rules, &event, cut);
         match packet {
             Packet::Propose(e) => {
                 // An agent accepts no proposal while an older migration of the same VM has not ended.
-                let idle =
-                    self.destination.state == DestinationState::Idle || self.destination.state.is_final();
+                let idle = *self.destination.state() == DestinationState::Idle
+                    || self.destination.state().is_final();
                 if self.destination.life == Life::Up
                     && idle
                     && e > self.destination.epoch
                     && e == self.source.epoch
                 {
                     let base = self.source.base;
-                    self.destination = Agent { epoch: e, base, ..Agent::new(DestinationState::Idle) };
+                    self.destination = Agent { epoch: e, base, ..DestinationAgent::new() };
                     self.ghost.destination = DestinationGhost::default();
                     self.net.retain(|packet| !matches!(packet, Packet::Reply(Side::Destination, ..)));
                     self.destination_qemu = Qemu::Paused;
-                    self.session = self.source.life == Life::Up
-                        && matches!(self.source.state, SourceState::Prepared { .. });
+                    self.streams = self.source.life == Life::Up
+                        && matches!(self.source.state(), SourceState::Prepared { .. });
                     to_destination(self, DestinationEvent::Prepare);
                 }
             }
             Packet::Data(e) => {
-                if e == self.destination.epoch && self.destination.state == DestinationState::Prepared {
+                if e == self.destination.epoch && *self.destination.state() == DestinationState::Prepared {
                     self.ghost.destination.missing = self.budget.post_copy;
                     to_destination(self, DestinationEvent::Loaded { incarnation: incarnation(e), run: true });
                 }
@@ -405,10 +504,10 @@ impl World {
 
     /// Delivers a message about an attempt that is not in the destination's journal to a fresh machine.
     fn meet_unknown(&mut self, epoch: u8) {
-        let free = self.destination.state == DestinationState::Idle || self.destination.state.is_final();
+        let free = *self.destination.state() == DestinationState::Idle || self.destination.state().is_final();
         if self.destination.life == Life::Up && epoch > self.destination.epoch && free {
             let base = self.source.base;
-            self.destination = Agent { epoch, base, ..Agent::new(DestinationState::Idle) };
+            self.destination = Agent { epoch, base, ..DestinationAgent::new() };
             self.ghost.destination = DestinationGhost::default();
         }
     }
@@ -434,28 +533,28 @@ impl World {
     }
 
     /// Performs a `cont` of QEMU, if it lives, and notifies the agents that live.
-    pub(crate) fn source_cont_done(&mut self, rules: &Rules, die_after: Option<usize>) {
+    pub(crate) fn source_cont_done(&mut self, rules: &Rules, cut: Cut) {
         self.source_cont = false;
         if self.source_qemu == Qemu::Gone {
-            return self.feed_source(rules, &SourceEvent::QemuDied, die_after);
+            return self.feed_source(rules, &SourceEvent::QemuDied, cut);
         }
         self.source_qemu = Qemu::Running;
         self.ghost.source.ran_on = true;
-        self.feed_source(rules, &SourceEvent::Continued, die_after);
+        self.feed_source(rules, &SourceEvent::Continued, cut);
     }
 
-    pub(crate) fn destination_cont_done(&mut self, rules: &Rules, die_after: Option<usize>) {
+    pub(crate) fn destination_cont_done(&mut self, rules: &Rules, cut: Cut) {
         self.destination_cont = false;
         self.destination_qemu = Qemu::Running;
         self.ghost.destination.ran = true;
         let missing = self.ghost.destination.missing;
-        self.feed_destination(rules, &DestinationEvent::Continued { missing }, die_after);
+        self.feed_destination(rules, &DestinationEvent::Continued { missing }, cut);
     }
 
     /// Places the last missing page.
-    pub(crate) fn complete(&mut self, rules: &Rules, die_after: Option<usize>) {
+    pub(crate) fn complete(&mut self, rules: &Rules, cut: Cut) {
         self.ghost.destination.missing = false;
-        self.feed_destination(rules, &DestinationEvent::Completed, die_after);
+        self.feed_destination(rules, &DestinationEvent::Completed, cut);
     }
 
     pub(crate) fn decide(&mut self, rules: &Rules, side: Side, decision: OperatorDecision) {

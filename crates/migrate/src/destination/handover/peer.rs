@@ -136,7 +136,8 @@ impl Driver {
             };
             mailbox.put(Notice::SourceReplied(event));
         };
-        self.questions.is_asking_source = thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();
+        self.questions.is_asking_source =
+            thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();
     }
 }
 

@@ -188,7 +188,7 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
     world.context.journal.refuse_writes(false);
     let text = driver.publisher.now().message.unwrap();
     assert!(text.starts_with("the decision was not carried out"), "{text}");
-    driver.on_idle();
+    driver.repeat();
     assert_eq!(world.state(), State::Destination(ready));
 }
 

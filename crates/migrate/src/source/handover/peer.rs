@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::source::{SourceEvent, SourceState};
+use engine::handover::source::SourceEvent;
 use engine::precopy::FixedCost;
 use link::{Incoming, LinkError};
 use proto::message::Message;

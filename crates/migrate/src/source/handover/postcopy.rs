@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ::memory::Sender;
 use engine::handover::QemuAtStart;
-use engine::handover::source::{SourceEvent, SourceState};
+use engine::handover::source::SourceEvent;
 use proto::message::{Message, PageRequest, Proposal};
 use tracing::{info, warn};
 

@@ -11,7 +11,7 @@
 //! - [`pressure`]: how far copying holds itself back for its guest on a busy host.
 //! - [`push`]: post-copy: size and rate of the parts in which the remaining pages are pushed.
 //! - [`references`]: whether page references pay.
-//! - [`session`]: time and timers of the sessions that decide what a role does next.
+//! - [`session`]: what a role does next, one turn after the other: retries, repetitions, lost contact, failed effects.
 //! - [`throttle`]: the limits on the guest's write rate and processor time.
 //! - [`trace`]: the observations and decisions of all these policies, for replay.
 

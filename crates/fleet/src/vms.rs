@@ -14,15 +14,16 @@ mod ours;
 mod placement;
 pub mod plausibility;
 mod regression;
+mod result;
 mod setup;
 mod simulation;
 
 pub use baseline::{Baseline, Overload, WakePower};
 pub use evaluation::{
-    BadEvaluation, DayResult, Evaluation, OURS, POLICIES, PolicyResult, REFERENCE, SCHEMA, SweepPoint,
-    evaluate_day, sum_up,
+    BadEvaluation, DayResult, Evaluation, OURS, POLICIES, SCHEMA, SweepPoint, evaluate_day, sum_up,
 };
 pub use metrics::Metrics;
 pub use ours::Ours;
+pub use result::{PolicyResult, REFERENCE};
 pub use setup::{BadSetup, HostSpec, MemoryRule, Setup, VmSpec};
 pub use simulation::{Policy, Snapshot, simulate};

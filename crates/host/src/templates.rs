@@ -28,7 +28,8 @@ use ::memory::{ContentIndex, NAME_BYTES, PageName};
 use proto::limits::PAGE_BYTES;
 use tracing::warn;
 
-pub use self::advertised_templates::{AdvertisedTemplates, MAX_ADVERTISED_PAGES};
+pub use self::advertised_templates::AdvertisedTemplates;
+pub use self::catalogue::MAX_ADVERTISED_PAGES;
 use self::catalogue::{Catalogue, Identity};
 use self::left_behind::LeftImageIndex;
 pub use self::left_behind::{LeftTemplate, NamedPages};

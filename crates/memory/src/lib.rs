@@ -60,9 +60,9 @@ pub use ram::{BlockReader, BlockWriter, DiscardMethod, RamError, RamRegion, open
 pub use receive::{
     AttachError, DestinationRam, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle, ZeroedRange,
 };
-pub use reductions::compression::decoder::BadPacked;
 pub use reductions::compression::{CompressionCounters, CompressionCriteria, CompressionState};
-pub use reductions::decoding::AcceptedReductions;
+pub use reductions::decoders::AcceptedReductions;
+pub use reductions::decoding::BadPacked;
 pub use reductions::deltas::{DeltaCounters, Deltas};
 pub use reductions::hints::HintedPages;
 pub use reductions::references::{ContentIndex, ReferenceOutcome, Templates};

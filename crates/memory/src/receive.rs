@@ -31,8 +31,9 @@ use proto::pages::BadPages;
 use crate::lock;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
-use crate::reductions::compression::decoder::BadPacked;
-use crate::reductions::decoding::{AcceptedReductions, BadFrame};
+use crate::reductions::decoders::AcceptedReductions;
+use crate::reductions::decoding::BadFrame;
+use crate::reductions::decoding::BadPacked;
 use crate::wire::{DataStream, HangUp, is_transient};
 
 mod worker;

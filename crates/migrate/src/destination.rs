@@ -9,6 +9,7 @@ mod ending;
 mod handover;
 mod inbox;
 mod loading;
+mod post_copy_error;
 mod post_copy_receiver;
 mod receiving;
 pub mod untrusted;

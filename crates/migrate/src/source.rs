@@ -1,13 +1,15 @@
 //! The source's driver: one thread that migrates a VM from this host to another.
 //!
 //! A migration is a list of phases, each a function: check, prepare, pre-copy, stop, last pages, device state. They end
-//! in READY or in a [`Failure`](phases::Failure); both are events for the engine, which makes every decision from then on
+//! in READY or in a [`Failure`](failure::Failure); both are events for the engine, which makes every decision from then on
 //! ([`handover`]). Every outside event (a message, a lost link, a user's command, QEMU's end) arrives in one [`inbox`],
 //! so that no phase can miss it.
 
+mod agreement;
 mod conversation;
 mod cpu_throttle;
 mod ending;
+mod failure;
 mod handover;
 mod inbox;
 mod memory;
@@ -29,12 +31,12 @@ use engine::handover::MigrationTerms;
 use engine::handover::source::SourceState;
 use engine::precopy::{CostHistory, Sampling};
 use engine::session::{RegistryClient, SourceSession};
-use proto::message::Proposal;
 use proto::{Generation, VmName};
 
 pub use inbox::{Inbox, Mailbox, Notice};
 
 use crate::clock::Clock;
+use agreement::Agreement;
 use api::progress::{Phase, Publisher};
 use api::report::Report;
 use api::{HintedMemory, MigrateRequest, MigrationSettings, OnLimit, StopPolicy, ThrottleWrites};
@@ -246,18 +248,6 @@ struct RegistryRequests {
     is_offering: bool,
 }
 
-/// The proposal, and what both hosts can do.
-#[derive(Default)]
-struct Agreement {
-    proposal: Option<Proposal>,
-    /// True if the destination supports post-copy and the goals allow it.
-    can_post_copy: bool,
-    /// True if the destination discards pages before the guest is stopped.
-    can_discard: bool,
-    /// True while the destination's answer about its templates is not complete.
-    is_querying_templates: bool,
-}
-
 /// Connections to the destination.
 struct Connections {
     generation: Generation,
@@ -296,6 +286,8 @@ struct Resources {
     cpu_throttle: Option<cpu_throttle::CpuThrottle>,
     /// Parts of the VM that migrate with it.
     participants: participants::Participants,
+    /// Reductions of the data that is sent.
+    reductions: reductions::ActiveReductions,
     /// Content of the participants for the streams, while no phase uses it.
     payload: Option<memory::Payload>,
     /// The post-copy server for pages that the destination's guest still needs, if there are such.
@@ -317,6 +309,7 @@ impl Resources {
             participants,
             pressure: None,
             cpu_throttle: None,
+            reductions: reductions::ActiveReductions::default(),
             payload: None,
             later: None,
             unread: None,

@@ -17,6 +17,7 @@
 
 mod backends;
 mod blocks;
+mod chains;
 mod devices;
 mod graph;
 mod live;

@@ -12,6 +12,7 @@ mod devices;
 mod disks;
 pub mod facts;
 pub mod files;
+mod findings;
 pub mod gather;
 mod identity;
 mod open_files;

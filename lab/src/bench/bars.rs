@@ -1,22 +1,10 @@
 //! The project's own targets ("bars"), and the check whether the results meet them.
 
+use super::bar::Bar;
 use super::case::{Case, Program};
 use super::contender::{Contender, FreePageHints, PageCompression, Policy, QemuMode};
 use super::result::{CaseResult, Measured, Quantity, Results, Run, Spread};
 use super::{converging, nas};
-
-/// A target with its result.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Bar {
-    /// The measured property.
-    pub what: String,
-    /// The target.
-    pub wanted: String,
-    /// The result.
-    pub found: String,
-    /// True if the target was met.
-    pub held: bool,
-}
 
 const OURS: Contender = Contender::Whimbrel(None);
 

@@ -2,7 +2,7 @@
 //!
 //! Each turn counts where a bound is absolute: two turns within the bound do not make up for one beyond it.
 
-use super::bars::Bar;
+use super::bar::Bar;
 use super::contender::{Contender, Policy};
 use super::result::{CaseResult, Measured, Quantity, Run, Spread};
 
@@ -138,7 +138,8 @@ mod tests {
     use super::super::case::Case;
     use super::super::contender::QemuMode;
     use super::super::program::Disturbance;
-    use super::super::result::{Provenance, StopCircumstances};
+    use super::super::result::Provenance;
+    use super::super::statistics::StopCircumstances;
     use super::*;
     use crate::environment::QemuVersion;
 

@@ -16,10 +16,13 @@
 //! then, on either host, and *no-migration* is the same run without a migration. Such a program verifies itself. Where the
 //! hosts have other guests too, the work that each of those did during the migration is recorded ([`Noises`]).
 
+mod bar;
 mod bars;
 mod case;
 mod contender;
 mod converging;
+mod guest_clock;
+mod machine;
 mod measure;
 mod mover;
 mod nas;
@@ -32,21 +35,20 @@ mod program;
 mod program_run;
 pub(crate) mod qemu;
 pub(crate) mod result;
+mod statistics;
 pub(crate) mod subject;
 pub(crate) mod suite;
 pub(crate) mod usage;
 
-pub use bars::{Bar, bars};
+pub use bar::Bar;
+pub use bars::bars;
 pub use case::{Cap, Case, Program};
 pub use contender::{Contender, Policy, QemuMode};
 pub use measure::Bench;
-pub use mover::DowntimeParts;
-pub use neighbours::{Noise, Noises};
 pub use page::{put, tables};
 pub use plot::plots;
 pub use program::Disturbance;
 pub use program_run::ProgramResult;
-pub use result::{
-    CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread, StopCircumstances,
-};
+pub use result::{CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread};
+pub use statistics::{DowntimeParts, Noise, Noises, StopCircumstances};
 pub use suite::{Suite, suites};

@@ -2,10 +2,8 @@
 
 use std::time::{Duration, SystemTime};
 
-use serde::{Deserialize, Serialize};
-
 use super::case::Case;
-use super::result::{CompressionStats, StopCircumstances};
+use super::statistics::{CompressionStats, DowntimeParts, StopCircumstances};
 use super::subject::SavedGuest;
 use super::usage::{Meter, Used};
 use crate::agents::Agents;
@@ -14,23 +12,6 @@ use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::run::kill_pid;
 use crate::serial::Serial;
-
-/// Parts of a downtime, ms.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct DowntimeParts {
-    /// QEMU's `stop`.
-    pub stop_ms: f64,
-    /// Transfer of the last pages.
-    pub last_pages_ms: f64,
-    /// Transfer of the devices' state.
-    pub device_state_ms: f64,
-    /// Loading the devices' state.
-    pub load_ms: f64,
-    /// Journals, and the messages GO and RUNNING.
-    pub handover_ms: f64,
-    /// QEMU's `cont`.
-    pub continue_ms: f64,
-}
 
 /// A guest that has been migrated.
 #[derive(Debug)]

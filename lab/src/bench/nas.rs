@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use super::bars::Bar;
+use super::bar::Bar;
 use super::case::Program;
 use super::contender::{Contender, Policy, QemuMode};
 use super::result::{CaseResult, Quantity, Results, Run, Spread, pairs};
@@ -116,7 +116,7 @@ fn percent(spread: Spread) -> String {
 fn downtime(result: &CaseResult, of: Contender, counts: impl Fn(&Run) -> bool) -> Option<String> {
     let runs = result.runs_of(of).filter(|run| counts(run));
     let spread = Spread::of(runs.filter_map(|run| Quantity::Downtime.of(run)))?;
-    Some(super::page::spread_of(spread, 1.0))
+    Some(spread.cell(1.0))
 }
 
 /// Returns the observed patterns, by the paper's letters, with their counts; a dash where the guest was stopped because
@@ -139,7 +139,8 @@ fn patterns(result: &CaseResult) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::super::program_run::ProgramResult;
-    use super::super::result::{Measured, Provenance, SCHEMA, StopCircumstances};
+    use super::super::result::{Measured, Provenance, SCHEMA};
+    use super::super::statistics::StopCircumstances;
     use super::super::suite::{large_nas_case, nas_case};
     use super::*;
 

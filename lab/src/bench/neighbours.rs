@@ -3,11 +3,10 @@
 
 use std::time::{Duration, SystemTime};
 
-use serde::{Deserialize, Serialize};
-
 use super::case::{Case, UNPACED_MIB_PER_S};
-use super::measure::GuestClock;
+use super::guest_clock::GuestClock;
 use super::program::{Moments, compute_disturbance};
+use super::statistics::{Noise, Noises};
 use crate::environment::Environment;
 use crate::error::Result;
 use crate::guest::Guest;
@@ -17,26 +16,6 @@ use crate::spec::{GuestSpec, Load};
 
 /// Memory that it reads over and over, MiB.
 const MEMORY_READ_MIB: u64 = 16;
-
-/// The performance that a migration cost a neighbour.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Noise {
-    /// Time from the request of the migration until the guest resumed at its destination, ms.
-    pub span_ms: f64,
-    /// Work that the neighbour did less in that time than right before, in ms of its usual work.
-    pub lost_work_ms: f64,
-    /// The longest time in which it did not run, ms.
-    pub longest_stall_ms: f64,
-}
-
-/// The performance that a migration cost both neighbours.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Noises {
-    /// The neighbour at the source.
-    pub source: Noise,
-    /// The neighbour at the destination.
-    pub destination: Noise,
-}
 
 /// A guest at each host that is not migrated.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 use serde_json::{Value, json};
 
 use super::contender::{Contender, Policy};
-use super::mover::{Destination, DowntimeParts, MoveInput, MoveOutcome, Moved};
-use super::result::{CompressionStats, StopCircumstances};
+use super::mover::{Destination, MoveInput, MoveOutcome, Moved};
+use super::statistics::{CompressionStats, DowntimeParts, StopCircumstances};
 use super::subject::VM;
 use super::usage::processes_of;
 use crate::error::{Context, Error, Result};

@@ -3,7 +3,8 @@
 
 use super::case::Program;
 use super::contender::{Contender, PageCompression};
-use super::result::{CaseResult, CompressionStats, Measured, Results, Spread};
+use super::result::{CaseResult, Measured, Results, Spread};
+use super::statistics::CompressionStats;
 
 /// Rows: the paper's name, and the contender here.
 const ROWS: [(&str, Contender); 4] = [

@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use super::bars::{Bar, bars};
+use super::bar::Bar;
+use super::bars::bars;
 use super::case::Case;
 use super::contender::{Contender, QemuMode};
 use super::nas;
@@ -169,16 +170,7 @@ fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64)
         .beyond(contender, Contender::NoMigration, quantity)
         .filter(|_| contender != Contender::NoMigration && quantity != Quantity::Brownout)
         .map_or(String::new(), |beyond| format!(", {:+.1}", beyond.median / one));
-    format!(" {}{}{beyond} |", if is_most { "≤ " } else { "" }, spread_of(spread, one))
-}
-
-/// Returns median, least and most in units of `one`.
-pub(crate) fn spread_of(spread: Spread, one: f64) -> String {
-    let number = |value: f64| {
-        let value = value / one;
-        if value.abs() < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") }
-    };
-    format!("**{}** ({}–{})", number(spread.median), number(spread.least), number(spread.most))
+    format!(" {}{}{beyond} |", if is_most { "≤ " } else { "" }, spread.cell(one))
 }
 
 /// Returns the ratio of medians, with the range of the ratios within turns; or the median of the differences within
@@ -222,21 +214,6 @@ fn between([begin, end]: &[String; 2], page: &str, text: &str) -> Option<String>
     let (before, rest) = page.split_once(begin)?;
     let (_, after) = rest.split_once(end)?;
     Some(format!("{before}{begin}\n\n{}\n\n{end}{after}", text.trim()))
-}
-
-/// Describes this machine in a few words.
-pub(super) fn machine() -> String {
-    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-    let after = |text: &str, key: &str| {
-        let line = text.lines().find(|line| line.starts_with(key))?;
-        Some(line.split_once(':')?.1.trim().to_owned())
-    };
-    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let model = after(&read("/proc/cpuinfo"), "model name").unwrap_or_else(|| "unknown".to_owned());
-    let memory = after(&read("/proc/meminfo"), "MemTotal").unwrap_or_default();
-    let gib = memory.trim_end_matches(" kB").parse::<f64>().unwrap_or(0.0) / f64::from(1 << 20);
-    let release = read("/proc/sys/kernel/osrelease");
-    format!("{cpus} processors ({model}), {gib:.0} GiB, Linux {}", release.trim())
 }
 
 #[cfg(test)]

@@ -7,10 +7,9 @@ use plotters::prelude::*;
 
 use super::case::{Case, Program};
 use super::contender::{Contender, Policy, QemuMode};
-use super::mover::DowntimeParts;
 use super::nas;
-use super::neighbours::Noises;
 use super::result::{CaseResult, Quantity, Results, Spread};
+use super::statistics::{DowntimeParts, Noises};
 use crate::error::{Context, Error, Result};
 
 /// The size of a picture, in points.

@@ -9,11 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use super::case::Case;
 use super::contender::Contender;
-use super::mover::DowntimeParts;
-use super::neighbours::{Noise, Noises};
-use super::page::machine;
+use super::machine::machine;
 use super::program::{Disturbance, UNDISTURBED};
 use super::program_run::ProgramResult;
+use super::statistics::{CompressionStats, DowntimeParts, Noise, Noises, StopCircumstances};
 use crate::environment::{Environment, QemuVersion};
 use crate::error::Result;
 use crate::run::run;
@@ -160,39 +159,6 @@ pub struct Measured {
     pub first_round_bytes_per_s: Option<f64>,
 }
 
-/// Statistics of compression.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct CompressionStats {
-    /// Data of pages to send, bytes.
-    pub data_bytes: u64,
-    /// Bytes sent for the data.
-    pub wire_bytes: u64,
-    /// Processor time of compressing, ms.
-    pub cpu_ms: f64,
-}
-
-impl CompressionStats {
-    /// Returns the bytes of data for each sent byte.
-    pub fn ratio(self) -> f64 {
-        self.data_bytes.max(1) as f64 / self.wire_bytes.max(1) as f64
-    }
-}
-
-/// Circumstances of the guest's stop.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StopCircumstances {
-    /// Sampling intervals after the first pass over all of memory.
-    pub intervals: u64,
-    /// Dirty pages at the last dirty scan before the stop.
-    pub remaining_pages: u64,
-    /// Post-copy: pages that had to be sent: each once, and those written after their first send once more. Absent for
-    /// other ways, and where it was not recorded.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub needed_pages: Option<u64>,
-    /// The detected pattern, if any.
-    pub pattern: Option<String>,
-}
-
 /// A median with the least and the most.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spread {
@@ -217,6 +183,15 @@ impl Spread {
             f64::midpoint(numbers[middle - 1], numbers[middle])
         };
         Some(Self { median, least, most })
+    }
+
+    /// Returns median, least and most in units of `one`, for a table.
+    pub(crate) fn cell(self, one: f64) -> String {
+        let number = |value: f64| {
+            let value = value / one;
+            if value.abs() < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") }
+        };
+        format!("**{}** ({}–{})", number(self.median), number(self.least), number(self.most))
     }
 }
 

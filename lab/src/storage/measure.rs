@@ -8,9 +8,12 @@ use std::time::Duration;
 
 use super::case::{DiskCase, Mover, Workload};
 use super::clients::{Clients, ClientsReport};
+use super::freeze::{Copier, by_copying};
 use super::guest::{NUMBER, QEMU, VM, boot, check};
 use super::io::{self, IoTurn};
-use super::mover::{DiskMoveInput, DiskMoveOutcome, MovedGuest, move_guest};
+use super::mirror::by_mirror;
+use super::mover::{DiskMoveInput, DiskMoveOutcome, MovedGuest};
+use super::ours::by_whimbrel;
 use super::overhead::{content, disk_content, payload_bytes};
 use super::player::judge_film;
 use super::result::{ClientObservations, DiskCaseResult, DiskMeasured, DiskRun};
@@ -294,6 +297,16 @@ impl MigrationMoments {
                 gaps_by_seconds(&watched.counts.frames, seconds)
             },
         }
+    }
+}
+
+/// Migrates the guest.
+fn move_guest(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<DiskMoveOutcome> {
+    match mover {
+        Mover::Mirror => by_mirror(stage),
+        Mover::Scp => by_copying(stage, Copier::Scp),
+        Mover::Rsync => by_copying(stage, Copier::Rsync),
+        _ => by_whimbrel(stage, mover),
     }
 }
 

@@ -4,11 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
-use super::case::{DiskCase, Mover};
-use super::freeze::{Copier, by_copying};
+use super::case::DiskCase;
 use super::guest::VM;
-use super::mirror::by_mirror;
-use super::ours::by_whimbrel;
 use crate::agents::Agents;
 use crate::bench::subject::{SavedGuest, waiting};
 use crate::environment::{Environment, Qemu};
@@ -58,16 +55,6 @@ pub(super) enum DiskMoveOutcome {
     MovedGuest(Box<MovedGuest>),
     /// Given up, by the bench or by the mover itself, with the reason. The guest runs where it ran.
     GivenUp(String),
-}
-
-/// Migrates the guest.
-pub(super) fn move_guest(stage: &DiskMoveInput<'_>, mover: Mover) -> Result<DiskMoveOutcome> {
-    match mover {
-        Mover::Mirror => by_mirror(stage),
-        Mover::Scp => by_copying(stage, Copier::Scp),
-        Mover::Rsync => by_copying(stage, Copier::Rsync),
-        _ => by_whimbrel(stage, mover),
-    }
 }
 
 impl DiskMoveInput<'_> {

@@ -7,7 +7,7 @@ use super::case::Mover;
 use super::io::DriverState;
 use super::result::{DiskCaseResult, DiskQuantity, DiskResults};
 use crate::bench::Spread;
-use crate::bench::page::{bars_table, spread_of};
+use crate::bench::page::bars_table;
 
 /// A column of the tables: its heading, its quantity, and the quantity's value that is shown as one.
 const COLUMNS: [(&str, DiskQuantity, f64); 18] = [
@@ -67,7 +67,7 @@ fn moves(result: &DiskCaseResult, text: &mut String) {
     let _ = writeln!(text, "| | ended | {headings} |\n|{}", "---|".repeat(columns.len() + 2));
     for mover in result.movers() {
         let (ended, all) = result.ended(mover);
-        let cell = |quantity, one| result.spread(mover, quantity).map(|spread| spread_of(spread, one));
+        let cell = |quantity, one| result.spread(mover, quantity).map(|spread| spread.cell(one));
         let cells = columns.iter().map(|(_, quantity, one)| cell(*quantity, *one).unwrap_or_default());
         let cells = cells.collect::<Vec<_>>().join(" | ");
         let _ = writeln!(text, "| {mover} | {ended}/{all} | {cells} |");
@@ -109,7 +109,7 @@ fn states(result: &DiskCaseResult, text: &mut String) {
     for (state, name) in STATES {
         let of = |value: &dyn Fn(&super::IoTurn) -> Option<f64>| {
             let spread = Spread::of(result.io.iter().filter_map(value));
-            spread.map(|spread| spread_of(spread, 1.0)).unwrap_or_default()
+            spread.map(|spread| spread.cell(1.0)).unwrap_or_default()
         };
         let link = |turn: &super::IoTurn| {
             turn.states.iter().find(|rates| rates.state == state).map(|rates| rates.link_bytes_per_s / 1e3)

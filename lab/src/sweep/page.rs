@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::point::{ACTIVE_MIB, CONFIGURATIONS, ITERATIONS, KERNELS, kernel_case_name, place};
-use crate::bench::page::spread_of;
 use crate::bench::{CaseResult, Contender, Policy, QemuMode, Quantity, Results};
 
 /// The contender that stops a kernel of figure 5 after a number of iterations.
@@ -74,7 +73,7 @@ fn total(point: &CaseResult, contender: Contender) -> String {
     let (ended, all) = point.ended(contender);
     let downtime = point.spread(contender, Quantity::Downtime).map_or(0.0, |spread| spread.median);
     let spread = point.spread(contender, Quantity::Total);
-    let spread = spread.map(|spread| format!("{}; {downtime:.0} ms", spread_of(spread, 1e3)));
+    let spread = spread.map(|spread| format!("{}; {downtime:.0} ms", spread.cell(1e3)));
     match (ended == all, spread) {
         (true, spread) => spread.unwrap_or_default(),
         (false, spread) => format!("{} {ended}/{all} ended", spread.unwrap_or_default()).trim().to_owned(),
@@ -96,7 +95,7 @@ fn iterations(results: &Results, name: &str, stopper: Stopper, text: &mut String
         let Some(point) = point else { continue };
         let cell = |passes| {
             let spread = point.spread(stopper(passes), Quantity::Downtime);
-            spread.map(|spread| spread_of(spread, 1.0)).unwrap_or_default()
+            spread.map(|spread| spread.cell(1.0)).unwrap_or_default()
         };
         let _ = writeln!(text, "| {} | {} |", kernel.to_uppercase(), ITERATIONS.map(cell).join(" | "));
     }
@@ -113,7 +112,7 @@ fn others(results: &Results, text: &mut String) {
     for point in points {
         for contender in point.contenders() {
             let cell = |quantity, one| {
-                point.spread(contender, quantity).map(|spread| spread_of(spread, one)).unwrap_or_default()
+                point.spread(contender, quantity).map(|spread| spread.cell(one)).unwrap_or_default()
             };
             let (ended, all) = point.ended(contender);
             let _ = writeln!(

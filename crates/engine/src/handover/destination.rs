@@ -29,7 +29,7 @@ use proto::message::{RegistryRequest, Verdict};
 use proto::{Epoch, Incarnation};
 use serde::{Deserialize, Serialize};
 
-use super::recover::OperatorDecision;
+use super::operator::OperatorDecision;
 use super::registry::{RegistryAnswer, RequestPurpose};
 use super::{Ignored, Illegal, MigrationTerms, QemuAtStart, Role, Step};
 

@@ -56,6 +56,7 @@
 
 pub mod destination;
 mod fault_point;
+mod operator;
 pub mod recover;
 pub mod registry;
 pub mod source;

@@ -10,23 +10,7 @@ use super::MigrationTerms;
 use super::destination::DestinationState;
 use super::source::SourceState;
 
-/// Decision of an operator, at either host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(tag = "decision", rename_all = "kebab-case")]
-pub enum OperatorDecision {
-    /// The guest is to run at this host.
-    RunHere {
-        /// At the source: also if the destination owns the VM in the registry.
-        force: bool,
-    },
-    /// The guest is to run at the other host, or nowhere: this host's copy is given up.
-    RunElsewhere,
-    /// One of the two by the operator's decision alone: the registry is lost, and is not asked.
-    WithoutRegistry {
-        /// True if the guest is to run at this host.
-        run_here: bool,
-    },
-}
+pub use super::operator::OperatorDecision;
 
 /// A possible decision, and its risk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

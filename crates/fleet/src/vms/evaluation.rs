@@ -6,6 +6,7 @@ use super::baseline::Baseline;
 use super::metrics::Metrics;
 use super::ours::Ours;
 use super::plausibility::{Bounds, Finding, check};
+use super::result::{PolicyResult, REFERENCE};
 use super::setup::{BadSetup, MemoryRule, Setup};
 use super::simulation::simulate;
 use crate::planner::{BadSettings, Settings};
@@ -16,18 +17,6 @@ pub const SCHEMA: &str = "whimbrel.energy.vms/1";
 
 /// Name of the planner among the policies.
 pub const OURS: &str = "whimbrel";
-
-/// Name of the baseline that the planner is measured against.
-pub const REFERENCE: &str = "LR-MMT";
-
-/// Result of a policy.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PolicyResult {
-    /// Name of the policy.
-    pub policy: String,
-    /// Its metrics.
-    pub metrics: Metrics,
-}
 
 /// Results of a day.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::evaluation::{PolicyResult, REFERENCE};
+use super::result::{PolicyResult, REFERENCE};
 use super::setup::{MemoryRule, STEP_S, Setup};
 
 /// Bounds of the energy of a day, in kWh.

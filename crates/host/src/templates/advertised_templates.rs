@@ -17,13 +17,10 @@ use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, TEMPLATE_PAGES};
 use proto::message::{Message, NamedRun};
 use tracing::{info, warn};
 
-use super::catalogue::{Catalogue, PageRun};
+use super::catalogue::{Catalogue, MAX_ADVERTISED_PAGES, PageRun};
 use super::shared_storage::SharedImage;
 use super::template_indexer::{is_whole, open};
 use super::{Template, Templates, from_hex, lock, to_hex};
-
-/// Maximum number of pages of templates that are advertised to a source: 4 GiB, for which it needs 18 MiB.
-pub const MAX_ADVERTISED_PAGES: u64 = 1 << 20;
 
 /// The templates that were advertised to the source of one VM.
 #[derive(Debug)]

@@ -19,6 +19,8 @@ use block::image::ImageError;
 use block::reading::ImageReader;
 use proto::limits::{PAGE_BYTES, TEMPLATE_PAGES};
 
+/// Maximum number of pages of templates that are advertised to a source: 4 GiB, for which it needs 18 MiB.
+pub const MAX_ADVERTISED_PAGES: u64 = 1 << 20;
 /// Extension of an unfinished catalogue.
 pub(super) const UNFINISHED: &str = "unfinished";
 

@@ -24,8 +24,7 @@ use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, SHARED_IMAGES};
 use qemu::describe::Disk;
 use tracing::debug;
 
-use super::advertised_templates::MAX_ADVERTISED_PAGES;
-use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, name_pages};
+use super::catalogue::{Catalogue, CatalogueError, Identity, MAX_ADVERTISED_PAGES, UNFINISHED, name_pages};
 use super::template_indexer::{CATALOGUE, catalogue_of};
 
 /// An image with more data than this many times the guest's memory is not read: too little of it would be in memory.

@@ -15,7 +15,8 @@ use crate::dirty::ChunkPages;
 use crate::lock;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
-use crate::reductions::decoding::{Decoders, EncodedRun};
+use crate::reductions::decoders::Decoders;
+use crate::reductions::decoding::EncodedRun;
 use crate::send::stream_of;
 use crate::wire::{FrameSink, FrameSource};
 

@@ -1,70 +1,34 @@
-//! Decoders: the part of a reduction that one stream's thread uses at the destination.
+//! Traits of decoders: the part of a reduction that one stream's thread uses at the destination.
 
-use std::fmt;
+use std::io;
 use std::ops::Range;
-use std::sync::Arc;
 
 use proto::frame::FrameKind;
+use proto::packed::Codec;
 use proto::pages::{BadPages, Content, PageRun, PagesHeader};
 
-use super::compression::decoder::{BadPacked, StreamDecompressor};
-use super::deltas::decoder::DeltaDecoder;
-use super::references::Templates;
-use super::references::decoder::ReferenceDecoder;
 use crate::dirty::ChunkPages;
 use crate::ram::{BlockWriter, RamError};
 
-/// Abilities of the destination on which a source may rely.
-#[derive(Default)]
-pub struct AcceptedReductions {
-    /// Further content that references may name.
-    pub templates: Option<Arc<dyn Templates>>,
-    /// Seed of the page hashes in deltas; None if deltas are not accepted.
-    pub delta_seed: Option<u64>,
-}
-
-impl AcceptedReductions {
-    /// Creates the decoders of one stream.
-    pub(crate) fn decoders(&self) -> Decoders {
-        let Self { templates, delta_seed } = self;
-        Decoders {
-            of_runs: vec![
-                Box::new(ReferenceDecoder::new(templates.clone())),
-                Box::new(DeltaDecoder::new(*delta_seed)),
-            ],
-            of_frames: vec![Box::new(StreamDecompressor::default())],
-        }
-    }
-}
-
-impl fmt::Debug for AcceptedReductions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AcceptedReductions").finish_non_exhaustive()
-    }
-}
-
-/// The decoders of one stream.
-pub(crate) struct Decoders {
-    of_runs: Vec<Box<dyn RunDecoder>>,
-    of_frames: Vec<Box<dyn FrameDecoder>>,
-}
-
-impl Decoders {
-    /// Decodes a run into `into`. Returns the pages whose content is right; the others are missing.
-    pub(crate) fn decode_run(
-        &mut self,
-        content: Content,
-        run: &EncodedRun<'_>,
-        into: &mut [u8],
-    ) -> Result<ChunkPages, BadPages> {
-        let decoder = self.of_runs.iter_mut().find(|decoder| decoder.decodes(content));
-        decoder.ok_or(BadPages::Runs)?.decode(run, into)
-    }
-
-    /// Returns the decoder of frames of a kind; None if such frames are not allowed.
-    pub(crate) fn of_frames(&mut self, kind: FrameKind) -> Option<&mut Box<dyn FrameDecoder>> {
-        self.of_frames.iter_mut().find(|decoder| decoder.decodes(kind))
-    }
+/// Error of compressed data.
+#[derive(Debug, thiserror::Error)]
+pub enum BadPacked {
+    /// The data is invalid for its codec, or longer than announced.
+    #[error("data that {codec} cannot decompress", codec = codec.name())]
+    Codec {
+        /// The announced codec.
+        codec: Codec,
+        /// Error of the codec.
+        source: io::Error,
+    },
+    /// The data is shorter than announced.
+    #[error("compressed data of {found} bytes instead of {expected}")]
+    Length {
+        /// Length of the runs' data, in bytes.
+        expected: usize,
+        /// Length of the decompressed data, in bytes.
+        found: usize,
+    },
 }
 
 /// Error of a frame that cannot be decoded.

@@ -21,6 +21,7 @@ use crate::dirty::DirtyBitmap;
 use crate::meter::LinkMeter;
 
 pub(crate) mod compression;
+pub(crate) mod decoders;
 pub(crate) mod decoding;
 pub(crate) mod deltas;
 pub(crate) mod hints;

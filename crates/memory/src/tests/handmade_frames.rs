@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, end};
-use crate::reductions::compression::decoder::BadPacked;
+use crate::reductions::decoding::BadPacked;
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, AttachError, ChunkPages, DataStream, ReceiveError, Receiver, ReceiverEvent, lock,

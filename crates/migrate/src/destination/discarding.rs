@@ -10,7 +10,7 @@ use ::memory::{BlockWriter, DirtyBitmap, DiscardMethod, decode_chunks};
 use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
 use tracee::{AddressRange, Injector, Process};
 
-use super::post_copy_receiver::PostCopyError;
+use super::post_copy_error::PostCopyError;
 use host::ArrivingVm;
 use host::ram;
 

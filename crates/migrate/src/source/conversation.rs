@@ -12,9 +12,10 @@ use proto::message::Message;
 use tracing::warn;
 
 use super::Driver;
+use super::failure::{Failure, unexpected};
 use super::inbox::Notice;
 use super::memory::Payload;
-use super::phases::{Control, Failure, unexpected};
+use super::phases::Control;
 use api::progress::Phase;
 use host::peers;
 

@@ -50,8 +50,9 @@ impl Driver {
     /// Ends a settled migration: last journal entries, report, final progress.
     pub(super) fn end(&mut self) {
         let payload = self.resources.payload.take();
-        let references = payload
-            .and_then(|payload| Some((payload.ram_blocks(), payload.reduction::<ActiveReferences>()?)));
+        let references = payload.and_then(|payload| {
+            Some((payload.ram_blocks(), self.resources.reductions.find::<ActiveReferences>()?))
+        });
         self.telemetry.follow(None);
         self.await_abort_read();
         if let Some(state) = self.session.take_unjournalled() {

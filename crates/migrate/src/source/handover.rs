@@ -13,8 +13,8 @@ use proto::message::Proposal;
 use tracing::{error, info, warn};
 
 use self::effects::EffectError;
+use super::failure::Failure;
 use super::inbox::Notice;
-use super::phases::Failure;
 use super::{Details, Driver};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;

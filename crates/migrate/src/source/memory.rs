@@ -1,6 +1,5 @@
 //! Content that the data streams send, and the observations of rounds for the policy.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::{BlockReader, DirtyBitmap, Owed, Reductions, RoundStats, ScanStats, SourceRam, Stage};
@@ -12,7 +11,6 @@ use engine::precopy::{
 use engine::precopy::{RoundCountPolicy, TargetPolicy};
 
 use super::Goals;
-use super::reductions::{ActiveReduction, ActiveReductions};
 use super::telemetry::DeferredPages;
 use api::report::Round;
 use api::{self, StopPolicy, ThrottleWrites};
@@ -22,8 +20,7 @@ pub(crate) struct Payload {
     readers: SourceRam,
     /// Lengths of the blocks that may be sent after the guest runs at the destination, in bytes. The others follow them.
     ram_bytes: Vec<u64>,
-    /// Reductions of the data that is sent, and their parts that the streams use.
-    reductions: ActiveReductions,
+    /// Reductions of the data that is sent.
     saving: Reductions,
 }
 
@@ -31,12 +28,7 @@ impl Payload {
     /// Creates the payload; the first `post_copied` blocks may be sent after the guest runs at the destination.
     pub(crate) fn new(readers: Vec<Box<dyn BlockReader>>, post_copied: usize) -> Self {
         let ram_bytes = readers.iter().take(post_copied).map(|reader| reader.bytes()).collect();
-        Self {
-            readers: readers.into(),
-            ram_bytes,
-            reductions: ActiveReductions::default(),
-            saving: Reductions::default(),
-        }
+        Self { readers: readers.into(), ram_bytes, saving: Reductions::default() }
     }
 
     pub(crate) fn readers(&self) -> SourceRam {
@@ -45,14 +37,8 @@ impl Payload {
 
     /// Reduces the data that is sent from here on. The caller calls this before memory is prepared, because the log of
     /// memory has to report which of its pages are written.
-    pub(crate) fn set_reductions(&mut self, reductions: ActiveReductions) {
-        self.saving = reductions.of_streams();
-        self.reductions = reductions;
-    }
-
-    /// Returns the reduction of a type, if it is in use.
-    pub(crate) fn reduction<T: ActiveReduction>(&self) -> Option<Arc<T>> {
-        self.reductions.find()
+    pub(crate) fn set_reductions(&mut self, reductions: Reductions) {
+        self.saving = reductions;
     }
 
     /// Ends the reductions that have to end at this stage.

@@ -37,8 +37,8 @@ use proto::message::{CopiedDisk, Proposal};
 use qemu::qmp::Qmp;
 
 use super::Controls;
+use super::failure::Failure;
 use super::memory::Payload;
-use super::phases::Failure;
 use api::progress::DiskProgress;
 use host::verification::Hashes;
 use host::{Context, SourceVm};

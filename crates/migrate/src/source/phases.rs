@@ -11,11 +11,12 @@
 //! ```
 //!
 //! A phase that cannot continue returns a [`Failure`]: the event for the engine, and the reason for users. The rounds
-//! are in [`rounds`]; the work while the guest is stopped is in [`switchover`].
+//! are in [`pre_copy`]; the work while the guest is stopped is in [`switchover`].
 
 mod ahead;
 mod pass_scheduler;
 mod postcopy;
+mod pre_copy;
 mod rounds;
 mod switchover;
 
@@ -27,12 +28,14 @@ use std::time::{Duration, Instant};
 use ::memory::Owed;
 use engine::handover::source::{SourceEvent, SourceState};
 use link::Writer;
-use proto::message::{Acceptance, CopiedDisk, DiskMode, Finding, Message, ProposedDisk, Severity};
+use proto::message::{Acceptance, CopiedDisk, DiskMode, Message, ProposedDisk};
 use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
 
+use super::agreement::Accepted;
 use super::cpu_throttle::CpuThrottle;
+use super::failure::{Failure, gone, refusal, unexpected};
 use super::memory::Payload;
 use super::participants::{Agreed, Preparation};
 use super::pressure;
@@ -42,30 +45,6 @@ use api::report::{Disk, Measured};
 use api::{StopPolicy, ThrottleCpu};
 use host::SourceVm;
 use store::journal::Durability;
-
-/// Failure of a phase, which ends the migration.
-#[derive(Debug)]
-pub(crate) struct Failure {
-    /// Event for the engine.
-    pub(crate) event: SourceEvent,
-    /// Reason for users.
-    pub(crate) reason: String,
-}
-
-impl Failure {
-    pub(crate) fn new(event: SourceEvent, reason: impl Into<String>) -> Self {
-        Self { event, reason: reason.into() }
-    }
-
-    /// Creates a failure that has its cause at the source, from an error with all its causes.
-    pub(crate) fn local(doing: &str, error: &dyn std::error::Error) -> Self {
-        Self::new(SourceEvent::Failed, format!("{doing}: {}", crate::chain(error)))
-    }
-
-    pub(super) fn peer(doing: &str, error: &dyn std::error::Error) -> Self {
-        Self::new(SourceEvent::PeerLost, format!("{doing}: {}", crate::chain(error)))
-    }
-}
 
 /// The writing half of a control stream; a thread of its own reads the other half into the inbox.
 #[derive(Debug)]
@@ -89,21 +68,6 @@ pub(crate) struct StopClock {
     /// Downtime that the policy expected when it decided to stop.
     pub(crate) expected_downtime: Duration,
     pub(crate) measured: Measured,
-}
-
-/// Capabilities that a destination has accepted.
-#[derive(Debug)]
-pub(super) struct Accepted {
-    /// Disks that are to be sent.
-    pub(super) copied: Vec<CopiedDisk>,
-    /// True if the destination accepts page references.
-    pub(super) references: bool,
-    /// Number of templates at the destination.
-    pub(super) templates: u16,
-    /// Codecs that both hosts know.
-    pub(super) codecs: Vec<Codec>,
-    /// True if the destination accepts deltas.
-    pub(super) deltas: bool,
 }
 
 /// Kind of the stop that ends the rounds.
@@ -163,7 +127,7 @@ impl Driver {
         }
         let (state, sender) = self.last_pages(sender, owed, payload)?;
         if self.controls.goals().verify {
-            self.verify(payload)?;
+            self.verify()?;
         }
         self.load(&state, Some(sender))
     }
@@ -335,29 +299,5 @@ impl Driver {
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {
         self.resources.vm.as_mut().ok_or_else(gone)
-    }
-}
-
-fn gone() -> Failure {
-    Failure::new(SourceEvent::QemuDied, "QEMU is gone")
-}
-
-pub(super) fn unexpected(message: &Message) -> Failure {
-    let kind = serde_json::to_value(message).ok().and_then(|value| value["type"].as_str().map(str::to_owned));
-    let kind = kind.unwrap_or_default();
-    Failure::new(SourceEvent::Failed, format!("the destination sent an unexpected message `{kind}`"))
-}
-
-/// Returns the blockers among findings, as one line.
-pub(crate) fn refusal(findings: &[Finding]) -> String {
-    let blockers: Vec<_> = findings
-        .iter()
-        .filter(|finding| finding.severity == Severity::Blocker)
-        .map(|finding| format!("{}: {}", finding.what, finding.advice))
-        .collect();
-    if blockers.is_empty() {
-        "the destination refused without giving a reason".to_owned()
-    } else {
-        format!("the destination refuses: {}", blockers.join("; "))
     }
 }

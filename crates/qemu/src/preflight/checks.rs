@@ -1,7 +1,8 @@
 //! Checks, by subject.
 
 use super::devices::devices;
-use super::{DestinationFacts, Finding, Severity, SourceFacts};
+use super::findings::{Findings, add, major_minor};
+use super::{DestinationFacts, Severity, SourceFacts};
 use crate::describe::Problem;
 use crate::options::Value;
 use crate::queues;
@@ -18,18 +19,6 @@ const MIN_KERNEL: (u64, u64) = (6, 7);
 const PAGE_BYTES: u64 = 4096;
 /// Oldest QEMU with which this was tested.
 const MIN_TESTED_QEMU: (u64, u64) = (7, 2);
-
-pub(super) type Findings = Vec<Finding>;
-
-pub(super) fn add(
-    findings: &mut Findings,
-    severity: Severity,
-    code: &str,
-    what: impl Into<String>,
-    remedy: impl Into<String>,
-) {
-    findings.push(Finding { severity, code: code.to_owned(), what: what.into(), remedy: remedy.into() });
-}
 
 use Severity::{Blocker, Info, Warning};
 
@@ -454,11 +443,4 @@ fn network(value: &Value, findings: &mut Findings) {
             "nothing, if the guest's programs reconnect; to keep connections, use a tap on a bridge",
         );
     }
-}
-
-/// Returns major and minor of a version or a kernel's release.
-pub(super) fn major_minor(version: &str) -> (u64, u64) {
-    let mut parts =
-        version.split(|letter: char| !letter.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
-    (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
 }

@@ -1,7 +1,7 @@
 //! Checks of the guest's devices: those that the destination's QEMU would show differently, and those whose state it
 //! does not load.
 
-use super::checks::{add, major_minor};
+use super::findings::{add, major_minor};
 use super::{DestinationFacts, Finding, Severity, SourceFacts};
 use crate::tree::{Difference, GEOMETRY_PROPERTIES, VHOST_PROPERTIES};
 

@@ -1,7 +1,7 @@
 //! Checks that the destination sees the guest's disks, and the same ones.
 
 use super::Severity::{Blocker, Warning};
-use super::checks::{Findings, add};
+use super::findings::{Findings, add};
 use super::{DestinationFacts, DestinationFile, FileIdentity, SourceFacts};
 use crate::cmdline::QemuOption;
 

@@ -1,8 +1,8 @@
 //! Gathering of the facts for [`super::check`], on each host separately.
 
-use super::checks::major_minor;
 use super::facts::{self, HostFacts};
 use super::files::{NeededFile, files_not_open, inspect_files};
+use super::findings::major_minor;
 use super::{DestinationFacts, OpenFiles, QemuInfo, SourceFacts};
 use crate::command::{HostRules, RamPlan};
 use crate::control;

@@ -11,7 +11,7 @@ use super::DestinationEffect as Do;
 use super::DestinationEvent as On;
 use super::DestinationReport as Notice;
 use super::DestinationState as In;
-use crate::handover::recover::OperatorDecision;
+use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
 

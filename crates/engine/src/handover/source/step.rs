@@ -11,7 +11,7 @@ use super::SourceEffect as Do;
 use super::SourceEvent as On;
 use super::SourceReport as Notice;
 use super::SourceState as In;
-use crate::handover::recover::OperatorDecision;
+use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
 

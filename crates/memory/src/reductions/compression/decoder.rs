@@ -8,28 +8,7 @@ use proto::pages::{PageRun, PagesHeader};
 use zstd::bulk;
 
 use super::codec::{Decoder, Lz4};
-use crate::reductions::decoding::{BadFrame, FrameDecoder};
-
-/// Error of compressed data.
-#[derive(Debug, thiserror::Error)]
-pub enum BadPacked {
-    /// The data is invalid for its codec, or longer than announced.
-    #[error("data that {codec} cannot decompress", codec = codec.name())]
-    Codec {
-        /// The announced codec.
-        codec: Codec,
-        /// Error of the codec.
-        source: io::Error,
-    },
-    /// The data is shorter than announced.
-    #[error("compressed data of {found} bytes instead of {expected}")]
-    Length {
-        /// Length of the runs' data, in bytes.
-        expected: usize,
-        /// Length of the decompressed data, in bytes.
-        found: usize,
-    },
-}
+use crate::reductions::decoding::{BadFrame, BadPacked, FrameDecoder};
 
 /// The decoders of one stream, and a reused buffer.
 #[derive(Default)]

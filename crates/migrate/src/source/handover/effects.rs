@@ -14,6 +14,7 @@ use tracing::{error, warn};
 use crate::source::Driver;
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::inbox::Notice;
+use crate::source::reductions::ActiveReductions;
 use crate::state_machine::StateMachine;
 use host::fault::Faults;
 use host::{ownership, vms};
@@ -121,6 +122,7 @@ impl StateMachine for Driver {
                 self.resources.cpu_throttle = None;
                 self.resources.later = None;
                 self.resources.payload = None;
+                self.resources.reductions = ActiveReductions::default();
                 self.inbox.interrupts(None);
                 // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {

@@ -13,8 +13,9 @@ use tracing::warn;
 
 use super::effects::EffectError;
 use crate::source::Driver;
+use crate::source::failure::unexpected;
 use crate::source::inbox::{Notice, Reply};
-use crate::source::phases::{Control, unexpected};
+use crate::source::phases::Control;
 use crate::state_machine::StateMachine;
 use api::report::Downtime;
 use host::peers;

@@ -12,8 +12,8 @@ use proto::message::{Message, PageRequest, Proposal};
 use tracing::{info, warn};
 
 use crate::destination::untrusted;
+use crate::source::failure::Failure;
 use crate::source::inbox::Notice;
-use crate::source::phases::Failure;
 use crate::source::serving::PostCopyServer;
 use crate::source::{Details, Driver};
 use host::ram::JournalledRegion;

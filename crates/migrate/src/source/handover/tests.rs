@@ -12,10 +12,10 @@ use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
+use crate::source::agreement::Accepted;
 use crate::source::memory::Payload;
 use crate::source::participants::StopKind;
 use crate::source::participants::tests::{Fake, Steps, taken};
-use crate::source::phases::Accepted;
 use crate::source::{Controls, Goals, Inbox, Mailbox};
 use ::memory::Owed;
 use api::progress::Publisher;

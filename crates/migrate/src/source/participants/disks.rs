@@ -22,7 +22,7 @@ use qemu::recording::{RecordError, RecordedDisk, Recording};
 use self::write_throttle::DiskWriteThrottle;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::Goals;
-use crate::source::phases::Failure;
+use crate::source::failure::Failure;
 use api::progress::DiskProgress;
 use host::disks::{DiskLog, LeavingDisk, SocketPath, drop_page_cache, first_pages};
 use host::verification::{DiskImage, Hashes};

@@ -7,7 +7,7 @@ use qemu::qmp::Qmp;
 use tracee::{InjectError, TrackerStart};
 
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
-use crate::source::phases::Failure;
+use crate::source::failure::Failure;
 use api::progress::DiskProgress;
 use host::ram;
 use host::verification::Hashes;

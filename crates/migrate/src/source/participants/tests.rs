@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::*;
-use crate::source::phases::Failure;
+use crate::source::failure::Failure;
 use ::memory::{PageCounts, RamError};
 use host::fault::Faults;
 

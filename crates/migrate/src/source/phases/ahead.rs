@@ -9,9 +9,9 @@ use engine::handover::source::SourceEvent;
 use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;
 
-use super::Failure;
 use super::rounds::DirtyScan;
 use crate::source::Driver;
+use crate::source::failure::Failure;
 use crate::source::memory::Payload;
 use api::OnLimit;
 

@@ -13,7 +13,7 @@ use proto::message::Message;
 
 use super::rounds::DirtyScan;
 use super::switchover::cannot_save;
-use super::{Failure, gone, unexpected};
+use crate::source::failure::{Failure, gone, unexpected};
 use crate::source::memory::Payload;
 use crate::source::participants::StopKind;
 use crate::source::serving::PostCopyServer;

@@ -11,7 +11,8 @@ use engine::session::StopPatience;
 use proto::message::Message;
 use tracing::warn;
 
-use super::{Failure, Ready, gone, unexpected};
+use super::Ready;
+use crate::source::failure::{Failure, gone, unexpected};
 use crate::source::memory::Payload;
 use crate::source::participants::StopKind;
 use crate::source::reductions::hints::ActiveHints;
@@ -199,12 +200,12 @@ impl Driver {
         }
     }
 
-    pub(super) fn verify(&mut self, payload: &Payload) -> Result<(), Failure> {
+    pub(super) fn verify(&mut self) -> Result<(), Failure> {
         self.phase(Phase::Verifying);
         let began = Instant::now();
         // Otherwise memory that was plugged in the meantime would be taken for lost memory.
         self.check_unchanged()?;
-        let hints = payload.reduction::<ActiveHints>();
+        let hints = self.resources.reductions.find::<ActiveHints>();
         let left_out = hints.map_or_else(Vec::new, |hints| hints.left_out());
         let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;

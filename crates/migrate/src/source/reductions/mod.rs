@@ -15,8 +15,8 @@ use std::sync::mpsc::Sender;
 use ::memory::{ContentIndex, LinkCounters, LinkMeter, Reduction};
 use proto::packed::CompressionTrial;
 
+use super::agreement::Accepted;
 use super::memory::Payload;
-use super::phases::Accepted;
 use super::{Controls, Driver};
 use api::report::Report;
 use compression::ActiveCompression;
@@ -142,7 +142,7 @@ impl Driver {
     /// Starts the reductions that were requested and that the destination can undo; the report notes each request that
     /// is left out for that reason. Policies control them until the returned value is dropped.
     pub(super) fn start_reductions(
-        &self,
+        &mut self,
         accepted: &Accepted,
         known: Option<(ContentIndex, Option<SharedImages>)>,
         payload: &mut Payload,
@@ -164,7 +164,8 @@ impl Driver {
         let list: Vec<_> = list.into_iter().flatten().collect();
         let is_watched = list.iter().any(|reduction| reduction.needs_samples(false));
         let reductions = ActiveReductions::new(list, is_watched || is_compressed);
-        payload.set_reductions(reductions.clone());
+        payload.set_reductions(reductions.of_streams());
+        self.resources.reductions = reductions.clone();
         let workers = controls.goals().settings.streams;
         let meter = reductions.meter.clone().filter(|_| is_watched);
         let start =

@@ -12,8 +12,8 @@ use ::memory::{DirtyBitmap, HintedPages, LinkCounters, Owed, Readable, Reduction
 
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
+use crate::source::failure::Failure;
 use crate::source::memory::Payload;
-use crate::source::phases::Failure;
 use crate::source::{Controls, Driver};
 use api::HintedMemory;
 use api::report::{self, Report};
@@ -115,8 +115,8 @@ impl Driver {
     /// Connects to the program in the guest; returns none if there is no such program. This only saves bytes: its
     /// errors are noted in the report. The caller calls this right before memory is sent, so that the port is occupied
     /// no longer than needed.
-    pub(in crate::source) fn connect_to_guest(&mut self, payload: &Payload) -> Option<FreePageHints> {
-        let hinted = Arc::clone(&payload.reduction::<ActiveHints>()?.hinted);
+    pub(in crate::source) fn connect_to_guest(&mut self) -> Option<FreePageHints> {
+        let hinted = Arc::clone(&self.resources.reductions.find::<ActiveHints>()?.hinted);
         let wanted = self.controls.goals().settings.free_page_hints;
         let cache = match wanted {
             HintedMemory::None => return None,

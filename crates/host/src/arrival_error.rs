@@ -73,6 +73,14 @@ pub enum ArrivalError {
     /// The file of one of its disks was replaced.
     #[error("{0}")]
     Replaced(String),
+    /// A part of the VM could not be removed again if the migration ended early.
+    #[error("{participant} cannot undo its step {step} at the destination; please report this")]
+    Irreversible {
+        /// Name of the participant.
+        participant: &'static str,
+        /// Name of the step.
+        step: &'static str,
+    },
     /// QEMU is gone, or has loaded a device state before.
     #[error("QEMU is gone")]
     Gone,

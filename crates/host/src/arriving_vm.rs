@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use crate::ArrivalError;
 use crate::Context;
 use crate::config::Config;
-use crate::disks::{self, KnownFile};
+use crate::disks;
 use crate::freeze::{self, FreezeError};
 use crate::logs;
 use crate::missing_pages_record::MissingPagesRecord;
@@ -193,8 +193,6 @@ pub struct ArrivingVm {
     pub artifacts: ArrivalArtifacts,
     /// RAM blocks in the order of the proposal.
     pub blocks: Vec<RamBlock>,
-    /// Images that QEMU will open anew before its guest runs.
-    pub files: Vec<KnownFile>,
     /// Absent once the device state was loaded.
     incoming: Option<Incoming>,
     watch: Option<ExitWatch>,
@@ -229,16 +227,8 @@ impl ArrivingVm {
             Ok((process, blocks, incoming, seen)) => {
                 let qmp = Some(qmp);
                 let incoming = Some(incoming);
-                let this = Self {
-                    process,
-                    qmp,
-                    artifacts,
-                    blocks,
-                    files: Vec::new(),
-                    incoming,
-                    watch: None,
-                    asked_to_cont: None,
-                };
+                let this =
+                    Self { process, qmp, artifacts, blocks, incoming, watch: None, asked_to_cont: None };
                 Ok((this, seen))
             }
             Err(error) => {
@@ -256,16 +246,7 @@ impl ArrivingVm {
         let is_silent = freeze::is_frozen(&process) || artifacts.awaited.is_some();
         let qmp = if is_silent { None } else { Some(Qmp::connect(&artifacts.qmp(), patience)?) };
         let blocks = Vec::new();
-        Ok(Self {
-            process,
-            qmp,
-            artifacts,
-            blocks,
-            files: Vec::new(),
-            incoming: None,
-            watch: None,
-            asked_to_cont: None,
-        })
+        Ok(Self { process, qmp, artifacts, blocks, incoming: None, watch: None, asked_to_cont: None })
     }
 
     /// Calls `ended` when QEMU exits, for as long as this VM is kept.

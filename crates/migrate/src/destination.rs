@@ -10,8 +10,10 @@ mod handover;
 mod inbox;
 mod loading;
 mod post_copy_error;
+mod participants;
 mod post_copy_receiver;
 mod receiving;
+mod references;
 pub mod untrusted;
 
 use std::collections::BTreeMap;
@@ -30,8 +32,8 @@ use api::progress::Publisher;
 use host::ArrivingVm;
 use host::Context;
 use host::cpu::CpuTime;
-use host::disks::CopiedImages;
 pub use inbox::{Inbox, Mailbox, Notice};
+pub use participants::ArrivalPlan;
 
 /// The destination's side of one migration.
 pub struct Driver {
@@ -76,13 +78,11 @@ impl Connections {
 }
 
 /// The arriving VM, and all that exists on this host because of its migration.
-#[derive(Default)]
 struct Resources {
     /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
     vm: Option<ArrivingVm>,
-    receiving: Option<receiving::MemoryReceiver>,
-    /// Images of copied disks, until all of their content has arrived.
-    images: CopiedImages,
+    participants: participants::ArrivingParticipants,
+    receiving: Option<receiving::PageReceiver>,
     /// Pages that arrive while the guest runs.
     post_copy_receiver: Option<post_copy_receiver::PostCopyReceiver>,
     /// True if all pages that a previous agent waited for are present.
@@ -91,8 +91,23 @@ struct Resources {
     discarded_pages: discarding::DiscardedPages,
     /// A device state, or a list of pages, that is being received.
     incoming_payload: Option<loading::IncomingPayload>,
-    /// Images that could not be removed, with the migration's traces.
-    left_behind: Option<ending::ImagesLeftBehind>,
+    /// What the participants could not remove from this host.
+    left_behind: Vec<participants::Leftover>,
+}
+
+impl Resources {
+    fn new(vm: Option<ArrivingVm>, participants: participants::ArrivingParticipants) -> Self {
+        Self {
+            vm,
+            participants,
+            receiving: None,
+            post_copy_receiver: None,
+            found_complete: false,
+            discarded_pages: discarding::DiscardedPages::default(),
+            incoming_payload: None,
+            left_behind: Vec::new(),
+        }
+    }
 }
 
 /// Reports to users and to the source, and measurements for them.
@@ -137,6 +152,11 @@ impl Driver {
             progress.ram_bytes = proposal.ram.iter().map(|block| block.bytes).sum();
         });
         let cpu = (state == DestinationState::Idle).then(CpuTime::start);
+        let participants = participants::of_an_arriving_vm(&participants::ArrivalEnvironment {
+            context: Arc::clone(&context),
+            migration: terms.migration.clone(),
+            mailbox: inbox.mailbox(),
+        });
         Self {
             context,
             terms,
@@ -147,7 +167,7 @@ impl Driver {
             session: DestinationSession::new(state),
             questions: Questions::default(),
             connections: Connections::new(),
-            resources: Resources { vm, ..Resources::default() },
+            resources: Resources::new(vm, participants),
             reporter: Reporter { cpu, ..Reporter::default() },
         }
     }

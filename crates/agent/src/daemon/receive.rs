@@ -17,9 +17,8 @@ use tracing::{info, warn};
 
 use super::{Daemon, DriverHandle, DriverMailbox};
 use api::progress::Publisher;
-use host::disks::{CopiedImages, KnownFile};
 use host::preflight;
-use migrate::destination::{self};
+use migrate::destination::{self, ArrivalPlan};
 use store::journal::Durability;
 
 const SEE_DISK: &str = "make sure that the destination's disk is not full";
@@ -144,7 +143,6 @@ impl Daemon {
             copied,
             ..
         } = considered;
-        let streams = proposal.streams;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
         // Pre-flight takes time; the name may be in use by now.
@@ -185,39 +183,31 @@ impl Daemon {
             let began = Instant::now();
             let left = artifacts.clone();
             let copied_disk = copied.iter().map(PlannedDisk::copied_disk).collect();
+            let plan = ArrivalPlan { copied, shared_files: compared.shared_files() };
             // Held until the VM has arrived or failed to arrive.
             let reserved = reserved;
-            let started = artifacts.make_directory().and_then(|()| {
+            let started = driver.check(&plan).and_then(|()| artifacts.make_directory()).and_then(|()| {
                 artifacts.keep(&context, &migration, Durability::Synced)?;
                 let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
-                let stall = Duration::from_millis(context.config.timeouts.stall_ms);
-                let images = CopiedImages::make(copied, &artifacts.directory, streams, stall)?;
-                artifacts.made = images.made();
-                let copied_files = artifacts
-                    .made
-                    .iter()
-                    .filter_map(|made| KnownFile::at(&made.path).map(KnownFile::at_full_length));
-                let files = compared.shared_files().into_iter().chain(copied_files).collect();
+                driver.prepare_start(&mut artifacts)?;
                 let look =
                     |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.check_started(qmp, blocks, pid);
                 // A trial may use the port that this VM needs.
                 let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
-                let (mut vm, findings) = ArrivingVm::start(artifacts, &launch, &proposed, patience, look)?;
+                let (vm, findings) = ArrivingVm::start(artifacts, &launch, &proposed, patience, look)?;
                 drop(no_trial);
-                vm.files = files;
                 vm.artifacts.keep(&context, &migration, Durability::Synced)?;
                 if let Some(reserved) = &reserved {
                     reserved.set_pid(vm.process.pid());
                 }
-                Ok((vm, images, findings))
+                Ok((vm, findings))
             });
-            let started = started.and_then(|(mut vm, images, findings)| {
+            let started = started.and_then(|(mut vm, findings)| {
                 let version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
-                driver.started(vm, images).map(|no_post_copy| (version, findings, no_post_copy))
+                driver.started(vm).map(|no_post_copy| (version, findings, no_post_copy))
             });
             if started.is_err() {
-                // Images that stay are tried again when this migration ends, a moment from now.
-                drop(left.remove_images());
+                driver.undo_start(&left);
             }
             match preflight::started_or_findings(started) {
                 Ok((qemu_version, mut findings, no_post_copy)) => {

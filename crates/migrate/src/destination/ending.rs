@@ -1,6 +1,5 @@
 //! Messages to users about an arriving VM, and the last journal entries.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,8 +9,8 @@ use proto::MigrationId;
 use tracing::{error, info, warn};
 
 use super::Driver;
+use super::participants::Leftover;
 use api::progress::{Phase, Standing};
-use host::ArrivalArtifacts;
 use host::Context;
 use store::journal::{Durability, VmRecord};
 
@@ -46,13 +45,13 @@ impl Driver {
                 format!("this copy could not be started and has never run; {from} keeps the VM{why}")
             }
             DestinationReport::Crashed => {
-                let disks =
-                    self.images_here().map_or_else(String::new, |disks| format!("; its disks are {disks}"));
-                format!("QEMU exited after the VM was resumed; the VM crashed here{disks}")
+                let places = self.resources.participants.places();
+                let places = places.map_or_else(String::new, |places| format!("; {places}"));
+                format!("QEMU exited after the VM was resumed; the VM crashed here{places}")
             }
             DestinationReport::Lost => {
-                let right = self.images_here().map_or_else(String::new, |disks| {
-                    format!("; if it has run, its disks are {disks}, otherwise those at {from}")
+                let right = self.resources.participants.places().map_or_else(String::new, |places| {
+                    format!("; if it has run, {places}, otherwise those at {from}")
                 });
                 format!("the copy of {vm} is lost, and it is not known whether it has run here{right}")
             }
@@ -94,30 +93,25 @@ impl Driver {
         }
     }
 
-    /// Returns the paths of the images of disks that were copied here; none if none was. A volume may not be visible
-    /// yet after a boot.
-    fn images_here(&self) -> Option<String> {
-        let images = ArrivalArtifacts::of(&self.context, &self.terms.migration).images;
-        let images: Vec<_> = images.iter().map(|path| path.display().to_string()).collect();
-        (!images.is_empty()).then(|| images.join(", "))
-    }
-
-    /// Reports the images that stayed, and starts a thread that tries again to remove them: slow storage delays no
+    /// Reports what could not be removed from this host, and starts a thread that tries again: slow storage delays no
     /// migration.
-    fn retry_image_removal(&mut self) {
-        let Some(left) = self.resources.left_behind.take() else { return };
-        let notice = left.notice();
+    fn retry_removal(&mut self) {
+        let left = std::mem::take(&mut self.resources.left_behind);
+        if left.is_empty() {
+            return;
+        }
+        let notice = left.iter().map(|left| &*left.notice).collect::<Vec<_>>().join("; ");
         let before = self.publisher.now().message;
         self.publisher.update(|progress| progress.message = Some(notice.clone()));
         let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
         record_message(&context, &migration, &notice);
         let try_again = move || {
-            if left.try_again(&context) {
+            if remove(&left, &context) {
                 record_message(&context, &migration, before.as_deref().unwrap_or("nothing is left here"));
             }
         };
         if let Err(error) = thread::Builder::new().name("clear-up".to_owned()).spawn(try_again) {
-            warn!(migration = %self.terms.migration, %error, "cannot start a thread to remove images");
+            warn!(migration = %self.terms.migration, %error, "cannot start a thread to clear up");
         }
     }
 
@@ -135,8 +129,8 @@ impl Driver {
             // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
             self.release_qemu();
         }
-        if let Some(vm) = self.resources.vm.as_ref().filter(|_| active) {
-            vm.remove_missing_pages_record();
+        if active {
+            self.resources.participants.finish(self.resources.vm.as_ref());
         }
         let record = self.resources.vm.take_if(|_| active).map(|vm| {
             let description = self.proposal.description.clone();
@@ -164,7 +158,7 @@ impl Driver {
                 .record_destination(id, self.session.state(), Durability::Synced)
                 .and_then(|()| enter());
         }
-        self.retry_image_removal();
+        self.retry_removal();
         self.publisher.update(|progress| {
             progress.phase = Phase::Ended;
             progress.missing_pages = None;
@@ -173,32 +167,15 @@ impl Driver {
     }
 }
 
-/// Images that could not be removed, with the reasons.
-pub(super) struct ImagesLeftBehind {
-    pub(super) artifacts: ArrivalArtifacts,
-    pub(super) images: Vec<(PathBuf, String)>,
-}
-
-impl ImagesLeftBehind {
-    fn notice(&self) -> String {
-        let each = self.images.iter().map(|(image, why)| format!("{} ({why})", image.display()));
-        let each = each.collect::<Vec<_>>().join(", ");
-        format!(
-            "the VM did not arrive, and images of its disks remain here: {each}; if they are not removed \
-             later, remove them by hand"
-        )
-    }
-
-    /// Retries for as long as storage may take. Returns true if all images are gone.
-    fn try_again(&self, context: &Context) -> bool {
-        let timeouts = &context.config.timeouts;
-        let until = Instant::now() + Duration::from_millis(timeouts.stall_ms);
-        loop {
-            thread::sleep(Duration::from_millis(timeouts.retry_ms));
-            let gone = self.artifacts.remove_images().is_empty();
-            if gone || Instant::now() >= until {
-                return gone;
-            }
+/// Tries to remove what was left for as long as storage may take. Returns true if all of it is gone.
+fn remove(left: &[Leftover], context: &Context) -> bool {
+    let timeouts = &context.config.timeouts;
+    let until = Instant::now() + Duration::from_millis(timeouts.stall_ms);
+    loop {
+        thread::sleep(Duration::from_millis(timeouts.retry_ms));
+        let kept = left.iter().filter(|left| !(left.remove)()).count();
+        if kept == 0 || Instant::now() >= until {
+            return kept == 0;
         }
     }
 }

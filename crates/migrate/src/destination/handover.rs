@@ -5,7 +5,7 @@
 mod effects;
 mod peer;
 
-use host::{ArrivalError, ArrivingVm};
+use host::{ArrivalArtifacts, ArrivalError, ArrivingVm};
 use std::time::Duration;
 
 use engine::handover::QemuAtStart;
@@ -17,11 +17,11 @@ use tracing::{error, info, warn};
 use self::effects::EffectError;
 use super::Driver;
 use super::inbox::Notice;
+use super::participants::{ArrivalPlan, Execution};
 use super::post_copy_receiver;
-use super::receiving::MemoryReceiver;
+use super::receiving::PageReceiver;
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
-use host::disks::CopiedImages;
 use host::ownership;
 
 impl Driver {
@@ -51,18 +51,35 @@ impl Driver {
         self.feed(&DestinationEvent::Prepare)
     }
 
+    /// Refuses a plan that is impossible, before anything changes on this host.
+    pub fn check(&mut self, plan: &ArrivalPlan) -> Result<(), ArrivalError> {
+        self.resources.participants.check(&self.proposal, plan)
+    }
+
+    /// Makes what QEMU opens when it is started, and adds it to `artifacts`. After an error, and if QEMU does not start,
+    /// the caller [undoes](Self::undo_start) it.
+    pub fn prepare_start(&mut self, artifacts: &mut ArrivalArtifacts) -> Result<(), ArrivalError> {
+        self.resources.participants.prepare(artifacts)
+    }
+
+    /// Removes what was made for a QEMU that did not start. What stays is tried again when the migration ends.
+    pub fn undo_start(&mut self, artifacts: &ArrivalArtifacts) {
+        self.resources.participants.abandon();
+        drop(self.resources.participants.undo(artifacts, Execution::Never));
+    }
+
     /// Begins to receive into the waiting QEMU. Returns the reason against post-copy, if that was proposed and is
     /// impossible.
-    pub fn started(&mut self, vm: ArrivingVm, images: CopiedImages) -> Result<Option<Finding>, ArrivalError> {
+    pub fn started(&mut self, vm: ArrivingVm) -> Result<Option<Finding>, ArrivalError> {
         let migration = self.terms.migration.clone();
         let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
-        let receiving = MemoryReceiver::new(&self.context, migration, proposal, &vm, &images, mailbox)?;
+        let blocks = self.resources.participants.open(&vm)?;
+        let receiving = PageReceiver::new(&self.context, migration, proposal, &vm, blocks, mailbox);
         let tried = self.proposal.post_copy.then(|| {
-            let (writers, _) = receiving.blocks();
+            let (writers, _) = receiving.post_copied();
             post_copy_receiver::try_out(&self.context.injector, &vm, writers)
         });
         let no_post_copy = tried.and_then(Result::err).as_ref().map(post_copy_receiver::finding);
-        self.resources.images = images;
         receiving
             .begin(self.connections.generation)
             .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
@@ -183,7 +200,7 @@ impl Driver {
             }
             // These belong to a replaced generation, or are checked in any case before the next notice.
             Notice::Broken { .. } | Notice::PageStream { .. } | Notice::MissingPages => {}
-            Notice::StorageFailed { error } => self.fail(&error),
+            Notice::ParticipantFailed { error } => self.fail(&error),
         }
     }
 

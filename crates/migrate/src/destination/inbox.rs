@@ -54,9 +54,9 @@ pub enum Notice {
         /// Error of the connection.
         error: String,
     },
-    /// Data that was written to an image is not on stable storage.
-    StorageFailed {
-        /// Error of the storage.
+    /// A participant cannot receive any more, for example because its storage fails.
+    ParticipantFailed {
+        /// Error with its causes.
         error: String,
     },
     /// The source's page stream has connected.

@@ -1,8 +1,6 @@
 //! Messages of the control stream while a VM arrives: new connections, hashes to compare, the device state.
 
-use host::ArrivalError;
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
@@ -12,13 +10,10 @@ use proto::message::Message;
 use tracing::{error, info, warn};
 
 use super::Driver;
-use super::inbox::Notice;
 use super::post_copy_receiver::{self, PostCopyReceiver};
-use super::receiving::MemoryReceiver;
+use super::receiving::PageReceiver;
 use api::progress::Phase;
-use host::disks::KnownFile;
 use host::missing_pages_record::MissingPagesRecord;
-use host::verification;
 use store::journal::Durability;
 
 /// Payload that is sent in pieces.
@@ -56,47 +51,11 @@ impl Driver {
         }
     }
 
-    /// Answers the source's query for pages among this host's templates.
-    pub(super) fn query_templates(&mut self, names: Vec<String>) {
-        let Some(receiving) = &self.resources.receiving else {
-            return self.fail("nothing is being received");
-        };
-        let advertised = Arc::clone(receiving.advertised());
-        if !advertised.is_first() {
-            return self.fail("the source queries templates a second time");
-        }
-        let (context, mailbox) = (Arc::clone(&self.context), self.inbox.mailbox());
-        let choose = move || {
-            for message in advertised.choose(&context.templates, &names) {
-                if !mailbox.put(Notice::Reply(Box::new(message))) {
-                    return;
-                }
-            }
-        };
-        // Without a thread the source waits a while and goes on without templates.
-        if let Err(error) = thread::Builder::new().name("choose".to_owned()).spawn(choose) {
-            warn!(migration = %self.terms.migration, %error, "cannot start a thread to look for templates");
-        }
-    }
-
     pub(super) fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
-        let (index, ram) = (usize::from(block), &self.proposal.ram);
         let Some(vm) = &mut self.resources.vm else { return self.fail("there is nothing to compare") };
-        let compared = if let Some(block) = ram.get(index) {
-            let pid = vm.process.pid();
-            match vm.qmp() {
-                Ok(qmp) => verification::differences(qmp, pid, &block.name, first_chunk, hashes),
-                Err(error) => return self.fail(&format!("QEMU does not answer: {}", crate::chain(&error))),
-            }
-        } else {
-            // The numbers of disks follow those of RAM blocks.
-            let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-            let (disk, directory) = (index - ram.len(), &vm.artifacts.directory);
-            self.resources.images.differences(disk, first_chunk, hashes, directory, patience)
-        };
-        match compared {
+        match self.resources.participants.compare(vm, block.into(), first_chunk, hashes) {
             Ok(different_chunks) => self.send_message(&Message::Verified { different_chunks }),
-            Err(error) => self.fail(&format!("the two sides cannot be compared: {}", crate::chain(&error))),
+            Err(error) => self.fail(&crate::chain(&error)),
         }
     }
 
@@ -140,7 +99,7 @@ impl Driver {
         let (Some(receiving), Some(vm)) = (&self.resources.receiving, &self.resources.vm) else {
             return self.fail("nothing is being received");
         };
-        let (writers, _) = receiving.blocks();
+        let (writers, _) = receiving.post_copied();
         match self.resources.discarded_pages.take(&self.context.injector, vm, writers, set) {
             Ok(()) => {
                 self.context.faults.reach(|| "destination/taken-away".to_owned());
@@ -166,7 +125,7 @@ impl Driver {
         match PostCopyReceiver::begin(
             &self.context,
             vm,
-            receiving.blocks(),
+            receiving.post_copied(),
             set,
             &self.resources.discarded_pages,
             &mailbox,
@@ -192,7 +151,7 @@ impl Driver {
             self.connections.page_stream = Some(stream);
             return;
         };
-        let round = self.resources.receiving.as_ref().map_or(0, MemoryReceiver::newest_round);
+        let round = self.resources.receiving.as_ref().map_or(0, PageReceiver::newest_round);
         if let Err(error) = post_copy_receiver.attach(stream, round) {
             warn!(
                 migration = %self.terms.migration,
@@ -225,7 +184,7 @@ impl Driver {
             }
             Ok(Some(post_copy_receiver)) => {
                 let (streams, writers) = (self.proposal.streams, post_copy_receiver.writers());
-                let receiving = MemoryReceiver::placing(&self.context, migration, streams, writers, mailbox);
+                let receiving = PageReceiver::placing(&self.context, migration, streams, writers, mailbox);
                 self.resources.receiving = Some(receiving);
                 self.resources.post_copy_receiver = Some(post_copy_receiver);
             }
@@ -310,31 +269,23 @@ impl Driver {
         // The arrival of missing pages goes on.
         let receiving = self.resources.receiving.take_if(|_| self.resources.post_copy_receiver.is_none());
         if let Some(receiving) = &self.resources.receiving {
-            receiving.end_disks();
+            receiving.end_complete_blocks();
         }
         if let Some(receiving) = &receiving {
             receiving.shut();
         }
-        // Joining the threads and flushing the disks needs time, which QEMU needs for loading anyway. QEMU acquires the
-        // disks when it is to run the guest, and not before.
-        let images = std::mem::take(&mut self.resources.images);
-        let mut disks = Ok(());
-        let tidy_up = || {
+        let Some(vm) = &mut self.resources.vm else { return self.fail("QEMU is gone") };
+        // Joining the threads needs time, which QEMU needs for loading anyway.
+        let (participants, mut frozen) = (&mut self.resources.participants, Ok(()));
+        let freeze = || {
             if let Some(receiving) = receiving {
                 receiving.end();
             }
-            disks = images.finish();
+            frozen = participants.freeze();
         };
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        let Some(vm) = &mut self.resources.vm else { return self.fail("QEMU is gone") };
-        let loaded = vm.load(state, patience, tidy_up).and(disks.map_err(ArrivalError::Image));
-        let replaced = || {
-            vm.files
-                .iter()
-                .find_map(KnownFile::changed)
-                .map_or(Ok(()), |what| Err(ArrivalError::Replaced(what)))
-        };
-        match loaded.and_then(|()| replaced()) {
+        let loaded = vm.load(state, patience, freeze).and(frozen);
+        match loaded.and_then(|()| participants.ready(vm)) {
             Ok(()) => self.reporter.loaded = Some((digest, began.elapsed().as_micros() as u64)),
             Err(error) => self.fail(&crate::chain(&error)),
         }

@@ -57,9 +57,7 @@ pub(super) fn try_out(
     if longest_list(writers.iter().map(|writer| writer.bytes())) > MISSING_PAGES_BYTES {
         return Err(PostCopyError::TooMuch);
     }
-    let is_fixed =
-        |writer: &dyn BlockWriter| writer.is_ram() && writer.discard_method() == DiscardMethod::Never;
-    if let Some(writer) = writers.iter().find(|writer| is_fixed(&***writer)) {
+    if let Some(writer) = writers.iter().find(|writer| writer.discard_method() == DiscardMethod::Never) {
         return Err(PostCopyError::Block(writer.name().to_owned()));
     }
     if writers.iter().any(|writer| writer.discard_method() == DiscardMethod::FromOutside) {

@@ -1,4 +1,4 @@
-//! Receiving memory: the data streams of one generation after the other, into the waiting QEMU's RAM.
+//! Receiving pages: the data streams of one generation after the other, into the blocks of all participants.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,24 +8,21 @@ use std::time::{Duration, Instant};
 
 use ::memory::{
     AcceptedReductions, BlockWriter, DataStream, DestinationRam, ReceiveError, Receiver, ReceiverEvent,
-    ReceiverHandle, WriterSwitch, ZeroedRange,
+    ReceiverHandle, WriterSwitch,
 };
 use proto::message::Proposal;
 use proto::{Generation, MigrationId};
-use qemu::describe::VmDescription;
-use tracee::{AddressRange, Injector, Process};
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
 use super::inbox::{Mailbox, Notice};
-use host::ArrivalError;
+use super::participants::{AllBlocks, ReceivedRound};
+use super::references;
 use host::ArrivingVm;
 use host::Context;
-use host::disks::CopiedImages;
-use host::pool::PoolWatch;
-use host::templates::{AdvertisedTemplates, SharedImage, shared_images};
+use host::templates::AdvertisedTemplates;
 
-/// Memory that is being received.
-pub(crate) struct MemoryReceiver {
+/// Pages that are being received.
+pub(crate) struct PageReceiver {
     receiver: Arc<Mutex<Receiver>>,
     context: Arc<Context>,
     migration: MigrationId,
@@ -35,15 +32,15 @@ pub(crate) struct MemoryReceiver {
     mailbox: Mailbox,
     /// The blocks that are written.
     ram: DestinationRam,
+    /// Number of blocks, the first ones, whose pages may arrive after the guest runs.
+    post_copied: usize,
     /// Switches the writers to placement of pages, once the guest may run.
     switch: WriterSwitch,
     /// Templates to which the source may refer.
     advertised: Arc<AdvertisedTemplates>,
-    /// Watch of the pool of the disks, until all of their content has arrived.
-    watch: Mutex<Option<PoolWatch>>,
 }
 
-impl MemoryReceiver {
+impl PageReceiver {
     /// Prepares for the first generation, with the number of streams of the proposal; deltas are received with hashes
     /// of the proposal's seed.
     pub(crate) fn new(
@@ -51,38 +48,30 @@ impl MemoryReceiver {
         migration: MigrationId,
         proposal: &Proposal,
         vm: &ArrivingVm,
-        images: &CopiedImages,
+        blocks: AllBlocks,
         mailbox: Mailbox,
-    ) -> Result<Self, ArrivalError> {
+    ) -> Self {
+        let AllBlocks { mut writers, post_copied, after_round } = blocks;
         let switch = WriterSwitch::default();
-        let ram = switch.before(host::ram::destination(&vm.process, &vm.blocks)?);
-        let ram: DestinationRam = ram.into_iter().chain(images.writers()).collect();
-        let releaser = MemoryReleaser::new(context, vm)?;
-        let flushing = images.flushing();
+        let complete = writers.split_off(post_copied);
+        let ram: DestinationRam = switch.before(writers).into_iter().chain(complete).collect();
         let notices = mailbox.clone();
-        let patience = Duration::from_millis(context.config.timeouts.qmp_ms);
-        let shared = shared_with_source(proposal);
-        let advertised = Arc::new(AdvertisedTemplates::new(vm.artifacts.directory.clone(), patience, shared));
+        let advertised = Arc::new(references::advertised(context, proposal, vm));
         let templates = Arc::clone(&advertised);
         let presumed = AcceptedReductions { templates: Some(templates), delta_seed: proposal.delta_seed };
         let (switched, streams) = (switch.clone(), proposal.streams);
         let referred = Arc::clone(&advertised);
         let corrupt = CorruptFrames::default();
         let observer = move |event, handle: &ReceiverHandle| match event {
-            // All content of disks has arrived, and no memory is freed while the guest runs.
+            // No participant has anything to do while the guest runs.
             ReceiverEvent::RoundEnded { .. } if switched.is_switched() => {}
             ReceiverEvent::RoundEnded { ram_round, took, referred: is_referred_to, .. } => {
-                // A disk that fails is detected here, not only when the guest is stopped.
-                let advertised = notices.clone();
-                flushing.flush(move |error| {
-                    advertised.put(Notice::StorageFailed { error });
-                });
+                after_round(&ReceivedRound { ram_round, took }, handle);
                 // There are no references after all of memory has arrived: the servers of the templates end now, not
                 // during the stop.
                 if ram_round > 0 && !is_referred_to {
                     referred.close();
                 }
-                releaser.release_memory(ram_round, took, handle);
             }
             ReceiverEvent::Broken { generation, stream, cause } => {
                 report_stream_end(&notices, &corrupt, generation, stream, &cause);
@@ -91,8 +80,7 @@ impl MemoryReceiver {
         let receiver = Receiver::with_reductions(Arc::clone(&ram), presumed, streams, observer);
         let (receiver, context) = (Arc::new(Mutex::new(receiver)), Arc::clone(context));
         let has_page_stream = proposal.post_copy;
-        let watch = Mutex::new(watch_pool(&context, images, &mailbox)?);
-        Ok(Self {
+        Self {
             receiver,
             context,
             migration,
@@ -100,10 +88,10 @@ impl MemoryReceiver {
             has_page_stream,
             mailbox,
             ram,
+            post_copied,
             switch,
             advertised,
-            watch,
-        })
+        }
     }
 
     /// Prepares for the placement of pages in a guest that may run already.
@@ -124,7 +112,7 @@ impl MemoryReceiver {
         let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
         let advertised = Arc::new(AdvertisedTemplates::new(PathBuf::new(), Duration::ZERO, Vec::new()));
         let (context, switch) = (Arc::clone(context), WriterSwitch::default());
-        let (has_page_stream, watch) = (true, Mutex::default());
+        let (has_page_stream, post_copied) = (true, ram.len());
         Self {
             receiver,
             context,
@@ -133,21 +121,20 @@ impl MemoryReceiver {
             has_page_stream,
             mailbox,
             ram,
+            post_copied,
             switch,
             advertised,
-            watch,
         }
     }
 
-    /// Returns the blocks that are written, disks last, and the switch to placement.
-    pub(super) fn blocks(&self) -> (&[Box<dyn BlockWriter>], &WriterSwitch) {
-        (&self.ram, &self.switch)
+    /// Returns the blocks whose pages may arrive after the guest runs, and the switch to placement.
+    pub(super) fn post_copied(&self) -> (&[Box<dyn BlockWriter>], &WriterSwitch) {
+        (&self.ram[..self.post_copied], &self.switch)
     }
 
-    /// Lets go of the disks, because all of their content has arrived.
-    pub(super) fn end_disks(&self) {
-        self.ram.iter().filter(|block| !block.is_ram()).for_each(|block| block.end());
-        *self.watch.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    /// Closes the other blocks, because all of their content has arrived.
+    pub(super) fn end_complete_blocks(&self) {
+        self.ram[self.post_copied..].iter().for_each(|block| block.end());
     }
 
     /// Returns the newest round of which anything has arrived; 0 before the first.
@@ -206,26 +193,6 @@ impl MemoryReceiver {
     }
 }
 
-/// Ends the migration when arriving disks would use more of the pool than allowed.
-fn watch_pool(
-    context: &Context,
-    images: &CopiedImages,
-    mailbox: &Mailbox,
-) -> Result<Option<PoolWatch>, ArrivalError> {
-    let Some(pool) = context.config.pool.as_ref().filter(|_| !images.is_empty()) else { return Ok(None) };
-    let notices = mailbox.clone();
-    let is_short = move |error| {
-        notices.put(Notice::StorageFailed { error });
-    };
-    PoolWatch::start(pool, is_short).map_err(ArrivalError::Watch)
-}
-
-/// Returns the images that both hosts have, as far as this host knows them by now: copied disks have no layers here.
-fn shared_with_source(proposal: &Proposal) -> Vec<SharedImage> {
-    let described = serde_json::from_value::<VmDescription>(proposal.description.clone());
-    described.map_or_else(|_| Vec::new(), |vm| shared_images(&vm.disks, |_| false))
-}
-
 /// Number of corrupt frames in a migration.
 #[derive(Debug, Default)]
 struct CorruptFrames(AtomicU32);
@@ -258,51 +225,6 @@ fn report_stream_end(
         );
     } else {
         notices.try_put(Notice::Broken { generation, error: crate::chain(cause) });
-    }
-}
-
-/// Frees memory that was zeroed. Only QEMU itself can free anonymous memory, by an injected system call. It does so
-/// after long rounds only: in a last round the guest would wait for it.
-struct MemoryReleaser {
-    process: Process,
-    injector: Arc<Injector>,
-    addresses: Vec<u64>,
-}
-
-/// Shortest round after which memory is freed. To free memory needs some milliseconds, which is negligible beside such
-/// a round, even if the guest is stopped during it.
-const LONG_ROUND: Duration = Duration::from_millis(250);
-
-impl MemoryReleaser {
-    fn new(context: &Context, vm: &ArrivingVm) -> Result<Self, ArrivalError> {
-        Ok(Self {
-            process: vm.process.try_clone()?,
-            injector: Arc::clone(&context.injector),
-            addresses: vm.blocks.iter().map(|block| block.host_address).collect(),
-        })
-    }
-
-    fn release_memory(&self, round: u32, took: Duration, handle: &ReceiverHandle) {
-        // It is not known here whether a round is the last; the first two are not. Before them there is no memory.
-        if round == 0 || (round > 2 && took < LONG_ROUND) {
-            return;
-        }
-        handle.discard_with(|discardable| {
-            let ranges: Vec<_> = discardable.iter().filter_map(|part| self.address(part)).collect();
-            if ranges.is_empty() {
-                return;
-            }
-            match self.injector.discard(&self.process, &ranges) {
-                Ok(()) => info!(round, ranges = ranges.len(), "released memory that the guest does not use"),
-                // The memory reads as zeros in any case.
-                Err(error) => warn!(round, error = crate::chain(&error), "zeroed memory stays allocated"),
-            }
-        });
-    }
-
-    fn address(&self, part: &ZeroedRange) -> Option<AddressRange> {
-        let base = self.addresses.get(usize::from(part.block))?;
-        Some(AddressRange::new(base + part.bytes.start, base + part.bytes.end))
     }
 }
 

@@ -12,13 +12,12 @@ use proto::Epoch;
 use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
-use crate::destination::ending::ImagesLeftBehind;
 use crate::destination::inbox::Notice;
+use crate::destination::participants::Execution;
 use crate::destination::{Continued, Driver};
 use crate::state_machine::StateMachine;
 use host::ContOutcome;
 use host::cpu::CpuTime;
-use host::disks::CopiedImages;
 use host::fault::Faults;
 use host::ownership;
 use store::journal::{Durability, JournalError, NewMigration, State};
@@ -99,6 +98,9 @@ impl StateMachine for Driver {
             DestinationEffect::Announce => {
                 self.release_qemu();
                 self.announce();
+                if let Some(vm) = &mut self.resources.vm {
+                    self.resources.participants.commit(vm);
+                }
             }
             DestinationEffect::SendIncomplete => self.send_incomplete(),
             DestinationEffect::SendRunning => {
@@ -272,8 +274,7 @@ impl Driver {
         if let Some(receiving) = self.resources.receiving.take() {
             receiving.end();
         }
-        // This ends the images' servers.
-        self.resources.images = CopiedImages::default();
+        self.resources.participants.abandon();
         let artifacts = if let Some(vm) = self.resources.vm.take() {
             vm.discard()
         } else {
@@ -281,11 +282,10 @@ impl Driver {
             artifacts.remove();
             artifacts
         };
-        // A guest that may have run may have written to its disks.
-        if !matches!(self.session.state(), DestinationState::Crashed { .. }) {
-            let images = artifacts.remove_images();
-            self.resources.left_behind =
-                (!images.is_empty()).then_some(ImagesLeftBehind { artifacts, images });
-        }
+        let execution = match self.session.state() {
+            DestinationState::Crashed { .. } => Execution::Possible,
+            _ => Execution::Never,
+        };
+        self.resources.left_behind = self.resources.participants.undo(&artifacts, execution);
     }
 }

@@ -1,5 +1,7 @@
 //! Tests of the destination's driver against a peer that sends the messages of the test.
 
+mod third;
+
 use host::ArrivalArtifacts;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;

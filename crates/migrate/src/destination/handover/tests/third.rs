@@ -1,0 +1,71 @@
+//! A third participant takes part in an arrival without an edit of the driver.
+
+use super::*;
+use crate::destination::participants::tests::{ArrivingFake, ArrivingSteps, taken};
+
+/// Adds a participant to those of every arriving VM.
+fn with_third(driver: &mut Driver) -> ArrivingSteps {
+    let steps = ArrivingSteps::default();
+    let fake = ArrivingFake { blocks: 1, ..ArrivingFake::new("third", &steps) };
+    driver.resources.participants.add(Box::new(fake));
+    steps
+}
+
+#[test]
+fn a_third_participant_takes_part_in_an_arrival_that_fails() {
+    let world = World::new();
+    let (_qemu, vm, _) = arrived(&world);
+    let (mut driver, mut source) = driver(&world, DestinationState::Prepared, None);
+    let steps = with_third(&mut driver);
+    let mut artifacts = vm.artifacts.clone();
+    driver.check(&ArrivalPlan::default()).unwrap();
+    driver.prepare_start(&mut artifacts).unwrap();
+    assert!(driver.started(vm).unwrap().is_none());
+    assert_eq!(taken(&steps), ["third check", "third prepare", "third open"]);
+    let verify = Message::Verify { block: 0, first_chunk: 3, hashes: vec!["a".to_owned()] };
+    driver.message(driver.connections.control.unwrap(), verify);
+    source.receive_until(
+        |message| matches!(message, Message::Verified { different_chunks } if *different_chunks == [3]),
+    );
+    assert_eq!(taken(&steps), [r#"third compare 0 3 ["a"]"#]);
+    let settled = thread::spawn(move || driver.run());
+    source.send_message(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
+    assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+    assert_eq!(taken(&steps), ["third abandon", "third undo Never"], "the engine's effect reaches it");
+}
+
+#[test]
+fn a_third_participant_takes_part_in_an_arrival_that_succeeds() {
+    let world = World::new();
+    let (_qemu, vm, incarnation) = arrived(&world);
+    let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
+    let (mut driver, mut source) = driver(&world, ready, Some(vm));
+    let steps = with_third(&mut driver);
+    let settled = thread::spawn(move || driver.settle());
+    source.send_message(&go(&incarnation));
+    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert_eq!(taken(&steps), ["third commit", "third finish"]);
+}
+
+/// Its content may be that of a guest that has run.
+#[test]
+fn a_third_participant_learns_that_a_lost_guest_may_have_run() {
+    let world = World::new();
+    let (mut driver, mut source) = driver(&world, DestinationState::QemuLost, None);
+    let steps = ArrivingSteps::default();
+    let place = Some("/srv/third".into());
+    driver.resources.participants.add(Box::new(ArrivingFake {
+        place,
+        failed_removals: 1,
+        ..ArrivingFake::new("parts", &steps)
+    }));
+    let settled = thread::spawn(move || driver.run());
+    source.send_message(&Message::Verdict { epoch: Epoch(1), verdict: Verdict::Returned });
+    assert_eq!(settled.join().unwrap(), DestinationState::Crashed { ran: false });
+    assert_eq!(taken(&steps), ["parts abandon", "parts undo Possible"]);
+    let message = || world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
+    // What it leaves behind is reported until it is gone.
+    host::testing::eventually("the report is back", || {
+        message().contains("if it has run, its parts are /srv/third, otherwise those at b")
+    });
+}

@@ -22,7 +22,7 @@ const TOO_LARGE: &[(&str, &str)] = &[
     ("crates/api/src/report.rs", "Report"),
     ("crates/api/src/report.rs", "Round"),
     ("crates/host/src/config.rs", "Config"),
-    ("crates/host/src/config/file.rs", "File"),
+    ("crates/host/src/config/file.rs", "ConfigFile"),
     ("crates/qemu/src/describe.rs", "Disk"),
     ("crates/qemu/src/describe/live.rs", "LiveState"),
     // Programs that own too much.

@@ -59,7 +59,7 @@ pub struct Config {
     /// host.
     pub registry: Option<HostId>,
     /// Settings for QEMU.
-    pub qemu: Qemu,
+    pub qemu: QemuConfig,
     /// Taps and bridges of arriving VMs: name at the source → name here.
     pub taps: BTreeMap<String, String>,
     /// Directories of disks of arriving VMs: path at the source → path here. Longest prefix wins.
@@ -121,7 +121,7 @@ pub enum Security {
 /// Settings for QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Qemu {
+pub struct QemuConfig {
     /// QEMU binaries for arriving VMs, first choice first. The first of those with the source's version or a newer one
     /// is used.
     pub binaries: Vec<PathBuf>,
@@ -131,7 +131,7 @@ pub struct Qemu {
     pub allow_options: Vec<String>,
 }
 
-impl Default for Qemu {
+impl Default for QemuConfig {
     fn default() -> Self {
         Self {
             binaries: vec![PathBuf::from("/usr/bin/qemu-system-x86_64")],

@@ -53,11 +53,11 @@ pub fn blocked_reasons(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
 /// Returns the CPU features that were requested and that this QEMU cannot provide to its guest.
 pub fn cpu_unavailable_features(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     #[derive(Deserialize)]
-    struct Cpu {
+    struct CpuPath {
         #[serde(rename = "qom-path")]
         path: String,
     }
-    let cpus: Vec<Cpu> = qmp.execute("query-cpus-fast", Value::Null)?;
+    let cpus: Vec<CpuPath> = qmp.execute("query-cpus-fast", Value::Null)?;
     let Some(cpu) = cpus.first() else { return Ok(Vec::new()) };
     qmp.execute("qom-get", json!({ "path": cpu.path, "property": "unavailable-features" }))
 }
@@ -65,11 +65,11 @@ pub fn cpu_unavailable_features(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> 
 /// Returns the ids of the threads that run the virtual CPUs, as QEMU's own PID namespace numbers them.
 pub fn cpu_threads(qmp: &mut Qmp) -> Result<Vec<u32>, QmpError> {
     #[derive(Deserialize)]
-    struct Cpu {
+    struct CpuThread {
         #[serde(rename = "thread-id")]
         thread: u32,
     }
-    let cpus: Vec<Cpu> = qmp.execute("query-cpus-fast", Value::Null)?;
+    let cpus: Vec<CpuThread> = qmp.execute("query-cpus-fast", Value::Null)?;
     let threads: BTreeSet<u32> = cpus.into_iter().map(|cpu| cpu.thread).collect();
     Ok(threads.into_iter().collect())
 }
@@ -86,13 +86,13 @@ pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
 /// Returns the files and devices of the host that block nodes have open, one for each node.
 pub fn open_files(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     #[derive(Deserialize)]
-    struct Node {
+    struct OpenNode {
         #[serde(rename = "drv")]
         driver: String,
         file: String,
     }
-    let nodes: Vec<Node> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let is_file = |node: &Node| ["file", "host_device"].contains(&node.driver.as_str());
+    let nodes: Vec<OpenNode> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let is_file = |node: &OpenNode| ["file", "host_device"].contains(&node.driver.as_str());
     Ok(nodes.into_iter().filter(is_file).map(|node| node.file).collect())
 }
 

@@ -249,7 +249,7 @@ fn start_server(qmp: &mut Qmp, listener: BorrowedFd<'_>) -> Result<(), RecordErr
 pub fn remove_leftovers(qmp: &mut Qmp) -> Result<bool, QmpError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "kebab-case")]
-    struct Node {
+    struct RecordedNode {
         node_name: String,
         #[serde(default)]
         dirty_bitmaps: Vec<Bitmap>,
@@ -264,7 +264,7 @@ pub fn remove_leftovers(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let ours = |name: &String| name.starts_with(PREFIX);
     let names: Vec<String> = exports(qmp)?.into_iter().filter(ours).collect();
     end_exports(qmp, &names)?;
-    let nodes: Vec<Node> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let nodes: Vec<RecordedNode> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let mut removals = Vec::new();
     for node in &nodes {
         for bitmap in node.dirty_bitmaps.iter().filter(|bitmap| ours(&bitmap.name)) {

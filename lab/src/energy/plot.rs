@@ -10,7 +10,7 @@ use crate::bench::plot::{PlotAxes, PlotLine, draw, lines};
 use crate::error::Result;
 
 /// Quantity of a simulation that is drawn.
-type Quantity = fn(&Metrics) -> f64;
+type MetricQuantity = fn(&Metrics) -> f64;
 
 /// Draws the results into a directory. Returns the names of the files.
 pub fn plots(results: &EnergyResults, directory: &Path) -> Result<Vec<String>> {
@@ -37,7 +37,7 @@ pub fn plots(results: &EnergyResults, directory: &Path) -> Result<Vec<String>> {
     };
     picture("energy-latency", &axes, all)?;
     for one in &results.vms {
-        let quantities: [(&str, &str, Quantity); 3] = [
+        let quantities: [(&str, &str, MetricQuantity); 3] = [
             ("energy", "energy, kWh a day", |metrics| metrics.energy_kwh),
             ("overload", "SLATAH, %", |metrics| metrics.slatah * 100.0),
             ("loss", "PDM, %", |metrics| metrics.pdm * 100.0),

@@ -113,7 +113,7 @@ impl Capacity {
     pub fn follow(workload: &Workload, bank: &Bank, pair: Pair, latency_s: u32, limit_s: f64) -> Self {
         let mut fleet = Fleet::new(bank);
         let mut capacity = Self::empty(workload);
-        let mut meter = Meter::new(workload, bank, limit_s);
+        let mut meter = QueueMeter::new(workload, bank, limit_s);
         let window = bank.window_s as usize;
         let factor = workload.service_s / window as f64 * (1.0 + f64::from(pair.headroom_percent) / 100.0);
         for segment in workload.segments() {
@@ -137,7 +137,7 @@ impl Capacity {
     /// Returns the capacity of a bank in which a number of servers is always on, and the others are always off.
     pub fn constant(workload: &Workload, bank: &Bank, servers: usize, limit_s: f64) -> Self {
         let mut capacity = Self::empty(workload);
-        let mut meter = Meter::new(workload, bank, limit_s);
+        let mut meter = QueueMeter::new(workload, bank, limit_s);
         for second in workload.segments().into_iter().flatten() {
             meter.measure(second, servers, 0, &mut capacity);
         }
@@ -190,7 +190,7 @@ impl Fleet {
 }
 
 /// Meter of energy, and of the fluid queue.
-struct Meter<'a> {
+struct QueueMeter<'a> {
     workload: &'a Workload,
     bank: &'a Bank,
     limit_s: f64,
@@ -200,7 +200,7 @@ struct Meter<'a> {
     watts: Vec<f64>,
 }
 
-impl<'a> Meter<'a> {
+impl<'a> QueueMeter<'a> {
     const STEPS: usize = 1024;
 
     fn new(workload: &'a Workload, bank: &'a Bank, limit_s: f64) -> Self {

@@ -33,7 +33,7 @@ pub trait Policy {
 
 /// A host's meter.
 #[derive(Clone, Debug, Default)]
-struct Meter {
+struct HostMeter {
     /// Demand of the VMs that are here, in MIPS.
     mips: f64,
     /// Demand that VMs which arrive add before they are here, in MIPS.
@@ -51,7 +51,7 @@ struct Meter {
 
 /// A move under way.
 #[derive(Clone, Copy, Debug)]
-struct Move {
+struct PendingMove {
     vm: usize,
     from: usize,
     to: usize,
@@ -60,10 +60,10 @@ struct Move {
 
 struct World<'a> {
     setup: &'a Setup,
-    meters: Vec<Meter>,
+    meters: Vec<HostMeter>,
     host_of: Vec<u32>,
     is_moving: Vec<bool>,
-    moves: Vec<Move>,
+    moves: Vec<PendingMove>,
     lost: Vec<f64>,
     count: u64,
     starts: u64,
@@ -128,7 +128,7 @@ pub(super) fn first_placement(setup: &Setup) -> Result<Vec<u32>, BadSetup> {
 
 impl<'a> World<'a> {
     fn new(setup: &'a Setup, host_of: Vec<u32>) -> Self {
-        let mut meters = vec![Meter::default(); setup.hosts.len()];
+        let mut meters = vec![HostMeter::default(); setup.hosts.len()];
         for (vm, host) in host_of.iter().enumerate() {
             meters[*host as usize].vms += 1;
             meters[*host as usize].memory_mb += setup.room_mb(vm);
@@ -168,7 +168,7 @@ impl<'a> World<'a> {
         self.meters[to].arriving_mips += MOVE_LOSS * f64::from(demand[vm]);
         self.host_of[vm] = to as u32;
         self.is_moving[vm] = true;
-        self.moves.push(Move { vm, from, to, end_s: now_s + self.setup.move_s(vm) });
+        self.moves.push(PendingMove { vm, from, to, end_s: now_s + self.setup.move_s(vm) });
         self.count += 1;
     }
 
@@ -179,9 +179,9 @@ impl<'a> World<'a> {
             let moving_s = one.end_s.min(end_s) - began_s;
             self.lost[one.vm] += MOVE_LOSS * f64::from(demand[one.vm]) * moving_s;
         }
-        let mut ended: Vec<Move> = self.moves.extract_if(.., |one| one.end_s <= end_s).collect();
+        let mut ended: Vec<PendingMove> = self.moves.extract_if(.., |one| one.end_s <= end_s).collect();
         ended.sort_by(|a, b| a.end_s.total_cmp(&b.end_s));
-        for Move { vm, from, to, end_s } in ended {
+        for PendingMove { vm, from, to, end_s } in ended {
             self.measure(from, end_s);
             self.measure(to, end_s);
             let mips = f64::from(demand[vm]);
@@ -218,12 +218,12 @@ impl<'a> World<'a> {
     }
 
     fn metrics(&self, asked: &[f64]) -> Metrics {
-        let active: Vec<&Meter> = self.meters.iter().filter(|meter| meter.active_s > 0.0).collect();
+        let active: Vec<&HostMeter> = self.meters.iter().filter(|meter| meter.active_s > 0.0).collect();
         let slatah =
             active.iter().map(|meter| meter.full_s / meter.active_s).sum::<f64>() / active.len() as f64;
         let losses = self.lost.iter().zip(asked).filter(|(_, asked)| **asked > 0.0);
         let pdm = losses.map(|(lost, asked)| lost / asked).sum::<f64>() / asked.len() as f64;
-        let sum = |of: fn(&Meter) -> f64| active.iter().map(|meter| of(meter)).sum::<f64>();
+        let sum = |of: fn(&HostMeter) -> f64| active.iter().map(|meter| of(meter)).sum::<f64>();
         let energy_kwh = sum(|meter| meter.energy_j) / 3_600_000.0;
         let slav = slatah * pdm;
         let duration_s = self.setup.steps() as f64 * STEP_S;

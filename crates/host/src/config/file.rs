@@ -11,12 +11,14 @@ use proto::{HostId, limits};
 use serde::Deserialize;
 
 use super::locate::Locator;
-use super::{AgentRole, Config, ConfigError, Pool, PoolFormat, Qemu, Security, Storage, Timeouts, Tuning};
+use super::{
+    AgentRole, Config, ConfigError, Pool, PoolFormat, QemuConfig, Security, Storage, Timeouts, Tuning,
+};
 use crate::pool::THIN_KEEP_FREE_PERCENT;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+struct ConfigFile {
     host: HostId,
     #[serde(default)]
     role: AgentRole,
@@ -30,10 +32,10 @@ struct File {
     #[serde(default)]
     tls: Tls,
     #[serde(default)]
-    hosts: BTreeMap<HostId, Peer>,
+    hosts: BTreeMap<HostId, PeerTable>,
     registry: Option<Registry>,
     #[serde(default)]
-    qemu: Qemu,
+    qemu: QemuConfig,
     #[serde(default)]
     network: Network,
     #[serde(default)]
@@ -44,7 +46,7 @@ struct File {
     tuning: Tuning,
     #[serde(default)]
     timeouts: Timeouts,
-    faults: Option<Faults>,
+    faults: Option<FaultsTable>,
 }
 
 #[derive(Default, Deserialize)]
@@ -59,7 +61,7 @@ struct Tls {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Peer {
+struct PeerTable {
     address: String,
 }
 
@@ -96,7 +98,7 @@ struct PoolTable {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Faults {
+struct FaultsTable {
     socket: PathBuf,
 }
 
@@ -110,7 +112,7 @@ fn default_run_dir() -> PathBuf {
 
 pub(super) fn parse(path: &Path, text: &str) -> Result<Config, ConfigError> {
     let checks = Checks { path, locator: Locator::new(text) };
-    let file: File = toml::from_str(text).map_err(|error| checks.not_understood(&error))?;
+    let file: ConfigFile = toml::from_str(text).map_err(|error| checks.not_understood(&error))?;
     checks.all(file)
 }
 
@@ -152,7 +154,7 @@ impl Checks<'_> {
         }
     }
 
-    fn all(&self, file: File) -> Result<Config, ConfigError> {
+    fn all(&self, file: ConfigFile) -> Result<Config, ConfigError> {
         let run_dir = self.absolute(file.run_dir);
         let api_socket =
             file.api_socket.map_or_else(|| run_dir.join("agent.sock"), |socket| self.absolute(socket));
@@ -189,7 +191,7 @@ impl Checks<'_> {
             security,
             hosts,
             registry,
-            qemu: Qemu {
+            qemu: QemuConfig {
                 binaries: file.qemu.binaries.into_iter().map(|binary| self.absolute(binary)).collect(),
                 data_dirs: file.qemu.data_dirs.into_iter().map(|dir| self.absolute(dir)).collect(),
                 allow_options: file.qemu.allow_options,
@@ -263,10 +265,10 @@ impl Checks<'_> {
         }
     }
 
-    fn hosts(&self, peers: BTreeMap<HostId, Peer>) -> Result<BTreeMap<HostId, String>, ConfigError> {
+    fn hosts(&self, peers: BTreeMap<HostId, PeerTable>) -> Result<BTreeMap<HostId, String>, ConfigError> {
         peers
             .into_iter()
-            .map(|(name, Peer { address })| {
+            .map(|(name, PeerTable { address })| {
                 let good = address.rsplit_once(':').is_some_and(|(host, port)| {
                     !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port != 0)
                 });

@@ -70,7 +70,7 @@ fn the_example_is_right_and_shows_the_defaults() {
 #[test]
 fn the_example_names_every_key() {
     let text = example_with_all_keys();
-    let qemu = toml::to_string(&Qemu::default()).unwrap();
+    let qemu = toml::to_string(&QemuConfig::default()).unwrap();
     let migration = toml::to_string(&MigrationSettings::default()).unwrap();
     let tuning = toml::to_string(&Tuning::default()).unwrap();
     let timeouts = toml::to_string(&Timeouts::default()).unwrap();

@@ -7,14 +7,14 @@ use proto::packed::{Codec, Compression};
 use zstd::bulk;
 
 /// Compresses data.
-trait Encoder: Send {
+trait CodecEncoder: Send {
     /// Writes the compressed data to the beginning of `into`, which has room for [`Encoders::room`]; returns its
     /// length.
     fn encode(&mut self, data: &[u8], into: &mut [u8]) -> io::Result<usize>;
 }
 
 /// Decompresses data.
-pub(super) trait Decoder: Send {
+pub(super) trait CodecDecoder: Send {
     /// Fills the beginning of `into`; returns the number of bytes filled. Nothing is allocated because of claims in
     /// `packed`.
     fn decode(&mut self, packed: &[u8], into: &mut [u8]) -> io::Result<usize>;
@@ -22,13 +22,13 @@ pub(super) trait Decoder: Send {
 
 pub(super) struct Lz4;
 
-impl Encoder for Lz4 {
+impl CodecEncoder for Lz4 {
     fn encode(&mut self, data: &[u8], into: &mut [u8]) -> io::Result<usize> {
         block::compress_into(data, into).map_err(io::Error::other)
     }
 }
 
-impl Decoder for Lz4 {
+impl CodecDecoder for Lz4 {
     fn decode(&mut self, packed: &[u8], into: &mut [u8]) -> io::Result<usize> {
         block::decompress_into(packed, into).map_err(io::Error::other)
     }
@@ -40,13 +40,13 @@ struct ZstdEncoder {
     level: u8,
 }
 
-impl Encoder for ZstdEncoder {
+impl CodecEncoder for ZstdEncoder {
     fn encode(&mut self, data: &[u8], into: &mut [u8]) -> io::Result<usize> {
         self.inner.compress_to_buffer(data, into)
     }
 }
 
-impl Decoder for bulk::Decompressor<'_> {
+impl CodecDecoder for bulk::Decompressor<'_> {
     fn decode(&mut self, packed: &[u8], into: &mut [u8]) -> io::Result<usize> {
         self.decompress_to_buffer(packed, into)
     }
@@ -83,7 +83,7 @@ impl Encoders {
         if into.len() < room {
             into.resize(room, 0);
         }
-        let encoder: &mut dyn Encoder = match way {
+        let encoder: &mut dyn CodecEncoder = match way {
             Compression::None => return None,
             Compression::Lz4 => &mut Lz4,
             Compression::Zstd(level) => self.zstd(level)?,

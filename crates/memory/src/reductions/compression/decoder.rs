@@ -7,7 +7,7 @@ use proto::packed::{Codec, Packed};
 use proto::pages::{PageRun, PagesHeader};
 use zstd::bulk;
 
-use super::codec::{Decoder, Lz4};
+use super::codec::{CodecDecoder, Lz4};
 use crate::reductions::decoding::{BadFrame, BadPacked, FrameDecoder};
 
 /// The decoders of one stream, and a reused buffer.

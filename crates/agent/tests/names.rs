@@ -1,0 +1,109 @@
+//! Checks that no two types of a crate share a name: a name that means two things has to be read with its path.
+//!
+//! Reads the sources; tests and other programs of a crate do not count.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod sources;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use sources::{sources, without_comments};
+
+/// Names that types of a crate share, by crate and name. The list may only become shorter.
+const SHARED: &[(&str, &str)] = &[
+    ("api", "Deltas"),
+    ("engine", "Decision"),
+    ("engine", "Trace"),
+    ("engine", "TracedPolicy"),
+    ("migrate", "Connections"),
+    ("migrate", "DiscardedPages"),
+    ("migrate", "Driver"),
+    ("migrate", "EffectError"),
+    ("migrate", "Inbox"),
+    ("migrate", "Mailbox"),
+    ("migrate", "Notice"),
+    ("migrate", "Reporter"),
+    ("migrate", "Resources"),
+];
+
+/// Returns the types that a text declares. Of aliases only those count that other modules use.
+fn types(text: &str) -> Vec<String> {
+    let text = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+    let code = without_comments(text);
+    let declared = code.lines().filter_map(|line| {
+        let mut words = line.split_whitespace().skip_while(|word| word.starts_with("pub") || *word == "in");
+        let mut keyword = words.next()?;
+        // `pub(in crate::a)` is two words.
+        if keyword.starts_with("crate::") || keyword.starts_with("super::") {
+            keyword = words.next()?;
+        }
+        let is_type = ["struct", "enum", "trait", "union"].contains(&keyword);
+        let name = words.next().filter(|_| is_type || (keyword == "type" && line.starts_with("pub")))?;
+        let end = name.find(|letter: char| !letter.is_alphanumeric() && letter != '_').unwrap_or(name.len());
+        name.starts_with(char::is_uppercase).then(|| name[..end].to_owned())
+    });
+    declared.collect()
+}
+
+/// Returns the names that several types of a crate have.
+fn shared(source: &Path) -> BTreeSet<String> {
+    let mut counts = BTreeMap::<String, u32>::new();
+    for path in sources(source) {
+        let inside = path.strip_prefix(source).unwrap();
+        let is_other = |part: &str| ["tests", "tests.rs", "testing.rs", "bin"].contains(&part);
+        if inside.iter().any(|part| is_other(&part.to_string_lossy())) {
+            continue;
+        }
+        for name in types(&fs::read_to_string(&path).unwrap()) {
+            *counts.entry(name).or_default() += 1;
+        }
+    }
+    counts.into_iter().filter(|(_, count)| *count > 1).map(|(name, _)| name).collect()
+}
+
+#[test]
+fn no_two_types_of_a_crate_share_a_name() {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let crates = fs::read_dir(workspace.join("crates")).unwrap().map(|entry| entry.unwrap().path());
+    let others = ["lab", "bin/whimbrel", "bin/whimbrel-guest"].map(|name| workspace.join(name));
+    let mut found = BTreeSet::new();
+    for path in crates.chain(others) {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        found.extend(shared(&path.join("src")).into_iter().map(|shared| (name.clone(), shared)));
+    }
+    let known = SHARED.iter().map(|(name, shared)| ((*name).to_owned(), (*shared).to_owned()));
+    let known: BTreeSet<_> = known.collect();
+    let new: Vec<_> = found.difference(&known).collect();
+    assert!(new.is_empty(), "several types of a crate have these names: {new:?}");
+    let mended: Vec<_> = known.difference(&found).collect();
+    assert!(mended.is_empty(), "remove from SHARED what has a name of its own now: {mended:?}");
+}
+
+#[test]
+fn types_of_all_kinds_are_found() {
+    let text = "
+pub struct Pair<A>(A);
+pub(crate) enum Kind {
+    Struct,
+}
+pub(in crate::source) trait Walk {
+    type Step;
+}
+// struct Comment;
+pub(super) type Steps = Vec<u8>;
+type Short = Steps;
+fn local() {
+    struct Local {
+        field: u8,
+    }
+}
+#[cfg(test)]
+mod tests {
+    struct Fake;
+}
+";
+    assert_eq!(types(text), ["Pair", "Kind", "Walk", "Steps", "Local"]);
+}

@@ -14,10 +14,6 @@ use sources::{sources, without_comments};
 
 /// Names that types of a crate share, by crate and name. The list may only become shorter.
 const SHARED: &[(&str, &str)] = &[
-    ("api", "Deltas"),
-    ("engine", "Decision"),
-    ("engine", "Trace"),
-    ("engine", "TracedPolicy"),
     ("migrate", "Connections"),
     ("migrate", "DiscardedPages"),
     ("migrate", "Driver"),

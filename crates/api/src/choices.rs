@@ -106,7 +106,7 @@ pub enum ThrottleCpu {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
-pub enum Deltas {
+pub enum DeltaUse {
     /// Deltas if the link is slower than computing them.
     #[default]
     Auto,

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "comparison")]
 use crate::choices::Restraints;
-use crate::choices::{Compress, Deltas, HintedMemory, OnLimit, StopPolicy, ThrottleCpu, ThrottleWrites};
+use crate::choices::{Compress, DeltaUse, HintedMemory, OnLimit, StopPolicy, ThrottleCpu, ThrottleWrites};
 #[cfg(feature = "cli")]
 use crate::rate::Rate;
 
@@ -120,7 +120,7 @@ options! {
     /// Send only the changes of pages that were sent before: `auto` where the link is slower than computing them,
     /// `always`, `never` (auto)
     #[arg(long, value_name = "auto|always|never", hide_possible_values = true)]
-    deltas: Deltas = Deltas::Auto;
+    deltas: DeltaUse = DeltaUse::Auto;
 
     /// Memory that is not sent because the VM does not need it: `none`, `free` memory, page cache that is `cold` as
     /// well, or `all` of the page cache; a program in the VM has to report it (free)

@@ -103,7 +103,7 @@ pub struct CompressionObservation {
 
 /// Decision for the time until the next sample.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Decision {
+pub struct CompressionDecision {
     /// Way to compress from now on.
     pub way: Compression,
     /// True once the policy knows whether link, processors or destination are the bottleneck, so that the way is
@@ -183,11 +183,11 @@ pub struct CompressionPolicy {
 impl Decider for CompressionPolicy {
     type Observed = CompressionObservation;
     /// Way from now on, and the ways to try out.
-    type Decision = Decision;
+    type Decision = CompressionDecision;
 
     const MAX_ENTRIES: usize = 600;
 
-    fn decide(&mut self, observed: &CompressionObservation) -> Decision {
+    fn decide(&mut self, observed: &CompressionObservation) -> CompressionDecision {
         self.learn(&observed.trials);
         let tells = observed.data_bytes > 0 && observed.interval_ns > 0 && observed.workers > 0;
         let pause = self.update_peer_idle(observed);
@@ -195,7 +195,7 @@ impl Decider for CompressionPolicy {
             self.process_sample(observed, pause);
         }
         let try_out = if tells { self.due_trials(observed) } else { Vec::new() };
-        Decision {
+        CompressionDecision {
             way: WAYS[self.present],
             is_informed: self.is_informed,
             standing_way: WAYS[self.standing],

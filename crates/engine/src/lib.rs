@@ -4,7 +4,7 @@
 //! the model checker and in a simulator, and any run can be replayed from its events.
 //!
 //! - [`handover`]: ownership of the VM; the two roles' transition functions and the registry's compare-and-set.
-//! - [`bulk`]: the moment at which memory begins, after rounds of disks alone.
+//! - [`disks_first`]: the moment at which memory begins, after rounds of disks alone.
 //! - [`compression`]: the choice of the compression level.
 //! - [`discards`]: post-copy: the number of discards before the guest is stopped.
 //! - [`precopy`]: the moment at which the guest is stopped.
@@ -15,9 +15,9 @@
 //! - [`throttle`]: the limits on the guest's write rate and processor time.
 //! - [`trace`]: the observations and decisions of all these policies, for replay.
 
-pub mod bulk;
 pub mod compression;
 pub mod discards;
+pub mod disks_first;
 pub mod handover;
 pub mod precopy;
 pub mod pressure;

@@ -30,8 +30,8 @@
 //!
 //! # Replay
 //!
-//! [`TracedPolicy`] records the observations of a policy as a [`Trace`], which becomes part of the report, for replay
-//! ([`crate::trace`]).
+//! [`TracedStopPolicy`] records the observations of a policy as a [`StopTrace`], which becomes part of the report, for
+//! replay ([`crate::trace`]).
 
 #[cfg(feature = "comparison")]
 mod classic;
@@ -54,7 +54,7 @@ pub use forecast::{CostHistory, FixedCost};
 pub use hybrid::HybridPolicy;
 pub use pattern::{Pattern, PatternPolicy, Sampling};
 pub use sla::{AvailableStrategies, ExpectedOutcome, MigrationStrategy, Outlook, SlaPolicy};
-pub use trace::{AnyPolicy, PolicyEvent, Trace, TracedPolicy};
+pub use trace::{AnyPolicy, PolicyEvent, StopTrace, TracedStopPolicy};
 
 /// Observation after a round: measurements of the round, and of the dirty scan right after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -15,7 +15,7 @@ use crate::trace::Decider;
 
 /// Limit on the guest's write rate to a disk; an absent field is not limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cap {
+pub struct DiskWriteLimit {
     /// Writes a second.
     pub writes_per_s: Option<u64>,
     /// Bytes a second.
@@ -48,11 +48,11 @@ pub enum WriteThrottle {
 
 impl Decider for WriteThrottle {
     type Observed = WriteObservation;
-    type Decision = Cap;
+    type Decision = DiskWriteLimit;
 
     const MAX_ENTRIES: usize = 1000;
 
-    fn decide(&mut self, observed: &WriteObservation) -> Cap {
+    fn decide(&mut self, observed: &WriteObservation) -> DiskWriteLimit {
         match self {
             Self::Drain(policy) => policy.decide(observed),
             Self::Threshold(policy) => policy.decide(observed),
@@ -81,8 +81,9 @@ impl Default for Threshold {
 }
 
 impl Threshold {
-    fn decide(&mut self, observed: &WriteObservation) -> Cap {
-        let (mut threshold, mut delay_us, mut cap) = (self.threshold_writes, self.delay_us, Cap::default());
+    fn decide(&mut self, observed: &WriteObservation) -> DiskWriteLimit {
+        let (mut threshold, mut delay_us, mut cap) =
+            (self.threshold_writes, self.delay_us, DiskWriteLimit::default());
         while observed.writes >= threshold {
             cap.writes_per_s = Some((1_000_000 / delay_us).max(MIN_WRITES_PER_S));
             (threshold, delay_us) = (threshold.saturating_mul(2), delay_us.saturating_mul(2));
@@ -111,7 +112,7 @@ const MIN_BYTES_PER_S: u64 = 1 << 20;
 const MAX_DIRTIED_PER_WRITTEN: u64 = 8;
 
 impl Drain {
-    fn decide(&mut self, observed: &WriteObservation) -> Cap {
+    fn decide(&mut self, observed: &WriteObservation) -> DiskWriteLimit {
         let Some(drained) = observed.drained_bytes_per_s else { return self.cap() };
         let share = drained / 5 * 2;
         let (written, dirtied) = (observed.written_bytes_per_s, observed.dirtied_bytes_per_s);
@@ -122,8 +123,8 @@ impl Drain {
         self.cap()
     }
 
-    fn cap(&self) -> Cap {
-        Cap { bytes_per_s: self.adaptive_cap.cap, ..Cap::default() }
+    fn cap(&self) -> DiskWriteLimit {
+        DiskWriteLimit { bytes_per_s: self.adaptive_cap.cap, ..DiskWriteLimit::default() }
     }
 }
 
@@ -194,12 +195,12 @@ mod tests {
     /// Simulates a disk that takes a hundred ticks to be sent, and a guest that writes as much as it may; each byte
     /// written dirties `dirties` bytes. Returns the bytes sent in all.
     fn sent_in_all(
-        mut decide: impl FnMut(&WriteObservation) -> Cap,
+        mut decide: impl FnMut(&WriteObservation) -> DiskWriteLimit,
         wants: u64,
         dirties: u64,
     ) -> Option<u64> {
         const DRAIN: u64 = 100 << 20;
-        let (mut left, mut sent, mut cap) = (100 * DRAIN, 0_u64, Cap::default());
+        let (mut left, mut sent, mut cap) = (100 * DRAIN, 0_u64, DiskWriteLimit::default());
         for _ in 0..1_000 {
             let written = cap.bytes_per_s.map_or(wants, |cap| cap.min(wants));
             let drained = left.min(DRAIN);
@@ -231,7 +232,7 @@ mod tests {
                 assert!(sent <= (disk + unheld) / 3 * 5, "{wants}, {dirties}: {sent}");
             }
         }
-        assert_eq!(sent_in_all(|_| Cap::default(), 10 << 30, 1), None);
+        assert_eq!(sent_in_all(|_| DiskWriteLimit::default(), 10 << 30, 1), None);
     }
 
     #[test]

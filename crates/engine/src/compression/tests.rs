@@ -35,7 +35,7 @@ impl World {
     }
 
     /// Returns the counters of an interval with this way.
-    fn interval(&self, decision: &Decision) -> CompressionObservation {
+    fn interval(&self, decision: &CompressionDecision) -> CompressionObservation {
         let way = WAYS.iter().position(|way| *way == decision.way).unwrap();
         let seconds = SAMPLE_NS as f64 / 1e9;
         let data = self.rate(way) * seconds;
@@ -68,7 +68,7 @@ impl World {
 
 /// Returns the ways that are chosen, sample by sample.
 fn run(chooser: &mut CompressionPolicy, world: &World, looks: u32) -> Vec<Compression> {
-    let mut decision = Decision { way: WAYS[chooser.present], ..Decision::default() };
+    let mut decision = CompressionDecision { way: WAYS[chooser.present], ..CompressionDecision::default() };
     (0..looks)
         .map(|_| {
             decision = chooser.decide(&world.interval(&decision));
@@ -94,10 +94,11 @@ fn a_link_that_nobody_waits_for_is_left_alone() {
     let world = World::new(100_000, 2.0);
     let mut chooser = CompressionPolicy::default();
     for look in 1..=100 {
-        let decision = chooser.decide(&world.interval(&Decision::default()));
+        let decision = chooser.decide(&world.interval(&CompressionDecision::default()));
         // It has not reported idle time; at first it may only not have reported it yet.
         let is_informed = look >= BUSY_SAMPLES;
-        let nothing = Decision { peer_is_busy: true, is_informed, ..Decision::default() };
+        let nothing =
+            CompressionDecision { peer_is_busy: true, is_informed, ..CompressionDecision::default() };
         assert_eq!(decision, nothing, "nothing is even tried out");
     }
 }
@@ -120,7 +121,10 @@ fn pages_are_looked_at_where_the_link_is_slow_and_from_then_on() {
     }
     let slow = World::new(118, 2.0);
     let mut chooser = CompressionPolicy::default();
-    assert!(!chooser.decide(&slow.interval(&Decision::default())).link_is_slow, "one look may be wrong");
+    assert!(
+        !chooser.decide(&slow.interval(&CompressionDecision::default())).link_is_slow,
+        "one look may be wrong"
+    );
 }
 
 #[test]
@@ -176,7 +180,7 @@ fn a_destination_without_a_pause_is_not_burdened() {
 #[test]
 fn idle_time_reported_in_bursts_counts() {
     let world = World::new(118, 2.0);
-    let (mut chooser, mut decision) = (CompressionPolicy::default(), Decision::default());
+    let (mut chooser, mut decision) = (CompressionPolicy::default(), CompressionDecision::default());
     let mut unreported_ns = 0;
     for look in 0..60 {
         let mut observed = world.interval(&decision);
@@ -209,7 +213,7 @@ fn a_host_without_idle_processors_tries_nothing() {
     let world = World { processors: 1.0, peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) };
     let mut chooser = CompressionPolicy::default();
     for _ in 0..100 {
-        let observed = world.interval(&Decision::default());
+        let observed = world.interval(&CompressionDecision::default());
         assert!(observed.blocked_ns > 0 && observed.peer_waited_ns > 0);
         let decision = chooser.decide(&observed);
         assert_eq!((decision.way, decision.try_out), (Compression::None, Vec::new()));
@@ -254,7 +258,7 @@ fn compressible_data_is_not_retried_early_if_it_does_not_pay() {
     let mut chooser = CompressionPolicy::default();
     run(&mut chooser, &taken, 30);
     run(&mut chooser, &world, 10);
-    let mut decision = Decision { way: WAYS[chooser.present], ..Decision::default() };
+    let mut decision = CompressionDecision { way: WAYS[chooser.present], ..CompressionDecision::default() };
     let mut tries_all = || {
         decision = chooser.decide(&world.interval(&decision));
         assert_eq!(decision.way, Compression::None);
@@ -283,7 +287,8 @@ fn what_a_link_may_carry_has_its_bounds() {
     // An hour of samples in which no worker waits.
     let calm = CompressionObservation {
         blocked_ns: 0,
-        ..World::new(118, 2.0).interval(&Decision { way: Compression::Zstd(3), ..Decision::default() })
+        ..World::new(118, 2.0)
+            .interval(&CompressionDecision { way: Compression::Zstd(3), ..CompressionDecision::default() })
     };
     (0..72_000).for_each(|_| drop(chooser.decide(&calm)));
     let link = chooser.link_bytes_per_s.unwrap();

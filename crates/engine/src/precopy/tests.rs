@@ -252,7 +252,7 @@ fn rounds_that_do_not_shrink_end_it() {
 
 #[test]
 fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
-    let mut policy = TracedPolicy::new(policy(1, 100, OnLimit::Abort));
+    let mut policy = TracedStopPolicy::new(policy(1, 100, OnLimit::Abort));
     let observed = |n| round(n, 1000, 10_000, 100);
     assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
     let goals = PrecopyGoals { max_downtime_ns: 10_000_000, max_rounds: 100, ..PrecopyGoals::default() };
@@ -261,7 +261,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     assert!(matches!(policy.decide(&observed(2)), Decision::StopAndCopy { .. }));
     assert_eq!(policy.trace().entries.len(), 3);
     let text = serde_json::to_string(policy.trace()).unwrap();
-    let read: Trace = serde_json::from_str(&text).unwrap();
+    let read: StopTrace = serde_json::from_str(&text).unwrap();
     assert_eq!(read.replay(), *policy.trace());
 }
 
@@ -278,14 +278,14 @@ fn every_policy_can_be_replayed() {
         RoundCountPolicy::default().into(),
     ];
     for policy in policies {
-        let mut traced = TracedPolicy::new(policy);
+        let mut traced = TracedStopPolicy::new(policy);
         for (n, dirty) in
             [(0, 90_000), (1, 50_000), (1, 30_000), (2, 9_000), (3, 100_000), (5, 90_000), (6, 10)]
         {
             traced.decide(&RoundObservation { remaining_pages: dirty / 3, ..round(n, dirty, 100_000, 1000) });
         }
         let text = serde_json::to_string(traced.trace()).unwrap();
-        let read: Trace = serde_json::from_str(&text).unwrap();
+        let read: StopTrace = serde_json::from_str(&text).unwrap();
         assert_eq!((&read.replay(), &read), (traced.trace(), traced.trace()), "{text}");
     }
 }
@@ -343,7 +343,7 @@ fn pattern_c_policies_observe_resent_pages() {
         SlaPolicy::new(goals, ways, OnLimit::Abort, free()).into(),
     ];
     for policy in policies {
-        let mut traced = TracedPolicy::new(policy);
+        let mut traced = TracedStopPolicy::new(policy);
         let seen: Vec<_> = (1..=3).map(|n| traced.decide(&resent(n))).collect();
         let is_named = seen
             .iter()

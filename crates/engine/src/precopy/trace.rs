@@ -152,12 +152,12 @@ impl AnyPolicy {
 }
 
 /// Trace of a stop policy.
-pub type Trace = trace::Trace<AnyPolicy>;
+pub type StopTrace = trace::Trace<AnyPolicy>;
 
 /// A stop policy that records its trace.
-pub type TracedPolicy = trace::TracedPolicy<AnyPolicy>;
+pub type TracedStopPolicy = trace::TracedPolicy<AnyPolicy>;
 
-impl TracedPolicy {
+impl TracedStopPolicy {
     /// Sets changed goals, which apply from the next decision on.
     pub fn set_goals(&mut self, goals: PrecopyGoals) {
         let last = self.trace().entries.iter().rev().find_map(|entry| match entry.observed {

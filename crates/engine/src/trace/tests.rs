@@ -2,8 +2,8 @@ use proptest::prelude::*;
 use proto::packed::CompressionTrial;
 
 use super::*;
-use crate::bulk::{DiskRound, DisksFirstPolicy};
 use crate::compression::{CompressionObservation, CompressionPolicy, WAYS};
+use crate::disks_first::{DiskRound, DisksFirstPolicy};
 use crate::precopy::{
     AnyPolicy, PolicyEvent, PrecopyGoals, RoundCountPolicy, RoundObservation, ThrottleChange,
 };

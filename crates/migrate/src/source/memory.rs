@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use ::memory::{BlockReader, DirtyBitmap, Owed, Reductions, RoundStats, ScanStats, SourceRam, Stage};
 use engine::precopy::{
     AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundObservation,
-    SlaPolicy, TracedPolicy,
+    SlaPolicy, TracedStopPolicy,
 };
 #[cfg(feature = "comparison")]
 use engine::precopy::{RoundCountPolicy, TargetPolicy};
@@ -88,7 +88,7 @@ impl Payload {
 
 /// Returns the policy that decides when to stop the guest, for the actions (slowing down, post-copy) that are possible
 /// with it.
-pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost) -> TracedPolicy {
+pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost) -> TracedStopPolicy {
     let goal = precopy_goals(goals);
     let on_limit = match goals.settings.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
@@ -100,16 +100,18 @@ pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost)
             let policy = PatternPolicy::new(goal, on_limit, fixed).sampling(goals.sampling);
             // With throttled writes, a guest may write less the longer the migration lasts.
             let is_throttled = goals.settings.throttle_writes != ThrottleWrites::Off;
-            TracedPolicy::new(if is_throttled { policy.with_write_throttle() } else { policy })
+            TracedStopPolicy::new(if is_throttled { policy.with_write_throttle() } else { policy })
         }
-        StopPolicy::Hybrid => TracedPolicy::new(HybridPolicy::new(goal, goals.settings.hybrid_passes, fixed)),
+        StopPolicy::Hybrid => {
+            TracedStopPolicy::new(HybridPolicy::new(goal, goals.settings.hybrid_passes, fixed))
+        }
         StopPolicy::Sla => {
-            TracedPolicy::new(SlaPolicy::new(goal, ways, on_limit, fixed).sampling(goals.sampling))
+            TracedStopPolicy::new(SlaPolicy::new(goal, ways, on_limit, fixed).sampling(goals.sampling))
         }
         #[cfg(feature = "comparison")]
-        StopPolicy::Target => TracedPolicy::new(TargetPolicy::new(goal, on_limit)),
+        StopPolicy::Target => TracedStopPolicy::new(TargetPolicy::new(goal, on_limit)),
         #[cfg(feature = "comparison")]
-        StopPolicy::Rounds => TracedPolicy::new(RoundCountPolicy::default()),
+        StopPolicy::Rounds => TracedStopPolicy::new(RoundCountPolicy::default()),
     }
 }
 

@@ -52,8 +52,8 @@ fn any_policy() -> impl Strategy<Value = PatternPolicy> {
 }
 
 /// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends the migration.
-fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> TracedPolicy {
-    let mut policy = TracedPolicy::new(policy);
+fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> TracedStopPolicy {
+    let mut policy = TracedStopPolicy::new(policy);
     for (n, observed) in (0..).zip(seen) {
         if !matches!(policy.decide(&RoundObservation { round: n, ..*observed }), Decision::NextRound { .. }) {
             break;
@@ -62,7 +62,7 @@ fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> TracedPolicy 
     policy
 }
 
-fn decisions(traced: &TracedPolicy) -> Vec<Decision> {
+fn decisions(traced: &TracedStopPolicy) -> Vec<Decision> {
     traced.trace().decisions().copied().flatten().collect()
 }
 

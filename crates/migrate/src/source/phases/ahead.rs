@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use ::memory::{Owed, PageCursor, Sender};
-use engine::bulk::{DiskRound, DisksFirstPolicy, NextPhase};
+use engine::disks_first::{DiskRound, DisksFirstPolicy, NextPhase};
 use engine::handover::source::SourceEvent;
 use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;

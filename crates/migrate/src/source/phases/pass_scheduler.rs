@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ::memory::{FirstPass, Owed, PageCursor, PartBoundary, RoundStats, SentHistory, WrappedPart};
-use engine::precopy::{Sampling, TracedPolicy};
+use engine::precopy::{Sampling, TracedStopPolicy};
 
 use super::rounds::DirtyScan;
 use crate::source::memory::Payload;
@@ -13,7 +13,7 @@ use crate::source::memory::Payload;
 /// In the first pass, which sends all of memory, pages that the guest writes in the meantime are left for later:
 /// otherwise they would have to be sent twice ([`FirstPass`]).
 pub(super) struct PassScheduler {
-    pub(super) policy: TracedPolicy,
+    pub(super) policy: TracedStopPolicy,
     /// Number of completed passes over the dirty pages.
     pub(super) passes: u32,
     first_pass: FirstPass,
@@ -42,7 +42,7 @@ pub(super) struct RoundPages {
 }
 
 impl PassScheduler {
-    pub(super) fn new(policy: TracedPolicy, sampling: Sampling, passes: u32) -> Self {
+    pub(super) fn new(policy: TracedStopPolicy, sampling: Sampling, passes: u32) -> Self {
         let history = if policy.has_history() { sampling.history } else { 0 };
         let interval_ns = if sampling.interval_ns > 0 { sampling.interval_ns } else { Sampling::LONGEST_NS };
         Self {

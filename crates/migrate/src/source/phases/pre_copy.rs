@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use ::memory::{Owed, Sender, Stage};
 use engine::handover::source::SourceEvent;
 use engine::precopy::{
-    AvailableStrategies, CostHistory, Decision, Outlook, RoundObservation, ThrottleChange, Trace,
-    TracedPolicy,
+    AvailableStrategies, CostHistory, Decision, Outlook, RoundObservation, StopTrace, ThrottleChange,
+    TracedStopPolicy,
 };
 use engine::throttle::processors::ThrottleDemand;
 
@@ -260,7 +260,7 @@ impl Driver {
     /// Decides the next step, after a round and the dirty scan that followed it.
     fn decide(
         &mut self,
-        policy: &mut TracedPolicy,
+        policy: &mut TracedStopPolicy,
         sent: &memory::SentRound,
         scanned: &DirtyScan,
         payload: &Payload,
@@ -344,7 +344,7 @@ impl Driver {
         });
     }
 
-    fn report_decision(&self, observed: &RoundObservation, decision: &Decision, trace: &Trace) {
+    fn report_decision(&self, observed: &RoundObservation, decision: &Decision, trace: &StopTrace) {
         let (word, expected_us, pattern) = match decision {
             Decision::NextRound { expected_downtime_ns, .. } => {
                 ("another-round", Some(expected_downtime_ns / 1000), None)

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ::memory::{CompressionCounters, CompressionState, LinkCounters, Reduction};
-use engine::compression::{Decision, WAYS};
+use engine::compression::{CompressionDecision, WAYS};
 use proto::packed::{Codec, Compression as Way, CompressionTrial};
 
 use super::link_sampler::Interval;
@@ -120,7 +120,7 @@ fn supported_compression(
 }
 
 /// Notes the picked compression in the report.
-fn update_report(decision: &Decision, controls: &Controls) {
+fn update_report(decision: &CompressionDecision, controls: &Controls) {
     let picked = LevelChoice {
         at_us: controls.requested.elapsed().as_micros() as u64,
         way: decision.way.to_string(),

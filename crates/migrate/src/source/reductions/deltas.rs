@@ -9,13 +9,13 @@ use proto::packed::CompressionTrial;
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
 use crate::source::{Controls, Goals, Telemetry};
-use api::Deltas as WantedDeltas;
+use api::DeltaUse;
 use api::report::{self, Report};
 
 /// Deltas of a migration.
 #[derive(Debug)]
 pub(super) struct ActiveDeltas {
-    wanted: WantedDeltas,
+    wanted: DeltaUse,
     state: Arc<Deltas>,
 }
 
@@ -30,15 +30,15 @@ impl ActiveDeltas {
     ) -> Option<Self> {
         let Goals { settings, deltas_bytes, .. } = controls.goals();
         let wanted = settings.deltas;
-        let seed = seed.filter(|_| wanted != WantedDeltas::Never && deltas_bytes > 0);
-        if wanted == WantedDeltas::Always && seed.is_none() {
+        let seed = seed.filter(|_| wanted != DeltaUse::Never && deltas_bytes > 0);
+        if wanted == DeltaUse::Always && seed.is_none() {
             let detail = "pages are sent in full: the destination does not support deltas, or no memory is \
                           configured for them";
             let at_us = telemetry.elapsed_us();
             controls.report(|report| report.event(at_us, "deltas", detail));
         }
         let deltas = Self { wanted, state: Arc::new(Deltas::new(ram_blocks, deltas_bytes, seed?)) };
-        if wanted == WantedDeltas::Always {
+        if wanted == DeltaUse::Always {
             deltas.start(controls);
         }
         Some(deltas)
@@ -66,7 +66,7 @@ impl ActiveReduction for ActiveDeltas {
     }
 
     fn needs_samples(&self, is_slow: bool) -> bool {
-        self.wanted == WantedDeltas::Auto && !is_slow
+        self.wanted == DeltaUse::Auto && !is_slow
     }
 
     fn interrupted(&self, _: bool) {}
@@ -74,7 +74,7 @@ impl ActiveReduction for ActiveDeltas {
     fn sampled(&self, _: &Interval<'_>, _: &Controls) {}
 
     fn link_is_slow(&self, controls: &Arc<Controls>) {
-        if self.wanted == WantedDeltas::Auto {
+        if self.wanted == DeltaUse::Auto {
             self.start(controls);
         }
     }

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{LinkCounters, LinkMeter};
-use engine::compression::{CompressionObservation, CompressionPolicy, Decision};
+use engine::compression::{CompressionDecision, CompressionObservation, CompressionPolicy};
 use engine::trace::TracedPolicy;
 use proto::packed::CompressionTrial;
 
@@ -35,7 +35,7 @@ pub(crate) struct Interval<'a> {
     /// True if the link was slow before it, too.
     pub(super) is_slow: bool,
     /// Judgement of link and processors.
-    pub(super) decision: &'a Decision,
+    pub(super) decision: &'a CompressionDecision,
 }
 
 /// Starts the sampler; returns none if no thread can be started, and then nothing is chosen. It ends when the returned

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use ::memory::RoundStats;
-use engine::throttle::{Cap, Drain, Threshold, WriteObservation, WriteThrottle};
+use engine::throttle::{DiskWriteLimit, Drain, Threshold, WriteObservation, WriteThrottle};
 use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
@@ -20,7 +20,7 @@ pub(super) struct DiskWriteThrottle {
     /// Writes before copying began.
     first: Option<Written>,
     last: Option<WriteSample>,
-    cap: Cap,
+    cap: DiskWriteLimit,
     drained: SendingRate,
 }
 
@@ -41,7 +41,13 @@ impl DiskWriteThrottle {
             ThrottleWrites::Threshold => WriteThrottle::Threshold(Threshold::default()),
         };
         let policy = TracedPolicy::new(policy);
-        Some(Self { policy, first: None, last: None, cap: Cap::default(), drained: SendingRate::default() })
+        Some(Self {
+            policy,
+            first: None,
+            last: None,
+            cap: DiskWriteLimit::default(),
+            drained: SendingRate::default(),
+        })
     }
 
     /// Returns the policy that decides the cap.
@@ -66,7 +72,11 @@ impl DiskWriteThrottle {
 
     /// Samples the writes since the last call, and has QEMU apply the policy's decision. Returns the cap if it has
     /// changed.
-    pub(super) fn sample(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
+    pub(super) fn sample(
+        &mut self,
+        disks: &mut DiskLog,
+        qmp: &mut Qmp,
+    ) -> Result<Option<DiskWriteLimit>, QmpError> {
         if disks.throttled_by_others().count() == disks.names().len() {
             return Ok(None);
         }
@@ -90,7 +100,7 @@ impl DiskWriteThrottle {
         if cap == self.cap {
             return Ok(None);
         }
-        let Cap { writes_per_s, bytes_per_s } = cap;
+        let DiskWriteLimit { writes_per_s, bytes_per_s } = cap;
         disks.cap_writes(qmp, WriteCap { writes_per_s, bytes_per_s })?;
         self.cap = cap;
         Ok(Some(cap))

@@ -21,7 +21,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-guest", &[]),
     ("whimbrel-fleet", &[]),
     ("whimbrel-engine", &["whimbrel-proto"]),
-    ("whimbrel-link", &["whimbrel-proto"]),
+    ("whimbrel-link", &["whimbrel-proto", "whimbrel-tracee"]),
     ("whimbrel-memory", &["whimbrel-proto", "whimbrel-link", "whimbrel-tracee"]),
     ("whimbrel-api", &["whimbrel-proto", "whimbrel-engine"]),
     (

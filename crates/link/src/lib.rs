@@ -9,6 +9,9 @@
 //!                           └─ RateLimit     shared by all streams of a migration
 //! ```
 //!
+//! What carries a migration's connections is behind the traits of [`transport`], of which these connections are one
+//! implementation.
+//!
 //! # Invariants of every connection
 //!
 //! - Both agents show a certificate of the same authority (TLS 1.3 only), and each proves its name: the name in `Hello`
@@ -34,6 +37,7 @@ mod rate_limit;
 mod router;
 mod socket;
 mod stream;
+pub mod transport;
 
 pub use connection::{Connection, Handle, Incoming, Reader, Writer};
 pub use endpoint::{Endpoint, Peer, Settings};

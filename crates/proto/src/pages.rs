@@ -30,6 +30,8 @@ use crate::reference::REFERENCE_BYTES;
 
 /// Bytes before the runs.
 pub const FIXED_BYTES: usize = 24;
+/// Position of the number of runs.
+const RUNS_AT: usize = 14;
 /// Bytes of the pattern that fills a run of [`Content::Filled`].
 pub const FILLING_BYTES: usize = 8;
 /// Bytes of one run.
@@ -184,6 +186,21 @@ impl PagesHeader {
             Some(0) => Ok((header, data)),
             Some(surplus) => Err(BadPages::Surplus(surplus)),
             None => Err(BadPages::Truncated),
+        }
+    }
+
+    /// Returns the length of header and runs in bytes, from the first [`FIXED_BYTES`] bytes of a payload.
+    pub fn head_bytes(fixed: &[u8; FIXED_BYTES]) -> usize {
+        let count = u16::from_le_bytes([fixed[RUNS_AT], fixed[RUNS_AT + 1]]);
+        FIXED_BYTES + usize::from(count) * RUN_BYTES
+    }
+
+    /// Decodes and checks header and runs of a payload whose data follows by another way. Returns the header, and the
+    /// length of the data, in bytes.
+    pub fn decode_head(head: &[u8], runs: &mut Vec<PageRun>) -> Result<(Self, usize), BadPages> {
+        match Self::decode_runs(head, runs)? {
+            (header, [], data_bytes) => Ok((header, data_bytes)),
+            (_, surplus, _) => Err(BadPages::Surplus(surplus.len())),
         }
     }
 

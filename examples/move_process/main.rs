@@ -23,11 +23,12 @@ use std::time::{Duration, Instant};
 use std::{env, slice, thread};
 
 use engine::precopy::{Decision, FixedCost, OnLimit, PatternPolicy, Policy, PrecopyGoals, RoundObservation};
+use link::transport::DataStream;
 use link::{Endpoint, Listener, Peer, Router, Security};
 use memory::verify::{Block, different_chunks, hash_block};
 use memory::{
-    Cleared, CompletedRound, DataStream, Owed, RamRegion, Receiver, ReceiverEvent, RoundStats, Sender,
-    TrackedRam, open_destination, open_source,
+    Cleared, CompletedRound, Owed, RamRegion, Receiver, ReceiverEvent, RoundStats, Sender, TrackedRam,
+    open_destination, open_source,
 };
 use proto::{Epoch, Generation, HostId, MigrationId, Purpose, VmName};
 use tracee::{Injector, PAGE_SIZE, Process, RemoteMemory, Signal};

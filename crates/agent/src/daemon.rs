@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use link::transport::TcpTransport;
 use link::{Endpoint, Identity, IdentityError, Listener, ListenerHandle, Peer, Router, Settings, TlsFiles};
 use proto::MigrationId;
 use tracee::Injector;
@@ -83,11 +84,13 @@ impl Agent {
         };
         let listener = Listener::bind(endpoint.clone(), &config.listen.to_string())?;
         let socket = config.api_socket.clone();
+        let router = Router::default();
         let context = Context {
             faults: Faults::new(config.fault_socket.clone()),
             injector: Arc::new(Injector::new(injector.program, injector.arguments)),
             guard,
-            router: Router::default(),
+            transport: Arc::new(TcpTransport::new(endpoint, router.clone())),
+            router,
             arrivals: Arc::default(),
             names: NameLocks::default(),
             starts: RwLock::default(),
@@ -102,7 +105,6 @@ impl Agent {
             .map_err(StartError::Templates)?,
             boot_id: boot_id.trim().to_owned(),
             journal,
-            endpoint,
             registry,
             config,
         };

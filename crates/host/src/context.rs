@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use engine::precopy::CostHistory;
-use link::Endpoint;
+use link::transport::Transport;
 use proto::HostId;
 use tracee::Injector;
 
@@ -24,9 +24,9 @@ pub struct Context {
     pub config: Config,
     /// The journal.
     pub journal: Journal,
-    /// The agent's identity towards its peers.
-    pub endpoint: Endpoint,
-    /// Expected data streams.
+    /// Opens and expects the connections of migrations.
+    pub transport: Arc<dyn Transport>,
+    /// Passes connections that peers open to the transport.
     pub router: link::Router,
     /// The ownership registry, if one is configured.
     pub registry: Option<Arc<dyn Registry>>,

@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
+use link::transport::{Channel, TcpTransport};
 use link::{
     Arrival, Connection, Endpoint, Incoming, LinkError, Listener, ListenerHandle, Rejected, Security,
 };
@@ -125,10 +126,11 @@ impl World {
              [hosts.b]\naddress = \"{address}\"\n[timeouts]\nretry_ms = 20\nqmp_ms = 500\n{timeouts}"
         );
         let config = Config::parse(&folder.path().join("agent.toml"), &text).unwrap();
+        let router = link::Router::default();
         let context = Context {
             journal: Journal::open(&config.state_dir).unwrap(),
-            endpoint: endpoint("a"),
-            router: link::Router::default(),
+            transport: Arc::new(TcpTransport::new(endpoint("a"), router.clone())),
+            router,
             registry,
             injector: Arc::new(Injector::new(PathBuf::from("/nonexistent"), Vec::new())),
             guard: HelperProgram { program: "/nonexistent".into(), arguments: Vec::new() },
@@ -153,13 +155,13 @@ impl World {
     }
 
     /// Returns both ends of a connection that `b` has opened to `a`.
-    pub fn from_peer() -> (Connection, Peer) {
+    pub fn from_peer() -> (Channel, Peer) {
         let (sender, arrivals) = mpsc::channel();
         let listener = Listener::bind(endpoint("a"), "127.0.0.1:0").unwrap();
         let address = listener.address();
         let _serving = listener.serve(accept_all(sender)).unwrap();
         let there = Peer::connect("b", address, proto::Purpose::Handover { migration: id(1) }).unwrap();
-        (arrivals.recv_timeout(PATIENCE).unwrap(), there)
+        (arrivals.recv_timeout(PATIENCE).unwrap().into(), there)
     }
 
     /// Writes the first migration into the journal.

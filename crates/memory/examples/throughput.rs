@@ -13,10 +13,11 @@ use std::convert::Infallible;
 use std::time::Instant;
 
 use common::{Victim, connections};
+use link::transport::DataStream;
 use proto::Generation;
 use whimbrel_memory::{
-    CompletedRound, DataStream, DirtyBitmap, DirtyLog, Owed, Receiver, ScanError, ScanStats, Sender,
-    SourceRam, open_destination, open_source,
+    CompletedRound, DirtyBitmap, DirtyLog, Owed, Receiver, ScanError, ScanStats, Sender, SourceRam,
+    open_destination, open_source,
 };
 
 /// Reports everything, or one page, as written.

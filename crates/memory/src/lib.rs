@@ -22,10 +22,9 @@
 //! | [`HintedPages`] | free page hints of the guest |
 //! | [`MissingPages`], [`RemainingPages`] | pages that arrive after the switchover: post-copy |
 //! | [`verify`] | comparison of both sides, by a path of its own |
-//! | [`wire`] | requirements on a connection |
 //!
-//! Threads and blocking calls throughout. Nothing here knows QEMU's monitor, the handover, or how connections are
-//! opened; this crate never decides by itself that a page need not be at the destination.
+//! Threads and blocking calls throughout. Nothing here knows QEMU's monitor, the handover, or what carries the streams
+//! ([`link::transport`]); this crate never decides by itself that a page need not be at the destination.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -45,7 +44,6 @@ pub mod send;
 mod sent_history;
 mod tracked;
 pub mod verify;
-pub mod wire;
 
 pub use chunk::{FRAME_PAGES, PageCounts};
 pub use dirty::{ChunkPages, DirtyBitmap};
@@ -78,7 +76,6 @@ pub use send::{
 pub use sent_history::SentHistory;
 pub use tracee::TrackError;
 pub use tracked::TrackedRam;
-pub use wire::{DataStream, FrameSink, FrameSource, HangUp};
 
 /// Locks. A thread that died while it held the lock is reported by its guard, so its lock need not report it again.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use link::LinkError;
+use link::transport::{ConnectionHandle, DataStream, TransportError};
 use proto::Generation;
 use proto::frame::FrameKind;
 use proto::limits::PAGE_BYTES;
@@ -32,9 +32,7 @@ use crate::lock;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};
 use crate::reductions::decoders::AcceptedReductions;
-use crate::reductions::decoding::BadFrame;
-use crate::reductions::decoding::BadPacked;
-use crate::wire::{DataStream, HangUp, is_transient};
+use crate::reductions::decoding::{BadFrame, BadPacked};
 
 mod worker;
 
@@ -48,7 +46,7 @@ pub type DestinationRam = Arc<[Box<dyn BlockWriter>]>;
 pub enum ReceiveError {
     /// The connection failed.
     #[error("the data stream failed")]
-    Stream(#[source] LinkError),
+    Stream(#[source] TransportError),
     /// A frame that is not allowed on a data stream.
     #[error("{0:?} frame on a data stream")]
     UnexpectedFrame(FrameKind),
@@ -124,16 +122,14 @@ impl From<BadFrame> for ReceiveError {
 impl ReceiveError {
     /// Returns true if new connections may help.
     pub fn is_connection(&self) -> bool {
-        matches!(self, Self::Stream(source) if is_transient(source))
+        matches!(self, Self::Stream(source) if source.is_transient())
     }
 
     /// Returns true if the input is invalid, so that no correct source would have sent it: unacknowledged pages can be
     /// sent again over new connections. A source that repeats the fault is another matter.
     pub fn is_corrupt(&self) -> bool {
         match self {
-            Self::Stream(source) => {
-                matches!(source, LinkError::Header(_) | LinkError::TooMuch { .. } | LinkError::NotExpected(_))
-            }
+            Self::Stream(source) => matches!(source, TransportError::Protocol(_)),
             Self::UnexpectedFrame(_)
             | Self::BadFrame(_)
             | Self::BadPacked(_)
@@ -215,7 +211,7 @@ pub struct Receiver {
 }
 
 struct Worker {
-    hang_up: Arc<dyn HangUp>,
+    handle: Arc<dyn ConnectionHandle>,
     thread: JoinHandle<()>,
 }
 
@@ -335,12 +331,11 @@ impl Receiver {
         let Some(place @ None) = self.workers.get_mut(usize::from(stream)) else {
             return Err(AttachError::Stream { stream, streams });
         };
-        let hang_up: Arc<dyn HangUp> = Arc::from(connection.hang_up);
         let newest = lock(&self.shared.rounds).newest;
         let mut worker = StreamWorker {
             guard: Guard {
                 shared: Arc::clone(&self.shared),
-                hang_up: Arc::clone(&hang_up),
+                handle: Arc::clone(&connection.handle),
                 generation,
                 stream,
             },
@@ -368,7 +363,7 @@ impl Receiver {
                 worker.guard.broken(cause);
             })
             .map_err(AttachError::Thread)?;
-        *place = Some(Worker { hang_up, thread });
+        *place = Some(Worker { handle: connection.handle, thread });
         Ok(())
     }
 
@@ -382,7 +377,7 @@ impl Receiver {
     /// Ends all connections and waits until no thread applies anything. Applied pages stay.
     pub fn end_and_join(&mut self) {
         self.shared.ending.store(true, Ordering::Release);
-        self.workers.iter().flatten().for_each(|worker| worker.hang_up.hang_up());
+        self.workers.iter().flatten().for_each(|worker| worker.handle.shutdown());
         for worker in self.workers.drain(..).flatten() {
             // The guard of a thread that died has reported it.
             let _ = worker.thread.join();
@@ -459,7 +454,7 @@ impl fmt::Debug for ReceiverState {
 /// Reports the end of a worker, in every way in which it may end.
 struct Guard {
     shared: Arc<ReceiverState>,
-    hang_up: Arc<dyn HangUp>,
+    handle: Arc<dyn ConnectionHandle>,
     generation: Generation,
     stream: u16,
 }
@@ -467,7 +462,7 @@ struct Guard {
 impl Guard {
     fn broken(&self, cause: ReceiveError) {
         // The source notices by its connection.
-        self.hang_up.hang_up();
+        self.handle.shutdown();
         if !self.shared.ending.load(Ordering::Acquire) {
             let (generation, stream) = (self.generation, self.stream);
             self.shared.notify(ReceiverEvent::Broken { generation, stream, cause });

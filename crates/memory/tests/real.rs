@@ -12,11 +12,12 @@ use std::thread;
 
 use common::{Victim, connections, injector};
 use link::Handle;
+use link::transport::DataStream;
 use proto::Generation;
 use tracee::{AddressRange, Pagemap, RamFile, maps};
 use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
 use whimbrel_memory::{
-    Cleared, DataStream, DirtyLog, HintedPages, Owed, Receiver, Reductions, Sender, SourceRam, TrackedRam,
+    Cleared, DirtyLog, HintedPages, Owed, Receiver, Reductions, Sender, SourceRam, TrackedRam,
     open_destination, open_source,
 };
 

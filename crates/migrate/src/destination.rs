@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationReport, DestinationState};
 use engine::session::{DestinationSession, RegistryClient};
-use link::{Connection, Handle, Writer};
+use link::transport::{Channel, ConnectionHandle, MessageSender};
 use proto::Generation;
 use proto::message::Proposal;
 
@@ -59,16 +59,19 @@ struct Questions {
     registry: RegistryClient,
 }
 
+/// Sending half of a connection, and the handle that ends it.
+type Link = (Box<dyn MessageSender>, Arc<dyn ConnectionHandle>);
+
 /// Connections of the source.
 struct Connections {
     generation: Generation,
     /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
     /// count.
-    links: BTreeMap<u64, (Writer, Handle)>,
+    links: BTreeMap<u64, Link>,
     /// The control stream among `links`.
     control: Option<u64>,
     /// The source's connection for page requests, until it can be used.
-    page_stream: Option<Connection>,
+    page_stream: Option<Channel>,
 }
 
 impl Connections {

@@ -31,6 +31,7 @@ use engine::handover::MigrationTerms;
 use engine::handover::source::SourceState;
 use engine::precopy::{CostHistory, Sampling};
 use engine::session::{RegistryClient, SourceSession};
+use link::transport::Channel;
 use proto::{Generation, VmName};
 
 pub use inbox::{Inbox, Mailbox, Notice};
@@ -258,7 +259,7 @@ struct Connections {
     /// The last control connection, on which ABORT was sent.
     aborted_control: Option<phases::Control>,
     /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
-    page_stream: Option<link::Connection>,
+    page_stream: Option<Channel>,
     /// Peer that waits for the answer to the question in progress.
     asker: Option<inbox::Reply>,
 }

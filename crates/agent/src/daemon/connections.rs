@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, MigrationTerms, Move, Step};
-use link::{Arrival, Connection, Incoming, Rejected};
+use link::transport::Channel;
+use link::{Arrival, Incoming, Rejected};
 use proto::message::{Message, PageRequest, Verdict};
 use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
@@ -143,7 +144,7 @@ impl Daemon {
     }
 
     /// Answers questions until the peer closes the connection.
-    fn answer(&self, mut connection: Connection, id: &MigrationId) {
+    fn answer(&self, mut connection: Channel, id: &MigrationId) {
         loop {
             let message = match connection.recv(None) {
                 Ok(Incoming::Message(message)) => message,
@@ -312,6 +313,12 @@ fn final_reply(
         .collect()
 }
 
-fn accepted(arrival: Arrival) -> Option<Connection> {
-    arrival.accept().inspect_err(|error| warn!(error = crate::chain(error), "a connection was lost")).ok()
+fn accepted(arrival: Arrival) -> Option<Channel> {
+    match arrival.accept() {
+        Ok(connection) => Some(connection.into()),
+        Err(error) => {
+            warn!(error = crate::chain(&error), "a connection was lost");
+            None
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
-use link::Connection;
+use link::transport::Channel;
 use proto::MigrationId;
 use proto::message::{Acceptance, Finding, Message, Proposal, Severity};
 use proto::packed::Codec;
@@ -25,12 +25,7 @@ const SEE_DISK: &str = "make sure that the destination's disk is not full";
 
 impl Daemon {
     /// Handles a peer's proposal of a VM.
-    pub(super) fn proposed(
-        self: &Arc<Self>,
-        mut connection: Connection,
-        id: &MigrationId,
-        proposal: Proposal,
-    ) {
+    pub(super) fn proposed(self: &Arc<Self>, mut connection: Channel, id: &MigrationId, proposal: Proposal) {
         let from = connection.peer().clone();
         let check_only = proposal.check_only;
         info!(migration = %id, %from, check_only, "proposed");
@@ -128,7 +123,7 @@ impl Daemon {
     #[expect(clippy::too_many_lines, reason = "not split yet: it decides and acts by turns")]
     fn receive(
         self: &Arc<Self>,
-        mut connection: Connection,
+        mut connection: Channel,
         id: &MigrationId,
         considered: preflight::AcceptableProposal,
     ) {

@@ -2,17 +2,19 @@
 
 use std::hint::black_box;
 use std::ops::Range;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 use link::LinkError;
+use link::transport::{
+    ConnectionHandle, DataStream, DirectReceiver, DirectSender, FrameSink, FrameSource, TransportError,
+};
 use proto::Generation;
 use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES};
 use proto::pages::{Content, PageRun, PagesHeader, encode_round_end};
 use whimbrel_memory::{
-    BlockWriter, DataStream, DestinationRam, FRAME_PAGES, FrameSink, FrameSource, HangUp, RamError, Receiver,
-    ReceiverEvent, open_destination,
+    BlockWriter, DestinationRam, FRAME_PAGES, RamError, Receiver, ReceiverEvent, open_destination,
 };
 
 use crate::harness::{Amount, Benches};
@@ -36,7 +38,7 @@ struct Source {
 }
 
 impl FrameSource for Source {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError> {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, TransportError> {
         if let Some(lent) = self.lent.take() {
             std::mem::swap(payload, &mut self.frames[lent]);
         }
@@ -65,6 +67,14 @@ impl FrameSource for Source {
     fn has_more(&mut self) -> bool {
         self.next > 0
     }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectReceiver> {
+        None
+    }
+
+    fn places_directly(&self) -> bool {
+        false
+    }
 }
 
 struct Sink;
@@ -72,21 +82,38 @@ struct Sink;
 impl FrameSink for Sink {
     fn set_deadline(&mut self, _: Option<Instant>) {}
 
-    fn send(&mut self, _: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, _: FrameKind, payload: &[&[u8]]) -> Result<(), TransportError> {
         black_box(payload);
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), LinkError> {
+    fn flush(&mut self) -> Result<(), TransportError> {
         Ok(())
+    }
+
+    fn unsent_bytes(&self) -> u64 {
+        0
+    }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectSender> {
+        None
     }
 }
 
 /// There is no connection to hang up: the source ends when its last `Rounds` is dropped.
+#[derive(Debug)]
 struct End;
 
-impl HangUp for End {
-    fn hang_up(&self) {}
+impl ConnectionHandle for End {
+    fn shutdown(&self) {}
+
+    fn sent_bytes(&self) -> u64 {
+        0
+    }
+
+    fn received_bytes(&self) -> u64 {
+        0
+    }
 }
 
 /// Memory that discards all data.
@@ -169,7 +196,7 @@ impl Rounds {
         receiver.begin(Generation(1));
         let (begin, waiting) = mpsc::channel();
         let source = Source { begin: waiting, frames, lent: None, next: 0, seq: 0, round: 0 };
-        let stream = DataStream { sink: Box::new(Sink), source: Box::new(source), hang_up: Box::new(End) };
+        let stream = DataStream { sink: Box::new(Sink), source: Box::new(source), handle: Arc::new(End) };
         receiver.attach(Generation(1), 0, stream).unwrap();
         Self { begin, ended, _receiver: receiver }
     }

@@ -7,13 +7,16 @@ use std::sync::{Arc, LazyLock, mpsc};
 use std::time::Instant;
 
 use link::LinkError;
+use link::transport::{
+    ConnectionHandle, DataStream, DirectReceiver, DirectSender, FrameSink, FrameSource, TransportError,
+};
 use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Compression;
 use proto::pages::{Ack, decode_round_end};
 use whimbrel_memory::{
-    BlockReader, CompletedRound, CompressionCriteria, CompressionState, DataStream, Deltas, DirtyBitmap,
-    DirtyLog, FrameSink, FrameSource, HangUp, Owed, RamError, Reductions, ScanError, ScanStats, Sender,
+    BlockReader, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyBitmap, DirtyLog, Owed,
+    RamError, Reductions, ScanError, ScanStats, Sender,
 };
 
 use crate::harness::{Amount, Benches};
@@ -26,7 +29,7 @@ struct Sink(mpsc::Sender<Vec<u8>>);
 impl FrameSink for Sink {
     fn set_deadline(&mut self, _: Option<Instant>) {}
 
-    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), TransportError> {
         let seq = match kind {
             FrameKind::RoundEnd => Some(decode_round_end(payload[0]).unwrap().0),
             // Before the sender waits for it.
@@ -41,8 +44,16 @@ impl FrameSink for Sink {
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), LinkError> {
+    fn flush(&mut self) -> Result<(), TransportError> {
         Ok(())
+    }
+
+    fn unsent_bytes(&self) -> u64 {
+        0
+    }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectSender> {
+        None
     }
 }
 
@@ -50,7 +61,7 @@ impl FrameSink for Sink {
 struct Source(mpsc::Receiver<Vec<u8>>);
 
 impl FrameSource for Source {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError> {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, TransportError> {
         *payload = self.0.recv().map_err(|_| LinkError::Ended)?;
         Ok(FrameKind::Ack)
     }
@@ -58,15 +69,32 @@ impl FrameSource for Source {
     fn has_more(&mut self) -> bool {
         false
     }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectReceiver> {
+        None
+    }
+
+    fn places_directly(&self) -> bool {
+        false
+    }
 }
 
 /// Ends both halves, because the acknowledgements end.
+#[derive(Debug)]
 struct End(mpsc::Sender<Vec<u8>>);
 
-impl HangUp for End {
-    fn hang_up(&self) {
+impl ConnectionHandle for End {
+    fn shutdown(&self) {
         // An invalid acknowledgement ends the thread that reads them.
         let _ = self.0.send(Vec::new());
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        0
+    }
+
+    fn received_bytes(&self) -> u64 {
+        0
     }
 }
 
@@ -137,7 +165,7 @@ fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Reducti
     let stream = DataStream {
         sink: Box::new(Sink(acks.clone())),
         source: Box::new(Source(arriving)),
-        hang_up: Box::new(End(acks)),
+        handle: Arc::new(End(acks)),
     };
     let memory: Box<dyn BlockReader> = Box::new(Memory { kind, chunks });
     let sender = Sender::with_reductions([memory].into(), saving, vec![stream]).unwrap();

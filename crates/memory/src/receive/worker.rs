@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use link::transport::{FrameSink, FrameSource};
 use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::pages::{Ack, Content, PageRun, PagesHeader, decode_round_end};
@@ -18,7 +19,6 @@ use crate::ram::{BlockWriter, RamError};
 use crate::reductions::decoders::Decoders;
 use crate::reductions::decoding::EncodedRun;
 use crate::send::stream_of;
-use crate::wire::{FrameSink, FrameSource};
 
 /// Acknowledgements are sent at the latest after this number of frames, or of bytes, even if more have arrived already:
 /// unacknowledged frames are sent again when a connection breaks.

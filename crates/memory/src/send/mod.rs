@@ -35,7 +35,7 @@ use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use link::LinkError;
+use link::transport::{DataStream, TransportError};
 use proto::frame::FrameKind;
 use proto::limits::STREAMS;
 use proto::pages::BadPages;
@@ -44,7 +44,6 @@ use crate::chunk::PageCounts;
 use crate::ram::{BlockReader, RamError};
 use crate::reductions::Reductions;
 use crate::round::{Owed, Readable};
-use crate::wire::{DataStream, is_transient};
 
 mod counters;
 mod plan;
@@ -74,7 +73,7 @@ pub enum SendError {
         /// Number of the stream.
         stream: u16,
         /// Error of the connection.
-        source: LinkError,
+        source: TransportError,
     },
     /// The destination sent a frame that is no acknowledgement.
     #[error(
@@ -142,7 +141,7 @@ impl SendError {
     /// Returns true if new connections may help.
     pub fn is_connection(&self) -> bool {
         match self {
-            Self::Stream { source, .. } => is_transient(source),
+            Self::Stream { source, .. } => source.is_transient(),
             Self::Overdue => true,
             _ => false,
         }

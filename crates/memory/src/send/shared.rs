@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
-use link::LinkError;
+use link::transport::{DataStream, FrameSource, TransportError};
 use proto::frame::{FrameKind, HEADER_BYTES};
 use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
@@ -21,7 +21,6 @@ use crate::send::plan::Plan;
 use crate::send::stream::{FrameOutput, InFlight, Stream};
 use crate::send::turns::Turns;
 use crate::send::{BlockProgress, Progress, SendError, SourceRam};
-use crate::wire::{DataStream, FrameSource};
 
 pub(super) struct SenderState {
     ram: SourceRam,
@@ -64,7 +63,7 @@ impl SenderState {
             .into_iter()
             .map(|stream| {
                 sources.push(stream.source);
-                Stream::new(stream.sink, stream.hang_up, window, &reductions)
+                Stream::new(stream.sink, stream.handle, window, &reductions)
             })
             .collect();
         let counters = RoundCounters::new(ram.len());
@@ -404,9 +403,9 @@ impl SenderState {
     }
 }
 
-fn send_error(stream: u16, source: LinkError) -> SendError {
+fn send_error(stream: u16, source: TransportError) -> SendError {
     match source {
-        LinkError::TimedOut => SendError::Overdue,
+        TransportError::Deadline(_) => SendError::Overdue,
         source => SendError::Stream { stream, source },
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 
-use link::LinkError;
+use link::transport::{ConnectionHandle, FrameSink, TransportError};
 use proto::frame::HEADER_BYTES;
 use proto::pages::PagesHeader;
 
@@ -14,7 +14,6 @@ use crate::lock;
 use crate::meter::LinkMeter;
 use crate::reductions::Reductions;
 use crate::send::AckRange;
-use crate::wire::{FrameSink, HangUp};
 
 /// Maximum number of pages in unanswered references: 16 MiB. References are short, so that neither the link nor the
 /// window shows when the destination falls behind; and reads that it has to do cannot be revoked.
@@ -64,7 +63,7 @@ impl FrameOutput {
         header: &PagesHeader,
         meter: Option<&LinkMeter>,
         guest_runs: bool,
-    ) -> Result<usize, LinkError> {
+    ) -> Result<usize, TransportError> {
         let Self { sink, builder, frame_encoder, .. } = self;
         // References consist mostly of hashes.
         let has_data = builder.has_data();
@@ -89,7 +88,7 @@ impl FrameOutput {
 
 pub(super) struct Stream {
     pub(super) outlet: Mutex<FrameOutput>,
-    pub(super) hang_up: Box<dyn HangUp>,
+    pub(super) handle: Arc<dyn ConnectionHandle>,
     flight: Mutex<Flight>,
     room: Condvar,
     window: usize,
@@ -114,12 +113,12 @@ impl Flight {
 impl Stream {
     pub(super) fn new(
         sink: Box<dyn FrameSink>,
-        hang_up: Box<dyn HangUp>,
+        handle: Arc<dyn ConnectionHandle>,
         window: usize,
         reductions: &Reductions,
     ) -> Self {
         let outlet = Mutex::new(FrameOutput::new(sink, reductions));
-        Self { outlet, hang_up, flight: Mutex::default(), room: Condvar::new(), window }
+        Self { outlet, handle, flight: Mutex::default(), room: Condvar::new(), window }
     }
 
     /// Returns true if another frame may be sent without waiting for acknowledgements.
@@ -180,6 +179,6 @@ impl Stream {
     pub(super) fn close(&self) {
         lock(&self.flight).closed = true;
         self.room.notify_all();
-        self.hang_up.hang_up();
+        self.handle.shutdown();
     }
 }

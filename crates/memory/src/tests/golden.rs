@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use link::LinkError;
+use link::transport::{DataStream, DirectReceiver, DirectSender, FrameSink, FrameSource, TransportError};
 use proto::Generation;
 use proto::frame::FrameKind;
 use proto::limits::PAGE_BYTES;
@@ -23,9 +24,8 @@ use super::parts::Parts;
 use super::references::FakeTemplates;
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
-    AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, ContentIndex, DataStream,
-    Deltas, FrameSink, FrameSource, HintedPages, Owed, PageName, Readable, Receiver, Sender, Stage,
-    Templates, lock,
+    AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, ContentIndex, Deltas,
+    HintedPages, Owed, PageName, Readable, Receiver, Sender, Stage, Templates, lock,
 };
 
 /// Holds acknowledgements back until every stream has ended the round. Connections that break do so when the destination
@@ -91,7 +91,7 @@ impl FrameSink for RecordingSink {
         self.inner.set_deadline(deadline);
     }
 
-    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), TransportError> {
         let mut written = lock(&self.written);
         written.update(format!("{kind:?}").as_bytes());
         for part in payload {
@@ -108,13 +108,17 @@ impl FrameSink for RecordingSink {
         sent
     }
 
-    fn flush(&mut self) -> Result<(), LinkError> {
+    fn flush(&mut self) -> Result<(), TransportError> {
         self.inner.flush()
     }
 
     /// A link that is now and then behind.
     fn unsent_bytes(&self) -> u64 {
         self.bytes % (128 << 10)
+    }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectSender> {
+        None
     }
 }
 
@@ -125,7 +129,7 @@ struct GatedSource {
 }
 
 impl FrameSource for GatedSource {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, LinkError> {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<FrameKind, TransportError> {
         loop {
             let kind = self.inner.receive(payload)?;
             if !self.gate.wait_ended() {
@@ -134,13 +138,21 @@ impl FrameSource for GatedSource {
             let frames = self.frames.load(Ordering::SeqCst);
             if kind == FrameKind::Ack && Ack::decode(payload).unwrap().seq == frames {
                 self.gate.wait_applied();
-                return Err(LinkError::Ended);
+                return Err(LinkError::Ended.into());
             }
         }
     }
 
     fn has_more(&mut self) -> bool {
         self.inner.has_more()
+    }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectReceiver> {
+        None
+    }
+
+    fn places_directly(&self) -> bool {
+        false
     }
 }
 
@@ -220,7 +232,7 @@ impl Rig {
             let source =
                 GatedSource { inner: near.source, frames: Arc::clone(&frames), gate: Arc::clone(&gate) };
             let sink = RecordingSink { inner: near.sink, written, bytes: 0, frames, gate };
-            DataStream { sink: Box::new(sink), source: Box::new(source), hang_up: near.hang_up }
+            DataStream { sink: Box::new(sink), source: Box::new(source), handle: near.handle }
         });
         let streams = streams.collect();
         Sender::with_reductions(self.source.readers(), self.parts.reductions(), streams).unwrap()

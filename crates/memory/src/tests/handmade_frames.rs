@@ -1,9 +1,9 @@
 //! Frames that a peer may send to a receiver, and their effects.
 
-use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{self, Receiver as Inbox};
 
-use link::LinkError;
+use link::transport::fake::{self, RawEnd};
+use link::transport::{DataStream, TransportError};
 use proto::Generation;
 use proto::delta::{Delta, HEAD_BYTES, PIECE_BYTES};
 use proto::frame::{FrameKind, Header};
@@ -14,19 +14,17 @@ use proto::reference::decode_missing;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::fake_ram::{FakeRam, PAGE};
-use super::fake_wire::{Sink, WHOLE, end};
+use super::fake_wire::{WHOLE, connection, stream};
 use crate::reductions::decoding::BadPacked;
 use crate::reductions::deltas::tests::PAGE_SEED;
-use crate::{
-    AcceptedReductions, AttachError, ChunkPages, DataStream, ReceiveError, Receiver, ReceiverEvent, lock,
-};
+use crate::{AcceptedReductions, AttachError, ChunkPages, ReceiveError, Receiver, ReceiverEvent, lock};
 
 /// A receiver with one stream of two, and its events.
 struct Bench {
     ram: FakeRam,
     receiver: Receiver,
     peer: DataStream,
-    raw: UnixStream,
+    raw: RawEnd,
     events: Inbox<ReceiverEvent>,
 }
 
@@ -43,10 +41,10 @@ fn with_reductions(generation: u64, presumed: AcceptedReductions) -> Bench {
     let mut receiver =
         Receiver::with_reductions(ram.writers(), presumed, 2, move |event, _| tell.send(event).unwrap());
     receiver.begin(Generation(generation));
-    let (near, far) = UnixStream::pair().unwrap();
-    receiver.attach(Generation(generation), 0, end(far, WHOLE)).unwrap();
-    let raw = near.try_clone().unwrap();
-    Bench { ram, receiver, peer: end(near, WHOLE), raw, events }
+    let (near, far) = fake::connection();
+    receiver.attach(Generation(generation), 0, stream(far)).unwrap();
+    let raw = near.raw();
+    Bench { ram, receiver, peer: stream(near), raw, events }
 }
 
 fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[PageRun]) -> Vec<u8> {
@@ -302,7 +300,7 @@ fn acknowledgements_are_batched_and_never_owed_while_waiting() {
         bytes.extend_from_slice(&Header::new(FrameKind::Pages, payload.len()).unwrap().encode());
         bytes.extend_from_slice(&payload);
     }
-    Sink::new(bench.raw.try_clone().unwrap(), WHOLE).send_bytes(&bytes);
+    bench.raw.write(&bytes).unwrap();
     let mut acks = 1;
     while bench.acked() < 50 {
         acks += 1;
@@ -319,7 +317,7 @@ fn the_first_frame_is_acknowledged_though_there_is_more() {
     bytes.extend_from_slice(&payload);
     // The beginning of the next frame.
     bytes.push(0);
-    Sink::new(bench.raw.try_clone().unwrap(), WHOLE).send_bytes(&bytes);
+    bench.raw.write(&bytes).unwrap();
     assert_eq!(bench.acked(), 1);
 }
 
@@ -329,18 +327,18 @@ fn other_frames_and_early_ends_are_told() {
     one.send(FrameKind::Message, b"{}");
     assert!(matches!(one.broken(), ReceiveError::UnexpectedFrame(FrameKind::Message)));
     let mut two = bench(1);
-    two.peer.hang_up.hang_up();
-    assert!(matches!(two.broken(), ReceiveError::Stream(LinkError::Ended)));
+    two.peer.handle.shutdown();
+    assert!(matches!(two.broken(), ReceiveError::Stream(TransportError::PeerClosed(_))));
     let mut three = bench(1);
-    Sink::new(three.raw.try_clone().unwrap(), WHOLE).send_bytes(&[3, 0, 0, 0, 255, 0, 0, 0, 1]);
-    three.peer.hang_up.hang_up();
+    three.raw.write(&[3, 0, 0, 0, 255, 0, 0, 0, 1]).unwrap();
+    three.peer.handle.shutdown();
     assert!(matches!(three.broken(), ReceiveError::Stream(_)));
 }
 
 #[test]
 fn streams_of_other_generations_and_surplus_ones_are_not_taken() {
     let mut bench = bench(4);
-    let stream = || end(UnixStream::pair().unwrap().0, WHOLE);
+    let stream = || connection(WHOLE, WHOLE).0;
     for generation in [3, 5] {
         let refused = bench.receiver.attach(Generation(generation), 1, stream());
         assert!(matches!(refused, Err(AttachError::Generation { current: Generation(4), .. })));
@@ -363,9 +361,9 @@ fn a_round_that_was_cut_off_never_ends() {
     bench.receiver.begin(Generation(2));
     let mut peers = Vec::new();
     for stream in 0..2 {
-        let (near, far) = UnixStream::pair().unwrap();
-        bench.receiver.attach(Generation(2), stream, end(far, WHOLE)).unwrap();
-        peers.push(end(near, WHOLE));
+        let (near, far) = connection(WHOLE, WHOLE);
+        bench.receiver.attach(Generation(2), stream, far).unwrap();
+        peers.push(near);
     }
     for (stream, complete) in [(1, 0), (0, 2)] {
         std::mem::swap(&mut bench.peer, &mut peers[stream]);

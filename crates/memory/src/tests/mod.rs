@@ -1,5 +1,5 @@
 //! Tests of the streams with fakes: RAM in vectors with an exact model of the kernel's write tracking, and connections
-//! that break at chosen points.
+//! without sockets that break at chosen points.
 
 mod deltas;
 mod fake_ram;

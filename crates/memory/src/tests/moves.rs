@@ -1,7 +1,6 @@
 //! RAM moved while it is written, over streams that break: at the end every byte has arrived.
 
 use std::env;
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -13,7 +12,7 @@ use proto::packed::Compression;
 
 use super::Dice;
 use super::fake_ram::{FakeLog, FakeRam};
-use super::fake_wire::{WHOLE, connection, corrupting_end, end};
+use super::fake_wire::{WHOLE, connection, corrupting_connection};
 use super::parts::Parts;
 use super::references::FakeTemplates;
 use crate::reductions::deltas::MARKS_BYTES;
@@ -331,9 +330,7 @@ impl Move {
             let mut budget = |most: u64| if fragile && dice.one_in(2) { dice.below(most) } else { WHOLE };
             let (mut mine, mut theirs) = connection(budget(4 << 20), budget(400));
             if fragile && dice.one_in(6) {
-                let (near, far) = UnixStream::pair().unwrap();
-                mine = corrupting_end(near, dice.below(40));
-                theirs = end(far, WHOLE);
+                (mine, theirs) = corrupting_connection(dice.below(40));
             }
             near.push(mine);
             receiver.attach(generation, stream, theirs).unwrap();

@@ -1,12 +1,10 @@
 //! The sender at its edges: errors of guest memory, cancelling, few pages, peers that acknowledge wrongly.
 
-use std::io::Read;
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use link::LinkError;
+use link::transport::{DataStream, DirectSender, FrameSink, TransportError, fake};
 use proto::Generation;
 use proto::frame::FrameKind;
 use proto::limits::CHUNK_PAGES;
@@ -14,12 +12,11 @@ use proto::pages::{Ack, Content, PagesHeader};
 use rustix::process::{geteuid, getpriority_process};
 
 use super::fake_ram::{FakeRam, PAGE};
-use super::fake_wire::{Sink, WHOLE, connection, end};
+use super::fake_wire::{WHOLE, connection, stream};
 use super::pair::Pair;
 use super::parts::Parts;
 use crate::{
-    DataStream, DirtyBitmap, FrameSink, Owed, RamError, Readable, Receiver, ReceiverEvent, SendError, Sender,
-    lock, stream_of,
+    DirtyBitmap, Owed, RamError, Readable, Receiver, ReceiverEvent, SendError, Sender, lock, stream_of,
 };
 
 fn all(ram: &FakeRam) -> Readable {
@@ -63,13 +60,21 @@ impl FrameSink for Watched {
         self.0.set_deadline(deadline);
     }
 
-    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), TransportError> {
         self.1.send(getpriority_process(None).unwrap()).unwrap();
         self.0.send(kind, payload)
     }
 
-    fn flush(&mut self) -> Result<(), LinkError> {
+    fn flush(&mut self) -> Result<(), TransportError> {
         self.0.flush()
+    }
+
+    fn unsent_bytes(&self) -> u64 {
+        0
+    }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectSender> {
+        None
     }
 }
 
@@ -103,21 +108,21 @@ fn workers_are_nice_only_while_the_guest_runs() {
     }
 }
 
-/// The destination does not read: the socket fills, and the workers block in the middle of a frame.
+/// The destination does not read: the connection fills, and the workers block in the middle of a frame.
 #[test]
 fn cancelling_ends_a_blocked_round_at_once() {
     let ram = FakeRam::new(&[4 * CHUNK_PAGES]);
     (0..4 * CHUNK_PAGES).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
-    let (near, mut far): (Vec<_>, Vec<_>) = (0..2).map(|_| UnixStream::pair().unwrap()).unzip();
-    let near = near.into_iter().map(|near| end(near, WHOLE)).collect();
+    let (near, far): (Vec<_>, Vec<_>) = (0..2).map(|_| fake::connection()).unzip();
+    let near = near.into_iter().map(stream).collect();
     let sender = Sender::start(ram.readers(), near).unwrap();
     let handle = sender.handle();
     let round = thread::spawn({
         let readable = all(&ram);
         move || sender.send_round(readable).unwrap_err()
     });
-    for far in &mut far {
-        far.read_exact(&mut [0]).unwrap();
+    for far in &far {
+        assert_eq!(far.raw().read(&mut [0]).unwrap(), 1);
     }
     handle.cancel();
     let interrupted = round.join().unwrap();
@@ -137,7 +142,7 @@ fn a_side_that_takes_all_and_acknowledges_nothing_is_overdue() {
     assert_eq!(interrupted.owed.pages(), 3);
 }
 
-/// Fewer pages than a worker is woken for, and more than fit into a socket's buffer.
+/// Fewer pages than a worker is woken for, and more than fit into a connection.
 #[test]
 fn a_side_that_takes_nothing_is_overdue() {
     let pages = 120;
@@ -174,11 +179,9 @@ fn a_wrong_acknowledgement_is_an_error_and_counts_for_nothing() {
     // One frame of pages and one end of the round are in flight.
     for wrong in [3, u64::MAX] {
         let ram = FakeRam::new(&[3]);
-        let (near, far) = UnixStream::pair().unwrap();
-        let sender = Sender::start(ram.readers(), vec![end(near, WHOLE)]).unwrap();
-        let mut far = Sink::new(far, WHOLE);
-        far.send(FrameKind::Ack, &[&Ack { seq: wrong, waited_us: 0 }.encode()]).unwrap();
-        far.flush().unwrap();
+        let (sender, mut far) = sender(&ram, 1);
+        far[0].sink.send(FrameKind::Ack, &[&Ack { seq: wrong, waited_us: 0 }.encode()]).unwrap();
+        far[0].sink.flush().unwrap();
         let interrupted = sender.send_round(all(&ram)).unwrap_err();
         let cause = &interrupted.cause;
         assert!(matches!(cause, SendError::WrongAck { seq, .. } if *seq == wrong), "{cause:?}");
@@ -205,7 +208,7 @@ fn what_was_sent_but_not_acknowledged_is_owed() {
     (0..pages).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
     let (sender, mut far) = sender(&ram, 1);
     let far = thread::spawn(move || {
-        let DataStream { mut source, mut sink, hang_up } = far.remove(0);
+        let DataStream { mut source, mut sink, handle } = far.remove(0);
         let (mut payload, mut runs) = (Vec::new(), Vec::new());
         let mut first = 0;
         while source.receive(&mut payload).unwrap() == FrameKind::Pages {
@@ -216,7 +219,7 @@ fn what_was_sent_but_not_acknowledged_is_owed() {
                 sink.flush().unwrap();
             }
         }
-        hang_up.hang_up();
+        handle.shutdown();
         first
     });
     let interrupted = sender.send_round(all(&ram)).unwrap_err();

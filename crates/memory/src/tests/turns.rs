@@ -1,21 +1,19 @@
 //! Rounds of which only some of the threads send at the same time.
 
-use std::io::Read;
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use link::LinkError;
+use link::transport::{DataStream, DirectSender, FrameSink, TransportError, fake};
 use proto::Generation;
 use proto::frame::FrameKind;
 use proto::limits::CHUNK_PAGES;
 use proto::pages::PagesHeader;
 
 use super::fake_ram::FakeRam;
-use super::fake_wire::{WHOLE, connection, end};
-use crate::{CompletedRound, DataStream, FrameSink, Receiver, SendError, Sender, lock, stream_of};
+use super::fake_wire::{WHOLE, connection, stream};
+use crate::{CompletedRound, Receiver, SendError, Sender, lock, stream_of};
 
 const STREAMS: u16 = 4;
 const CHUNKS: u64 = 24;
@@ -59,7 +57,7 @@ impl FrameSink for Watched {
         self.sink.set_deadline(deadline);
     }
 
-    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), LinkError> {
+    fn send(&mut self, kind: FrameKind, payload: &[&[u8]]) -> Result<(), TransportError> {
         if kind == FrameKind::RoundEnd {
             return self.sink.send(kind, payload);
         }
@@ -75,8 +73,16 @@ impl FrameSink for Watched {
         sent
     }
 
-    fn flush(&mut self) -> Result<(), LinkError> {
+    fn flush(&mut self) -> Result<(), TransportError> {
         self.sink.flush()
+    }
+
+    fn unsent_bytes(&self) -> u64 {
+        0
+    }
+
+    fn direct(&mut self) -> Option<&mut dyn DirectSender> {
+        None
     }
 }
 
@@ -189,8 +195,8 @@ fn a_cut_in_a_turn_ends_the_round_and_the_next_one_is_whole() {
 #[test]
 fn cancelling_ends_a_turn_and_the_waiting_for_one() {
     let stage = Stage::new();
-    let (near, mut far): (Vec<_>, Vec<_>) = (0..STREAMS).map(|_| UnixStream::pair().unwrap()).unzip();
-    let near = near.into_iter().map(|near| end(near, WHOLE)).collect();
+    let (near, mut far): (Vec<_>, Vec<_>) = (0..STREAMS).map(|_| fake::connection()).unzip();
+    let near = near.into_iter().map(stream).collect();
     let sender = Sender::start(stage.source.readers(), near).unwrap();
     let handle = sender.handle();
     handle.limit_copying_threads(1);
@@ -199,9 +205,9 @@ fn cancelling_ends_a_turn_and_the_waiting_for_one() {
     thread::spawn(move || end_of.send(sender.send_round(readable).unwrap_err()));
     // Any of the streams may be the first.
     let (notify, received) = mpsc::channel();
-    for mut far in far.drain(..) {
+    for far in far.drain(..) {
         let notify = notify.clone();
-        thread::spawn(move || notify.send((far.read(&mut [0]).unwrap(), far)));
+        thread::spawn(move || notify.send((far.raw().read(&mut [0]).unwrap(), far)));
     }
     let (bytes, _far) = received.recv().unwrap();
     assert_eq!(bytes, 1);

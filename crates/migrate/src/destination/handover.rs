@@ -90,7 +90,7 @@ impl Driver {
     }
 
     /// Registers the source's first control stream.
-    pub fn attach_control_stream(&mut self, connection: link::Connection) -> std::io::Result<()> {
+    pub fn attach_control_stream(&mut self, connection: link::transport::Channel) -> std::io::Result<()> {
         self.inbox.mailbox().connected(connection, Some(self.connections.generation))?;
         let now = self.clock.read();
         if let Some(notice) = self.inbox.wait(self.clock.instant(now)) {
@@ -175,7 +175,7 @@ impl Driver {
             }
             Notice::Reply(message) => self.send_message(&message),
             Notice::PageStream { generation, connection } if generation == self.connections.generation => {
-                self.attach(*connection);
+                self.attach(connection);
             }
             // The source notices the loss as well, and makes new connections.
             Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "link lost"),

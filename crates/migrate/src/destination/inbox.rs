@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationEvent;
-use link::{Connection, Handle, Incoming, Writer};
+use link::transport::{Channel, ConnectionHandle, Incoming, MessageSender};
 use proto::{Generation, Message};
 
 /// Capacity of the queue. A sender waits while the queue is full.
@@ -25,9 +25,9 @@ pub enum Notice {
         /// Number of the connection, by the inbox's own count.
         link: u64,
         /// Writer for answers.
-        writer: Writer,
+        writer: Box<dyn MessageSender>,
         /// Handle that closes the connection.
-        handle: Handle,
+        handle: Arc<dyn ConnectionHandle>,
         /// Generation of a control stream; none for a connection for questions.
         generation: Option<Generation>,
     },
@@ -64,7 +64,7 @@ pub enum Notice {
         /// Generation of the stream.
         generation: Generation,
         /// The stream.
-        connection: Box<Connection>,
+        connection: Channel,
     },
     /// The page stream has ended.
     PageStreamLost {
@@ -108,7 +108,7 @@ impl Mailbox {
     }
 
     /// Reads a connection of the source into the inbox until it ends. Returns at once.
-    pub fn connected(&self, connection: Connection, generation: Option<Generation>) -> std::io::Result<()> {
+    pub fn connected(&self, connection: Channel, generation: Option<Generation>) -> std::io::Result<()> {
         let link = self.links.fetch_add(1, Ordering::Relaxed);
         let handle = connection.handle();
         let (mut reader, writer) = connection.split();

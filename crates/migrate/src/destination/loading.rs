@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use link::Connection;
+use link::transport::Channel;
 use proto::limits::PAGE_BYTES;
 use proto::message::Message;
 use tracing::{error, info, warn};
@@ -146,7 +146,7 @@ impl Driver {
     }
 
     /// Attaches the source's connection for page requests.
-    pub(super) fn attach(&mut self, stream: Connection) {
+    pub(super) fn attach(&mut self, stream: Channel) {
         let Some(post_copy_receiver) = &self.resources.post_copy_receiver else {
             self.connections.page_stream = Some(stream);
             return;

@@ -20,7 +20,7 @@ use ::memory::ram::{RamError, RamRegion};
 use ::memory::{
     BlockWriter, DirtyBitmap, DiscardMethod, Ledger, MissingPages, WriterSwitch, decode_set, encode_set,
 };
-use link::{Connection, Handle, Incoming, LinkError, Reader, Writer};
+use link::transport::{Channel, ConnectionHandle, Incoming, MessageReceiver, MessageSender, TransportError};
 use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
 use proto::limits::{BLOB_BYTES, CHUNK_BYTES, MISSING_PAGES_BYTES, PAGE_BYTES, REQUESTED_PAGES};
 use proto::message::{Finding, Message, PageRequest, Severity};
@@ -190,14 +190,14 @@ impl PostCopyReceiver {
 
     /// Attaches the source's page stream. Sends the set of missing pages, before which the source sends nothing.
     /// `round` is the last round that was received.
-    pub(super) fn attach(&self, connection: Connection, round: u32) -> Result<(), LinkError> {
+    pub(super) fn attach(&self, connection: Channel, round: u32) -> Result<(), TransportError> {
         let handle = connection.handle();
         let (reader, mut writer) = connection.split();
         let set = encode_set(&self.pages.set());
         let digest = blake3::hash(&set).to_hex().to_string();
         writer.send(&Message::MissingPages { bytes: set.len() as u64, digest, round })?;
         set.chunks(BLOB_BYTES).try_for_each(|piece| writer.send_blob(piece))?;
-        let (writers, ended, mailbox) = (self.pages.writers(), handle.clone(), self.mailbox.clone());
+        let (writers, ended, mailbox) = (self.pages.writers(), Arc::clone(&handle), self.mailbox.clone());
         let place = move || {
             if let Err(error) = place_all(reader, &writers) {
                 let error = crate::chain(&error);
@@ -207,7 +207,7 @@ impl PostCopyReceiver {
             }
         };
         let placing =
-            thread::Builder::new().name("place".to_owned()).spawn(place).map_err(LinkError::Lost)?;
+            thread::Builder::new().name("place".to_owned()).spawn(place).map_err(TransportError::local)?;
         self.stream.replace(Some(Connected { writer, handle, placing }));
         self.stream.ask(&self.pages.requested());
         Ok(())
@@ -298,7 +298,7 @@ fn read_faults(
 #[derive(Debug, thiserror::Error)]
 enum PageError {
     #[error("the page stream failed")]
-    Stream(#[from] LinkError),
+    Stream(#[from] TransportError),
     #[error("received something other than a page on the page stream")]
     Bad(#[from] BadMissingPages),
     #[error("a page that block {block} does not have: {page}")]
@@ -310,7 +310,10 @@ enum PageError {
 }
 
 /// Places the pages that arrive until the stream ends.
-fn place_all(mut reader: Reader, writers: &[Box<dyn BlockWriter>]) -> Result<(), PageError> {
+fn place_all(
+    mut reader: Box<dyn MessageReceiver>,
+    writers: &[Box<dyn BlockWriter>],
+) -> Result<(), PageError> {
     loop {
         let Incoming::Blob(blob) = reader.recv(None)? else { return Err(PageError::Message) };
         let (block, page, bytes) = decode_page(&blob)?;
@@ -333,8 +336,8 @@ fn place_all(mut reader: Reader, writers: &[Box<dyn BlockWriter>]) -> Result<(),
 struct PageStream(Mutex<Option<Connected>>);
 
 struct Connected {
-    writer: Writer,
-    handle: Handle,
+    writer: Box<dyn MessageSender>,
+    handle: Arc<dyn ConnectionHandle>,
     /// The thread that places the pages that arrive.
     placing: JoinHandle<()>,
 }

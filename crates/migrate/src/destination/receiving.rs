@@ -7,9 +7,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{
-    AcceptedReductions, BlockWriter, DataStream, DestinationRam, ReceiveError, Receiver, ReceiverEvent,
-    ReceiverHandle, WriterSwitch,
+    AcceptedReductions, BlockWriter, DestinationRam, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
+    WriterSwitch,
 };
+use link::transport::{ArrivedStream, ExpectedStreams};
 use proto::message::Proposal;
 use proto::{Generation, MigrationId};
 use tracing::{debug, warn};
@@ -145,25 +146,24 @@ impl PageReceiver {
     /// Ends and joins everything of older generations, and expects the streams of `generation`.
     pub(crate) fn begin(&self, generation: Generation) -> std::io::Result<()> {
         self.lock().begin(generation);
-        let all_streams = self.streams + u16::from(self.has_page_stream);
-        let route = self.context.router.expect(self.migration.clone(), generation, all_streams);
+        let expected = ExpectedStreams { bulk: self.streams, page_requests: self.has_page_stream };
+        let arrivals = self.context.transport.expect(&self.migration, generation, expected);
         let receiver = Arc::clone(&self.receiver);
         let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
-        let (streams, mailbox) = (self.streams, self.mailbox.clone());
+        let mailbox = self.mailbox.clone();
         let gather = move || {
             let deadline = Instant::now() + patience;
-            for _ in 0..all_streams {
-                let Some((stream, connection)) = route.next(deadline) else { return };
-                if stream == streams {
-                    mailbox.put(Notice::PageStream { generation, connection: Box::new(connection) });
-                    continue;
-                }
-                let stream_ends = DataStream::over(connection, None);
-                let attached = receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(
-                    generation,
-                    stream,
-                    stream_ends,
-                );
+            for _ in 0..expected.count() {
+                let Some(arrived) = arrivals.next(deadline) else { return };
+                let (stream, data) = match arrived {
+                    ArrivedStream::Bulk { stream, data } => (stream, data),
+                    ArrivedStream::PageRequests(connection) => {
+                        mailbox.put(Notice::PageStream { generation, connection });
+                        continue;
+                    }
+                };
+                let attached =
+                    receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(generation, stream, data);
                 if let Err(error) = attached {
                     mailbox.put(Notice::Broken { generation, error: crate::chain(&error) });
                     return;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, Sender};
+use ::memory::Sender;
 use engine::handover::source::{SourceEvent, SourceState};
 use engine::session::Reconnect;
-use link::{Connection, LinkError, Writer};
+use link::transport::{BulkSettings, DataStream, MessageSender, TransportError};
 use proto::Purpose;
 use proto::message::Message;
 use tracing::warn;
@@ -36,28 +36,26 @@ impl Driver {
             .proposal
             .as_ref()
             .map_or(self.controls.goals().settings.streams, |proposal| proposal.streams);
+        let (context, to) = (&self.context, &self.terms.destination);
+        let stall = Duration::from_millis(context.config.timeouts.stall_ms);
+        let settings = BulkSettings { stall, limit: Some(Arc::clone(&self.controls.rate)) };
         let data = (0..streams).map(|stream| {
-            let connection = self.connect_stream(stream)?;
-            Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))
+            let data = peers::open_bulk(context, to, self.stream_purpose(stream), &settings)?;
+            self.telemetry.count(Arc::clone(&data.handle));
+            Ok(data)
         });
         let data = data.collect::<Result<_, _>>()?;
         if self.agreement.proposal.as_ref().is_some_and(|proposal| proposal.post_copy) {
-            self.connections.page_stream = Some(self.connect_stream(streams)?);
+            let page_stream = peers::open_page_requests(context, to, self.stream_purpose(streams), stall)?;
+            self.telemetry.count(page_stream.handle());
+            self.connections.page_stream = Some(page_stream);
         }
         Ok(data)
     }
 
-    fn connect_stream(&self, stream: u16) -> Result<Connection, peers::PeerError> {
-        let host = &self.terms.destination;
-        let stall = Duration::from_millis(self.context.config.timeouts.stall_ms);
+    fn stream_purpose(&self, stream: u16) -> Purpose {
         let (migration, generation) = (self.terms.migration.clone(), self.connections.generation);
-        let purpose = Purpose::Data { migration, generation, stream };
-        let connection = peers::connect(&self.context, host, None, purpose)?;
-        connection
-            .set_stall_limit(stall)
-            .map_err(|source| peers::PeerError::Lost { host: host.clone(), source })?;
-        self.telemetry.count(connection.handle());
-        Ok(connection)
+        Purpose::Data { migration, generation, stream }
     }
 
     /// Makes a new set of connections after a cut, and retries until the configured time is over. The guest keeps
@@ -134,17 +132,17 @@ impl Driver {
     pub(super) fn send(
         &mut self,
         doing: &str,
-        send: impl FnOnce(&mut Writer) -> Result<(), LinkError>,
+        send: impl FnOnce(&mut dyn MessageSender) -> Result<(), TransportError>,
     ) -> Result<(), Failure> {
         let Some(control) = &mut self.connections.control else { return Err(self.control_loss()) };
         let link = control.link;
-        send(&mut control.writer).map_err(|error| self.send_failure(link, doing, &error))
+        send(&mut *control.writer).map_err(|error| self.send_failure(link, doing, &error))
     }
 
     /// Returns the failure behind a failed write. A connection that no longer accepts data has ended for its reading
     /// thread too, whose last notice is about to arrive. That notice is reported instead of the write's error, which
     /// may be only its consequence: of a peer's violation of the protocol, or of its last message.
-    fn send_failure(&mut self, link: u64, doing: &str, error: &LinkError) -> Failure {
+    fn send_failure(&mut self, link: u64, doing: &str, error: &TransportError) -> Failure {
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let silence = Instant::now() + patience;
         // While the guest is stopped, the write had a deadline, which holds for its error too.

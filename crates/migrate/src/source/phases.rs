@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::Owed;
 use engine::handover::source::{SourceEvent, SourceState};
-use link::Writer;
+use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::{Acceptance, CopiedDisk, DiskMode, Message, ProposedDisk};
 use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
@@ -49,8 +49,8 @@ use store::journal::Durability;
 /// The writing half of a control stream; a thread of its own reads the other half into the inbox.
 #[derive(Debug)]
 pub(crate) struct Control {
-    pub(crate) writer: Writer,
-    pub(crate) handle: link::Handle,
+    pub(crate) writer: Box<dyn MessageSender>,
+    pub(crate) handle: Arc<dyn ConnectionHandle>,
     /// Number of the connection, counted by the driver.
     pub(crate) link: u64,
 }

@@ -20,7 +20,8 @@ use ::memory::{
 };
 use engine::push::{Part, Push};
 use engine::trace::TracedPolicy;
-use link::{Connection, Handle, Incoming, LinkError, RateLimit, Reader, Writer};
+use link::RateLimit;
+use link::transport::{Channel, ConnectionHandle, Incoming, MessageReceiver, MessageSender, TransportError};
 use proto::Generation;
 use proto::awaited::encode_page;
 use proto::limits::PAGE_BYTES;
@@ -107,13 +108,13 @@ impl PostCopyServer {
         &mut self,
         generation: Generation,
         sender: Sender,
-        page_stream: Connection,
+        page_stream: Channel,
         mailbox: Mailbox,
     ) -> std::io::Result<()> {
         let (handle, pushing) = (page_stream.handle(), sender.handle());
         let (readers, counted) = (SourceRam::clone(&self.readers), Arc::clone(&self.counted));
         let (rate, recency) = (Arc::clone(&self.rate), self.recency.clone());
-        let hang_up = handle.clone();
+        let hang_up = Arc::clone(&handle);
         let work = move || {
             let ended = serve(&readers, &recency, sender, page_stream, &counted, &rate);
             hang_up.shutdown();
@@ -148,7 +149,7 @@ impl PostCopyServer {
 /// Ends the page stream, and so the thread that reads from it, if the thread that owns this ends before all pages are
 /// pushed.
 struct StreamShutdown {
-    handle: Handle,
+    handle: Arc<dyn ConnectionHandle>,
     all_pushed: bool,
 }
 
@@ -171,7 +172,7 @@ impl Drop for PaceReset<'_> {
 
 /// Threads that send. Dropping it ends them.
 pub(super) struct SenderThreads {
-    handle: Handle,
+    handle: Arc<dyn ConnectionHandle>,
     sender: SenderHandle,
     thread: Option<JoinHandle<()>>,
 }
@@ -192,7 +193,7 @@ enum ServingEnd {
     #[error("the destination has all pages")]
     Complete,
     #[error("the page stream ended")]
-    Stream(#[from] LinkError),
+    Stream(#[from] TransportError),
     #[error("the data streams ended")]
     Push(#[from] SendError),
     #[error("the destination sent an unexpected message on the page stream")]
@@ -213,13 +214,13 @@ fn serve(
     readers: &SourceRam,
     recency: &RecentWrites,
     sender: Sender,
-    page_stream: Connection,
+    page_stream: Channel,
     counted: &ServingCounts,
     rate: &RateLimit,
 ) -> ServingEnd {
     let hang_up = page_stream.handle();
     let (mut reader, mut writer) = page_stream.split();
-    let remaining = match receive_missing_pages(&mut reader, readers, recency) {
+    let remaining = match receive_missing_pages(&mut *reader, readers, recency) {
         Ok(remaining) => remaining,
         Err(ended) => return ended,
     };
@@ -235,7 +236,7 @@ fn serve(
             Ok(pushing) => pushing,
             Err(error) => return error.into(),
         };
-        let ended = match answer(&mut reader, &mut writer, readers, &remaining, counted) {
+        let ended = match answer(&mut *reader, &mut *writer, readers, &remaining, counted) {
             Ok(never) => match never {},
             Err(ended) => ended,
         };
@@ -252,7 +253,7 @@ fn serve(
 
 /// Receives the set of missing pages, which the destination sends first.
 fn receive_missing_pages(
-    reader: &mut Reader,
+    reader: &mut dyn MessageReceiver,
     readers: &SourceRam,
     recency: &RecentWrites,
 ) -> Result<RemainingPages, ServingEnd> {
@@ -304,8 +305,8 @@ fn push(
 
 /// Answers page requests until the connection ends.
 fn answer(
-    reader: &mut Reader,
-    writer: &mut Writer,
+    reader: &mut dyn MessageReceiver,
+    writer: &mut dyn MessageSender,
     readers: &SourceRam,
     remaining: &RemainingPages,
     counted: &ServingCounts,
@@ -331,3 +332,6 @@ fn answer(
         remaining.remove_requested(&pages);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::SenderHandle;
-use link::Handle;
+use link::transport::ConnectionHandle;
 use proto::limits::PAGE_BYTES;
 
 use api::progress::{Phase, Progress, Publisher};
@@ -21,7 +21,7 @@ pub(crate) struct Telemetry {
     publisher: Publisher,
     /// Time at which the migration was requested.
     begun: Instant,
-    connections: Arc<Mutex<Vec<Handle>>>,
+    connections: Arc<Mutex<Vec<Arc<dyn ConnectionHandle>>>>,
     /// Pages that wait for a later round.
     later: Arc<Mutex<DeferredPages>>,
     /// Dropping it ends the sampling thread.
@@ -88,7 +88,7 @@ impl Telemetry {
     }
 
     /// Counts the bytes of a connection from now on.
-    pub(crate) fn count(&self, connection: Handle) {
+    pub(crate) fn count(&self, connection: Arc<dyn ConnectionHandle>) {
         lock(&self.connections).push(connection);
     }
 
@@ -140,7 +140,7 @@ impl Telemetry {
     }
 }
 
-fn sum(connections: &[Handle]) -> (u64, u64) {
+fn sum(connections: &[Arc<dyn ConnectionHandle>]) -> (u64, u64) {
     connections.iter().fold((0, 0), |(sent, received), connection| {
         (sent + connection.sent_bytes(), received + connection.received_bytes())
     })

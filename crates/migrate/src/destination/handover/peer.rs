@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use link::Incoming;
+use link::transport::Incoming;
 use proto::message::{Acceptance, Finding, Message, Severity};
 use proto::{Epoch, Purpose};
 use tracing::{info, warn};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::source::SourceEvent;
 use engine::precopy::FixedCost;
-use link::{Incoming, LinkError};
+use link::transport::{Incoming, TransportError};
 use proto::message::Message;
 use proto::{Epoch, Purpose};
 use tracing::warn;
@@ -149,7 +149,7 @@ impl Driver {
     pub(crate) fn connect(&mut self, purpose: Purpose) -> Result<Control, peers::PeerError> {
         let connection = peers::connect(&self.context, &self.terms.destination, None, purpose)?;
         let handle = connection.handle();
-        self.telemetry.count(handle.clone());
+        self.telemetry.count(Arc::clone(&handle));
         let (mut reader, writer) = connection.split();
         let mailbox = self.inbox.mailbox();
         let link = self.inbox.next_link();
@@ -159,7 +159,7 @@ impl Driver {
                 Ok(Incoming::Blob(_)) => {
                     Notice::Lost { link, error: Some("the destination sent device state".to_owned()) }
                 }
-                Err(LinkError::Closed) => Notice::Lost { link, error: None },
+                Err(TransportError::Closed) => Notice::Lost { link, error: None },
                 Err(error) => Notice::Lost { link, error: Some(crate::chain(&error)) },
             };
             let last = matches!(notice, Notice::Lost { .. });

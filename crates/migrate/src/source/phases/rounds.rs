@@ -3,10 +3,11 @@
 use std::time::Instant;
 
 use ::memory::{
-    CompletedRound, DataStream, DirtyBitmap, Interrupted, Owed, PageCursor, PartBoundary, Readable,
-    RoundStats, ScanStats, Sender,
+    CompletedRound, DirtyBitmap, Interrupted, Owed, PageCursor, PartBoundary, Readable, RoundStats,
+    ScanStats, Sender,
 };
 use host::VmError;
+use link::transport::DataStream;
 use tracing::info;
 
 use crate::source::cpu_throttle::CpuThrottle;

@@ -15,8 +15,10 @@ use crate::dirty::ChunkPages;
 use crate::ram::zero::{filling, is_zero};
 use crate::ram::{BlockReader, RamError};
 
+mod direct;
 pub(crate) mod encoding;
 
+use direct::NamedData;
 use encoding::{BufferedRun, FrameContent, PageEncoders, PresumedPages};
 
 /// Maximum number of pages of data in one frame: 256 KiB.
@@ -75,6 +77,8 @@ pub struct FrameBuilder {
     data: Vec<u8>,
     /// Number of bytes of `data` that belong to the frame.
     filled: usize,
+    /// Data of a frame that the transport moves by itself.
+    named: NamedData,
 }
 
 /// Pages of a chunk that are to be sent.
@@ -95,7 +99,7 @@ pub(crate) struct ReadFailed {
 impl FrameBuilder {
     pub(crate) fn new() -> Self {
         let data = vec![0; FRAME_PAGES as usize * PAGE];
-        Self { runs: Vec::new(), head: Vec::new(), data, filled: 0 }
+        Self { runs: Vec::new(), head: Vec::new(), data, filled: 0, named: NamedData::default() }
     }
 
     /// Reads pages of a chunk, in ascending order, as many as fit. Returns the content of the frame, with the counts of
@@ -255,19 +259,8 @@ impl FrameBuilder {
         reader.read(offset, copy).map_err(|source| ReadFailed { offset, source })?;
 
         let place = |page: u64| start + (page - pages.start) as usize * PAGE;
-        let mut page = pages.start;
-        // Each page is checked once: the one that ends a run is the first of the next run.
-        let mut next = PagePattern::at(&self.data[place(page)..place(page + 1)]);
-        while page < pages.end {
-            let pattern = next;
-            let mut end = page + 1;
-            while end < pages.end {
-                next = PagePattern::at(&self.data[place(end)..place(end + 1)]);
-                if next != pattern {
-                    break;
-                }
-                end += 1;
-            }
+        let mut patterns = PatternRuns::begin(&self.data[start..], pages.clone());
+        while let Some((page, end, pattern)) = patterns.next(&self.data[start..]) {
             if pattern == PagePattern::Zeros {
                 // One query for the whole run, so a hole behind zeros may be sent as zeros, but never zeros as a hole.
                 let present = first_present(reader, base, page..end)?;
@@ -278,7 +271,6 @@ impl FrameBuilder {
             } else {
                 encoders.encode(BufferedRun { pages: page..end, from: place(page), is_whole: true }, self);
             }
-            page = end;
         }
         Ok(())
     }
@@ -335,6 +327,41 @@ impl PagePattern {
         // A page that begins with zeros and is not all zero needs no second check.
         let filling = if page.starts_with(&[0; FILLING_BYTES]) { None } else { filling(page) };
         filling.map_or(Self::Other, Self::Filled)
+    }
+}
+
+/// The runs of pages of one pattern in a buffer that begins with the first page. Each page is checked once: the one that
+/// ends a run is the first of the next run.
+struct PatternRuns {
+    first: u64,
+    rest: Range<u64>,
+    next: PagePattern,
+}
+
+impl PatternRuns {
+    fn begin(data: &[u8], pages: Range<u64>) -> Self {
+        Self { first: pages.start, rest: pages, next: PagePattern::at(&data[..PAGE]) }
+    }
+
+    /// Returns the first page of the next run, the page behind it, and its pattern. The pages before it in the buffer
+    /// may have changed.
+    #[inline]
+    fn next(&mut self, data: &[u8]) -> Option<(u64, u64, PagePattern)> {
+        let (page, pattern) = (self.rest.start, self.next);
+        if page >= self.rest.end {
+            return None;
+        }
+        let mut end = page + 1;
+        while end < self.rest.end {
+            let at = (end - self.first) as usize * PAGE;
+            self.next = PagePattern::at(&data[at..at + PAGE]);
+            if self.next != pattern {
+                break;
+            }
+            end += 1;
+        }
+        self.rest.start = end;
+        Some((page, end, pattern))
     }
 }
 

@@ -34,8 +34,10 @@ use crate::ram::{BlockWriter, RamError};
 use crate::reductions::decoders::AcceptedReductions;
 use crate::reductions::decoding::{BadFrame, BadPacked};
 
+mod placement;
 mod worker;
 
+use placement::Placement;
 use worker::StreamWorker;
 
 /// The blocks of the destination's RAM in the order of the proposal.
@@ -212,6 +214,8 @@ pub struct Receiver {
 
 struct Worker {
     handle: Arc<dyn ConnectionHandle>,
+    /// True if the transport may place memory by itself.
+    places_directly: bool,
     thread: JoinHandle<()>,
 }
 
@@ -332,6 +336,7 @@ impl Receiver {
             return Err(AttachError::Stream { stream, streams });
         };
         let newest = lock(&self.shared.rounds).newest;
+        let places_directly = connection.source.places_directly();
         let mut worker = StreamWorker {
             guard: Guard {
                 shared: Arc::clone(&self.shared),
@@ -349,6 +354,7 @@ impl Receiver {
             written: Vec::new(),
             found: Vec::new(),
             decoders: self.shared.accepted.decoders(),
+            placement: Placement::default(),
             waited: Duration::ZERO,
             acked_at: None,
             acks: 0,
@@ -363,7 +369,7 @@ impl Receiver {
                 worker.guard.broken(cause);
             })
             .map_err(AttachError::Thread)?;
-        *place = Some(Worker { handle: connection.handle, thread });
+        *place = Some(Worker { handle: connection.handle, places_directly, thread });
         Ok(())
     }
 
@@ -371,6 +377,9 @@ impl Receiver {
     /// for threads to end. [`Receiver::end_and_join`] tidies up.
     pub fn shut(&self) {
         self.shared.ending.store(true, Ordering::Release);
+        // A stream that waits for the rest of a frame holds the gate.
+        let placing = self.workers.iter().flatten().filter(|worker| worker.places_directly);
+        placing.for_each(|worker| worker.handle.shutdown());
         *self.shared.gate.write().unwrap_or_else(PoisonError::into_inner) = Gate::Shut;
     }
 

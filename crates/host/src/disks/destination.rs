@@ -230,6 +230,11 @@ impl BlockWriter for CopiedDisk {
         self.served.with(write).map_err(failed)
     }
 
+    /// A disk is written by its server.
+    fn allow_direct_placement(&self, _: Range<u64>) -> bool {
+        false
+    }
+
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         let there = self.served.on_disk(range);
         let write = |client: &mut Client| match &self.thin {

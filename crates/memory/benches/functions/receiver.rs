@@ -138,6 +138,10 @@ impl BlockWriter for Nowhere {
         Ok(())
     }
 
+    fn allow_direct_placement(&self, _: Range<u64>) -> bool {
+        false
+    }
+
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         black_box(range);
         Ok(())

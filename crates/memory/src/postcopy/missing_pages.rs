@@ -282,6 +282,11 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         Ok(())
     }
 
+    /// A page has to be placed by the kernel, so that threads that wait for it go on.
+    fn allow_direct_placement(&self, _: Range<u64>) -> bool {
+        false
+    }
+
     /// Places zeros for waiting threads, and, if that costs nothing or is configured, for the other pages, too: only
     /// that detects a page that is present already.
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {

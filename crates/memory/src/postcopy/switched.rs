@@ -64,6 +64,11 @@ impl BlockWriter for SwitchedWriter {
         self.now().write_runs(runs, data)
     }
 
+    /// After the switch pages are placed one by one, so that threads that wait for them go on.
+    fn allow_direct_placement(&self, range: Range<u64>) -> bool {
+        !self.then.is_switched() && self.first.allow_direct_placement(range)
+    }
+
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         self.now().drop_pages(range)
     }

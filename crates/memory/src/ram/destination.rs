@@ -95,6 +95,11 @@ impl BlockWriter for FileWriter {
         Ok(self.file.write_at(self.offset + offset, data)?)
     }
 
+    /// The file itself knows which of its pages are written.
+    fn allow_direct_placement(&self, _: Range<u64>) -> bool {
+        true
+    }
+
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         Ok(self.file.punch_hole(self.offset + range.start..self.offset + range.end)?)
     }
@@ -145,6 +150,15 @@ impl ProcessWriter {
         Ok(start..end)
     }
 
+    /// Notes that these ranges of bytes may hold something other than zeros.
+    fn note_written(&self, runs: &[Range<u64>]) {
+        let mut state = lock(&self.state);
+        for run in runs {
+            state.dirty.set(pages(run));
+            state.zeroed.clear(pages(run));
+        }
+    }
+
     fn write_zeros(&self, range: Range<u64>) -> Result<(), RamError> {
         let mut at = range.start;
         while at < range.end {
@@ -180,17 +194,17 @@ impl BlockWriter for ProcessWriter {
 
     /// Uses one system call for many scattered pages.
     fn write_runs(&self, runs: &[Range<u64>], data: &[u8]) -> Result<(), RamError> {
-        let mut state = lock(&self.state);
-        for run in runs {
-            // Before the bytes: if writing fails half-way, they count as written.
-            state.dirty.set(pages(run));
-            state.zeroed.clear(pages(run));
-        }
-        drop(state);
+        // Before the bytes: if writing fails half-way, they count as written.
+        self.note_written(runs);
         let address = self.region.address;
         let mapped_ranges: Vec<AddressRange> =
             runs.iter().map(|run| AddressRange::new(address + run.start, address + run.end)).collect();
         Ok(self.memory.write_runs(&mapped_ranges, data)?)
+    }
+
+    fn allow_direct_placement(&self, range: Range<u64>) -> bool {
+        self.note_written(std::slice::from_ref(&range));
+        true
     }
 
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {

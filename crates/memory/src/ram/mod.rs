@@ -167,6 +167,10 @@ pub trait BlockWriter: Send + Sync {
         Ok(())
     }
 
+    /// Prepares for a transport that writes a range of bytes (pages) of the block by itself. Returns false if the block
+    /// has to be written by [`BlockWriter::write`].
+    fn allow_direct_placement(&self, range: Range<u64>) -> bool;
+
     /// Makes a range of bytes (pages) read as zeros, whatever it held before, and gives its memory back to the host if
     /// possible (trap 5).
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError>;

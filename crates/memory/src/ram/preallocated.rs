@@ -36,6 +36,10 @@ impl BlockWriter for Preallocated {
         self.0.write_runs(runs, data)
     }
 
+    fn allow_direct_placement(&self, range: Range<u64>) -> bool {
+        self.0.allow_direct_placement(range)
+    }
+
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         let mut bytes = vec![0; ZEROS.len().min((range.end - range.start) as usize)];
         let mut at = range.start;

@@ -10,7 +10,8 @@ use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::pages::{Ack, Content, PageRun, PagesHeader, decode_round_end};
 use proto::reference::encode_missing;
 
-use super::{Gate, Guard, ReceiveError, ReceiverEvent};
+use super::placement::{Placement, Target};
+use super::{Gate, Guard, ReceiveError, ReceiverEvent, ReceiverState};
 use crate::clock::waited;
 use crate::dirty::ChunkPages;
 use crate::lock;
@@ -51,6 +52,8 @@ pub(super) struct StreamWorker {
     /// Content of referenced, changed or filled pages. Reused.
     pub(super) found: Vec<u8>,
     pub(super) decoders: Decoders,
+    /// Placement of the frame's data by the transport. Reused.
+    pub(super) placement: Placement,
     /// Time since the last acknowledgement for which there was nothing to apply.
     pub(super) waited: Duration,
     pub(super) acked_at: Option<Instant>,
@@ -76,6 +79,7 @@ impl StreamWorker {
                     self.waited += waited;
                 }
                 match kind.map_err(ReceiveError::Stream)? {
+                    FrameKind::Pages if self.source.direct().is_some() => self.place(&payload, &mut runs),
                     FrameKind::Pages => {
                         let (header, data) = PagesHeader::decode(&payload, &mut runs)?;
                         self.apply(header, &runs, data, payload.len())
@@ -122,7 +126,6 @@ impl StreamWorker {
     }
 
     /// Applies a frame of `frame_bytes` bytes, whose data is that of the runs.
-    #[expect(clippy::too_many_lines, reason = "a frame is checked and applied once")]
     fn apply(
         &mut self,
         header: PagesHeader,
@@ -131,6 +134,44 @@ impl StreamWorker {
         frame_bytes: usize,
     ) -> Result<(), ReceiveError> {
         let shared = Arc::clone(&self.guard.shared);
+        let target = self.check(&shared, header, runs)?;
+        let gate = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == Gate::Shut {
+            return Err(ReceiveError::Shut);
+        }
+        self.apply_runs(&shared, target, header, runs, data)?;
+        self.bytes_since_ack += frame_bytes as u64;
+        Ok(())
+    }
+
+    /// Receives the data of a frame to its place, and applies the frame. The transport changes memory only here, under
+    /// the gate.
+    fn place(&mut self, head: &[u8], runs: &mut Vec<PageRun>) -> Result<(), ReceiveError> {
+        let (header, data_bytes) = PagesHeader::decode_head(head, runs)?;
+        let shared = Arc::clone(&self.guard.shared);
+        let target = self.check(&shared, header, runs)?;
+        let gate = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == Gate::Shut {
+            return Err(ReceiveError::Shut);
+        }
+        self.placement.plan(target, header.block, runs);
+        let Some(direct) = self.source.direct() else { return Err(ReceiveError::Shut) };
+        let Placement { layout, bytes } = &mut self.placement;
+        direct.receive(layout, bytes).map_err(ReceiveError::Stream)?;
+        let bytes = std::mem::take(bytes);
+        let applied = self.apply_runs(&shared, target, header, runs, &bytes);
+        self.placement.bytes = bytes;
+        self.bytes_since_ack += (head.len() + data_bytes) as u64;
+        applied
+    }
+
+    /// Checks that a frame is allowed at this point. Returns the place to which it belongs.
+    fn check<'a>(
+        &mut self,
+        shared: &'a ReceiverState,
+        header: PagesHeader,
+        runs: &[PageRun],
+    ) -> Result<Target<'a>, ReceiveError> {
         let PagesHeader { seq, round, block, chunk } = header;
         self.check_order(seq, round)?;
         let outside = ReceiveError::Outside { block, chunk };
@@ -145,11 +186,18 @@ impl StreamWorker {
         if stream_of(block, chunk, shared.streams) != stream {
             return Err(ReceiveError::WrongStream { block, chunk, stream });
         }
+        Ok(Target { writer: writer.as_ref(), base })
+    }
 
-        let gate = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if *gate == Gate::Shut {
-            return Err(ReceiveError::Shut);
-        }
+    /// Applies the runs of a checked frame. The gate is open.
+    fn apply_runs(
+        &mut self,
+        shared: &ReceiverState,
+        Target { writer, base }: Target<'_>,
+        PagesHeader { seq, round, .. }: PagesHeader,
+        runs: &[PageRun],
+        data: &[u8],
+    ) -> Result<(), ReceiveError> {
         let failed = |offset, source| ReceiveError::Memory { block: writer.description(), offset, source };
         self.written.clear();
         let mut missing = ChunkPages::EMPTY;
@@ -170,7 +218,7 @@ impl StreamWorker {
                 Content::Filled => {
                     // One write needs contiguous data of the frame.
                     let data = &begin[..begin.len() - rest.len() - mine.len()];
-                    self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
+                    self.write(writer, data).map_err(|(at, source)| failed(at, source))?;
                     begin = rest;
                     self.found.resize(run.len_bytes() as usize, 0);
                     self.found.chunks_exact_mut(mine.len()).for_each(|bytes| bytes.copy_from_slice(mine));
@@ -179,14 +227,14 @@ impl StreamWorker {
                 Content::Reference | Content::Delta { .. } => {
                     // One write needs contiguous data of the frame.
                     let data = &begin[..begin.len() - rest.len() - mine.len()];
-                    self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
+                    self.write(writer, data).map_err(|(at, source)| failed(at, source))?;
                     begin = rest;
                     let first = u64::from(run.first_page);
                     let pages = first..first + u64::from(run.pages);
                     self.found.resize(run.len_bytes() as usize, 0);
                     let read = |block, page, into: &mut [u8]| shared.read(block, page, into);
-                    let (writer, read) = (writer.as_ref(), &read);
-                    let encoded = EncodedRun { pages: pages.clone(), data: mine, offset, writer, read };
+                    let encoded =
+                        EncodedRun { pages: pages.clone(), data: mine, offset, writer, read: &read };
                     let found = self.decoders.decode_run(run.content, &encoded, &mut self.found)?;
                     for run in found.runs() {
                         let part = (run.start - first) as usize * PAGE..(run.end - first) as usize * PAGE;
@@ -199,7 +247,7 @@ impl StreamWorker {
                 }
             }
         }
-        self.write(writer.as_ref(), begin).map_err(|(at, source)| failed(at, source))?;
+        self.write(writer, begin).map_err(|(at, source)| failed(at, source))?;
         if runs.iter().any(|run| run.content == Content::Reference) {
             lock(&shared.rounds).referred = true;
         }
@@ -215,7 +263,6 @@ impl StreamWorker {
             }
         }
         self.applied = seq;
-        self.bytes_since_ack += frame_bytes as u64;
         Ok(())
     }
 

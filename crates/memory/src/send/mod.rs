@@ -408,6 +408,12 @@ impl SenderHandle {
         self.0.set_max_copying(threads);
     }
 
+    /// Sends copies of pages from the next frame on, even if the transport could move memory by itself: the
+    /// destination's kernel places each page from now on.
+    pub fn stop_direct_placement(&self) {
+        self.0.places_directly.store(false, Ordering::Release);
+    }
+
     /// Returns the number of threads that read and send, one for each stream.
     pub fn threads(&self) -> u16 {
         self.0.stream_count()

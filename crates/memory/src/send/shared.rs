@@ -40,6 +40,8 @@ pub(super) struct SenderState {
     pub(super) nice: AtomicU8,
     /// Limit on the workers that copy at the same time, while the guest runs.
     turns: Turns,
+    /// True if transports may move memory by themselves.
+    pub(super) places_directly: AtomicBool,
 }
 
 #[derive(Default)]
@@ -79,6 +81,7 @@ impl SenderState {
             counters,
             nice: AtomicU8::new(NICE),
             turns: Turns::new(),
+            places_directly: AtomicBool::new(true),
         };
         (shared, sources)
     }
@@ -293,9 +296,15 @@ impl SenderState {
         let is_there = |block: u16, page| {
             lock(&self.owed).get(usize::from(block)).is_some_and(|owed| !owed.contains(page))
         };
+        let is_named = self.places_directly.load(Ordering::Relaxed);
+        let omits_zeros = outlet.direct(id.block).filter(|_| is_named).map(|direct| direct.omits_zeros());
         let FrameOutput { builder, page_encoders, .. } = outlet;
-        let mut encoders = PageEncoders { encoders: page_encoders, is_there: &is_there };
-        let filled = builder.fill(reader.as_ref(), id.chunk.into(), wanted, &mut encoders);
+        let filled = if let Some(omits_zeros) = omits_zeros {
+            builder.fill_named(reader.as_ref(), id, &wanted.pages, omits_zeros)
+        } else {
+            let mut encoders = PageEncoders { encoders: page_encoders, is_there: &is_there };
+            builder.fill(reader.as_ref(), id.chunk.into(), wanted, &mut encoders)
+        };
         let (content, counts) = filled.map_err(|failed| SendError::Memory {
             block: reader.description(),
             offset: failed.offset,
@@ -304,9 +313,11 @@ impl SenderState {
         let FrameContent { pages, presumed, .. } = content;
         let seq = self.register_frame(stream, outlet, InFlight::Pages { chunk: id, pages, presumed })?;
         let header = PagesHeader { seq, round, block: id.block, chunk: id.chunk.into() };
-        let bytes = outlet
-            .send_pages(&header, self.reductions.meter(), guest_runs)
-            .map_err(|source| send_error(stream, source))?;
+        let sent = match omits_zeros {
+            Some(_) => outlet.send_named(&header, self.reductions.meter()),
+            None => outlet.send_pages(&header, self.reductions.meter(), guest_runs),
+        };
+        let bytes = sent.map_err(|source| send_error(stream, source))?;
         Ok((content, counts, bytes))
     }
 

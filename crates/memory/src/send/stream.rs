@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 
-use link::transport::{ConnectionHandle, FrameSink, TransportError};
-use proto::frame::HEADER_BYTES;
+use link::transport::{ConnectionHandle, DirectSender, FrameSink, TransportError};
+use proto::frame::{FrameKind, HEADER_BYTES};
 use proto::pages::PagesHeader;
 
 use crate::chunk::encoding::{Encoder, FrameEncoder, PageEncoder, PresumedPages};
@@ -42,10 +42,12 @@ pub(super) struct FrameOutput {
     /// Encoders of pages, in the order of the reductions.
     pub(super) page_encoders: Vec<Box<dyn PageEncoder>>,
     frame_encoder: Option<Box<dyn FrameEncoder>>,
+    /// True if the transport can move memory by itself. Encoders need a copy of their own.
+    can_place: bool,
 }
 
 impl FrameOutput {
-    fn new(sink: Box<dyn FrameSink>, reductions: &Reductions) -> Self {
+    fn new(mut sink: Box<dyn FrameSink>, reductions: &Reductions) -> Self {
         let (mut page_encoders, mut frame_encoder) = (Vec::new(), None);
         for reduction in reductions.iter() {
             match Arc::clone(reduction).encoder() {
@@ -53,7 +55,38 @@ impl FrameOutput {
                 Encoder::Frame(encoder) => frame_encoder = Some(encoder),
             }
         }
-        Self { sink, builder: FrameBuilder::new(), page_encoders, frame_encoder }
+        let can_place = page_encoders.is_empty() && frame_encoder.is_none() && sink.direct().is_some();
+        Self { sink, builder: FrameBuilder::new(), page_encoders, frame_encoder, can_place }
+    }
+
+    /// Returns the transport's direct placement, if it reaches a block and nothing needs a copy of the pages.
+    pub(super) fn direct(&mut self, block: u16) -> Option<&mut dyn DirectSender> {
+        if !self.can_place {
+            return None;
+        }
+        self.sink.direct().filter(|direct| direct.reaches(block))
+    }
+
+    /// Sends the last frame that names its data. Returns the length of the frame, in bytes.
+    pub(super) fn send_named(
+        &mut self,
+        header: &PagesHeader,
+        meter: Option<&LinkMeter>,
+    ) -> Result<usize, TransportError> {
+        let Self { sink, builder, .. } = self;
+        let named_bytes = builder.named_bytes();
+        if let Some(meter) = meter.filter(|_| named_bytes > 0) {
+            meter.record_data(named_bytes, named_bytes);
+        }
+        let (head, layout) = builder.named_payload(header);
+        let bytes = HEADER_BYTES + head.len() + named_bytes;
+        let Some(direct) = sink.direct() else { return Err(TransportError::Closed) };
+        let mut send = || direct.send(FrameKind::Pages, head, layout);
+        match meter {
+            Some(meter) => meter.count_send(send),
+            None => send(),
+        }?;
+        Ok(bytes)
     }
 
     /// Sends the pages of the last frame built, encoded if that is configured and worth it. Returns the length of the

@@ -46,6 +46,8 @@ pub(super) struct FakeBlock {
     pub(super) before_write: Mutex<Option<BeforeWrite>>,
     /// A broken writer that leaves memory unchanged where a hole should be.
     pub(super) never_drops: bool,
+    /// False if a transport must not write to it.
+    pub(super) allows_direct: bool,
 }
 
 #[derive(Clone)]
@@ -62,6 +64,7 @@ impl FakeRam {
                 unreadable: Mutex::new(None),
                 before_write: Mutex::new(None),
                 never_drops: false,
+                allows_direct: true,
             })
         };
         Self(blocks.iter().enumerate().map(block).collect())
@@ -264,6 +267,10 @@ impl BlockWriter for Arc<FakeBlock> {
             lock(&self.pages[page]).contents = Some(contents);
         }
         Ok(())
+    }
+
+    fn allow_direct_placement(&self, _: Range<u64>) -> bool {
+        self.allows_direct
     }
 
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {

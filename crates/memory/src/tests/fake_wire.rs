@@ -47,12 +47,18 @@ pub(super) fn stream(end: End) -> DataStream {
 /// Returns a connection: the source's end and the destination's. Pages break after `budget` bytes, acknowledgements
 /// after `acks` bytes.
 pub(super) fn connection(budget: u64, acks: u64) -> (DataStream, DataStream) {
-    let (near, far) = fake::connection();
-    (stream(near.cut_after(budget)), stream(far.cut_after(acks)))
+    let (near, far) = breaking_ends(budget, acks);
+    (stream(near), stream(far))
 }
 
-/// Returns a connection whose near end corrupts the frame after `frames` others.
-pub(super) fn corrupting_connection(frames: u64) -> (DataStream, DataStream) {
+/// Returns the ends of such a connection.
+pub(super) fn breaking_ends(budget: u64, acks: u64) -> (End, End) {
     let (near, far) = fake::connection();
-    (stream(near.corrupt_after(frames)), stream(far))
+    (near.cut_after(budget), far.cut_after(acks))
+}
+
+/// Returns the ends of a connection whose near end corrupts the frame after `frames` others.
+pub(super) fn corrupting_ends(frames: u64) -> (End, End) {
+    let (near, far) = fake::connection();
+    (near.corrupt_after(frames), far)
 }

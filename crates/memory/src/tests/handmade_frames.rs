@@ -47,7 +47,7 @@ fn with_reductions(generation: u64, presumed: AcceptedReductions) -> Bench {
     Bench { ram, receiver, peer: stream(near), raw, events }
 }
 
-fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[PageRun]) -> Vec<u8> {
+pub(super) fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[PageRun]) -> Vec<u8> {
     let mut payload = Vec::new();
     PagesHeader { seq, round, block, chunk }.encode(runs, &mut payload);
     let data = runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes()).sum::<u64>();
@@ -63,7 +63,7 @@ fn packed(codec: Codec, runs: &[PageRun], bytes: &[u8]) -> Vec<u8> {
     payload
 }
 
-fn data(first_page: u16, pages: u16) -> PageRun {
+pub(super) fn data(first_page: u16, pages: u16) -> PageRun {
     PageRun { first_page, pages, content: Content::Data }
 }
 

@@ -2,6 +2,7 @@
 //! without sockets that break at chosen points.
 
 mod deltas;
+mod direct;
 mod fake_ram;
 mod fake_wire;
 mod golden;

@@ -11,8 +11,9 @@ use proto::limits::PAGE_BYTES;
 use proto::packed::Compression;
 
 use super::Dice;
+use super::direct::Way;
 use super::fake_ram::{FakeLog, FakeRam};
-use super::fake_wire::{WHOLE, connection, corrupting_connection};
+use super::fake_wire::{WHOLE, breaking_ends, connection, corrupting_ends, stream};
 use super::parts::Parts;
 use super::references::FakeTemplates;
 use crate::reductions::deltas::MARKS_BYTES;
@@ -30,26 +31,28 @@ fn always(drain: impl FnOnce()) -> Result<(), std::fmt::Error> {
 }
 
 /// Configuration and state of a move.
-struct Move {
-    source: FakeRam,
-    destination: FakeRam,
+pub(super) struct Move {
+    pub(super) source: FakeRam,
+    pub(super) destination: FakeRam,
     log: FakeLog,
     /// References to content of the destination, of which some is wrong; deltas, free page hints and compression.
-    saving: Parts,
+    pub(super) saving: Parts,
     marks_bytes: usize,
     templates: Arc<FakeTemplates>,
     streams: u16,
     window: usize,
+    /// Way in which data is placed.
+    pub(super) way: Way,
     /// Disk reads in flight: block, page, value.
     dma: Arc<Mutex<Vec<(usize, u64, u64)>>>,
 }
 
 /// Counters of events.
 #[derive(Debug, Default)]
-struct Outcome {
-    rounds: u32,
-    breaks: u32,
-    corrupt: u64,
+pub(super) struct Outcome {
+    pub(super) rounds: u32,
+    pub(super) breaks: u32,
+    pub(super) corrupt: u64,
     referred: u64,
     deltas: u64,
     refused: u64,
@@ -60,7 +63,7 @@ struct Outcome {
 }
 
 impl Move {
-    fn new(dice: &mut Dice) -> Self {
+    pub(super) fn new(dice: &mut Dice) -> Self {
         let blocks: Vec<u64> = (0..=dice.below(3)).map(|_| dice.below(1600) + 1).collect();
         let (source, destination) = (FakeRam::new(&blocks), FakeRam::new(&blocks));
         for _ in 0..dice.below(120) {
@@ -98,6 +101,7 @@ impl Move {
             templates,
             streams: 1 + dice.below(4) as u16,
             window,
+            way: Way::Copied,
             dma: Arc::default(),
         }
     }
@@ -138,7 +142,7 @@ impl Move {
 
     /// Runs the whole move: rounds while the guest writes, breaks and new generations, then a last round.
     #[expect(clippy::too_many_lines, reason = "one move from its begin to its end")]
-    fn run(&mut self, seed: u64, dice: &mut Dice) -> Outcome {
+    pub(super) fn run(&mut self, seed: u64, dice: &mut Dice) -> Outcome {
         let mut outcome = Outcome::default();
         let ended = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&ended);
@@ -326,14 +330,15 @@ impl Move {
     ) -> Sender {
         let mut near = Vec::new();
         receiver.begin(generation);
-        for stream in 0..self.streams {
+        for number in 0..self.streams {
             let mut budget = |most: u64| if fragile && dice.one_in(2) { dice.below(most) } else { WHOLE };
-            let (mut mine, mut theirs) = connection(budget(4 << 20), budget(400));
+            let mut ends = breaking_ends(budget(4 << 20), budget(400));
             if fragile && dice.one_in(6) {
-                (mine, theirs) = corrupting_connection(dice.below(40));
+                ends = corrupting_ends(dice.below(40));
             }
-            near.push(mine);
-            receiver.attach(generation, stream, theirs).unwrap();
+            let (mine, theirs) = self.way.apply(ends);
+            near.push(stream(mine));
+            receiver.attach(generation, number, stream(theirs)).unwrap();
         }
         Sender::with_window(self.source.readers(), self.saving.reductions(), near, self.window).unwrap()
     }

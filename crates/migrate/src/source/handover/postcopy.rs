@@ -154,6 +154,7 @@ impl Driver {
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         // The guest has left this host.
         sender.handle().set_niceness(0);
+        sender.handle().stop_direct_placement();
         self.telemetry.follow(Some(sender.handle()));
         later
             .serve(self.connections.generation, sender, page_stream, self.inbox.mailbox())

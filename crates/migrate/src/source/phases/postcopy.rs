@@ -258,6 +258,7 @@ impl Driver {
         // The guest has left this host; at the destination it waits.
         sender.handle().set_niceness(0);
         sender.handle().limit_copying_threads(u16::MAX);
+        sender.handle().stop_direct_placement();
         let written = std::mem::take(&mut self.resources.written);
         let mut later = PostCopyServer::new(
             payload.readers(),

@@ -60,7 +60,7 @@ pub(crate) const TRACKING_FEATURES: u64 = (raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP
 ///
 /// # Safety
 /// `T` must be the structure that `request` expects, and every pointer in it must be valid for the kernel's use.
-unsafe fn ioctl<T>(fd: &impl AsFd, request: u32, argument: &mut T) -> io::Result<i32> {
+pub(crate) unsafe fn ioctl<T>(fd: &impl AsFd, request: u32, argument: &mut T) -> io::Result<i32> {
     let fd = fd.as_fd().as_raw_fd();
     // SAFETY: the descriptor is open as long as it is borrowed; the caller guarantees the rest.
     let result = unsafe { libc::ioctl(fd, libc::c_ulong::from(request), std::ptr::from_mut(argument)) };

@@ -14,8 +14,8 @@
 //! | [`maps`], [`Pagemap`] | memory map, and which pages exist |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
-//! ([`allocator`] is about this process, [`FileLease`] about a file, [`unsent_bytes`] about a socket: none of these
-//! operations has a safe interface.)
+//! ([`allocator`] is about this process, [`FileLease`] about a file, [`unsent_bytes`] about a socket, [`Tap`] and
+//! [`PacketSocket`] about network devices: none of these operations has a safe interface.)
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines or migrations. Everything that changes
 //! the other process has an undo that works when it is dropped and when this process dies. There are two exceptions:
@@ -30,12 +30,14 @@ mod inject;
 mod kernel;
 mod lease;
 pub mod maps;
+mod packets;
 mod page_faults;
 mod pagemap;
 mod process;
 mod ram_file;
 mod range;
 mod remote;
+mod tap;
 mod tracker;
 mod unsent;
 
@@ -45,11 +47,13 @@ pub use inject::is_holding_thread;
 pub use inject::{InjectError, Injector, LastingUserfaultfd, injector_main};
 pub use kernel::{Feature, Kernel, MissingFeatures};
 pub use lease::FileLease;
+pub use packets::{FilterStep, PacketSocket, Received, VIRTIO_HEADER_BYTES};
 pub use page_faults::{PageFaultError, PageFaultHandler};
 pub use pagemap::Pagemap;
 pub use process::{Process, ProcessError, Signal, Status, ThreadTimes};
 pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};
 pub use range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 pub use remote::{RemoteError, RemoteMemory};
+pub use tap::Tap;
 pub use tracker::{TrackError, TrackerStart, WriteTracker};
 pub use unsent::unsent_bytes;

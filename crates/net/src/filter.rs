@@ -1,0 +1,154 @@
+//! Programs by which the kernel selects the frames that this crate reads, so that the rest costs hardly anything.
+
+use tracee::FilterStep;
+
+use crate::claims::{ADVERTISEMENT, ICMPV6, IPV6_BYTES};
+use crate::ethernet::{ARP, HEADER_BYTES, IPV6, Mac, TAG_BYTES, VLAN};
+
+/// Most bytes of a frame that are read: headers with a tag, and an advertisement with some options.
+pub const FRAME_BYTES: usize = 192;
+
+/// Operations of classic BPF: load a constant into the index, load from a fixed place, load from behind the index,
+/// compare, end.
+const SET_INDEX: u16 = 0x01;
+const LOAD_WORD: u16 = 0x20;
+const LOAD_HALF: u16 = 0x28;
+const LOAD_HALF_BEHIND: u16 = 0x48;
+const LOAD_BYTE_BEHIND: u16 = 0x50;
+const IF_EQUAL: u16 = 0x15;
+const ACCEPT: u16 = 0x06;
+
+const fn step(code: u16, operand: u32) -> FilterStep {
+    FilterStep { code, if_true: 0, if_false: 0, operand }
+}
+
+const fn if_equal(operand: u32, if_true: u8, if_false: u8) -> FilterStep {
+    FilterStep { code: IF_EQUAL, if_true, if_false, operand }
+}
+
+/// Selects what claims an address: ARP, and neighbour advertisements, with a VLAN tag or without.
+pub fn claims() -> [FilterStep; 13] {
+    let (kind, payload) = (12, HEADER_BYTES as u32);
+    [
+        step(SET_INDEX, 0),
+        step(LOAD_HALF, kind),
+        if_equal(VLAN.into(), 0, 1),
+        step(SET_INDEX, TAG_BYTES as u32),
+        step(LOAD_HALF_BEHIND, kind),
+        if_equal(ARP.into(), 5, 0),
+        if_equal(IPV6.into(), 0, 5),
+        step(LOAD_BYTE_BEHIND, payload + 6),
+        if_equal(ICMPV6.into(), 0, 3),
+        step(LOAD_BYTE_BEHIND, payload + IPV6_BYTES as u32),
+        if_equal(ADVERTISEMENT.into(), 0, 1),
+        step(ACCEPT, FRAME_BYTES as u32),
+        step(ACCEPT, 0),
+    ]
+}
+
+/// Selects the frames from and to one station.
+pub fn station(mac: Mac) -> [FilterStep; 10] {
+    let number = mac.0.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
+    let (high, low) = ((number >> 16) as u32, (number & 0xffff) as u32);
+    [
+        step(LOAD_WORD, 0),
+        if_equal(high, 0, 2),
+        step(LOAD_HALF, 4),
+        if_equal(low, 4, 0),
+        step(LOAD_WORD, 6),
+        if_equal(high, 0, 3),
+        step(LOAD_HALF, 10),
+        if_equal(low, 0, 1),
+        step(ACCEPT, FRAME_BYTES as u32),
+        step(ACCEPT, 0),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::announcement;
+    use crate::claims::Claim;
+    use crate::ethernet::{Frame, compose};
+
+    /// Runs a program as the kernel does.
+    fn accepts(program: &[FilterStep], frame: &[u8]) -> bool {
+        let (mut accumulator, mut index, mut at) = (0, 0, 0);
+        let bytes = |from: u32, len: u32| {
+            let part = frame.get(from as usize..(from + len) as usize)?;
+            Some(part.iter().fold(0, |number, byte| number << 8 | u32::from(*byte)))
+        };
+        loop {
+            let FilterStep { code, if_true, if_false, operand } = program[at];
+            at += 1;
+            let loaded = match code {
+                SET_INDEX => {
+                    index = operand;
+                    continue;
+                }
+                IF_EQUAL => {
+                    at += usize::from(if accumulator == operand { if_true } else { if_false });
+                    continue;
+                }
+                ACCEPT => return operand > 0,
+                LOAD_WORD => bytes(operand, 4),
+                LOAD_HALF => bytes(operand, 2),
+                LOAD_HALF_BEHIND => bytes(index + operand, 2),
+                LOAD_BYTE_BEHIND => bytes(index + operand, 1),
+                other => panic!("no such operation: {other:x}"),
+            };
+            // Beyond the end of the frame the kernel ends the program, and does not accept.
+            let Some(loaded) = loaded else { return false };
+            accumulator = loaded;
+        }
+    }
+
+    const GUEST: Mac = Mac([0x52, 0x54, 0, 0, 0, 1]);
+    const OTHER: Mac = Mac([0x52, 0x54, 0, 0, 0, 2]);
+
+    #[test]
+    fn what_claims_an_address_is_read() {
+        for address in ["10.0.0.7", "fd00::7"] {
+            for vlan in [None, Some(3)] {
+                let address: IpAddr = address.parse().unwrap();
+                let frames = announcement::frames(GUEST, &[Claim { vlan, address, is_router: false }]);
+                assert!(accepts(&claims(), frames.last().unwrap()));
+                // Other frames are not read: reverse ARP, IPv4, and all other IPv6.
+                assert!(!accepts(&claims(), &frames[0]));
+            }
+        }
+        for (kind, payload) in [(0x0800, [58; 80]), (IPV6, [58; 80]), (IPV6, [136; 80]), (0x88cc, [0; 80])] {
+            let frame = compose(OTHER, GUEST, None, kind, &payload);
+            assert!(!accepts(&claims(), &frame), "{kind:x}");
+        }
+    }
+
+    #[test]
+    fn a_stations_frames_are_read_in_both_directions() {
+        let other = Mac([0x52, 0x54, 0, 0, 1, 1]);
+        for (destination, source, is_read) in [
+            (GUEST, other, true),
+            (other, GUEST, true),
+            (Mac::BROADCAST, GUEST, true),
+            (other, other, false),
+            (Mac::BROADCAST, OTHER, false),
+        ] {
+            let frame = compose(destination, source, None, 0x0800, &[]);
+            assert_eq!(accepts(&station(GUEST), &frame), is_read, "{source} to {destination}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_lead_out_of_a_program(frame in prop::collection::vec(any::<u8>(), 0..100)) {
+            accepts(&claims(), &frame);
+            let own = Frame::parse(&frame, None)
+                .is_some_and(|frame| frame.source == GUEST || frame.destination == GUEST);
+            prop_assert_eq!(accepts(&station(GUEST), &frame), own);
+        }
+    }
+}

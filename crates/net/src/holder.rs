@@ -1,0 +1,145 @@
+//! Frames for a guest that is about to be stopped: they are held, passed on, and delivered here if the guest stays.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use tracing::warn;
+
+use crate::divert::Diversion;
+use crate::held::HeldFrame;
+
+/// Most bytes that are kept. Beyond that frames are lost, like those that a full queue drops.
+const MOST_BYTES: usize = 64 << 20;
+
+/// Longest wait for room in the tap of a guest that runs.
+const ROOM_PATIENCE: Duration = Duration::from_secs(1);
+/// Pause before a full tap is tried again.
+const ROOM_PAUSE: Duration = Duration::from_micros(200);
+/// Pause after which a diversion that was removed has no frames under way.
+pub(crate) const UNDER_WAY: Duration = Duration::from_millis(2);
+
+/// Holds the frames of a guest, in a thread.
+#[derive(Debug)]
+pub struct Holder {
+    diversion: Arc<Diversion>,
+    kept: Arc<Mutex<Kept>>,
+    end: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    frames: Vec<HeldFrame>,
+    bytes: usize,
+}
+
+impl Holder {
+    /// Begins to hold, and passes the frames to `send` as they arrive; it returns false if it can send no more.
+    pub fn start(
+        diversion: Diversion,
+        mut send: impl FnMut(&[HeldFrame]) -> bool + Send + 'static,
+    ) -> io::Result<Self> {
+        let (diversion, kept) = (Arc::new(diversion), Arc::<Mutex<Kept>>::default());
+        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let (from, into, until) = (Arc::clone(&diversion), Arc::clone(&kept), Arc::clone(&end));
+        let hold = move || {
+            if let Err(error) = hold(&from, &into, &until, &mut send) {
+                warn!(%error, "frames for the guest are not held any more");
+            }
+        };
+        let thread = Some(thread::Builder::new().name("hold".to_owned()).spawn(hold)?);
+        Ok(Self { diversion, kept, end, thread })
+    }
+
+    /// Returns the number of frames that were held so far.
+    pub fn count(&self) -> usize {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).frames.len()
+    }
+
+    /// Ends the hold of a guest that runs here again: delivers all frames in their order, and then those that arrived
+    /// meanwhile. Returns their number.
+    pub fn deliver_back(mut self) -> io::Result<usize> {
+        self.end();
+        let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut count = deliver(&self.diversion, &kept.frames)?;
+        // Frames that arrive now follow those that were held: the rules go only when ours have been read.
+        count += deliver(&self.diversion, &self.diversion.take()?)?;
+        self.diversion.stop()?;
+        loop {
+            thread::sleep(UNDER_WAY);
+            let late = self.diversion.take()?;
+            if late.is_empty() {
+                return Ok(count);
+            }
+            count += deliver(&self.diversion, &late)?;
+        }
+    }
+
+    fn end(&mut self) {
+        // The counter of a new descriptor has room.
+        let _ = rustix::io::write(&*self.end, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn hold(
+    diversion: &Diversion,
+    kept: &Mutex<Kept>,
+    end: &OwnedFd,
+    send: &mut dyn FnMut(&[HeldFrame]) -> bool,
+) -> io::Result<()> {
+    let mut can_send = true;
+    loop {
+        let mut waits: Vec<_> = diversion.taps().map(|tap| PollFd::new(tap, PollFlags::IN)).collect();
+        waits.push(PollFd::new(end, PollFlags::IN));
+        match poll(&mut waits, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let is_ended = waits.last().is_some_and(|end| !end.revents().is_empty());
+        let frames = diversion.take()?;
+        can_send = can_send && (frames.is_empty() || send(&frames));
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        for frame in frames {
+            if kept.bytes + frame.encoded_bytes() <= MOST_BYTES {
+                kept.bytes += frame.encoded_bytes();
+                kept.frames.push(frame);
+            }
+        }
+        if is_ended {
+            return Ok(());
+        }
+    }
+}
+
+/// Sends frames to a guest that runs, and waits for room in its tap. Returns their number.
+pub(crate) fn deliver(diversion: &Diversion, frames: &[HeldFrame]) -> io::Result<usize> {
+    for frame in frames {
+        let until = Instant::now() + ROOM_PATIENCE;
+        while let Err(error) = diversion.send(frame) {
+            if !is_full(&error) || Instant::now() > until {
+                return Err(error);
+            }
+            thread::sleep(ROOM_PAUSE);
+        }
+    }
+    Ok(frames.len())
+}
+
+/// Returns true if the guest's tap has no room at the moment.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::NOBUFS.raw_os_error())
+        || error.kind() == io::ErrorKind::WouldBlock
+}

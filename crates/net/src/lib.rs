@@ -1,0 +1,41 @@
+//! A VM's network from outside: what the agent does with the frames of a guest's network cards.
+//!
+//! This crate knows taps, frames and addresses, and nothing of a migration or of another host. Decisions are pure:
+//! they take frames and times, and return frames and results. What touches the kernel is apart from them.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`ethernet`] | frames, MAC addresses, VLAN tags; pure |
+//! | [`claims`] | the addresses that a guest itself has claimed; pure |
+//! | [`announcement`] | the frames that announce a guest's new place; pure |
+//! | [`filter`] | programs by which the kernel selects frames; pure |
+//! | [`listener`] | observes the claims of a running guest |
+//! | [`announcer`] | sends announcements through a guest's tap |
+//! | [`reachability`] | measures when a guest is reached, and when it sends |
+//! | [`held`] | frames that are held while a guest moves, and their order; pure |
+//! | [`netlink`] | composes and parses netlink messages, and exchanges them with the kernel |
+//! | [`divert`] | sends a tap's frames to a tap of our own, until this process ends at the latest |
+//! | [`holder`], [`merger`] | hold frames at the source; deliver them at the destination, in order |
+
+pub mod announcement;
+pub mod announcer;
+pub mod claims;
+pub mod divert;
+pub mod ethernet;
+pub mod filter;
+pub mod held;
+pub mod holder;
+pub mod listener;
+pub mod merger;
+pub mod netlink;
+pub mod reachability;
+
+pub use announcer::Announcer;
+pub use claims::{Claim, Claims};
+pub use divert::Diversion;
+pub use ethernet::Mac;
+pub use held::HeldFrame;
+pub use holder::Holder;
+pub use listener::Listener;
+pub use merger::{Merger, MergerInput};
+pub use reachability::{FirstFrames, Watch};

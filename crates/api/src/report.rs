@@ -11,7 +11,7 @@ mod text;
 
 use engine::precopy::Pattern;
 use engine::pressure::Restraint;
-use proto::message::{Finding, RamBlock};
+use proto::message::{CardFrames, Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
@@ -87,6 +87,9 @@ pub struct Report {
     /// Statistics of post-copy; absent if there was none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub post_copy: Option<PostCopy>,
+    /// First frames of the guest's network cards at the destination; none if they were not measured.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub network: Vec<CardFrames>,
     /// Bytes on the wire from source to destination, all connections.
     pub sent_bytes: u64,
     /// Bytes on the wire from destination to source, all connections.
@@ -410,6 +413,7 @@ impl Report {
             deltas: None,
             free_page_hints: None,
             post_copy: None,
+            network: Vec::new(),
             waiting: None,
             rounds: Vec::new(),
             traces: Traces::default(),

@@ -9,6 +9,7 @@ mod ending;
 mod handover;
 mod inbox;
 mod loading;
+mod network;
 mod participants;
 mod post_copy_error;
 mod post_copy_receiver;
@@ -86,6 +87,8 @@ struct Resources {
     vm: Option<ArrivingVm>,
     participants: participants::ArrivingParticipants,
     receiving: Option<receiving::PageReceiver>,
+    /// Its network cards.
+    network: network::ArrivingNetwork,
     /// Pages that arrive while the guest runs.
     post_copy_receiver: Option<post_copy_receiver::PostCopyReceiver>,
     /// True if all pages that a previous agent waited for are present.
@@ -104,6 +107,7 @@ impl Resources {
             vm,
             participants,
             receiving: None,
+            network: network::ArrivingNetwork::default(),
             post_copy_receiver: None,
             found_complete: false,
             discarded_pages: discarding::DiscardedPages::default(),

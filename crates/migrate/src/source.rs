@@ -13,6 +13,7 @@ mod failure;
 mod handover;
 mod inbox;
 mod memory;
+mod network;
 mod participants;
 mod phases;
 mod pressure;

@@ -111,7 +111,7 @@ mod tests {
     const GUEST: Mac = Mac([0x52, 0x54, 0, 0x12, 0x34, 0x56]);
 
     fn hex(bytes: &[u8]) -> String {
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+        bytes.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
     }
 
     fn claim(vlan: Option<u16>, address: &str, is_router: bool) -> Claim {

@@ -159,7 +159,9 @@ mod tests {
     fn frames_come_back() {
         let frames = [frame(0, 1), frame(0xff, 2), HeldFrame { frame: Vec::new(), ..frame(0, 3) }];
         let mut bytes = Vec::new();
-        frames.iter().for_each(|frame| frame.encode(&mut bytes));
+        for frame in &frames {
+            frame.encode(&mut bytes);
+        }
         assert_eq!(bytes.len(), frames.iter().map(HeldFrame::encoded_bytes).sum::<usize>());
         assert_eq!(decode(&bytes).unwrap(), frames);
         let whole = [0, frames[0].encoded_bytes(), frames[0].encoded_bytes() + frames[1].encoded_bytes()];

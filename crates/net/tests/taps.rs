@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use lab::{DEADLINE, Host, Lab, LabConfig, until};
 use net::announcer::Card;
-use net::ethernet::{self, Frame, compose};
+use net::ethernet::{ARP, Frame, RARP, compose};
 use net::{Announcer, Claim, Listener, Mac, Watch, announcement, filter};
 use tracee::{PacketSocket, Process, Tap, VIRTIO_HEADER_BYTES};
 use whimbrel_net as net;
@@ -83,7 +83,6 @@ fn an_announcement_moves_a_guest_to_its_new_place() {
         assert!(announcement::is_announcement(&frame) && !received.is_outgoing);
         arrived.push((frame.kind, frame.vlan));
     }
-    use ethernet::{ARP, RARP};
     assert_eq!(arrived, [(RARP, None), (RARP, Some(5)), (ARP, None), (ARP, Some(5))]);
 }
 

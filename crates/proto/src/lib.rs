@@ -11,13 +11,17 @@
 //!   data 0…N Hello{data, generation 1, stream} ──────────────►
 //!            Pages, Pages, … RoundEnd(1)  ───────────────────►   applied in order
 //!            ◄───────────────────────────────────  Ack(seq)
-//!            … rounds; the guest stops; the last round …
+//!            … rounds …
+//!   control  Claims ─────────────────────────────────────────►   addresses to announce
+//!   frames   Hello{frames}, Blob … ──────────────────────────►   where accepted: frames for the stopped guest
+//!   data     … the guest stops; the last round …
 //!   control  Verify ─────────────────────────────────────────►   where asked for
 //!            DeviceState, Blob … ────────────────────────────►   loads, paused
 //!            Held{epoch, run} ───────────────────────────────►
 //!            ◄───────────────────────────────────  Ready{epoch, incarnation}
 //!            Go{epoch, incarnation} ─────────────────────────►   cont
 //!            ◄───────────────────────────────────  Running{epoch}
+//!            ◄───────────────────────────────────  FirstFrames{epoch}
 //! ```
 //!
 //! If the destination has templates of disks, the source queries them after `Accept` with `QueryTemplates`; the

@@ -77,3 +77,9 @@ pub const TEMPLATE_PAGES: usize = 16384;
 
 /// Most hashes in one message: 8 GiB of memory in chunks.
 pub const HASHES: usize = 4096;
+
+/// Most network cards of one VM.
+pub const NETWORK_CARDS: usize = 256;
+
+/// Most addresses that a guest may have claimed on one network card.
+pub const CLAIMED_ADDRESSES: usize = 256;

@@ -1,9 +1,13 @@
 //! Messages between the agents, as JSON.
 
+mod finding;
+mod network;
 mod registry;
 
 use serde::{Deserialize, Serialize};
 
+pub use finding::{Finding, Severity};
+pub use network::{CardClaims, CardFrames, ClaimedAddress};
 pub use registry::{Offer, Ownership, RegistryReply, RegistryRequest};
 
 use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
@@ -48,6 +52,12 @@ pub enum Purpose {
     },
     /// Requests to the ownership registry.
     Registry,
+    /// Frames for the guest that the source holds from shortly before the stop, source to destination, as `net::held`
+    /// encodes them in `Blob` frames.
+    Frames {
+        /// The migration.
+        migration: MigrationId,
+    },
 }
 
 /// Default for a source that omits the field: the guest ran, because few guests are paused.
@@ -166,6 +176,12 @@ pub enum Message {
     /// and the data streams. It is no end of post-copy: that is [`Message::Running`], which may still have to wait for
     /// the journal.
     PagesComplete,
+    /// Source, before the stop, if the destination has accepted it: addresses that the guest has claimed, which the
+    /// destination announces.
+    Claims {
+        /// The guest's network cards.
+        cards: Vec<CardClaims>,
+    },
     /// Source: state of the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
     DeviceState {
         /// Length of the device state, in bytes.
@@ -240,6 +256,13 @@ pub enum Message {
         /// Value as in [`Message::Running`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         untrusted: Option<PageRequest>,
+    },
+    /// Destination, after RUNNING, if it has accepted [`Message::Claims`]: first frames of the guest.
+    FirstFrames {
+        /// The migration.
+        epoch: Epoch,
+        /// The guest's network cards; none if they were not measured.
+        cards: Vec<CardFrames>,
     },
     /// Destination: has journalled that it will never run this epoch.
     Refused {
@@ -454,29 +477,10 @@ pub struct Acceptance {
     /// True if the destination supports [`Message::Discard`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub can_discard: bool,
-}
-
-/// One result of the pre-flight check.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Finding {
-    /// Severity of the finding.
-    pub severity: Severity,
-    /// Stable name of the check.
-    pub code: String,
-    /// Description of the finding.
-    pub what: String,
-    /// Advice on the finding.
-    pub advice: String,
-}
-
-/// Severity of a [`Finding`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Severity {
-    /// For information only.
-    Info,
-    /// The migration continues, possibly slower or with differences.
-    Warning,
-    /// The migration is refused.
-    Blocker,
+    /// True if the destination supports [`Message::Claims`], and sends [`Message::FirstFrames`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_network: bool,
+    /// True if the source may hold frames for the guest, and send them ([`Purpose::Frames`]).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub takes_frames: bool,
 }

@@ -7,8 +7,8 @@ use crate::awaited::ENTRY_BYTES;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, Message, NamedRun, Ownership, Proposal, ProposedDisk, RamBlock, RegistryReply,
-    RegistryRequest, Verdict,
+    Acceptance, CardClaims, CardFrames, Message, NamedRun, Ownership, Proposal, ProposedDisk, RamBlock,
+    RegistryReply, RegistryRequest, Verdict,
 };
 
 /// Number of digits of a chunk's hash (XXH3, 64 bits).
@@ -149,6 +149,21 @@ impl Message {
                     block_index(wanted.block)?;
                     chunk(wanted.page / limits::CHUNK_PAGES)
                 })
+            }
+            Self::Claims { cards } => {
+                at_most("network cards", cards.len(), limits::NETWORK_CARDS)?;
+                let claimed = |card: &CardClaims| {
+                    at_most("claimed addresses", card.addresses.len(), limits::CLAIMED_ADDRESSES)
+                };
+                cards.iter().try_for_each(claimed)
+            }
+            Self::FirstFrames { cards, .. } => {
+                at_most("network cards", cards.len(), limits::NETWORK_CARDS)?;
+                let named = |card: &CardFrames| {
+                    text("a MAC address", &card.mac, limits::NAME_BYTES)?;
+                    text("an interface", &card.interface, limits::NAME_BYTES)
+                };
+                cards.iter().try_for_each(named)
             }
             Self::Running { untrusted: Some(page), .. } | Self::Incomplete { untrusted: Some(page), .. } => {
                 block_index(page.block)?;

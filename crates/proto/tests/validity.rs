@@ -1,6 +1,8 @@
 //! Contents that messages must not have.
 
-use proto::message::{DiskMode, Message, Proposal, ProposedDisk, RamBlock};
+use proto::message::{
+    CardClaims, CardFrames, ClaimedAddress, DiskMode, Message, Proposal, ProposedDisk, RamBlock,
+};
 use proto::{Epoch, Generation, Incarnation, Invalid, limits};
 use whimbrel_proto as proto;
 
@@ -176,4 +178,31 @@ fn disks() {
     assert_eq!(with(vec![disk("", 512)]), Err(Invalid::Text { field: "a disk's name" }));
     let many: Vec<_> = (0..=limits::DISKS).map(|number| disk(&number.to_string(), 512)).collect();
     assert!(matches!(with(many), Err(Invalid::TooMany { field: "disks", .. })));
+}
+
+#[test]
+fn network_cards() {
+    let address = ClaimedAddress { address: std::net::Ipv4Addr::LOCALHOST.into(), vlan: None, router: false };
+    let claims = |cards: usize, addresses: usize| {
+        let card = CardClaims { mac: "a".into(), addresses: vec![address.clone(); addresses] };
+        Message::Claims { cards: vec![card; cards] }.validate()
+    };
+    assert_eq!(claims(limits::NETWORK_CARDS, 1), Ok(()));
+    assert_eq!(claims(1, limits::CLAIMED_ADDRESSES), Ok(()));
+    assert!(matches!(claims(limits::NETWORK_CARDS + 1, 1), Err(Invalid::TooMany { .. })));
+    assert!(matches!(claims(1, limits::CLAIMED_ADDRESSES + 1), Err(Invalid::TooMany { .. })));
+
+    let frames = |cards: usize, mac: &str, interface: &str| {
+        let card = CardFrames {
+            mac: mac.into(),
+            interface: interface.into(),
+            first_in_us: None,
+            first_out_us: None,
+        };
+        Message::FirstFrames { epoch: Epoch(1), cards: vec![card; cards] }.validate()
+    };
+    assert_eq!(frames(limits::NETWORK_CARDS, "52:54:00:12:34:56", "tap0"), Ok(()));
+    assert!(matches!(frames(limits::NETWORK_CARDS + 1, "a", "b"), Err(Invalid::TooMany { .. })));
+    assert_eq!(frames(1, "a\nb", "tap0"), Err(Invalid::Text { field: "a MAC address" }));
+    assert_eq!(frames(1, "a", ""), Err(Invalid::Text { field: "an interface" }));
 }

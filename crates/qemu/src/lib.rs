@@ -19,6 +19,7 @@
 //! | [`tree`] | check that both show the guest the same devices |
 //! | [`drives`] | check that the devices still have the same disks |
 //! | [`control`] | drain, stop, continue, announce |
+//! | [`nics`] | the guest's network cards, and the taps behind them |
 //! | [`recording`] | record of written blocks of its disks, and their contents |
 //! | [`device_state`] | save of the device state, and load into the other QEMU |
 //!
@@ -34,6 +35,7 @@ pub mod drives;
 pub mod find;
 pub mod guest_port;
 mod maps;
+pub mod nics;
 pub mod options;
 pub mod preflight;
 pub mod process;

@@ -50,6 +50,7 @@ impl Daemon {
                 self.control_stream(arrival, &migration, generation);
             }
             Purpose::Handover { migration } => self.questions(arrival, &migration),
+            Purpose::Frames { migration } => self.frames(arrival, &migration),
             Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
         }
     }
@@ -59,7 +60,9 @@ impl Daemon {
     fn check_peer_is_participant(&self, arrival: &Arrival) -> Result<(), String> {
         let host = arrival.host();
         let (id, questions) = match arrival.purpose() {
-            Purpose::Control { migration, .. } | Purpose::Data { migration, .. } => (migration, false),
+            Purpose::Control { migration, .. }
+            | Purpose::Data { migration, .. }
+            | Purpose::Frames { migration } => (migration, false),
             Purpose::Handover { migration } => (migration, true),
             Purpose::Registry => return Ok(()),
         };
@@ -140,6 +143,18 @@ impl Daemon {
                     self.answer(connection, id);
                 }
             }
+        }
+    }
+
+    /// Handles a connection on which the source sends frames for the guest.
+    fn frames(&self, arrival: Arrival, id: &MigrationId) {
+        let Some(DriverMailbox::Destination(mailbox)) = self.mailbox(id) else {
+            return arrival.refuse(format!("no frames are expected for {id}"));
+        };
+        if let Some(connection) = accepted(arrival)
+            && let Err(error) = mailbox.receive_frames(connection)
+        {
+            warn!(migration = %id, %error, "cannot start a thread for frames");
         }
     }
 

@@ -78,6 +78,8 @@ impl Daemon {
             // The QEMU of the real migration determines whether it is possible.
             post_copy,
             can_discard: true,
+            has_network: true,
+            takes_frames: false,
         })
     }
 
@@ -208,6 +210,7 @@ impl Daemon {
                 Ok((qemu_version, mut findings, no_post_copy)) => {
                     let post_copy = driver.proposal().post_copy && no_post_copy.is_none();
                     findings.extend(no_post_copy);
+                    let takes_frames = driver.takes_frames();
                     driver.accept(Acceptance {
                         findings,
                         qemu_start_us: began.elapsed().as_micros() as u64,
@@ -220,6 +223,8 @@ impl Daemon {
                         deltas: true,
                         post_copy,
                         can_discard: true,
+                        has_network: true,
+                        takes_frames,
                     });
                     driver.run();
                 }

@@ -4,6 +4,7 @@ use std::fmt::{self, Write as _};
 use std::iter;
 
 use proto::limits::PAGE_BYTES;
+use proto::message::CardFrames;
 
 use super::numbers::{bytes, milliseconds, rate, seconds, to_the_second};
 use super::{Downtime, Event, Outcome, PostCopy, Report, Round, Waiting, reductions};
@@ -112,6 +113,11 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
             "  post-copy   {left} sent after the VM was started at the destination, in {took}; the VM waited \
              for {requested_pages} pages"
         )?;
+    }
+    for CardFrames { interface, first_in_us, first_out_us, .. } in &report.network {
+        let after = |us: Option<u64>| us.map_or_else(|| "none".to_owned(), milliseconds);
+        let (first_in, first_out) = (after(*first_in_us), after(*first_out_us));
+        writeln!(out, "  network     {interface}: first frame in after {first_in}, out after {first_out}")?;
     }
     writeln!(
         out,

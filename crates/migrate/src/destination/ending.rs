@@ -122,16 +122,15 @@ impl Driver {
             warn!(migration = %self.terms.migration, log, "last messages of its QEMU");
             self.discard();
         }
-        let id = &self.terms.migration;
-        let journal = &self.context.journal;
         let active = matches!(self.session.state(), DestinationState::Active { .. });
         if active {
             // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
             self.release_qemu();
-        }
-        if active {
+            self.send_first_frames();
             self.resources.participants.finish(self.resources.vm.as_ref());
         }
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
         let record = self.resources.vm.take_if(|_| active).map(|vm| {
             let description = self.proposal.description.clone();
             let process = (vm.process.pid(), vm.process.start_time());

@@ -17,6 +17,7 @@ use tracing::{error, info, warn};
 use self::effects::EffectError;
 use super::Driver;
 use super::inbox::Notice;
+use super::network::ArrivingNetwork;
 use super::participants::{ArrivalPlan, Execution};
 use super::post_copy_receiver;
 use super::receiving::PageReceiver;
@@ -70,7 +71,7 @@ impl Driver {
 
     /// Begins to receive into the waiting QEMU. Returns the reason against post-copy, if that was proposed and is
     /// impossible.
-    pub fn started(&mut self, vm: ArrivingVm) -> Result<Option<Finding>, ArrivalError> {
+    pub fn started(&mut self, mut vm: ArrivingVm) -> Result<Option<Finding>, ArrivalError> {
         let migration = self.terms.migration.clone();
         let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
         let blocks = self.resources.participants.open(&vm)?;
@@ -83,6 +84,10 @@ impl Driver {
         receiving
             .begin(self.connections.generation)
             .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
+        self.resources.network = ArrivingNetwork::find(&mut vm, &self.terms.migration);
+        if let Some(input) = self.resources.network.frames_input() {
+            self.inbox.mailbox().pass_frames_to(input);
+        }
         self.resources.vm = Some(vm);
         self.watch_found();
         self.resources.receiving = Some(receiving);

@@ -1,14 +1,16 @@
 //! The inbox of an arriving VM: all external events, in one queue.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationEvent;
 use link::transport::{Channel, ConnectionHandle, Incoming, MessageSender};
+use net::MergerInput;
 use proto::{Generation, Message};
+use tracing::warn;
 
 /// Capacity of the queue. A sender waits while the queue is full.
 const INBOX_CAPACITY: usize = 256;
@@ -87,6 +89,8 @@ pub enum Notice {
 pub struct Mailbox {
     notices: SyncSender<Notice>,
     links: Arc<AtomicU64>,
+    /// Where frames for the guest go; not set where they cannot be delivered.
+    frames: Arc<OnceLock<MergerInput>>,
 }
 
 impl Mailbox {
@@ -105,6 +109,28 @@ impl Mailbox {
     /// Sends a notice unless the queue is full. For threads that the driver may wait for.
     pub(crate) fn try_put(&self, notice: Notice) {
         drop(self.notices.try_send(notice));
+    }
+
+    /// Sets where frames for the guest go.
+    pub(crate) fn pass_frames_to(&self, input: MergerInput) {
+        // A second VM does not arrive in the same migration.
+        drop(self.frames.set(input));
+    }
+
+    /// Passes frames of the source to the guest until the connection ends, past the inbox: they arrive while the driver
+    /// works, and after it has ended. Returns at once.
+    pub fn receive_frames(&self, mut connection: Channel) -> std::io::Result<()> {
+        let Some(input) = self.frames.get().cloned() else { return Ok(()) };
+        let receive = move || {
+            while let Ok(Incoming::Blob(bytes)) = connection.recv(None) {
+                let delivered =
+                    net::held::decode(&bytes).map_err(std::io::Error::other).and_then(|it| input.deliver(it));
+                if let Err(error) = delivered {
+                    return warn!(%error, "frames of the source do not reach the guest");
+                }
+            }
+        };
+        thread::Builder::new().name("frames".to_owned()).spawn(receive).map(drop)
     }
 
     /// Reads a connection of the source into the inbox until it ends. Returns at once.
@@ -148,7 +174,7 @@ impl Inbox {
     /// Creates an empty inbox.
     pub fn new() -> Self {
         let (sender, notices) = mpsc::sync_channel(INBOX_CAPACITY);
-        Self { notices, mailbox: Mailbox { notices: sender, links: Arc::default() } }
+        Self { notices, mailbox: Mailbox { notices: sender, links: Arc::default(), frames: Arc::default() } }
     }
 
     /// Returns a sending half.

@@ -81,6 +81,9 @@ impl Driver {
         let (sent, received) = self.telemetry.counted();
         let untrusted = self.reporter.has_untrusted_page;
         let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.reporter.cpu.map(CpuTime::used_us));
+        if standing == Standing::Done {
+            self.await_first_frames();
+        }
         let report = self.controls.report(|report| {
             report.sent_bytes = sent;
             report.received_bytes = received;

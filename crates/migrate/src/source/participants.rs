@@ -1,4 +1,4 @@
-//! Parts of a VM that migrate with it, at the source: memory, disks.
+//! Parts of a VM that migrate with it, at the source: memory, disks, network cards.
 //!
 //! The driver knows no part in particular: it calls all of them at the same points of a migration, in the order of the
 //! list. A new one is added to [`of_a_vm`], and needs no other change.
@@ -21,6 +21,7 @@
 
 mod disks;
 mod memory;
+mod network;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -33,7 +34,7 @@ use ::memory::{
 use engine::handover::MigrationTerms;
 use engine::handover::source::SourceEvent;
 use proto::limits::PAGE_BYTES;
-use proto::message::{CopiedDisk, Proposal};
+use proto::message::{CopiedDisk, Message, Proposal};
 use qemu::qmp::Qmp;
 
 use super::Controls;
@@ -77,6 +78,9 @@ pub(super) trait Participant: Send {
 
     /// Acts right before the guest is stopped, and refuses what would fail after it.
     fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
+
+    /// Returns the message about the guest's network for the destination, right before the guest is stopped.
+    fn network_message(&mut self) -> Option<Message>;
 
     /// Acts once the guest has stopped, before its devices are saved; adds the last pages that QEMU has to report.
     fn freeze(&mut self, vm: &mut SourceVm, stop: StopKind, into: &mut [DirtyBitmap]) -> Result<(), Failure>;
@@ -124,6 +128,8 @@ pub(super) struct Agreed<'a> {
     pub(super) proposal: Option<&'a Proposal>,
     /// Disks that are to be copied.
     pub(super) copied: &'a [CopiedDisk],
+    /// True if the destination accepts frames that are held for the guest.
+    pub(super) takes_frames: bool,
 }
 
 /// A block of pages to send.
@@ -172,7 +178,11 @@ pub(super) struct Environment {
 pub(super) fn of_a_vm(environment: &Environment) -> Participants {
     Participants::new(
         environment.context.faults.clone(),
-        vec![Box::new(memory::Memory::new(environment)), Box::new(disks::Disks::new(environment))],
+        vec![
+            Box::new(memory::Memory::new(environment)),
+            Box::new(disks::Disks::new(environment)),
+            Box::new(network::Network::new(environment)),
+        ],
     )
 }
 
@@ -334,6 +344,11 @@ impl Participants {
         self.members.iter_mut().try_for_each(|member| member.participant.before_stop(vm))?;
         self.reach("before-stop");
         Ok(())
+    }
+
+    /// Returns the message about the guest's network for the destination.
+    pub(super) fn network_message(&mut self) -> Option<Message> {
+        self.members.iter_mut().find_map(|member| member.participant.network_message())
     }
 
     /// Acts once the guest has stopped; adds the last pages that QEMU has to report to `owed`.

@@ -181,6 +181,8 @@ impl Driver {
             findings,
             post_copy,
             can_discard,
+            has_network,
+            takes_frames,
             ..
         } = acceptance;
         let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
@@ -209,9 +211,10 @@ impl Driver {
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         self.agreement.can_discard = can_discard;
+        self.agreement.has_network = has_network;
         self.agreement.can_post_copy = post_copy && self.controls.goals().can_post_copy();
         let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
-        Ok(Accepted { copied, references, templates, codecs, deltas })
+        Ok(Accepted { copied, references, templates, codecs, deltas, takes_frames })
     }
 
     /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
@@ -242,7 +245,8 @@ impl Driver {
     /// Prepares what the streams will send. The writes to participants that are sent ahead are recorded from here on.
     pub(super) fn open_participants(&mut self, accepted: &Accepted) -> Result<Payload, Failure> {
         let (proposal, copied) = (self.agreement.proposal.as_ref(), accepted.copied.as_slice());
-        self.resources.participants.check(&Agreed { proposal, copied })?;
+        let takes_frames = accepted.takes_frames;
+        self.resources.participants.check(&Agreed { proposal, copied, takes_frames })?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let payload = self.resources.participants.open(vm)?;
         self.telemetry.update(|progress| progress.disks = self.resources.participants.progress());

@@ -1,8 +1,11 @@
 //! Examples of all messages, in the order of the file.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
+
 use proto::message::{
-    Acceptance, CopiedDisk, DiskMode, Finding, Hello, Message, NamedRun, Offer, Ownership, PageRequest,
-    Proposal, ProposedDisk, Purpose, RamBlock, RegistryReply, RegistryRequest, Severity, Verdict, Welcome,
+    Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, Finding, Hello, Message,
+    NamedRun, Offer, Ownership, PageRequest, Proposal, ProposedDisk, Purpose, RamBlock, RegistryReply,
+    RegistryRequest, Severity, Verdict, Welcome,
 };
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;
@@ -55,6 +58,8 @@ fn acceptance() -> Acceptance {
         deltas: false,
         post_copy: false,
         can_discard: false,
+        has_network: false,
+        takes_frames: false,
     }
 }
 
@@ -86,6 +91,7 @@ pub(crate) fn greetings() -> Vec<Hello> {
         Purpose::Data { migration: migration(), generation: Generation(1), stream: 3 },
         Purpose::Handover { migration: migration() },
         Purpose::Registry,
+        Purpose::Frames { migration: migration() },
     ]
     .map(|purpose| Hello { oldest: 1, newest: 1, host: host(), purpose })
     .into()
@@ -163,6 +169,7 @@ pub(crate) fn messages() -> Vec<Message> {
             ..acceptance()
         }),
         Message::Accept(Acceptance { post_copy: true, can_discard: true, ..acceptance() }),
+        Message::Accept(Acceptance { has_network: true, takes_frames: true, ..acceptance() }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
             largest_epoch: None,
@@ -184,6 +191,15 @@ pub(crate) fn messages() -> Vec<Message> {
         Message::MissingPages { bytes: 144, digest: DIGEST.into(), round: 9 },
         Message::RequestPages { pages: vec![PageRequest { block: 1, page: 4711 }] },
         Message::PagesComplete,
+        Message::Claims {
+            cards: vec![CardClaims {
+                mac: "52:54:00:12:34:56".into(),
+                addresses: vec![
+                    ClaimedAddress { address: Ipv4Addr::new(10, 0, 0, 7).into(), vlan: None, router: false },
+                    ClaimedAddress { address: Ipv6Addr::LOCALHOST.into(), vlan: Some(5), router: true },
+                ],
+            }],
+        },
         Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
         Message::Held { epoch, run: true },
         Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
@@ -236,6 +252,15 @@ pub(crate) fn messages() -> Vec<Message> {
             resumed_us: None,
             untrusted: Some(PageRequest { block: 1, page: 4096 }),
         },
+        Message::FirstFrames {
+            epoch,
+            cards: vec![CardFrames {
+                mac: "52:54:00:12:34:56".into(),
+                interface: "tap0".into(),
+                first_in_us: Some(900),
+                first_out_us: None,
+            }],
+        },
         Message::Refused { epoch, reason: reason() },
         Message::Crashed { epoch, reason: reason() },
         Message::Inquire { epoch },
@@ -274,21 +299,23 @@ pub(crate) fn number(message: &Message) -> usize {
         Message::MissingPages { .. } => 11,
         Message::RequestPages { .. } => 12,
         Message::PagesComplete => 13,
-        Message::DeviceState { .. } => 14,
-        Message::Held { .. } => 15,
-        Message::Ready { .. } => 16,
-        Message::Go { .. } => 17,
-        Message::Running { .. } => 18,
-        Message::Incomplete { .. } => 19,
-        Message::Refused { .. } => 20,
-        Message::Crashed { .. } => 21,
-        Message::Inquire { .. } => 22,
-        Message::Abort { .. } => 23,
-        Message::Ask { .. } => 24,
-        Message::Verdict { .. } => 25,
-        Message::Ping => 26,
-        Message::Pong => 27,
-        Message::RegistryRequest(_) => 28,
-        Message::RegistryReply(_) => 29,
+        Message::Claims { .. } => 14,
+        Message::DeviceState { .. } => 15,
+        Message::Held { .. } => 16,
+        Message::Ready { .. } => 17,
+        Message::Go { .. } => 18,
+        Message::Running { .. } => 19,
+        Message::Incomplete { .. } => 20,
+        Message::FirstFrames { .. } => 21,
+        Message::Refused { .. } => 22,
+        Message::Crashed { .. } => 23,
+        Message::Inquire { .. } => 24,
+        Message::Abort { .. } => 25,
+        Message::Ask { .. } => 26,
+        Message::Verdict { .. } => 27,
+        Message::Ping => 28,
+        Message::Pong => 29,
+        Message::RegistryRequest(_) => 30,
+        Message::RegistryReply(_) => 31,
     }
 }

@@ -212,6 +212,7 @@ impl Driver {
             self.reporter.reason = Some(page_message);
             return self.session.follow_up(DestinationEvent::ContFailed);
         }
+        self.resources.network.announce();
         if let Err(error) = vm.release() {
             error!(error = crate::chain(&error), "cannot release QEMU");
         }
@@ -248,6 +249,7 @@ impl Driver {
     }
 
     fn announce(&mut self) {
+        self.network_runs();
         let Some(vm) = &mut self.resources.vm else { return };
         if let Err(error) = vm.qmp().and_then(qemu::control::announce_self) {
             // A QEMU that waits for a page announces the guest once the page is there.

@@ -66,6 +66,7 @@ impl Driver {
             Message::MissingPages { bytes, digest, .. } if arriving => {
                 return self.begin_payload(PayloadKind::MissingPages, bytes, digest);
             }
+            Message::Claims { cards } if arriving => return self.resources.network.learn(&cards),
             Message::DeviceState { bytes, digest } if arriving => {
                 return self.begin_payload(PayloadKind::Devices, bytes, digest);
             }

@@ -70,6 +70,10 @@ impl BlockWriter for Sink {
         Ok(())
     }
 
+    fn allow_direct_placement(&self, _: Range<u64>) -> bool {
+        true
+    }
+
     fn drop_pages(&self, _: Range<u64>) -> Result<(), RamError> {
         Ok(())
     }

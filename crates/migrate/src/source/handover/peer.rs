@@ -66,6 +66,12 @@ impl Driver {
                 }
                 SourceEvent::Crashed { epoch }
             }
+            Message::FirstFrames { epoch, cards } => {
+                if epoch == own {
+                    self.record_first_frames(cards);
+                }
+                return;
+            }
             Message::Ready { epoch, incarnation, .. } => SourceEvent::Ready { epoch, incarnation },
             Message::Ask { epoch } => SourceEvent::Asked { epoch },
             Message::Ping => return self.send_to_destination(&Message::Pong),

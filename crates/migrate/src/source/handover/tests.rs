@@ -58,8 +58,14 @@ fn driver_of(
 
 /// Returns the payload of a VM without disks to copy.
 fn payload(driver: &mut Driver) -> Payload {
-    let accepted =
-        Accepted { copied: vec![], references: false, templates: 0, codecs: vec![], deltas: false };
+    let accepted = Accepted {
+        copied: vec![],
+        references: false,
+        templates: 0,
+        codecs: vec![],
+        deltas: false,
+        takes_frames: false,
+    };
     driver.open_participants(&accepted).unwrap()
 }
 
@@ -179,8 +185,14 @@ fn link_cut_during_template_query_is_tolerated() {
         format: "raw".to_owned(),
         send_zeros: false,
     };
-    let accepted =
-        Accepted { copied: vec![disk], references: true, templates: 1, codecs: vec![], deltas: false };
+    let accepted = Accepted {
+        copied: vec![disk],
+        references: true,
+        templates: 1,
+        codecs: vec![],
+        deltas: false,
+        takes_frames: false,
+    };
     let opening = thread::spawn(move || {
         let payload = payload(&mut driver);
         driver.query_destination_content(&accepted, &payload).map_err(|failure| failure.reason)?;

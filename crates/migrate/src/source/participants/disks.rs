@@ -12,7 +12,7 @@ use std::time::Duration;
 use ::memory::{BlockReader as _, DirtyBitmap, Reductions, RoundStats, ScanError, ScanStats};
 use block::nbd::NbdError;
 use engine::handover::source::SourceEvent;
-use proto::message::{CopiedDisk, DiskMode, Proposal};
+use proto::message::{CopiedDisk, DiskMode, Message, Proposal};
 use qemu::describe::VmDescription;
 use qemu::preflight::OpenFiles;
 use qemu::preflight::files::files_not_open;
@@ -308,6 +308,10 @@ impl Participant for Disks {
 
     fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
         self.find_images_in_place(vm)
+    }
+
+    fn network_message(&mut self) -> Option<Message> {
+        None
     }
 
     /// Precedes the saving of the devices, because QEMU then releases the disks. The devices' requests are complete:

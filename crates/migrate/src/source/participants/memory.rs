@@ -3,6 +3,7 @@
 use ::memory::{
     BlockReader, DirtyBitmap, DirtyLog, Reductions, RoundStats, ScanError, ScanStats, TrackedRam,
 };
+use proto::message::Message;
 use qemu::qmp::Qmp;
 use tracee::{InjectError, TrackerStart};
 
@@ -118,6 +119,10 @@ impl Participant for Memory {
 
     fn before_stop(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
         Ok(())
+    }
+
+    fn network_message(&mut self) -> Option<Message> {
+        None
     }
 
     /// Without a comparison, the guest is not kept stopped to find pages that were given back and read again.

@@ -115,6 +115,10 @@ impl Participant for Fake {
         Ok(())
     }
 
+    fn network_message(&mut self) -> Option<Message> {
+        None
+    }
+
     fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
         self.step("freeze");
         Ok(())
@@ -161,7 +165,7 @@ fn boxed(fake: Fake) -> Box<dyn Participant> {
     Box::new(fake)
 }
 
-const AGREED: Agreed<'_> = Agreed { proposal: None, copied: &[] };
+const AGREED: Agreed<'_> = Agreed { proposal: None, copied: &[], takes_frames: false };
 
 #[test]
 fn a_step_that_cannot_be_undone_before_committed_is_refused() {

@@ -85,6 +85,7 @@ impl Driver {
         self.phase(Phase::LastRound);
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.before_stop(vm)?;
+        self.send_claims()?;
         let cannot = |error: VmError| Failure::local("the guest is not migrated", &error);
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;

@@ -1,0 +1,208 @@
+//! The network of an arriving VM: announcements of its new place, and its first frames there.
+//!
+//! QEMU announces the guest by itself only after it runs. So the first announcement is written into QEMU's own tap
+//! right before `cont`, by the agent: frames of clients that arrive from then on wait in the tap until the guest reads
+//! them, behind those that the source has held. Nothing of this can fail a migration.
+
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, SystemTime};
+
+use net::{Announcer, Claim, Diversion, FirstFrames, Mac, Merger, MergerInput, Watch, announcement};
+use proto::MigrationId;
+use proto::message::{CardClaims, CardFrames, Message};
+use tracee::Process;
+use tracing::{info, warn};
+
+use super::Driver;
+use host::{ArrivingVm, network};
+
+/// Time after which a guest that nothing has reached is reported.
+const FIRST_FRAMES_WAIT: Duration = Duration::from_secs(1);
+
+/// Network cards of an arriving VM.
+#[derive(Default)]
+pub(super) struct ArrivingNetwork {
+    announcer: Option<Announcer>,
+    /// Interfaces of the cards, with the cards' addresses.
+    interfaces: Vec<(String, Mac)>,
+    /// Sockets that keep the first frames, from shortly before the guest runs.
+    watch: Option<Watch>,
+    /// Merges the source's frames with those that come here directly, where the kernel can divert them.
+    merger: Option<Merger>,
+    announced_at: Option<SystemTime>,
+    measuring: Option<JoinHandle<Vec<CardFrames>>>,
+}
+
+impl ArrivingNetwork {
+    /// Finds the cards of a QEMU that was just started.
+    pub(super) fn find(vm: &mut ArrivingVm, migration: &MigrationId) -> Self {
+        let found = vm.process.try_clone().map_err(|error| crate::chain(&error)).and_then(|process| {
+            let qmp = vm.qmp().map_err(|error| crate::chain(&error))?;
+            let cards = network::cards(qmp, &process).map_err(|error| crate::chain(&error))?;
+            let interfaces = network::interfaces(&cards, &process).map_err(|error| crate::chain(&error))?;
+            Ok((cards, interfaces))
+        });
+        match found {
+            Ok((cards, interfaces)) => {
+                let merger = start_merger(&interfaces, migration);
+                // Frames of the time before are old, and the source's QEMU has got them.
+                for tap in cards.iter().flat_map(|card| &card.taps) {
+                    while let Ok(Some(_)) = tap.take(&mut [0; 64]) {}
+                }
+                let announcer = (!cards.is_empty()).then(|| Announcer::new(cards));
+                Self { announcer, interfaces, merger, ..Self::default() }
+            }
+            Err(error) => {
+                warn!(error, "the taps of the guest are unknown; QEMU alone announces the guest");
+                Self::default()
+            }
+        }
+    }
+
+    /// Learns which addresses the guest has claimed at the source, where it is about to be stopped.
+    pub(super) fn learn(&mut self, cards: &[CardClaims]) {
+        let Some(announcer) = &mut self.announcer else { return };
+        for card in cards {
+            let Ok(mac) = card.mac.parse() else { continue };
+            let claim = |claimed: &proto::message::ClaimedAddress| Claim {
+                vlan: claimed.vlan.filter(|vlan| (1..=4094).contains(vlan)),
+                address: claimed.address,
+                is_router: claimed.router,
+            };
+            announcer.set_claims(mac, &card.addresses.iter().map(claim).collect::<Vec<_>>());
+        }
+        self.watch();
+    }
+
+    /// Begins to keep the guest's first frames.
+    fn watch(&mut self) {
+        let named = self.interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
+        // What comes here directly is seen there, as long as it is diverted.
+        let diverted = self.merger.iter().flat_map(Merger::interfaces);
+        match Watch::start(named.chain(diverted)) {
+            Ok(watch) => self.watch = Some(watch),
+            Err(error) => warn!(%error, "the guest's first frames are not measured"),
+        }
+    }
+
+    /// Returns the way in for the source's frames, if they can be delivered.
+    pub(super) fn frames_input(&self) -> Option<MergerInput> {
+        self.merger.as_ref().map(Merger::input)
+    }
+
+    /// Announces the guest, which runs a moment from now.
+    pub(super) fn announce(&mut self) {
+        if let Some(Err(error)) = self.merger.as_ref().map(Merger::announced) {
+            warn!(%error, "frames for the guest are not held");
+        }
+        let Some(announcer) = &self.announcer else { return };
+        self.announced_at.get_or_insert_with(SystemTime::now);
+        announcer.announce();
+    }
+
+    /// Delivers what was kept for the guest, which is here to stay. Returns at once.
+    fn release(&mut self) {
+        if let Some(merger) = self.merger.take() {
+            merger.guest_runs();
+        }
+    }
+
+    /// Begins to repeat the announcement, and to measure the guest's first frames. The guest runs since `ran`.
+    pub(super) fn guest_runs(&mut self, process: &Process, ran: SystemTime) {
+        self.release();
+        if let (Some(announcer), Ok(process)) = (self.announcer.take(), process.try_clone()) {
+            let repeat = move || repeat(&announcer, &process);
+            if let Err(error) = thread::Builder::new().name("announce".to_owned()).spawn(repeat) {
+                warn!(%error, "the announcement of the guest is not repeated");
+            }
+        }
+        let Some(watch) = self.watch.take() else { return };
+        let (since, interfaces) = (self.announced_at.unwrap_or(ran), self.interfaces.clone());
+        let measure = move || {
+            let frames = watch.measure(since, ran, FIRST_FRAMES_WAIT);
+            frames.into_iter().zip(interfaces).map(|(frames, (name, _))| card(&frames, name)).collect()
+        };
+        match thread::Builder::new().name("reachability".to_owned()).spawn(measure) {
+            Ok(measuring) => self.measuring = Some(measuring),
+            Err(error) => warn!(%error, "the guest's first frames are not measured"),
+        }
+    }
+}
+
+/// Begins to throw away what the network sends to a guest that is not here yet.
+fn start_merger(interfaces: &[(String, Mac)], migration: &MigrationId) -> Option<Merger> {
+    if interfaces.is_empty() {
+        return None;
+    }
+    let named: Vec<_> = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac)).collect();
+    match Diversion::start(&migration.to_string(), &named).and_then(Merger::start) {
+        Ok(merger) => Some(merger),
+        Err(error) => {
+            info!(%migration, %error, "frames for the guest cannot be held on this host");
+            None
+        }
+    }
+}
+
+/// Repeats the announcement for as long as the guest is here: a QEMU that is held or has ended has passed it on.
+fn repeat(announcer: &Announcer, process: &Process) {
+    for pause in announcement::PAUSES {
+        thread::sleep(pause);
+        if process.status().is_ok_and(|status| !matches!(status.state, 'T' | 'Z' | 'X')) {
+            announcer.announce();
+        }
+    }
+}
+
+fn card(frames: &FirstFrames, interface: String) -> CardFrames {
+    let us = |duration: Duration| duration.as_micros() as u64;
+    CardFrames {
+        mac: frames.mac.to_string(),
+        interface,
+        first_in_us: frames.first_in.map(us),
+        first_out_us: frames.first_out.map(us),
+    }
+}
+
+impl Driver {
+    /// Returns true if the source may send frames for the guest.
+    pub fn takes_frames(&self) -> bool {
+        self.resources.network.frames_input().is_some()
+    }
+
+    /// Handles the guest's start here.
+    pub(super) fn network_runs(&mut self) {
+        let Some(vm) = &self.resources.vm else { return };
+        let since = self
+            .reporter
+            .continued
+            .as_ref()
+            .map(|continued| continued.returned.elapsed() + continued.resumed.unwrap_or_default());
+        // A guest that stays paused has no first frames, but its place is here.
+        let Some(since) = since else {
+            self.resources.network.announce();
+            return self.resources.network.release();
+        };
+        let now = SystemTime::now();
+        self.resources.network.guest_runs(&vm.process, now.checked_sub(since).unwrap_or(now));
+    }
+
+    /// Sends the times of the guest's first frames to the source, once they are known; nothing waits for that.
+    pub(super) fn send_first_frames(&mut self) {
+        let (migration, epoch) = (self.terms.migration.clone(), self.terms.epoch());
+        let measuring = self.resources.network.measuring.take();
+        let mut links = std::mem::take(&mut self.connections.links);
+        let send = move || {
+            let cards = measuring.and_then(|measuring| measuring.join().ok()).unwrap_or_default();
+            info!(%migration, ?cards, "first frames of the guest");
+            let message = Message::FirstFrames { epoch, cards };
+            for (writer, _) in links.values_mut() {
+                // The source may be gone: it has nothing left to do but its report.
+                drop(writer.send(&message));
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("first-frames".to_owned()).spawn(send) {
+            warn!(%error, "the source does not learn of the guest's first frames");
+        }
+    }
+}

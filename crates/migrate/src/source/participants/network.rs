@@ -1,0 +1,250 @@
+//! Network cards as a participant. Which addresses the guest claims is observed while it runs here, so that the
+//! destination can announce them. From shortly before the stop on, frames for the guest are held and sent to the
+//! destination; if the guest stays, it gets them here.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ::memory::{DirtyBitmap, Reductions, RoundStats, ScanError, ScanStats};
+use link::transport::ConnectionHandle;
+use net::announcer::Card;
+use net::{Claims, Diversion, HeldFrame, Holder, Listener};
+use proto::Purpose;
+use proto::message::{CardClaims, ClaimedAddress, Message};
+use qemu::qmp::Qmp;
+use tracing::warn;
+
+use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
+use crate::source::failure::Failure;
+use api::progress::DiskProgress;
+use host::verification::Hashes;
+use host::{SourceVm, network, peers};
+
+/// Longest wait until QEMU has read the frames that reached it before the diversion.
+const RING_PATIENCE: Duration = Duration::from_millis(20);
+/// Pause between two looks at QEMU's queues.
+const RING_PAUSE: Duration = Duration::from_micros(100);
+/// Time for which frames are passed on after the guest runs at the destination: switches know its new place by then.
+const LATE_FRAMES: Duration = Duration::from_millis(300);
+/// Most bytes of frames that are sent at once, but for the last frame.
+const PIECE_BYTES: usize = proto::limits::BLOB_BYTES / 2;
+
+/// Network cards of a VM that leaves.
+pub(super) struct Network {
+    environment: Environment,
+    takes_frames: bool,
+    /// Observes the claims; absent where that is impossible, and where no card has a tap.
+    listener: Option<Listener>,
+    /// Holds frames; absent before the stop, and where that is impossible.
+    holder: Option<HeldLink>,
+}
+
+/// Frames that are held, and the connection on which they are sent.
+struct HeldLink {
+    holder: Holder,
+    connection: Arc<dyn ConnectionHandle>,
+}
+
+impl Network {
+    pub(super) fn new(environment: &Environment) -> Self {
+        Self { environment: environment.clone(), takes_frames: false, listener: None, holder: None }
+    }
+
+    /// Diverts the frames for the guest, and waits until QEMU has read those before: it reads more while it stops, and
+    /// would not pass them on.
+    fn hold(&self, vm: &mut SourceVm) -> Result<Option<HeldLink>, String> {
+        let (cards, interfaces) = find_cards(vm)?;
+        if interfaces.is_empty() {
+            return Ok(None);
+        }
+        let Environment { context, terms, .. } = &self.environment;
+        let purpose = Purpose::Frames { migration: terms.migration.clone() };
+        let connection = peers::connect(context, &terms.destination, None, purpose)
+            .map_err(|error| crate::chain(&error))?;
+        let handle = connection.handle();
+        let (_, mut sender) = connection.split();
+        let send =
+            move |frames: &[HeldFrame]| pieces(frames).iter().all(|piece| sender.send_blob(piece).is_ok());
+        let named: Vec<_> = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac)).collect();
+        let name = terms.migration.to_string();
+        let diversion = Diversion::start(&name, &named).map_err(|error| crate::chain(&error))?;
+        let holder = Holder::start(diversion, send).map_err(|error| crate::chain(&error))?;
+        wait_until_read(&cards);
+        Ok(Some(HeldLink { holder, connection: handle }))
+    }
+}
+
+impl Participant for Network {
+    fn profile(&self) -> Profile {
+        Profile { name: "network", can_post_copy: false, is_sent_ahead: false, irreversible: None }
+    }
+
+    fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
+        self.takes_frames = agreed.takes_frames;
+        Ok(())
+    }
+
+    /// Without this only switches are informed of the guest's new place, which is no reason not to migrate.
+    fn prepare(&mut self, vm: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
+        match listen(vm) {
+            Ok(listener) => self.listener = listener,
+            Err(reason) => self.environment.controls.note("addresses-not-observed", reason),
+        }
+        Ok(Preparation::Done)
+    }
+
+    fn blocks(&mut self, _: &SourceVm) -> Result<Vec<Block>, Failure> {
+        Ok(Vec::new())
+    }
+
+    fn progress(&self) -> Vec<DiskProgress> {
+        Vec::new()
+    }
+
+    fn before_round(&mut self, _: &mut SourceVm, _: u64) -> Result<u64, Failure> {
+        Ok(u64::MAX)
+    }
+
+    fn after_round(&mut self, _: &RoundStats) {}
+
+    fn round(&mut self, _: Option<&mut Qmp>, _: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        Ok(ScanStats::default())
+    }
+
+    fn after_scan(&mut self, _: &mut Qmp) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    /// Without this, frames that arrive while the guest is stopped are lost, as with other hypervisors.
+    fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
+        if !self.takes_frames {
+            return Ok(());
+        }
+        match self.hold(vm) {
+            Ok(holder) => self.holder = holder,
+            Err(reason) => self.environment.controls.note("frames-not-held", reason),
+        }
+        Ok(())
+    }
+
+    fn network_message(&mut self) -> Option<Message> {
+        let claims = self.listener.as_ref()?.claims();
+        Some(Message::Claims { cards: claims.iter().map(card).collect() })
+    }
+
+    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn hash(&mut self, _: &mut SourceVm, _: usize, _: &[DirtyBitmap], _: &mut Hashes) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn ready(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn commit(&mut self) {
+        self.listener = None;
+    }
+
+    /// The guest runs here again, and gets the frames that were held for it.
+    fn undo(&mut self, _: Option<&mut SourceVm>) -> Undo {
+        self.listener = None;
+        let Some(HeldLink { holder, connection }) = self.holder.take() else { return Undo::Done };
+        connection.shutdown();
+        match holder.deliver_back() {
+            Ok(frames) => self.environment.controls.note("frames-delivered-back", frames.to_string()),
+            // The rules are gone all the same.
+            Err(error) => warn!(%error, "frames that were held for the guest are lost"),
+        }
+        Undo::Done
+    }
+
+    fn finish(&mut self) {
+        self.listener = None;
+        let Some(HeldLink { holder, connection }) = self.holder.take() else { return };
+        self.environment.controls.note("frames-held", holder.count().to_string());
+        let pass_on = move || {
+            thread::sleep(LATE_FRAMES);
+            connection.shutdown();
+            drop(holder);
+        };
+        if let Err(error) = thread::Builder::new().name("late-frames".to_owned()).spawn(pass_on) {
+            warn!(%error, "late frames are not passed on to the guest");
+        }
+    }
+}
+
+/// Begins to observe the cards' taps.
+fn listen(vm: &mut SourceVm) -> Result<Option<Listener>, String> {
+    // The duplicates of the taps end here: a tap must not seem to be in use when its QEMU has ended.
+    let (_, interfaces) = find_cards(vm)?;
+    if interfaces.is_empty() {
+        return Ok(None);
+    }
+    let named = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
+    Listener::start(named).map(Some).map_err(|error| crate::chain(&error))
+}
+
+/// Returns the cards of a VM with taps, and the interfaces behind them.
+fn find_cards(vm: &mut SourceVm) -> Result<(Vec<Card>, Vec<network::Interface>), String> {
+    let process = vm.process.try_clone().map_err(|error| crate::chain(&error))?;
+    let qmp = vm.monitor().map_err(|error| crate::chain(&error))?;
+    let cards = network::cards(qmp, &process).map_err(|error| crate::chain(&error))?;
+    let interfaces = network::interfaces(&cards, &process).map_err(|error| crate::chain(&error))?;
+    Ok((cards, interfaces))
+}
+
+/// Waits until QEMU has read what is in its queues.
+fn wait_until_read(cards: &[Card]) {
+    let until = Instant::now() + RING_PATIENCE;
+    let has_frames = || cards.iter().flat_map(|card| &card.taps).any(|tap| !tap.is_empty().unwrap_or(true));
+    while has_frames() && Instant::now() < until {
+        thread::sleep(RING_PAUSE);
+    }
+}
+
+/// Encodes frames in pieces that can be sent.
+fn pieces(frames: &[HeldFrame]) -> Vec<Vec<u8>> {
+    let mut pieces: Vec<Vec<u8>> = Vec::new();
+    for frame in frames {
+        if pieces.last().is_none_or(|piece| piece.len() >= PIECE_BYTES) {
+            pieces.push(Vec::new());
+        }
+        if let Some(piece) = pieces.last_mut() {
+            frame.encode(piece);
+        }
+    }
+    pieces
+}
+
+fn card(claims: &Claims) -> CardClaims {
+    let address = |claim: net::Claim| ClaimedAddress {
+        address: claim.address,
+        vlan: claim.vlan,
+        router: claim.is_router,
+    };
+    CardClaims { mac: claims.mac().to_string(), addresses: claims.all().into_iter().map(address).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_sent_in_pieces_that_fit() {
+        let frame = |number: u8| HeldFrame {
+            card: net::Mac([number; 6]),
+            header: [0; 10],
+            frame: vec![number; 66_000],
+        };
+        let frames: Vec<_> = (0..40).map(frame).collect();
+        let pieces = pieces(&frames);
+        assert!(pieces.len() > 1 && pieces.iter().all(|piece| piece.len() <= proto::limits::BLOB_BYTES));
+        let decoded = pieces.iter().flat_map(|piece| net::held::decode(piece).unwrap());
+        assert_eq!(decoded.collect::<Vec<_>>(), frames);
+        assert_eq!(super::pieces(&[]), Vec::<Vec<u8>>::new());
+    }
+}

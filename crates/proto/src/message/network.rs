@@ -1,0 +1,42 @@
+//! A guest's network cards in messages.
+
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+
+/// Addresses that the guest has claimed on one of its network cards.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CardClaims {
+    /// MAC address of the card, as `52:54:00:12:34:56`.
+    pub mac: String,
+    /// The addresses.
+    pub addresses: Vec<ClaimedAddress>,
+}
+
+/// An address that a guest has claimed by ARP or neighbour discovery.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClaimedAddress {
+    /// The address.
+    pub address: IpAddr,
+    /// Number of the VLAN; absent if the guest sends without a tag.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vlan: Option<u16>,
+    /// True if the guest says that it is a router (IPv6).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub router: bool,
+}
+
+/// Times of the first frames of one network card, since the guest ran at the destination.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CardFrames {
+    /// MAC address of the card, as `52:54:00:12:34:56`.
+    pub mac: String,
+    /// Interface at the destination.
+    pub interface: String,
+    /// Time until the first frame for the card's own address, in microseconds; absent if there was none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_in_us: Option<u64>,
+    /// Time until the guest sent its first frame other than an announcement, in microseconds; absent if it sent none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_out_us: Option<u64>,
+}

@@ -31,7 +31,7 @@ export PATH
 .PHONY: test demo soak lint size bench bench-disks bench-sweep bench-functions callgrind callgrind-update guest-agent guests
 
 test: lint
-	scripts/setup newer-qemu tiny-guest debian-guest database-guest
+	scripts/setup newer-qemu tiny-guest debian-guest database-guest rack
 	. scripts/test-env && { $(CARGO) test --locked --workspace --no-fail-fast; passed=$$?; scripts/not-tried; exit $$passed; }
 
 lint:
@@ -47,7 +47,7 @@ size:
 	scripts/size target/release/whimbrel
 
 soak: size
-	scripts/setup packages newer-qemu tiny-guest debian-guest database-guest
+	scripts/setup packages newer-qemu tiny-guest debian-guest database-guest rack
 	. scripts/test-env && { WHIMBREL_SOAK=1 $(CARGO) test --locked --workspace -- --include-ignored --nocapture; passed=$$?; scripts/not-tried; exit $$passed; }
 
 demo:

@@ -62,3 +62,9 @@ distribution_sources() {
     done
     die "no file under /etc/apt names $VERSION_CODENAME: where do this machine's packages come from?"
 }
+
+# The server with the distribution's packages.
+distribution_server() {
+    awk '$1 == "URIs:" { print $2; exit } $1 == "deb" { for (i = 2; i <= NF; i++) if ($i ~ /:\/\//) { print $i; exit } }' \
+        "$(distribution_sources)"
+}

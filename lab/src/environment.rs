@@ -128,6 +128,12 @@ impl Environment {
         existing(self.cache.join("services/root.qcow2"))
     }
 
+    /// Returns the directory with the disk and the kernels of the rack's machines. Never to be written: make overlays.
+    pub fn rack(&self) -> Result<PathBuf> {
+        existing(self.cache.join("rack/root.qcow2"))?;
+        Ok(self.cache.join("rack"))
+    }
+
     /// Returns true if running a guest under this machine's KVM is worth an attempt. `/dev/kvm` alone proves nothing,
     /// so callers that need KVM try the bare-metal guest.
     pub fn has_kvm(&self) -> bool {

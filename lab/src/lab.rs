@@ -37,7 +37,8 @@ pub use crate::network::{Direction, MIGRATION_LINK, VM_BRIDGE, VM_GATEWAY, vm_ad
 use crate::run::run;
 use crate::traffic::traffic;
 pub use packets::Packets;
-use wiring::{drop_arriving, silence_ipv6};
+use wiring::drop_arriving;
+pub(crate) use wiring::silence_ipv6;
 
 /// The device towards the witness in each host.
 const CONTROL_LINK: &str = "ctl";

@@ -13,6 +13,7 @@
 //! - [`Client`]: watches a service from outside; [`demo`]: all of these together.
 //! - [`bench`](mod@bench) and [`storage`]: costs of a migration, without disks and with them; [`sweep`]: their
 //!   dependence on parameters.
+//! - [`rack`]: the same with whole machines, which QEMU emulates, for what namespaces of one kernel do not have.
 //! - [`Environment`]: the files that `scripts/setup` has made.
 //!
 //! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but
@@ -53,6 +54,7 @@ mod monitor;
 mod nas;
 mod network;
 mod pki;
+pub mod rack;
 mod run;
 mod serial;
 mod spec;

@@ -117,6 +117,8 @@ pub struct Net {
     pub tap: String,
     /// Its hardware address.
     pub mac: String,
+    /// True if the kernel carries its packets (vhost-net).
+    pub vhost: bool,
 }
 
 /// Software that runs in a guest.
@@ -230,7 +232,12 @@ impl Disk {
 impl Net {
     /// Returns a card for the `n`th VM: tap `vmN`, and a hardware address of its own.
     pub fn new(n: u8) -> Self {
-        Self { id: "net0".to_owned(), tap: format!("vm{n}"), mac: format!("52:54:00:00:00:{n:02x}") }
+        Self {
+            id: "net0".to_owned(),
+            tap: format!("vm{n}"),
+            mac: format!("52:54:00:00:00:{n:02x}"),
+            vhost: false,
+        }
     }
 }
 
@@ -445,8 +452,14 @@ impl CommandLine {
                 .option("-device", "virtio-serial-pci")
                 .option("-chardev", "null,id=port0")
                 .option("-device", "virtserialport,chardev=port0,name=lab"),
-            Device::Net(Net { id, tap, mac }) => self
-                .option("-netdev", &format!("tap,id={id},ifname={tap},script=no,downscript=no"))
+            Device::Net(Net { id, tap, mac, vhost }) => self
+                .option(
+                    "-netdev",
+                    &format!(
+                        "tap,id={id},ifname={tap},script=no,downscript=no{}",
+                        if *vhost { ",vhost=on" } else { "" }
+                    ),
+                )
                 .option("-device", &format!("virtio-net-pci,netdev={id},mac={mac}")),
             Device::Disk(disk) => self.disk(disk),
             Device::GuestPort => self,

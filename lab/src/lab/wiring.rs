@@ -94,7 +94,7 @@ fn bridge(host: &Host, device: &str) -> Result<()> {
 }
 
 /// Turns IPv6 off: the laboratory does not use it, and its devices would send by themselves, where tests count packets.
-pub(super) fn silence_ipv6(host: &Host) -> Result<()> {
+pub(crate) fn silence_ipv6(host: &Host) -> Result<()> {
     // The files belong to the namespace of the process that opens them.
     host.within(|| {
         ["all", "default"].into_iter().try_for_each(|which| {

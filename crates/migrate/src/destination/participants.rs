@@ -253,7 +253,9 @@ impl ArrivingParticipants {
         // The last ones first, as at the source: what they begin goes on while the others work.
         observers.reverse();
         let after_round = move |round: &ReceivedRound, handle: &ReceiverHandle| {
-            observers.iter().for_each(|observe| observe(round, handle));
+            for observe in &observers {
+                observe(round, handle);
+            }
         };
         Ok(AllBlocks { writers, post_copied, after_round: Box::new(after_round) })
     }

@@ -61,6 +61,12 @@ pub(crate) enum LabCommand {
     Sweep(Box<SweepCommand>),
     /// Collect results of `whimbrel --json fleet simulate`, and make tables and plots of them
     Energy(EnergyCommand),
+    /// Start the hosts that a failing test on whole machines left, until a line is typed (as root)
+    Rack {
+        /// The directory that the test has printed
+        #[arg(value_name = "DIR")]
+        directory: PathBuf,
+    },
 }
 
 /// Files for the results, and for the page and the plots made from them.

@@ -17,6 +17,7 @@ mod energy_command;
 mod failure;
 mod lab_command;
 mod output;
+mod rack_command;
 mod results_file;
 mod sweep_command;
 
@@ -60,6 +61,7 @@ fn run(command: LabCommand, output: &Output) -> Result<Code, Failure> {
         LabCommand::Bench(command) => bench_command::run(&command, output),
         LabCommand::Disks(command) => disks_command::run(&command, output),
         LabCommand::Energy(command) => energy_command::run(&command, output),
+        LabCommand::Rack { directory } => rack_command::run(&directory),
         LabCommand::Sweep(command) => sweep_command::run(&command, output),
     }
 }

@@ -1,0 +1,99 @@
+//! Common parts of the tests on a rack.
+
+use std::path::Path;
+
+use lab::rack::{HostSpec, Rack, RackHost, RackSerial, Tools};
+use lab::{Accel, Device, Environment, GuestSpec, Load, Net, not_tried, vm_address};
+use serde_json::Value;
+use toml::{Table, toml};
+
+/// The guest of most tests.
+pub(crate) const VM: &str = "vm1";
+
+/// Starts hosts with agents. `None` where this machine cannot have a rack.
+pub(crate) fn rack(specs: &[HostSpec]) -> Option<Rack> {
+    rack_with(specs, &Table::new())
+}
+
+/// Starts hosts with agents that have these tables in their configuration.
+pub(crate) fn rack_with(specs: &[HostSpec], more: &Table) -> Option<Rack> {
+    let rack = bare_rack(specs)?;
+    rack.install_agents(&with_patience(more)).unwrap();
+    Some(rack)
+}
+
+/// Starts hosts without agents.
+pub(crate) fn bare_rack(specs: &[HostSpec]) -> Option<Rack> {
+    rack_of(specs, |tools| tools)
+}
+
+/// Starts hosts without agents, which have more files.
+pub(crate) fn rack_of(specs: &[HostSpec], more: impl Fn(Tools) -> Tools) -> Option<Rack> {
+    let environment = Environment::discover();
+    if let Err(why) = Rack::check(&environment) {
+        not_tried(format!("whole machines as hosts: {why}"));
+        return None;
+    }
+    let tools = more(Tools::new(Path::new(env!("CARGO_BIN_EXE_whimbrel"))));
+    Some(Rack::up(&environment, &tools, specs).unwrap())
+}
+
+/// Two hosts of the usual kind.
+pub(crate) fn two() -> [HostSpec; 2] {
+    ["alpha", "beta"].map(HostSpec::new)
+}
+
+/// Adds timeouts for emulated hosts, unless there are others.
+pub(crate) fn with_patience(more: &Table) -> Table {
+    let mut config = toml! {
+        timeouts = { qmp_ms = 60_000, qemu_start_ms = 120_000, connect_ms = 20_000, peer_silence_ms = 30_000, standstill_ms = 60_000 }
+    };
+    config.extend(more.clone());
+    config
+}
+
+/// Returns the tiny guest on KVM, with a network card that the kernel serves, and an echo server at port 7.
+pub(crate) fn kvm_guest() -> GuestSpec {
+    let load = Load {
+        fill_mib: 16,
+        wss_mib: 4,
+        rate_mib_per_s: 1,
+        verify_mib_per_s: 4,
+        address: Some(vm_address(1)),
+        port: 7,
+        ..Load::default()
+    };
+    let devices = vec![Device::Net(Net { vhost: true, ..Net::new(1) })];
+    GuestSpec { accel: Accel::Kvm, devices, ..GuestSpec::tiny(VM, load) }
+}
+
+/// Migrates the guest with `--verify`, and returns the report. Nothing may differ, all of it must have been compared, and
+/// the guest itself must find every page as it wrote it. Returns its serial line at the destination, too.
+#[track_caller]
+pub(crate) fn move_guest(rack: &Rack, from: &RackHost, to: &RackHost, more: &[&str]) -> (Value, RackSerial) {
+    // A stop takes long where all is emulated.
+    let output = rack.migrate(VM, from, to, &[&["--on-limit", "stop"], more].concat());
+    let report = output.json();
+    assert_eq!(output.code, 0, "{}: {}", report["outcome"], report["reason"]);
+    assert_moved(&report);
+    (report, assert_whole(rack, to))
+}
+
+/// Asserts that a guest was moved, and that all of it was compared.
+#[track_caller]
+pub(crate) fn assert_moved(report: &Value) {
+    assert_eq!(report["outcome"], "moved", "{report:#}");
+    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    let bytes = |block: &Value| block["bytes"].as_u64().unwrap();
+    let sum = |of: &str| report[of].as_array().into_iter().flatten().map(bytes).sum::<u64>();
+    assert_eq!(report["verification"]["compared_bytes"], sum("ram_blocks") + sum("disks"), "{report:#}");
+}
+
+/// Asserts that the guest at a host finds everything as it wrote it. Returns its serial line.
+#[track_caller]
+pub(crate) fn assert_whole(rack: &Rack, host: &RackHost) -> RackSerial {
+    let serial = rack.serial_at(host, VM).unwrap();
+    let check = serial.check().unwrap();
+    assert!(check.ok && check.wrong == 0, "{check:?}");
+    serial
+}

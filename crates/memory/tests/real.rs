@@ -14,7 +14,7 @@ use common::{Victim, connections, injector};
 use link::Handle;
 use link::transport::DataStream;
 use proto::Generation;
-use tracee::{AddressRange, Pagemap, RamFile, maps};
+use tracee::{AddressRange, Pagemap, RamFile, RemoteMemory, maps};
 use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
 use whimbrel_memory::{
     Cleared, DirtyLog, HintedPages, Owed, Receiver, Reductions, Sender, SourceRam, TrackedRam,
@@ -231,6 +231,26 @@ fn holes_stay_holes_and_become_holes() {
     it.assert_equal();
     assert_eq!(used(&it.destination), 4 * MIB, "comparing must not fill holes");
     assert_eq!(used(&it.source), 4 * MIB, "moving must not fill holes");
+}
+
+/// Trap 5, if a transport has written the pages by itself: a block has to know that they are not empty any more.
+#[test]
+fn pages_that_a_transport_wrote_become_holes() {
+    for kind in ["memfd", "anonymous"] {
+        let victim = Victim::start(kind, 48 * MIB);
+        let region = &victim.regions()[0];
+        let writers = open_destination(&victim.process, &victim.regions()).unwrap();
+        let memory = RemoteMemory::new(&victim.process).unwrap();
+        let (pages, len) = (2 * MIB..2 * MIB + 8192, 8192);
+        assert!(writers[0].allow_direct_placement(pages.clone()), "{kind}");
+        memory.write(region.address + pages.start, &vec![7; len]).unwrap();
+        let mut found = vec![0; len];
+        writers[0].read(pages.start, &mut found).unwrap();
+        assert_eq!(found, vec![7; len], "{kind}");
+        writers[0].drop_pages(pages.clone()).unwrap();
+        writers[0].read(pages.start, &mut found).unwrap();
+        assert_eq!(found, vec![0; len], "{kind}");
+    }
 }
 
 /// Memory that was present from end to end before the first page arrived was requested: none of it is given back, and

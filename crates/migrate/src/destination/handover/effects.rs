@@ -13,6 +13,7 @@ use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::destination::inbox::Notice;
+use crate::destination::network::ArrivingNetwork;
 use crate::destination::participants::Execution;
 use crate::destination::{Continued, Driver};
 use crate::state_machine::StateMachine;
@@ -276,6 +277,8 @@ impl Driver {
         if let Some(receiving) = self.resources.receiving.take() {
             receiving.end();
         }
+        // No tap may seem to be in use when QEMU has ended.
+        self.resources.network = ArrivingNetwork::default();
         self.resources.participants.abandon();
         let artifacts = if let Some(vm) = self.resources.vm.take() {
             vm.discard()

@@ -1,0 +1,153 @@
+//! A guest that answers from outside while it is migrated: frames for it are neither lost nor doubled, and nothing of
+//! the network's is left on either host. Needs root.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use common::{Cluster, DEADLINE, Device, GuestSpec, Load, until};
+use lab::{Boot, Host, Net, vm_address};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, ipproto};
+use serde_json::Value;
+
+const VM: &str = "vm1";
+/// Pause between two requests.
+const PAUSE: Duration = Duration::from_millis(4);
+
+/// Bytes of the messages: ICMP's header, and a number.
+const MESSAGE_BYTES: usize = 12;
+/// Bytes of the header before an answer.
+const IP_BYTES: usize = 20;
+const ECHO_REQUEST: u8 = 8;
+const ECHO_REPLY: u8 = 0;
+const IDENTIFIER: u16 = 0x5748;
+
+/// Composes a numbered echo request.
+fn request(number: u32) -> [u8; MESSAGE_BYTES] {
+    let mut message = [0; MESSAGE_BYTES];
+    message[0] = ECHO_REQUEST;
+    message[4..6].copy_from_slice(&IDENTIFIER.to_be_bytes());
+    message[6..8].copy_from_slice(&(number as u16).to_be_bytes());
+    message[8..].copy_from_slice(&number.to_be_bytes());
+    let words = message.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1]));
+    let sum = words.sum::<u32>();
+    let sum = (sum & 0xffff) + (sum >> 16);
+    message[2..4].copy_from_slice(&(!(sum as u16)).to_be_bytes());
+    message
+}
+
+/// Returns the number of an answer to one of our requests.
+fn answered(packet: &[u8]) -> Option<u32> {
+    let message = packet.get(IP_BYTES..)?;
+    let is_ours =
+        message.first() == Some(&ECHO_REPLY) && message.get(4..6) == Some(&IDENTIFIER.to_be_bytes());
+    let number = message.get(8..MESSAGE_BYTES).filter(|_| is_ours)?;
+    Some(u32::from_be_bytes(number.try_into().ok()?))
+}
+
+/// Numbered requests to a guest, and how often each was answered.
+struct Echo {
+    sent: u32,
+    answers: BTreeMap<u32, u32>,
+}
+
+impl Echo {
+    fn receive(&mut self, socket: &impl std::os::fd::AsFd) {
+        let mut buffer = [0; 256];
+        while let Ok((bytes, _)) = rustix::net::recv(socket, &mut buffer[..], RecvFlags::DONTWAIT) {
+            if let Some(number) = answered(&buffer[..bytes]) {
+                *self.answers.entry(number).or_default() += 1;
+            }
+        }
+    }
+
+    /// Sends requests from a host to `address` until `end`, and waits for the answers.
+    fn run(host: &Host, address: Ipv4Addr, end: &AtomicBool, first_answer: &mpsc::Sender<()>) -> Self {
+        let open = || {
+            let (family, kind) = (AddressFamily::INET, SocketType::RAW);
+            rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, Some(ipproto::ICMP)).unwrap()
+        };
+        let socket = host.within(open).unwrap();
+        let to = SocketAddrV4::new(address, 0);
+        let mut this = Self { sent: 0, answers: BTreeMap::new() };
+        while !end.load(Ordering::Relaxed) {
+            rustix::net::sendto(&socket, &request(this.sent), SendFlags::empty(), &to).unwrap();
+            this.sent += 1;
+            std::thread::sleep(PAUSE);
+            this.receive(&socket);
+            if !this.answers.is_empty() {
+                // The receiver may have gone on.
+                let _ = first_answer.send(());
+            }
+        }
+        let deadline = Instant::now() + DEADLINE;
+        while this.answers.len() < this.sent as usize && Instant::now() < deadline {
+            std::thread::sleep(PAUSE);
+            this.receive(&socket);
+        }
+        this
+    }
+}
+
+/// Returns all that a host's kernel knows of networks, but for counters and states of links that settle.
+fn network_of(host: &Host) -> String {
+    let links = host.run(&["ip", "-json", "link"]).unwrap();
+    let links: Value = serde_json::from_str(&links).unwrap();
+    let names: Vec<_> = links.as_array().unwrap().iter().map(|link| link["ifname"].to_string()).collect();
+    let rules = host.run(&["nft", "list", "ruleset"]).unwrap();
+    let routes = host.run(&["ip", "route", "show", "table", "all"]).unwrap();
+    format!("{names:?}\n{rules}\n{routes}")
+}
+
+fn answering_guest(cluster: &Cluster) -> lab::Guest {
+    let load = Load { fill_mib: 32, wss_mib: 8, rate_mib_per_s: 5, ..Load::default() };
+    let mut spec = GuestSpec::tiny(VM, load);
+    spec.devices.push(Device::Net(Net::new(1)));
+    if let Boot::Tiny(load) = &mut spec.boot {
+        load.address = Some(vm_address(1));
+    }
+    cluster.lab.b.tap(&Net::new(1).tap).unwrap();
+    cluster.guest(&spec)
+}
+
+fn events(report: &Value, what: &str) -> Vec<String> {
+    let events = report["events"].as_array().unwrap().iter().filter(|event| event["what"] == what);
+    events.map(|event| event["detail"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn frames_for_a_guest_are_neither_lost_nor_doubled() {
+    let cluster = Cluster::new();
+    let _guest = answering_guest(&cluster);
+    let before = [&cluster.lab.a, &cluster.lab.b].map(network_of);
+    let end = AtomicBool::new(false);
+    let (first_answer, first_answers) = mpsc::channel();
+    let echo = std::thread::scope(|scope| {
+        let requests = scope.spawn(|| Echo::run(&cluster.lab.router, vm_address(1), &end, &first_answer));
+        first_answers.recv().unwrap();
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            let report = cluster.migrate(VM, from, to, &[]);
+            let network = &report["network"][0];
+            assert_eq!(network["interface"], Net::new(1).tap, "{report:#}");
+            assert!(network["first_in_us"].is_u64() && network["first_out_us"].is_u64(), "{network}");
+            assert_eq!(events(&report, "frames-held").len(), 1, "{report:#}");
+            assert_eq!(events(&report, "frames-not-held"), Vec::<String>::new());
+        }
+        end.store(true, Ordering::Relaxed);
+        requests.join().unwrap()
+    });
+    cluster.assert_guest_whole("a", VM);
+    let lost: Vec<_> = (0..echo.sent).filter(|number| !echo.answers.contains_key(number)).collect();
+    assert!(lost.is_empty(), "{lost:?} of {} are lost", echo.sent);
+    let doubled: Vec<_> = echo.answers.iter().filter(|(_, times)| **times > 1).collect();
+    assert!(doubled.is_empty(), "{doubled:?} were answered more than once");
+    for (host, before) in [&cluster.lab.a, &cluster.lab.b].into_iter().zip(before) {
+        until("the network is as before", || network_of(host) == before);
+    }
+}

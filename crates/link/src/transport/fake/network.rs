@@ -32,13 +32,13 @@ struct Network {
 struct NetworkState {
     /// Channels that were opened to each agent, and not accepted.
     channels: BTreeMap<HostId, VecDeque<(Purpose, Channel)>>,
-    expected: BTreeMap<(HostId, MigrationId), Expected>,
+    expected: BTreeMap<(HostId, MigrationId), ExpectedGeneration>,
     /// Number of expectations so far.
     count: u64,
 }
 
 #[derive(Debug)]
-struct Expected {
+struct ExpectedGeneration {
     number: u64,
     generation: Generation,
     streams: ExpectedStreams,
@@ -163,7 +163,7 @@ impl Transport for FakeTransport {
         state.count += 1;
         let (number, seen) = (state.count, vec![false; streams.count().into()]);
         let key = (self.host.clone(), migration.clone());
-        state.expected.insert(key.clone(), Expected { number, generation, streams, seen, deliver });
+        state.expected.insert(key.clone(), ExpectedGeneration { number, generation, streams, seen, deliver });
         Box::new(FakeArrivals { network: Arc::clone(&self.network), key, number, arrivals })
     }
 }

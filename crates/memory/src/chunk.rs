@@ -11,7 +11,7 @@ use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Codec;
 use proto::pages::{Content, FILLING_BYTES, PageRun, PagesHeader};
 
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::ram::zero::{filling, is_zero};
 use crate::ram::{BlockReader, RamError};
 

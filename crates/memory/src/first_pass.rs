@@ -11,7 +11,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::round::Owed;
 
 /// State of the first pass: its remaining pages, and the duration of its next part.

@@ -10,7 +10,7 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`dirty`] | sets of pages |
+//! | [`page_set`] | sets of pages |
 //! | [`round`] | the order of a round, as types: clear, drain, read |
 //! | [`FirstPass`] | the first pass, with hot pages last |
 //! | [`ram`] | RAM blocks as bytes, at source and destination |
@@ -30,7 +30,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod chunk;
 mod clock;
-pub mod dirty;
+pub mod page_set;
 mod first_pass;
 mod meter;
 mod page_name;
@@ -46,7 +46,7 @@ mod tracked;
 pub mod verify;
 
 pub use chunk::{FRAME_PAGES, PageCounts};
-pub use dirty::{ChunkPages, DirtyBitmap};
+pub use page_set::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
 pub use meter::{LinkCounters, LinkMeter};
 pub use page_name::{NAME_BYTES, PageName};

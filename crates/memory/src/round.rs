@@ -34,7 +34,7 @@ use std::ops::Range;
 
 use proto::limits::PAGE_BYTES;
 
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::ram::RamError;
 use tracee::TrackError;
 

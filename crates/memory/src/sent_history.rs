@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 
 /// The pages of the last rounds. A set takes 32 KiB for each GiB.
 #[derive(Clone, Debug)]

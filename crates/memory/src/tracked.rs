@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::ram::{DropWatch, RamRegion, drop_watches};
 use crate::reductions::Reductions;
 use crate::round::{DirtyLog, LogError, ScanError, ScanStats};

@@ -19,7 +19,7 @@ use std::thread;
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 
 /// Bytes read at a time: they fit into the processor's cache.
 const PIECE_BYTES: usize = 256 << 10;

@@ -14,7 +14,7 @@ use super::{
     ASK_FIRST_PAGES, ChunkId, FRAME_PAGES, FrameBuilder, PAGE, PageCounts, PagePattern, PatternRuns,
     ReadFailed, first_present,
 };
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::ram::BlockReader;
 
 /// Data of a frame, as names of memory and the bytes between them.

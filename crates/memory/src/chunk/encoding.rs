@@ -8,7 +8,7 @@ use std::ops::Range;
 use proto::packed::Codec;
 
 use super::{ChunkId, FrameBuilder};
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 
 /// Encoder of one stream.
 pub enum Encoder {

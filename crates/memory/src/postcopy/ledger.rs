@@ -13,7 +13,7 @@ use std::path::Path;
 
 use proto::limits::CHUNK_PAGES;
 
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 
 /// Bytes of the file for a chunk.
 const CHUNK_BYTES: usize = CHUNK_PAGES as usize / 8;

@@ -11,7 +11,7 @@ use tracee::{AddressRange, PageFaultError, PageFaultHandler};
 use tracing::warn;
 
 use super::ledger::Ledger;
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::lock;
 use crate::ram::{BlockWriter, RamError, RamRegion};
 

@@ -11,7 +11,7 @@ use std::sync::Mutex;
 
 use proto::message::PageRequest;
 
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::lock;
 use crate::round::{Owed, Readable};
 

@@ -3,7 +3,7 @@
 use proto::awaited::{BadMissingPages, MissingChunk};
 use proto::limits::CHUNK_PAGES;
 
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 
 /// Error of decoding a set of pages of these blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -10,7 +10,7 @@ use super::backing::{BlockBacking, find};
 use super::preallocated::Preallocated;
 use super::zero::ZEROS;
 use super::{BlockWriter, DiscardMethod, RamError, RamRegion};
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::lock;
 
 /// Opens the RAM of a QEMU for writing, block by block, each with the writer that fits it.

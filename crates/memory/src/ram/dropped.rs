@@ -17,7 +17,7 @@ use tracee::RamFile;
 
 use super::RamError;
 use super::zero::is_zero;
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 
 /// Number of pages that are read at once.
 const STEP_PAGES: u64 = 32;

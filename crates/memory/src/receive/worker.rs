@@ -13,7 +13,7 @@ use proto::reference::encode_missing;
 use super::placement::{Placement, Target};
 use super::{Gate, Guard, ReceiveError, ReceiverEvent, ReceiverState};
 use crate::clock::waited;
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::lock;
 use crate::priority::Niceness;
 use crate::ram::{BlockWriter, RamError};

@@ -11,7 +11,7 @@ use super::decoding::{EncodedRun, FrameDecoder, RunDecoder};
 use super::deltas::decoder::DeltaDecoder;
 use super::references::Templates;
 use super::references::decoder::ReferenceDecoder;
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 
 /// Abilities of the destination on which a source may rely.
 #[derive(Default)]

@@ -7,7 +7,7 @@ use proto::frame::FrameKind;
 use proto::packed::Codec;
 use proto::pages::{BadPages, Content, PageRun, PagesHeader};
 
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::ram::{BlockWriter, RamError};
 
 /// Error of compressed data.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use crate::chunk::ChunkId;
 use crate::chunk::encoding::{Encoder, PresumedPages};
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::meter::LinkMeter;
 
 pub(crate) mod compression;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::chunk::PageCounts;
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::send::plan::Plan;
 use crate::send::{BlockProgress, Progress};
 

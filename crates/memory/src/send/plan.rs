@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::chunk::ChunkId;
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 
 /// Returns the stream that sends a chunk, in every round (trap 6).
 pub fn stream_of(block: u16, chunk: u64, streams: u16) -> u16 {

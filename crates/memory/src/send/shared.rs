@@ -12,7 +12,7 @@ use proto::reference::decode_missing;
 
 use crate::chunk::encoding::{ChunkTask, FrameContent, PageEncoders};
 use crate::chunk::{ChunkId, PageCounts, WantedPages};
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::priority::{NICE, Niceness};
 use crate::reductions::Reductions;

@@ -9,7 +9,7 @@ use proto::pages::PagesHeader;
 
 use crate::chunk::encoding::{Encoder, FrameEncoder, PageEncoder, PresumedPages};
 use crate::chunk::{ChunkId, FrameBuilder};
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::lock;
 use crate::meter::LinkMeter;
 use crate::reductions::Reductions;

@@ -11,7 +11,7 @@ use super::select::Selector;
 use crate::chunk::ChunkId;
 use crate::chunk::encoding::{Encoder, FrameEncoder, PresumedPages};
 use crate::clock::cpu_ns;
-use crate::dirty::DirtyBitmap;
+use crate::page_set::DirtyBitmap;
 use crate::lock;
 use crate::reductions::{Reduction, Stage};
 

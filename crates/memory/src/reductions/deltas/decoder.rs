@@ -6,7 +6,7 @@ use proto::pages::{BadPages, Content};
 use tracing::debug;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::reductions::decoding::{EncodedRun, RunDecoder};
 
 /// Decoder of deltas.

@@ -13,7 +13,7 @@ use crate::chunk::encoding::{
 };
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::clock::measure;
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::reductions::{Reduction, Stage};
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as

@@ -21,7 +21,7 @@ use proto::delta::{HEAD_BYTES, PIECE_BYTES, PIECES};
 use proto::limits::PAGE_BYTES;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
 pub(crate) mod decoder;

@@ -35,7 +35,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::sync::Mutex;
 
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
 mod encoder;

@@ -7,7 +7,7 @@ use proto::reference::{ContentSource, Reference};
 use tracing::debug;
 
 use super::{Templates, has_expected_hash};
-use crate::dirty::ChunkPages;
+use crate::page_set::ChunkPages;
 use crate::reductions::decoding::{EncodedRun, RunDecoder};
 
 /// Decoder of references.

@@ -12,7 +12,7 @@ use crate::chunk::encoding::{
     BufferedRun, ChunkTask, Encoder, FrameContent, PageEncoder, PageEncoders, PresumedPages,
 };
 use crate::chunk::{ChunkId, FrameBuilder};
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::page_name::{PageName, page_hash};
 use crate::reductions::{Reduction, Stage};
 

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::reference::{ContentSource, HASH_BYTES, Reference};
 
-use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::page_name::{PageHash, PageName, page_hash};
 use crate::ram::RamError;

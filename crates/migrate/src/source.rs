@@ -12,7 +12,7 @@ mod ending;
 mod failure;
 mod handover;
 mod inbox;
-mod memory;
+mod payload;
 mod network;
 mod participants;
 mod phases;
@@ -291,7 +291,7 @@ struct Resources {
     /// Reductions of the data that is sent.
     reductions: reductions::ActiveReductions,
     /// Content of the participants for the streams, while no phase uses it.
-    payload: Option<memory::Payload>,
+    payload: Option<payload::Payload>,
     /// The post-copy server for pages that the destination's guest still needs, if there are such.
     later: Option<serving::PostCopyServer>,
     /// Memory that an agent before this one has left to send, while it cannot be read.

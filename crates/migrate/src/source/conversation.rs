@@ -14,7 +14,7 @@ use tracing::warn;
 use super::Driver;
 use super::failure::{Failure, unexpected};
 use super::inbox::Notice;
-use super::memory::Payload;
+use super::payload::Payload;
 use super::phases::Control;
 use api::progress::Phase;
 use host::peers;

@@ -39,7 +39,7 @@ use qemu::qmp::Qmp;
 
 use super::Controls;
 use super::failure::Failure;
-use super::memory::Payload;
+use super::payload::Payload;
 use api::progress::DiskProgress;
 use host::verification::Hashes;
 use host::{Context, SourceVm};

@@ -36,7 +36,7 @@ use tracing::{debug, warn};
 use super::agreement::Accepted;
 use super::cpu_throttle::CpuThrottle;
 use super::failure::{Failure, gone, refusal, unexpected};
-use super::memory::Payload;
+use super::payload::Payload;
 use super::participants::{Agreed, Preparation};
 use super::pressure;
 use super::{Details, Driver};

@@ -13,7 +13,7 @@ use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
 use crate::source::agreement::Accepted;
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
 use crate::source::participants::tests::{Fake, Steps, taken};
 use crate::source::{Controls, Goals, Inbox, Mailbox};

@@ -12,7 +12,7 @@ use proto::limits::PAGE_BYTES;
 use super::rounds::DirtyScan;
 use crate::source::Driver;
 use crate::source::failure::Failure;
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 use api::OnLimit;
 
 impl Driver {

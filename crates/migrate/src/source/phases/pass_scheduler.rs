@@ -6,7 +6,7 @@ use ::memory::{FirstPass, Owed, PageCursor, PartBoundary, RoundStats, SentHistor
 use engine::precopy::{Sampling, TracedStopPolicy};
 
 use super::rounds::DirtyScan;
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 
 /// Scheduler that selects the pages of each round.
 ///

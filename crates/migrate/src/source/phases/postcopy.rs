@@ -14,7 +14,7 @@ use proto::message::Message;
 use super::rounds::DirtyScan;
 use super::switchover::cannot_save;
 use crate::source::failure::{Failure, gone, unexpected};
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
 use crate::source::serving::PostCopyServer;
 use crate::source::{Details, Driver};

@@ -14,11 +14,11 @@ use super::Ending;
 use super::pass_scheduler::{PassScheduler, RoundPages};
 use super::rounds::{DirtyScan, RoundOutcome};
 use crate::source::failure::Failure;
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 use crate::source::pressure::PressureMeter;
 use crate::source::reductions::hints::FreePageHints;
 use crate::source::telemetry::DeferredPages;
-use crate::source::{Driver, memory};
+use crate::source::{Driver, payload};
 use api::ThrottleCpu;
 use api::progress::Phase;
 
@@ -26,7 +26,7 @@ use api::progress::Phase;
 struct PreCopy {
     scheduler: PassScheduler,
     /// The round before the present dirty scan; none if it was cut off.
-    sent: Option<memory::SentRound>,
+    sent: Option<payload::SentRound>,
     /// Conversation with the guest about its free pages, if there is one.
     hints: Option<FreePageHints>,
     /// True until one round was sent.
@@ -233,7 +233,7 @@ impl Driver {
         let RoundPlan { scanned_at, pass: of_pass, resent_pages } = *plan;
         state.sent = stats.map(|stats| {
             self.complete_round_report(of_pass, remaining_pages, resent_pages);
-            memory::SentRound {
+            payload::SentRound {
                 stats,
                 scanned_at,
                 pass,
@@ -252,7 +252,7 @@ impl Driver {
             slow_down: self.resources.cpu_throttle.is_some(),
             post_copy: self.agreement.can_post_copy,
         };
-        let policy = memory::policy(&goals, ways, self.fixed_costs(|history| history.estimate()));
+        let policy = payload::policy(&goals, ways, self.fixed_costs(|history| history.estimate()));
         self.controls.report(|report| report.traces.stop.push(policy.trace().clone()));
         PassScheduler::new(policy, goals.sampling, passes)
     }
@@ -261,17 +261,17 @@ impl Driver {
     fn decide(
         &mut self,
         policy: &mut TracedStopPolicy,
-        sent: &memory::SentRound,
+        sent: &payload::SentRound,
         scanned: &DirtyScan,
         payload: &Payload,
     ) -> Result<NextStep, Failure> {
         let owed = scanned.readable.owed();
         let (pages, unknown) = (owed.pages(), payload.full_pages(owed));
-        let dirty = memory::DirtyCounts { pages, unknown, must_precopy: scanned.must_precopy_pages };
+        let dirty = payload::DirtyCounts { pages, unknown, must_precopy: scanned.must_precopy_pages };
         let elapsed = self.controls.requested.elapsed();
-        let observed = memory::observe(sent, scanned.scan, dirty, scanned.scanned_at, elapsed);
+        let observed = payload::observe(sent, scanned.scan, dirty, scanned.scanned_at, elapsed);
         let goals = self.controls.goals();
-        policy.set_goals(memory::precopy_goals(&goals));
+        policy.set_goals(payload::precopy_goals(&goals));
         let before = policy.outlook();
         let decision = policy.decide(&observed);
         self.report_decision(&observed, &decision, policy.trace());
@@ -283,7 +283,7 @@ impl Driver {
                     is_requested: goals.settings.throttle_cpu != ThrottleCpu::Off,
                     passes: sent.pass,
                     expected_downtime_ns,
-                    max_downtime_ns: memory::precopy_goals(&goals).max_downtime_ns,
+                    max_downtime_ns: payload::precopy_goals(&goals).max_downtime_ns,
                 };
                 if let Some(change) = self.slow_down(&observed, demand) {
                     policy.throttle_changed(change);

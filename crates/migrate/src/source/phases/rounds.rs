@@ -12,8 +12,8 @@ use tracing::info;
 
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::failure::{Failure, gone};
-use crate::source::memory::Payload;
-use crate::source::{Driver, memory};
+use crate::source::payload::Payload;
+use crate::source::{Driver, payload};
 use api::report::Round;
 
 /// Result of a dirty scan: the pages that a round has to send, ready to be read.
@@ -168,7 +168,7 @@ impl Driver {
                         disk_pages: must_precopy_pages,
                         scan_us: scan.duration_us,
                         drain_us,
-                        ..memory::round_report(&stats)
+                        ..payload::round_report(&stats)
                     });
                 });
                 Ok(RoundOutcome { sender, owed, stats: Some(stats) })

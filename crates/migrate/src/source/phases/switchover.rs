@@ -13,10 +13,10 @@ use tracing::warn;
 
 use super::Ready;
 use crate::source::failure::{Failure, gone, unexpected};
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
 use crate::source::reductions::hints::ActiveHints;
-use crate::source::{Driver, memory};
+use crate::source::{Driver, payload};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use api::report::Round;
@@ -181,7 +181,7 @@ impl Driver {
         self.reporter.stop_clock.measured.last_scans_us += scan_us;
         if let Some(stats) = sent {
             self.controls.report(|report| {
-                let round = memory::round_report(&stats);
+                let round = payload::round_report(&stats);
                 report.rounds.push(Round { stopped: true, dirty_pages, scan_us, ..round });
             });
         }

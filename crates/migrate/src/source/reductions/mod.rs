@@ -16,7 +16,7 @@ use ::memory::{ContentIndex, LinkCounters, LinkMeter, Reduction};
 use proto::packed::CompressionTrial;
 
 use super::agreement::Accepted;
-use super::memory::Payload;
+use super::payload::Payload;
 use super::{Controls, Driver};
 use api::report::Report;
 use compression::ActiveCompression;

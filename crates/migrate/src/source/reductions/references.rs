@@ -23,7 +23,7 @@ use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
 use crate::source::agreement::Accepted;
 use crate::source::failure::{Failure, unexpected};
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 use crate::source::{Controls, Driver};
 use api::report::Report;
 use host::templates::{

@@ -13,7 +13,7 @@ use ::memory::{DirtyBitmap, HintedPages, LinkCounters, Owed, Readable, Reduction
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
 use crate::source::failure::Failure;
-use crate::source::memory::Payload;
+use crate::source::payload::Payload;
 use crate::source::{Controls, Driver};
 use api::HintedMemory;
 use api::report::{self, Report};

@@ -171,8 +171,8 @@ pub(crate) struct DriverHandle {
 /// Mailbox of a driver.
 #[derive(Clone)]
 pub(crate) enum DriverMailbox {
-    Source(source::Mailbox),
-    Destination(destination::Mailbox),
+    Source(source::SourceMailbox),
+    Destination(destination::DestinationMailbox),
 }
 
 impl Daemon {

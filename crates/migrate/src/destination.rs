@@ -33,22 +33,22 @@ use api::progress::Publisher;
 use host::ArrivingVm;
 use host::Context;
 use host::cpu::CpuTime;
-pub use inbox::{Inbox, Mailbox, Notice};
+pub use inbox::{DestinationInbox, DestinationMailbox, DestinationNotice};
 pub use participants::ArrivalPlan;
 
 /// The destination's side of one migration.
-pub struct Driver {
+pub struct DestinationDriver {
     context: Arc<Context>,
     terms: MigrationTerms,
     proposal: Proposal,
-    inbox: Inbox,
+    inbox: DestinationInbox,
     publisher: Publisher,
     clock: Clock,
     session: DestinationSession,
     questions: Questions,
-    connections: Connections,
-    resources: Resources,
-    reporter: Reporter,
+    connections: DestinationConnections,
+    resources: DestinationResources,
+    reporter: DestinationReporter,
 }
 
 /// Questions of this migration to other hosts.
@@ -64,7 +64,7 @@ struct Questions {
 type Link = (Box<dyn MessageSender>, Arc<dyn ConnectionHandle>);
 
 /// Connections of the source.
-struct Connections {
+struct DestinationConnections {
     generation: Generation,
     /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
     /// count.
@@ -75,14 +75,14 @@ struct Connections {
     page_stream: Option<Channel>,
 }
 
-impl Connections {
+impl DestinationConnections {
     fn new() -> Self {
         Self { generation: Generation(1), links: BTreeMap::new(), control: None, page_stream: None }
     }
 }
 
 /// The arriving VM, and all that exists on this host because of its migration.
-struct Resources {
+struct DestinationResources {
     /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
     vm: Option<ArrivingVm>,
     participants: participants::ArrivingParticipants,
@@ -101,7 +101,7 @@ struct Resources {
     left_behind: Vec<participants::Leftover>,
 }
 
-impl Resources {
+impl DestinationResources {
     fn new(vm: Option<ArrivingVm>, participants: participants::ArrivingParticipants) -> Self {
         Self {
             vm,
@@ -119,7 +119,7 @@ impl Resources {
 
 /// Reports to users and to the source, and measurements for them.
 #[derive(Default)]
-struct Reporter {
+struct DestinationReporter {
     /// Reason for the end of the migration, for the source.
     reason: Option<String>,
     /// The last report to users, and the state in which it was made; it is not repeated with every retry.
@@ -144,7 +144,7 @@ struct Continued {
     resumed: Option<Duration>,
 }
 
-impl Driver {
+impl DestinationDriver {
     /// Creates the destination's side of a migration, in the state that the journal has.
     pub fn new(
         context: Arc<Context>,
@@ -152,7 +152,7 @@ impl Driver {
         state: DestinationState,
         proposal: Proposal,
         vm: Option<ArrivingVm>,
-        inbox: Inbox,
+        inbox: DestinationInbox,
         publisher: Publisher,
     ) -> Self {
         publisher.update(|progress| {
@@ -173,9 +173,9 @@ impl Driver {
             clock: Clock::start(),
             session: DestinationSession::new(state),
             questions: Questions::default(),
-            connections: Connections::new(),
-            resources: Resources::new(vm, participants),
-            reporter: Reporter { cpu, ..Reporter::default() },
+            connections: DestinationConnections::new(),
+            resources: DestinationResources::new(vm, participants),
+            reporter: DestinationReporter { cpu, ..DestinationReporter::default() },
         }
     }
 

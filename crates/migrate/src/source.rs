@@ -35,7 +35,7 @@ use engine::session::{RegistryClient, SourceSession};
 use link::transport::Channel;
 use proto::{Generation, VmName};
 
-pub use inbox::{Inbox, Mailbox, Notice};
+pub use inbox::{SourceInbox, SourceMailbox, SourceNotice};
 
 use crate::clock::Clock;
 use agreement::Agreement;
@@ -227,19 +227,19 @@ impl Details {
 }
 
 /// Driver of the source's part in one migration.
-pub struct Driver {
+pub struct SourceDriver {
     context: Arc<Context>,
     terms: MigrationTerms,
-    inbox: Inbox,
+    inbox: SourceInbox,
     controls: Arc<Controls>,
     telemetry: Telemetry,
     clock: Clock,
     session: SourceSession,
     registry: RegistryRequests,
     agreement: Agreement,
-    connections: Connections,
-    resources: Resources,
-    reporter: Reporter,
+    connections: SourceConnections,
+    resources: SourceResources,
+    reporter: SourceReporter,
 }
 
 /// Requests of this migration to the ownership registry.
@@ -251,7 +251,7 @@ struct RegistryRequests {
 }
 
 /// Connections to the destination.
-struct Connections {
+struct SourceConnections {
     generation: Generation,
     /// Connection for messages: the control stream of the present generation, later a connection for questions.
     control: Option<phases::Control>,
@@ -265,7 +265,7 @@ struct Connections {
     asker: Option<inbox::Reply>,
 }
 
-impl Connections {
+impl SourceConnections {
     fn new() -> Self {
         Self {
             generation: Generation(1),
@@ -279,7 +279,7 @@ impl Connections {
 }
 
 /// The VM, and all that exists on this host because of its migration.
-struct Resources {
+struct SourceResources {
     /// The VM; absent if its QEMU is gone.
     vm: Option<SourceVm>,
     /// Measurement of what copying costs the guest, if the host can measure it.
@@ -297,14 +297,14 @@ struct Resources {
     /// Memory that an agent before this one has left to send, while it cannot be read.
     unread: Option<Vec<JournalledRegion>>,
     /// Pages that the destination was asked to discard.
-    discarded: phases::DiscardedPages,
+    discarded: phases::RequestedDiscards,
     /// The guest's recent writes, recorded if post-copy is possible.
     written: ::memory::RecentWrites,
     /// Result of undoing what the participants have changed on this host.
     undone: participants::Undo,
 }
 
-impl Resources {
+impl SourceResources {
     fn new(vm: Option<SourceVm>, participants: participants::Participants) -> Self {
         Self {
             vm,
@@ -315,7 +315,7 @@ impl Resources {
             payload: None,
             later: None,
             unread: None,
-            discarded: phases::DiscardedPages::none(),
+            discarded: phases::RequestedDiscards::none(),
             written: ::memory::RecentWrites::default(),
             undone: participants::Undo::Done,
         }
@@ -324,7 +324,7 @@ impl Resources {
 
 /// Reports to users, and measurements for them.
 #[derive(Default)]
-struct Reporter {
+struct SourceReporter {
     reports: reports::Reports,
     /// The last reason recorded in the journal.
     reason: Option<String>,
@@ -335,7 +335,7 @@ struct Reporter {
     has_untrusted_page: bool,
 }
 
-impl Driver {
+impl SourceDriver {
     /// Passes the measured fixed costs of migrations like this one to `use_it`.
     fn fixed_costs<T>(&self, use_it: impl FnOnce(&mut CostHistory) -> T) -> T {
         let copies_disks = self.controls.report(|report| !report.disks.is_empty());
@@ -349,7 +349,7 @@ impl Driver {
         terms: MigrationTerms,
         state: SourceState,
         vm: Option<SourceVm>,
-        inbox: Inbox,
+        inbox: SourceInbox,
         controls: Arc<Controls>,
         publisher: Publisher,
     ) -> Self {
@@ -372,9 +372,9 @@ impl Driver {
             session: SourceSession::new(state),
             registry: RegistryRequests::default(),
             agreement: Agreement::default(),
-            connections: Connections::new(),
-            resources: Resources::new(vm, participants),
-            reporter: Reporter { cpu, ..Reporter::default() },
+            connections: SourceConnections::new(),
+            resources: SourceResources::new(vm, participants),
+            reporter: SourceReporter { cpu, ..SourceReporter::default() },
         }
     }
 

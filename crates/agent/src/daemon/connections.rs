@@ -208,7 +208,7 @@ impl Daemon {
 
     fn pass_on(&self, id: &MigrationId, message: Message) {
         if let Some(DriverMailbox::Source(mailbox)) = self.mailbox(id) {
-            mailbox.put(from::Notice::Message { link: None, message });
+            mailbox.put(from::SourceNotice::Message { link: None, message });
         }
     }
 
@@ -216,7 +216,7 @@ impl Daemon {
     fn verdict(&self, id: &MigrationId, epoch: Epoch) -> Message {
         if let Some(DriverMailbox::Source(mailbox)) = self.mailbox(id) {
             let (reply, answer) = mpsc::sync_channel(1);
-            if mailbox.put(from::Notice::Asked { epoch, reply }) {
+            if mailbox.put(from::SourceNotice::Asked { epoch, reply }) {
                 let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
                 let undecided = Message::Verdict { epoch, verdict: Verdict::Undecided };
                 return answer.recv_timeout(patience).unwrap_or(undecided);

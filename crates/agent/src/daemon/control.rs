@@ -166,9 +166,9 @@ impl Control for UserApi {
     fn cancel(&self, id: &MigrationId) -> Result<CancelOutcome, Problem> {
         let before = self.status(id)?;
         let word = match self.mailbox(id) {
-            Some(DriverMailbox::Source(mailbox)) => mailbox.put(source::Notice::Event(SourceEvent::Cancel)),
+            Some(DriverMailbox::Source(mailbox)) => mailbox.put(source::SourceNotice::Event(SourceEvent::Cancel)),
             Some(DriverMailbox::Destination(mailbox)) => {
-                mailbox.put(destination::Notice::Event(DestinationEvent::Cancel))
+                mailbox.put(destination::DestinationNotice::Event(DestinationEvent::Cancel))
             }
             None => false,
         };
@@ -255,10 +255,10 @@ impl Daemon {
     pub(super) fn nudge(&self, id: &MigrationId) {
         match self.mailbox(id) {
             Some(DriverMailbox::Source(mailbox)) => {
-                mailbox.put(source::Notice::Event(SourceEvent::Repeat));
+                mailbox.put(source::SourceNotice::Event(SourceEvent::Repeat));
             }
             Some(DriverMailbox::Destination(mailbox)) => {
-                mailbox.put(destination::Notice::Event(DestinationEvent::Repeat));
+                mailbox.put(destination::DestinationNotice::Event(DestinationEvent::Repeat));
             }
             None => {}
         }

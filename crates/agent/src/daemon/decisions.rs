@@ -102,10 +102,10 @@ impl Daemon {
         let id = before.id();
         let is_delivered = match self.mailbox(id) {
             Some(DriverMailbox::Source(mailbox)) => {
-                mailbox.put(source::Notice::Event(SourceEvent::OperatorDecided(decision)))
+                mailbox.put(source::SourceNotice::Event(SourceEvent::OperatorDecided(decision)))
             }
             Some(DriverMailbox::Destination(mailbox)) => {
-                mailbox.put(destination::Notice::Event(DestinationEvent::OperatorDecided(decision)))
+                mailbox.put(destination::DestinationNotice::Event(DestinationEvent::OperatorDecided(decision)))
             }
             None => false,
         };

@@ -161,8 +161,8 @@ impl Daemon {
         state: SourceState,
         vm: Option<source::SourceVm>,
         controls: Arc<Controls>,
-    ) -> (source::Driver, DriverHandle) {
-        let inbox = source::Inbox::new();
+    ) -> (source::SourceDriver, DriverHandle) {
+        let inbox = source::SourceInbox::new();
         let publisher = Publisher::new();
         let mailbox = DriverMailbox::Source(inbox.mailbox());
         let driven =
@@ -172,7 +172,7 @@ impl Daemon {
             vm.watch(inbox.mailbox().qemu_exit());
         }
         let context = Arc::clone(&self.context);
-        (source::Driver::new(context, terms, state, vm, inbox, controls, publisher), driven)
+        (source::SourceDriver::new(context, terms, state, vm, inbox, controls, publisher), driven)
     }
 
     // ---- checks of a request

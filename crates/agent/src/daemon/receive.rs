@@ -240,13 +240,13 @@ impl Daemon {
         terms: MigrationTerms,
         state: DestinationState,
         proposal: Proposal,
-    ) -> (destination::Driver, DriverHandle) {
-        let inbox = destination::Inbox::new();
+    ) -> (destination::DestinationDriver, DriverHandle) {
+        let inbox = destination::DestinationInbox::new();
         let publisher = Publisher::new();
         let mailbox = DriverMailbox::Destination(inbox.mailbox());
         let driven = DriverHandle { mailbox, publisher: publisher.clone(), controls: None };
         let context = Arc::clone(&self.context);
-        let driver = destination::Driver::new(context, terms, state, proposal, None, inbox, publisher);
+        let driver = destination::DestinationDriver::new(context, terms, state, proposal, None, inbox, publisher);
         (driver, driven)
     }
 }

@@ -46,7 +46,7 @@ fn controls(daemon: &Daemon) -> Arc<Controls> {
 }
 
 fn driven() -> DriverHandle {
-    let mailbox = DriverMailbox::Source(source::Inbox::new().mailbox());
+    let mailbox = DriverMailbox::Source(source::SourceInbox::new().mailbox());
     DriverHandle { mailbox, publisher: Publisher::new(), controls: None }
 }
 

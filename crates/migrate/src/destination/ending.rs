@@ -8,13 +8,13 @@ use engine::handover::destination::{DestinationReport, DestinationState};
 use proto::MigrationId;
 use tracing::{error, info, warn};
 
-use super::Driver;
+use super::DestinationDriver;
 use super::participants::Leftover;
 use api::progress::{Phase, Standing};
 use host::Context;
 use store::journal::{Durability, VmRecord};
 
-impl Driver {
+impl DestinationDriver {
     pub(super) fn report_to_user(&mut self, report: DestinationReport) {
         let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
         let why = self

@@ -14,9 +14,9 @@ use engine::session::{DestinationRepetition, RepetitionFacts, SilenceLimits, Tur
 use proto::message::Finding;
 use tracing::{error, info, warn};
 
-use self::effects::EffectError;
-use super::Driver;
-use super::inbox::Notice;
+use self::effects::DestinationEffectError;
+use super::DestinationDriver;
+use super::inbox::DestinationNotice;
 use super::network::ArrivingNetwork;
 use super::participants::{ArrivalPlan, Execution};
 use super::post_copy_receiver;
@@ -25,7 +25,7 @@ use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use host::ownership;
 
-impl Driver {
+impl DestinationDriver {
     /// Receives a VM whose migration is PREPARED, once the source has been informed of that.
     pub fn run(self) -> DestinationState {
         self.publisher.update(|progress| progress.phase = Phase::PreCopy);
@@ -48,7 +48,7 @@ impl Driver {
     }
 
     /// Enters PREPARED in the journal, before anything is started.
-    pub fn prepare(&mut self) -> Result<(), EffectError> {
+    pub fn prepare(&mut self) -> Result<(), DestinationEffectError> {
         self.feed(&DestinationEvent::Prepare)
     }
 
@@ -138,9 +138,9 @@ impl Driver {
         self.session.state().clone()
     }
 
-    fn notice(&mut self, notice: Notice) {
+    fn notice(&mut self, notice: DestinationNotice) {
         match notice {
-            Notice::Event(event) => {
+            DestinationNotice::Event(event) => {
                 if let DestinationEvent::RegistryAnswered(answer) = &event {
                     let silence = self.questions.registry.silence(answer, self.clock.now());
                     if let Some(request) = self.questions.registry.answered() {
@@ -154,11 +154,11 @@ impl Driver {
                 }
                 self.take(&event);
             }
-            Notice::SourceReplied(event) => {
+            DestinationNotice::SourceReplied(event) => {
                 self.questions.is_asking_source = false;
                 self.take(&event);
             }
-            Notice::Connected { link, writer, handle, generation } => {
+            DestinationNotice::Connected { link, writer, handle, generation } => {
                 self.session.record_contact(generation.is_some(), self.clock.now());
                 self.connections.links.insert(link, (writer, handle));
                 match generation {
@@ -173,25 +173,25 @@ impl Driver {
                     None => {}
                 }
             }
-            Notice::Message { link, message } => {
+            DestinationNotice::Message { link, message } => {
                 let is_on_control = self.connections.control == Some(link);
                 self.session.record_contact(is_on_control, self.clock.now());
                 self.message(link, message);
             }
-            Notice::Reply(message) => self.send_message(&message),
-            Notice::PageStream { generation, connection } if generation == self.connections.generation => {
+            DestinationNotice::Reply(message) => self.send_message(&message),
+            DestinationNotice::PageStream { generation, connection } if generation == self.connections.generation => {
                 self.attach(connection);
             }
             // The source notices the loss as well, and makes new connections.
-            Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "link lost"),
-            Notice::Blob { link, bytes }
+            DestinationNotice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "link lost"),
+            DestinationNotice::Blob { link, bytes }
                 if self.connections.control == Some(link)
                     && *self.session.state() == DestinationState::Prepared =>
             {
                 self.blob(&bytes);
             }
-            Notice::Blob { link, .. } => self.handle_unexpected_message(link, "device state"),
-            Notice::Lost { link, error } => {
+            DestinationNotice::Blob { link, .. } => self.handle_unexpected_message(link, "device state"),
+            DestinationNotice::Lost { link, error } => {
                 self.connections.links.remove(&link);
                 if self.connections.control == Some(link) {
                     self.connections.control = None;
@@ -200,12 +200,12 @@ impl Driver {
                     self.take_next(next);
                 }
             }
-            Notice::Broken { generation, error } if generation == self.connections.generation => {
+            DestinationNotice::Broken { generation, error } if generation == self.connections.generation => {
                 self.fail(&error);
             }
             // These belong to a replaced generation, or are checked in any case before the next notice.
-            Notice::Broken { .. } | Notice::PageStream { .. } | Notice::MissingPages => {}
-            Notice::ParticipantFailed { error } => self.fail(&error),
+            DestinationNotice::Broken { .. } | DestinationNotice::PageStream { .. } | DestinationNotice::MissingPages => {}
+            DestinationNotice::ParticipantFailed { error } => self.fail(&error),
         }
     }
 
@@ -254,10 +254,10 @@ impl Driver {
         self.done(event, done);
     }
 
-    fn done(&mut self, event: &DestinationEvent, done: Result<(), EffectError>) {
+    fn done(&mut self, event: &DestinationEvent, done: Result<(), DestinationEffectError>) {
         let error = match done {
             Ok(()) => return,
-            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "event ignored"),
+            Err(DestinationEffectError::Illegal(illegal)) => return warn!(%illegal, "event ignored"),
             Err(error) => error,
         };
         let reason = crate::chain(&error);

@@ -17,7 +17,7 @@ const INBOX_CAPACITY: usize = 256;
 
 /// An external event.
 #[derive(Debug)]
-pub enum Notice {
+pub enum DestinationNotice {
     /// An event for the engine.
     Event(DestinationEvent),
     /// The source's reply to the driver's question, or its silence.
@@ -86,28 +86,28 @@ pub enum Notice {
 
 /// Sending end of the inbox.
 #[derive(Clone, Debug)]
-pub struct Mailbox {
-    notices: SyncSender<Notice>,
+pub struct DestinationMailbox {
+    notices: SyncSender<DestinationNotice>,
     links: Arc<AtomicU64>,
     /// Where frames for the guest go; not set where they cannot be delivered.
     frames: Arc<OnceLock<MergerInput>>,
 }
 
-impl Mailbox {
+impl DestinationMailbox {
     /// Sends a notice. Returns false if the inbox is gone.
-    pub fn put(&self, notice: Notice) -> bool {
+    pub fn put(&self, notice: DestinationNotice) -> bool {
         self.notices.send(notice).is_ok()
     }
 
     /// Returns the function that sends the notice of QEMU's exit.
     pub(crate) fn qemu_exit(self) -> impl FnOnce() + Send + 'static {
         move || {
-            self.put(Notice::Event(DestinationEvent::QemuDied));
+            self.put(DestinationNotice::Event(DestinationEvent::QemuDied));
         }
     }
 
     /// Sends a notice unless the queue is full. For threads that the driver may wait for.
-    pub(crate) fn try_put(&self, notice: Notice) {
+    pub(crate) fn try_put(&self, notice: DestinationNotice) {
         drop(self.notices.try_send(notice));
     }
 
@@ -139,16 +139,16 @@ impl Mailbox {
         let handle = connection.handle();
         let (mut reader, writer) = connection.split();
         let mailbox = self.clone();
-        if !mailbox.put(Notice::Connected { link, writer, handle, generation }) {
+        if !mailbox.put(DestinationNotice::Connected { link, writer, handle, generation }) {
             return Ok(());
         }
         let read = move || loop {
             let notice = match reader.recv(None) {
-                Ok(Incoming::Message(message)) => Notice::Message { link, message },
-                Ok(Incoming::Blob(bytes)) => Notice::Blob { link, bytes },
-                Err(error) => Notice::Lost { link, error: crate::chain(&error) },
+                Ok(Incoming::Message(message)) => DestinationNotice::Message { link, message },
+                Ok(Incoming::Blob(bytes)) => DestinationNotice::Blob { link, bytes },
+                Err(error) => DestinationNotice::Lost { link, error: crate::chain(&error) },
             };
-            let last = matches!(notice, Notice::Lost { .. });
+            let last = matches!(notice, DestinationNotice::Lost { .. });
             if !mailbox.put(notice) || last {
                 return;
             }
@@ -159,31 +159,31 @@ impl Mailbox {
 
 /// Receiving end of the inbox.
 #[derive(Debug)]
-pub struct Inbox {
-    notices: Receiver<Notice>,
-    mailbox: Mailbox,
+pub struct DestinationInbox {
+    notices: Receiver<DestinationNotice>,
+    mailbox: DestinationMailbox,
 }
 
-impl Default for Inbox {
+impl Default for DestinationInbox {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Inbox {
+impl DestinationInbox {
     /// Creates an empty inbox.
     pub fn new() -> Self {
         let (sender, notices) = mpsc::sync_channel(INBOX_CAPACITY);
-        Self { notices, mailbox: Mailbox { notices: sender, links: Arc::default(), frames: Arc::default() } }
+        Self { notices, mailbox: DestinationMailbox { notices: sender, links: Arc::default(), frames: Arc::default() } }
     }
 
     /// Returns a sending half.
-    pub fn mailbox(&self) -> Mailbox {
+    pub fn mailbox(&self) -> DestinationMailbox {
         self.mailbox.clone()
     }
 
     /// Waits for a notice until the deadline.
-    pub(crate) fn wait(&self, deadline: Instant) -> Option<Notice> {
+    pub(crate) fn wait(&self, deadline: Instant) -> Option<DestinationNotice> {
         let left = deadline.saturating_duration_since(Instant::now());
         self.notices.recv_timeout(left.max(Duration::from_micros(1))).ok()
     }

@@ -9,7 +9,7 @@ use proto::limits::PAGE_BYTES;
 use proto::message::Message;
 use tracing::{error, info, warn};
 
-use super::Driver;
+use super::DestinationDriver;
 use super::post_copy_receiver::{self, PostCopyReceiver};
 use super::receiving::PageReceiver;
 use api::progress::Phase;
@@ -35,7 +35,7 @@ pub(crate) struct IncomingPayload {
     received: Vec<u8>,
 }
 
-impl Driver {
+impl DestinationDriver {
     pub(super) fn resume(&mut self) {
         let Some(receiving) = &self.resources.receiving else {
             return self.fail("nothing is being received");

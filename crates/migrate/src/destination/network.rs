@@ -13,7 +13,7 @@ use proto::message::{CardClaims, CardFrames, Message};
 use tracee::Process;
 use tracing::{info, warn};
 
-use super::Driver;
+use super::DestinationDriver;
 use host::{ArrivingVm, network};
 
 /// Time after which a guest that nothing has reached is reported.
@@ -164,7 +164,7 @@ fn card(frames: &FirstFrames, interface: String) -> CardFrames {
     }
 }
 
-impl Driver {
+impl DestinationDriver {
     /// Returns true if the source may send frames for the guest.
     pub fn takes_frames(&self) -> bool {
         self.resources.network.frames_input().is_some()

@@ -35,7 +35,7 @@ use proto::MigrationId;
 use proto::message::Proposal;
 use qemu::qmp::QmpError;
 
-use super::inbox::Mailbox;
+use super::inbox::DestinationMailbox;
 use host::disks::{KnownFile, PlannedDisk};
 use host::fault::Faults;
 use host::verification::CompareError;
@@ -161,7 +161,7 @@ pub(super) struct ArrivalEnvironment {
     pub(super) context: Arc<Context>,
     pub(super) migration: MigrationId,
     /// Sends notices to the driver, from threads of the participants.
-    pub(super) mailbox: Mailbox,
+    pub(super) mailbox: DestinationMailbox,
 }
 
 /// Returns the participants of an arriving VM's migration, in the order of their blocks.

@@ -28,7 +28,7 @@ use tracee::{AddressRange, Injector, LastingUserfaultfd, PageFaultError, PageFau
 use tracing::{info, warn};
 
 use super::discarding::{DiscardedPages, check_discarded, discard_range, runs_of};
-use super::inbox::{Mailbox, Notice};
+use super::inbox::{DestinationMailbox, DestinationNotice};
 use super::post_copy_error::{PostCopyError, SHARED_HUGE_PAGES};
 use host::ArrivingVm;
 use host::Context;
@@ -45,7 +45,7 @@ pub(super) struct PostCopyReceiver {
     stream: Arc<PageStream>,
     /// The thread that reads page faults; it ends when this socket closes.
     fault_reader: Option<(UnixStream, JoinHandle<()>)>,
-    mailbox: Mailbox,
+    mailbox: DestinationMailbox,
 }
 
 /// Checks that this QEMU's memory can arrive while the guest runs; the error has the reason. Leaves nothing behind.
@@ -102,7 +102,7 @@ impl PostCopyReceiver {
         (writers, switch): (&[Box<dyn BlockWriter>], &WriterSwitch),
         set: &[u8],
         discarded_pages: &DiscardedPages,
-        mailbox: &Mailbox,
+        mailbox: &DestinationMailbox,
         keep: impl FnOnce(&MissingPagesRecord) -> Result<(), std::io::Error>,
     ) -> Result<Self, PostCopyError> {
         let regions = ram::regions(&vm.blocks);
@@ -132,7 +132,7 @@ impl PostCopyReceiver {
     pub(super) fn take_over(
         process: &Process,
         trace: &MissingPagesRecord,
-        mailbox: &Mailbox,
+        mailbox: &DestinationMailbox,
     ) -> Result<Option<Self>, PostCopyError> {
         let regions = trace.regions();
         let (ledger, awaited) = Ledger::open(&trace.ledger, regions.iter().map(|region| region.bytes))?;
@@ -149,13 +149,13 @@ impl PostCopyReceiver {
         regions: Vec<RamRegion>,
         awaited: Vec<DirtyBitmap>,
         ledger: Ledger,
-        mailbox: &Mailbox,
+        mailbox: &DestinationMailbox,
         is_taken_over: bool,
     ) -> Result<Self, PostCopyError> {
         let notices = mailbox.clone();
         // The driver may wait for this thread, so the notice is dropped if the inbox is full; the driver also checks by
         // itself.
-        let notify = move || notices.try_put(Notice::MissingPages);
+        let notify = move || notices.try_put(DestinationNotice::MissingPages);
         let places_zeros: Vec<_> = trace.regions.iter().map(|region| region.places_zeros).collect();
         let pages = MissingPages::new(placer, regions, awaited, notify)
             .with_ledger(ledger)
@@ -203,7 +203,7 @@ impl PostCopyReceiver {
                 let error = crate::chain(&error);
                 warn!(error, "the page stream ended");
                 ended.shutdown();
-                mailbox.try_put(Notice::PageStreamLost { error });
+                mailbox.try_put(DestinationNotice::PageStreamLost { error });
             }
         };
         let placing =

@@ -15,7 +15,7 @@ use proto::message::Proposal;
 use proto::{Generation, MigrationId};
 use tracing::{debug, warn};
 
-use super::inbox::{Mailbox, Notice};
+use super::inbox::{DestinationMailbox, DestinationNotice};
 use super::participants::{AllBlocks, ReceivedRound};
 use super::references;
 use host::ArrivingVm;
@@ -30,7 +30,7 @@ pub(crate) struct PageReceiver {
     streams: u16,
     /// True if there is a page stream, too.
     has_page_stream: bool,
-    mailbox: Mailbox,
+    mailbox: DestinationMailbox,
     /// The blocks that are written.
     ram: DestinationRam,
     /// Number of blocks, the first ones, whose pages may arrive after the guest runs.
@@ -50,7 +50,7 @@ impl PageReceiver {
         proposal: &Proposal,
         vm: &ArrivingVm,
         blocks: AllBlocks,
-        mailbox: Mailbox,
+        mailbox: DestinationMailbox,
     ) -> Self {
         let AllBlocks { mut writers, post_copied, after_round } = blocks;
         let switch = WriterSwitch::default();
@@ -101,7 +101,7 @@ impl PageReceiver {
         migration: MigrationId,
         streams: u16,
         writers: Vec<Box<dyn BlockWriter>>,
-        mailbox: Mailbox,
+        mailbox: DestinationMailbox,
     ) -> Self {
         let (ram, notices): (DestinationRam, _) = (writers.into(), mailbox.clone());
         let corrupt = CorruptFrames::default();
@@ -158,14 +158,14 @@ impl PageReceiver {
                 let (stream, data) = match arrived {
                     ArrivedStream::Bulk { stream, data } => (stream, data),
                     ArrivedStream::PageRequests(connection) => {
-                        mailbox.put(Notice::PageStream { generation, connection });
+                        mailbox.put(DestinationNotice::PageStream { generation, connection });
                         continue;
                     }
                 };
                 let attached =
                     receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(generation, stream, data);
                 if let Err(error) = attached {
-                    mailbox.put(Notice::Broken { generation, error: crate::chain(&error) });
+                    mailbox.put(DestinationNotice::Broken { generation, error: crate::chain(&error) });
                     return;
                 }
             }
@@ -209,7 +209,7 @@ impl CorruptFrames {
 }
 
 fn report_stream_end(
-    notices: &Mailbox,
+    notices: &DestinationMailbox,
     corrupt: &CorruptFrames,
     generation: Generation,
     stream: u16,
@@ -224,7 +224,7 @@ fn report_stream_end(
             "received an invalid frame on a data stream; its pages will be sent again"
         );
     } else {
-        notices.try_put(Notice::Broken { generation, error: crate::chain(cause) });
+        notices.try_put(DestinationNotice::Broken { generation, error: crate::chain(cause) });
     }
 }
 

@@ -8,12 +8,12 @@ use proto::message::Proposal;
 use qemu::describe::VmDescription;
 use tracing::warn;
 
-use super::Driver;
-use super::inbox::Notice;
+use super::DestinationDriver;
+use super::inbox::DestinationNotice;
 use host::templates::{AdvertisedTemplates, SharedImage, shared_images};
 use host::{ArrivingVm, Context};
 
-impl Driver {
+impl DestinationDriver {
     /// Answers the source's query for pages among this host's templates.
     pub(super) fn query_templates(&mut self, names: Vec<String>) {
         let Some(receiving) = &self.resources.receiving else {
@@ -26,7 +26,7 @@ impl Driver {
         let (context, mailbox) = (Arc::clone(&self.context), self.inbox.mailbox());
         let choose = move || {
             for message in advertised.choose(&context.templates, &names) {
-                if !mailbox.put(Notice::Reply(Box::new(message))) {
+                if !mailbox.put(DestinationNotice::Reply(Box::new(message))) {
                     return;
                 }
             }

@@ -23,12 +23,12 @@ use proto::message::{Finding, PageRequest, RamBlock as ProposedBlock, Severity};
 use serde_json::Value;
 use tracing::{error, warn};
 
-use super::Driver;
+use super::DestinationDriver;
 use host::Context;
 use host::missing_pages_record::UntrustedPage;
 use store::journal::{Durability, MigrationRecord};
 
-impl Driver {
+impl DestinationDriver {
     /// Returns the recorded page, if there is one.
     pub(super) fn untrusted(&self) -> Option<UntrustedPage> {
         self.resources.vm.as_ref()?.artifacts.awaited.as_ref()?.untrusted

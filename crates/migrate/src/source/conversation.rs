@@ -11,9 +11,9 @@ use proto::Purpose;
 use proto::message::Message;
 use tracing::warn;
 
-use super::Driver;
+use super::SourceDriver;
 use super::failure::{Failure, unexpected};
-use super::inbox::Notice;
+use super::inbox::SourceNotice;
 use super::payload::Payload;
 use super::phases::Control;
 use api::progress::Phase;
@@ -23,7 +23,7 @@ use host::peers;
 /// between.
 const MIN_REASON_WAIT: Duration = Duration::from_millis(300);
 
-impl Driver {
+impl SourceDriver {
     pub(super) fn connect_control(&mut self) -> Result<Control, peers::PeerError> {
         let migration = self.terms.migration.clone();
         self.connect(Purpose::Control { migration, generation: self.connections.generation })
@@ -99,8 +99,8 @@ impl Driver {
         let until = Instant::now() + patience;
         while let Some(notice) = self.inbox.wait(until) {
             match notice {
-                Notice::Lost { link, .. } if self.is_control(link) => return Ok(()),
-                Notice::Lost { .. } => {}
+                SourceNotice::Lost { link, .. } if self.is_control(link) => return Ok(()),
+                SourceNotice::Lost { .. } => {}
                 notice => {
                     if let Some(message) = self.handle_notice(notice)? {
                         return Err(unexpected(&message));
@@ -150,8 +150,8 @@ impl Driver {
         let deadline = written_by.map_or(silence, |written_by| silence.min(written_by));
         while let Some(notice) = self.inbox.wait(deadline) {
             match notice {
-                Notice::Message { message: Message::Ping, .. } => {}
-                Notice::Lost { link: lost, error: None } if lost == link => break,
+                SourceNotice::Message { message: Message::Ping, .. } => {}
+                SourceNotice::Lost { link: lost, error: None } if lost == link => break,
                 notice => {
                     if let Err(failure) = self.handle_notice(notice) {
                         return failure;
@@ -181,7 +181,7 @@ impl Driver {
     pub(super) fn pause(&mut self, pause: Duration) -> Result<(), Failure> {
         let until = Instant::now() + pause;
         while let Some(notice) = self.inbox.wait(until) {
-            if let Notice::Lost { .. } = notice {
+            if let SourceNotice::Lost { .. } = notice {
                 continue;
             }
             if let Some(message) = self.handle_notice(notice)? {
@@ -192,11 +192,11 @@ impl Driver {
     }
 
     /// Handles the notices that arrived while the guest runs. The end of the control stream is then like any other cut:
-    /// it is mended before the next round is sent ([`Driver::send_scanned`]).
+    /// it is mended before the next round is sent ([`SourceDriver::send_scanned`]).
     pub(super) fn handle_notices(&mut self) -> Result<(), Failure> {
         while let Some(notice) = self.inbox.waiting() {
             match notice {
-                Notice::Lost { link, error } if self.is_control(link) => {
+                SourceNotice::Lost { link, error } if self.is_control(link) => {
                     self.connections.control = None;
                     self.connections.control_lost = error;
                 }
@@ -227,7 +227,7 @@ impl Driver {
     pub(super) fn handle_notices_or(&mut self, cause: &::memory::SendError) -> Result<(), Failure> {
         let connection = cause.is_connection() || matches!(cause, ::memory::SendError::Cancelled);
         while let Some(notice) = self.inbox.waiting() {
-            if let Notice::Lost { .. } = notice {
+            if let SourceNotice::Lost { .. } = notice {
                 continue;
             }
             if let Some(message) = self.handle_notice(notice)? {
@@ -243,50 +243,50 @@ impl Driver {
     }
 
     /// Handles a notice during the phases: a message is returned, everything else ends the migration or is answered.
-    pub(super) fn handle_notice(&mut self, notice: Notice) -> Result<Option<Message>, Failure> {
+    pub(super) fn handle_notice(&mut self, notice: SourceNotice) -> Result<Option<Message>, Failure> {
         match notice {
             // A message on a connection that has been replaced answers no question of the present one.
-            Notice::Message { link: Some(link), .. } if !self.is_control(link) => Ok(None),
-            Notice::Message { message: Message::Ping, .. } => {
+            SourceNotice::Message { link: Some(link), .. } if !self.is_control(link) => Ok(None),
+            SourceNotice::Message { message: Message::Ping, .. } => {
                 self.send_message(&Message::Pong)?;
                 Ok(None)
             }
-            Notice::Message { message: Message::Pong, .. } | Notice::Event(SourceEvent::Repeat) => Ok(None),
+            SourceNotice::Message { message: Message::Pong, .. } | SourceNotice::Event(SourceEvent::Repeat) => Ok(None),
             // An answer about templates that arrives after the source stopped waiting.
-            Notice::Message { message: Message::TemplatePages { .. }, .. }
+            SourceNotice::Message { message: Message::TemplatePages { .. }, .. }
                 if !self.agreement.is_querying_templates =>
             {
                 Ok(None)
             }
             // This concerns another attempt.
-            Notice::Message { message: Message::Refused { epoch, .. }, .. } | Notice::Asked { epoch, .. }
+            SourceNotice::Message { message: Message::Refused { epoch, .. }, .. } | SourceNotice::Asked { epoch, .. }
                 if epoch != self.terms.epoch() =>
             {
                 Ok(None)
             }
-            Notice::Message { message: Message::Refused { epoch, reason }, .. } => Err(Failure::new(
+            SourceNotice::Message { message: Message::Refused { epoch, reason }, .. } => Err(Failure::new(
                 SourceEvent::Refused { epoch },
                 format!("the destination aborted: {reason}"),
             )),
-            Notice::Message { link: Some(_), message } => Ok(Some(message)),
+            SourceNotice::Message { link: Some(_), message } => Ok(Some(message)),
             // Answers arrive on the connection that the question was sent on.
-            Notice::Message { link: None, message } => Err(unexpected(&message)),
-            Notice::Lost { link, error } if self.is_control(link) => {
+            SourceNotice::Message { link: None, message } => Err(unexpected(&message)),
+            SourceNotice::Lost { link, error } if self.is_control(link) => {
                 self.connections.control_lost = error;
                 Err(self.control_loss())
             }
-            Notice::OfferEnded => {
+            SourceNotice::OfferEnded => {
                 self.registry.is_offering = false;
                 Ok(None)
             }
-            Notice::Lost { .. } => Ok(None),
-            Notice::ServingEnded { generation, .. } if generation != self.connections.generation => Ok(None),
+            SourceNotice::Lost { .. } => Ok(None),
+            SourceNotice::ServingEnded { generation, .. } if generation != self.connections.generation => Ok(None),
             // The guest is still stopped at the source.
-            Notice::ServingEnded { error, .. } => Err(Failure::new(
+            SourceNotice::ServingEnded { error, .. } => Err(Failure::new(
                 SourceEvent::PeerLost,
                 error.unwrap_or_else(|| "the destination ended the page stream too early".to_owned()),
             )),
-            Notice::Asked { epoch, reply } => {
+            SourceNotice::Asked { epoch, reply } => {
                 if matches!(self.session.state(), SourceState::Stopped { .. }) {
                     self.asked(epoch, reply);
                     return Ok(None);
@@ -296,7 +296,7 @@ impl Driver {
                     "the destination has lost its state and queries the source",
                 ))
             }
-            Notice::Event(event) => {
+            SourceNotice::Event(event) => {
                 let reason = match &event {
                     SourceEvent::Cancel => "cancelled by a user",
                     SourceEvent::QemuDied => self.qemu_end_reason(),

@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 use engine::handover::source::{SourceReport, SourceState};
 use tracing::{error, info, warn};
 
-use super::inbox::Notice;
+use super::inbox::SourceNotice;
 use super::participants::Undo;
-use super::{Details, Driver, reports, wording};
+use super::{Details, SourceDriver, reports, wording};
 use api::progress::{Phase, Standing};
 use api::report::Outcome;
 use host::cpu::CpuTime;
 use store::journal::{Durability, JournalError};
 
-impl Driver {
+impl SourceDriver {
     /// Records the reason of a migration's end. The first reason is the one that users need; later ones are only its
     /// consequences.
     pub(super) fn record_reason(&mut self, reason: &str) {
@@ -156,7 +156,7 @@ impl Driver {
         let Some(aborted_control) = self.connections.aborted_control.take() else { return };
         let until = Instant::now() + self.retry();
         while let Some(notice) = self.inbox.wait(until) {
-            if matches!(notice, Notice::Lost { link, .. } if link == aborted_control.link) {
+            if matches!(notice, SourceNotice::Lost { link, .. } if link == aborted_control.link) {
                 return;
             }
         }

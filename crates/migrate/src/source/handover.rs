@@ -12,18 +12,18 @@ use engine::session::{SourceRepetition, Turn};
 use proto::message::Proposal;
 use tracing::{error, info, warn};
 
-use self::effects::EffectError;
+use self::effects::SourceEffectError;
 use super::failure::Failure;
-use super::inbox::Notice;
-use super::{Details, Driver};
+use super::inbox::SourceNotice;
+use super::{Details, SourceDriver};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use host::ownership;
 use host::{SourceVm, VmError};
 
-impl Driver {
+impl SourceDriver {
     /// Enters PREPARED in the journal, before any peer learns of the migration.
-    pub fn begin(&mut self, proposal: Proposal) -> Result<(), EffectError> {
+    pub fn begin(&mut self, proposal: Proposal) -> Result<(), SourceEffectError> {
         self.agreement.proposal = Some(proposal);
         let run = self.resources.vm.as_mut().map_or(Err(VmError::Gone), SourceVm::is_running)?;
         self.feed(&SourceEvent::Begin { run })
@@ -135,14 +135,14 @@ impl Driver {
     }
 
     /// Handles a notice once the phases are over.
-    pub(super) fn notice(&mut self, notice: Notice) {
+    pub(super) fn notice(&mut self, notice: SourceNotice) {
         match notice {
-            Notice::Message { link, message } => self.message(link, message),
-            Notice::Asked { epoch, reply } => {
+            SourceNotice::Message { link, message } => self.message(link, message),
+            SourceNotice::Asked { epoch, reply } => {
                 self.session.record_contact(self.clock.now());
                 self.asked(epoch, reply);
             }
-            Notice::Event(event) => {
+            SourceNotice::Event(event) => {
                 if let SourceEvent::RegistryAnswered(answer) = &event {
                     let silence = self.registry.client.silence(answer, self.clock.now());
                     if let Some(request) = self.registry.client.answered() {
@@ -156,16 +156,16 @@ impl Driver {
                 }
                 self.take(&event);
             }
-            Notice::Lost { link, error } => {
+            SourceNotice::Lost { link, error } => {
                 if self.is_control(link) {
                     self.control_lost(error.unwrap_or_else(|| "the control stream was closed".to_owned()));
                 }
             }
-            Notice::ServingEnded { generation, error } if generation == self.connections.generation => {
+            SourceNotice::ServingEnded { generation, error } if generation == self.connections.generation => {
                 self.handle_serving_end(error);
             }
-            Notice::ServingEnded { .. } => {}
-            Notice::OfferEnded => self.registry.is_offering = false,
+            SourceNotice::ServingEnded { .. } => {}
+            SourceNotice::OfferEnded => self.registry.is_offering = false,
         }
     }
 
@@ -195,10 +195,10 @@ impl Driver {
         self.done(event, done);
     }
 
-    fn done(&mut self, event: &SourceEvent, done: Result<(), EffectError>) {
+    fn done(&mut self, event: &SourceEvent, done: Result<(), SourceEffectError>) {
         let error = match done {
             Ok(()) => return,
-            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "event ignored"),
+            Err(SourceEffectError::Illegal(illegal)) => return warn!(%illegal, "event ignored"),
             Err(error) => error,
         };
         let reason = crate::chain(&error);

@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use proto::message::{CardFrames, Finding, Message, Severity};
 
-use super::Driver;
+use super::SourceDriver;
 use super::failure::Failure;
-use super::inbox::Notice;
+use super::inbox::SourceNotice;
 
 /// Longest wait for the destination's message about first frames, for which the destination itself waits a second.
 const FIRST_FRAMES_WAIT: Duration = Duration::from_millis(1500);
 
-impl Driver {
+impl SourceDriver {
     /// Sends the addresses that the guest has claimed to a destination that announces them. The guest still runs.
     pub(super) fn send_claims(&mut self) -> Result<(), Failure> {
         if !self.agreement.has_network {
@@ -34,12 +34,12 @@ impl Driver {
         let until = Instant::now() + FIRST_FRAMES_WAIT;
         while let Some(notice) = self.inbox.wait(until) {
             match notice {
-                Notice::Message { message: Message::FirstFrames { epoch, cards }, .. }
+                SourceNotice::Message { message: Message::FirstFrames { epoch, cards }, .. }
                     if epoch == self.terms.epoch() =>
                 {
                     return self.record_first_frames(cards);
                 }
-                Notice::Lost { link, .. } if link == control => return,
+                SourceNotice::Lost { link, .. } if link == control => return,
                 // The handover is over: whoever asks now is answered from the journal.
                 _ => {}
             }

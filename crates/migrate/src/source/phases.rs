@@ -20,7 +20,7 @@ mod pre_copy;
 mod rounds;
 mod switchover;
 
-pub(super) use postcopy::DiscardedPages;
+pub(super) use postcopy::RequestedDiscards;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ use super::failure::{Failure, gone, refusal, unexpected};
 use super::payload::Payload;
 use super::participants::{Agreed, Preparation};
 use super::pressure;
-use super::{Details, Driver};
+use super::{Details, SourceDriver};
 use api::progress::Phase;
 use api::report::{Disk, Measured};
 use api::{StopPolicy, ThrottleCpu};
@@ -85,7 +85,7 @@ pub(crate) struct Ready {
     pub(crate) incarnation: Incarnation,
 }
 
-impl Driver {
+impl SourceDriver {
     /// Runs all phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         self.enable_cpu_throttle()?;

@@ -28,7 +28,7 @@ use proto::limits::PAGE_BYTES;
 use proto::message::{Message, PageRequest};
 use tracing::info;
 
-use super::inbox::{Mailbox, Notice};
+use super::inbox::{SourceMailbox, SourceNotice};
 use super::telemetry::RemainingCounter;
 use api::report::PostCopy;
 
@@ -109,7 +109,7 @@ impl PostCopyServer {
         generation: Generation,
         sender: Sender,
         page_stream: Channel,
-        mailbox: Mailbox,
+        mailbox: SourceMailbox,
     ) -> std::io::Result<()> {
         let (handle, pushing) = (page_stream.handle(), sender.handle());
         let (readers, counted) = (SourceRam::clone(&self.readers), Arc::clone(&self.counted));
@@ -121,7 +121,7 @@ impl PostCopyServer {
             let error = (!matches!(ended, ServingEnd::Complete)).then(|| crate::chain(&ended));
             info!(%generation, end = crate::chain(&ended), "nothing more is sent over these connections");
             // The driver may be waiting for this thread; in that case it notices the thread's end anyway.
-            mailbox.try_put(Notice::ServingEnded { generation, error });
+            mailbox.try_put(SourceNotice::ServingEnded { generation, error });
         };
         let thread = thread::Builder::new().name("serve".to_owned()).spawn(work)?;
         self.serving = Some(SenderThreads { handle, sender: pushing, thread: Some(thread) });

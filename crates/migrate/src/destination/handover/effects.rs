@@ -12,10 +12,10 @@ use proto::Epoch;
 use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
-use crate::destination::inbox::Notice;
+use crate::destination::inbox::DestinationNotice;
 use crate::destination::network::ArrivingNetwork;
 use crate::destination::participants::Execution;
-use crate::destination::{Continued, Driver};
+use crate::destination::{Continued, DestinationDriver};
 use crate::state_machine::StateMachine;
 use host::ContOutcome;
 use host::cpu::CpuTime;
@@ -25,7 +25,7 @@ use store::journal::{Durability, JournalError, NewMigration, State};
 
 /// Reason for which an effect could not be performed.
 #[derive(Debug, thiserror::Error)]
-pub enum EffectError {
+pub enum DestinationEffectError {
     /// The journal did not accept the new state.
     #[error(transparent)]
     Journal(#[from] JournalError),
@@ -34,7 +34,7 @@ pub enum EffectError {
     Illegal(#[from] Illegal),
 }
 
-impl EffectError {
+impl DestinationEffectError {
     /// Returns the largest epoch that this journal has seen, if the error is that the epoch was not accepted.
     pub fn largest_epoch(&self) -> Option<Epoch> {
         match self {
@@ -44,11 +44,11 @@ impl EffectError {
     }
 }
 
-impl StateMachine for Driver {
+impl StateMachine for DestinationDriver {
     type State = DestinationState;
     type Event = DestinationEvent;
     type Effect = DestinationEffect;
-    type Error = EffectError;
+    type Error = DestinationEffectError;
 
     const ROLE: Role = Role::Destination;
 
@@ -80,7 +80,7 @@ impl StateMachine for Driver {
         &self.context.faults
     }
 
-    fn perform(&mut self, effect: &DestinationEffect) -> Result<(), EffectError> {
+    fn perform(&mut self, effect: &DestinationEffect) -> Result<(), DestinationEffectError> {
         let epoch = self.terms.epoch();
         match effect {
             DestinationEffect::Journal { state, durable } => self.journal(state, *durable)?,
@@ -132,7 +132,7 @@ impl StateMachine for Driver {
     }
 }
 
-impl Driver {
+impl DestinationDriver {
     /// Returns the time since `cont` had returned, the duration of `cont`, and the part of that after the guest was
     /// resumed, in microseconds; zeros if another agent sent it.
     fn since_continued(&self) -> (u64, u64, Option<u64>) {
@@ -157,7 +157,7 @@ impl Driver {
         });
     }
 
-    fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
+    fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), DestinationEffectError> {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
         if *self.session.state() == DestinationState::Idle {
@@ -188,7 +188,7 @@ impl Driver {
     pub(super) fn send_to_registry(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
-            mailbox.put(Notice::Event(DestinationEvent::RegistryAnswered(answer)));
+            mailbox.put(DestinationNotice::Event(DestinationEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
             self.session.follow_up(DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable));

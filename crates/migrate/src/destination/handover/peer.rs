@@ -10,14 +10,14 @@ use proto::message::{Acceptance, Finding, Message, Severity};
 use proto::{Epoch, Purpose};
 use tracing::{info, warn};
 
-use super::effects::EffectError;
-use crate::destination::Driver;
-use crate::destination::inbox::Notice;
+use super::effects::DestinationEffectError;
+use crate::destination::DestinationDriver;
+use crate::destination::inbox::DestinationNotice;
 use crate::destination::loading::PayloadKind;
 use crate::state_machine::StateMachine;
 use host::peers;
 
-impl Driver {
+impl DestinationDriver {
     /// Sends the acceptance to the source.
     pub fn accept(&mut self, acceptance: Acceptance) {
         self.send_message(&Message::Accept(acceptance));
@@ -76,7 +76,7 @@ impl Driver {
             other => return self.handle_unexpected_message(link, &kind(&other)),
         };
         match self.feed(&event) {
-            Err(EffectError::Illegal(illegal)) => self.handle_protocol_violation(link, &illegal.to_string()),
+            Err(DestinationEffectError::Illegal(illegal)) => self.handle_protocol_violation(link, &illegal.to_string()),
             done => self.done(&event, done),
         }
     }
@@ -135,7 +135,7 @@ impl Driver {
                     DestinationEvent::PeerLost
                 }
             };
-            mailbox.put(Notice::SourceReplied(event));
+            mailbox.put(DestinationNotice::SourceReplied(event));
         };
         self.questions.is_asking_source =
             thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_ok();

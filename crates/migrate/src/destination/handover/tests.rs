@@ -14,14 +14,14 @@ use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::destination::Inbox;
+use crate::destination::DestinationInbox;
 use api::progress::Publisher;
 use host::testing::{PATIENCE, Peer, Qemu, SlowRegistry, World, host, id, proposal, terms};
 use store::journal::{Durability, State};
 
 /// Returns a driver of the first migration, which is in the journal in this state, and the source's end of a
 /// connection.
-fn driver(world: &World, state: DestinationState, vm: Option<ArrivingVm>) -> (Driver, Peer) {
+fn driver(world: &World, state: DestinationState, vm: Option<ArrivingVm>) -> (DestinationDriver, Peer) {
     driver_of(world, terms("b", "a"), state, vm)
 }
 
@@ -30,12 +30,12 @@ fn driver_of(
     terms: engine::handover::MigrationTerms,
     state: DestinationState,
     vm: Option<ArrivingVm>,
-) -> (Driver, Peer) {
+) -> (DestinationDriver, Peer) {
     world.journalled(&terms, State::Destination(state.clone()));
     let context = Arc::clone(&world.context);
     let (here, there) = World::from_peer();
     let publisher = Publisher::new();
-    let mut driver = Driver::new(context, terms, state, proposal(), vm, Inbox::new(), publisher);
+    let mut driver = DestinationDriver::new(context, terms, state, proposal(), vm, DestinationInbox::new(), publisher);
     driver.attach_control_stream(here).unwrap();
     (driver, there)
 }
@@ -93,8 +93,8 @@ fn what_comes_late_on_an_older_connection_is_passed_over() {
     driver.inbox.mailbox().connected(here, Some(Generation(2))).unwrap();
     let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
     driver.notice(connected);
-    driver.notice(Notice::Message { link: old, message: Message::Resume });
-    driver.notice(Notice::Blob { link: old, bytes: vec![0; 16] });
+    driver.notice(DestinationNotice::Message { link: old, message: Message::Resume });
+    driver.notice(DestinationNotice::Blob { link: old, bytes: vec![0; 16] });
     assert_eq!(*driver.session.state(), DestinationState::Prepared);
 }
 
@@ -120,10 +120,10 @@ fn what_the_journal_did_not_take_is_taken_again() {
     let (mut driver, mut source) =
         driver(&world, DestinationState::Ready { incarnation, run: true }, Some(vm));
     world.context.journal.refuse_writes(true);
-    driver.notice(Notice::Event(DestinationEvent::QemuDied));
+    driver.notice(DestinationNotice::Event(DestinationEvent::QemuDied));
     // Messages that are received in between are not applied either, and do not replace the pending event.
     driver
-        .notice(Notice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunHere { force: false })));
+        .notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunHere { force: false })));
     assert_eq!(world.state().name(), "ready");
     world.context.journal.refuse_writes(false);
     let settled = thread::spawn(move || driver.settle());
@@ -170,7 +170,7 @@ fn the_registry_is_asked_again_after_a_failed_journal_write() {
         }))
     };
     world.context.journal.refuse_writes(true);
-    driver.notice(Notice::Event(DestinationEvent::RegistryAnswered(owner("a"))));
+    driver.notice(DestinationNotice::Event(DestinationEvent::RegistryAnswered(owner("a"))));
     assert_eq!(world.state().name(), "taking");
     world.context.journal.refuse_writes(false);
     answer.send(owner("b")).unwrap();
@@ -186,7 +186,7 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
     world.context.journal.refuse_writes(true);
-    driver.notice(Notice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
+    driver.notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
     world.context.journal.refuse_writes(false);
     let text = driver.publisher.now().message.unwrap();
     assert!(text.starts_with("the decision was not carried out"), "{text}");
@@ -330,7 +330,7 @@ fn an_epoch_that_is_not_new_is_refused_with_the_largest() {
     let context = Arc::clone(&world.context);
     let (terms, publisher) = (terms("b", "a"), Publisher::new());
     let idle = DestinationState::Idle;
-    let mut driver = Driver::new(context, terms, idle, proposal(), None, Inbox::new(), publisher);
+    let mut driver = DestinationDriver::new(context, terms, idle, proposal(), None, DestinationInbox::new(), publisher);
     let error = driver.prepare().unwrap_err();
     assert_eq!(error.largest_epoch(), Some(Epoch(9)), "{error}");
 }

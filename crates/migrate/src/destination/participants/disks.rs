@@ -11,7 +11,7 @@ use super::{
     ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable, Leftover,
     OpenBlocks, ReceivedRound,
 };
-use crate::destination::inbox::Notice;
+use crate::destination::inbox::DestinationNotice;
 use host::disks::{CopiedImages, KnownFile, PlannedDisk};
 use host::pool::PoolWatch;
 use host::{ArrivalArtifacts, ArrivalError, ArrivingVm};
@@ -49,7 +49,7 @@ impl ArrivingDisks {
         let Some(pool) = pool.filter(|_| !self.images.is_empty()) else { return Ok(None) };
         let notices = self.environment.mailbox.clone();
         let is_short = move |error| {
-            notices.put(Notice::ParticipantFailed { error });
+            notices.put(DestinationNotice::ParticipantFailed { error });
         };
         PoolWatch::start(pool, is_short).map_err(ArrivalError::Watch)
     }
@@ -85,7 +85,7 @@ impl ArrivingParticipant for ArrivingDisks {
         let after_round = move |_: &ReceivedRound, _: &ReceiverHandle| {
             let notices = mailbox.clone();
             flushing.flush(move |error| {
-                notices.put(Notice::ParticipantFailed { error });
+                notices.put(DestinationNotice::ParticipantFailed { error });
             });
         };
         Ok(OpenBlocks { writers: self.images.writers().collect(), after_round: Box::new(after_round) })

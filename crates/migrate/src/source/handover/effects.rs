@@ -11,9 +11,9 @@ use engine::handover::{Illegal, Role, Step};
 use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
-use crate::source::Driver;
+use crate::source::SourceDriver;
 use crate::source::cpu_throttle::CpuThrottle;
-use crate::source::inbox::Notice;
+use crate::source::inbox::SourceNotice;
 use crate::source::reductions::ActiveReductions;
 use crate::state_machine::StateMachine;
 use host::fault::Faults;
@@ -22,7 +22,7 @@ use store::journal::{Durability, JournalError, NewMigration, State};
 
 /// Error of an effect that failed.
 #[derive(Debug, thiserror::Error)]
-pub enum EffectError {
+pub enum SourceEffectError {
     /// The journal did not record the new state.
     #[error(transparent)]
     Journal(#[from] JournalError),
@@ -37,11 +37,11 @@ pub enum EffectError {
     NoProposal,
 }
 
-impl StateMachine for Driver {
+impl StateMachine for SourceDriver {
     type State = SourceState;
     type Event = SourceEvent;
     type Effect = SourceEffect;
-    type Error = EffectError;
+    type Error = SourceEffectError;
 
     const ROLE: Role = Role::Source;
 
@@ -73,7 +73,7 @@ impl StateMachine for Driver {
         &self.context.faults
     }
 
-    fn perform(&mut self, effect: &SourceEffect) -> Result<(), EffectError> {
+    fn perform(&mut self, effect: &SourceEffect) -> Result<(), SourceEffectError> {
         match effect {
             SourceEffect::Journal { state, durable } => {
                 self.journal(state, *durable)?;
@@ -158,7 +158,7 @@ impl StateMachine for Driver {
     }
 }
 
-impl Driver {
+impl SourceDriver {
     /// Lifts the throttle of the guest's processors.
     pub(in crate::source) fn lift_cpu_throttle(&mut self) {
         if let Some(Err(error)) = self.resources.cpu_throttle.as_mut().map(CpuThrottle::lift) {
@@ -174,11 +174,11 @@ impl Driver {
         self.resources.vm.as_mut().map_or(Err(VmError::Gone), act)
     }
 
-    fn journal(&mut self, state: &SourceState, durable: bool) -> Result<(), EffectError> {
+    fn journal(&mut self, state: &SourceState, durable: bool) -> Result<(), SourceEffectError> {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
         if *self.session.state() == SourceState::Idle {
-            let proposal = self.agreement.proposal.as_ref().ok_or(EffectError::NoProposal)?;
+            let proposal = self.agreement.proposal.as_ref().ok_or(SourceEffectError::NoProposal)?;
             let state = State::Source(state.clone());
             return Ok(journal.begin(&NewMigration { terms: &self.terms, state, proposal })?);
         }
@@ -217,7 +217,7 @@ impl Driver {
         let (context, terms, mailbox) = (Arc::clone(&self.context), self.terms.clone(), self.inbox.mailbox());
         let offer = move || {
             ownership::ask(&context, &terms, &request);
-            mailbox.put(Notice::OfferEnded);
+            mailbox.put(SourceNotice::OfferEnded);
         };
         match thread::Builder::new().name("offer".to_owned()).spawn(offer) {
             Ok(_) => self.registry.is_offering = true,
@@ -228,7 +228,7 @@ impl Driver {
     pub(super) fn send_to_registry(&mut self, request: RegistryRequest) {
         let mailbox = self.inbox.mailbox();
         let answered = move |answer| {
-            mailbox.put(Notice::Event(SourceEvent::RegistryAnswered(answer)));
+            mailbox.put(SourceNotice::Event(SourceEvent::RegistryAnswered(answer)));
         };
         if !ownership::ask_in_thread(&self.context, &self.terms, request, answered) {
             self.session.follow_up(SourceEvent::RegistryAnswered(RegistryAnswer::Unreachable));

@@ -11,16 +11,16 @@ use proto::message::Message;
 use proto::{Epoch, Purpose};
 use tracing::warn;
 
-use super::effects::EffectError;
-use crate::source::Driver;
+use super::effects::SourceEffectError;
+use crate::source::SourceDriver;
 use crate::source::failure::unexpected;
-use crate::source::inbox::{Notice, Reply};
+use crate::source::inbox::{SourceNotice, Reply};
 use crate::source::phases::Control;
 use crate::state_machine::StateMachine;
 use api::report::Downtime;
 use host::peers;
 
-impl Driver {
+impl SourceDriver {
     /// Handles a question that the destination asks on a connection of its own, on which it waits for the answer.
     pub(crate) fn asked(&mut self, epoch: Epoch, reply: Reply) {
         self.connections.asker = Some(reply);
@@ -79,7 +79,7 @@ impl Driver {
             other => return self.broken_protocol(link, &unexpected(&other).reason),
         };
         match self.feed(&event) {
-            Err(EffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
+            Err(SourceEffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
             done => self.done(&event, done),
         }
     }
@@ -161,14 +161,14 @@ impl Driver {
         let link = self.inbox.next_link();
         let read = move || loop {
             let notice = match reader.recv(None) {
-                Ok(Incoming::Message(message)) => Notice::Message { link: Some(link), message },
+                Ok(Incoming::Message(message)) => SourceNotice::Message { link: Some(link), message },
                 Ok(Incoming::Blob(_)) => {
-                    Notice::Lost { link, error: Some("the destination sent device state".to_owned()) }
+                    SourceNotice::Lost { link, error: Some("the destination sent device state".to_owned()) }
                 }
-                Err(TransportError::Closed) => Notice::Lost { link, error: None },
-                Err(error) => Notice::Lost { link, error: Some(crate::chain(&error)) },
+                Err(TransportError::Closed) => SourceNotice::Lost { link, error: None },
+                Err(error) => SourceNotice::Lost { link, error: Some(crate::chain(&error)) },
             };
-            let last = matches!(notice, Notice::Lost { .. });
+            let last = matches!(notice, SourceNotice::Lost { .. });
             if !mailbox.put(notice) || last {
                 return;
             }

@@ -13,12 +13,12 @@ use tracing::{info, warn};
 
 use crate::destination::untrusted;
 use crate::source::failure::Failure;
-use crate::source::inbox::Notice;
+use crate::source::inbox::SourceNotice;
 use crate::source::serving::PostCopyServer;
-use crate::source::{Details, Driver};
+use crate::source::{Details, SourceDriver};
 use host::ram::JournalledRegion;
 
-impl Driver {
+impl SourceDriver {
     /// Sets the proposal that an agent before this one sent to the destination.
     pub fn proposed(&mut self, proposal: Option<Proposal>) {
         self.agreement.proposal = proposal;
@@ -130,7 +130,7 @@ impl Driver {
             let notice = self.inbox.wait(self.clock.instant(deadline));
             self.clock.read();
             match notice {
-                Some(Notice::Message { link: Some(from), message: Message::Resumed }) if from == link => {
+                Some(SourceNotice::Message { link: Some(from), message: Message::Resumed }) if from == link => {
                     break;
                 }
                 // All other messages, earlier ones included, keep their usual meaning.

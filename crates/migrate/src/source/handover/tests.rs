@@ -16,7 +16,7 @@ use crate::source::agreement::Accepted;
 use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
 use crate::source::participants::tests::{Fake, Steps, taken};
-use crate::source::{Controls, Goals, Inbox, Mailbox};
+use crate::source::{Controls, Goals, SourceInbox, SourceMailbox};
 use ::memory::Owed;
 use api::progress::Publisher;
 use api::report::{Outcome, Report};
@@ -34,7 +34,7 @@ fn settings() -> MigrationSettings {
 }
 
 /// Returns a driver of the first migration, which the journal has in this state.
-fn driver(world: &World, state: SourceState, qemu: Option<&Qemu>) -> (Driver, Mailbox, Arc<Controls>) {
+fn driver(world: &World, state: SourceState, qemu: Option<&Qemu>) -> (SourceDriver, SourceMailbox, Arc<Controls>) {
     driver_of(world, terms("a", "b"), state, qemu)
 }
 
@@ -43,21 +43,21 @@ fn driver_of(
     terms: engine::handover::MigrationTerms,
     state: SourceState,
     qemu: Option<&Qemu>,
-) -> (Driver, Mailbox, Arc<Controls>) {
+) -> (SourceDriver, SourceMailbox, Arc<Controls>) {
     world.journalled(&terms, State::Source(state.clone()));
     let report = Report::begin(terms.migration.clone(), host("a"), host("b"), settings());
     let goals = Goals::restored(settings(), &world.context.config);
     let controls = Arc::new(Controls::new(goals, report, Instant::now()));
     let vm = qemu.map(|qemu| SourceVm::find(&world.context, &qemu.record()).unwrap());
-    let inbox = Inbox::new();
+    let inbox = SourceInbox::new();
     let mailbox = inbox.mailbox();
     let context = Arc::clone(&world.context);
-    let driver = Driver::new(context, terms, state, vm, inbox, Arc::clone(&controls), Publisher::new());
+    let driver = SourceDriver::new(context, terms, state, vm, inbox, Arc::clone(&controls), Publisher::new());
     (driver, mailbox, controls)
 }
 
 /// Returns the payload of a VM without disks to copy.
-fn payload(driver: &mut Driver) -> Payload {
+fn payload(driver: &mut SourceDriver) -> Payload {
     let accepted = Accepted {
         copied: vec![],
         references: false,
@@ -117,7 +117,7 @@ fn an_older_connection_answers_no_question_of_the_present_one() {
     let old = driver.connections.control.as_ref().unwrap().link;
     driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
-    mailbox.put(Notice::Message { link: Some(old), message: Message::Resumed });
+    mailbox.put(SourceNotice::Message { link: Some(old), message: Message::Resumed });
     let answer = Message::Verified { different_chunks: vec![] };
     peer.send_message(&answer);
     assert_eq!(driver.receive_message(Instant::now() + host::testing::PATIENCE).unwrap(), answer);
@@ -250,7 +250,7 @@ fn ping_is_no_answer() {
     let _peer = world.accept();
     let link = driver.connections.control.as_ref().map(|control| control.link);
     for _ in 0..1 << 10 {
-        mailbox.put(Notice::Message { link, message: Message::Pong });
+        mailbox.put(SourceNotice::Message { link, message: Message::Pong });
     }
     let failure = driver.receive_message(Instant::now()).unwrap_err();
     assert_eq!(failure.event, SourceEvent::PeerSilent, "{}", failure.reason);
@@ -368,10 +368,10 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     let terms = engine::handover::MigrationTerms { registry: Some(Epoch(0)), ..terms("a", "b") };
     let (driver, mailbox, _) = driver_of(&world, terms, state, None);
     for _ in 0..5 {
-        mailbox.put(Notice::Event(SourceEvent::Repeat));
+        mailbox.put(SourceNotice::Event(SourceEvent::Repeat));
     }
     let (reply, replied) = mpsc::sync_channel(1);
-    mailbox.put(Notice::Asked { epoch: Epoch(1), reply });
+    mailbox.put(SourceNotice::Asked { epoch: Epoch(1), reply });
     let settled = thread::spawn(move || driver.settle());
     // The answer follows all the repetitions, by its place in the queue.
     let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Undecided };
@@ -427,7 +427,7 @@ fn source_keeps_the_vm_until_its_departure_is_journalled() {
     let refuse = "CREATE TRIGGER refuse BEFORE DELETE ON vms BEGIN SELECT RAISE(FAIL, 'not now'); END";
     database.execute_batch(refuse).unwrap();
     let settled = thread::spawn(move || driver.settle());
-    mailbox.put(Notice::Message {
+    mailbox.put(SourceNotice::Message {
         link: None,
         message: Message::Running {
             epoch: Epoch(1),
@@ -471,7 +471,7 @@ fn a_rejected_epoch_teaches_a_larger_one() {
 }
 
 /// Adds a participant to those of every VM.
-fn with_third(driver: &mut Driver) -> Steps {
+fn with_third(driver: &mut SourceDriver) -> Steps {
     let steps = Steps::default();
     driver.resources.participants.add(Box::new(Fake::new("third", &steps)));
     steps

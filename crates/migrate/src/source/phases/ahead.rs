@@ -10,12 +10,12 @@ use engine::trace::TracedPolicy;
 use proto::limits::PAGE_BYTES;
 
 use super::rounds::DirtyScan;
-use crate::source::Driver;
+use crate::source::SourceDriver;
 use crate::source::failure::Failure;
 use crate::source::payload::Payload;
 use api::OnLimit;
 
-impl Driver {
+impl SourceDriver {
     /// Sends rounds of the participants that are sent ahead, until the policy lets the others begin.
     pub(super) fn send_ahead(&mut self, payload: &mut Payload) -> Result<(Sender, Owed), Failure> {
         let mut sender = self.open_streams(payload)?;

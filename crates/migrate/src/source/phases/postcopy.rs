@@ -17,7 +17,7 @@ use crate::source::failure::{Failure, gone, unexpected};
 use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
 use crate::source::serving::PostCopyServer;
-use crate::source::{Details, Driver};
+use crate::source::{Details, SourceDriver};
 use api::report::PostCopy;
 use host::ram::{self, JournalledRegion};
 use store::journal::Durability;
@@ -28,7 +28,7 @@ const MAX_UNANSWERED_LISTS: usize = 16;
 
 /// Pages that the destination was asked to discard while the guest ran at the source.
 #[derive(Debug)]
-pub(in crate::source) struct DiscardedPages {
+pub(in crate::source) struct RequestedDiscards {
     policy: TracedPolicy<DiscardPolicy>,
     pages: Vec<DirtyBitmap>,
     /// Pages among them that no round can have sent again since.
@@ -40,7 +40,7 @@ pub(in crate::source) struct DiscardedPages {
     took: Duration,
 }
 
-impl DiscardedPages {
+impl RequestedDiscards {
     pub(in crate::source) fn none() -> Self {
         let policy = TracedPolicy::new(DiscardPolicy::default());
         Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
@@ -95,7 +95,7 @@ impl DiscardedPages {
     }
 }
 
-impl Driver {
+impl SourceDriver {
     /// Lets the destination discard the pages for post-copy while the guest runs at the source, for as long as that
     /// shortens the guest's stop. If the link is cut in the meantime, it is mended like any other cut, before the next
     /// round; if the destination needs too long, no further discard is tried.
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn only_what_the_destination_does_not_know_of_is_named() {
         let (first, second) = (Generation(1), Generation(2));
-        let mut discarded = DiscardedPages::none();
+        let mut discarded = RequestedDiscards::none();
         discarded.begin();
         let all = discarded.next(&set(&[1, 2, 3, 4]), first);
         assert_eq!(all, Some(set(&[1, 2, 3, 4])));

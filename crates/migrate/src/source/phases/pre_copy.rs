@@ -18,7 +18,7 @@ use crate::source::payload::Payload;
 use crate::source::pressure::PressureMeter;
 use crate::source::reductions::hints::FreePageHints;
 use crate::source::telemetry::DeferredPages;
-use crate::source::{Driver, payload};
+use crate::source::{SourceDriver, payload};
 use api::ThrottleCpu;
 use api::progress::Phase;
 
@@ -61,7 +61,7 @@ struct RoundPlan {
     resent_pages: u64,
 }
 
-impl Driver {
+impl SourceDriver {
     /// Sends rounds until the policy decides to stop.
     pub(super) fn pre_copy(
         &mut self,

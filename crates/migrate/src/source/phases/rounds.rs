@@ -13,7 +13,7 @@ use tracing::info;
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::failure::{Failure, gone};
 use crate::source::payload::Payload;
-use crate::source::{Driver, payload};
+use crate::source::{SourceDriver, payload};
 use api::report::Round;
 
 /// Result of a dirty scan: the pages that a round has to send, ready to be read.
@@ -57,7 +57,7 @@ pub(super) struct RoundOutcome {
     pub(super) stats: Option<RoundStats>,
 }
 
-impl Driver {
+impl SourceDriver {
     /// Opens the data streams. If the control stream was lost, all connections are made anew, because otherwise the
     /// destination could not be informed of a round's end. A link that is cut before the first stream opens is worth
     /// waiting for like any other.

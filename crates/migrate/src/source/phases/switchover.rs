@@ -16,7 +16,7 @@ use crate::source::failure::{Failure, gone, unexpected};
 use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
 use crate::source::reductions::hints::ActiveHints;
-use crate::source::{Driver, payload};
+use crate::source::{SourceDriver, payload};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use api::report::Round;
@@ -80,7 +80,7 @@ pub(super) fn cannot_save(error: &VmError) -> Failure {
     }
 }
 
-impl Driver {
+impl SourceDriver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;

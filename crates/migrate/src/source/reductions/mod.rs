@@ -17,7 +17,7 @@ use proto::packed::CompressionTrial;
 
 use super::agreement::Accepted;
 use super::payload::Payload;
-use super::{Controls, Driver};
+use super::{Controls, SourceDriver};
 use api::report::Report;
 use compression::ActiveCompression;
 use deltas::ActiveDeltas;
@@ -138,7 +138,7 @@ impl Drop for ReductionControl {
     }
 }
 
-impl Driver {
+impl SourceDriver {
     /// Starts the reductions that were requested and that the destination can undo; the report notes each request that
     /// is left out for that reason. Policies control them until the returned value is dropped.
     pub(super) fn start_reductions(

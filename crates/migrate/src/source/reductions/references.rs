@@ -24,7 +24,7 @@ use super::{ActiveReduction, ReductionProgress};
 use crate::source::agreement::Accepted;
 use crate::source::failure::{Failure, unexpected};
 use crate::source::payload::Payload;
-use crate::source::{Controls, Driver};
+use crate::source::{Controls, SourceDriver};
 use api::report::Report;
 use host::templates::{
     IndexingStats, LeftTemplate, MAX_ADVERTISED_PAGES, SharedImage, Templates, from_hex, shared_images,
@@ -135,7 +135,7 @@ impl ActiveReduction for ActiveReferences {
     fn report(&self, _: &LinkCounters, _: &mut Report) {}
 }
 
-impl Driver {
+impl SourceDriver {
     /// Returns true if page references are sent.
     pub(in crate::source) fn uses_references(&self, accepted: &Accepted) -> bool {
         self.controls.goals().settings.references && accepted.references

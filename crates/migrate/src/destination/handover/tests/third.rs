@@ -4,7 +4,7 @@ use super::*;
 use crate::destination::participants::tests::{ArrivingFake, ArrivingSteps, taken};
 
 /// Adds a participant to those of every arriving VM.
-fn with_third(driver: &mut Driver) -> ArrivingSteps {
+fn with_third(driver: &mut DestinationDriver) -> ArrivingSteps {
     let steps = ArrivingSteps::default();
     let fake = ArrivingFake { blocks: 1, ..ArrivingFake::new("third", &steps) };
     driver.resources.participants.add(Box::new(fake));

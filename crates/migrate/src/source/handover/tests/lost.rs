@@ -81,7 +81,7 @@ fn memory_that_cannot_be_read_keeps_no_event_waiting() {
     let later = Some(vec![serde_json::from_value(region).unwrap()]);
     let (boot_id, process) = (world.context.boot_id.clone(), None);
     let details = Details { boot_id, accepted: true, later, process, vm_ended: false };
-    mailbox.put(Notice::Event(SourceEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
+    mailbox.put(SourceNotice::Event(SourceEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
     let (settled, settles) = mpsc::channel();
     thread::spawn(move || {
         let found = driver.found_with(vm, Some(&details));

@@ -14,7 +14,7 @@ use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
 use crate::source::failure::Failure;
 use crate::source::payload::Payload;
-use crate::source::{Controls, Driver};
+use crate::source::{Controls, SourceDriver};
 use api::HintedMemory;
 use api::report::{self, Report};
 use guest::Guest;
@@ -91,7 +91,7 @@ pub(in crate::source) struct FreePageHints {
     controls: Arc<Controls>,
 }
 
-impl Driver {
+impl SourceDriver {
     /// Returns free page hints, if they are requested and the guest has the port for them.
     pub(super) fn free_page_hints(&self, payload: &Payload) -> Option<ActiveHints> {
         if self.controls.goals().settings.free_page_hints == HintedMemory::None {

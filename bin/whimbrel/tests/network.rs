@@ -95,6 +95,15 @@ impl Echo {
     }
 }
 
+/// Ends the requests of a test that fails, too.
+struct EndOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Returns all that a host's kernel knows of networks, but for counters and states of links that settle.
 fn network_of(host: &Host) -> String {
     let links = host.run(&["ip", "-json", "link"]).unwrap();
@@ -130,6 +139,7 @@ fn frames_for_a_guest_are_neither_lost_nor_doubled() {
     let (first_answer, first_answers) = mpsc::channel();
     let echo = std::thread::scope(|scope| {
         let requests = scope.spawn(|| Echo::run(&cluster.lab.router, vm_address(1), &end, &first_answer));
+        let ended = EndOnDrop(&end);
         first_answers.recv().unwrap();
         for (from, to) in [("a", "b"), ("b", "a")] {
             let report = cluster.migrate(VM, from, to, &[]);
@@ -139,7 +149,7 @@ fn frames_for_a_guest_are_neither_lost_nor_doubled() {
             assert_eq!(events(&report, "frames-held").len(), 1, "{report:#}");
             assert_eq!(events(&report, "frames-not-held"), Vec::<String>::new());
         }
-        end.store(true, Ordering::Relaxed);
+        drop(ended);
         requests.join().unwrap()
     });
     cluster.assert_guest_whole("a", VM);

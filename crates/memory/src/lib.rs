@@ -30,10 +30,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod chunk;
 mod clock;
-pub mod page_set;
 mod first_pass;
 mod meter;
 mod page_name;
+pub mod page_set;
 mod postcopy;
 mod priority;
 pub mod ram;
@@ -46,10 +46,10 @@ mod tracked;
 pub mod verify;
 
 pub use chunk::{FRAME_PAGES, PageCounts};
-pub use page_set::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
 pub use meter::{LinkCounters, LinkMeter};
 pub use page_name::{NAME_BYTES, PageName};
+pub use page_set::{ChunkPages, DirtyBitmap};
 pub use postcopy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
     decode_set, encode_set,

@@ -13,7 +13,7 @@ use crate::divert::Diversion;
 use crate::held::HeldFrame;
 
 /// Most bytes that are kept. Beyond that frames are lost, like those that a full queue drops.
-const MOST_BYTES: usize = 64 << 20;
+pub(crate) const MOST_BYTES: usize = 64 << 20;
 
 /// Longest wait for room in the tap of a guest that runs.
 const ROOM_PATIENCE: Duration = Duration::from_secs(1);

@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 use crate::divert::Diversion;
 use crate::ethernet::Mac;
 use crate::held::{HeldFrame, Order};
-use crate::holder::{UNDER_WAY, deliver, is_full};
+use crate::holder::{MOST_BYTES, UNDER_WAY, deliver, is_full};
 
 /// Interval of the checks while frames are kept.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000 };
@@ -40,8 +40,9 @@ struct Shared {
 #[derive(Debug)]
 struct State {
     phase: Phase,
-    /// Frames of the source for which the guest's tap has no room yet.
+    /// Frames of the source that the guest's tap cannot have yet.
     waiting: VecDeque<HeldFrame>,
+    waiting_bytes: usize,
     /// Frames of the source that the guest got.
     delivered: usize,
 }
@@ -61,7 +62,8 @@ enum Phase {
 impl Merger {
     /// Begins to throw away what is diverted.
     pub fn start(diversion: Diversion) -> io::Result<Self> {
-        let state = State { phase: Phase::Discarding, waiting: VecDeque::new(), delivered: 0 };
+        let state =
+            State { phase: Phase::Discarding, waiting: VecDeque::new(), waiting_bytes: 0, delivered: 0 };
         let wake = eventfd(0, EventfdFlags::CLOEXEC)?;
         let shared = Arc::new(Shared { diversion, state: Mutex::new(state), wake });
         let merged = Arc::clone(&shared);
@@ -85,12 +87,17 @@ impl Merger {
         self.0.0.diversion.interfaces()
     }
 
-    /// Begins to keep what is diverted: the guest is announced a moment from now.
+    /// Begins to keep what is diverted, and delivers what has come from the source: the state of the guest's cards is
+    /// loaded, and the guest is announced a moment from now.
     pub fn announced(&self) -> io::Result<()> {
         let mut state = self.0.0.lock();
         if matches!(state.phase, Phase::Discarding) {
             self.0.0.diversion.take()?;
-            state.phase = Phase::Keeping(Order::new(Instant::now()));
+            let now = Instant::now();
+            let mut order = Order::new(now);
+            state.waiting.iter().for_each(|frame| order.from_source(now, frame));
+            state.phase = Phase::Keeping(order);
+            state.flush(&self.0.0.diversion)?;
         }
         Ok(())
     }
@@ -116,7 +123,8 @@ impl Drop for Merger {
 }
 
 impl MergerInput {
-    /// Delivers frames of the source, at once as far as the guest's tap has room for them.
+    /// Delivers frames of the source, at once as far as the guest's tap has room for them. Until the guest is announced
+    /// they wait: a QEMU whose network card is not loaded yet reads one frame, and loses it when the card is loaded.
     pub fn deliver(&self, frames: Vec<HeldFrame>) -> io::Result<()> {
         let mut state = self.0.lock();
         if let Phase::Keeping(order) = &mut state.phase {
@@ -124,8 +132,11 @@ impl MergerInput {
                 order.from_source(Instant::now(), frame);
             }
         }
-        state.waiting.extend(frames);
-        state.flush(&self.0.diversion)
+        state.wait(frames);
+        match state.phase {
+            Phase::Discarding | Phase::Ended => Ok(()),
+            Phase::Keeping(_) | Phase::Released => state.flush(&self.0.diversion),
+        }
     }
 
     /// Returns the number of frames of the source that the guest got.
@@ -144,11 +155,24 @@ impl State {
         }
     }
 
+    /// Appends frames of the source, as far as they may be kept.
+    fn wait(&mut self, frames: Vec<HeldFrame>) {
+        for frame in frames {
+            if self.waiting_bytes + frame.encoded_bytes() <= MOST_BYTES {
+                self.waiting_bytes += frame.encoded_bytes();
+                self.waiting.push_back(frame);
+            }
+        }
+    }
+
     /// Delivers the frames of the source as far as the guest's tap has room.
     fn flush(&mut self, diversion: &Diversion) -> io::Result<()> {
         while let Some(frame) = self.waiting.pop_front() {
             match diversion.send(&frame) {
-                Ok(()) => self.delivered += 1,
+                Ok(()) => {
+                    self.waiting_bytes -= frame.encoded_bytes();
+                    self.delivered += 1;
+                }
                 Err(error) if is_full(&error) => {
                     self.waiting.push_front(frame);
                     break;
@@ -188,6 +212,9 @@ impl Shared {
                 return self.diversion.stop();
             }
             let direct = self.diversion.take()?;
+            if !matches!(state.phase, Phase::Keeping(_)) {
+                continue;
+            }
             state.flush(&self.diversion)?;
             let has_waiting = !state.waiting.is_empty();
             let Phase::Keeping(order) = &mut state.phase else { continue };
@@ -197,7 +224,7 @@ impl Shared {
             let now = Instant::now();
             if order.is_due(now) && !has_waiting || order.is_overdue(now) {
                 let direct = order.take_direct();
-                state.waiting.clear();
+                (state.waiting, state.waiting_bytes) = (VecDeque::new(), 0);
                 return self.release(state, &direct);
             }
         }

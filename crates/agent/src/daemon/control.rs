@@ -166,7 +166,9 @@ impl Control for UserApi {
     fn cancel(&self, id: &MigrationId) -> Result<CancelOutcome, Problem> {
         let before = self.status(id)?;
         let word = match self.mailbox(id) {
-            Some(DriverMailbox::Source(mailbox)) => mailbox.put(source::SourceNotice::Event(SourceEvent::Cancel)),
+            Some(DriverMailbox::Source(mailbox)) => {
+                mailbox.put(source::SourceNotice::Event(SourceEvent::Cancel))
+            }
             Some(DriverMailbox::Destination(mailbox)) => {
                 mailbox.put(destination::DestinationNotice::Event(DestinationEvent::Cancel))
             }

@@ -104,9 +104,8 @@ impl Daemon {
             Some(DriverMailbox::Source(mailbox)) => {
                 mailbox.put(source::SourceNotice::Event(SourceEvent::OperatorDecided(decision)))
             }
-            Some(DriverMailbox::Destination(mailbox)) => {
-                mailbox.put(destination::DestinationNotice::Event(DestinationEvent::OperatorDecided(decision)))
-            }
+            Some(DriverMailbox::Destination(mailbox)) => mailbox
+                .put(destination::DestinationNotice::Event(DestinationEvent::OperatorDecided(decision))),
             None => false,
         };
         if !is_delivered {

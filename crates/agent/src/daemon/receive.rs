@@ -246,7 +246,8 @@ impl Daemon {
         let mailbox = DriverMailbox::Destination(inbox.mailbox());
         let driven = DriverHandle { mailbox, publisher: publisher.clone(), controls: None };
         let context = Arc::clone(&self.context);
-        let driver = destination::DestinationDriver::new(context, terms, state, proposal, None, inbox, publisher);
+        let driver =
+            destination::DestinationDriver::new(context, terms, state, proposal, None, inbox, publisher);
         (driver, driven)
     }
 }

@@ -11,8 +11,8 @@ use tracee::{AddressRange, PageFaultError, PageFaultHandler};
 use tracing::warn;
 
 use super::ledger::Ledger;
-use crate::page_set::DirtyBitmap;
 use crate::lock;
+use crate::page_set::DirtyBitmap;
 use crate::ram::{BlockWriter, RamError, RamRegion};
 
 /// Places pages for which threads may wait.

@@ -11,8 +11,8 @@ use std::sync::Mutex;
 
 use proto::message::PageRequest;
 
-use crate::page_set::DirtyBitmap;
 use crate::lock;
+use crate::page_set::DirtyBitmap;
 use crate::round::{Owed, Readable};
 
 /// Pages that the guest wrote recently, which determine the order of sending.

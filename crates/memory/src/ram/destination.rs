@@ -10,8 +10,8 @@ use super::backing::{BlockBacking, find};
 use super::preallocated::Preallocated;
 use super::zero::ZEROS;
 use super::{BlockWriter, DiscardMethod, RamError, RamRegion};
-use crate::page_set::DirtyBitmap;
 use crate::lock;
+use crate::page_set::DirtyBitmap;
 
 /// Opens the RAM of a QEMU for writing, block by block, each with the writer that fits it.
 ///

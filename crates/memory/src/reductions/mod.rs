@@ -17,8 +17,8 @@ use std::sync::Arc;
 
 use crate::chunk::ChunkId;
 use crate::chunk::encoding::{Encoder, PresumedPages};
-use crate::page_set::DirtyBitmap;
 use crate::meter::LinkMeter;
+use crate::page_set::DirtyBitmap;
 
 pub(crate) mod compression;
 pub(crate) mod decoders;

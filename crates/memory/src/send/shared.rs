@@ -12,8 +12,8 @@ use proto::reference::decode_missing;
 
 use crate::chunk::encoding::{ChunkTask, FrameContent, PageEncoders};
 use crate::chunk::{ChunkId, PageCounts, WantedPages};
-use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::priority::{NICE, Niceness};
 use crate::reductions::Reductions;
 use crate::send::counters::RoundCounters;

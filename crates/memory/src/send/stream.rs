@@ -9,9 +9,9 @@ use proto::pages::PagesHeader;
 
 use crate::chunk::encoding::{Encoder, FrameEncoder, PageEncoder, PresumedPages};
 use crate::chunk::{ChunkId, FrameBuilder};
-use crate::page_set::ChunkPages;
 use crate::lock;
 use crate::meter::LinkMeter;
+use crate::page_set::ChunkPages;
 use crate::reductions::Reductions;
 use crate::send::AckRange;
 

@@ -179,11 +179,15 @@ impl DestinationDriver {
                 self.message(link, message);
             }
             DestinationNotice::Reply(message) => self.send_message(&message),
-            DestinationNotice::PageStream { generation, connection } if generation == self.connections.generation => {
+            DestinationNotice::PageStream { generation, connection }
+                if generation == self.connections.generation =>
+            {
                 self.attach(connection);
             }
             // The source notices the loss as well, and makes new connections.
-            DestinationNotice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "link lost"),
+            DestinationNotice::PageStreamLost { error } => {
+                info!(migration = %self.terms.migration, error, "link lost")
+            }
             DestinationNotice::Blob { link, bytes }
                 if self.connections.control == Some(link)
                     && *self.session.state() == DestinationState::Prepared =>
@@ -204,7 +208,9 @@ impl DestinationDriver {
                 self.fail(&error);
             }
             // These belong to a replaced generation, or are checked in any case before the next notice.
-            DestinationNotice::Broken { .. } | DestinationNotice::PageStream { .. } | DestinationNotice::MissingPages => {}
+            DestinationNotice::Broken { .. }
+            | DestinationNotice::PageStream { .. }
+            | DestinationNotice::MissingPages => {}
             DestinationNotice::ParticipantFailed { error } => self.fail(&error),
         }
     }

@@ -174,7 +174,10 @@ impl DestinationInbox {
     /// Creates an empty inbox.
     pub fn new() -> Self {
         let (sender, notices) = mpsc::sync_channel(INBOX_CAPACITY);
-        Self { notices, mailbox: DestinationMailbox { notices: sender, links: Arc::default(), frames: Arc::default() } }
+        Self {
+            notices,
+            mailbox: DestinationMailbox { notices: sender, links: Arc::default(), frames: Arc::default() },
+        }
     }
 
     /// Returns a sending half.

@@ -251,7 +251,8 @@ impl SourceDriver {
                 self.send_message(&Message::Pong)?;
                 Ok(None)
             }
-            SourceNotice::Message { message: Message::Pong, .. } | SourceNotice::Event(SourceEvent::Repeat) => Ok(None),
+            SourceNotice::Message { message: Message::Pong, .. }
+            | SourceNotice::Event(SourceEvent::Repeat) => Ok(None),
             // An answer about templates that arrives after the source stopped waiting.
             SourceNotice::Message { message: Message::TemplatePages { .. }, .. }
                 if !self.agreement.is_querying_templates =>
@@ -259,7 +260,8 @@ impl SourceDriver {
                 Ok(None)
             }
             // This concerns another attempt.
-            SourceNotice::Message { message: Message::Refused { epoch, .. }, .. } | SourceNotice::Asked { epoch, .. }
+            SourceNotice::Message { message: Message::Refused { epoch, .. }, .. }
+            | SourceNotice::Asked { epoch, .. }
                 if epoch != self.terms.epoch() =>
             {
                 Ok(None)
@@ -280,7 +282,9 @@ impl SourceDriver {
                 Ok(None)
             }
             SourceNotice::Lost { .. } => Ok(None),
-            SourceNotice::ServingEnded { generation, .. } if generation != self.connections.generation => Ok(None),
+            SourceNotice::ServingEnded { generation, .. } if generation != self.connections.generation => {
+                Ok(None)
+            }
             // The guest is still stopped at the source.
             SourceNotice::ServingEnded { error, .. } => Err(Failure::new(
                 SourceEvent::PeerLost,

@@ -106,7 +106,9 @@ fn interrupts(newest_link: u64, notice: &SourceNotice) -> bool {
         }
         | SourceNotice::OfferEnded
         | SourceNotice::Event(SourceEvent::Repeat) => false,
-        SourceNotice::Message { link: Some(link), .. } | SourceNotice::Lost { link, .. } => *link == newest_link,
+        SourceNotice::Message { link: Some(link), .. } | SourceNotice::Lost { link, .. } => {
+            *link == newest_link
+        }
         SourceNotice::Message { link: None, .. }
         | SourceNotice::Event(_)
         | SourceNotice::Asked { .. }
@@ -131,7 +133,10 @@ impl SourceInbox {
     /// Creates an empty inbox.
     pub fn new() -> Self {
         let (sender, notices) = mpsc::sync_channel(QUEUE_LENGTH);
-        Self { notices, mailbox: SourceMailbox { notices: sender, round: Arc::default(), links: Arc::default() } }
+        Self {
+            notices,
+            mailbox: SourceMailbox { notices: sender, round: Arc::default(), links: Arc::default() },
+        }
     }
 
     /// Returns a sending half.

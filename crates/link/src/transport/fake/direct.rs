@@ -6,21 +6,12 @@ use std::ops::Range;
 use proto::frame::FrameKind;
 
 use super::Placement;
-use super::halves::{FrameReader, FrameWriter, PLACED, Rest};
+use super::halves::{FrameReader, FrameWriter, LateData, PLACED, Rest};
 use crate::error::LinkError;
 use crate::transport::{DirectReceiver, DirectSender, Part, TransportError};
 
 /// Bytes that are moved at a time.
 const PIECE_BYTES: u64 = 64 << 10;
-
-/// Data in a sender's buffer that is read from memory only when the buffer is written.
-#[derive(Debug)]
-pub(super) struct LateData {
-    /// Position in the buffer.
-    at: usize,
-    region: u16,
-    bytes: Range<u64>,
-}
 
 fn unreachable_memory(error: io::Error) -> TransportError {
     TransportError::Memory(Box::new(error))

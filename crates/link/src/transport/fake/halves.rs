@@ -8,7 +8,6 @@ use proto::Message;
 use proto::frame::{FrameKind, HEADER_BYTES, Header};
 use proto::pages::{FIXED_BYTES, PagesHeader};
 
-use super::direct::LateData;
 use super::line::Side;
 use super::{Faults, Placement};
 use crate::error::LinkError;
@@ -23,6 +22,15 @@ const BUFFER: usize = 16 << 10;
 /// First byte of a frame between ends that place memory one-sided: no data of it was placed, or all of it.
 pub(super) const PLAIN: u8 = 0;
 pub(super) const PLACED: u8 = 1;
+
+/// Data in a sender's buffer that is read from memory only when the buffer is written.
+#[derive(Debug)]
+pub(super) struct LateData {
+    /// Position in the buffer.
+    pub(super) at: usize,
+    pub(super) region: u16,
+    pub(super) bytes: Range<u64>,
+}
 
 /// The sending half.
 #[derive(Debug)]

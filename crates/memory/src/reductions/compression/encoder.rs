@@ -11,8 +11,8 @@ use super::select::Selector;
 use crate::chunk::ChunkId;
 use crate::chunk::encoding::{Encoder, FrameEncoder, PresumedPages};
 use crate::clock::cpu_ns;
-use crate::page_set::DirtyBitmap;
 use crate::lock;
+use crate::page_set::DirtyBitmap;
 use crate::reductions::{Reduction, Stage};
 
 /// Compression has no knowledge of pages, and so nothing to learn about them.

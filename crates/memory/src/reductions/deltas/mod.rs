@@ -21,8 +21,8 @@ use proto::delta::{HEAD_BYTES, PIECE_BYTES, PIECES};
 use proto::limits::PAGE_BYTES;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
+use crate::page_set::{ChunkPages, DirtyBitmap};
 
 pub(crate) mod decoder;
 mod encoder;

@@ -35,8 +35,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::sync::Mutex;
 
-use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
+use crate::page_set::{ChunkPages, DirtyBitmap};
 
 mod encoder;
 

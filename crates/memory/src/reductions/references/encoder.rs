@@ -12,8 +12,8 @@ use crate::chunk::encoding::{
     BufferedRun, ChunkTask, Encoder, FrameContent, PageEncoder, PageEncoders, PresumedPages,
 };
 use crate::chunk::{ChunkId, FrameBuilder};
-use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::page_name::{PageName, page_hash};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::reductions::{Reduction, Stage};
 
 /// Shortest run of pages that is sent as a reference: each reference costs the destination a query to a server and an

@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::reference::{ContentSource, HASH_BYTES, Reference};
 
-use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::page_name::{PageHash, PageName, page_hash};
+use crate::page_set::{ChunkPages, DirtyBitmap};
 use crate::ram::RamError;
 
 pub(crate) mod decoder;

@@ -76,7 +76,9 @@ impl DestinationDriver {
             other => return self.handle_unexpected_message(link, &kind(&other)),
         };
         match self.feed(&event) {
-            Err(DestinationEffectError::Illegal(illegal)) => self.handle_protocol_violation(link, &illegal.to_string()),
+            Err(DestinationEffectError::Illegal(illegal)) => {
+                self.handle_protocol_violation(link, &illegal.to_string())
+            }
             done => self.done(&event, done),
         }
     }

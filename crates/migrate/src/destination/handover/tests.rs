@@ -35,7 +35,8 @@ fn driver_of(
     let context = Arc::clone(&world.context);
     let (here, there) = World::from_peer();
     let publisher = Publisher::new();
-    let mut driver = DestinationDriver::new(context, terms, state, proposal(), vm, DestinationInbox::new(), publisher);
+    let mut driver =
+        DestinationDriver::new(context, terms, state, proposal(), vm, DestinationInbox::new(), publisher);
     driver.attach_control_stream(here).unwrap();
     (driver, there)
 }
@@ -122,8 +123,9 @@ fn what_the_journal_did_not_take_is_taken_again() {
     world.context.journal.refuse_writes(true);
     driver.notice(DestinationNotice::Event(DestinationEvent::QemuDied));
     // Messages that are received in between are not applied either, and do not replace the pending event.
-    driver
-        .notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunHere { force: false })));
+    driver.notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunHere {
+        force: false,
+    })));
     assert_eq!(world.state().name(), "ready");
     world.context.journal.refuse_writes(false);
     let settled = thread::spawn(move || driver.settle());
@@ -186,7 +188,8 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
     world.context.journal.refuse_writes(true);
-    driver.notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
+    driver
+        .notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
     world.context.journal.refuse_writes(false);
     let text = driver.publisher.now().message.unwrap();
     assert!(text.starts_with("the decision was not carried out"), "{text}");
@@ -330,7 +333,8 @@ fn an_epoch_that_is_not_new_is_refused_with_the_largest() {
     let context = Arc::clone(&world.context);
     let (terms, publisher) = (terms("b", "a"), Publisher::new());
     let idle = DestinationState::Idle;
-    let mut driver = DestinationDriver::new(context, terms, idle, proposal(), None, DestinationInbox::new(), publisher);
+    let mut driver =
+        DestinationDriver::new(context, terms, idle, proposal(), None, DestinationInbox::new(), publisher);
     let error = driver.prepare().unwrap_err();
     assert_eq!(error.largest_epoch(), Some(Epoch(9)), "{error}");
 }

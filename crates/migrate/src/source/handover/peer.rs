@@ -14,7 +14,7 @@ use tracing::warn;
 use super::effects::SourceEffectError;
 use crate::source::SourceDriver;
 use crate::source::failure::unexpected;
-use crate::source::inbox::{SourceNotice, Reply};
+use crate::source::inbox::{Reply, SourceNotice};
 use crate::source::phases::Control;
 use crate::state_machine::StateMachine;
 use api::report::Downtime;

@@ -130,7 +130,9 @@ impl SourceDriver {
             let notice = self.inbox.wait(self.clock.instant(deadline));
             self.clock.read();
             match notice {
-                Some(SourceNotice::Message { link: Some(from), message: Message::Resumed }) if from == link => {
+                Some(SourceNotice::Message { link: Some(from), message: Message::Resumed })
+                    if from == link =>
+                {
                     break;
                 }
                 // All other messages, earlier ones included, keep their usual meaning.

@@ -13,9 +13,9 @@ use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
 use crate::source::agreement::Accepted;
-use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
 use crate::source::participants::tests::{Fake, Steps, taken};
+use crate::source::payload::Payload;
 use crate::source::{Controls, Goals, SourceInbox, SourceMailbox};
 use ::memory::Owed;
 use api::progress::Publisher;
@@ -34,7 +34,11 @@ fn settings() -> MigrationSettings {
 }
 
 /// Returns a driver of the first migration, which the journal has in this state.
-fn driver(world: &World, state: SourceState, qemu: Option<&Qemu>) -> (SourceDriver, SourceMailbox, Arc<Controls>) {
+fn driver(
+    world: &World,
+    state: SourceState,
+    qemu: Option<&Qemu>,
+) -> (SourceDriver, SourceMailbox, Arc<Controls>) {
     driver_of(world, terms("a", "b"), state, qemu)
 }
 

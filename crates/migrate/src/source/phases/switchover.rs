@@ -13,8 +13,8 @@ use tracing::warn;
 
 use super::Ready;
 use crate::source::failure::{Failure, gone, unexpected};
-use crate::source::payload::Payload;
 use crate::source::participants::StopKind;
+use crate::source::payload::Payload;
 use crate::source::reductions::hints::ActiveHints;
 use crate::source::{SourceDriver, payload};
 use crate::state_machine::StateMachine;

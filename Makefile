@@ -2,6 +2,8 @@
 #
 #   make test    format, lints, licences, and all tests but the long ones: half an hour on two cores
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
+#   make rack    tests on whole emulated machines, into docs/tried-on.md: three quarters of an hour; TEST=nfs runs those
+#                with nfs in their names
 #   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone
 #   make size    builds the program as users get it, and checks its size
@@ -28,7 +30,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo soak lint size bench bench-disks bench-sweep bench-functions callgrind callgrind-update guest-agent guests
+.PHONY: test demo rack soak lint size bench bench-disks bench-sweep bench-functions callgrind callgrind-update guest-agent guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest debian-guest database-guest rack
@@ -49,6 +51,18 @@ size:
 soak: size
 	scripts/setup packages newer-qemu tiny-guest debian-guest database-guest rack
 	. scripts/test-env && { WHIMBREL_SOAK=1 $(CARGO) test --locked --workspace -- --include-ignored --nocapture; passed=$$?; scripts/not-tried; exit $$passed; }
+
+# What was tried is the last commit that changed the product: results themselves are committed later.
+TEST ?=
+rack:
+	scripts/setup packages newer-qemu tiny-guest rack
+	. scripts/test-env && { \
+	    export WHIMBREL_RACK_RESULTS="$$PWD/.cache/rack-results"; : >"$$WHIMBREL_RACK_RESULTS"; \
+	    $(CARGO) test --locked --workspace --test rack -- --include-ignored $(TEST); passed=$$?; \
+	    $(CARGO) run --quiet --locked -p whimbrel-lab -- tried-on --add "$$WHIMBREL_RACK_RESULTS" \
+	        --commit "$$(git log -1 --format=%h -- crates bin/whimbrel/src)" \
+	        --results docs/tried-on.json --page docs/tried-on.md; \
+	    scripts/not-tried; exit $$passed; }
 
 demo:
 	scripts/setup packages newer-qemu debian-guest

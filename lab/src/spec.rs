@@ -23,6 +23,8 @@ pub struct GuestSpec {
     pub machine: String,
     /// Execution of its instructions.
     pub accel: Accel,
+    /// Model of its processors. `None`: all that the accelerator can provide.
+    pub cpu: Option<String>,
     /// Processors.
     pub vcpus: u32,
     /// Memory, MiB.
@@ -249,6 +251,7 @@ impl GuestSpec {
             qemu: QemuVersion::Installed,
             machine: "q35".to_owned(),
             accel: Accel::Tcg,
+            cpu: None,
             vcpus: 1,
             // The kernel and the unpacked RAM disk need some 80 MiB.
             memory_mib: (load.fill_mib
@@ -312,10 +315,11 @@ impl GuestSpec {
     }
 
     fn processor_and_memory(&self, line: &mut CommandLine) {
-        match self.accel {
-            Accel::Tcg => line.option("-accel", "tcg").option("-cpu", "max"),
-            Accel::Kvm => line.option("-accel", "kvm").option("-cpu", "host,-arch-capabilities"),
+        let (accel, all) = match self.accel {
+            Accel::Tcg => ("tcg", "max"),
+            Accel::Kvm => ("kvm", "host,-arch-capabilities"),
         };
+        line.option("-accel", accel).option("-cpu", self.cpu.as_deref().unwrap_or(all));
         line.option("-smp", &self.processors()).option("-m", &self.memory_mib.to_string());
         if self.numa_nodes > 1 {
             for node in 0..self.numa_nodes {

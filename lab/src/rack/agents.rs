@@ -76,6 +76,7 @@ impl Rack {
         let directory = Path::new(GUESTS).join(&spec.name);
         let arguments = spec.arguments(self.environment(), &directory)?;
         let (name, unit) = (directory.display().to_string(), format!("vm-{}", spec.name));
+        host.run(&["rm", "-rf", &name])?;
         host.run(&["mkdir", "-p", &name])?;
         let mut words = vec!["systemd-run", "--quiet", "--collect", "--unit", &unit, "--", qemu_of(host)];
         words.extend(arguments.iter().map(String::as_str));
@@ -144,7 +145,7 @@ impl Rack {
 }
 
 /// Returns the program that runs guests on a host.
-fn qemu_of(host: &RackHost) -> &'static str {
+pub(super) fn qemu_of(host: &RackHost) -> &'static str {
     match host.spec().qemu {
         GuestQemu::OfTheHost => "/usr/bin/qemu-system-x86_64",
         GuestQemu::OfThisMachine => BROUGHT_QEMU,
@@ -161,7 +162,7 @@ fn install(host: &RackHost, identity: &Identity, config: &Table) -> Result<()> {
     host.write("/etc/systemd/system/whimbrel.service", UNIT)?;
     host.shell(&format!(
         "install -m 755 {MOUNTED}/whimbrel /usr/local/bin/whimbrel; mkdir -p /srv/images {GUESTS}
-        systemctl daemon-reload; systemctl --quiet enable whimbrel"
+        systemctl daemon-reload; systemctl --quiet enable whimbrel; sync"
     ))?;
     start(host)
 }

@@ -21,6 +21,7 @@ mod host;
 mod machine;
 mod snapshot;
 mod tools;
+pub mod tried;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -5,12 +5,14 @@ use lab::{until, vm_address};
 
 use crate::echo::Echo;
 use crate::support::{VM, kvm_guest, move_guest, rack, two};
+use crate::tried::Trial;
 
 /// A stock Linux on KVM, whose network card the kernel serves, moves there and back. Every page is compared by Whimbrel
 /// and by the guest, and a connection to it, which is never reopened, is used all the time.
 #[test]
 fn a_stock_guest_on_kvm_with_vhost_there_and_back() {
     let Some(rack) = rack(&two()) else { return };
+    let trial = Trial::begin(&rack, "a stock guest, there and back");
     let _serial = rack.start_guest(&rack.hosts[0], &kvm_guest()).unwrap();
     let echo = Echo::start(&rack.switch, vm_address(1));
     for (from, to) in [(0, 1), (1, 0)] {
@@ -24,6 +26,7 @@ fn a_stock_guest_on_kvm_with_vhost_there_and_back() {
         assert!(left.as_array().unwrap().iter().all(|vm| vm["vm"] != VM), "it is on one side only: {left}");
     }
     assert!(echo.finish() > 0);
+    trial.works();
 }
 
 /// Returns the number of the kernel's workers for network cards. Linux 6.1 has them as processes, newer ones as threads

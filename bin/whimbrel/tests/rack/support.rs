@@ -1,9 +1,10 @@
 //! Common parts of the tests on a rack.
 
 use std::path::Path;
+use std::process::{Child, Stdio};
 
 use lab::rack::{HostSpec, Rack, RackHost, RackSerial, Tools};
-use lab::{Accel, Device, Environment, GuestSpec, Load, Net, not_tried, vm_address};
+use lab::{Accel, Device, Environment, GuestSpec, Load, Net, not_tried, until, vm_address};
 use serde_json::Value;
 use toml::{Table, toml};
 
@@ -77,6 +78,64 @@ pub(crate) fn move_guest(rack: &Rack, from: &RackHost, to: &RackHost, more: &[&s
     assert_eq!(output.code, 0, "{}: {}", report["outcome"], report["reason"]);
     assert_moved(&report);
     (report, assert_whole(rack, to))
+}
+
+/// Starts a migration of the guest; its command's output is kept for the caller.
+pub(crate) fn begin(from: &RackHost, to: &RackHost, more: &[&str]) -> Child {
+    let mut words =
+        vec!["whimbrel", "--json", "migrate", VM, "--to", to.name(), "--verify", "--on-limit", "stop"];
+    words.extend(more);
+    let mut command = from.command(&words);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Waits until a host's last migration satisfies `enough`.
+#[track_caller]
+pub(crate) fn wait_for_migration(rack: &Rack, host: &RackHost, what: &str, enough: impl Fn(&Value) -> bool) {
+    until(what, || {
+        let list = rack.whimbrel(host, &["migrations"]);
+        serde_json::from_str::<Value>(list.stdout.trim()).is_ok_and(|list| enough(&list[0]))
+    });
+}
+
+/// Waits until a host has sent this many bytes of the guest.
+#[track_caller]
+pub(crate) fn wait_for_sent(rack: &Rack, host: &RackHost, bytes: u64) {
+    let is_so = |migration: &Value| migration["progress"]["sent_bytes"].as_u64() >= Some(bytes);
+    wait_for_migration(rack, host, &format!("{bytes} bytes are sent"), is_so);
+}
+
+/// Waits until no migration of a host is open.
+#[track_caller]
+pub(crate) fn wait_settled(rack: &Rack, host: &RackHost) {
+    until(&format!("{} has no open migration", host.name()), || {
+        let list = rack.whimbrel(host, &["vm", "list"]);
+        let list = serde_json::from_str::<Value>(list.stdout.trim());
+        list.is_ok_and(|list| {
+            list.as_array().is_some_and(|list| list.iter().all(|vm| vm["migration"].is_null()))
+        })
+    });
+}
+
+/// Returns the guest as a host's agent shows it, if it has it.
+pub(crate) fn guest_at(rack: &Rack, host: &RackHost) -> Option<Value> {
+    let list = rack.whimbrel(host, &["vm", "list"]).ok().json();
+    list.as_array().unwrap().iter().find(|vm| vm["vm"] == VM).cloned()
+}
+
+/// Returns the codes of a pre-flight check's blockers.
+pub(crate) fn blockers(rack: &Rack, from: &RackHost, to: &RackHost) -> Vec<String> {
+    let check = rack.whimbrel(from, &["migrate", VM, "--to", to.name(), "--check"]).json();
+    let findings = |side: &str| check[side].as_array().unwrap_or_else(|| panic!("{check:#}")).clone();
+    let all = [findings("source_findings"), findings("destination_findings")].concat();
+    let blockers = all.iter().filter(|one| one["severity"] == "blocker");
+    blockers.map(|one| one["code"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Returns the number of QEMUs on a host.
+pub(crate) fn qemus(host: &RackHost) -> usize {
+    // The kernel keeps 15 letters of a program's name.
+    host.shell("pgrep --count --exact qemu-system-x86 || true").unwrap().trim().parse().unwrap()
 }
 
 /// Asserts that a guest was moved, and that all of it was compared.

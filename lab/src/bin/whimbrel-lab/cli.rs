@@ -67,6 +67,20 @@ pub(crate) enum LabCommand {
         #[arg(value_name = "DIR")]
         directory: PathBuf,
     },
+    /// Collect results of `make rack`, and make a table of them
+    TriedOn(TriedOnCommand),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TriedOnCommand {
+    /// Add the results of a run of `make rack`. Without it, the table is made from existing ones
+    #[arg(long, value_name = "FILE", requires = "commit")]
+    pub add: Option<PathBuf>,
+    /// The commit that was tried
+    #[arg(long, value_name = "HASH")]
+    pub commit: Option<String>,
+    #[command(flatten)]
+    pub kept: ResultsOptions,
 }
 
 /// Files for the results, and for the page and the plots made from them.

@@ -20,6 +20,7 @@ mod output;
 mod rack_command;
 mod results_file;
 mod sweep_command;
+mod tried_on_command;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -62,6 +63,7 @@ fn run(command: LabCommand, output: &Output) -> Result<Code, Failure> {
         LabCommand::Disks(command) => disks_command::run(&command, output),
         LabCommand::Energy(command) => energy_command::run(&command, output),
         LabCommand::Rack { directory } => rack_command::run(&directory),
+        LabCommand::TriedOn(command) => tried_on_command::run(&command, output),
         LabCommand::Sweep(command) => sweep_command::run(&command, output),
     }
 }

@@ -1,0 +1,112 @@
+//! Guests that do something drastic by themselves in the middle of a migration.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+
+use lab::rack::{Rack, RackHost, RackSerial};
+use lab::{Boot, GuestSpec, Monitor};
+use serde_json::json;
+
+use crate::support::{
+    VM, assert_moved, assert_whole, begin, guest_at, kvm_guest, move_guest, qemus, rack, two,
+};
+use crate::support::{wait_for_sent, wait_settled};
+use crate::tried::Trial;
+
+/// The guest, whose kernel obeys the keys of its serial line, and stands still after a panic.
+fn obedient_guest() -> GuestSpec {
+    let mut guest = GuestSpec { second_monitor: true, ..kvm_guest() };
+    if let Boot::Tiny(load) = &mut guest.boot {
+        "sysrq_always_enabled panic=0".clone_into(&mut load.kernel);
+    }
+    guest
+}
+
+/// Presses a key of the kernel's own (`b`: reboot, `o`: power off, `c`: crash) on the guest's serial line.
+fn press(host: &RackHost, serial: &RackSerial, key: char) {
+    // QEMU accepts a break over its monitor, and passes it to the guest before what is typed afterwards.
+    let monitor = host.forward(&format!("/srv/vms/{VM}/lab.sock")).unwrap();
+    let mut line = UnixStream::connect(serial.socket()).unwrap();
+    let command = json!({ "id": "serial0" });
+    Monitor::connect(&monitor).unwrap().command("chardev-send-break", &command).unwrap();
+    line.write_all(key.to_string().as_bytes()).unwrap();
+    line.flush().unwrap();
+    // The line stays connected until the guest has read it.
+    std::mem::forget(line);
+}
+
+struct Scene {
+    rack: Rack,
+    serial: RackSerial,
+    trial: Trial,
+}
+
+/// Begins a slow migration of such a guest, and presses a key in its middle.
+fn pressed_in_the_middle(subject: &str, key: char) -> Option<(Scene, std::process::Output)> {
+    let rack = rack(&two())?;
+    let trial = Trial::begin(&rack, subject);
+    let serial = rack.start_guest(&rack.hosts[0], &obedient_guest()).unwrap();
+    let migration = begin(&rack.hosts[0], &rack.hosts[1], &["--bandwidth", "3M"]);
+    wait_for_sent(&rack, &rack.hosts[0], 4 << 20);
+    press(&rack.hosts[0], &serial, key);
+    let output = migration.wait_with_output().unwrap();
+    Some((Scene { rack, serial, trial }, output))
+}
+
+/// It boots anew while it is moved, and finds its memory as it writes it then.
+#[test]
+#[ignore = "make rack"]
+fn a_guest_that_reboots() {
+    let Some((scene, output)) = pressed_in_the_middle("a guest that reboots during the migration", 'b')
+    else {
+        return;
+    };
+    assert!(output.status.success(), "{output:?}");
+    let (rack, beta) = (&scene.rack, &scene.rack.hosts[1]);
+    assert_moved(&rack.whimbrel(&rack.hosts[0], &["report", VM]).ok().json());
+    let there = rack.serial_at(beta, VM).unwrap();
+    there.next_tick().unwrap();
+    // The load has begun anew: its ticks are counted from the boot.
+    let numbers: Vec<_> = scene.serial.ticks().unwrap().into_iter().map(|tick| tick.n).collect();
+    let later = there.ticks().unwrap().into_iter().map(|tick| tick.n);
+    let all: Vec<_> = numbers.into_iter().chain(later).collect();
+    assert!(all.windows(2).any(|pair| pair[1] < pair[0]), "it has not rebooted: {all:?}");
+    assert_whole(rack, beta);
+    move_guest(rack, beta, &rack.hosts[0], &[]);
+    scene.trial.works();
+}
+
+/// It powers itself off: the migration ends, and nothing of it is left at the destination.
+#[test]
+#[ignore = "make rack"]
+fn a_guest_that_powers_itself_off() {
+    let Some((scene, output)) =
+        pressed_in_the_middle("a guest that powers itself off during the migration", 'o')
+    else {
+        return;
+    };
+    assert!(!output.status.success(), "{output:?}");
+    let rack = &scene.rack;
+    for host in &rack.hosts {
+        wait_settled(rack, host);
+        lab::until("no QEMU is left", || qemus(host) == 0);
+    }
+    assert!(guest_at(rack, &rack.hosts[1]).is_none(), "the destination has nothing of it");
+    scene.trial.works();
+}
+
+/// It panics, and stands still since: it arrives as it is.
+#[test]
+#[ignore = "make rack"]
+fn a_guest_that_panics() {
+    let Some((scene, output)) = pressed_in_the_middle("a guest that panics during the migration", 'c') else {
+        return;
+    };
+    assert!(output.status.success(), "{output:?}");
+    let rack = &scene.rack;
+    assert_moved(&rack.whimbrel(&rack.hosts[0], &["report", VM]).ok().json());
+    scene.serial.follow().unwrap().wait_for_text("Kernel panic").unwrap();
+    assert_eq!((qemus(&rack.hosts[0]), qemus(&rack.hosts[1])), (0, 1));
+    assert_eq!(guest_at(rack, &rack.hosts[1]).unwrap()["state"], "running");
+    scene.trial.works();
+}

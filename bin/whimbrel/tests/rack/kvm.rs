@@ -90,7 +90,7 @@ fn the_clock_of_a_guest_stands_still_with_it() {
     beta.set_clock(std::time::SystemTime::now() - hour).unwrap();
     let output = migration.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
-    let there = crate::support::assert_whole(&rack, beta);
+    let there = assert_whole(&rack, beta);
     let (passed, real) = (there.now().unwrap().saturating_sub(before), began.elapsed());
     // It stands still while the guest is stopped, and never runs ahead.
     assert!(passed <= real, "{passed:?} passed in the guest in {real:?}");

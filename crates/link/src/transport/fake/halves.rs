@@ -1,6 +1,7 @@
 //! The two halves of an end: frames and messages as bytes.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 

@@ -42,6 +42,10 @@ impl SourceDriver {
                     });
                     self.running(continue_us, since_us, resumed_us);
                     self.report_served();
+                    if self.resources.later.is_some() {
+                        // The pages' connection may end later than this agent does.
+                        self.keep_report();
+                    }
                 }
                 SourceEvent::Running { epoch }
             }
@@ -124,10 +128,15 @@ impl SourceDriver {
         self.note("running", "");
         if self.resources.later.is_some() {
             // Post-copy lasts for a while: an agent that restarts needs the report of everything before it.
-            let report = self.controls.report(|report| report.clone());
-            if let Err(error) = self.context.journal.put_report(&report) {
-                warn!(error = crate::chain(&error), "cannot record the report in the journal yet");
-            }
+            self.keep_report();
+        }
+    }
+
+    /// Records the report as it is now, for an agent that continues the migration.
+    pub(super) fn keep_report(&self) {
+        let report = self.controls.report(|report| report.clone());
+        if let Err(error) = self.context.journal.put_report(&report) {
+            warn!(error = crate::chain(&error), "cannot record the report in the journal yet");
         }
     }
 

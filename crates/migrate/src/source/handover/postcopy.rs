@@ -76,10 +76,7 @@ impl SourceDriver {
         }
         // If this agent dies before the next connections exist, the report has the decisions made until now.
         self.report_served();
-        let report = self.controls.report(|report| report.clone());
-        if let Err(error) = self.context.journal.put_report(&report) {
-            warn!(error = crate::chain(&error), "cannot record the report in the journal yet");
-        }
+        self.keep_report();
     }
 
     /// Makes new connections if the destination may need pages and there are none.

@@ -13,10 +13,11 @@
 //!  └────────────────────────────┘         └────────────────────────┘
 //! ```
 //!
-//! A machine boots once in a minute; its state is kept in the cache ([`snapshot`]), and hosts start from it in seconds.
+//! A machine boots once in a minute; its state is kept in the cache ([`booted`]), and hosts start from it in seconds.
 //! Each starts from the same state and shares nothing with earlier ones.
 
 mod agents;
+mod booted;
 mod host;
 mod machine;
 mod snapshot;
@@ -33,10 +34,10 @@ use crate::error::{Context, Error, Result};
 use crate::host::{Host, remove_namespace};
 use crate::lab::LabConfig;
 pub use agents::WITNESS;
+use booted::booted_state;
 pub use host::{RackHost, RackSerial};
 use machine::Parts;
 pub use machine::{GuestQemu, HostSpec, Kernel};
-use snapshot::Snapshot;
 pub use tools::Tools;
 
 /// The bridge in the rack's namespace that joins the hosts.
@@ -129,7 +130,7 @@ impl Rack {
     }
 
     fn start(&mut self, parts: &Parts) -> Result<()> {
-        let of = |host: &RackHost| Snapshot::of(host.spec(), &self.environment, parts, &self.switch);
+        let of = |host: &RackHost| booted_state(host.spec(), &self.environment, parts, &self.switch);
         let snapshots = self.hosts.iter().map(of).collect::<Result<Vec<_>>>()?;
         thread::scope(|scope| {
             let hosts = self.hosts.iter_mut().zip(&snapshots);

@@ -186,7 +186,7 @@ impl DestinationDriver {
             }
             // The source notices the loss as well, and makes new connections.
             DestinationNotice::PageStreamLost { error } => {
-                info!(migration = %self.terms.migration, error, "link lost")
+                info!(migration = %self.terms.migration, error, "link lost");
             }
             DestinationNotice::Blob { link, bytes }
                 if self.connections.control == Some(link)

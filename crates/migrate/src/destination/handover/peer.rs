@@ -77,7 +77,7 @@ impl DestinationDriver {
         };
         match self.feed(&event) {
             Err(DestinationEffectError::Illegal(illegal)) => {
-                self.handle_protocol_violation(link, &illegal.to_string())
+                self.handle_protocol_violation(link, &illegal.to_string());
             }
             done => self.done(&event, done),
         }

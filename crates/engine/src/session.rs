@@ -43,7 +43,7 @@ impl Time {
     }
 }
 
-/// What a driver does next.
+/// Next step of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Turn<E> {
     /// Handle this event, which an effect has caused.
@@ -52,7 +52,7 @@ pub enum Turn<E> {
     Repeat,
     /// Wait for an event from outside, until this time at the latest.
     Wait(Time),
-    /// Nothing more: the handover is over.
+    /// End: the handover is over.
     End,
 }
 

@@ -236,7 +236,7 @@ fn a_generation_gets_its_streams_once_and_ends_with_the_next() {
     }
 }
 
-/// Page requests do not wait behind bulk that nobody reads.
+/// Page requests do not wait behind bulk that the peer does not read.
 #[test]
 fn page_requests_overtake_bulk() {
     for rig in Rig::all() {
@@ -259,8 +259,8 @@ fn page_requests_overtake_bulk() {
 #[test]
 fn a_host_that_is_not_there_is_an_error_of_its_kind() {
     let [_, rig, _] = Rig::all();
-    let nobody = Peer { host: host("host-b"), address: "127.0.0.1:1".to_owned() };
-    let error = rig.source.control(&nobody, control(), soon()).unwrap_err();
+    let absent = Peer { host: host("host-b"), address: "127.0.0.1:1".to_owned() };
+    let error = rig.source.control(&absent, control(), soon()).unwrap_err();
     assert!(matches!(error, TransportError::Io(_)), "{error:?}");
     let other = Peer { host: host("host-c"), ..rig.peer.clone() };
     let error = rig.source.control(&other, control(), soon()).unwrap_err();

@@ -60,8 +60,8 @@ impl Holder {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).frames.len()
     }
 
-    /// Ends the hold of a guest that runs here again: delivers all frames in their order, and then those that arrived
-    /// meanwhile. Returns their number.
+    /// Ends the hold of a guest that runs here again: delivers all frames in their order, and then those that arrived in
+    /// between. Returns their number.
     pub fn deliver_back(mut self) -> io::Result<usize> {
         self.end();
         let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));

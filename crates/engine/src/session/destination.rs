@@ -38,7 +38,7 @@ pub struct RepetitionFacts {
     pub is_cont_pending: bool,
 }
 
-/// What a repetition of a destination consists of.
+/// Content of a destination's repetition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DestinationRepetition {
     /// This event is handled.
@@ -47,7 +47,7 @@ pub enum DestinationRepetition {
     FindQemu,
     /// QEMU is asked for the outcome of `cont`.
     CheckCont,
-    /// Nothing is done.
+    /// No action.
     Nothing,
 }
 
@@ -119,7 +119,7 @@ impl DestinationSession {
         self.repeat_at = now.after(retry);
     }
 
-    /// Returns what a repetition consists of.
+    /// Returns the content of a repetition.
     pub fn repetition(
         &mut self,
         now: Time,

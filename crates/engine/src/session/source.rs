@@ -20,7 +20,7 @@ pub struct SourceSession {
     contact: Contact,
 }
 
-/// What a repetition of a source consists of.
+/// Content of a source's repetition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SourceRepetition {
     /// This event is handled.
@@ -94,7 +94,7 @@ impl SourceSession {
         self.repeat_at = now.after(retry);
     }
 
-    /// Returns what a repetition consists of. Contact is lost for good after `reclaim_after` without a sign of life.
+    /// Returns the content of a repetition. Contact is lost for good after `reclaim_after` without a sign of life.
     pub fn repetition(&mut self, now: Time, reclaim_after: Duration) -> SourceRepetition {
         if self.contact.check_lost(reclaim_after, now) {
             SourceRepetition::Feed(SourceEvent::ContactLostForGood)

@@ -20,12 +20,12 @@ pub(crate) struct Rules {
     /// HELD: data that the destination needs for READY is only sent when the guest has not run since the stop, and its
     /// QEMU is held, so that no program can continue it any more.
     pub(crate) holds: bool,
-    /// What follows the event that ended the source's phases. A source whose QEMU died before HELD gives up, because it
+    /// Event that follows the one that ended the source's phases. A source whose QEMU died before HELD gives up, because it
     /// knows that it did not send everything.
     pub(crate) after_phases: fn(&SourceSession) -> Option<SourceEvent>,
-    /// Whether the source enters a state whose entry the journal did not accept.
+    /// Rule by which the source enters a state whose entry the journal did not accept.
     pub(crate) enters_without_entry: fn(&mut SourceSession, &SourceState) -> bool,
-    /// What follows an event whose effects failed at the destination.
+    /// Event that follows one whose effects failed at the destination.
     pub(crate) destination_failed: fn(&mut DestinationSession, &DestinationEvent) -> Option<DestinationEvent>,
 }
 

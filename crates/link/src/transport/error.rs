@@ -1,4 +1,4 @@
-//! Error of a transport: what went wrong, for programs; why, for people.
+//! Error of a transport: its kind, for programs, and its cause, for people.
 
 use crate::error::{ConnectError, HandshakeError, LinkError};
 

@@ -181,7 +181,7 @@ impl Pair {
     }
 }
 
-/// A block that nobody may read.
+/// Block whose reads fail the test.
 struct Untouchable(Arc<FakeBlock>);
 
 impl BlockReader for Untouchable {

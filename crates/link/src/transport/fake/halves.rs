@@ -42,12 +42,14 @@ pub(super) struct FrameWriter {
     pub(super) held: Vec<u8>,
     /// Data of `held` that is read when it is written.
     pub(super) late: Vec<LateData>,
+    /// True once memory could not be read, so that the stream has a gap: nothing more is written.
+    has_gap: bool,
     deadline: Option<Instant>,
 }
 
 impl FrameWriter {
     pub(super) fn new(side: Arc<Side>, faults: Faults, placement: Placement) -> Self {
-        Self { side, faults, placement, held: Vec::new(), late: Vec::new(), deadline: None }
+        Self { side, faults, placement, held: Vec::new(), late: Vec::new(), has_gap: false, deadline: None }
     }
 
     /// Puts a frame into the buffer.
@@ -86,7 +88,10 @@ impl FrameWriter {
 
     /// Writes the buffer, up to the cut.
     pub(super) fn write_held(&mut self) -> Result<(), TransportError> {
-        self.read_late().inspect_err(|_| self.side.shutdown())?;
+        if self.has_gap {
+            return Err(TransportError::Closed);
+        }
+        self.read_late().inspect_err(|_| self.has_gap = true)?;
         let left = self.faults.cut_after.unwrap_or(u64::MAX);
         let now = (self.held.len() as u64).min(left) as usize;
         let written = self.side.write(&self.held[..now], self.deadline);

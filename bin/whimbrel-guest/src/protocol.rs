@@ -324,7 +324,7 @@ mod tests {
     proptest! {
         /// Lines contain the same pages, and none is too long, for any pages.
         #[test]
-        fn ranges_come_as_they_went(steps in prop::collection::vec((0_u64..3, 1_u64..1 << 40), 0..2000)) {
+        fn ranges_survive_encoding_and_decoding(steps in prop::collection::vec((0_u64..3, 1_u64..1 << 40), 0..2000)) {
             let mut ranges = Ranges::new(Kind::Cache);
             let (mut next, mut pages, mut lines) = (0, Vec::<Pages>::new(), Vec::new());
             for (gap, count) in steps {
@@ -347,7 +347,7 @@ mod tests {
         }
 
         #[test]
-        fn no_line_is_too_strange(text in ".{0,200}") {
+        fn no_text_panics(text in ".{0,200}") {
             let _ = text.parse::<Line>();
             let _ = text.parse::<Request>();
         }

@@ -121,7 +121,7 @@ fn forward_first_answer(socket: &Path) -> mpsc::Receiver<()> {
 /// Below and above 4 GiB, in several blocks, in shared memory: only reported pages are left out, or the guest's check
 /// would find zeros.
 #[test]
-fn whatever_memory_is_made_of() {
+fn hints_apply_to_blocks_nodes_and_shared_memory() {
     let spec = || guest_with_free_memory(QemuVersion::Newer);
     let large = GuestSpec { memory_mib: 3584, ..spec() };
     let nodes = GuestSpec { numa_nodes: 2, memory_mib: 256, ..spec() };

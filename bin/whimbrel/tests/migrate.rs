@@ -421,7 +421,7 @@ fn over_a_link_with_delay_and_loss() {
 
 /// A link that is too slow, then the cap is lifted during the migration; before that, a migration is cancelled.
 #[test]
-fn cancelled_then_hurried() {
+fn a_migration_is_cancelled_and_the_next_one_is_sped_up() {
     let cluster = Cluster::new();
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
     let slow = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--bandwidth", "4MiB"];

@@ -114,7 +114,7 @@ fn a_device_that_has_other_properties() {
 
 /// Without the difference the same guest is accepted: by the newer QEMU, and by the installed one.
 #[test]
-fn a_like_destination_is_none_the_worse_for_it() {
+fn a_guest_is_accepted_without_the_added_difference() {
     let mut cluster = Cluster::new();
     arrives_with(&mut cluster, "");
     let pid_file = cluster.lab.a.directory().join("vm1.pid");

@@ -131,7 +131,7 @@ const COMMITTED: &str = "source/stopped/ready[no-registry]:after-1-journal";
 const COMMITTED_WITH_REGISTER: &str = "source/stopped/ready[registry]:after-1-journal";
 
 #[test]
-fn without_a_register_the_source_s_operator_runs_it_here() {
+fn without_a_registry_the_source_s_operator_runs_it_here() {
     let mut doubt = HeldMigration::at(COMMITTED, false, |cluster| power_off(cluster, "b"));
     doubt.wait_for("a", "committed");
     let asked = doubt.cluster.a.cli(&["recover", "vm1"]);
@@ -143,7 +143,7 @@ fn without_a_register_the_source_s_operator_runs_it_here() {
 }
 
 #[test]
-fn without_a_register_the_destination_s_operator_runs_it_there() {
+fn without_a_registry_the_destination_s_operator_runs_it_there() {
     let mut doubt = HeldMigration::at(COMMITTED, false, |cluster| {
         cluster.lab.cut_both().unwrap();
         power_off(cluster, "a");
@@ -226,7 +226,7 @@ fn an_operator_overrules_a_destination_that_won_the_registry() {
 }
 
 #[test]
-fn a_register_that_is_lost_stops_no_operator() {
+fn a_registry_that_is_lost_stops_no_operator() {
     let lose = |cluster: &mut Cluster| cluster.witness.as_mut().unwrap().kill();
     // The source waits for the registry to return the VM.
     let mut doubt = HeldMigration::at(COMMITTED_WITH_REGISTER, true, |cluster| {

@@ -59,7 +59,7 @@ fn an_image_is_filled_and_let_go_of() {
 }
 
 #[test]
-fn what_is_there_is_not_touched_and_what_fails_is_said() {
+fn an_existing_file_is_kept_and_errors_name_their_cause() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("disk");
     fs::write(&image, "somebody's").unwrap();

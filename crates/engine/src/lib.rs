@@ -8,10 +8,10 @@
 //! - [`compression`]: the choice of the compression level.
 //! - [`discards`]: post-copy: the number of discards before the guest is stopped.
 //! - [`precopy`]: the moment at which the guest is stopped.
-//! - [`pressure`]: how far copying holds itself back for its guest on a busy host.
+//! - [`pressure`]: the restraint of copying on a busy host, for the sake of the guest.
 //! - [`push`]: post-copy: size and rate of the parts in which the remaining pages are pushed.
-//! - [`references`]: whether page references pay.
-//! - [`session`]: what a role does next, one turn after the other: retries, repetitions, lost contact, failed effects.
+//! - [`references`]: the decision to send page references, or pages.
+//! - [`session`]: the next step of a role: retries, repetitions, lost contact, failed effects.
 //! - [`throttle`]: the limits on the guest's write rate and processor time.
 //! - [`trace`]: the observations and decisions of all these policies, for replay.
 

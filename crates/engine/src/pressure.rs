@@ -11,7 +11,7 @@
 //! step                  0   1   2   3   4   5            (with 4 threads)
 //! niceness              5   7   9  11  11  11            share of a thread beside busy processors
 //! threads at a time     4   4   4   4   2   1            number of processors that copying competes for
-//! between two looks    ×1  ×1  ×1  ×1  ×2  ×4            cost of the scans themselves, at both hosts
+//! interval of scans    ×1  ×1  ×1  ×1  ×2  ×4            cost of the scans themselves, at both hosts
 //! ```
 //!
 //! Niceness first: it costs nothing where processors are idle. Fewer threads are slower there too, and rarer scans
@@ -210,7 +210,7 @@ mod tests {
 
     /// Holds for any number of threads: one of them copies, and dirty scans become no rarer than a quarter.
     #[test]
-    fn something_is_left_of_everything() {
+    fn restraint_keeps_one_thread_and_a_quarter_of_the_scans() {
         for threads in [0, 1, 2, 3, 5, 64, u16::MAX] {
             let mut policy = RestraintPolicy::new(50, SchedulingTimes::default(), threads);
             let mut before = policy.restraint();

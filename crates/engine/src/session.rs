@@ -1,5 +1,6 @@
-//! Sessions: what a role of a migration does next. One session a role ([`SourceSession`], [`DestinationSession`]), and
-//! their common parts: time as a value, contact with the peer, the queue of requests to the ownership registry.
+//! Sessions decide the next step of each role of a migration. One session for each role ([`SourceSession`],
+//! [`DestinationSession`]), and their common parts: time as a value, contact with the peer, the queue of requests to
+//! the ownership registry.
 //!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one event
 //! have the same time, and can be made again.

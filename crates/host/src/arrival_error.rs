@@ -55,7 +55,7 @@ pub enum ArrivalError {
     /// The guest's memory cannot be accessed.
     #[error("the guest's memory cannot be reached")]
     Access(#[from] ::memory::ram::RamError),
-    /// The traces of the VM cannot be journalled.
+    /// The VM's files and process cannot be journalled.
     #[error(transparent)]
     Journal(#[from] JournalError),
     /// QEMU cannot be held.

@@ -1,7 +1,7 @@
 //! Memory, and space for images, that is reserved for arriving VMs.
 //!
 //! A host's free memory falls as an arriving VM's pages are received, not when the VM is accepted: two that arrive at
-//! once would both find the same memory free (design, trap 14). So each one's whole need is recorded when it is
+//! once would both find the same memory free (docs/traps.md, trap 14). So each one's whole need is recorded when it is
 //! accepted, and the part that it has not used yet is not free for the next one. The kernel's own count is used for the
 //! part that it has used.
 

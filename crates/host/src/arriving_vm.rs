@@ -59,9 +59,8 @@ pub struct ArrivalArtifacts {
 pub struct DestinationDetails {
     /// Id of the host's boot in which the migration began.
     pub boot_id: String,
-    /// Processes and files of the migration.
+    /// Files and processes that were made for the VM.
     #[serde(flatten)]
-    /// Files and processes that were made for it.
     pub artifacts: ArrivalArtifacts,
 }
 
@@ -77,7 +76,7 @@ impl ArrivalArtifacts {
         }
     }
 
-    /// Records the traces in the journal.
+    /// Records these artifacts in the journal.
     pub fn keep(
         &self,
         context: &Context,
@@ -106,7 +105,7 @@ impl ArrivalArtifacts {
                 Ok(false) => {}
                 Err(error) => {
                     let why = crate::chain(&error);
-                    warn!(image = %image.display(), error = why, "left behind");
+                    warn!(image = %image.display(), error = why, "cannot remove the image");
                     left.push((image.clone(), why));
                 }
             }
@@ -114,7 +113,7 @@ impl ArrivalArtifacts {
         left
     }
 
-    /// Reads a migration's traces from the journal, or plans them.
+    /// Reads a migration's artifacts from the journal, or plans them.
     pub fn of(context: &Context, migration: &MigrationId) -> Self {
         let kept = context.journal.migration(migration).ok().flatten().map(|record| record.details);
         let this_boot = kept.as_ref().is_some_and(|details| details["boot_id"] == context.boot_id);
@@ -434,7 +433,7 @@ fn remove_directory(directory: &Path) {
     }
     match fs::remove_dir_all(directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            warn!(directory = %directory.display(), %error, "left behind");
+            warn!(directory = %directory.display(), %error, "cannot remove the directory");
         }
         _ => {}
     }

@@ -194,7 +194,7 @@ impl Drop for Probe {
 
 fn remove(directory: &Path) {
     if let Err(error) = std::fs::remove_dir_all(directory) {
-        tracing::warn!(directory = %directory.display(), %error, "left behind");
+        tracing::warn!(directory = %directory.display(), %error, "cannot remove the directory of a probe");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Freezing a QEMU by SIGSTOP (design, trap 18).
+//! Freezing a QEMU by SIGSTOP (docs/traps.md, trap 18).
 //!
 //! A paused guest can still be continued: QEMU may have more monitors than the agent's, and a management program that
 //! sees a paused guest may decide to continue it. A frozen QEMU processes no monitor command. So the source's QEMU is

@@ -39,7 +39,7 @@ pub(crate) fn remove_empty(directory: &Path) {
     for entry in entries.flatten() {
         let is_empty = entry.metadata().is_ok_and(|found| found.is_file() && found.len() == 0);
         if is_empty && let Err(error) = fs::remove_file(entry.path()) {
-            warn!(file = %entry.path().display(), %error, "left behind");
+            warn!(file = %entry.path().display(), %error, "cannot remove the empty file");
         }
     }
     // A directory with files stays.

@@ -61,7 +61,7 @@ impl RuntimeFiles {
         if let Some(directory) = &self.directory
             && let Err(error) = fs::remove_dir_all(directory)
         {
-            warn!(directory = %directory.display(), %error, "left behind");
+            warn!(directory = %directory.display(), %error, "cannot remove the directory");
         }
         if let Some(logs) = &self.logs {
             logs::remove_empty(logs);
@@ -154,7 +154,7 @@ impl RuntimeFile {
             Ok(true) => {}
             Ok(false) => info!(file = %self.path.display(), "not removed: it was replaced by another one"),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => warn!(file = %self.path.display(), %error, "left behind"),
+            Err(error) => warn!(file = %self.path.display(), %error, "cannot remove the file"),
         }
     }
 

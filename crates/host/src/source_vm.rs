@@ -52,7 +52,7 @@ pub enum VmError {
     /// The device state was not saved.
     #[error("the state of the devices was not saved")]
     State(#[from] StateError),
-    /// The VM was changed while it was moved (design, trap 12).
+    /// The VM was changed while it was moved (docs/traps.md, trap 12).
     #[error("{0} changed during the migration: a device was plugged or unplugged; try again")]
     Changed(String),
     /// The VM's disks differ from those with which the destination's QEMU was started.
@@ -193,7 +193,7 @@ impl SourceVm {
     }
 
     /// Returns true if the guest runs, false if its user has paused it. In any other state it is not moved: the
-    /// destination would turn a guest whose disk has failed, or that has crashed, into a paused one (design, trap 17).
+    /// destination would turn a guest whose disk has failed, or that has crashed, into a paused one (docs/traps.md, trap 17).
     pub fn check_run_state(&mut self) -> Result<bool, VmError> {
         let status = self.ask(qemu::control::status)?;
         self.ran = status.status == "running";
@@ -338,7 +338,7 @@ impl SourceVm {
         true
     }
 
-    /// Fails if a device was plugged or unplugged since the start (design, trap 12), or if a drive has another disk:
+    /// Fails if a device was plugged or unplugged since the start (docs/traps.md, trap 12), or if a drive has another disk:
     /// the destination's QEMU was started with those of the start. Needs some milliseconds, so the caller does this
     /// while it waits for something else.
     pub fn check_unchanged(&mut self) -> Result<(), VmError> {
@@ -371,7 +371,7 @@ impl SourceVm {
         verification::hashes(qmp, pid, &names, left_out)
     }
 
-    /// Freezes QEMU by SIGSTOP: from COMMITTED on no other `cont` may reach the guest (design, trap 18).
+    /// Freezes QEMU by SIGSTOP: from COMMITTED on no other `cont` may reach the guest (docs/traps.md, trap 18).
     pub fn freeze(&mut self) -> Result<(), VmError> {
         Ok(freeze::freeze(&self.process)?)
     }

@@ -145,7 +145,7 @@ impl Templates {
                 }
                 Ok(_) => {}
                 Err(error) => {
-                    warn!(template = %template.path.display(), %error, "its catalogue cannot be read");
+                    warn!(template = %template.path.display(), %error, "cannot read its catalogue");
                 }
             }
         }

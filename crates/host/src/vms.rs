@@ -250,7 +250,7 @@ pub fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Fin
         if let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
             && let Err(error) = process.signal(tracee::Signal::KILL)
         {
-            warn!(pid = started.pid, %error, "left behind");
+            warn!(pid = started.pid, %error, "cannot kill the QEMU that was started; it may still run");
         }
         remove_fresh();
     }
@@ -300,7 +300,7 @@ fn remove_own_directory(context: &Context, record: &VmRecord) {
 fn remove(directory: &Path) {
     match std::fs::remove_dir_all(directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            warn!(directory = %directory.display(), %error, "left behind");
+            warn!(directory = %directory.display(), %error, "cannot remove the directory");
         }
         _ => {}
     }

@@ -44,7 +44,7 @@ pub struct TlsFiles {
 pub enum Security {
     /// TLS 1.3 with certificates on both sides.
     Tls(Identity),
-    /// No encryption. Anybody who reaches the port can pretend to be any host, and read and change guests' memory.
+    /// No encryption. Any program that reaches the port can claim to be any host, and read and change guests' memory.
     Plain,
 }
 

@@ -283,7 +283,7 @@ fn servers_that_are_no_agents_or_no_good_ones() {
 
 /// A closing notice in the middle of the negotiation, with unwanted bytes behind it.
 #[test]
-fn servers_that_take_their_leave_in_the_handshake() {
+fn a_closing_notice_in_the_handshake_is_an_error() {
     let notice = [21, 3, 3, 0, 2, 1, 0];
     let connect = |more: &[u8]| {
         let peer = answering([&notice, more].concat());
@@ -349,7 +349,7 @@ fn a_peer_that_hangs_in_the_handshake() {
 
 /// Handshakes are limited in number: the next client gets no answer until one of them has ended.
 #[test]
-fn a_full_house_lets_nobody_in() {
+fn handshakes_beyond_the_limit_wait() {
     let settings = Settings { handshake: PATIENCE, handshakes: 1, ..Settings::default() };
     let server = Server::new(plain("host-b").with_settings(settings));
     let silent = TcpStream::connect(server.serving.address()).unwrap();

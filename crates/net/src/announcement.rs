@@ -1,7 +1,7 @@
 //! Frames that announce where a guest is now.
 //!
 //! A switch learns a station's place from any frame that the station sends: a reverse ARP request is the frame that
-//! asks nothing of anybody (QEMU sends the same one). Routers and fabrics that keep addresses instead of stations learn
+//! no station answers (QEMU sends the same one). Routers and fabrics that keep addresses instead of stations learn
 //! from a gratuitous ARP request (RFC 5227) or an unsolicited neighbour advertisement (RFC 4861, 7.2.6), which are
 //! composed only for addresses that the guest itself [has claimed](crate::claims).
 

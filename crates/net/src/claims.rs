@@ -2,8 +2,8 @@
 //!
 //! Only these are announced in the guest's name. A frame that a guest merely sends from an address proves nothing: a
 //! router forwards the packets of others, and with proxy ARP it even answers for them. So an address counts when the
-//! guest asks or announces from it, with the MAC address of its card, and it no longer counts when another station says
-//! that it has it: a VRRP backup must not take an address away from the router that has it now.
+//! guest asks or announces from it, with the MAC address of its card, and it no longer counts when another station
+//! claims it: a VRRP backup must not take an address away from the router that has it now.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

@@ -10,7 +10,7 @@ use crate::ethernet::Mac;
 /// Bytes of a held frame's header on the wire: card, virtio header, length.
 const WIRE_BYTES: usize = 6 + VIRTIO_HEADER_BYTES + 4;
 
-/// Flag of a virtio header: the checksum is still to be computed. The others say nothing on the way to a guest.
+/// Flag of a virtio header: the checksum is still to be computed. The other flags do not matter to a guest.
 const NEEDS_CHECKSUM: u8 = 1;
 
 /// A frame on its way to the guest.
@@ -18,7 +18,7 @@ const NEEDS_CHECKSUM: u8 = 1;
 pub struct HeldFrame {
     /// MAC address of the guest's card.
     pub card: Mac,
-    /// What the kernel left to the device: checksum, segments (`struct virtio_net_hdr`).
+    /// Work that the kernel left to the device: checksum, segments (`struct virtio_net_hdr`).
     pub header: [u8; VIRTIO_HEADER_BYTES],
     /// The frame.
     pub frame: Vec<u8>,
@@ -70,16 +70,16 @@ pub fn decode(mut bytes: &[u8]) -> Result<Vec<HeldFrame>, CutOff> {
     Ok(frames)
 }
 
-/// Silence of the source after which the frames that came here directly may follow its own.
+/// Time without a frame of the source after which frames that arrived here directly may follow.
 const QUIET: Duration = Duration::from_millis(3);
-/// Longest wait for frames of the source where nothing has come here directly.
+/// Longest wait for frames of the source if no frame has arrived here directly.
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Longest wait of direct frames for those of the source.
 const MOST: Duration = Duration::from_millis(100);
 /// Longest wait for a guest that does not read its frames: its user may have paused it.
 const OVERDUE: Duration = Duration::from_secs(1);
 
-/// Order of the frames at the destination: those of the source first, then those that came here directly.
+/// Order of the frames at the destination: those of the source first, then those that arrived here directly.
 #[derive(Debug)]
 pub struct Order {
     /// Time at which the guest began to run here; before that nothing is due.

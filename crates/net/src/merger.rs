@@ -1,8 +1,8 @@
 //! Frames for a guest that arrives: those that the source held, then those that the network sends here.
 //!
-//! Until the guest is announced, what comes here directly is a copy of what the source gets, and is thrown away. From
-//! the announcement on it is kept, until the source has been quiet for a moment ([`Order`]): otherwise frames of one
-//! connection would overtake each other.
+//! Until the guest is announced, frames that arrive here directly are copies of those that the source receives, and are
+//! discarded. After the announcement they are kept until the source has sent no frame for a moment ([`Order`]):
+//! otherwise frames of one connection would overtake each other.
 
 use std::collections::VecDeque;
 use std::io;
@@ -49,9 +49,9 @@ struct State {
 
 #[derive(Debug)]
 enum Phase {
-    /// Frames that come here directly are thrown away.
+    /// Frames that arrive here directly are discarded.
     Discarding,
-    /// Frames that come here directly are kept.
+    /// Frames that arrive here directly are kept.
     Keeping(Order),
     /// Frames go to the guest by themselves.
     Released,
@@ -60,7 +60,7 @@ enum Phase {
 }
 
 impl Merger {
-    /// Begins to throw away what is diverted.
+    /// Begins to discard diverted frames.
     pub fn start(diversion: Diversion) -> io::Result<Self> {
         let state =
             State { phase: Phase::Discarding, waiting: VecDeque::new(), waiting_bytes: 0, delivered: 0 };
@@ -77,7 +77,7 @@ impl Merger {
         Ok(Self(MergerInput(shared)))
     }
 
-    /// Returns the way in for frames of the source.
+    /// Returns the input for frames of the source.
     pub fn input(&self) -> MergerInput {
         self.0.clone()
     }
@@ -87,7 +87,7 @@ impl Merger {
         self.0.0.diversion.interfaces()
     }
 
-    /// Begins to keep what is diverted, and delivers what has come from the source: the state of the guest's cards is
+    /// Begins to keep diverted frames, and delivers the frames that the source has sent: the state of the guest's cards is
     /// loaded, and the guest is announced a moment from now.
     pub fn announced(&self) -> io::Result<()> {
         let mut state = self.0.0.lock();

@@ -1,8 +1,7 @@
 //! Post-copy: the list of missing pages, which arrive while the guest runs, and requests for single pages.
 //!
 //! After the stop the source lists the missing pages on the control stream, before the device state: `MissingPages`,
-//! and in
-//! `Blob` frames an entry for each chunk of guest memory that has any:
+//! and in `Blob` frames an entry for each chunk of guest memory that has missing pages:
 //!
 //! ```text
 //! block u16 | chunk u48 | a bit for each page of the chunk, the first page's lowest: 8 × u64
@@ -28,7 +27,7 @@
 //!
 //! When all pages are present, the destination sends `PagesComplete` on the page stream and closes the page stream and
 //! the data streams. So the source knows that the end of these streams is no loss. The migration is over when `Running`
-//! comes on the control stream.
+//! arrives on the control stream.
 
 use crate::limits::{CHUNK_PAGES, PAGE_BYTES};
 

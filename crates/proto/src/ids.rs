@@ -127,8 +127,8 @@ impl fmt::Display for MigrationId {
     }
 }
 
-/// One particular process on one particular boot of a host, prepared by one particular session of the agents. GO names
-/// an incarnation; it starts no other process.
+/// One QEMU process in one boot of the destination, made ready over one generation of connections. GO names an
+/// incarnation, and starts no other process.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Incarnation {
     /// `/proc/sys/kernel/random/boot_id` of the destination.

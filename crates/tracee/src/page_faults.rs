@@ -5,7 +5,7 @@
 //! alike, so no thread sees half of one; and a page that exists is not overwritten, whichever process placed it,
 //! because its process may have written to it since.
 //!
-//! **There is no undo.** After unregistering, waiting threads read zeros (design, trap 10), so nothing here does that
+//! **There is no undo.** After unregistering, waiting threads read zeros (docs/traps.md, trap 10), so nothing here does that
 //! by itself: a second descriptor stays inside the process ([`crate::Injector::create_lasting_userfaultfd`]), and with
 //! it the threads continue to wait when the agent dies, until another one takes over ([`PageFaultHandler::take_over`]).
 //! [`PageFaultHandler::end`] is for the time when every page has been placed.
@@ -123,7 +123,7 @@ impl PageFaultHandler {
     }
 
     /// Continues the work of another agent, with the descriptor that was left inside the process. Waits that the other
-    /// agent has read and not answered are reported again: all threads are woken once (design, trap 15). Nothing is
+    /// agent has read and not answered are reported again: all threads are woken once (docs/traps.md, trap 15). Nothing is
     /// registered anew: a range that is no longer registered was unmapped, and other memory may be mapped there now.
     ///
     /// # Errors

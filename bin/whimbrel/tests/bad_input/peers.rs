@@ -111,7 +111,7 @@ fn peers_that_cannot_be_trusted() {
 
 /// Each of two hosts wins at a witness of its own: both would run the VM.
 #[test]
-fn two_hosts_that_ask_different_registers() {
+fn two_hosts_that_ask_different_registries() {
     let mut cluster = Cluster::with(&Setup { witness: true, ..Setup::impatient() });
     let address = cluster.lab.witness.address();
     configure(&mut cluster.b, |text| {

@@ -177,7 +177,7 @@ fn a_sample_of_the_matrix_with_a_disk_that_is_copied() {
 
 /// A host that is gone for good after COMMITTED: the peer takes over, by the registry.
 #[test]
-fn with_a_register_the_other_side_takes_over() {
+fn with_a_registry_the_other_side_takes_over() {
     // The destination is lost with its host: the source takes the VM back.
     let mut arena = Arena::new(true);
     hold(&mut arena, "source/stopped/ready[registry]:after-1-journal", |arena| {

@@ -122,7 +122,7 @@ fn a_long_cut_never_runs_the_guest_at_the_source() {
 }
 
 #[test]
-fn agents_that_die_while_pages_come_are_no_harm() {
+fn killed_agents_during_post_copy_lose_no_page() {
     let ways = [
         (Injury::KillSource, "anonymous"),
         (Injury::KillDestination, "memfd"),

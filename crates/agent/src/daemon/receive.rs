@@ -28,7 +28,7 @@ impl Daemon {
     pub(super) fn proposed(self: &Arc<Self>, mut connection: Channel, id: &MigrationId, proposal: Proposal) {
         let from = connection.peer().clone();
         let check_only = proposal.check_only;
-        info!(migration = %id, %from, check_only, "proposed");
+        info!(migration = %id, %from, check_only, "received a proposal");
         let answer = match self.consider(&from, id, proposal) {
             Err(findings) => Message::Reject { findings, largest_epoch: None },
             Ok(considered) if check_only => self.try_out(considered),
@@ -38,7 +38,7 @@ impl Daemon {
             }
         };
         match connection.send(&answer) {
-            Ok(()) => info!(migration = %id, "answered"),
+            Ok(()) => info!(migration = %id, "answered the proposal"),
             Err(error) => {
                 warn!(migration = %id, error = crate::chain(&error), "cannot send the answer to the source");
             }

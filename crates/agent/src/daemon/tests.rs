@@ -97,7 +97,7 @@ fn nothing_is_decided_about_an_unknown_migration() {
 }
 
 #[test]
-fn who_asks_what_is_no_question_is_hung_up_on() {
+fn a_message_other_than_a_query_closes_a_query_connection() {
     let world = World::new();
     let daemon = daemon(&world);
     let (_serving, address) = serve(&daemon);
@@ -287,7 +287,7 @@ fn a_process_of_another_boot_is_a_stranger() {
 }
 
 #[test]
-fn another_register_than_a_migration_s_is_not_asked() {
+fn another_registry_than_a_migration_s_is_not_asked() {
     let (asked, questions) = std::sync::mpsc::channel();
     let (_answer, answers) = std::sync::mpsc::channel();
     let registry = host::testing::SlowRegistry { asked, answers: Mutex::new(answers) };

@@ -22,8 +22,8 @@
 //! # Contract with the agent
 //!
 //! 1. **Effects are done in their order**, each one finished before the next begins. A message is finished when it was
-//!    handed to the link (or when there was no link), `StopVm`, `PauseQemu` and `ResumeQemu` when their effect was
-//!    observed, `ContinueVm` and `Cont` when the command was sent. A QEMU may be held before `PauseQemu`, so that no
+//!    handed to the link (or when there was no link), `StopVm`, `FreezeQemu` and `ReleaseQemu` when their effect was
+//!    observed, `ContinueVm` and `Cont` when the command was sent. A QEMU may be frozen before `FreezeQemu`, so that no
 //!    foreign `cont` arrives between the last check and COMMITTED; `ContinueVm` and `UndoAll` release it. The order is
 //!    the argument for safety: a decision is in the journal before any other program can see it.
 //! 2. **The new state holds once its `Journal` effect is done.** A transition without one changes nothing that matters

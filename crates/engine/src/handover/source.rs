@@ -177,9 +177,9 @@ pub enum SourceEffect {
     /// QMP `stop`.
     StopVm,
     /// Send SIGSTOP to the source's QEMU.
-    PauseQemu,
+    FreezeQemu,
     /// Send SIGCONT to the source's QEMU.
-    ResumeQemu,
+    ReleaseQemu,
     /// QMP `cont`; ends in `Continued`, `ContinueFailed` or `QemuDied`.
     ContinueVm,
     /// End the source's QEMU and remove its resources.
@@ -344,8 +344,8 @@ impl SourceEffect {
             Self::Journal { durable: false, .. } => "journal",
             Self::Journal { durable: true, .. } => "journal-sync",
             Self::StopVm => "stop-vm",
-            Self::PauseQemu => "pause-qemu",
-            Self::ResumeQemu => "resume-qemu",
+            Self::FreezeQemu => "freeze-qemu",
+            Self::ReleaseQemu => "release-qemu",
             Self::ContinueVm => "continue-vm",
             Self::QuitQemu => "quit-qemu",
             Self::UndoAll => "undo-all",

@@ -71,7 +71,7 @@ fn a_guest_moves() {
     ];
     let (state, effects) = walk_source(&terms, events);
     assert_eq!(state.name(), "done");
-    let expected = ["journal-sync", "journal", "stop-vm", "journal", "pause-qemu", "send-go"];
+    let expected = ["journal-sync", "journal", "stop-vm", "journal", "freeze-qemu", "send-go"];
     assert_eq!(effects[..6], expected);
     assert_eq!(effects[6..], ["journal", "quit-qemu", "report"]);
 
@@ -286,7 +286,7 @@ fn every_advised_decision_is_legal() {
 /// Wherever a state waits for the registry, the operator can decide without it; where there is no registry, no such
 /// decision is offered.
 #[test]
-fn a_register_that_is_lost_leaves_a_way_out() {
+fn a_registry_that_is_lost_leaves_a_way_out() {
     let without = |choices: Vec<Choice>| {
         choices.iter().any(|choice| matches!(choice.decision, OperatorDecision::WithoutRegistry { .. }))
     };
@@ -345,7 +345,7 @@ fn a_rebooted_destination_discards_if_the_source_has_aborted() {
 }
 
 #[test]
-fn the_register_does_not_go_back() {
+fn the_registry_does_not_go_back() {
     let terms = terms(Some(Epoch(3)));
     let owned =
         |epoch, owner: &HostId| Ownership { epoch, owner: owner.clone(), offer: None, released: false };
@@ -374,7 +374,7 @@ fn the_register_does_not_go_back() {
 
 /// Any host with a certificate can claim a VM in the registry: no agent discards a copy for that reason.
 #[test]
-fn a_third_host_in_the_register_decides_nothing() {
+fn a_third_host_in_the_registry_decides_nothing() {
     let terms = terms(Some(Epoch(3)));
     let record =
         Ownership { epoch: Epoch(8), owner: HostId::new("c").unwrap(), offer: None, released: false };

@@ -11,8 +11,8 @@ use super::{
 };
 use crate::throttle::processors::CpuThrottlePolicy;
 
-/// Ways to continue a migration, in ascending order of the cost for the guest; the last needs both hosts while the
-/// guest runs.
+/// Strategies to continue a migration, in ascending order of the cost for the guest; the last one needs both hosts
+/// while the guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigrationStrategy {
@@ -24,7 +24,7 @@ pub enum MigrationStrategy {
     PostCopy,
 }
 
-/// Ways that are available for a guest.
+/// Strategies that are available for a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AvailableStrategies {
     /// True if a CPU throttle is available.
@@ -33,7 +33,7 @@ pub struct AvailableStrategies {
     pub post_copy: bool,
 }
 
-/// Expected outcome of a way.
+/// Expected outcome of a strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpectedOutcome {
     /// Downtime, in nanoseconds.
@@ -42,12 +42,13 @@ pub struct ExpectedOutcome {
     pub total_ns: u64,
 }
 
-/// Expected outcomes of all ways, and the choice. None for a way that is not available, or does not converge.
+/// Expected outcomes of all strategies, and the choice. None for a strategy that is not available, or does not
+/// converge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outlook {
-    /// The chosen way.
+    /// The chosen strategy.
     pub chosen: MigrationStrategy,
-    /// True if the chosen way keeps both limits; if false, none of the others does.
+    /// True if the chosen strategy keeps both limits; if false, none of the others does.
     pub is_feasible: bool,
     /// Rounds without a CPU throttle.
     pub pre_copy: Option<ExpectedOutcome>,

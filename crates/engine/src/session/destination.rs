@@ -7,7 +7,8 @@ use crate::handover::destination::{DestinationEvent, DestinationState};
 /// Session of a destination: the state of its handover, and all that decides what its driver does next.
 ///
 /// The driver asks for a [`Turn`], carries it out by [`destination`](crate::handover::destination::destination), and
-/// reports what became of it. Events from outside come before what the session has in store.
+/// reports what became of it. An event that an effect caused is handled
+/// first, then a repetition that is due, then an event from outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSession {
     state: DestinationState,
@@ -100,7 +101,7 @@ impl DestinationSession {
         self.follow_ups.pop_front()
     }
 
-    /// Returns what the driver does next, if no event has arrived from outside.
+    /// Returns the driver's next step.
     pub fn next_turn(&mut self, now: Time) -> Turn<DestinationEvent> {
         if let Some(event) = self.take_follow_up() {
             Turn::Handle(event)

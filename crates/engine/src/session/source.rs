@@ -8,7 +8,8 @@ use crate::handover::source::{SourceEvent, SourceState};
 /// migration have ended.
 ///
 /// The driver asks for a [`Turn`], carries it out by [`source`](crate::handover::source::source), and reports what became
-/// of it. Events from outside come before what the session has in store.
+/// of it. An event that an effect caused is handled
+/// first, then a repetition that is due, then an event from outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSession {
     state: SourceState,
@@ -75,7 +76,7 @@ impl SourceSession {
         self.repeat_after(now, retry);
     }
 
-    /// Returns what the driver does next, if no event has arrived from outside.
+    /// Returns the driver's next step.
     pub fn next_turn(&mut self, now: Time) -> Turn<SourceEvent> {
         if let Some(event) = self.follow_ups.pop_front() {
             Turn::Handle(event)

@@ -69,7 +69,7 @@ pub(crate) fn source_continues_after_committed(
             SourceState::Aborting,
             vec![
                 SourceEffect::Journal { state: SourceState::Aborting, durable: true },
-                SourceEffect::ResumeQemu,
+                SourceEffect::ReleaseQemu,
                 SourceEffect::ContinueVm,
             ],
         ),
@@ -126,7 +126,9 @@ pub(crate) fn source_does_not_hold_qemu(
     state: &SourceState,
     event: &SourceEvent,
 ) -> SourceStep {
-    change(source(terms, state, event), |effects| effects.retain(|effect| *effect != SourceEffect::PauseQemu))
+    change(source(terms, state, event), |effects| {
+        effects.retain(|effect| *effect != SourceEffect::FreezeQemu)
+    })
 }
 
 /// The source reclaims the VM although the registry has not confirmed that.
@@ -140,7 +142,7 @@ pub(crate) fn source_reclaims_without_winning(
             SourceState::Returning,
             vec![
                 SourceEffect::Journal { state: SourceState::Returning, durable: true },
-                SourceEffect::ResumeQemu,
+                SourceEffect::ReleaseQemu,
                 SourceEffect::ContinueVm,
             ],
         ),
@@ -174,7 +176,7 @@ pub(crate) fn source_aborts_when_restarted(
     match (state, event) {
         (SourceState::Committed { run, .. }, SourceEvent::Restarted(_)) => {
             let step = source(terms, &SourceState::Stopped { run: *run }, event);
-            change(step, |effects| effects.insert(1, SourceEffect::ResumeQemu))
+            change(step, |effects| effects.insert(1, SourceEffect::ReleaseQemu))
         }
         _ => source(terms, state, event),
     }

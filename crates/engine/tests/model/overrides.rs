@@ -71,7 +71,7 @@ pub(crate) const OVERRIDES: Budget =
     Budget { overrides: 1, registers_lost: 1, hosts_gone: 1, in_flight: 2, ..NONE };
 
 #[test]
-fn a_word_that_is_right_harms_nothing() {
+fn correct_decisions_of_operators_break_no_rule() {
     holds("words", Budget { troubles: 1, ..OVERRIDES }, true);
     holds("words, agents die", Budget { agent_crashes: 1, in_flight: 1, ..OVERRIDES }, true);
     holds("words, QEMUs die", Budget { qemu_deaths: 1, ..OVERRIDES }, true);
@@ -79,7 +79,7 @@ fn a_word_that_is_right_harms_nothing() {
 }
 
 #[test]
-fn finds_a_source_that_waits_for_a_register_that_is_lost() {
+fn finds_a_source_that_waits_for_a_registry_that_is_lost() {
     let waits: fn(&_, &_, &_) -> SourceStep = |terms, state, event| match (state, event) {
         (
             SourceState::Reclaiming { .. },
@@ -92,7 +92,7 @@ fn finds_a_source_that_waits_for_a_register_that_is_lost() {
 }
 
 #[test]
-fn finds_a_destination_that_waits_for_a_register_that_is_lost() {
+fn finds_a_destination_that_waits_for_a_registry_that_is_lost() {
     let waits: fn(&_, &_, &_) -> DestinationStep = |terms, state, event| match (state, event) {
         (
             DestinationState::Taking { .. },

@@ -19,7 +19,7 @@ pub fn drop_page_cache(images: Vec<PathBuf>) {
             let forgotten = File::open(&image).and_then(|file| Ok(fadvise(file, 0, None, Advice::DontNeed)?));
             // Only QEMU may know the image by this path.
             if let Err(error) = forgotten {
-                info!(image = %image.display(), %error, "it stays in the page cache");
+                info!(image = %image.display(), %error, "the image stays in the page cache");
             }
         }
     };

@@ -25,7 +25,7 @@ impl KnownFile {
         Some(Self { path: path.to_owned(), numbers, least_bytes: 0 })
     }
 
-    /// The same file, which nobody may shorten: an image that was made at its full length.
+    /// Returns this identity for a file that no program may shorten: an image that was made at its full length.
     #[must_use]
     pub fn at_full_length(self) -> Self {
         let least_bytes = fs::metadata(&self.path).map_or(0, |found| found.len());

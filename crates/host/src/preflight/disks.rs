@@ -87,7 +87,7 @@ pub(super) struct DiskPlan {
     pub(super) findings: Vec<Finding>,
 }
 
-/// Decides for each disk. `sights` are the files of all of them as this host sees them.
+/// Decides for each disk whether it is copied, and where to. `sights` are the disks' files as this host sees them.
 pub(super) fn plan(
     pool: Option<&Pool>,
     id: &MigrationId,

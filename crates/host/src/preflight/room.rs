@@ -36,12 +36,12 @@ pub fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &Path) {
         let Some(image) = disk.and_then(DiskImage::of) else { continue };
         match content_bytes(&image, socket, deadline) {
             Ok(Some(bytes)) => wanted.allocated_bytes = wanted.allocated_bytes.max(bytes).min(wanted.bytes),
-            Ok(None) => tracing::info!(disk = wanted.name, "reading its map takes too long"),
+            Ok(None) => tracing::info!(disk = wanted.name, "measuring the disk takes too long"),
             // The image may not be reachable by its name: a descriptor, a server with a password.
             Err(error) => tracing::info!(
                 disk = wanted.name,
                 error = crate::chain(&error),
-                "its content was not measured"
+                "the disk's content was not measured"
             ),
         }
     }
@@ -55,7 +55,7 @@ pub fn end_measurements(run_dir: &Path) {
     for socket in sockets.filter(|path| path.extension().is_some_and(|end| end == SOCKET)) {
         block::image::end_unused_server(&socket);
         if let Err(error) = std::fs::remove_file(&socket) {
-            tracing::debug!(socket = %socket.display(), %error, "it was already removed");
+            tracing::debug!(socket = %socket.display(), %error, "the socket was already removed");
         }
     }
 }

@@ -96,7 +96,7 @@ impl AdvertisedTemplates {
                     )))));
                 }
                 Err(error) => {
-                    warn!(template = %template.path.display(), %error, "its catalogue cannot be read");
+                    warn!(template = %template.path.display(), %error, "cannot read its catalogue");
                 }
             }
         }

@@ -192,7 +192,7 @@ impl LeftImageStore {
         Ok(())
     }
 
-    /// Puts existing images on the shelf, and forgets those that are other files now, or existed and are gone. An image
+    /// Adds existing images to the table of templates, and forgets those that were replaced or removed. An image
     /// that has never been there may be on a file system that is mounted later; and if a file system does not answer,
     /// everything stays as it is.
     fn scan(&self) {

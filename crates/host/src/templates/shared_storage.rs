@@ -138,7 +138,7 @@ impl SharedImageIndexer {
             if let Some(catalogue) = self.kept(image) {
                 learning.all_of(number, &catalogue);
             } else if let Err(error) = self.read(number, image, memory_bytes, &mut learning) {
-                debug!(image = %image.path.display(), error = crate::chain(&error), "not read");
+                debug!(image = %image.path.display(), error = crate::chain(&error), "an image that both hosts have was not read");
             }
         }
         learning.stats

@@ -69,7 +69,7 @@ impl TemplateIndexer {
         self.read();
     }
 
-    /// Updates the shelf; unchanged templates keep their state.
+    /// Updates the table of templates; unchanged templates keep their state.
     fn update_table(&self) {
         let before: BTreeMap<PathBuf, Template> =
             lock(&self.table).iter().map(|template| (template.path.clone(), template.clone())).collect();

@@ -13,14 +13,14 @@ use crate::left_images;
 use crate::ownership;
 use api::{LeftImage, Problem, ProblemKind, RunRequest};
 
-/// Images that are an old state of VMs that moved away, and that a VM which is started here must not have.
+/// Outdated images of VMs that moved away. No VM may be started from them.
 #[derive(Debug)]
 pub(super) struct SecondCopy {
     old_states: Vec<LeftImage>,
 }
 
 impl SecondCopy {
-    /// Looks at the owner, and at the files that QEMU's arguments name.
+    /// Checks the VM's owner, and the files that QEMU's arguments name.
     ///
     /// # Errors
     /// When the VM would be a second copy, unless the request says that this is known.

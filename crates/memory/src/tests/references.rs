@@ -158,7 +158,7 @@ fn memory_that_came_from_a_disk_is_read_from_there() {
 
 /// For slow links. Files unpacked from an archive, for example, may be in memory twice.
 #[test]
-fn memory_that_is_there_twice_goes_once() {
+fn duplicate_pages_of_memory_are_sent_once() {
     for is_marked in [false, true] {
         let source = FakeRam::new(&[600]);
         (0..300).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
@@ -215,7 +215,7 @@ fn short_runs_are_sent() {
 
 /// The unit in which writes to a disk are recorded is larger than a page: most pages that are sent again are unchanged.
 #[test]
-fn what_is_as_it_was_is_referred_to_where_it_is() {
+fn unchanged_disk_pages_are_sent_as_references() {
     let source = FakeRam::new(&[600]);
     (0..600).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
     let known = ContentIndex::new([600 * PAGE_BYTES], 0, 0, 2000);

@@ -32,7 +32,7 @@ impl DestinationDriver {
                 "in doubt: {from} cannot be reached to find out whether {vm} runs there; repair the link, or \
                  see `whimbrel recover {vm}`"
             ),
-            DestinationReport::TooLate => "too late to cancel here".to_owned(),
+            DestinationReport::TooLate => "this host can no longer cancel the migration".to_owned(),
             DestinationReport::Incomplete => {
                 format!("the VM runs here; some of its memory is still at {from}")
             }

@@ -27,7 +27,7 @@ pub(super) struct ArrivingNetwork {
     interfaces: Vec<(String, Mac)>,
     /// Sockets that keep the first frames, from shortly before the guest runs.
     watch: Option<Watch>,
-    /// Merges the source's frames with those that come here directly, where the kernel can divert them.
+    /// Merges the source's frames with those that arrive here directly, where the kernel can divert them.
     merger: Option<Merger>,
     announced_at: Option<SystemTime>,
     measuring: Option<JoinHandle<Vec<CardFrames>>>,
@@ -85,12 +85,12 @@ impl ArrivingNetwork {
         }
     }
 
-    /// Returns the way in for the source's frames, if they can be delivered.
+    /// Returns the input for the source's frames, if they can be delivered.
     pub(super) fn frames_input(&self) -> Option<MergerInput> {
         self.merger.as_ref().map(Merger::input)
     }
 
-    /// Announces the guest, which runs a moment from now.
+    /// Announces the guest, which is about to run.
     pub(super) fn announce(&mut self) {
         if let Some(Err(error)) = self.merger.as_ref().map(Merger::announced) {
             warn!(%error, "frames for the guest are not held");
@@ -100,7 +100,7 @@ impl ArrivingNetwork {
         announcer.announce();
     }
 
-    /// Delivers what was kept for the guest, which is here to stay. Returns at once.
+    /// Delivers the frames that were kept for the guest, which stays on this host. Returns at once.
     fn release(&mut self) {
         if let Some(merger) = self.merger.take() {
             merger.guest_runs();
@@ -129,7 +129,7 @@ impl ArrivingNetwork {
     }
 }
 
-/// Begins to throw away what the network sends to a guest that is not here yet.
+/// Begins to discard frames that the network sends to a guest that has not arrived yet.
 fn start_merger(interfaces: &[(String, Mac)], migration: &MigrationId) -> Option<Merger> {
     if interfaces.is_empty() {
         return None;

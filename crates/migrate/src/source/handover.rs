@@ -175,7 +175,7 @@ impl SourceDriver {
         self.connections.control = None;
         self.handle_serving_end(Some(error));
         if let Some(later) = &mut self.resources.later {
-            // That the handover is over can be said on a new control stream only.
+            // Only a new control stream can report that the handover is over.
             later.is_complete = false;
         }
     }

@@ -40,7 +40,7 @@ impl SourceDriver {
                     return self.record_first_frames(cards);
                 }
                 SourceNotice::Lost { link, .. } if link == control => return,
-                // The handover is over: whoever asks now is answered from the journal.
+                // The handover is over: later questions are answered from the journal.
                 _ => {}
             }
         }

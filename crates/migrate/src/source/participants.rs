@@ -10,7 +10,7 @@
 //! round          which pages were written since the last scan; after_scan: there is time again
 //! before_stop    the guest is about to be stopped
 //! freeze         the guest has stopped: the last pages that QEMU has to report
-//! ready          the destination has everything, and is about to hear that the source is held
+//! ready          the destination has everything, and is about to receive HELD
 //! commit         COMMITTED is in the journal: nothing can be undone any more
 //! undo           the guest continues here; all that was changed on this host is changed back
 //! finish         the guest runs at the destination, and its QEMU here has ended
@@ -95,7 +95,7 @@ pub(super) trait Participant: Send {
         hashes: &mut Hashes,
     ) -> Result<(), Failure>;
 
-    /// Acts while the destination loads the devices, before it hears that the source is held.
+    /// Acts while the destination loads the devices, before it receives HELD.
     fn ready(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
 
     /// Acts once COMMITTED is in the journal.

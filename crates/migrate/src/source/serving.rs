@@ -50,7 +50,7 @@ pub(super) struct PostCopyServer {
     pub(super) serving: Option<SenderThreads>,
     /// Error that ended the last connections, until it is handled.
     pub(super) lost: Option<String>,
-    /// True if the destination has said over the last connections that it has all pages.
+    /// True if the destination has reported over the last connections that it has all pages.
     pub(super) is_complete: bool,
 }
 

@@ -21,8 +21,8 @@ pub(super) fn report(
         SourceReport::VmCrashed => qemu_end(shutdown_reason().as_deref()).to_owned(),
         SourceReport::QemuLost => {
             format!(
-                "this host's QEMU has ended and {to} may have the only copy: asking it. Do not start \
-                 {vm} here"
+                "this host's QEMU has ended, and {to} may have the only copy; this agent asks {to}. Do not \
+                 start {vm} on this host"
             )
         }
         SourceReport::Returned => format!("{to} could not run the VM; it is here again"),

@@ -167,7 +167,7 @@ impl Registry for SqliteRegistry {
         match self.apply(request) {
             Ok(reply) => RegistryAnswer::from_reply(request, reply),
             Err(error) => {
-                tracing::error!(error = api::with_causes(&error), "registry");
+                tracing::error!(error = api::with_causes(&error), "a request to the registry failed");
                 match error {
                     RegistryError::Unknown { .. } => RegistryAnswer::Unknown,
                     _ => RegistryAnswer::Unreachable,

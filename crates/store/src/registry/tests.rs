@@ -113,7 +113,7 @@ fn of_many_who_want_it_one_gets_it() {
     }
 }
 
-/// Not a test of its own: [`a_killed_register_keeps_what_it_has_answered`] runs it as another process and kills that.
+/// Not a test of its own: [`a_killed_registry_keeps_what_it_has_answered`] runs it as another process and kills that.
 #[test]
 fn victim_that_sets_until_it_is_killed() {
     let Ok(directory) = std::env::var("WHIMBREL_TEST_REGISTER") else { return };
@@ -137,7 +137,7 @@ fn victim_that_sets_until_it_is_killed() {
 }
 
 #[test]
-fn a_killed_register_keeps_what_it_has_answered() {
+fn a_killed_registry_keeps_what_it_has_answered() {
     let folder = tempfile::tempdir().unwrap();
     for wanted in [1, 10, 50] {
         let mut victim = Command::new(std::env::current_exe().unwrap())

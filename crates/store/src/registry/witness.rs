@@ -168,22 +168,22 @@ impl WitnessServer {
     /// Returns the reply, or none if the outcome is not known here either.
     fn answer(&self, host: &HostId, request: &RegistryRequest) -> Option<RegistryReply> {
         if let Some(reason) = refusal(host, request) {
-            tracing::warn!(%host, ?request, "refused");
+            tracing::warn!(%host, ?request, "refused a request to the ownership registry");
             return Some(RegistryReply::Failed { reason });
         }
         match self.registry.apply(request) {
             Ok(reply) => {
                 if reply == RegistryReply::Set {
-                    tracing::info!(%host, ?request, "set");
+                    tracing::info!(%host, ?request, "changed a record of the ownership registry");
                 }
                 Some(reply)
             }
             Err(error @ RegistryError::Unknown { .. }) => {
-                tracing::error!(%host, error = with_causes(&error), "registry");
+                tracing::error!(%host, error = with_causes(&error), "unknown whether the registry changed");
                 None
             }
             Err(error) => {
-                tracing::error!(%host, error = with_causes(&error), "registry");
+                tracing::error!(%host, error = with_causes(&error), "a request to the registry failed");
                 Some(RegistryReply::Failed { reason: error.to_string() })
             }
         }

@@ -221,7 +221,7 @@ fn from_bytes(bytes: &[u8]) -> Option<Vec<u64>> {
 pub(super) const USERFAULTFD_FLAGS: u64 =
     (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64 | linux_raw_sys::general::UFFD_USER_MODE_ONLY as u64;
 /// Flags if threads have to wait: the kernel touches a guest's memory for them, too (KVM, system calls). Not every
-/// process may use them (design, trap 9).
+/// process may use them (docs/traps.md, trap 9).
 pub(super) const LASTING_USERFAULTFD_FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
 
 #[cfg(test)]

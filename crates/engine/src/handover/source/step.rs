@@ -2,188 +2,202 @@
 
 #![allow(clippy::match_same_arms, reason = "one arm for each case, with its own reason")]
 
-mod shared;
+mod transitions;
 
 use proto::Incarnation;
 use proto::message::Verdict;
 
-use super::SourceEffect as Do;
-use super::SourceEvent as On;
-use super::SourceReport as Notice;
-use super::SourceState as In;
+use super::SourceEffect as Effect;
+use super::SourceEvent as Event;
+use super::SourceReport as Report;
+use super::SourceState as State;
 use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
 
-use shared::{
+use transitions::{
     RegistryView, abandon_reclaim, abort, abort_stopped, ask, commit, commit_without_qemu, enter,
     enter_qemu_lost, enter_returned, finish, ignored, moved, offer, read, reclaim, repeat_messages, serve,
     stay, without_registry,
 };
 
-type Moved = Move<In, Do>;
-type StepResult = Option<Step<In, Do>>;
+type Transition = Move<State, Effect>;
+type TransitionResult = Option<Step<State, Effect>>;
 
-pub(super) fn step(terms: &MigrationTerms, state: &In, event: &On) -> StepResult {
+pub(super) fn step(terms: &MigrationTerms, state: &State, event: &Event) -> TransitionResult {
     match state {
-        In::Idle => idle(event),
-        In::Prepared { run } => prepared(terms, *run, event),
-        In::Stopped { run } => stopped(terms, *run, event),
-        In::QemuLost { incarnation, run } => qemu_lost(terms, incarnation.as_ref(), *run, event),
-        In::Committed { incarnation, run, ran: false } => committed(terms, incarnation, *run, event),
-        In::Committed { incarnation, run, ran: true } => serving(terms, incarnation, *run, event),
+        State::Idle => idle(event),
+        State::Prepared { run } => prepared(terms, *run, event),
+        State::Stopped { run } => stopped(terms, *run, event),
+        State::QemuLost { incarnation, run } => qemu_lost(terms, incarnation.as_ref(), *run, event),
+        State::Committed { incarnation, run, ran: false } => committed(terms, incarnation, *run, event),
+        State::Committed { incarnation, run, ran: true } => serving(terms, incarnation, *run, event),
         // Only a registry can return the VM.
-        In::Reclaiming { .. } if terms.registry.is_none() => None,
-        In::Reclaiming { incarnation, run, force } => {
+        State::Reclaiming { .. } if terms.registry.is_none() => None,
+        State::Reclaiming { incarnation, run, force } => {
             reclaiming(terms, incarnation.as_ref(), *run, *force, event)
         }
-        In::Aborting | In::Returning => continuing(state, event),
-        In::Aborted | In::Returned => final_at_source(state, event),
-        In::Done { incarnation, run } => done(incarnation.as_ref(), *run, event),
+        State::Aborting | State::Returning => continuing(state, event),
+        State::Aborted | State::Returned => final_at_source(state, event),
+        State::Done { incarnation, run } => done(incarnation.as_ref(), *run, event),
     }
 }
 
-fn idle(event: &On) -> StepResult {
+fn idle(event: &Event) -> TransitionResult {
     match event {
         // The first entry, synced: a host that reboots during the migration asks before it starts the VM.
-        On::Begin { run } => moved(enter(In::Prepared { run: *run })),
+        Event::Begin { run } => moved(enter(State::Prepared { run: *run })),
         _ => None,
     }
 }
 
-fn prepared(terms: &MigrationTerms, run: bool, event: &On) -> StepResult {
+fn prepared(terms: &MigrationTerms, run: bool, event: &Event) -> TransitionResult {
     match event {
         // Journalled before `stop` is sent, so that an agent that finds a stopped guest knows that it has to be
         // continued.
-        On::Stop { run } => moved(enter(In::Stopped { run: *run }).then([Do::StopVm])),
-        On::Cancel => moved(abort(Notice::Cancelled)),
-        On::Failed => moved(abort(Notice::Failed)),
+        Event::Stop { run } => moved(enter(State::Stopped { run: *run }).then([Effect::StopVm])),
+        Event::Cancel => moved(abort(Report::Cancelled)),
+        Event::Failed => moved(abort(Report::Failed)),
         // A source that has not committed keeps the guest, whatever has happened to the destination.
-        On::PeerSilent | On::PeerLost | On::ContactLostForGood => moved(abort(Notice::PeerGaveUp)),
-        On::Refused { .. } | On::Crashed { .. } | On::Asked { .. } => moved(abort(Notice::PeerGaveUp)),
-        On::QemuDied => moved(abort(Notice::VmCrashed)),
-        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
-            moved(abort(Notice::Interrupted).when("qemu-lives"))
+        Event::PeerSilent | Event::PeerLost | Event::ContactLostForGood => moved(abort(Report::PeerGaveUp)),
+        Event::Refused { .. } | Event::Crashed { .. } | Event::Asked { .. } => {
+            moved(abort(Report::PeerGaveUp))
         }
-        On::Restarted(QemuAtStart::Gone) => moved(abort(Notice::VmCrashed).when("qemu-gone")),
+        Event::QemuDied => moved(abort(Report::VmCrashed)),
+        Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
+            moved(abort(Report::Interrupted).when("qemu-lives"))
+        }
+        Event::Restarted(QemuAtStart::Gone) => moved(abort(Report::VmCrashed).when("qemu-gone")),
         // Entries may be missing: the guest may have been stopped, committed, and started at the destination.
-        On::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms, None, run).when("rebooted")),
-        On::Repeat => stay(In::Prepared { run }),
+        Event::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms, None, run).when("rebooted")),
+        Event::Repeat => stay(State::Prepared { run }),
         _ => None,
     }
 }
 
-fn stopped(terms: &MigrationTerms, run: bool, event: &On) -> StepResult {
+fn stopped(terms: &MigrationTerms, run: bool, event: &Event) -> TransitionResult {
     match event {
-        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run)),
-        On::Cancel => moved(abort_stopped(run, Notice::Cancelled)),
-        On::Failed => moved(abort_stopped(run, Notice::Failed)),
-        On::PeerSilent | On::PeerLost | On::ContactLostForGood => {
-            moved(abort_stopped(run, Notice::PeerGaveUp))
+        Event::Ready { incarnation, .. } => moved(commit(terms, incarnation, run)),
+        Event::Cancel => moved(abort_stopped(run, Report::Cancelled)),
+        Event::Failed => moved(abort_stopped(run, Report::Failed)),
+        Event::PeerSilent | Event::PeerLost | Event::ContactLostForGood => {
+            moved(abort_stopped(run, Report::PeerGaveUp))
         }
-        On::Refused { .. } | On::Crashed { .. } => moved(abort_stopped(run, Notice::PeerGaveUp)),
+        Event::Refused { .. } | Event::Crashed { .. } => moved(abort_stopped(run, Report::PeerGaveUp)),
         // The destination may be ready, with its READY on another connection than its question.
-        On::Asked { .. } => moved(Move::to(In::Stopped { run }).then([Do::Answer(Verdict::Undecided)])),
-        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
-            moved(abort_stopped(run, Notice::Interrupted).within("qemu-lives"))
+        Event::Asked { .. } => {
+            moved(Move::to(State::Stopped { run }).then([Effect::Answer(Verdict::Undecided)]))
+        }
+        Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
+            moved(abort_stopped(run, Report::Interrupted).within("qemu-lives"))
         }
         // Everything may have been sent already, and the destination may be ready with the only copy.
-        On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => {
+        Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => {
             moved(enter_qemu_lost(terms, None, run).when("qemu-gone"))
         }
-        On::QemuDied => moved(enter_qemu_lost(terms, None, run)),
-        On::Repeat => stay(In::Stopped { run }),
+        Event::QemuDied => moved(enter_qemu_lost(terms, None, run)),
+        Event::Repeat => stay(State::Stopped { run }),
         _ => None,
     }
 }
 
 /// QEMU lost: the source has no copy to run. It can only help the destination, or find out that there is no copy.
-fn qemu_lost(terms: &MigrationTerms, incarnation: Option<&Incarnation>, run: bool, event: &On) -> StepResult {
-    let state = || In::QemuLost { incarnation: incarnation.cloned(), run };
+fn qemu_lost(
+    terms: &MigrationTerms,
+    incarnation: Option<&Incarnation>,
+    run: bool,
+    event: &Event,
+) -> TransitionResult {
+    let state = || State::QemuLost { incarnation: incarnation.cloned(), run };
     let here = || Move::to(state());
     match event {
-        On::Ready { incarnation: ready, .. } => match incarnation {
+        Event::Ready { incarnation: ready, .. } => match incarnation {
             None => moved(commit_without_qemu(terms, ready, run).within("first")),
             Some(known) if known == ready => {
-                moved(here().when("again").then([Do::SendGo { incarnation: known.clone(), run }]))
+                moved(here().when("again").then([Effect::SendGo { incarnation: known.clone(), run }]))
             }
             Some(_) => ignored(Ignored::OtherIncarnation),
         },
         // With no incarnation known, COMMITTED had been written, and was lost with the host's memory.
-        On::Running { .. } => moved(finish(incarnation, run)),
+        Event::Running { .. } => moved(finish(incarnation, run)),
         // The guest runs, and will have to stand still where it needs pages that were lost at the source.
-        On::Incomplete { .. } => moved(here().then([Do::Report(Notice::MemoryLost)])),
+        Event::Incomplete { .. } => moved(here().then([Effect::Report(Report::MemoryLost)])),
         // There is no copy.
-        On::Refused { .. } | On::Crashed { .. } => moved(abort(Notice::VmCrashed)),
-        On::RegistryAnswered(answer) => match read(terms, answer) {
+        Event::Refused { .. } | Event::Crashed { .. } => moved(abort(Report::VmCrashed)),
+        Event::RegistryAnswered(answer) => match read(terms, answer) {
             // The destination returned it and its REFUSED was lost.
             RegistryView::Record(RecordMeaning::Source) => {
-                moved(abort(Notice::VmCrashed).when("source-owns"))
+                moved(abort(Report::VmCrashed).when("source-owns"))
             }
             _ => moved(here().when("otherwise")),
         },
         // The source knows that it did not send everything.
-        On::Failed if incarnation.is_none() => moved(abort(Notice::VmCrashed).when("not-committed")),
-        On::Failed => moved(here().when("committed")),
-        On::Asked { .. } => {
+        Event::Failed if incarnation.is_none() => moved(abort(Report::VmCrashed).when("not-committed")),
+        Event::Failed => moved(here().when("committed")),
+        Event::Asked { .. } => {
             let answer = match incarnation {
                 Some(incarnation) => Verdict::Committed { incarnation: incarnation.clone(), run },
                 None => Verdict::Undecided,
             };
-            let ask_back = incarnation.is_none().then_some(Do::AskDestination);
+            let ask_back = incarnation.is_none().then_some(Effect::AskDestination);
             let guard = if incarnation.is_some() { "committed" } else { "not-committed" };
-            moved(here().when(guard).then([Do::Answer(answer)]).then(ask_back))
+            moved(here().when(guard).then([Effect::Answer(answer)]).then(ask_back))
         }
-        On::Repeat | On::Restarted(_) => moved(repeat_messages(here(), terms, incarnation, run)),
-        On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
-        On::ContactLostForGood => moved(here().then([Do::Report(Notice::OperatorNeeded)])),
-        On::OperatorDecided(OperatorDecision::RunHere { force }) => {
+        Event::Repeat | Event::Restarted(_) => moved(repeat_messages(here(), terms, incarnation, run)),
+        Event::Cancel => moved(here().then([Effect::Report(Report::TooLate)])),
+        Event::ContactLostForGood => moved(here().then([Effect::Report(Report::OperatorNeeded)])),
+        Event::OperatorDecided(OperatorDecision::RunHere { force }) => {
             moved(reclaim(terms, incarnation, run, *force).within("run-here"))
         }
-        On::OperatorDecided(OperatorDecision::RunElsewhere) => {
+        Event::OperatorDecided(OperatorDecision::RunElsewhere) => {
             moved(finish(incarnation, run).when("run-elsewhere"))
         }
-        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
+        Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(incarnation, run, *run_here))
         }
-        On::PeerSilent | On::PeerLost => stay(state()),
-        On::QemuDied => ignored(Ignored::TooLate),
+        Event::PeerSilent | Event::PeerLost => stay(state()),
+        Event::QemuDied => ignored(Ignored::TooLate),
         _ => None,
     }
 }
 
-fn committed(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &On) -> StepResult {
-    let here = || Move::to(In::Committed { incarnation: incarnation.clone(), run, ran: false });
-    let go = || Do::SendGo { incarnation: incarnation.clone(), run };
+fn committed(
+    terms: &MigrationTerms,
+    incarnation: &Incarnation,
+    run: bool,
+    event: &Event,
+) -> TransitionResult {
+    let here = || Move::to(State::Committed { incarnation: incarnation.clone(), run, ran: false });
+    let go = || Effect::SendGo { incarnation: incarnation.clone(), run };
     let offer_again = || offer(terms, incarnation, run);
     match event {
-        On::Running { .. } => moved(finish(Some(incarnation), run)),
+        Event::Running { .. } => moved(finish(Some(incarnation), run)),
         // The destination needs the pages of the source, which waits for RUNNING as before.
-        On::Incomplete { .. } => moved(serve(incarnation, run)),
-        On::Refused { .. } => moved(reclaim(terms, Some(incarnation), run, false)),
-        On::Crashed { .. } => moved(here().then([Do::Report(Notice::DestinationCrashed)])),
-        On::Asked { .. } => {
+        Event::Incomplete { .. } => moved(serve(incarnation, run)),
+        Event::Refused { .. } => moved(reclaim(terms, Some(incarnation), run, false)),
+        Event::Crashed { .. } => moved(here().then([Effect::Report(Report::DestinationCrashed)])),
+        Event::Asked { .. } => {
             let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
-            moved(here().then([Do::Answer(verdict)]))
+            moved(here().then([Effect::Answer(verdict)]))
         }
-        On::Ready { incarnation: other, .. } if other != incarnation => ignored(Ignored::OtherIncarnation),
-        On::Ready { .. } => moved(here().then([go()])),
-        On::Repeat => moved(here().then([go()]).asking(RequestPurpose::Offer, offer_again())),
+        Event::Ready { incarnation: other, .. } if other != incarnation => ignored(Ignored::OtherIncarnation),
+        Event::Ready { .. } => moved(here().then([go()])),
+        Event::Repeat => moved(here().then([go()]).asking(RequestPurpose::Offer, offer_again())),
         // Another program may have sent SIGCONT since, or the agent may have died before its own SIGSTOP.
-        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => moved(
+        Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => moved(
             here()
                 .when("qemu-lives")
-                .then([Do::PauseQemu, go()])
+                .then([Effect::FreezeQemu, go()])
                 .asking(RequestPurpose::Offer, offer_again()),
         ),
-        On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(
+        Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(
             here()
                 .when("qemu-gone")
-                .then([Do::Report(Notice::CopyLost), go()])
+                .then([Effect::Report(Report::CopyLost), go()])
                 .asking(RequestPurpose::Offer, offer_again()),
         ),
-        On::QemuDied => moved(here().then([Do::Report(Notice::CopyLost)])),
-        On::RegistryAnswered(answer) => match read(terms, answer) {
+        Event::QemuDied => moved(here().then([Effect::Report(Report::CopyLost)])),
+        Event::RegistryAnswered(answer) => match read(terms, answer) {
             // The destination returned it and its REFUSED was lost.
             RegistryView::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
             // The registry's epoch (`since`) differs from that of pre-flight.
@@ -196,25 +210,25 @@ fn committed(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event
             // Best effort: `Repeat` offers again.
             _ => moved(here().when("otherwise")),
         },
-        On::ContactLostForGood if terms.registry.is_some() => {
+        Event::ContactLostForGood if terms.registry.is_some() => {
             moved(reclaim(terms, Some(incarnation), run, false))
         }
-        On::ContactLostForGood => {
-            moved(here().when("no-registry").then([Do::Report(Notice::OperatorNeeded)]))
+        Event::ContactLostForGood => {
+            moved(here().when("no-registry").then([Effect::Report(Report::OperatorNeeded)]))
         }
-        On::OperatorDecided(OperatorDecision::RunHere { force }) => {
+        Event::OperatorDecided(OperatorDecision::RunHere { force }) => {
             moved(reclaim(terms, Some(incarnation), run, *force).within("run-here"))
         }
-        On::OperatorDecided(OperatorDecision::RunElsewhere) => {
+        Event::OperatorDecided(OperatorDecision::RunElsewhere) => {
             moved(finish(Some(incarnation), run).when("run-elsewhere"))
         }
-        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
+        Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(Some(incarnation), run, *run_here))
         }
-        On::Cancel => moved(here().then([Do::Report(Notice::TooLate)])),
+        Event::Cancel => moved(here().then([Effect::Report(Report::TooLate)])),
         // The point of no return is passed: after no failure at the source or on the link is the guest run by a guess.
-        On::Failed | On::PeerSilent | On::PeerLost => {
-            stay(In::Committed { incarnation: incarnation.clone(), run, ran: false })
+        Event::Failed | Event::PeerSilent | Event::PeerLost => {
+            stay(State::Committed { incarnation: incarnation.clone(), run, ran: false })
         }
         _ => None,
     }
@@ -222,27 +236,27 @@ fn committed(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event
 
 /// COMMITTED, and the destination has run the guest: it needs the source's pages, and the guest cannot return. The
 /// transitions are those of COMMITTED, except that the registry has nothing to decide any more.
-fn serving(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &On) -> StepResult {
-    let state = || In::Committed { incarnation: incarnation.clone(), run, ran: true };
-    let report = |what| moved(Move::to(state()).when("ran").then([Do::Report(what)]));
+fn serving(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
+    let state = || State::Committed { incarnation: incarnation.clone(), run, ran: true };
+    let report = |what| moved(Move::to(state()).when("ran").then([Effect::Report(what)]));
     match event {
-        On::Incomplete { .. } => report(Notice::Incomplete),
-        On::ContactLostForGood => report(Notice::NeededThere),
+        Event::Incomplete { .. } => report(Report::Incomplete),
+        Event::ContactLostForGood => report(Report::NeededThere),
         // The operator does not know it yet.
-        On::OperatorDecided(
+        Event::OperatorDecided(
             OperatorDecision::RunHere { .. } | OperatorDecision::WithoutRegistry { run_here: true },
-        ) => report(Notice::TooLate),
+        ) => report(Report::TooLate),
         // Neither is sent by a destination that has run the guest: if it crashes, it sends RUNNING. A registry with
         // another record is out of date.
-        On::Refused { .. } | On::Crashed { .. } => ignored(Ignored::TooLate),
-        On::RegistryAnswered(_) => moved(Move::to(state()).when("ran")),
+        Event::Refused { .. } | Event::Crashed { .. } => ignored(Ignored::TooLate),
+        Event::RegistryAnswered(_) => moved(Move::to(state()).when("ran")),
         _ => Some(match committed(terms, incarnation, run, event)? {
             Step::Moved(mut step) => {
-                if matches!(step.to, In::Committed { .. }) {
+                if matches!(step.to, State::Committed { .. }) {
                     step.to = state();
                 }
                 step.guards.retain(|guard| !["registry", "no-registry"].contains(guard));
-                step.effects.retain(|effect| !matches!(effect, Do::Registry { .. }));
+                step.effects.retain(|effect| !matches!(effect, Effect::Registry { .. }));
                 Step::Moved(step.within("ran"))
             }
             ignored @ Step::Ignored(_) => ignored,
@@ -255,13 +269,13 @@ fn reclaiming(
     incarnation: Option<&Incarnation>,
     run: bool,
     force: bool,
-    event: &On,
-) -> StepResult {
-    let state = |force| In::Reclaiming { incarnation: incarnation.cloned(), run, force };
+    event: &Event,
+) -> TransitionResult {
+    let state = |force| State::Reclaiming { incarnation: incarnation.cloned(), run, force };
     let take_since = |since| ask(RequestPurpose::Take, Some(registry::acquire_by_source(terms, since)));
     let take = || terms.registry.and_then(take_since);
     match event {
-        On::RegistryAnswered(answer) => match read(terms, answer) {
+        Event::RegistryAnswered(answer) => match read(terms, answer) {
             RegistryView::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
             RegistryView::Record(RecordMeaning::Open { since, .. }) => {
                 moved(Move::to(state(force)).when("open").then(take_since(since)))
@@ -274,7 +288,7 @@ fn reclaiming(
                 moved(abandon_reclaim(incarnation, run))
             }
             RegistryView::Record(RecordMeaning::Foreign) => {
-                moved(Move::to(state(force)).when("foreign").then([Do::Report(Notice::ForeignRecord)]))
+                moved(Move::to(state(force)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
             }
             RegistryView::Unknown => moved(
                 Move::to(state(force))
@@ -284,99 +298,110 @@ fn reclaiming(
             RegistryView::Unreachable => moved(Move::to(state(force)).when("unreachable")),
         },
         // The destination has won, and runs the guest.
-        On::Running { .. } => moved(finish(incarnation, run)),
-        On::Incomplete { .. } => moved(match incarnation {
+        Event::Running { .. } => moved(finish(incarnation, run)),
+        Event::Incomplete { .. } => moved(match incarnation {
             Some(incarnation) => serve(incarnation, run),
             None => abandon_reclaim(None, run),
         }),
-        On::Repeat | On::Refused { .. } => moved(Move::to(state(force)).then(take())),
-        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
-            moved(Move::to(state(force)).when("qemu-lives").then([Do::PauseQemu]).then(take()))
+        Event::Repeat | Event::Refused { .. } => moved(Move::to(state(force)).then(take())),
+        Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
+            moved(Move::to(state(force)).when("qemu-lives").then([Effect::FreezeQemu]).then(take()))
         }
-        On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => {
-            moved(Move::to(state(force)).when("qemu-gone").then([Do::Report(Notice::CopyLost)]).then(take()))
-        }
+        Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(
+            Move::to(state(force)).when("qemu-gone").then([Effect::Report(Report::CopyLost)]).then(take()),
+        ),
         // Either answer could turn out wrong before the registry has answered.
-        On::Asked { .. } => moved(Move::to(state(force)).then([Do::Answer(Verdict::Undecided)])),
-        On::OperatorDecided(OperatorDecision::RunHere { force: true }) => {
+        Event::Asked { .. } => moved(Move::to(state(force)).then([Effect::Answer(Verdict::Undecided)])),
+        Event::OperatorDecided(OperatorDecision::RunHere { force: true }) => {
             moved(enter(state(true)).when("run-here").when("force").then(take()))
         }
-        On::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
+        Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(incarnation, run, *run_here))
         }
-        On::OperatorDecided(_) | On::Cancel => {
-            moved(Move::to(state(force)).then([Do::Report(Notice::TooLate)]))
+        Event::OperatorDecided(_) | Event::Cancel => {
+            moved(Move::to(state(force)).then([Effect::Report(Report::TooLate)]))
         }
-        On::Crashed { .. } => moved(Move::to(state(force)).then([Do::Report(Notice::DestinationCrashed)])),
-        On::QemuDied => moved(Move::to(state(force)).then([Do::Report(Notice::CopyLost)])),
-        On::Ready { .. } => ignored(Ignored::TooLate),
-        On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state(force)),
+        Event::Crashed { .. } => {
+            moved(Move::to(state(force)).then([Effect::Report(Report::DestinationCrashed)]))
+        }
+        Event::QemuDied => moved(Move::to(state(force)).then([Effect::Report(Report::CopyLost)])),
+        Event::Ready { .. } => ignored(Ignored::TooLate),
+        Event::Failed | Event::PeerSilent | Event::PeerLost | Event::ContactLostForGood => stay(state(force)),
         _ => None,
     }
 }
 
 /// ABORTED or RETURNED: the decision that the guest continues at the source is journalled; `cont` is being sent.
-fn continuing(state: &In, event: &On) -> StepResult {
+fn continuing(state: &State, event: &Event) -> TransitionResult {
     let (end, first, verdict) = match state {
-        In::Aborting => (In::Aborted, vec![], Verdict::Aborted),
-        _ => (In::Returned, vec![Do::ResumeQemu], Verdict::Returned),
+        State::Aborting => (State::Aborted, vec![], Verdict::Aborted),
+        _ => (State::Returned, vec![Effect::ReleaseQemu], Verdict::Returned),
     };
     let here = || Move::to(state.clone());
     match event {
-        On::Continued => moved(enter(end).then([Do::UndoAll])),
-        On::QemuDied => moved(enter(end).then([Do::UndoAll, Do::Report(Notice::VmCrashed)])),
-        On::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => {
-            moved(enter(end).when("qemu-gone").then([Do::UndoAll, Do::Report(Notice::VmCrashed)]))
+        Event::Continued => moved(enter(end).then([Effect::UndoAll])),
+        Event::QemuDied => moved(enter(end).then([Effect::UndoAll, Effect::Report(Report::VmCrashed)])),
+        Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => {
+            moved(enter(end).when("qemu-gone").then([Effect::UndoAll, Effect::Report(Report::VmCrashed)]))
         }
-        On::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
-            moved(here().when("qemu-lives").then(first).then([Do::ContinueVm]))
+        Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
+            moved(here().when("qemu-lives").then(first).then([Effect::ContinueVm]))
         }
-        On::Repeat => moved(here().then(first).then([Do::ContinueVm])),
-        On::ContinueFailed => moved(here().then([Do::Report(Notice::ContinueFailed)])),
-        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(verdict)])),
-        On::Cancel | On::Failed | On::PeerSilent | On::PeerLost | On::Refused { .. } | On::Crashed { .. } => {
+        Event::Repeat => moved(here().then(first).then([Effect::ContinueVm])),
+        Event::ContinueFailed => moved(here().then([Effect::Report(Report::ContinueFailed)])),
+        Event::Asked { .. } | Event::Ready { .. } => moved(here().then([Effect::Answer(verdict)])),
+        Event::Cancel
+        | Event::Failed
+        | Event::PeerSilent
+        | Event::PeerLost
+        | Event::Refused { .. }
+        | Event::Crashed { .. } => ignored(Ignored::TooLate),
+        Event::ContactLostForGood | Event::RegistryAnswered(_) | Event::OperatorDecided(_) => {
             ignored(Ignored::TooLate)
         }
-        On::ContactLostForGood | On::RegistryAnswered(_) | On::OperatorDecided(_) => {
-            ignored(Ignored::TooLate)
+        Event::Running { .. } | Event::Incomplete { .. } => {
+            moved(here().then([Effect::Report(Report::Contradiction)]))
         }
-        On::Running { .. } | On::Incomplete { .. } => moved(here().then([Do::Report(Notice::Contradiction)])),
         _ => None,
     }
 }
 
-fn final_at_source(state: &In, event: &On) -> StepResult {
+fn final_at_source(state: &State, event: &Event) -> TransitionResult {
     let here = || Move::to(state.clone());
-    let verdict = if *state == In::Aborted { Verdict::Aborted } else { Verdict::Returned };
+    let verdict = if *state == State::Aborted { Verdict::Aborted } else { Verdict::Returned };
     match event {
-        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(verdict)])),
+        Event::Asked { .. } | Event::Ready { .. } => moved(here().then([Effect::Answer(verdict)])),
         // The agent may have died before it had undone everything. SIGCONT is sent also if the guest stays paused.
-        On::Restarted(_) if *state == In::Returned => moved(here().then([Do::ResumeQemu, Do::UndoAll])),
-        On::Restarted(_) => moved(here().then([Do::UndoAll, Do::SendAbort])),
+        Event::Restarted(_) if *state == State::Returned => {
+            moved(here().then([Effect::ReleaseQemu, Effect::UndoAll]))
+        }
+        Event::Restarted(_) => moved(here().then([Effect::UndoAll, Effect::SendAbort])),
         // It cannot run there: report it. (An outdated RUNNING of a host that has crashed since causes this report,
         // too.)
-        On::Running { .. } | On::Incomplete { .. } => moved(here().then([Do::Report(Notice::Contradiction)])),
-        On::Begin { .. } | On::Stop { .. } => None,
+        Event::Running { .. } | Event::Incomplete { .. } => {
+            moved(here().then([Effect::Report(Report::Contradiction)]))
+        }
+        Event::Begin { .. } | Event::Stop { .. } => None,
         _ => ignored(Ignored::TooLate),
     }
 }
 
-fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> StepResult {
-    let here = || Move::to(In::Done { incarnation: incarnation.cloned(), run });
+fn done(incarnation: Option<&Incarnation>, run: bool, event: &Event) -> TransitionResult {
+    let here = || Move::to(State::Done { incarnation: incarnation.cloned(), run });
     match (event, incarnation) {
         // After an operator's decision the destination may not have received GO yet.
-        (On::Asked { .. }, Some(incarnation)) => {
+        (Event::Asked { .. }, Some(incarnation)) => {
             let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
-            moved(here().then([Do::Answer(verdict)]))
+            moved(here().then([Effect::Answer(verdict)]))
         }
         // The incarnation is unknown to the source; the question makes a destination that has lost its copy report
         // that.
-        (On::Asked { .. }, None) => moved(here().when("unknown").then([Do::AskDestination])),
-        (On::Ready { incarnation: ready, .. }, Some(incarnation)) if ready == incarnation => {
-            moved(here().then([Do::SendGo { incarnation: incarnation.clone(), run }]))
+        (Event::Asked { .. }, None) => moved(here().when("unknown").then([Effect::AskDestination])),
+        (Event::Ready { incarnation: ready, .. }, Some(incarnation)) if ready == incarnation => {
+            moved(here().then([Effect::SendGo { incarnation: incarnation.clone(), run }]))
         }
-        (On::Restarted(_), _) => moved(here().then([Do::QuitQemu])),
-        (On::Begin { .. } | On::Stop { .. }, _) => None,
+        (Event::Restarted(_), _) => moved(here().then([Effect::QuitQemu])),
+        (Event::Begin { .. } | Event::Stop { .. }, _) => None,
         _ => ignored(Ignored::TooLate),
     }
 }

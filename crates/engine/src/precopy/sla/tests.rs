@@ -124,7 +124,7 @@ fn the_action_at_the_limit_is_taken_in_time() {
 }
 
 #[test]
-fn there_may_be_all_the_time_there_is() {
+fn without_a_total_limit_the_sla_policy_stops_in_time() {
     let goals = PrecopyGoals { max_downtime_ns: 100 * MS, ..PrecopyGoals::default() };
     let policy = SlaPolicy::new(goals, ALL, OnLimit::Abort, FixedCost::default());
     assert!(matches!(moved(FAST, policy), (Decision::StopAndCopy { .. }, _, true)));
@@ -132,7 +132,7 @@ fn there_may_be_all_the_time_there_is() {
 
 /// One sample in which a guest writes a lot is no reason to slow it down.
 #[test]
-fn one_look_may_be_chance() {
+fn one_sample_of_fast_writes_does_not_throttle() {
     let mut policy = sla(50, 60_000, ALL, OnLimit::Abort);
     let look = |round, dirty_pages, elapsed_ms| RoundObservation {
         elapsed_ns: elapsed_ms * MS,

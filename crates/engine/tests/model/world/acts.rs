@@ -133,8 +133,8 @@ impl World {
                     self.source_qemu = Qemu::Paused;
                 }
             }
-            SourceEffect::PauseQemu => self.held = self.source_qemu != Qemu::Gone,
-            SourceEffect::ResumeQemu | SourceEffect::UndoAll => self.held = false,
+            SourceEffect::FreezeQemu => self.held = self.source_qemu != Qemu::Gone,
+            SourceEffect::ReleaseQemu | SourceEffect::UndoAll => self.held = false,
             SourceEffect::ContinueVm => {
                 // After GO only the destination's REFUSED, the registry or an operator can have decided this.
                 let refused = self.ghost.destination.gave_up && self.same_attempt();

@@ -3,9 +3,10 @@
 //! [`connection`] returns both ends of one. Each [`End`] becomes a [`DataStream`] or a [`Channel`]; its sending half may
 //! be cut after a number of bytes, or may corrupt a frame. The bytes between the ends are those of TCP without TLS.
 //!
-//! [`FakeTransport`] opens such connections between agents. An end may place memory directly, in one of two ways ([`Placement`]). In order: the sender reads the regions when it is
-//! flushed, and the receiver writes what arrives to them; each end may do so alone. One-sided: the sender writes the
-//! destination's regions itself, and only then tells the receiver.
+//! [`FakeTransport`] opens such connections between agents. An end may place memory directly, in one of two ways
+//! ([`Placement`]). In order: the sender reads the regions when it is flushed, and the receiver writes the data to its
+//! regions; each end may do so alone. One-sided: the sender writes the destination's regions itself, and then notifies
+//! the receiver.
 
 mod direct;
 mod halves;

@@ -51,7 +51,7 @@ fn address(page: u64) -> u64 {
 }
 
 #[test]
-fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
+fn missing_pages_are_requested_once_others_become_zeros() {
     let awaited = awaited();
     let page = |page| PageRequest { block: 1, page };
     assert_eq!(awaited.handle_fault(address(7)).unwrap(), Some(page(7)));
@@ -145,7 +145,7 @@ fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
 }
 
 #[test]
-fn zeros_that_nobody_waits_for_take_no_memory_where_they_would() {
+fn zero_pages_without_a_request_are_not_placed_in_files() {
     let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().placing_zeros([true, false]));
     assert!(awaited.handle_fault(address(8)).unwrap().is_some());
     awaited.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_nothing() {
+    fn without_compression_nothing_is_encoded() {
         let mut packed = Vec::new();
         assert!(Encoders::default().encode(Compression::None, &[1; 4096], &mut packed).is_none());
         assert!(packed.is_empty());

@@ -32,7 +32,7 @@ impl RunDecoder for DeltaDecoder {
         let Some(seed) = self.seed.filter(|_| writer.is_ram()) else { return Err(BadPages::Delta) };
         let mut good = ChunkPages::EMPTY;
         if let Err(error) = writer.read(*offset, into) {
-            debug!(block = writer.name(), offset, %error, "not to be read");
+            debug!(block = writer.name(), offset, %error, "cannot read the pages that deltas change");
             return Ok(good);
         }
         let mut rest = *data;

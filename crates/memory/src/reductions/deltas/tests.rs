@@ -38,7 +38,7 @@ fn send(deltas: &Deltas, key: Key, wanted: std::ops::Range<u64>, round: u32, fil
 }
 
 #[test]
-fn it_tells_which_pieces_changed() {
+fn changed_pieces_of_a_page_are_found() {
     let deltas = deltas(100);
     let mut chunk = deltas.lend((1, 7), &pages(3..5), 1, true).unwrap();
     let mut page = vec![5; PAGE];
@@ -155,7 +155,7 @@ fn nothing_new_is_marked_while_the_guest_stands_still() {
 
 /// Compares with a copy of everything that was sent.
 #[test]
-fn it_knows_what_a_copy_of_all_pages_would() {
+fn marks_find_the_same_changes_as_full_copies() {
     let mut dice = crate::tests::Dice(9);
     let deltas = deltas(700);
     let mut copies: HashMap<(Key, u64), Vec<u8>> = HashMap::new();

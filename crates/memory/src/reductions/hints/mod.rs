@@ -8,7 +8,7 @@
 //! If the page was written after that moment, it has a mark. If not, its content is unobserved: software that allocates
 //! a free page writes it first.
 //!
-//! So a free page may have any content at the destination (design, trap 16), until a dirty scan finds a mark: then it
+//! So a free page may have any content at the destination (docs/traps.md, trap 16), until a dirty scan finds a mark: then it
 //! no longer counts as free, and that scan adds it to the pages owed.
 //!
 //! An answer may take as long as several rounds. Pages that scans have found since the request count as not free,

@@ -38,7 +38,7 @@ impl RunDecoder for ReferenceDecoder {
         let is_there = match read {
             Ok(()) => has_expected_hash(&reference, into),
             Err(error) => {
-                debug!(?reference, %error, "not to be read");
+                debug!(?reference, %error, "cannot read the referenced pages");
                 false
             }
         };

@@ -86,7 +86,7 @@ fn a_protocol_violation_after_ready_closes_the_connection_only() {
 }
 
 #[test]
-fn what_comes_late_on_an_older_connection_is_passed_over() {
+fn late_messages_on_an_older_connection_are_ignored() {
     let world = World::new();
     let (mut driver, _old) = driver(&world, DestinationState::Prepared, None);
     let old = driver.connections.control.unwrap();

@@ -88,8 +88,8 @@ impl StateMachine for SourceDriver {
                 self.reporter.stop_clock.measured.stop_event_us =
                     until_stop_event.map(|until| until.as_micros() as u64);
             }
-            SourceEffect::PauseQemu => self.with_vm(SourceVm::freeze)?,
-            SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,
+            SourceEffect::FreezeQemu => self.with_vm(SourceVm::freeze)?,
+            SourceEffect::ReleaseQemu => self.with_vm(SourceVm::release)?,
             SourceEffect::ContinueVm => {
                 let event = match self.with_vm(SourceVm::cont) {
                     Ok(()) => SourceEvent::Continued,

@@ -364,7 +364,7 @@ fn guest_not_continued_is_frozen() {
 }
 
 #[test]
-fn a_register_that_does_not_answer_gathers_no_questions() {
+fn a_registry_that_does_not_answer_gathers_no_questions() {
     let (asked, questions) = mpsc::channel();
     let (answer, answers) = mpsc::channel();
     let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));

@@ -57,8 +57,9 @@ impl SourceDriver {
         Ok(())
     }
 
-    /// Sends a round, in parts if a participant wants to act in between: in a round of hours much can be written. Pages that are written in the meantime are sent in this round if they are further on, and otherwise
-    /// in the next.
+    /// Sends a round, in parts if a participant has to act between them, because a guest can write much during a round
+    /// of hours. A page that the guest writes during the round is sent in this round if the round has not reached it
+    /// yet, otherwise in the next one.
     fn send_in_parts(
         &mut self,
         mut sender: Sender,

@@ -46,7 +46,7 @@ enum NextStep {
 enum AfterScan {
     /// These pages are sent as the scheduler decides.
     Round(DirtyScan),
-    /// These pages are sent, all of them, because the guest has taken back what it had given away.
+    /// All of these pages are sent: they include deferred page cache, which the guest was asked to free first.
     TakenBack(DirtyScan),
     /// The guest is stopped; these pages remain.
     Stop(Owed, Ending),
@@ -322,7 +322,7 @@ impl SourceDriver {
         match change {
             Ok(None) => None,
             Ok(Some(change)) => {
-                self.note("cpu-throttled", format!("to {}% of what it usually uses", change.percent));
+                self.note("cpu-throttled", format!("to {}% of its usual processor time", change.percent));
                 change.is_slower.then_some(ThrottleChange::Slower)
             }
             // Another program may have changed the groups: the guest runs unthrottled, and may still be moved.

@@ -323,7 +323,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_are_done_at_the_same_time() {
+    fn both_closures_run_concurrently() {
         let meeting = Barrier::new(2);
         let (here, there) = run_concurrently(|| meeting.wait().is_leader(), || meeting.wait().is_leader());
         assert!(here != there.unwrap());

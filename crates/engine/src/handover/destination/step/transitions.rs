@@ -3,16 +3,16 @@
 use proto::Incarnation;
 use proto::message::RegistryRequest;
 
-use super::{Do, In, Moved, Notice, TransitionResult};
+use super::{Effect, Report, State, Transition, TransitionResult};
 use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
 use crate::handover::{Ignored, MigrationTerms, Move, Step};
 
 /// Follows GO, from the source, the registry's offer, or an operator.
-pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Moved {
+pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Transition {
     let take = terms.registry.map(|since| registry::acquire_by_destination(terms, since));
     match take {
         None => start(incarnation, run).within("no-registry"),
-        take => enter(In::Taking { incarnation: incarnation.clone(), run })
+        take => enter(State::Taking { incarnation: incarnation.clone(), run })
             .when("registry")
             .then(ask(RequestPurpose::Take, take)),
     }
@@ -20,42 +20,44 @@ pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: 
 
 /// This host owns the guest. STARTING is in the journal before `cont` is sent, so that a restarted agent knows that a
 /// vCPU may have run.
-pub(super) fn start(incarnation: &Incarnation, run: bool) -> Moved {
+pub(super) fn start(incarnation: &Incarnation, run: bool) -> Transition {
     if run {
-        enter(In::Starting { incarnation: incarnation.clone(), again: false }).when("run").then([Do::Cont])
+        enter(State::Starting { incarnation: incarnation.clone(), again: false })
+            .when("run")
+            .then([Effect::Cont])
     } else {
         activate(incarnation).when("paused")
     }
 }
 
 /// Sends another `cont`, after the registry has confirmed the owner again.
-pub(super) fn cont_again(terms: &MigrationTerms, to: Moved) -> Moved {
+pub(super) fn cont_again(terms: &MigrationTerms, to: Transition) -> Transition {
     if terms.registry.is_some() {
         to.when("registry").then(ask(RequestPurpose::Read, Some(registry::read(terms))))
     } else {
-        to.when("no-registry").then([Do::Cont])
+        to.when("no-registry").then([Effect::Cont])
     }
 }
 
-pub(super) fn activate(incarnation: &Incarnation) -> Moved {
-    enter(In::Active { incarnation: incarnation.clone() }).then([
-        Do::Announce,
-        Do::SendRunning,
-        Do::Report(Notice::Active),
+pub(super) fn activate(incarnation: &Incarnation) -> Transition {
+    enter(State::Active { incarnation: incarnation.clone() }).then([
+        Effect::Announce,
+        Effect::SendRunning,
+        Effect::Report(Report::Active),
     ])
 }
 
 /// Like [`activate`], but the source still has pages to send.
-pub(super) fn run_incomplete(incarnation: &Incarnation) -> Moved {
-    enter(In::Completing { incarnation: incarnation.clone() }).then([
+pub(super) fn run_incomplete(incarnation: &Incarnation) -> Transition {
+    enter(State::Completing { incarnation: incarnation.clone() }).then([
         // QEMU may be waiting for a page, and answer late.
-        Do::SendIncomplete,
-        Do::Announce,
-        Do::Report(Notice::Incomplete),
+        Effect::SendIncomplete,
+        Effect::Announce,
+        Effect::Report(Report::Incomplete),
     ])
 }
 
-pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> Moved {
+pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> Transition {
     if terms.registry.is_some() {
         return_to_source(terms).when("registry")
     } else {
@@ -63,55 +65,55 @@ pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> Moved {
     }
 }
 
-pub(super) fn return_to_source(terms: &MigrationTerms) -> Moved {
-    enter(In::Refusing).then(ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms))))
+pub(super) fn return_to_source(terms: &MigrationTerms) -> Transition {
+    enter(State::Refusing).then(ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms))))
 }
 
 /// REFUSED is sent only when no process remains that could hold the disks' locks.
-pub(super) fn refuse() -> Moved {
-    enter(In::Refused).then([Do::Discard, Do::SendRefused, Do::Report(Notice::Refused)])
+pub(super) fn refuse() -> Transition {
+    enter(State::Refused).then([Effect::Discard, Effect::SendRefused, Effect::Report(Report::Refused)])
 }
 
 /// REFUSED by the operator's decision: the registry, which would have to record it first, is lost.
-pub(super) fn refuse_without_registry() -> Moved {
+pub(super) fn refuse_without_registry() -> Transition {
     refuse().when("without-registry").when("run-elsewhere")
 }
 
-pub(super) fn discard(why: Notice) -> Moved {
-    enter(In::Discarded).then([Do::Discard, Do::Report(why)])
+pub(super) fn discard(why: Report) -> Transition {
+    enter(State::Discarded).then([Effect::Discard, Effect::Report(why)])
 }
 
-pub(super) fn crash(ran: bool) -> Moved {
-    let tell = if ran { Do::SendRunning } else { Do::SendCrashed };
-    enter(In::Crashed { ran }).then([tell, Do::Report(Notice::Crashed)])
+pub(super) fn crash(ran: bool) -> Transition {
+    let tell = if ran { Effect::SendRunning } else { Effect::SendCrashed };
+    enter(State::Crashed { ran }).then([tell, Effect::Report(Report::Crashed)])
 }
 
 /// The copy is lost with its host: it is unknown whether it has run.
-pub(super) fn crash_with_host() -> Moved {
-    enter(In::Crashed { ran: false }).then([Do::SendCrashed, Do::Report(Notice::Lost)])
+pub(super) fn crash_with_host() -> Transition {
+    enter(State::Crashed { ran: false }).then([Effect::SendCrashed, Effect::Report(Report::Lost)])
 }
 
 /// The host has booted since PREPARED: the copy is lost, and later entries may be. The registry has recorded whether
 /// it can have run, or the source knows that it cannot have.
-pub(super) fn enter_qemu_lost(terms: &MigrationTerms) -> Moved {
-    let qemu_lost = enter(In::QemuLost);
+pub(super) fn enter_qemu_lost(terms: &MigrationTerms) -> Transition {
+    let qemu_lost = enter(State::QemuLost);
     match terms.registry {
         Some(_) => qemu_lost
             .when("registry")
-            .then([Do::Report(Notice::QemuLost)])
+            .then([Effect::Report(Report::QemuLost)])
             .then(ask(RequestPurpose::Read, Some(registry::read(terms)))),
-        None => qemu_lost.when("no-registry").then([Do::AskSource, Do::Report(Notice::QemuLost)]),
+        None => qemu_lost.when("no-registry").then([Effect::AskSource, Effect::Report(Report::QemuLost)]),
     }
 }
 
 /// Enters a state, by way of the journal.
-pub(super) fn enter(state: In) -> Moved {
+pub(super) fn enter(state: State) -> Transition {
     let durable = state.durable();
-    Move::to(state.clone()).then([Do::Journal { state, durable }])
+    Move::to(state.clone()).then([Effect::Journal { state, durable }])
 }
 
-pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Do> {
-    request.map(|request| Do::Registry { why, request })
+pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Effect> {
+    request.map(|request| Effect::Registry { why, request })
 }
 
 pub(super) enum RegistryResult {
@@ -131,12 +133,12 @@ pub(super) fn interpret(terms: &MigrationTerms, answer: &RegistryAnswer) -> Regi
 }
 
 #[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-pub(super) fn moved(to: Moved) -> TransitionResult {
+pub(super) fn moved(to: Transition) -> TransitionResult {
     Some(Step::Moved(to))
 }
 
 /// Stays in the state; the event is legal and has no effects.
-pub(super) fn stay(state: In) -> TransitionResult {
+pub(super) fn stay(state: State) -> TransitionResult {
     moved(Move::to(state))
 }
 

@@ -1,0 +1,178 @@
+//! Transitions that several of the source's states share, and helpers.
+
+use proto::Incarnation;
+use proto::message::RegistryRequest;
+
+use super::{Effect, Report, State, Transition, TransitionResult};
+use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
+use crate::handover::{Ignored, MigrationTerms, Move, Step};
+
+/// COMMITTED: journalled, and the source's QEMU held, before GO can reach the destination.
+pub(super) fn commit(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Transition {
+    enter(State::Committed { incarnation: incarnation.clone(), run, ran: false })
+        .then([Effect::FreezeQemu, Effect::SendGo { incarnation: incarnation.clone(), run }])
+        .asking(RequestPurpose::Offer, offer(terms, incarnation, run))
+}
+
+/// COMMITTED, with the durable note that the guest has run at the destination.
+pub(super) fn serve(incarnation: &Incarnation, run: bool) -> Transition {
+    enter(State::Committed { incarnation: incarnation.clone(), run, ran: true })
+        .then([Effect::Report(Report::Incomplete)])
+}
+
+/// COMMITTED by a source that has no QEMU to hold.
+pub(super) fn commit_without_qemu(
+    terms: &MigrationTerms,
+    incarnation: &Incarnation,
+    run: bool,
+) -> Transition {
+    enter(State::QemuLost { incarnation: Some(incarnation.clone()), run })
+        .then([Effect::SendGo { incarnation: incarnation.clone(), run }])
+        .asking(RequestPurpose::Offer, offer(terms, incarnation, run))
+}
+
+/// ABORTED where the guest was not stopped, or has ended.
+pub(super) fn abort(why: Report) -> Transition {
+    enter(State::Aborted).then([Effect::UndoAll, Effect::SendAbort, Effect::Report(why)])
+}
+
+/// ABORTED where the guest is stopped: it is continued first, and cleaning up waits.
+pub(super) fn abort_stopped(run: bool, why: Report) -> Transition {
+    if run {
+        enter(State::Aborting).when("run").then([Effect::ContinueVm, Effect::SendAbort, Effect::Report(why)])
+    } else {
+        abort(why).when("paused")
+    }
+}
+
+pub(super) fn enter_qemu_lost(
+    terms: &MigrationTerms,
+    incarnation: Option<&Incarnation>,
+    run: bool,
+) -> Transition {
+    let state = State::QemuLost { incarnation: incarnation.cloned(), run };
+    repeat_messages(enter(state).then([Effect::Report(Report::QemuLost)]), terms, incarnation, run)
+}
+
+/// Repeated messages of a source that has lost its QEMU.
+pub(super) fn repeat_messages(
+    to: Transition,
+    terms: &MigrationTerms,
+    incarnation: Option<&Incarnation>,
+    run: bool,
+) -> Transition {
+    match incarnation {
+        Some(incarnation) => to
+            .when("committed")
+            .then([Effect::SendGo { incarnation: incarnation.clone(), run }])
+            .asking(RequestPurpose::Offer, offer(terms, incarnation, run)),
+        None => to.when("not-committed").then([Effect::AskDestination]),
+    }
+}
+
+/// Towards RETURNED: through the registry if there is one.
+pub(super) fn reclaim(
+    terms: &MigrationTerms,
+    incarnation: Option<&Incarnation>,
+    run: bool,
+    force: bool,
+) -> Transition {
+    match terms.registry {
+        None => enter_returned(run).within("no-registry"),
+        Some(since) => {
+            let take = Some(registry::acquire_by_source(terms, since));
+            let state = State::Reclaiming { incarnation: incarnation.cloned(), run, force };
+            enter(state).when("registry").then(ask(RequestPurpose::Take, take))
+        }
+    }
+}
+
+/// The operator's decision replaces that of the registry, which is lost.
+pub(super) fn without_registry(incarnation: Option<&Incarnation>, run: bool, run_here: bool) -> Transition {
+    if run_here {
+        enter_returned(run).within("run-here").within("without-registry")
+    } else {
+        finish(incarnation, run).within("run-elsewhere").within("without-registry")
+    }
+}
+
+/// RETURNED: the destination has refused, or the registry or an operator has decided.
+pub(super) fn enter_returned(run: bool) -> Transition {
+    if run {
+        enter(State::Returning).when("run").then([
+            Effect::ReleaseQemu,
+            Effect::ContinueVm,
+            Effect::Report(Report::Returned),
+        ])
+    } else {
+        enter(State::Returned).when("paused").then([
+            Effect::ReleaseQemu,
+            Effect::UndoAll,
+            Effect::Report(Report::Returned),
+        ])
+    }
+}
+
+/// The destination owns the VM: the source waits as before.
+pub(super) fn abandon_reclaim(incarnation: Option<&Incarnation>, run: bool) -> Transition {
+    let lost = Effect::Report(Report::DestinationOwns);
+    match incarnation {
+        Some(incarnation) => enter(State::Committed { incarnation: incarnation.clone(), run, ran: false })
+            .when("destination-owns")
+            .then([lost, Effect::SendGo { incarnation: incarnation.clone(), run }]),
+        None => enter(State::QemuLost { incarnation: None, run })
+            .when("destination-owns")
+            .when("qemu-lost")
+            .then([lost, Effect::AskDestination]),
+    }
+}
+
+pub(super) fn finish(incarnation: Option<&Incarnation>, run: bool) -> Transition {
+    enter(State::Done { incarnation: incarnation.cloned(), run })
+        .then([Effect::QuitQemu, Effect::Report(Report::Done)])
+}
+
+/// Enters a state, by way of the journal.
+pub(super) fn enter(state: State) -> Transition {
+    let durable = state.durable();
+    Move::to(state.clone()).then([Effect::Journal { state, durable }])
+}
+
+pub(super) fn offer(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Option<RegistryRequest> {
+    terms.registry.map(|since| registry::offer(terms, since, incarnation, run))
+}
+
+pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Effect> {
+    request.map(|request| Effect::Registry { why, request })
+}
+
+pub(super) enum RegistryView {
+    Record(RecordMeaning),
+    Unreachable,
+    Unknown,
+}
+
+pub(super) fn read(terms: &MigrationTerms, answer: &RegistryAnswer) -> RegistryView {
+    match answer {
+        RegistryAnswer::Record(record) => {
+            RegistryView::Record(registry::interpret_record(terms, record.as_ref()))
+        }
+        RegistryAnswer::Unreachable => RegistryView::Unreachable,
+        RegistryAnswer::Unknown => RegistryView::Unknown,
+    }
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+pub(super) fn moved(to: Transition) -> TransitionResult {
+    Some(Step::Moved(to))
+}
+
+/// Stays in the state; the event is legal and has no effects.
+pub(super) fn stay(state: State) -> TransitionResult {
+    moved(Move::to(state))
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+pub(super) fn ignored(why: Ignored) -> TransitionResult {
+    Some(Step::Ignored(why))
+}

@@ -230,6 +230,12 @@ impl Disks {
         let left = disks.filter(|disk| self.copied.iter().any(|copied| copied.name == disk.name));
         left.filter_map(|disk| disk.file.as_ref().map(PathBuf::from)).collect()
     }
+
+    /// Removes sockets of an agent before this one, and ends the server behind one of them; this agent's are gone by now.
+    fn end_servers_of_a_predecessor(&self) {
+        let _ = std::fs::remove_file(self.socket());
+        block::image::end_unused_server(&self.compare_socket());
+    }
 }
 
 impl Participant for Disks {
@@ -345,11 +351,8 @@ impl Participant for Disks {
     fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo {
         self.opened.clear();
         let log = self.log.take();
-        let Some(vm) = vm else { return Undo::Done };
-        let is_ended = vm.stop_recording(log);
-        // Sockets of an agent before this one; this agent's are gone by now.
-        let _ = std::fs::remove_file(self.socket());
-        block::image::end_unused_server(&self.compare_socket());
+        let is_ended = vm.is_none_or(|vm| vm.stop_recording(log));
+        self.end_servers_of_a_predecessor();
         if is_ended {
             return Undo::Done;
         }
@@ -360,6 +363,7 @@ impl Participant for Disks {
     }
 
     fn finish(&mut self) {
+        self.end_servers_of_a_predecessor();
         drop_page_cache(self.left_images());
     }
 }

@@ -9,6 +9,7 @@ mod destination;
 mod patience;
 mod registry_client;
 mod source;
+mod turns;
 
 use std::time::Duration;
 
@@ -16,6 +17,8 @@ pub use destination::{DestinationRepetition, DestinationSession, RepetitionFacts
 pub use patience::{Reconnect, StopPatience};
 pub use registry_client::RegistryClient;
 pub use source::{SourceRepetition, SourceSession};
+pub use turns::Turn;
+use turns::Turns;
 
 /// Time since an origin that the driver has chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -42,19 +45,6 @@ impl Time {
     pub fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)
     }
-}
-
-/// Next step of a driver.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Turn<E> {
-    /// Handle this event, which an effect has caused.
-    Handle(E),
-    /// Carry out a repetition, whose time has come, and schedule the next one.
-    Repeat,
-    /// Wait for an event from outside, until this time at the latest.
-    Wait(Time),
-    /// End: the handover is over.
-    End,
 }
 
 /// Contact with the peer: the time of its last sign of life.

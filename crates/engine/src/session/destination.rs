@@ -1,7 +1,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Contact, Time, Turn};
+use super::turns::Turns;
+use super::{Time, Turn};
 use crate::handover::destination::{DestinationEvent, DestinationState};
 
 /// Session of a destination: the state of its handover, and all that decides what its driver does next.
@@ -11,14 +12,11 @@ use crate::handover::destination::{DestinationEvent, DestinationState};
 /// first, then a repetition that is due, then an event from outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSession {
-    state: DestinationState,
-    follow_ups: VecDeque<DestinationEvent>,
-    /// Fact of this host that the journal did not accept.
-    unrecorded: Option<DestinationEvent>,
+    turns: Turns<DestinationState, DestinationEvent>,
+    /// Facts of this host that the journal did not accept, in the order in which they occurred.
+    unrecorded: VecDeque<DestinationEvent>,
     must_find_qemu: bool,
-    repeat_at: Time,
     stop_again_at: Option<Time>,
-    contact: Contact,
 }
 
 /// Limits on the time without a sign of life of the source.
@@ -56,68 +54,58 @@ impl DestinationSession {
     /// Creates the session of a migration in this state.
     pub fn new(state: DestinationState) -> Self {
         Self {
-            state,
-            follow_ups: VecDeque::new(),
-            unrecorded: None,
+            turns: Turns::new(state),
+            unrecorded: VecDeque::new(),
             must_find_qemu: false,
-            repeat_at: Time::default(),
             stop_again_at: None,
-            contact: Contact::default(),
         }
     }
 
     /// Returns the state of the handover.
     pub fn state(&self) -> &DestinationState {
-        &self.state
+        &self.turns.state
     }
 
     /// Enters a state, once its journal entry is made or without one.
     pub fn enter(&mut self, state: DestinationState) {
-        self.state = state;
+        self.turns.state = state;
     }
 
     /// Adds an event that an effect has caused. It is handled before any event from outside.
     pub fn follow_up(&mut self, event: DestinationEvent) {
-        self.follow_ups.push_back(event);
+        self.turns.follow_up(event);
     }
 
     /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
     /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
     /// counts.
     pub fn record_contact(&mut self, is_on_control: bool, now: Time) {
-        if is_on_control || self.state != DestinationState::Prepared {
-            self.contact.record(now);
+        if is_on_control || self.turns.state != DestinationState::Prepared {
+            self.turns.contact.record(now);
         }
     }
 
     /// Records the loss of the control stream. Returns the event that follows at once: a host in doubt asks.
     pub fn control_lost(&mut self, now: Time) -> Option<DestinationEvent> {
-        self.contact.record(now);
-        self.state.is_in_doubt().then_some(DestinationEvent::Repeat)
+        self.turns.contact.record(now);
+        self.turns.state.is_in_doubt().then_some(DestinationEvent::Repeat)
     }
 
     /// Returns the next event that an effect has caused.
     pub fn take_follow_up(&mut self) -> Option<DestinationEvent> {
-        self.follow_ups.pop_front()
+        self.turns.take_follow_up()
     }
 
     /// Returns the driver's next step.
     pub fn next_turn(&mut self, now: Time) -> Turn<DestinationEvent> {
-        if let Some(event) = self.take_follow_up() {
-            Turn::Handle(event)
-        } else if self.state.is_final() {
-            Turn::End
-        } else if now >= self.repeat_at {
-            Turn::Repeat
-        } else {
-            Turn::Wait(self.repeat_at)
-        }
+        let is_over = self.turns.state.is_final();
+        self.turns.next(now, is_over)
     }
 
     /// Schedules the next repetition. Events from outside do not move it: a peer that repeats a message again and again
     /// must not delay it.
     pub fn repeat_after(&mut self, now: Time, retry: Duration) {
-        self.repeat_at = now.after(retry);
+        self.turns.repeat_after(now, retry);
     }
 
     /// Returns the content of a repetition.
@@ -127,7 +115,7 @@ impl DestinationSession {
         facts: RepetitionFacts,
         limits: SilenceLimits,
     ) -> DestinationRepetition {
-        if let Some(event) = self.unrecorded.take() {
+        if let Some(event) = self.unrecorded.pop_front() {
             return DestinationRepetition::Feed(event);
         }
         if facts.is_cont_pending {
@@ -136,15 +124,15 @@ impl DestinationSession {
         if std::mem::take(&mut self.must_find_qemu) {
             return DestinationRepetition::FindQemu;
         }
-        if self.state == DestinationState::Prepared {
-            let is_lost = !facts.has_control && self.contact.silence(now) >= limits.give_up_after;
+        if self.turns.state == DestinationState::Prepared {
+            let is_lost = !facts.has_control && self.turns.contact.silence(now) >= limits.give_up_after;
             return if is_lost {
                 DestinationRepetition::Feed(DestinationEvent::PeerLost)
             } else {
                 DestinationRepetition::Nothing
             };
         }
-        if self.contact.check_lost(limits.reclaim_after, now) {
+        if self.turns.contact.check_lost(limits.reclaim_after, now) {
             return DestinationRepetition::Feed(DestinationEvent::ContactLostForGood);
         }
         DestinationRepetition::Feed(DestinationEvent::Repeat)
@@ -156,11 +144,11 @@ impl DestinationSession {
     /// An event that happened cannot be dropped: it is handled again until the journal accepts it. A statement of another
     /// party is dropped ([`DestinationEvent::is_statement`]).
     pub fn effect_failed(&mut self, event: &DestinationEvent) -> Option<DestinationEvent> {
-        if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+        if self.turns.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
             return Some(DestinationEvent::Failed);
         }
-        if !event.is_statement() {
-            self.unrecorded = Some(event.clone());
+        if !event.is_statement() && !self.unrecorded.contains(event) {
+            self.unrecorded.push_back(event.clone());
         }
         None
     }
@@ -270,6 +258,21 @@ mod tests {
             session.repetition(time(0), OPEN, LIMITS),
             DestinationRepetition::Feed(DestinationEvent::Repeat)
         );
+    }
+
+    #[test]
+    fn no_fact_replaces_another_that_is_not_journalled() {
+        let mut session = DestinationSession::new(ready());
+        let facts = [DestinationEvent::QemuDied, DestinationEvent::Failed, DestinationEvent::QemuDied];
+        for fact in &facts {
+            assert_eq!(session.effect_failed(fact), None);
+        }
+        for fact in &facts[..2] {
+            let repetition = session.repetition(time(0), OPEN, LIMITS);
+            assert_eq!(repetition, DestinationRepetition::Feed(fact.clone()));
+        }
+        let repeat = DestinationRepetition::Feed(DestinationEvent::Repeat);
+        assert_eq!(session.repetition(time(0), OPEN, LIMITS), repeat);
     }
 
     #[test]

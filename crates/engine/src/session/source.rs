@@ -1,7 +1,7 @@
-use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Contact, Time, Turn};
+use super::turns::Turns;
+use super::{Time, Turn};
 use crate::handover::source::{SourceEvent, SourceState};
 
 /// Session of a source: the state of its handover, and all that decides what its driver does next once the phases of the
@@ -12,13 +12,10 @@ use crate::handover::source::{SourceEvent, SourceState};
 /// first, then a repetition that is due, then an event from outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSession {
-    state: SourceState,
-    follow_ups: VecDeque<SourceEvent>,
+    turns: Turns<SourceState, SourceEvent>,
     has_failed_effects: bool,
     unjournalled: Option<SourceState>,
     may_have_all: bool,
-    repeat_at: Time,
-    contact: Contact,
 }
 
 /// Content of a source's repetition.
@@ -33,35 +30,27 @@ pub enum SourceRepetition {
 impl SourceSession {
     /// Creates the session of a migration in this state.
     pub fn new(state: SourceState) -> Self {
-        Self {
-            state,
-            follow_ups: VecDeque::new(),
-            has_failed_effects: false,
-            unjournalled: None,
-            may_have_all: false,
-            repeat_at: Time::default(),
-            contact: Contact::default(),
-        }
+        Self { turns: Turns::new(state), has_failed_effects: false, unjournalled: None, may_have_all: false }
     }
 
     /// Returns the state of the handover.
     pub fn state(&self) -> &SourceState {
-        &self.state
+        &self.turns.state
     }
 
     /// Enters a state, once its journal entry is made or without one.
     pub fn enter(&mut self, state: SourceState) {
-        self.state = state;
+        self.turns.state = state;
     }
 
     /// Adds an event that an effect has caused. It is handled before any event from outside.
     pub fn follow_up(&mut self, event: SourceEvent) {
-        self.follow_ups.push_back(event);
+        self.turns.follow_up(event);
     }
 
     /// Records a sign of life of the destination.
     pub fn record_contact(&mut self, now: Time) {
-        self.contact.record(now);
+        self.turns.contact.record(now);
     }
 
     /// Records whether the destination may have all that it needs without this host: the source has sent HELD, and no
@@ -72,32 +61,25 @@ impl SourceSession {
 
     /// Begins the turns: contact counts from now on, and the first repetition comes after `retry`.
     pub fn begin_turns(&mut self, now: Time, retry: Duration) {
-        self.contact.record(now);
+        self.turns.contact.record(now);
         self.repeat_after(now, retry);
     }
 
     /// Returns the driver's next step.
     pub fn next_turn(&mut self, now: Time) -> Turn<SourceEvent> {
-        if let Some(event) = self.follow_ups.pop_front() {
-            Turn::Handle(event)
-        } else if self.state.is_final() || self.state == SourceState::Idle {
-            Turn::End
-        } else if now >= self.repeat_at {
-            Turn::Repeat
-        } else {
-            Turn::Wait(self.repeat_at)
-        }
+        let is_over = self.turns.state.is_final() || self.turns.state == SourceState::Idle;
+        self.turns.next(now, is_over)
     }
 
     /// Schedules the next repetition. Events from outside do not move it: a peer that repeats a message again and again
     /// must not delay it.
     pub fn repeat_after(&mut self, now: Time, retry: Duration) {
-        self.repeat_at = now.after(retry);
+        self.turns.repeat_after(now, retry);
     }
 
     /// Returns the content of a repetition. Contact is lost for good after `reclaim_after` without a sign of life.
     pub fn repetition(&mut self, now: Time, reclaim_after: Duration) -> SourceRepetition {
-        if self.contact.check_lost(reclaim_after, now) {
+        if self.turns.contact.check_lost(reclaim_after, now) {
             SourceRepetition::Feed(SourceEvent::ContactLostForGood)
         } else if std::mem::take(&mut self.has_failed_effects) {
             // As after a restart: QEMU is frozen before GO is sent.
@@ -122,19 +104,19 @@ impl SourceSession {
 
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_lost_everywhere(&self) -> bool {
-        matches!(self.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
+        matches!(self.turns.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
     }
 
     /// Returns true if the source may still give up by itself.
     pub fn precedes_commit(&self) -> bool {
-        matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
+        matches!(self.turns.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
     }
 
     /// Returns true if the destination may need pages that only the source has. To read them does no harm, no matter
     /// which host owns the guest in the end.
     pub fn may_be_needed(&self) -> bool {
         matches!(
-            self.state,
+            self.turns.state,
             SourceState::Committed { .. }
                 | SourceState::Reclaiming { .. }
                 | SourceState::QemuLost { incarnation: Some(_), .. }
@@ -227,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn before_commit_a_failed_effect_ends_the_migration_but_only_once() {
+    fn before_commit_a_failed_effect_ends_the_migration_once() {
         let mut session = session(SourceState::Prepared { run: true });
         let stop = SourceEvent::Stop { run: true };
         assert_eq!(session.effect_failed(&stop), Some(SourceEvent::Failed));
@@ -235,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_a_restart_would_do_as_well_is_entered_without_an_entry() {
+    fn only_an_abort_is_entered_before_its_journal_entry() {
         let mut session = session(SourceState::Stopped { run: true });
         assert!(!session.entry_failed(&SourceState::Returned));
         assert_eq!(session.take_unjournalled(), None);

@@ -155,7 +155,7 @@ fn finds_a_source_that_goes_on_without_committed() {
 }
 
 #[test]
-fn finds_a_destination_that_forgets_what_could_not_be_journalled() {
+fn finds_a_destination_that_forgets_a_fact_not_journalled() {
     let rules = Rules { destination_failed: |_, _| None, ..CORRECT };
     found(rules, Budget { journal_failures: 1, qemu_deaths: 1, ..NONE }, false, &[ONE_RUNS]);
 }

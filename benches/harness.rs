@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use criterion::{Criterion, Throughput};
 
-/// What a case does at a time, in units for which its figures are told.
+/// Work of one call of a case, in the units of its figures.
 #[derive(Clone, Copy)]
 pub(crate) enum Amount {
     /// So many of something: `Of(512, "page")`.

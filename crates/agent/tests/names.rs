@@ -1,6 +1,7 @@
-//! Checks that no two types of a crate share a name: a name that means two things has to be read with its path.
+//! Checks that no two types of a crate share a name, and that no function has one too long to read: a name that means two
+//! things has to be read with its path.
 //!
-//! Reads the sources; tests and other programs of a crate do not count.
+//! Reads the sources; tests and other programs of a crate do not count for types.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -58,6 +59,19 @@ fn no_two_types_of_a_crate_share_a_name() {
         found.extend(shared(&path.join("src")).into_iter().map(|shared| (name.clone(), shared)));
     }
     assert!(found.is_empty(), "several types of a crate have these names: {found:?}");
+}
+
+#[test]
+fn names_of_functions_have_at_most_60_characters() {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let folders = ["crates", "bin", "lab", "guest", "examples", "benches"].map(|name| workspace.join(name));
+    let mut found = BTreeSet::new();
+    for path in folders.iter().flat_map(|folder| sources(folder)) {
+        let text = fs::read_to_string(&path).unwrap();
+        let names = text.lines().filter_map(|line| line.trim_start().strip_prefix("fn ")?.split('(').next());
+        found.extend(names.filter(|name| name.len() > 60).map(str::to_owned));
+    }
+    assert!(found.is_empty(), "these names are too long: {found:?}");
 }
 
 #[test]

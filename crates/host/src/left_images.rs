@@ -330,7 +330,7 @@ impl LeftBehind {
         self.not_as_left(found)
     }
 
-    /// Why the file found at its path is not the one that was left, or was changed since.
+    /// Returns the reason why the file found at its path is not the one that was left, or was changed since.
     fn not_as_left(&self, found: &fs::Metadata) -> Option<String> {
         let now = FileIdentity::of(&self.path);
         let is_left = |then: &FileIdentity| then.inode == found.ino();

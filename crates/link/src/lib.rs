@@ -9,7 +9,7 @@
 //!                           └─ RateLimit     shared by all streams of a migration
 //! ```
 //!
-//! What carries a migration's connections is behind the traits of [`transport`], of which these connections are one
+//! The connections of a migration are behind the traits of [`transport`], of which these connections are one
 //! implementation.
 //!
 //! # Invariants of every connection

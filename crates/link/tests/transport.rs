@@ -1,4 +1,4 @@
-//! What every transport keeps, over TCP with TLS and without, and over connections without sockets.
+//! The contract of every transport, over TCP with TLS and without, and over connections without sockets.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
 mod common;

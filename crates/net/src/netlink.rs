@@ -156,7 +156,7 @@ pub struct Answer<'a> {
     pub kind: u16,
     /// Number of the request that it answers.
     pub sequence: u32,
-    /// What follows the header.
+    /// Content after the header.
     pub body: &'a [u8],
 }
 

@@ -1,4 +1,4 @@
-//! What a migration is measured by, beside durations and bytes.
+//! Measured values of a migration, beside durations and bytes.
 
 use serde::{Deserialize, Serialize};
 

@@ -244,7 +244,7 @@ fn copies_are_sent_once_direct_placement_stops() {
 
 /// New connections would fail in the same way.
 #[test]
-fn memory_that_the_transport_cannot_read_ends_the_round_for_good() {
+fn memory_out_of_the_transport_s_reach_ends_the_round() {
     for pages in [40, 3 * CHUNK_PAGES] {
         let mut pair = Pair::new(pages, true);
         *lock(&pair.source.0[0].unreadable) = Some(pages - 2);

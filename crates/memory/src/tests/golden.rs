@@ -200,7 +200,7 @@ struct Rig {
     text: String,
 }
 
-/// How a round is sent.
+/// Way in which a round is sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum How {
     Running,

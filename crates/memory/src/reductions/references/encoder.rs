@@ -42,7 +42,7 @@ impl Reduction for ContentIndex {
         self.interrupt();
     }
 
-    /// What is discarded is refused.
+    /// No action: discarded pages are refused.
     fn discarded(&self, _: &[DirtyBitmap]) {}
 
     fn written(&self, _: usize, _: &DirtyBitmap) {}

@@ -229,7 +229,7 @@ fn a_comparison_ends_however_fast_the_destination_answers() {
 
 /// The error says nothing about the connection, on which no last notice follows.
 #[test]
-fn a_failed_write_keeps_a_stopped_guest_no_longer_than_its_deadline() {
+fn a_failed_write_stops_a_guest_no_longer_than_its_deadline() {
     let world = World::patient(None, "peer_silence_ms = 3600000");
     let (mut driver, ..) = driver(&world, STOPPED, None);
     driver.connections.control = Some(driver.connect_control().unwrap());

@@ -66,10 +66,15 @@ impl Rack {
         CommandOutput::by(&mut host.command(&words))
     }
 
-    /// Starts the tiny guest on a host, as a unit `vm-NAME`, waits until its load runs, and lets the agent adopt it.
+    /// Starts the tiny guest on a host, as a unit `vm-NAME`, waits until its load runs, and lets the agent adopt it. A user
+    /// that runs it is also in the group `kvm`, and owns its tap.
     pub fn start_guest(&self, host: &RackHost, spec: &GuestSpec) -> Result<RackSerial> {
+        let user = spec.user.unwrap_or(0).to_string();
         for device in &spec.devices {
             if let Device::Net(net) = device {
+                if spec.user.is_some() {
+                    host.run(&["ip", "tuntap", "add", "dev", &net.tap, "mode", "tap", "user", &user])?;
+                }
                 self.tap(&net.tap)?;
             }
         }
@@ -77,8 +82,13 @@ impl Rack {
         let arguments = spec.arguments(self.environment(), &directory)?;
         let (name, unit) = (directory.display().to_string(), format!("vm-{}", spec.name));
         host.run(&["rm", "-rf", &name])?;
-        host.run(&["mkdir", "-p", &name])?;
-        let mut words = vec!["systemd-run", "--quiet", "--collect", "--unit", &unit, "--", qemu_of(host)];
+        host.run(&["install", "-d", "-o", &user, "-g", &user, &name])?;
+        let mut words = vec!["systemd-run", "--quiet", "--collect", "--unit", &unit];
+        let uid = format!("--uid={user}");
+        if spec.user.is_some() {
+            words.extend([uid.as_str(), "--property=SupplementaryGroups=kvm"]);
+        }
+        words.extend(["--", qemu_of(host)]);
         words.extend(arguments.iter().map(String::as_str));
         host.run(&words)?;
         let serial = host.serial(&name)?;

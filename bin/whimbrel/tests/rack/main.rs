@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
+mod confined;
 #[allow(unreachable_pub, reason = "other test programs have it as a part of a module")]
 #[path = "../common/draw.rs"]
 mod draw;

@@ -138,6 +138,14 @@ pub(crate) fn qemus(host: &RackHost) -> usize {
     host.shell("pgrep --count --exact qemu-system-x86 || true").unwrap().trim().parse().unwrap()
 }
 
+/// Returns a field of the kernel's status of the only QEMU on a host.
+#[track_caller]
+pub(crate) fn qemu_status(host: &RackHost, field: &str) -> String {
+    let status = host.shell("cat /proc/$(pgrep --exact qemu-system-x86)/status").unwrap();
+    let value = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    value.unwrap_or_else(|| panic!("{field}: {status}")).trim().to_owned()
+}
+
 /// Asserts that a guest was moved, and that all of it was compared.
 #[track_caller]
 pub(crate) fn assert_moved(report: &Value) {

@@ -19,8 +19,11 @@ mod phases;
 mod pressure;
 mod reductions;
 mod reports;
+mod requested_discards;
 mod sending_rate;
 mod serving;
+mod stages;
+mod streams;
 mod telemetry;
 mod wording;
 
@@ -32,7 +35,6 @@ use engine::handover::MigrationTerms;
 use engine::handover::source::SourceState;
 use engine::precopy::{CostHistory, Sampling};
 use engine::session::{RegistryClient, SourceSession};
-use link::transport::Channel;
 use proto::{Generation, VmName};
 
 pub use inbox::{SourceInbox, SourceMailbox, SourceNotice};
@@ -47,6 +49,7 @@ pub use host::SourceVm;
 use host::config::Config;
 use host::cpu::CpuTime;
 use host::ram::JournalledRegion;
+use stages::SourceStage;
 use store::journal::VmRecord;
 use telemetry::Telemetry;
 
@@ -259,8 +262,6 @@ struct SourceConnections {
     control_lost: Option<String>,
     /// The last control connection, on which ABORT was sent.
     aborted_control: Option<phases::Control>,
-    /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
-    page_stream: Option<Channel>,
     /// Peer that waits for the answer to the question in progress.
     asker: Option<inbox::Reply>,
 }
@@ -272,7 +273,6 @@ impl SourceConnections {
             control: None,
             control_lost: None,
             aborted_control: None,
-            page_stream: None,
             asker: None,
         }
     }
@@ -282,43 +282,17 @@ impl SourceConnections {
 struct SourceResources {
     /// The VM; absent if its QEMU is gone.
     vm: Option<SourceVm>,
-    /// Measurement of what copying costs the guest, if the host can measure it.
-    pressure: Option<pressure::PressureMeter>,
     /// The CPU throttle, if the guest's processors may be slowed down.
     cpu_throttle: Option<cpu_throttle::CpuThrottle>,
     /// Parts of the VM that migrate with it.
     participants: participants::Participants,
-    /// Reductions of the data that is sent.
-    reductions: reductions::ActiveReductions,
-    /// Content of the participants for the streams, while no phase uses it.
-    payload: Option<payload::Payload>,
-    /// The post-copy server for pages that the destination's guest still needs, if there are such.
-    later: Option<serving::PostCopyServer>,
-    /// Memory that an agent before this one has left to send, while it cannot be read.
-    unread: Option<Vec<JournalledRegion>>,
-    /// Pages that the destination was asked to discard.
-    discarded: phases::RequestedDiscards,
-    /// The guest's recent writes, recorded if post-copy is possible.
-    written: ::memory::RecentWrites,
-    /// Result of undoing what the participants have changed on this host.
-    undone: participants::Undo,
+    /// Stage of the migration, with what exists in it alone. A phase has it while it runs.
+    stage: SourceStage,
 }
 
 impl SourceResources {
     fn new(vm: Option<SourceVm>, participants: participants::Participants) -> Self {
-        Self {
-            vm,
-            participants,
-            pressure: None,
-            cpu_throttle: None,
-            reductions: reductions::ActiveReductions::default(),
-            payload: None,
-            later: None,
-            unread: None,
-            discarded: phases::RequestedDiscards::none(),
-            written: ::memory::RecentWrites::default(),
-            undone: participants::Undo::Done,
-        }
+        Self { vm, cpu_throttle: None, participants, stage: SourceStage::default() }
     }
 }
 

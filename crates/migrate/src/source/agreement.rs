@@ -19,7 +19,7 @@ pub(super) struct Agreement {
 
 /// Capabilities that a destination has accepted.
 #[derive(Debug)]
-pub(super) struct Accepted {
+pub(super) struct Capabilities {
     /// Disks that are to be sent.
     pub(super) copied: Vec<CopiedDisk>,
     /// True if the destination accepts page references.

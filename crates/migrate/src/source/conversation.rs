@@ -3,10 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::Sender;
 use engine::handover::source::{SourceEvent, SourceState};
 use engine::session::Reconnect;
-use link::transport::{BulkSettings, DataStream, MessageSender, TransportError};
+use link::transport::{BulkSettings, MessageSender, TransportError};
 use proto::Purpose;
 use proto::message::Message;
 use tracing::warn;
@@ -16,6 +15,7 @@ use super::failure::{Failure, unexpected};
 use super::inbox::SourceNotice;
 use super::payload::Payload;
 use super::phases::Control;
+use super::streams::{OpenedStreams, Streams};
 use api::progress::Phase;
 use host::peers;
 
@@ -29,7 +29,8 @@ impl SourceDriver {
         self.connect(Purpose::Control { migration, generation: self.connections.generation })
     }
 
-    pub(super) fn connect_streams(&mut self) -> Result<Vec<DataStream>, peers::PeerError> {
+    /// Opens the data streams, and the connection for page requests if post-copy was proposed.
+    pub(super) fn connect_streams(&self) -> Result<OpenedStreams, peers::PeerError> {
         // The number in the proposal: an agent that restarts may have another configuration.
         let streams = self
             .agreement
@@ -45,12 +46,13 @@ impl SourceDriver {
             Ok(data)
         });
         let data = data.collect::<Result<_, _>>()?;
+        let mut page_stream = None;
         if self.agreement.proposal.as_ref().is_some_and(|proposal| proposal.post_copy) {
-            let page_stream = peers::open_page_requests(context, to, self.stream_purpose(streams), stall)?;
-            self.telemetry.count(page_stream.handle());
-            self.connections.page_stream = Some(page_stream);
+            let opened = peers::open_page_requests(context, to, self.stream_purpose(streams), stall)?;
+            self.telemetry.count(opened.handle());
+            page_stream = Some(opened);
         }
-        Ok(data)
+        Ok(OpenedStreams { data, page_stream })
     }
 
     fn stream_purpose(&self, stream: u16) -> Purpose {
@@ -60,7 +62,7 @@ impl SourceDriver {
 
     /// Makes a new set of connections after a cut, and retries until the configured time is over. The guest keeps
     /// running.
-    pub(super) fn reconnect(&mut self, payload: &Payload, cause: String) -> Result<Sender, Failure> {
+    pub(super) fn reconnect(&mut self, payload: &Payload, cause: String) -> Result<Streams, Failure> {
         self.phase(Phase::Reconnecting);
         self.note("link-lost", cause);
         // Nothing is sent in the meantime, no matter how slow the guest is.
@@ -76,12 +78,12 @@ impl SourceDriver {
         loop {
             self.connections.generation = self.connections.generation.next();
             match self.resume_streams() {
-                Ok(streams) => {
+                Ok(opened) => {
                     self.note("reconnected", format!("generation {}", self.connections.generation));
                     self.controls.report(|report| report.reconnections += 1);
                     self.telemetry.update(|progress| progress.reconnections += 1);
                     self.phase(Phase::PreCopy);
-                    return self.start_sender(payload, streams);
+                    return self.start_sender(payload, opened);
                 }
                 Err(failure) if attempts.tries_again(&failure.event, self.clock.read()) => {
                     warn!(reason = failure.reason, "not reconnected yet");
@@ -111,7 +113,7 @@ impl SourceDriver {
         Ok(())
     }
 
-    pub(super) fn resume_streams(&mut self) -> Result<Vec<DataStream>, Failure> {
+    pub(super) fn resume_streams(&mut self) -> Result<OpenedStreams, Failure> {
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
         self.connections.control = Some(control);

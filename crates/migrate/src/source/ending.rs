@@ -1,6 +1,5 @@
 //! Reports of a migration to users, and its last journal entries.
 
-use super::reductions::references::ActiveReferences;
 use host::SourceVm;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,6 +9,7 @@ use tracing::{error, info, warn};
 
 use super::inbox::SourceNotice;
 use super::participants::Undo;
+use super::stages::{Committed, SourceStage};
 use super::{Details, SourceDriver, reports, wording};
 use api::progress::{Phase, Standing};
 use api::report::Outcome;
@@ -33,7 +33,7 @@ impl SourceDriver {
     }
 
     pub(super) fn report_to_user(&mut self, report: SourceReport) {
-        let is_needed = self.resources.later.is_some()
+        let is_needed = self.resources.stage.server().is_some()
             || matches!(self.session.state(), SourceState::Committed { ran: true, .. });
         let is_lost = is_needed && !self.resources.vm.as_ref().is_some_and(SourceVm::is_alive);
         let report = reports::with_lost_memory(report, is_lost);
@@ -49,10 +49,8 @@ impl SourceDriver {
 
     /// Ends a settled migration: last journal entries, report, final progress.
     pub(super) fn end(&mut self) {
-        let payload = self.resources.payload.take();
-        let references = payload.and_then(|payload| {
-            Some((payload.ram_blocks(), self.resources.reductions.find::<ActiveReferences>()?))
-        });
+        let sent = self.resources.stage.settle();
+        let references = sent.as_ref().and_then(Committed::references);
         self.telemetry.follow(None);
         self.await_abort_read();
         if let Some(state) = self.session.take_unjournalled() {
@@ -138,12 +136,13 @@ impl SourceDriver {
     /// know.
     fn finish_undoing(&mut self) {
         let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        while self.resources.undone != Undo::Done && Instant::now() < until {
+        while self.resources.stage.undone() != Undo::Done && Instant::now() < until {
             thread::sleep(self.retry());
             let Some(vm) = self.resources.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
-            self.resources.undone = self.resources.participants.undo(Some(vm));
+            let undone = self.resources.participants.undo(Some(vm));
+            self.resources.stage = SourceStage::Undone(undone);
         }
-        let Undo::Retry(text) = self.resources.undone else { return };
+        let Undo::Retry(text) = self.resources.stage.undone() else { return };
         warn!(migration = %self.terms.migration, text);
         self.telemetry.update(|progress| {
             let before = progress.message.take().map_or_else(String::new, |before| before + "; ");

@@ -174,15 +174,15 @@ impl SourceDriver {
     pub(super) fn control_lost(&mut self, error: String) {
         self.connections.control = None;
         self.handle_serving_end(Some(error));
-        if let Some(later) = &mut self.resources.later {
+        if let Some(server) = self.resources.stage.server_mut() {
             // Only a new control stream can report that the handover is over.
-            later.is_complete = false;
+            server.is_complete = false;
         }
     }
 
     fn waiting_phase(&self) -> Phase {
         match self.session.state() {
-            SourceState::Committed { .. } if self.resources.later.is_some() => Phase::PostCopy,
+            SourceState::Committed { .. } if self.resources.stage.server().is_some() => Phase::PostCopy,
             SourceState::Aborting | SourceState::Returning => Phase::Undoing,
             SourceState::QemuLost { .. } | SourceState::Reclaiming { .. } => Phase::InDoubt,
             _ => Phase::Handover,

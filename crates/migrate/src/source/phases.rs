@@ -11,7 +11,8 @@
 //! ```
 //!
 //! A phase that cannot continue returns a [`Failure`]: the event for the engine, and the reason for users. The rounds
-//! are in [`pre_copy`]; the work while the guest is stopped is in [`switchover`].
+//! are in [`pre_copy`]; the work while the guest is stopped is in [`switchover`]. Each phase has the stage that it runs
+//! in ([`stages`](super::stages)): after a failure, the stage's way back leaves to the driver what has to be undone.
 
 mod ahead;
 mod pass_scheduler;
@@ -19,8 +20,6 @@ mod postcopy;
 mod pre_copy;
 mod rounds;
 mod switchover;
-
-pub(super) use postcopy::RequestedDiscards;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,12 +32,15 @@ use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
 
-use super::agreement::Accepted;
+use super::agreement::Capabilities;
 use super::cpu_throttle::CpuThrottle;
 use super::failure::{Failure, gone, refusal, unexpected};
 use super::participants::{Agreed, Preparation};
 use super::payload::Payload;
-use super::pressure;
+use super::pressure::PressureMeter;
+use super::reductions::ReductionControl;
+use super::stages::{Accepted, Proposed, RolledBack, SourceStage, Stopped, Streaming, StreamingRecords};
+use super::streams::Streams;
 use super::{Details, SourceDriver};
 use api::progress::Phase;
 use api::report::{Disk, Measured};
@@ -79,6 +81,14 @@ pub(super) enum Ending {
     PostCopy,
 }
 
+/// Streams and pages with which rounds begin.
+struct FirstRound {
+    streams: Streams,
+    owed: Owed,
+    /// True if pages are sent before all participants are prepared.
+    is_ahead: bool,
+}
+
 /// Content of READY.
 #[derive(Debug)]
 pub(crate) struct Ready {
@@ -89,51 +99,131 @@ impl SourceDriver {
     /// Runs all phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         self.enable_cpu_throttle()?;
-        self.start_pressure_meter();
-        let accepted = self.prepare()?;
-        let mut payload = self.open_participants(&accepted)?;
-        let ready = self.move_to_ready(&accepted, &mut payload);
+        let proposed = Proposed { pressure: self.start_pressure_meter() };
+        let (accepted, capabilities) = self.propose(proposed)?;
+        let ready = self.move_to_ready(accepted, &capabilities);
         self.set_control_deadline(None);
-        // A guest that continues at the source does so first; changes of the kernel's and of QEMU's state are undone
-        // after that.
-        self.resources.payload = Some(payload);
         ready
     }
 
-    fn move_to_ready(&mut self, accepted: &Accepted, payload: &mut Payload) -> Result<Ready, Failure> {
-        let shared = self.shared_images(accepted, payload);
-        let participants = &self.resources.participants;
-        let known = if self.uses_references(accepted) && (participants.has_ahead() || shared.is_some()) {
-            Some((self.query_destination_content(accepted, payload)?, shared))
+    /// Runs the phases of a migration that is proposed.
+    fn propose(&mut self, proposed: Proposed) -> Result<(Accepted, Capabilities), Failure> {
+        let opened = self.prepare().and_then(|capabilities| {
+            let payload = self.open_participants(&capabilities)?;
+            Ok((payload, capabilities))
+        });
+        match opened {
+            Ok((payload, capabilities)) => Ok((proposed.accept(payload), capabilities)),
+            Err(failure) => Err(self.fail_in(proposed.roll_back(), failure)),
+        }
+    }
+
+    /// Runs the phases of a migration that the destination has accepted.
+    fn move_to_ready(
+        &mut self,
+        mut accepted: Accepted,
+        capabilities: &Capabilities,
+    ) -> Result<Ready, Failure> {
+        match self.begin_streaming(&mut accepted, capabilities) {
+            Ok((first, control)) => {
+                let ready = self.stream(accepted.stream(), first);
+                // Policies control the reductions until here.
+                drop(control);
+                ready
+            }
+            Err(failure) => Err(self.fail_in(accepted.roll_back(), failure)),
+        }
+    }
+
+    /// Starts the reductions, and opens the streams.
+    fn begin_streaming(
+        &mut self,
+        accepted: &mut Accepted,
+        capabilities: &Capabilities,
+    ) -> Result<(FirstRound, ReductionControl), Failure> {
+        let payload = &mut accepted.payload;
+        let shared = self.shared_images(capabilities, payload);
+        let is_ahead = self.resources.participants.has_ahead();
+        let known = if self.uses_references(capabilities) && (is_ahead || shared.is_some()) {
+            Some((self.query_destination_content(capabilities, payload)?, shared))
         } else {
             None
         };
-        let _control = self.start_reductions(accepted, known, payload);
-        let (sender, owed) = if self.resources.participants.has_ahead() {
-            let (sender, owed) = self.send_ahead(payload)?;
-            (sender, self.prepare_others(owed, payload)?)
-        } else {
+        let control = self.start_reductions(capabilities, known, payload);
+        accepted.reductions = control.reductions().clone();
+        let mut owed = self.resources.participants.first_pages();
+        if !is_ahead {
             // Before the streams are open: preparing may need seconds.
-            let owed = self.prepare_others(self.resources.participants.first_pages(), payload)?;
-            (self.open_streams(payload)?, owed)
-        };
-        let (sender, owed, ending) = self.pre_copy(sender, owed, payload)?;
-        self.stop()?;
+            owed = self.prepare_others(owed, payload)?;
+        }
+        let streams = self.open_streams(payload)?;
+        Ok((FirstRound { streams, owed, is_ahead }, control))
+    }
+
+    /// Runs the phases in which pages are sent while the guest runs, and stops it.
+    fn stream(&mut self, mut streaming: Streaming, first: FirstRound) -> Result<Ready, Failure> {
+        let sent = self.send_rounds(&mut streaming, first).and_then(|sent| {
+            self.stop()?;
+            Ok(sent)
+        });
+        match sent {
+            Ok((streams, owed, ending)) => {
+                let (mut stopped, records) = streaming.stop();
+                let ready = self.switch_over(&mut stopped, records, streams, owed, ending);
+                // A guest that continues at the source does so first; changes of the kernel's and of QEMU's state are
+                // undone after that.
+                self.resources.stage = SourceStage::Stopped(stopped);
+                ready
+            }
+            Err(failure) => Err(self.fail_in(streaming.roll_back(), failure)),
+        }
+    }
+
+    /// Sends rounds, at first of the participants that are sent ahead, until the guest is to be stopped.
+    fn send_rounds(
+        &mut self,
+        streaming: &mut Streaming,
+        first: FirstRound,
+    ) -> Result<(Streams, Owed, Ending), Failure> {
+        let FirstRound { mut streams, mut owed, is_ahead } = first;
+        if is_ahead {
+            (streams, owed) = self.send_ahead(streams, owed, streaming)?;
+            owed = self.prepare_others(owed, &streaming.payload)?;
+        }
+        self.pre_copy(streams, owed, streaming)
+    }
+
+    /// Runs the phases in which the guest is stopped.
+    fn switch_over(
+        &mut self,
+        stopped: &mut Stopped,
+        mut records: StreamingRecords,
+        streams: Streams,
+        owed: Owed,
+        ending: Ending,
+    ) -> Result<Ready, Failure> {
         // A guest that was paused by its user does not write: it has no reason to need both hosts.
         if ending == Ending::PostCopy && !matches!(self.session.state(), SourceState::Stopped { run: false })
         {
-            let state = self.announce_pages(sender, owed, payload)?;
-            return self.load(&state, None);
+            let state = self.announce_pages(streams, owed, stopped, &mut records)?;
+            return self.load(&state, stopped, None, records);
         }
-        let (state, sender) = self.last_pages(sender, owed, payload)?;
+        let (state, streams) = self.last_pages(streams, owed, stopped)?;
         if self.controls.goals().verify {
-            self.verify()?;
+            self.verify(stopped)?;
         }
-        self.load(&state, Some(sender))
+        self.load(&state, stopped, Some(streams), records)
+    }
+
+    /// Ends the phases with a failure. A guest that continues at the source does so first; what the stage has left is
+    /// undone after that.
+    fn fail_in(&mut self, rolled_back: RolledBack, failure: Failure) -> Failure {
+        self.resources.stage = SourceStage::RolledBack(rolled_back);
+        failure
     }
 
     /// Proposes the migration; the destination decides which disks are copied.
-    fn prepare(&mut self) -> Result<Accepted, Failure> {
+    fn prepare(&mut self) -> Result<Capabilities, Failure> {
         self.phase(Phase::Preparing);
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
@@ -160,7 +250,7 @@ impl SourceDriver {
     }
 
     /// Records what the destination accepts, and fails if that is not enough for the goals.
-    fn take_acceptance(&mut self, acceptance: Acceptance) -> Result<Accepted, Failure> {
+    fn take_acceptance(&mut self, acceptance: Acceptance) -> Result<Capabilities, Failure> {
         self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
         let proposed =
             self.agreement.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
@@ -214,7 +304,7 @@ impl SourceDriver {
         self.agreement.has_network = has_network;
         self.agreement.can_post_copy = post_copy && self.controls.goals().can_post_copy();
         let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
-        Ok(Accepted { copied, references, templates, codecs, deltas, takes_frames })
+        Ok(Capabilities { copied, references, templates, codecs, deltas, takes_frames })
     }
 
     /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
@@ -243,9 +333,9 @@ impl SourceDriver {
     }
 
     /// Prepares what the streams will send. The writes to participants that are sent ahead are recorded from here on.
-    pub(super) fn open_participants(&mut self, accepted: &Accepted) -> Result<Payload, Failure> {
-        let (proposal, copied) = (self.agreement.proposal.as_ref(), accepted.copied.as_slice());
-        let takes_frames = accepted.takes_frames;
+    pub(super) fn open_participants(&mut self, capabilities: &Capabilities) -> Result<Payload, Failure> {
+        let (proposal, copied) = (self.agreement.proposal.as_ref(), capabilities.copied.as_slice());
+        let takes_frames = capabilities.takes_frames;
         self.resources.participants.check(&Agreed { proposal, copied, takes_frames })?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let payload = self.resources.participants.open(vm)?;
@@ -285,19 +375,22 @@ impl SourceDriver {
     }
 
     /// Starts the measurement of how long the guest waits for processors: before anything is copied, for comparison.
-    fn start_pressure_meter(&mut self) {
+    fn start_pressure_meter(&mut self) -> Option<PressureMeter> {
         let allowed_permille = u64::from(self.context.config.tuning.guest_wait_percent) * 10;
-        let watch = self.resources.vm.as_mut().map(|vm| pressure::PressureMeter::begin(vm, allowed_permille));
+        let watch = self.resources.vm.as_mut().map(|vm| PressureMeter::begin(vm, allowed_permille));
         match watch.transpose() {
             #[cfg(feature = "comparison")]
             Ok(watch) => {
                 let restraints = self.controls.goals().settings.restraints;
-                self.resources.pressure = watch.map(|watch| watch.restrained_by(restraints));
+                watch.map(|watch| watch.restrained_by(restraints))
             }
             #[cfg(not(feature = "comparison"))]
-            Ok(watch) => self.resources.pressure = watch,
+            Ok(watch) => watch,
             // The kernel does not count this; nothing else is affected.
-            Err(error) => debug!(error = crate::chain(&error), "cannot measure the guest's waits"),
+            Err(error) => {
+                debug!(error = crate::chain(&error), "cannot measure the guest's waits");
+                None
+            }
         }
     }
 

@@ -14,7 +14,7 @@ use tracing::{error, warn};
 use crate::source::SourceDriver;
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::inbox::SourceNotice;
-use crate::source::reductions::ActiveReductions;
+use crate::source::stages::SourceStage;
 use crate::state_machine::StateMachine;
 use host::fault::Faults;
 use host::{ownership, vms};
@@ -108,7 +108,7 @@ impl StateMachine for SourceDriver {
                 self.session.follow_up(event);
             }
             SourceEffect::QuitQemu => {
-                self.resources.later = None;
+                self.resources.stage.end_serving();
                 match self.resources.vm.take() {
                     Some(vm) => vm.quit(),
                     // An agent before this one may have died after it ended QEMU and before it removed QEMU's files.
@@ -120,9 +120,7 @@ impl StateMachine for SourceDriver {
             }
             SourceEffect::UndoAll => {
                 self.resources.cpu_throttle = None;
-                self.resources.later = None;
-                self.resources.payload = None;
-                self.resources.reductions = ActiveReductions::default();
+                self.resources.stage.roll_back().end();
                 self.inbox.interrupts(None);
                 // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
@@ -133,7 +131,8 @@ impl StateMachine for SourceDriver {
                     vm.lift_leftover_limit();
                     vm.forget_state_file();
                 }
-                self.resources.undone = self.resources.participants.undo(vm);
+                let undone = self.resources.participants.undo(vm);
+                self.resources.stage = SourceStage::Undone(undone);
             }
             SourceEffect::SendGo { incarnation, run } => {
                 let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());
@@ -196,6 +195,9 @@ impl SourceDriver {
             Err(error) => Err(error.into()),
             Ok(()) => {
                 self.session.entry_made();
+                if matches!(state, SourceState::Committed { .. }) {
+                    self.resources.stage.commit();
+                }
                 Ok(())
             }
         }

@@ -42,7 +42,7 @@ impl SourceDriver {
                     });
                     self.running(continue_us, since_us, resumed_us);
                     self.report_served();
-                    if self.resources.later.is_some() {
+                    if self.resources.stage.server().is_some() {
                         // The pages' connection may end later than this agent does.
                         self.keep_report();
                     }
@@ -114,7 +114,7 @@ impl SourceDriver {
         let known =
             downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
         // With post-copy, loading includes the wait for some pages.
-        if self.resources.later.is_none() {
+        if self.resources.stage.server().is_none() {
             let cost = FixedCost {
                 stop_ns: downtime.stop_us * 1000,
                 save_ns: measured.save_us * 1000,
@@ -126,7 +126,7 @@ impl SourceDriver {
         self.controls.report(|report| report.downtime = Some(downtime));
         self.telemetry.update(|progress| progress.downtime_us = Some(downtime.total_us));
         self.note("running", "");
-        if self.resources.later.is_some() {
+        if self.resources.stage.server().is_some() {
             // Post-copy lasts for a while: an agent that restarts needs the report of everything before it.
             self.keep_report();
         }

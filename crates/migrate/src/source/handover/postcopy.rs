@@ -15,6 +15,8 @@ use crate::destination::untrusted;
 use crate::source::failure::Failure;
 use crate::source::inbox::SourceNotice;
 use crate::source::serving::PostCopyServer;
+use crate::source::stages::SourceStage;
+use crate::source::streams::OpenedStreams;
 use crate::source::{Details, SourceDriver};
 use host::ram::JournalledRegion;
 
@@ -28,7 +30,9 @@ impl SourceDriver {
     /// again.
     pub fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> QemuAtStart {
         let found = self.found(vm);
-        self.resources.unread = details.and_then(|details| details.later.clone());
+        if let Some(regions) = details.and_then(|details| details.later.clone()) {
+            self.resources.stage = SourceStage::Unread(regions);
+        }
         if self.session.may_be_needed() {
             self.read_left_memory();
         }
@@ -38,7 +42,7 @@ impl SourceDriver {
     /// Makes the memory readable that an agent before this one has left to send. If that fails, the state's repetition
     /// tries again.
     fn read_left_memory(&mut self) {
-        let Some(left) = self.resources.unread.take() else { return };
+        let Some(left) = self.resources.stage.take_unread() else { return };
         let Some(vm) = self.resources.vm.as_ref().filter(|vm| vm.is_alive()) else { return };
         let regions: Vec<_> = left.iter().map(JournalledRegion::region).collect();
         let readers = match ::memory::open_source(&vm.process, &regions) {
@@ -46,33 +50,33 @@ impl SourceDriver {
             Err(error) => {
                 let error = crate::chain(&error);
                 warn!(error, "cannot read yet the memory that the destination may request");
-                self.resources.unread = Some(left);
+                self.resources.stage = SourceStage::Unread(left);
                 return;
             }
         };
-        let mut later = PostCopyServer::new(
+        let mut server = PostCopyServer::new(
             readers.into(),
             ::memory::RecentWrites::default(),
             self.telemetry.remaining(),
             Arc::clone(&self.controls.rate),
         );
         // The earlier agent's push policy cannot be continued: its measurements are lost.
-        later.before = self.controls.report(|report| {
+        server.before = self.controls.report(|report| {
             report.traces.others.push = None;
             report.post_copy.unwrap_or_default()
         });
-        self.resources.later = Some(later);
+        self.resources.stage = SourceStage::resumed(server);
     }
 
     /// Handles the end of post-copy over a set of connections; there is no error if the destination has all pages.
     pub(super) fn handle_serving_end(&mut self, error: Option<String>) {
-        let Some(serving) = self.resources.later.as_mut().and_then(|later| later.serving.take()) else {
+        let Some(serving) = self.resources.stage.server_mut().and_then(|server| server.serving.take()) else {
             return;
         };
         drop(serving);
-        if let Some(later) = &mut self.resources.later {
-            later.is_complete = error.is_none();
-            later.lost = error;
+        if let Some(server) = self.resources.stage.server_mut() {
+            server.is_complete = error.is_none();
+            server.lost = error;
         }
         // If this agent dies before the next connections exist, the report has the decisions made until now.
         self.report_served();
@@ -85,10 +89,10 @@ impl SourceDriver {
             return;
         }
         self.read_left_memory();
-        if !self.resources.later.as_ref().is_some_and(PostCopyServer::is_cut) {
+        if !self.resources.stage.server().is_some_and(PostCopyServer::is_cut) {
             return;
         }
-        if let Some(error) = self.resources.later.as_mut().and_then(|later| later.lost.take()) {
+        if let Some(error) = self.resources.stage.server_mut().and_then(|server| server.lost.take()) {
             self.note("link-lost", error);
         }
         self.connections.generation = self.connections.generation.next();
@@ -110,7 +114,6 @@ impl SourceDriver {
                     "no connections for sending pages yet"
                 );
                 self.connections.control = None;
-                self.connections.page_stream = None;
             }
         }
     }
@@ -138,24 +141,23 @@ impl SourceDriver {
                     return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
                 }
             }
-            if self.connections.control.is_none() || self.resources.later.is_none() {
+            if self.connections.control.is_none() || self.resources.stage.server().is_none() {
                 return Err(self.control_loss());
             }
         }
-        let streams =
+        let opened =
             self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
-        let (Some(later), Some(page_stream)) =
-            (&mut self.resources.later, self.connections.page_stream.take())
-        else {
+        let OpenedStreams { data, page_stream } = opened;
+        let (Some(server), Some(page_stream)) = (self.resources.stage.server_mut(), page_stream) else {
             return Err(self.control_loss());
         };
-        let sender = Sender::with_reductions(later.readers.clone(), later.reductions.clone(), streams)
+        let sender = Sender::with_reductions(server.readers.clone(), server.reductions.clone(), data)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         // The guest has left this host.
         sender.handle().set_niceness(0);
         sender.handle().stop_direct_placement();
         self.telemetry.follow(Some(sender.handle()));
-        later
+        server
             .serve(self.connections.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("cannot start a thread to send pages", &error))
     }
@@ -174,11 +176,11 @@ impl SourceDriver {
 
     /// Updates the report with the pages sent until now and the policy's decisions.
     pub(super) fn report_served(&mut self) {
-        let Some(later) = &self.resources.later else { return };
+        let Some(server) = self.resources.stage.server() else { return };
         self.controls.report(|report| {
             let remaining_pages = report.post_copy.map_or(0, |before| before.remaining_pages);
-            report.post_copy = Some(later.statistics(remaining_pages));
-            later.counted.push().update_report(&mut report.traces.others.push);
+            report.post_copy = Some(server.statistics(remaining_pages));
+            server.counted.push().update_report(&mut report.traces.others.push);
         });
     }
 }

@@ -12,10 +12,11 @@ use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::source::agreement::Accepted;
+use crate::source::agreement::Capabilities;
 use crate::source::participants::StopKind;
 use crate::source::participants::tests::{Fake, Steps, taken};
 use crate::source::payload::Payload;
+use crate::source::stages::{Proposed, SourceStage};
 use crate::source::{Controls, Goals, SourceInbox, SourceMailbox};
 use ::memory::Owed;
 use api::progress::Publisher;
@@ -62,7 +63,7 @@ fn driver_of(
 
 /// Returns the payload of a VM without disks to copy.
 fn payload(driver: &mut SourceDriver) -> Payload {
-    let accepted = Accepted {
+    let accepted = Capabilities {
         copied: vec![],
         references: false,
         templates: 0,
@@ -189,7 +190,7 @@ fn link_cut_during_template_query_is_tolerated() {
         format: "raw".to_owned(),
         send_zeros: false,
     };
-    let accepted = Accepted {
+    let accepted = Capabilities {
         copied: vec![disk],
         references: true,
         templates: 1,
@@ -494,7 +495,7 @@ fn a_third_participant_takes_part_in_a_migration_that_fails() {
     driver.resources.participants.freeze(vm, StopKind::NotCompared, &mut Owed::of(vec![])).unwrap();
     driver.resources.participants.ready(vm).unwrap();
     assert_eq!(taken(&steps), ["third before_stop", "third freeze", "third ready"]);
-    driver.resources.payload = Some(payload);
+    driver.resources.stage = SourceStage::RolledBack(Proposed::default().accept(payload).roll_back());
     driver.take(&SourceEvent::Failed);
     assert_eq!(taken(&steps), ["third undo"], "the engine's effect reaches it");
     drop(driver);

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use ::memory::{Owed, PageCursor, Sender};
+use ::memory::{Owed, PageCursor};
 use engine::disks_first::{DiskRound, DisksFirstPolicy, NextPhase};
 use engine::handover::source::SourceEvent;
 use engine::trace::TracedPolicy;
@@ -12,31 +12,36 @@ use proto::limits::PAGE_BYTES;
 use super::rounds::DirtyScan;
 use crate::source::SourceDriver;
 use crate::source::failure::Failure;
-use crate::source::payload::Payload;
+use crate::source::stages::Streaming;
+use crate::source::streams::Streams;
 use api::OnLimit;
 
 impl SourceDriver {
     /// Sends rounds of the participants that are sent ahead, until the policy lets the others begin.
-    pub(super) fn send_ahead(&mut self, payload: &mut Payload) -> Result<(Sender, Owed), Failure> {
-        let mut sender = self.open_streams(payload)?;
-        let mut owed = self.resources.participants.first_pages();
+    pub(super) fn send_ahead(
+        &mut self,
+        streams: Streams,
+        owed: Owed,
+        streaming: &mut Streaming,
+    ) -> Result<(Streams, Owed), Failure> {
+        let (mut streams, mut owed) = (streams, owed);
         let mut sent_bytes = None;
         let memory_bytes = self.resources.participants.waiting_bytes();
         let mut ahead = TracedPolicy::new(DisksFirstPolicy { memory_bytes });
         loop {
-            let scanned = self.scan(owed, payload)?;
+            let scanned = self.scan(owed, &mut streaming.payload)?;
             let dirty_bytes = scanned.readable.pages() * PAGE_BYTES;
             if let Some(sent_bytes) = sent_bytes {
                 let observed = DiskRound { dirty_bytes, sent_bytes };
                 let next = ahead.decide_on(observed);
                 self.controls.report(|report| ahead.update_report(&mut report.traces.others.disks));
                 if next == NextPhase::Memory {
-                    return Ok((sender, scanned.readable.give_up()));
+                    return Ok((streams, scanned.readable.give_up()));
                 }
             }
-            let sent = self.send_in_parts(sender, scanned, payload)?;
+            let sent = self.send_in_parts(streams, scanned, streaming)?;
             sent_bytes = sent.is_whole.then_some(dirty_bytes);
-            (sender, owed) = (sent.sender, sent.owed);
+            (streams, owed) = (sent.streams, sent.owed);
             self.has_time_for_others()?;
         }
     }
@@ -62,9 +67,9 @@ impl SourceDriver {
     /// yet, otherwise in the next one.
     fn send_in_parts(
         &mut self,
-        mut sender: Sender,
+        mut streams: Streams,
         mut scanned: DirtyScan,
-        payload: &mut Payload,
+        streaming: &mut Streaming,
     ) -> Result<SentInParts, Failure> {
         let all = scanned.readable.pages();
         let (mut place, mut is_whole) = (PageCursor::default(), true);
@@ -72,23 +77,23 @@ impl SourceDriver {
             let pages = self.before_round(all)?;
             self.handle_notices()?;
             let (part, later, next) = scanned.part(place, pages);
-            self.telemetry.begin_round(0, payload.waiting(&later));
-            let sent = self.send_scanned(sender, part, None, payload)?;
+            self.telemetry.begin_round(0, streaming.payload.waiting(&later));
+            let sent = self.send_scanned(streams, part, None, streaming)?;
             is_whole &= sent.stats.is_some();
             self.resources.participants.after_round(sent.stats.as_ref());
             let mut owed = sent.owed;
             owed.take_back(&later);
-            sender = sent.sender;
-            let Some(next) = next else { return Ok(SentInParts { sender, owed, is_whole }) };
+            streams = sent.streams;
+            let Some(next) = next else { return Ok(SentInParts { streams, owed, is_whole }) };
             place = next;
-            scanned = self.scan(owed, payload)?;
+            scanned = self.scan(owed, &mut streaming.payload)?;
         }
     }
 }
 
 /// A round that was sent in parts.
 struct SentInParts {
-    sender: Sender,
+    streams: Streams,
     owed: Owed,
     /// True if no part was cut off.
     is_whole: bool,

@@ -4,10 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::{CompletedRound, DirtyBitmap, Owed, Readable, Sender, Stage, encode_set};
-use engine::discards::{DiscardDecision, DiscardPolicy, PendingDiscard};
 use engine::handover::source::SourceEvent;
-use engine::trace::TracedPolicy;
-use proto::Generation;
 use proto::limits::DISCARD_BYTES;
 use proto::message::Message;
 
@@ -17,6 +14,8 @@ use crate::source::failure::{Failure, gone, unexpected};
 use crate::source::participants::StopKind;
 use crate::source::payload::Payload;
 use crate::source::serving::PostCopyServer;
+use crate::source::stages::{Stopped, Streaming, StreamingRecords};
+use crate::source::streams::Streams;
 use crate::source::{Details, SourceDriver};
 use api::report::PostCopy;
 use host::ram::{self, JournalledRegion};
@@ -26,75 +25,6 @@ use store::journal::Durability;
 /// less than would fill the buffers between the two drivers while both only send.
 const MAX_UNANSWERED_LISTS: usize = 16;
 
-/// Pages that the destination was asked to discard while the guest ran at the source.
-#[derive(Debug)]
-pub(in crate::source) struct RequestedDiscards {
-    policy: TracedPolicy<DiscardPolicy>,
-    pages: Vec<DirtyBitmap>,
-    /// Pages among them that no round can have sent again since.
-    away: Vec<DirtyBitmap>,
-    /// Generation of the connections on which they were announced. Over new connections, the destination has forgotten
-    /// the list.
-    generation: Generation,
-    /// Duration of the last discard at the destination.
-    took: Duration,
-}
-
-impl RequestedDiscards {
-    pub(in crate::source) fn none() -> Self {
-        let policy = TracedPolicy::new(DiscardPolicy::default());
-        Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
-    }
-
-    /// Returns true if no pages of this generation are discarded.
-    pub(super) fn is_none(&self, generation: Generation) -> bool {
-        self.generation != generation || self.away.iter().all(DirtyBitmap::is_empty)
-    }
-
-    /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
-    pub(super) fn mark_resent(&mut self) {
-        self.away.iter_mut().for_each(DirtyBitmap::clear_all);
-    }
-
-    /// Begins a new series of discards, independent of earlier ones.
-    fn begin(&mut self) {
-        self.policy.reset();
-        self.took = Duration::ZERO;
-    }
-
-    /// Returns the pages of `owed` that the destination has not discarded, if they are to be announced now.
-    fn next(&mut self, owed: &[DirtyBitmap], generation: Generation) -> Option<Vec<DirtyBitmap>> {
-        if self.generation != generation {
-            self.pages = owed.iter().map(DirtyBitmap::emptied).collect();
-            (self.away, self.generation) = (self.pages.clone(), generation);
-        }
-        let mut unnamed = owed.to_vec();
-        unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
-        let pages = unnamed.iter().map(DirtyBitmap::count).sum();
-        let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
-        (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Discard)
-            .then_some(unnamed)
-    }
-
-    fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
-        for known in [&mut self.pages, &mut self.away] {
-            known.iter_mut().zip(pages).for_each(|(known, pages)| known.insert(pages));
-        }
-        self.took = took;
-    }
-
-    /// Returns the pages for post-copy: `remaining`, and all pages that the destination was asked to discard. Rounds in
-    /// between may have sent some of those again; they have not changed at the source, so to send them once more does
-    /// no harm.
-    fn with(&self, remaining: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
-        let mut all = remaining.to_vec();
-        if self.generation == generation {
-            all.iter_mut().zip(&self.pages).for_each(|(all, discarded)| all.insert(discarded));
-        }
-        all
-    }
-}
-
 impl SourceDriver {
     /// Lets the destination discard the pages for post-copy while the guest runs at the source, for as long as that
     /// shortens the guest's stop. If the link is cut in the meantime, it is mended like any other cut, before the next
@@ -102,20 +32,21 @@ impl SourceDriver {
     pub(super) fn discard_ahead(
         &mut self,
         scanned: DirtyScan,
-        payload: &mut Payload,
+        streaming: &mut Streaming,
     ) -> Result<DirtyScan, Failure> {
         let mut scanned = scanned;
-        self.resources.discarded.begin();
+        let Streaming { payload, records, .. } = streaming;
+        let StreamingRecords { discards, writes, .. } = records;
+        discards.begin();
         while self.connections.control.is_some() && self.agreement.can_discard {
             let owed = &scanned.readable.owed().blocks()[..payload.ram_blocks()];
-            let unnamed = self.resources.discarded.next(owed, self.connections.generation);
-            self.controls.report(|report| {
-                self.resources.discarded.policy.update_report(&mut report.traces.others.discards);
-            });
+            let unnamed = discards.next(owed, self.connections.generation);
+            self.controls
+                .report(|report| discards.policy().update_report(&mut report.traces.others.discards));
             let Some(unnamed) = unnamed else { break };
             payload.forget_versions(&unnamed);
             match self.discard(&unnamed) {
-                Ok(took) => self.resources.discarded.add(&unnamed, took),
+                Ok(took) => discards.add(&unnamed, took),
                 Err(Failure { event: event @ (SourceEvent::PeerLost | SourceEvent::PeerSilent), reason }) => {
                     self.agreement.can_discard &= event != SourceEvent::PeerSilent;
                     self.connections.control = None;
@@ -126,7 +57,7 @@ impl SourceDriver {
             }
             self.context.faults.reach(|| "source/named".to_owned());
             scanned = self.scan_dirty(scanned.readable.give_up(), true, payload)?;
-            self.resources.written.note(std::mem::take(&mut scanned.found));
+            writes.note(std::mem::take(&mut scanned.found));
         }
         Ok(scanned)
     }
@@ -165,11 +96,14 @@ impl SourceDriver {
     /// follows it.
     pub(super) fn announce_pages(
         &mut self,
-        sender: Sender,
+        streams: Streams,
         owed: Owed,
-        payload: &mut Payload,
+        stopped: &mut Stopped,
+        records: &mut StreamingRecords,
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
+        let Streams { sender, page_stream } = streams;
+        let payload = &stopped.payload;
         payload.end_reductions(Stage::PostCopy);
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
@@ -181,12 +115,13 @@ impl SourceDriver {
         let (cleared, found) = owed
             .clear_marks_and_report(&mut self.resources.participants.log(None), ram_blocks)
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-        self.resources.written.note(found);
+        records.writes.note(found);
         self.reporter.stop_clock.measured.last_scans_us += cleared.scan().duration_us;
         let (sender, remaining) = self.send_must_precopy(sender, cleared.skip_drain(), payload)?;
         self.handle_last_notices()?;
         if remaining.pages() > 0 {
-            self.announce_and_serve(sender, &remaining, payload)?;
+            let streams = Streams { sender, page_stream };
+            self.announce_and_serve(streams, &remaining, stopped, records)?;
         }
         self.reporter.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok(state)
@@ -218,14 +153,15 @@ impl SourceDriver {
     /// Announces these pages to the destination, and begins to send them.
     fn announce_and_serve(
         &mut self,
-        sender: Sender,
+        streams: Streams,
         remaining: &Owed,
-        payload: &Payload,
+        stopped: &mut Stopped,
+        records: &mut StreamingRecords,
     ) -> Result<(), Failure> {
-        let blocks = self
-            .resources
-            .discarded
-            .with(&remaining.blocks()[..payload.ram_blocks()], self.connections.generation);
+        let Streams { sender, page_stream } = streams;
+        let payload = &stopped.payload;
+        let remaining_memory = &remaining.blocks()[..payload.ram_blocks()];
+        let blocks = records.discards.with(remaining_memory, self.connections.generation);
         let set = encode_set(&blocks);
         let vm = self.resources.vm.as_ref().ok_or_else(gone)?;
         let regions = ram::regions(&vm.blocks).iter().map(JournalledRegion::of).collect();
@@ -247,7 +183,7 @@ impl SourceDriver {
             self.send("cannot encode the list of missing pages", |writer| writer.send_blob(piece))?;
         }
         self.inbox.interrupts(None);
-        let Some(page_stream) = self.connections.page_stream.take() else {
+        let Some(page_stream) = page_stream else {
             return Err(Failure::new(SourceEvent::PeerLost, "there is no page stream"));
         };
         let pages = blocks.iter().map(DirtyBitmap::count).sum();
@@ -259,65 +195,18 @@ impl SourceDriver {
         sender.handle().set_niceness(0);
         sender.handle().limit_copying_threads(u16::MAX);
         sender.handle().stop_direct_placement();
-        let written = std::mem::take(&mut self.resources.written);
-        let mut later = PostCopyServer::new(
+        let mut server = PostCopyServer::new(
             payload.readers(),
-            written,
+            std::mem::take(&mut records.writes),
             self.telemetry.remaining(),
             Arc::clone(&self.controls.rate),
         );
-        later.reductions = payload.saving().of_frames();
-        later
+        server.reductions = payload.saving().of_frames();
+        server
             .serve(self.connections.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("cannot start a thread to send pages", &error))?;
-        self.resources.later = Some(later);
+        stopped.server = Some(server);
         self.context.faults.reach(|| "source/awaited".to_owned());
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn set(pages: &[u64]) -> Vec<DirtyBitmap> {
-        let mut set = DirtyBitmap::new(1 << 20);
-        for page in pages {
-            set.set(*page..page + 1);
-        }
-        vec![set]
-    }
-
-    #[test]
-    fn only_what_the_destination_does_not_know_of_is_named() {
-        let (first, second) = (Generation(1), Generation(2));
-        let mut discarded = RequestedDiscards::none();
-        discarded.begin();
-        let all = discarded.next(&set(&[1, 2, 3, 4]), first);
-        assert_eq!(all, Some(set(&[1, 2, 3, 4])));
-        discarded.add(&set(&[1, 2, 3, 4]), Duration::from_millis(10));
-        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), Some(set(&[5])));
-        discarded.add(&set(&[5]), Duration::from_millis(2));
-        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), None, "nothing is new");
-        discarded.begin();
-        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
-        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
-        assert_eq!((discarded.is_none(first), discarded.is_none(second)), (false, true));
-        discarded.mark_resent();
-        assert!(discarded.is_none(first));
-        discarded.begin();
-        assert_eq!(
-            discarded.next(&set(&[2, 9]), first),
-            Some(set(&[2, 9])),
-            "a round may have brought it back"
-        );
-        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "and what was said comes");
-        discarded.begin();
-        assert_eq!(
-            discarded.next(&set(&[1, 9]), second),
-            Some(set(&[1, 9])),
-            "other connections know nothing"
-        );
-        assert_eq!(discarded.with(&set(&[1, 9]), second), set(&[1, 9]));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{Owed, Sender, Stage};
+use ::memory::{Owed, Stage};
 use engine::handover::source::SourceEvent;
 use engine::precopy::{
     AvailableStrategies, CostHistory, Decision, Outlook, RoundObservation, StopTrace, ThrottleChange,
@@ -17,6 +17,8 @@ use crate::source::failure::Failure;
 use crate::source::payload::Payload;
 use crate::source::pressure::PressureMeter;
 use crate::source::reductions::hints::FreePageHints;
+use crate::source::stages::Streaming;
+use crate::source::streams::Streams;
 use crate::source::telemetry::DeferredPages;
 use crate::source::{SourceDriver, payload};
 use api::ThrottleCpu;
@@ -65,24 +67,24 @@ impl SourceDriver {
     /// Sends rounds until the policy decides to stop.
     pub(super) fn pre_copy(
         &mut self,
-        sender: Sender,
+        streams: Streams,
         owed: Owed,
-        payload: &mut Payload,
-    ) -> Result<(Sender, Owed, Ending), Failure> {
+        streaming: &mut Streaming,
+    ) -> Result<(Streams, Owed, Ending), Failure> {
         self.phase(Phase::PreCopy);
         let mut state = PreCopy {
             scheduler: self.new_pass_scheduler(0),
             sent: None,
-            hints: self.connect_to_guest(),
+            hints: self.connect_to_guest(&streaming.reductions),
             is_first: true,
         };
-        let (mut sender, mut owed) = (sender, owed);
+        let (mut streams, mut owed) = (streams, owed);
         loop {
-            let scanned = self.scan_between_rounds(&mut state, owed, payload)?;
-            (sender, owed) = match self.after_scan(&mut state, scanned, payload)? {
-                AfterScan::Round(scanned) => self.send_planned(&mut state, sender, scanned, payload)?,
-                AfterScan::TakenBack(scanned) => self.send_taken_back(&state, sender, scanned, payload)?,
-                AfterScan::Stop(owed, ending) => return Ok((sender, owed, ending)),
+            let scanned = self.scan_between_rounds(&mut state, owed, streaming)?;
+            (streams, owed) = match self.after_scan(&mut state, scanned, streaming)? {
+                AfterScan::Round(scanned) => self.send_planned(&mut state, streams, scanned, streaming)?,
+                AfterScan::TakenBack(scanned) => self.send_taken_back(&state, streams, scanned, streaming)?,
+                AfterScan::Stop(owed, ending) => return Ok((streams, owed, ending)),
             };
         }
     }
@@ -91,12 +93,12 @@ impl SourceDriver {
         &mut self,
         state: &mut PreCopy,
         owed: Owed,
-        payload: &mut Payload,
+        streaming: &mut Streaming,
     ) -> Result<DirtyScan, Failure> {
         let reports_pages = state.scheduler.passes == 0 || self.agreement.can_post_copy;
-        let mut scanned = self.scan_dirty(owed, reports_pages, payload)?;
+        let mut scanned = self.scan_dirty(owed, reports_pages, &mut streaming.payload)?;
         if self.agreement.can_post_copy {
-            self.resources.written.note(scanned.found.clone());
+            streaming.records.writes.note(scanned.found.clone());
         }
         state.scheduler.record_scan(&mut scanned);
         Ok(scanned)
@@ -107,16 +109,16 @@ impl SourceDriver {
         &mut self,
         state: &mut PreCopy,
         scanned: DirtyScan,
-        payload: &mut Payload,
+        streaming: &mut Streaming,
     ) -> Result<AfterScan, Failure> {
         let mut scanned = scanned;
         let Some(mut sent) = state.sent.take() else { return Ok(AfterScan::Round(scanned)) };
         sent.pass = state.scheduler.passes;
-        match self.decide(&mut state.scheduler.policy, &sent, &scanned, payload)? {
+        match self.decide(&mut state.scheduler.policy, &sent, &scanned, &streaming.payload)? {
             NextStep::Round { most_pages, must_precopy_only } => {
                 // The remaining pages of disks are sent last, so that nothing needs time between them and the stop.
-                if must_precopy_only && self.resources.discarded.is_none(self.connections.generation) {
-                    scanned = self.discard_ahead(scanned, payload)?;
+                if must_precopy_only && streaming.records.discards.is_none(self.connections.generation) {
+                    scanned = self.discard_ahead(scanned, streaming)?;
                 }
                 (state.scheduler.most_pages, state.scheduler.must_precopy_only) =
                     (most_pages, must_precopy_only);
@@ -133,7 +135,7 @@ impl SourceDriver {
                 }
                 self.handle_notices()?;
                 if ending == Ending::PostCopy {
-                    scanned = self.discard_ahead(scanned, payload)?;
+                    scanned = self.discard_ahead(scanned, streaming)?;
                 }
                 if self.connections.control.is_some() {
                     self.reporter.stop_clock.expected_downtime = expected_downtime;
@@ -150,29 +152,29 @@ impl SourceDriver {
     fn send_taken_back(
         &mut self,
         state: &PreCopy,
-        sender: Sender,
+        streams: Streams,
         scanned: DirtyScan,
-        payload: &Payload,
-    ) -> Result<(Sender, Owed), Failure> {
+        streaming: &mut Streaming,
+    ) -> Result<(Streams, Owed), Failure> {
         let pass = state.scheduler.passes + 1;
         self.handle_notices()?;
         self.telemetry.begin_round(pass, DeferredPages::default());
-        self.resources.discarded.mark_resent();
-        let RoundOutcome { sender, owed, stats } = self.send_scanned(sender, scanned, None, payload)?;
+        streaming.records.discards.mark_resent();
+        let RoundOutcome { streams, owed, stats } = self.send_scanned(streams, scanned, None, streaming)?;
         if stats.is_some() {
             self.complete_round_report(pass, 0, 0);
         }
-        Ok((sender, owed))
+        Ok((streams, owed))
     }
 
     /// Sends the pages that the scheduler selects.
     fn send_planned(
         &mut self,
         state: &mut PreCopy,
-        sender: Sender,
+        streams: Streams,
         scanned: DirtyScan,
-        payload: &mut Payload,
-    ) -> Result<(Sender, Owed), Failure> {
+        streaming: &mut Streaming,
+    ) -> Result<(Streams, Owed), Failure> {
         let mut scanned = scanned;
         if let Some(hints) = &mut state.hints {
             scanned.readable = self.ask_guest(hints, scanned.readable, state.is_first)?;
@@ -182,8 +184,8 @@ impl SourceDriver {
         self.handle_notices()?;
         let scheduler = &mut state.scheduler;
         let scanned_at = scanned.scanned_at;
-        scheduler.interval_factor =
-            self.resources.pressure.as_ref().map_or(1, PressureMeter::interval_factor);
+        let Streaming { payload, records, .. } = &mut *streaming;
+        scheduler.interval_factor = records.pressure.as_ref().map_or(1, PressureMeter::interval_factor);
         let must_precopy_only = scheduler.must_precopy_only;
         let RoundPages { scanned, later, until } = scheduler.select_pages(scanned, payload);
         let resent_pages = scheduler.count_resent(&scanned, payload);
@@ -194,23 +196,23 @@ impl SourceDriver {
             payload.keep_versions(later);
         }
         if !must_precopy_only {
-            self.resources.discarded.mark_resent();
+            records.discards.mark_resent();
         }
-        let outcome = self.send_scanned(sender, scanned, until, payload)?;
+        let outcome = self.send_scanned(streams, scanned, until, streaming)?;
         self.resources.participants.after_round(outcome.stats.as_ref());
-        Ok(self.record_outcome(state, &plan, outcome, later.as_ref(), payload))
+        Ok(self.record_outcome(state, &plan, outcome, later.as_ref(), &streaming.payload))
     }
 
-    /// Records what became of a round from which `later` was left out. Returns the sender, and all pages that are owed.
+    /// Records what became of a round from which `later` was left out. Returns the streams, and all pages that are owed.
     fn record_outcome(
         &mut self,
         state: &mut PreCopy,
         plan: &RoundPlan,
         outcome: RoundOutcome,
         later: Option<&Owed>,
-        payload: &mut Payload,
-    ) -> (Sender, Owed) {
-        let RoundOutcome { sender, mut owed, stats } = outcome;
+        payload: &Payload,
+    ) -> (Streams, Owed) {
+        let RoundOutcome { streams, mut owed, stats } = outcome;
         let scheduler = &mut state.scheduler;
         let refused_pages = stats.as_ref().map_or(0, |stats| stats.refused_pages);
         // Pages that the destination refused count as sent in this round.
@@ -242,7 +244,7 @@ impl SourceDriver {
                 resent_pages,
             }
         });
-        (sender, owed)
+        (streams, owed)
     }
 
     /// Creates a scheduler whose policy has no observations yet, after `passes` passes.

@@ -7,12 +7,14 @@ use ::memory::{
     ScanStats, Sender,
 };
 use host::VmError;
-use link::transport::DataStream;
 use tracing::info;
 
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::failure::{Failure, gone};
 use crate::source::payload::Payload;
+use crate::source::pressure::PressureMeter;
+use crate::source::stages::Streaming;
+use crate::source::streams::{OpenedStreams, Streams};
 use crate::source::{SourceDriver, payload};
 use api::report::Round;
 
@@ -51,9 +53,9 @@ impl DirtyScan {
 
 /// A round that was sent, or cut off.
 pub(super) struct RoundOutcome {
-    pub(super) sender: Sender,
+    pub(super) streams: Streams,
     pub(super) owed: Owed,
-    /// Statistics of the round; none if it was cut off, and then the sender has new connections.
+    /// Statistics of the round; none if it was cut off, and then the streams are new.
     pub(super) stats: Option<RoundStats>,
 }
 
@@ -61,29 +63,31 @@ impl SourceDriver {
     /// Opens the data streams. If the control stream was lost, all connections are made anew, because otherwise the
     /// destination could not be informed of a round's end. A link that is cut before the first stream opens is worth
     /// waiting for like any other.
-    pub(crate) fn open_streams(&mut self, payload: &Payload) -> Result<Sender, Failure> {
+    pub(in crate::source) fn open_streams(&mut self, payload: &Payload) -> Result<Streams, Failure> {
         self.handle_notices()?;
         if self.connections.control.is_none() {
             return self.reconnect(payload, self.control_loss().reason);
         }
         match self.connect_streams() {
-            Ok(streams) => self.start_sender(payload, streams),
+            Ok(opened) => self.start_sender(payload, opened),
             Err(error) => {
                 self.reconnect(payload, Failure::peer("cannot open the data streams", &error).reason)
             }
         }
     }
 
-    pub(crate) fn start_sender(
+    /// Starts a sender over streams that were just opened.
+    pub(in crate::source) fn start_sender(
         &mut self,
         payload: &Payload,
-        streams: Vec<DataStream>,
-    ) -> Result<Sender, Failure> {
-        let started = Sender::with_reductions(payload.readers(), payload.saving(), streams);
+        opened: OpenedStreams,
+    ) -> Result<Streams, Failure> {
+        let OpenedStreams { data, page_stream } = opened;
+        let started = Sender::with_reductions(payload.readers(), payload.saving(), data);
         let sender = started.map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         self.inbox.interrupts(Some(sender.handle()));
         self.telemetry.follow(Some(sender.handle()));
-        Ok(sender)
+        Ok(Streams { sender, page_stream })
     }
 
     /// Lets the participants act before a round of up to `pages` pages; returns the number of pages after which they want
@@ -129,20 +133,22 @@ impl SourceDriver {
     /// did not arrive are owed.
     pub(super) fn send_scanned(
         &mut self,
-        sender: Sender,
+        streams: Streams,
         scanned: DirtyScan,
         until: Option<Instant>,
-        payload: &Payload,
+        streaming: &mut Streaming,
     ) -> Result<RoundOutcome, Failure> {
+        let Streaming { payload, records, .. } = streaming;
         let DirtyScan { readable, must_precopy_pages, scan, drain_us, .. } = scanned;
         if self.connections.control.is_none() {
             self.inbox.interrupts(None);
-            drop(sender);
-            let sender = self.open_streams(payload)?;
-            return Ok(RoundOutcome { sender, owed: readable.give_up(), stats: None });
+            drop(streams);
+            let streams = self.open_streams(payload)?;
+            return Ok(RoundOutcome { streams, owed: readable.give_up(), stats: None });
         }
         let pages = readable.pages();
-        if let Some(pressure) = &mut self.resources.pressure {
+        let Streams { sender, page_stream } = streams;
+        if let Some(pressure) = &mut records.pressure {
             pressure.restrain(&sender.handle());
         }
         let sent = match until {
@@ -151,7 +157,7 @@ impl SourceDriver {
         };
         match sent {
             Ok(CompletedRound { sender, owed, stats }) => {
-                self.sample_pressure();
+                self.sample_pressure(records.pressure.as_mut());
                 // For a part of a round, the pages that were sent count.
                 let (pages, must_precopy_pages) = if until.is_some() {
                     (
@@ -171,23 +177,23 @@ impl SourceDriver {
                         ..payload::round_report(&stats)
                     });
                 });
-                Ok(RoundOutcome { sender, owed, stats: Some(stats) })
+                Ok(RoundOutcome { streams: Streams { sender, page_stream }, owed, stats: Some(stats) })
             }
             Err(interrupted) => {
                 let Interrupted { owed, cause, .. } = *interrupted;
                 info!(%cause, "round interrupted");
                 self.inbox.interrupts(None);
                 self.handle_notices_or(&cause)?;
-                let sender = self.reconnect(payload, crate::chain(&cause))?;
-                Ok(RoundOutcome { sender, owed, stats: None })
+                let streams = self.reconnect(payload, crate::chain(&cause))?;
+                Ok(RoundOutcome { streams, owed, stats: None })
             }
         }
     }
 
     /// Adapts the sender's niceness and threads to the waiting times of the guest's processors.
-    fn sample_pressure(&mut self) {
+    fn sample_pressure(&self, pressure: Option<&mut PressureMeter>) {
         let is_held = self.resources.cpu_throttle.as_ref().is_some_and(CpuThrottle::is_holding);
-        let Some(pressure) = &mut self.resources.pressure else { return };
+        let Some(pressure) = pressure else { return };
         let Some(waiting) = pressure.sample(is_held) else { return };
         self.controls.report(|report| {
             report.waiting = Some(waiting);

@@ -14,8 +14,9 @@ use tracing::warn;
 use super::Ready;
 use crate::source::failure::{Failure, gone, unexpected};
 use crate::source::participants::StopKind;
-use crate::source::payload::Payload;
 use crate::source::reductions::hints::ActiveHints;
+use crate::source::stages::{Stopped, StreamingRecords};
+use crate::source::streams::Streams;
 use crate::source::{SourceDriver, payload};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
@@ -99,14 +100,16 @@ impl SourceDriver {
     }
 
     /// Finds and sends the remaining pages. In the meantime QEMU saves its device state; because saving may write guest
-    /// memory, one more round follows. Returns the device state, and the sender, which has done its work.
+    /// memory, one more round follows. Returns the device state, and the streams, which have done their work.
     pub(super) fn last_pages(
         &mut self,
-        sender: Sender,
+        streams: Streams,
         owed: Owed,
-        payload: &mut Payload,
-    ) -> Result<(Vec<u8>, Sender), Failure> {
+        stopped: &Stopped,
+    ) -> Result<(Vec<u8>, Streams), Failure> {
         let began = Instant::now();
+        let Streams { sender, page_stream } = streams;
+        let payload = &stopped.payload;
         let acknowledged_by = self.switchover_deadline();
         // No program gives memory back from now on.
         payload.end_reductions(Stage::GuestStopped);
@@ -141,7 +144,7 @@ impl SourceDriver {
         self.telemetry.follow(None);
         self.handle_last_notices()?;
         self.reporter.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
-        Ok((state, sender))
+        Ok((state, Streams { sender, page_stream }))
     }
 
     /// Sets the deadline for messages to the destination while the guest is stopped.
@@ -201,12 +204,12 @@ impl SourceDriver {
         }
     }
 
-    pub(super) fn verify(&mut self) -> Result<(), Failure> {
+    pub(super) fn verify(&mut self, stopped: &Stopped) -> Result<(), Failure> {
         self.phase(Phase::Verifying);
         let began = Instant::now();
         // Otherwise memory that was plugged in the meantime would be taken for lost memory.
         self.check_unchanged()?;
-        let hints = self.resources.reductions.find::<ActiveHints>();
+        let hints = stopped.reductions.find::<ActiveHints>();
         let left_out = hints.map_or_else(Vec::new, |hints| hints.left_out());
         let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
@@ -254,9 +257,15 @@ impl SourceDriver {
         Ok(different)
     }
 
-    /// Sends the device state, and waits until the destination has loaded it. The sender is no longer needed; to end
-    /// its threads needs time, which the destination needs for loading anyway.
-    pub(super) fn load(&mut self, state: &[u8], sender: Option<Sender>) -> Result<Ready, Failure> {
+    /// Sends the device state, and waits until the destination has loaded it. Streams and records are no longer needed;
+    /// to end them needs time, which the destination needs for loading anyway.
+    pub(super) fn load(
+        &mut self,
+        state: &[u8],
+        stopped: &Stopped,
+        streams: Option<Streams>,
+        records: StreamingRecords,
+    ) -> Result<Ready, Failure> {
         self.phase(Phase::DeviceState);
         let began = Instant::now();
         let digest = blake3::hash(state).to_hex().to_string();
@@ -267,14 +276,14 @@ impl SourceDriver {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
         }
         // This runs while the destination loads. Its READY then implies that the source's QEMU is frozen.
-        drop(sender);
+        drop((streams, records));
         self.check_unchanged()?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.ready(vm)?;
         self.freeze()?;
         let run = !matches!(self.session.state(), SourceState::Stopped { run: false });
         // Even if sending fails, the message may have arrived.
-        self.session.set_may_have_all(self.resources.later.is_none());
+        self.session.set_may_have_all(stopped.server.is_none());
         self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;
         let answer_by = self.switchover_deadline();
         match self.receive_message(answer_by)? {

@@ -15,7 +15,7 @@ use std::sync::mpsc::Sender;
 use ::memory::{ContentIndex, LinkCounters, LinkMeter, Reduction};
 use proto::packed::CompressionTrial;
 
-use super::agreement::Accepted;
+use super::agreement::Capabilities;
 use super::payload::Payload;
 use super::{Controls, SourceDriver};
 use api::report::Report;
@@ -130,6 +130,13 @@ pub(super) struct ReductionControl {
     _stop: Option<Sender<()>>,
 }
 
+impl ReductionControl {
+    /// Returns the reductions.
+    pub(super) fn reductions(&self) -> &ActiveReductions {
+        &self.reductions
+    }
+}
+
 impl Drop for ReductionControl {
     fn drop(&mut self) {
         let ActiveReductions { list, meter } = &self.reductions;
@@ -142,16 +149,16 @@ impl SourceDriver {
     /// Starts the reductions that were requested and that the destination can undo; the report notes each request that
     /// is left out for that reason. Policies control them until the returned value is dropped.
     pub(super) fn start_reductions(
-        &mut self,
-        accepted: &Accepted,
+        &self,
+        capabilities: &Capabilities,
         known: Option<(ContentIndex, Option<SharedImages>)>,
         payload: &mut Payload,
     ) -> ReductionControl {
         let (controls, telemetry) = (&self.controls, &self.telemetry);
         let references = known.map(|(known, shared)| ActiveReferences::new(known, shared));
-        let compression = ActiveCompression::begin(&accepted.codecs, controls, telemetry);
+        let compression = ActiveCompression::begin(&capabilities.codecs, controls, telemetry);
         let delta_seed = self.agreement.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
-        let delta_seed = delta_seed.filter(|_| accepted.deltas);
+        let delta_seed = delta_seed.filter(|_| capabilities.deltas);
         let deltas = ActiveDeltas::begin(delta_seed, payload.ram_blocks(), controls, telemetry);
         let hints = self.free_page_hints(payload);
         let is_compressed = compression.is_some();
@@ -165,7 +172,6 @@ impl SourceDriver {
         let is_watched = list.iter().any(|reduction| reduction.needs_samples(false));
         let reductions = ActiveReductions::new(list, is_watched || is_compressed);
         payload.set_reductions(reductions.of_streams());
-        self.resources.reductions = reductions.clone();
         let workers = controls.goals().settings.streams;
         let meter = reductions.meter.clone().filter(|_| is_watched);
         let start =

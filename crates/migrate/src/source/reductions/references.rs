@@ -21,7 +21,7 @@ use tracing::warn;
 
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
-use crate::source::agreement::Accepted;
+use crate::source::agreement::Capabilities;
 use crate::source::failure::{Failure, unexpected};
 use crate::source::payload::Payload;
 use crate::source::{Controls, SourceDriver};
@@ -137,20 +137,25 @@ impl ActiveReduction for ActiveReferences {
 
 impl SourceDriver {
     /// Returns true if page references are sent.
-    pub(in crate::source) fn uses_references(&self, accepted: &Accepted) -> bool {
-        self.controls.goals().settings.references && accepted.references
+    pub(in crate::source) fn uses_references(&self, capabilities: &Capabilities) -> bool {
+        self.controls.goals().settings.references && capabilities.references
     }
 
     /// Returns the images that both hosts have, if pages of them may be referred to.
     pub(in crate::source) fn shared_images(
         &self,
-        accepted: &Accepted,
+        capabilities: &Capabilities,
         payload: &Payload,
     ) -> Option<SharedImages> {
-        let described =
-            self.agreement.proposal.as_ref().filter(|_| self.uses_references(accepted))?.description.clone();
+        let described = self
+            .agreement
+            .proposal
+            .as_ref()
+            .filter(|_| self.uses_references(capabilities))?
+            .description
+            .clone();
         let vm = serde_json::from_value::<VmDescription>(described).ok()?;
-        let is_copied = |name: &str| accepted.copied.iter().any(|copied| copied.name == name);
+        let is_copied = |name: &str| capabilities.copied.iter().any(|copied| copied.name == name);
         let images = shared_images(&vm.disks, is_copied);
         let templates = Arc::clone(&self.context.templates);
         let memory_bytes = payload.ram_bytes().iter().sum();
@@ -160,10 +165,10 @@ impl SourceDriver {
     /// Returns the index of the content that the destination reports to have.
     pub(in crate::source) fn query_destination_content(
         &mut self,
-        accepted: &Accepted,
+        capabilities: &Capabilities,
         payload: &Payload,
     ) -> Result<ContentIndex, Failure> {
-        let seeks = accepted.templates > 0 && !accepted.copied.is_empty();
+        let seeks = capabilities.templates > 0 && !capabilities.copied.is_empty();
         let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
         let sent_pages = self

@@ -11,7 +11,7 @@ use ::guest::protocol::{Cache, PORT};
 use ::memory::{DirtyBitmap, HintedPages, LinkCounters, Owed, Readable, Reduction};
 
 use super::link_sampler::Interval;
-use super::{ActiveReduction, ReductionProgress};
+use super::{ActiveReduction, ActiveReductions, ReductionProgress};
 use crate::source::failure::Failure;
 use crate::source::payload::Payload;
 use crate::source::{Controls, SourceDriver};
@@ -115,8 +115,11 @@ impl SourceDriver {
     /// Connects to the program in the guest; returns none if there is no such program. This only saves bytes: its
     /// errors are noted in the report. The caller calls this right before memory is sent, so that the port is occupied
     /// no longer than needed.
-    pub(in crate::source) fn connect_to_guest(&mut self) -> Option<FreePageHints> {
-        let hinted = Arc::clone(&self.resources.reductions.find::<ActiveHints>()?.hinted);
+    pub(in crate::source) fn connect_to_guest(
+        &mut self,
+        reductions: &ActiveReductions,
+    ) -> Option<FreePageHints> {
+        let hinted = Arc::clone(&reductions.find::<ActiveHints>()?.hinted);
         let wanted = self.controls.goals().settings.free_page_hints;
         let cache = match wanted {
             HintedMemory::None => return None,

@@ -1,0 +1,129 @@
+//! Pages that the destination discards ahead of the stop, so that post-copy can send them.
+
+use std::time::Duration;
+
+use ::memory::DirtyBitmap;
+use engine::discards::{DiscardDecision, DiscardPolicy, PendingDiscard};
+use engine::trace::TracedPolicy;
+use proto::Generation;
+
+/// Pages that the destination was asked to discard while the guest ran at the source.
+#[derive(Debug)]
+pub(super) struct RequestedDiscards {
+    policy: TracedPolicy<DiscardPolicy>,
+    pages: Vec<DirtyBitmap>,
+    /// Pages among them that no round can have sent again since.
+    away: Vec<DirtyBitmap>,
+    /// Generation of the connections on which they were announced. Over new connections, the destination has forgotten
+    /// the list.
+    generation: Generation,
+    /// Duration of the last discard at the destination.
+    took: Duration,
+}
+
+impl RequestedDiscards {
+    pub(super) fn none() -> Self {
+        let policy = TracedPolicy::new(DiscardPolicy::default());
+        Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
+    }
+
+    /// Returns true if no pages of this generation are discarded.
+    pub(super) fn is_none(&self, generation: Generation) -> bool {
+        self.generation != generation || self.away.iter().all(DirtyBitmap::is_empty)
+    }
+
+    /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
+    pub(super) fn mark_resent(&mut self) {
+        self.away.iter_mut().for_each(DirtyBitmap::clear_all);
+    }
+
+    /// Returns the policy that decides whether pages are discarded before the stop.
+    pub(super) fn policy(&self) -> &TracedPolicy<DiscardPolicy> {
+        &self.policy
+    }
+
+    /// Begins a new series of discards, independent of earlier ones.
+    pub(super) fn begin(&mut self) {
+        self.policy.reset();
+        self.took = Duration::ZERO;
+    }
+
+    /// Returns the pages of `owed` that the destination has not discarded, if they are to be announced now.
+    pub(super) fn next(&mut self, owed: &[DirtyBitmap], generation: Generation) -> Option<Vec<DirtyBitmap>> {
+        if self.generation != generation {
+            self.pages = owed.iter().map(DirtyBitmap::emptied).collect();
+            (self.away, self.generation) = (self.pages.clone(), generation);
+        }
+        let mut unnamed = owed.to_vec();
+        unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
+        let pages = unnamed.iter().map(DirtyBitmap::count).sum();
+        let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
+        (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Discard)
+            .then_some(unnamed)
+    }
+
+    /// Records pages that the destination has discarded, which lasted `took` there.
+    pub(super) fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
+        for known in [&mut self.pages, &mut self.away] {
+            known.iter_mut().zip(pages).for_each(|(known, pages)| known.insert(pages));
+        }
+        self.took = took;
+    }
+
+    /// Returns the pages for post-copy: `remaining`, and all pages that the destination was asked to discard. Rounds in
+    /// between may have sent some of those again; they have not changed at the source, so to send them once more does
+    /// no harm.
+    pub(super) fn with(&self, remaining: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
+        let mut all = remaining.to_vec();
+        if self.generation == generation {
+            all.iter_mut().zip(&self.pages).for_each(|(all, discarded)| all.insert(discarded));
+        }
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(pages: &[u64]) -> Vec<DirtyBitmap> {
+        let mut set = DirtyBitmap::new(1 << 20);
+        for page in pages {
+            set.set(*page..page + 1);
+        }
+        vec![set]
+    }
+
+    #[test]
+    fn only_what_the_destination_does_not_know_of_is_named() {
+        let (first, second) = (Generation(1), Generation(2));
+        let mut discarded = RequestedDiscards::none();
+        discarded.begin();
+        let all = discarded.next(&set(&[1, 2, 3, 4]), first);
+        assert_eq!(all, Some(set(&[1, 2, 3, 4])));
+        discarded.add(&set(&[1, 2, 3, 4]), Duration::from_millis(10));
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), Some(set(&[5])));
+        discarded.add(&set(&[5]), Duration::from_millis(2));
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), None, "nothing is new");
+        discarded.begin();
+        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
+        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
+        assert_eq!((discarded.is_none(first), discarded.is_none(second)), (false, true));
+        discarded.mark_resent();
+        assert!(discarded.is_none(first));
+        discarded.begin();
+        assert_eq!(
+            discarded.next(&set(&[2, 9]), first),
+            Some(set(&[2, 9])),
+            "a round may have brought it back"
+        );
+        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "and what was said comes");
+        discarded.begin();
+        assert_eq!(
+            discarded.next(&set(&[1, 9]), second),
+            Some(set(&[1, 9])),
+            "other connections know nothing"
+        );
+        assert_eq!(discarded.with(&set(&[1, 9]), second), set(&[1, 9]));
+    }
+}

@@ -15,6 +15,7 @@ mod post_copy_error;
 mod post_copy_receiver;
 mod receiving;
 mod references;
+mod stages;
 pub mod untrusted;
 
 use std::collections::BTreeMap;
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationReport, DestinationState};
 use engine::session::{DestinationSession, RegistryClient};
-use link::transport::{Channel, ConnectionHandle, MessageSender};
+use link::transport::{ConnectionHandle, MessageSender};
 use proto::Generation;
 use proto::message::Proposal;
 
@@ -71,13 +72,13 @@ struct DestinationConnections {
     links: BTreeMap<u64, Link>,
     /// The control stream among `links`.
     control: Option<u64>,
-    /// The source's connection for page requests, until it can be used.
-    page_stream: Option<Channel>,
+    /// A device state, or a list of pages, that is being received on the control stream.
+    incoming_payload: Option<loading::IncomingPayload>,
 }
 
 impl DestinationConnections {
     fn new() -> Self {
-        Self { generation: Generation(1), links: BTreeMap::new(), control: None, page_stream: None }
+        Self { generation: Generation(1), links: BTreeMap::new(), control: None, incoming_payload: None }
     }
 }
 
@@ -86,19 +87,10 @@ struct DestinationResources {
     /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
     vm: Option<ArrivingVm>,
     participants: participants::ArrivingParticipants,
-    receiving: Option<receiving::PageReceiver>,
     /// Its network cards.
     network: network::ArrivingNetwork,
-    /// Pages that arrive while the guest runs.
-    post_copy_receiver: Option<post_copy_receiver::PostCopyReceiver>,
-    /// True if all pages that a previous agent waited for are present.
-    found_complete: bool,
-    /// Pages that were discarded before the guest was stopped.
-    discarded_pages: discarding::DiscardedPages,
-    /// A device state, or a list of pages, that is being received.
-    incoming_payload: Option<loading::IncomingPayload>,
-    /// What the participants could not remove from this host.
-    left_behind: Vec<participants::Leftover>,
+    /// Stage of the arrival, with what exists in it alone.
+    stage: stages::ArrivalStage,
 }
 
 impl DestinationResources {
@@ -106,13 +98,8 @@ impl DestinationResources {
         Self {
             vm,
             participants,
-            receiving: None,
             network: network::ArrivingNetwork::default(),
-            post_copy_receiver: None,
-            found_complete: false,
-            discarded_pages: discarding::DiscardedPages::default(),
-            incoming_payload: None,
-            left_behind: Vec::new(),
+            stage: stages::ArrivalStage::default(),
         }
     }
 }

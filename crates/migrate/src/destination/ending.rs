@@ -96,7 +96,7 @@ impl DestinationDriver {
     /// Reports what could not be removed from this host, and starts a thread that tries again: slow storage delays no
     /// migration.
     fn retry_removal(&mut self) {
-        let left = std::mem::take(&mut self.resources.left_behind);
+        let left = self.resources.stage.take_leftovers();
         if left.is_empty() {
             return;
         }

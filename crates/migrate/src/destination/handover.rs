@@ -21,6 +21,7 @@ use super::network::ArrivingNetwork;
 use super::participants::{ArrivalPlan, Execution};
 use super::post_copy_receiver;
 use super::receiving::PageReceiver;
+use super::stages::{ArrivalStage, Receiving};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use host::ownership;
@@ -90,7 +91,7 @@ impl DestinationDriver {
         }
         self.resources.vm = Some(vm);
         self.watch_found();
-        self.resources.receiving = Some(receiving);
+        self.resources.stage = ArrivalStage::Receiving(Receiving::new(receiving));
         Ok(no_post_copy)
     }
 

@@ -12,6 +12,7 @@ use tracing::{error, info, warn};
 use super::DestinationDriver;
 use super::post_copy_receiver::{self, PostCopyReceiver};
 use super::receiving::PageReceiver;
+use super::stages::{ArrivalStage, Placing};
 use api::progress::Phase;
 use host::missing_pages_record::MissingPagesRecord;
 use store::journal::Durability;
@@ -37,14 +38,14 @@ pub(crate) struct IncomingPayload {
 
 impl DestinationDriver {
     pub(super) fn resume(&mut self) {
-        let Some(receiving) = &self.resources.receiving else {
+        let Some(pages) = self.resources.stage.pages() else {
             return self.fail("nothing is being received");
         };
-        match receiving.begin(self.connections.generation) {
+        match pages.begin(self.connections.generation) {
             Ok(()) => {
                 info!(migration = %self.terms.migration, generation = %self.connections.generation, "resumed");
-                self.resources.incoming_payload = None;
-                self.resources.discarded_pages.forget();
+                self.connections.incoming_payload = None;
+                self.resources.stage.forget_discarded();
                 self.send_message(&Message::Resumed);
             }
             Err(error) => self.fail(&format!("cannot start a thread for the data streams: {error}")),
@@ -65,23 +66,23 @@ impl DestinationDriver {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
         }
         let is_of_pages = matches!(what, PayloadKind::TakenAway | PayloadKind::MissingPages);
-        if is_of_pages
-            && (bytes == 0 || self.resources.post_copy_receiver.is_some() || !self.proposal.post_copy)
+        if is_of_pages && (bytes == 0 || self.resources.stage.missing().is_some() || !self.proposal.post_copy)
         {
             return self.fail("the source listed missing pages, but post-copy is not possible here");
         }
-        self.resources.incoming_payload = Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
+        self.connections.incoming_payload =
+            Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
     }
 
     pub(super) fn blob(&mut self, blob: &[u8]) {
-        let Some(payload) = &mut self.resources.incoming_payload else {
+        let Some(payload) = &mut self.connections.incoming_payload else {
             return self.fail("received data that was not announced");
         };
         payload.received.extend_from_slice(blob);
         if (payload.received.len() as u64) < payload.bytes {
             return;
         }
-        let Some(payload) = self.resources.incoming_payload.take() else { return };
+        let Some(payload) = self.connections.incoming_payload.take() else { return };
         let digest = blake3::hash(&payload.received).to_hex().to_string();
         if payload.received.len() as u64 != payload.bytes || digest != payload.digest {
             return self.fail("data received in pieces is damaged");
@@ -96,11 +97,12 @@ impl DestinationDriver {
     /// Discards these pages, which arrive after the guest; the guest still runs at the source.
     fn take_away(&mut self, set: &[u8]) {
         let began = Instant::now();
-        let (Some(receiving), Some(vm)) = (&self.resources.receiving, &self.resources.vm) else {
+        let (ArrivalStage::Receiving(receiving), Some(vm)) = (&mut self.resources.stage, &self.resources.vm)
+        else {
             return self.fail("nothing is being received");
         };
-        let (writers, _) = receiving.post_copied();
-        match self.resources.discarded_pages.take(&self.context.injector, vm, writers, set) {
+        let (writers, _) = receiving.pages.post_copied();
+        match receiving.discarded.take(&self.context.injector, vm, writers, set) {
             Ok(()) => {
                 self.context.faults.reach(|| "destination/taken-away".to_owned());
                 self.send_message(&Message::Discarded { duration_us: began.elapsed().as_micros() as u64 });
@@ -112,7 +114,8 @@ impl DestinationDriver {
     /// Begins post-copy of these pages: they arrive on page requests, and in the background.
     fn begin_post_copy(&mut self, set: &[u8]) {
         let began = Instant::now();
-        let (Some(receiving), Some(vm)) = (&self.resources.receiving, &mut self.resources.vm) else {
+        let Some(vm) = &mut self.resources.vm else { return self.fail("nothing is being received") };
+        let Some(receiving) = self.resources.stage.take_receiving() else {
             return self.fail("nothing is being received");
         };
         let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
@@ -125,34 +128,36 @@ impl DestinationDriver {
         match PostCopyReceiver::begin(
             &self.context,
             vm,
-            receiving.post_copied(),
+            receiving.pages.post_copied(),
             set,
-            &self.resources.discarded_pages,
+            &receiving.discarded,
             &mailbox,
             keep,
         ) {
-            Ok(post_copy_receiver) => {
+            Ok(missing) => {
                 vm.artifacts = artifacts;
-                self.resources.post_copy_receiver = Some(post_copy_receiver);
+                let (placing, page_stream) = receiving.place(missing);
+                self.resources.stage = ArrivalStage::Placing(placing);
                 let duration_us = began.elapsed().as_micros() as u64;
                 info!(%migration, duration_us, "discarded pages that will be sent later");
                 self.context.faults.reach(|| "destination/awaited".to_owned());
-                if let Some(stream) = self.connections.page_stream.take() {
+                if let Some(stream) = page_stream {
                     self.attach(stream);
                 }
             }
-            Err(error) => self.fail(&crate::chain(&error)),
+            Err(error) => {
+                self.resources.stage = ArrivalStage::Receiving(receiving);
+                self.fail(&crate::chain(&error));
+            }
         }
     }
 
     /// Attaches the source's connection for page requests.
     pub(super) fn attach(&mut self, stream: Channel) {
-        let Some(post_copy_receiver) = &self.resources.post_copy_receiver else {
-            self.connections.page_stream = Some(stream);
-            return;
-        };
-        let round = self.resources.receiving.as_ref().map_or(0, PageReceiver::newest_round);
-        if let Err(error) = post_copy_receiver.attach(stream, round) {
+        let Some(stream) = self.resources.stage.keep_page_stream(stream) else { return };
+        let Some(missing) = self.resources.stage.missing() else { return };
+        let round = self.resources.stage.pages().map_or(0, PageReceiver::newest_round);
+        if let Err(error) = missing.attach(stream, round) {
             warn!(
                 migration = %self.terms.migration,
                 error = crate::chain(&error),
@@ -168,25 +173,24 @@ impl DestinationDriver {
         else {
             return;
         };
-        if self.resources.post_copy_receiver.is_some() || self.resources.found_complete {
+        if !matches!(self.resources.stage, ArrivalStage::Idle) {
             return;
         }
         let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
         match PostCopyReceiver::take_over(&vm.process, trace, &mailbox) {
             Ok(None) => {
                 match post_copy_receiver::end_leftover_waits(trace, &self.context.injector, &vm.process) {
-                    Ok(()) => self.resources.found_complete = true,
+                    Ok(()) => self.resources.stage = ArrivalStage::FoundComplete,
                     Err(error) => {
                         let error = crate::chain(&error);
                         error!(%migration, error, "cannot end the waits of QEMU for missing pages");
                     }
                 }
             }
-            Ok(Some(post_copy_receiver)) => {
-                let (streams, writers) = (self.proposal.streams, post_copy_receiver.writers());
-                let receiving = PageReceiver::placing(&self.context, migration, streams, writers, mailbox);
-                self.resources.receiving = Some(receiving);
-                self.resources.post_copy_receiver = Some(post_copy_receiver);
+            Ok(Some(missing)) => {
+                let (streams, writers) = (self.proposal.streams, missing.writers());
+                let pages = PageReceiver::placing(&self.context, migration, streams, writers, mailbox);
+                self.resources.stage = ArrivalStage::Placing(Placing { pages, missing });
             }
             Err(error) => {
                 let error = crate::chain(&error);
@@ -198,8 +202,7 @@ impl DestinationDriver {
 
     /// Publishes the number of missing pages for users.
     pub(super) fn publish_missing_pages(&self) {
-        let Some(left) = self.resources.post_copy_receiver.as_ref().map(PostCopyReceiver::remaining_pages)
-        else {
+        let Some(left) = self.resources.stage.missing().map(PostCopyReceiver::remaining_pages) else {
             return;
         };
         let is_new = self.publisher.now().missing_pages != Some(left);
@@ -214,25 +217,20 @@ impl DestinationDriver {
 
     /// Ends post-copy once all pages are present.
     pub(super) fn finish_post_copy_if_complete(&mut self) {
-        let is_complete = match &self.resources.post_copy_receiver {
-            Some(post_copy_receiver) => post_copy_receiver.remaining_pages() == 0,
-            None => self.resources.found_complete,
-        };
-        if !is_complete
+        if !self.resources.stage.is_complete()
             || !matches!(self.session.state(), DestinationState::Completing { .. })
             || self.is_to_be_stopped()
         {
             return;
         }
-        if let Some(post_copy_receiver) = &self.resources.post_copy_receiver {
-            post_copy_receiver.report_complete();
+        if let Some(missing) = self.resources.stage.missing() {
+            missing.report_complete();
         }
-        if let Some(receiving) = self.resources.receiving.take() {
-            receiving.end();
+        if let Some(pages) = self.resources.stage.finish_placing() {
+            pages.end();
         }
-        if let (Some(post_copy_receiver), Some(vm)) =
-            (&mut self.resources.post_copy_receiver, &self.resources.vm)
-            && let Err(error) = post_copy_receiver.end(&self.context.injector, &vm.process)
+        if let (ArrivalStage::Placed(placed), Some(vm)) = (&mut self.resources.stage, &self.resources.vm)
+            && let Err(error) = placed.missing.end(&self.context.injector, &vm.process)
         {
             // Until this succeeds, threads that touch never allocated memory wait for ever: it is tried again.
             let error = crate::chain(&error);
@@ -242,8 +240,7 @@ impl DestinationDriver {
                 "cannot end the waits of QEMU for missing pages"
             );
         }
-        self.resources.post_copy_receiver = None;
-        self.resources.found_complete = false;
+        self.resources.stage = ArrivalStage::Idle;
         self.take(&DestinationEvent::Completed);
     }
 
@@ -252,7 +249,7 @@ impl DestinationDriver {
         let Some(vm) = self.resources.vm.as_mut().filter(|_| self.reporter.loaded.is_some()) else {
             return self.fail("the source is held before all pages have arrived");
         };
-        if self.resources.post_copy_receiver.is_some() && !run {
+        if self.resources.stage.missing().is_some() && !run {
             return self.fail("pages are missing for a guest that stays paused; please report this");
         }
         match vm.freeze() {
@@ -267,12 +264,12 @@ impl DestinationDriver {
     pub(super) fn load(&mut self, state: &[u8], digest: String) {
         let began = Instant::now();
         // The arrival of missing pages goes on.
-        let receiving = self.resources.receiving.take_if(|_| self.resources.post_copy_receiver.is_none());
-        if let Some(receiving) = &self.resources.receiving {
-            receiving.end_complete_blocks();
+        let receiving = self.resources.stage.take_receiving();
+        if let ArrivalStage::Placing(placing) = &self.resources.stage {
+            placing.pages.end_complete_blocks();
         }
         if let Some(receiving) = &receiving {
-            receiving.shut();
+            receiving.pages.shut();
         }
         let Some(vm) = &mut self.resources.vm else { return self.fail("QEMU is gone") };
         // Joining the threads needs time, which QEMU needs for loading anyway.

@@ -16,10 +16,10 @@ use host::{ArrivingVm, Context};
 impl DestinationDriver {
     /// Answers the source's query for pages among this host's templates.
     pub(super) fn query_templates(&mut self, names: Vec<String>) {
-        let Some(receiving) = &self.resources.receiving else {
+        let Some(pages) = self.resources.stage.pages() else {
             return self.fail("nothing is being received");
         };
-        let advertised = Arc::clone(receiving.advertised());
+        let advertised = Arc::clone(pages.advertised());
         if !advertised.is_first() {
             return self.fail("the source queries templates a second time");
         }

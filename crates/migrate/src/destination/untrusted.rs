@@ -24,6 +24,7 @@ use serde_json::Value;
 use tracing::{error, warn};
 
 use super::DestinationDriver;
+use super::post_copy_receiver::PostCopyReceiver;
 use host::Context;
 use host::missing_pages_record::UntrustedPage;
 use store::journal::{Durability, MigrationRecord};
@@ -41,11 +42,7 @@ impl DestinationDriver {
 
     /// Records a page that was found, and discards the copy or stops the guest.
     pub(super) fn check_untrusted_page(&mut self) {
-        let found = self
-            .resources
-            .post_copy_receiver
-            .as_ref()
-            .and_then(super::post_copy_receiver::PostCopyReceiver::untrusted);
+        let found = self.resources.stage.missing().and_then(PostCopyReceiver::untrusted);
         if let Some(page) = found.filter(|_| self.untrusted().is_none()) {
             self.record_untrusted(UntrustedPage { page, is_stopped: false });
             error!(

@@ -15,6 +15,7 @@ use tracing::{error, warn};
 use crate::destination::inbox::DestinationNotice;
 use crate::destination::network::ArrivingNetwork;
 use crate::destination::participants::Execution;
+use crate::destination::stages::ArrivalStage;
 use crate::destination::{Continued, DestinationDriver};
 use crate::state_machine::StateMachine;
 use host::ContOutcome;
@@ -271,12 +272,8 @@ impl DestinationDriver {
     }
 
     pub(crate) fn discard(&mut self) {
-        if let Some(post_copy_receiver) = &mut self.resources.post_copy_receiver {
-            post_copy_receiver.hang_up();
-        }
-        if let Some(receiving) = self.resources.receiving.take() {
-            receiving.end();
-        }
+        // Threads of QEMU wait for missing pages until it ends.
+        let _waits = self.resources.stage.abandon().end();
         // No tap may seem to be in use when QEMU has ended.
         self.resources.network = ArrivingNetwork::default();
         self.resources.participants.abandon();
@@ -291,6 +288,7 @@ impl DestinationDriver {
             DestinationState::Crashed { .. } => Execution::Possible,
             _ => Execution::Never,
         };
-        self.resources.left_behind = self.resources.participants.undo(&artifacts, execution);
+        let left = self.resources.participants.undo(&artifacts, execution);
+        self.resources.stage = ArrivalStage::Discarded(left);
     }
 }

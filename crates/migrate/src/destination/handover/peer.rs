@@ -85,7 +85,7 @@ impl DestinationDriver {
 
     /// True if pages may arrive on the streams that belong to this connection, whatever else is decided.
     fn can_receive_pages_on(&self, link: u64) -> bool {
-        self.connections.control == Some(link) && self.resources.post_copy_receiver.is_some()
+        self.connections.control == Some(link) && self.resources.stage.missing().is_some()
     }
 
     /// Handles a message that is not valid in this state. It is ignored if it arrives late from a replaced connection.

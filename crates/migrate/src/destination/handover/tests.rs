@@ -243,7 +243,7 @@ fn goes_while_cont_waits(
     let message = go(&incarnation);
     let (mut driver, mut source) =
         driver(world, DestinationState::Ready { incarnation, run: true }, Some(vm));
-    driver.resources.found_complete = true;
+    driver.resources.stage = ArrivalStage::FoundComplete;
     qemu.monitor().waits = Some("cont");
     let settled = thread::spawn(move || driver.settle());
     source.send_message(&message);
@@ -422,7 +422,7 @@ fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
     vm.artifacts.awaited = Some(untrusted(&world));
     let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
     let (mut driver, mut source) = driver(&world, ready, Some(vm));
-    driver.resources.found_complete = true;
+    driver.resources.stage = ArrivalStage::FoundComplete;
     let settled = thread::spawn(move || driver.settle());
     source.send_message(&go(&incarnation));
     source.receive_until(
@@ -439,7 +439,7 @@ fn a_guest_with_an_untrusted_page_is_stopped_once_and_reported() {
     vm.artifacts.awaited = Some(untrusted(&world));
     let (mut driver, mut source) = driver(&world, DestinationState::Completing { incarnation }, Some(vm));
     // All pages have arrived; but the source is needed until the guest is stopped.
-    driver.resources.found_complete = true;
+    driver.resources.stage = ArrivalStage::FoundComplete;
     qemu.monitor().ignores = Some("stop");
     let settled = thread::spawn(move || driver.settle());
     qemu.received("stop", 2);

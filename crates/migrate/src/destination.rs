@@ -9,7 +9,6 @@ mod ending;
 mod handover;
 mod inbox;
 mod loading;
-mod network;
 mod participants;
 mod post_copy_error;
 mod post_copy_receiver;
@@ -87,20 +86,13 @@ struct DestinationResources {
     /// Absent before QEMU was started, and after it is gone or was handed to the agent's VMs.
     vm: Option<ArrivingVm>,
     participants: participants::ArrivingParticipants,
-    /// Its network cards.
-    network: network::ArrivingNetwork,
     /// Stage of the arrival, with what exists in it alone.
     stage: stages::ArrivalStage,
 }
 
 impl DestinationResources {
     fn new(vm: Option<ArrivingVm>, participants: participants::ArrivingParticipants) -> Self {
-        Self {
-            vm,
-            participants,
-            network: network::ArrivingNetwork::default(),
-            stage: stages::ArrivalStage::default(),
-        }
+        Self { vm, participants, stage: stages::ArrivalStage::default() }
     }
 }
 

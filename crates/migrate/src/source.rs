@@ -12,7 +12,6 @@ mod ending;
 mod failure;
 mod handover;
 mod inbox;
-mod network;
 mod participants;
 mod payload;
 mod phases;

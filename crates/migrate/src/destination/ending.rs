@@ -115,6 +115,24 @@ impl DestinationDriver {
         }
     }
 
+    /// Sends the participants' last messages to the source, once they are complete; nothing waits for that.
+    fn send_last_messages(&mut self) {
+        let messages = self.resources.participants.last_messages();
+        let mut links = std::mem::take(&mut self.connections.links);
+        let send = move || {
+            for message in messages {
+                let message = message();
+                for (writer, _) in links.values_mut() {
+                    // The source may be gone: it has nothing left to do but its report.
+                    drop(writer.send(&message));
+                }
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("last-messages".to_owned()).spawn(send) {
+            warn!(%error, "the source does not receive the last messages of this migration");
+        }
+    }
+
     /// Ends the migration: the VM is one of this host's, or is gone from here.
     pub(super) fn end(&mut self) {
         if matches!(self.session.state(), DestinationState::Crashed { .. }) {
@@ -126,7 +144,7 @@ impl DestinationDriver {
         if active {
             // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
             self.release_qemu();
-            self.send_first_frames();
+            self.send_last_messages();
             self.resources.participants.finish(self.resources.vm.as_ref());
         }
         let id = &self.terms.migration;

@@ -17,7 +17,6 @@ use tracing::{error, info, warn};
 use self::effects::DestinationEffectError;
 use super::DestinationDriver;
 use super::inbox::DestinationNotice;
-use super::network::ArrivingNetwork;
 use super::participants::{ArrivalPlan, Execution};
 use super::post_copy_receiver;
 use super::receiving::PageReceiver;
@@ -75,7 +74,7 @@ impl DestinationDriver {
     pub fn started(&mut self, mut vm: ArrivingVm) -> Result<Option<Finding>, ArrivalError> {
         let migration = self.terms.migration.clone();
         let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
-        let blocks = self.resources.participants.open(&vm)?;
+        let blocks = self.resources.participants.open(&mut vm)?;
         let receiving = PageReceiver::new(&self.context, migration, proposal, &vm, blocks, mailbox);
         let tried = self.proposal.post_copy.then(|| {
             let (writers, _) = receiving.post_copied();
@@ -85,14 +84,15 @@ impl DestinationDriver {
         receiving
             .begin(self.connections.generation)
             .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
-        self.resources.network = ArrivingNetwork::find(&mut vm, &self.terms.migration);
-        if let Some(input) = self.resources.network.frames_input() {
-            self.inbox.mailbox().pass_frames_to(input);
-        }
         self.resources.vm = Some(vm);
         self.watch_found();
         self.resources.stage = ArrivalStage::Receiving(Receiving::new(receiving));
         Ok(no_post_copy)
+    }
+
+    /// Returns true if the source may send frames for the guest.
+    pub fn takes_frames(&self) -> bool {
+        self.inbox.mailbox().takes_frames()
     }
 
     /// Registers the source's first control stream.

@@ -117,6 +117,11 @@ impl DestinationMailbox {
         drop(self.frames.set(input));
     }
 
+    /// Returns true if frames for the guest can be delivered.
+    pub(crate) fn takes_frames(&self) -> bool {
+        self.frames.get().is_some()
+    }
+
     /// Passes frames of the source to the guest until the connection ends, past the inbox: they arrive while the driver
     /// works, and after it has ended. Returns at once.
     pub fn receive_frames(&self, mut connection: Channel) -> std::io::Result<()> {

@@ -1,19 +1,21 @@
-//! Parts of a VM that migrate with it, at the destination: memory, disks.
+//! Parts of a VM that migrate with it, at the destination: memory, disks, network cards.
 //!
 //! The driver knows no part in particular: it calls all of them at the same points of a migration, in the order of the
 //! list. A new one is added to [`of_an_arriving_vm`], and needs no other change.
 //!
 //! ```text
-//! check      the plan is possible; nothing has changed on this host yet
-//! prepare    QEMU is about to be started: what it opens is made
-//! open       QEMU waits for its guest: the writers of the blocks, and what is to be done after each round
-//! compare    the guest is stopped at the source: a part of a block against the source's hashes
-//! freeze     all pages that precede the guest have arrived; QEMU loads the devices at the same time
-//! ready      the devices are loaded: nothing may keep the guest from running here
-//! commit     the guest runs here, or may be resumed by its user: nothing can be undone any more
-//! abandon    the copy is about to be discarded: nothing of this agent uses it any more
-//! undo       the copy's QEMU has ended: all that was made on this host is removed
-//! finish     the guest runs here, and all of its pages are present
+//! check        the plan is possible; nothing has changed on this host yet
+//! prepare      QEMU is about to be started: what it opens is made
+//! open         QEMU waits for its guest: the writers of the blocks, and what is to be done after each round
+//! learn        a message of the source's participants has arrived; the guest is about to be stopped there
+//! compare      the guest is stopped at the source: a part of a block against the source's hashes
+//! freeze       all pages that precede the guest have arrived; QEMU loads the devices at the same time
+//! ready        the devices are loaded: nothing may keep the guest from running here
+//! before_cont  the guest is about to run here
+//! commit       the guest runs here, or may be resumed by its user: nothing can be undone any more
+//! abandon      the copy is about to be discarded: nothing of this agent uses it any more
+//! undo         the copy's QEMU has ended: all that was made on this host is removed
+//! finish       the guest runs here, and all of its pages are present
 //! ```
 //!
 //! Before `commit` every step can be undone: a participant that cannot undo one of its steps says so in its
@@ -22,6 +24,7 @@
 
 mod disks;
 mod memory;
+mod network;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -32,7 +35,7 @@ use std::time::Duration;
 
 use ::memory::{BlockWriter, ReceiverHandle};
 use proto::MigrationId;
-use proto::message::Proposal;
+use proto::message::{Message, Proposal};
 use qemu::qmp::QmpError;
 
 use super::inbox::DestinationMailbox;
@@ -53,7 +56,10 @@ pub(super) trait ArrivingParticipant: Send {
     fn prepare(&mut self, artifacts: &mut ArrivalArtifacts) -> Result<(), ArrivalError>;
 
     /// Opens the blocks for writing, once, in the order in which the source sends them.
-    fn open(&mut self, vm: &ArrivingVm) -> Result<OpenBlocks, ArrivalError>;
+    fn open(&mut self, vm: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError>;
+
+    /// Learns from a message of the source's participants, which arrives before the device state.
+    fn learn(&mut self, message: &Message);
 
     /// Returns the chunks of its block `block` that differ from the source's hashes. Everything is read anew, by a path
     /// that shares nothing with the one that wrote it.
@@ -71,8 +77,12 @@ pub(super) trait ArrivingParticipant: Send {
     /// Acts once the devices are loaded, and refuses what would fail when the guest is to run.
     fn ready(&mut self, vm: &mut ArrivingVm) -> Result<(), ArrivalError>;
 
-    /// Acts once the guest runs here, or is its user's to resume.
-    fn commit(&mut self, vm: &mut ArrivingVm);
+    /// Acts right before the guest is to run, whose devices are loaded. Is called again if `cont` is repeated.
+    fn before_cont(&mut self);
+
+    /// Acts once the guest runs here, or is its user's to resume. `runs_for` is the time for which it has run; none if it
+    /// stays paused.
+    fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>);
 
     /// Ends all work of this agent on a copy that is about to be discarded; its QEMU may live.
     fn abandon(&mut self);
@@ -84,9 +94,15 @@ pub(super) trait ArrivingParticipant: Send {
     /// Returns the places on this host where users find it; empty if it has gone with its QEMU.
     fn places(&self) -> Vec<PathBuf>;
 
+    /// Returns the message for the source once the guest runs here and all of its pages are present, if there is one.
+    fn last_message(&mut self) -> Option<LastMessage>;
+
     /// Acts once the guest runs here and all of its pages are present.
     fn finish(&mut self, vm: Option<&ArrivingVm>);
 }
+
+/// Function that waits until a message is complete, and returns it. Runs on a thread of its own.
+pub(super) type LastMessage = Box<dyn FnOnce() -> Message + Send>;
 
 /// Unchanging facts about an arriving participant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,6 +187,7 @@ pub(super) fn of_an_arriving_vm(environment: &ArrivalEnvironment) -> ArrivingPar
         vec![
             Box::new(memory::ArrivingMemory::new(environment)),
             Box::new(disks::ArrivingDisks::new(environment)),
+            Box::new(network::ArrivingNetwork::new(environment)),
         ],
     )
 }
@@ -233,7 +250,7 @@ impl ArrivingParticipants {
     }
 
     /// Opens the blocks of all.
-    pub(super) fn open(&mut self, vm: &ArrivingVm) -> Result<AllBlocks, ArrivalError> {
+    pub(super) fn open(&mut self, vm: &mut ArrivingVm) -> Result<AllBlocks, ArrivalError> {
         let (mut writers, mut observers, mut post_copied) = (Vec::new(), Vec::new(), 0);
         for member in &mut self.members {
             let blocks = member.participant.open(vm)?;
@@ -258,6 +275,12 @@ impl ArrivingParticipants {
             }
         };
         Ok(AllBlocks { writers, post_copied, after_round: Box::new(after_round) })
+    }
+
+    /// Passes on a message of the source's participants.
+    pub(super) fn learn(&mut self, message: &Message) {
+        self.members.iter_mut().for_each(|member| member.participant.learn(message));
+        self.reach("learn");
     }
 
     /// Returns the chunks of a block that differ from the source's hashes.
@@ -289,9 +312,15 @@ impl ArrivingParticipants {
         Ok(())
     }
 
-    /// Acts once the guest runs here.
-    pub(super) fn commit(&mut self, vm: &mut ArrivingVm) {
-        self.members.iter_mut().for_each(|member| member.participant.commit(vm));
+    /// Acts right before the guest is to run.
+    pub(super) fn before_cont(&mut self) {
+        self.members.iter_mut().for_each(|member| member.participant.before_cont());
+        self.reach("before-cont");
+    }
+
+    /// Acts once the guest runs here, for the time `runs_for`, or stays paused.
+    pub(super) fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>) {
+        self.members.iter_mut().for_each(|member| member.participant.commit(vm, runs_for));
         self.reach("commit");
     }
 
@@ -319,6 +348,11 @@ impl ArrivingParticipants {
         });
         let of_each: Vec<_> = of_each.collect();
         (!of_each.is_empty()).then(|| of_each.join(" and "))
+    }
+
+    /// Returns the last messages for the source.
+    pub(super) fn last_messages(&mut self) -> Vec<LastMessage> {
+        self.members.iter_mut().filter_map(|member| member.participant.last_message()).collect()
     }
 
     /// Acts once the guest runs here and all of its pages are present.

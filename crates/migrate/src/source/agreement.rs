@@ -1,4 +1,4 @@
-//! What both hosts have agreed on.
+//! The agreement of both hosts about a migration.
 
 use proto::message::{CopiedDisk, Proposal};
 use proto::packed::Codec;
@@ -11,8 +11,6 @@ pub(super) struct Agreement {
     pub(super) can_post_copy: bool,
     /// True if the destination discards pages before the guest is stopped.
     pub(super) can_discard: bool,
-    /// True if the destination announces the guest's addresses, and measures its first frames.
-    pub(super) has_network: bool,
     /// True while the destination's answer about its templates is not complete.
     pub(super) is_querying_templates: bool,
 }
@@ -30,6 +28,8 @@ pub(super) struct Capabilities {
     pub(super) codecs: Vec<Codec>,
     /// True if the destination accepts deltas.
     pub(super) deltas: bool,
+    /// True if the destination announces the guest's addresses, and measures its first frames.
+    pub(super) has_network: bool,
     /// True if the destination accepts frames for the guest.
     pub(super) takes_frames: bool,
 }

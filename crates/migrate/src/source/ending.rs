@@ -16,6 +16,9 @@ use api::report::Outcome;
 use host::cpu::CpuTime;
 use store::journal::{Durability, JournalError};
 
+/// Longest wait for the last messages of the destination, which itself waits a second for the guest's first frames.
+const LAST_MESSAGES_WAIT: Duration = Duration::from_millis(1500);
+
 impl SourceDriver {
     /// Records the reason of a migration's end. The first reason is the one that users need; later ones are only its
     /// consequences.
@@ -80,7 +83,7 @@ impl SourceDriver {
         let untrusted = self.reporter.has_untrusted_page;
         let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.reporter.cpu.map(CpuTime::used_us));
         if standing == Standing::Done {
-            self.await_first_frames();
+            self.await_last_messages();
         }
         let report = self.controls.report(|report| {
             report.sent_bytes = sent;
@@ -111,6 +114,26 @@ impl SourceDriver {
             progress.missing_pages = None;
             progress.standing = standing;
         });
+    }
+
+    /// Waits for the last messages of the destination's participants, which are sent after RUNNING. Nothing depends on
+    /// them but the report.
+    fn await_last_messages(&mut self) {
+        let is_expected = self.reporter.stop_clock.measured.total_us > 0;
+        let Some(control) = self.connections.control.as_ref().filter(|_| is_expected).map(|it| it.link)
+        else {
+            return;
+        };
+        let until = Instant::now() + LAST_MESSAGES_WAIT;
+        while self.resources.participants.expects_message() {
+            match self.inbox.wait(until) {
+                // The handover is over: whoever asks now is answered from the journal.
+                Some(SourceNotice::Message { message, .. }) => self.resources.participants.learn(&message),
+                Some(SourceNotice::Lost { link, .. }) if link == control => return,
+                Some(_) => {}
+                None => return,
+            }
+        }
     }
 
     /// Returns why the source's QEMU ended, by its own report.

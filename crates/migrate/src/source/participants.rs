@@ -14,6 +14,7 @@
 //! commit         COMMITTED is in the journal: nothing can be undone any more
 //! undo           the guest continues here; all that was changed on this host is changed back
 //! finish         the guest runs at the destination, and its QEMU here has ended
+//! learn          a message of the destination's participants has arrived
 //! ```
 //!
 //! Before `commit` every step can be undone: a participant that cannot undo one of its steps says so in its
@@ -79,8 +80,8 @@ pub(super) trait Participant: Send {
     /// Acts right before the guest is stopped, and refuses what would fail after it.
     fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
 
-    /// Returns the message about the guest's network for the destination, right before the guest is stopped.
-    fn network_message(&mut self) -> Option<Message>;
+    /// Returns the message for the destination's participants, right before the guest is stopped, if there is one.
+    fn message(&mut self) -> Option<Message>;
 
     /// Acts once the guest has stopped, before its devices are saved; adds the last pages that QEMU has to report.
     fn freeze(&mut self, vm: &mut SourceVm, stop: StopKind, into: &mut [DirtyBitmap]) -> Result<(), Failure>;
@@ -107,6 +108,12 @@ pub(super) trait Participant: Send {
 
     /// Acts after the end of QEMU, whose guest runs at the destination.
     fn finish(&mut self);
+
+    /// Returns true if the destination's participant is to send a message once the guest runs there, and has not yet.
+    fn expects_message(&self) -> bool;
+
+    /// Learns from a message of the destination's participants.
+    fn learn(&mut self, message: &Message);
 }
 
 /// Unchanging facts about a participant.
@@ -128,6 +135,8 @@ pub(super) struct Agreed<'a> {
     pub(super) proposal: Option<&'a Proposal>,
     /// Disks that are to be copied.
     pub(super) copied: &'a [CopiedDisk],
+    /// True if the destination announces the guest's addresses, and measures its first frames.
+    pub(super) has_network: bool,
     /// True if the destination accepts frames that are held for the guest.
     pub(super) takes_frames: bool,
 }
@@ -346,9 +355,9 @@ impl Participants {
         Ok(())
     }
 
-    /// Returns the message about the guest's network for the destination.
-    pub(super) fn network_message(&mut self) -> Option<Message> {
-        self.members.iter_mut().find_map(|member| member.participant.network_message())
+    /// Returns the messages for the destination's participants.
+    pub(super) fn messages(&mut self) -> Vec<Message> {
+        self.members.iter_mut().filter_map(|member| member.participant.message()).collect()
     }
 
     /// Acts once the guest has stopped; adds the last pages that QEMU has to report to `owed`.
@@ -407,6 +416,16 @@ impl Participants {
     pub(super) fn finish(&mut self) {
         self.members.iter_mut().for_each(|member| member.participant.finish());
         self.reach("finish");
+    }
+
+    /// Returns true if the destination has not sent all messages that it is to send once the guest runs there.
+    pub(super) fn expects_message(&self) -> bool {
+        self.members.iter().any(|member| member.participant.expects_message())
+    }
+
+    /// Passes on a message of the destination's participants.
+    pub(super) fn learn(&mut self, message: &Message) {
+        self.members.iter_mut().for_each(|member| member.participant.learn(message));
     }
 
     fn prepared(&mut self) -> impl Iterator<Item = &mut Member> {

@@ -301,10 +301,9 @@ impl SourceDriver {
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         self.agreement.can_discard = can_discard;
-        self.agreement.has_network = has_network;
         self.agreement.can_post_copy = post_copy && self.controls.goals().can_post_copy();
         let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
-        Ok(Capabilities { copied, references, templates, codecs, deltas, takes_frames })
+        Ok(Capabilities { copied, references, templates, codecs, deltas, has_network, takes_frames })
     }
 
     /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
@@ -335,8 +334,8 @@ impl SourceDriver {
     /// Prepares what the streams will send. The writes to participants that are sent ahead are recorded from here on.
     pub(super) fn open_participants(&mut self, capabilities: &Capabilities) -> Result<Payload, Failure> {
         let (proposal, copied) = (self.agreement.proposal.as_ref(), capabilities.copied.as_slice());
-        let takes_frames = capabilities.takes_frames;
-        self.resources.participants.check(&Agreed { proposal, copied, takes_frames })?;
+        let Capabilities { has_network, takes_frames, .. } = *capabilities;
+        self.resources.participants.check(&Agreed { proposal, copied, has_network, takes_frames })?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let payload = self.resources.participants.open(vm)?;
         self.telemetry.update(|progress| progress.disks = self.resources.participants.progress());

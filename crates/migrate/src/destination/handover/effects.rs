@@ -13,7 +13,6 @@ use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::destination::inbox::DestinationNotice;
-use crate::destination::network::ArrivingNetwork;
 use crate::destination::participants::Execution;
 use crate::destination::stages::ArrivalStage;
 use crate::destination::{Continued, DestinationDriver};
@@ -99,10 +98,8 @@ impl StateMachine for DestinationDriver {
             DestinationEffect::Cont => self.cont(),
             DestinationEffect::Announce => {
                 self.release_qemu();
+                self.commit_participants();
                 self.announce();
-                if let Some(vm) = &mut self.resources.vm {
-                    self.resources.participants.commit(vm);
-                }
             }
             DestinationEffect::SendIncomplete => self.send_incomplete(),
             DestinationEffect::SendRunning => {
@@ -214,7 +211,7 @@ impl DestinationDriver {
             self.reporter.reason = Some(page_message);
             return self.session.follow_up(DestinationEvent::ContFailed);
         }
-        self.resources.network.announce();
+        self.resources.participants.before_cont();
         if let Err(error) = vm.release() {
             error!(error = crate::chain(&error), "cannot release QEMU");
         }
@@ -250,8 +247,17 @@ impl DestinationDriver {
         self.session.follow_up(event);
     }
 
+    /// Informs the participants that the guest runs here, or stays paused here.
+    fn commit_participants(&mut self) {
+        let since =
+            |continued: &Continued| continued.returned.elapsed() + continued.resumed.unwrap_or_default();
+        let runs_for = self.reporter.continued.as_ref().map(since);
+        if let Some(vm) = &mut self.resources.vm {
+            self.resources.participants.commit(vm, runs_for);
+        }
+    }
+
     fn announce(&mut self) {
-        self.network_runs();
         let Some(vm) = &mut self.resources.vm else { return };
         if let Err(error) = vm.qmp().and_then(qemu::control::announce_self) {
             // A QEMU that waits for a page announces the guest once the page is there.
@@ -274,8 +280,6 @@ impl DestinationDriver {
     pub(crate) fn discard(&mut self) {
         // Threads of QEMU wait for missing pages until it ends.
         let _waits = self.resources.stage.abandon().end();
-        // No tap may seem to be in use when QEMU has ended.
-        self.resources.network = ArrivingNetwork::default();
         self.resources.participants.abandon();
         let artifacts = if let Some(vm) = self.resources.vm.take() {
             vm.discard()

@@ -66,7 +66,9 @@ impl DestinationDriver {
             Message::MissingPages { bytes, digest, .. } if arriving => {
                 return self.begin_payload(PayloadKind::MissingPages, bytes, digest);
             }
-            Message::Claims { cards } if arriving => return self.resources.network.learn(&cards),
+            message @ Message::Claims { .. } if arriving => {
+                return self.resources.participants.learn(&message);
+            }
             Message::DeviceState { bytes, digest } if arriving => {
                 return self.begin_payload(PayloadKind::Devices, bytes, digest);
             }

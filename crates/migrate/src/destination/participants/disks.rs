@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ::memory::ReceiverHandle;
-use proto::message::Proposal;
+use proto::message::{Message, Proposal};
 
 use super::{
-    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable, Leftover,
-    OpenBlocks, ReceivedRound,
+    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable,
+    LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use crate::destination::inbox::DestinationNotice;
 use host::disks::{CopiedImages, KnownFile, PlannedDisk};
@@ -78,7 +78,7 @@ impl ArrivingParticipant for ArrivingDisks {
         Ok(())
     }
 
-    fn open(&mut self, _: &ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
+    fn open(&mut self, _: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
         self.watch = self.watch_pool()?;
         let (flushing, mailbox) = (self.images.flushing(), self.environment.mailbox.clone());
         // A disk that fails is detected after a round, not only when the guest is stopped.
@@ -90,6 +90,8 @@ impl ArrivingParticipant for ArrivingDisks {
         };
         Ok(OpenBlocks { writers: self.images.writers().collect(), after_round: Box::new(after_round) })
     }
+
+    fn learn(&mut self, _: &Message) {}
 
     fn compare(
         &mut self,
@@ -117,7 +119,9 @@ impl ArrivingParticipant for ArrivingDisks {
             .map_or(Ok(()), |what| Err(ArrivalError::Replaced(what)))
     }
 
-    fn commit(&mut self, _: &mut ArrivingVm) {}
+    fn before_cont(&mut self) {}
+
+    fn commit(&mut self, _: &mut ArrivingVm, _: Option<Duration>) {}
 
     /// The images' servers end.
     fn abandon(&mut self) {
@@ -147,6 +151,10 @@ impl ArrivingParticipant for ArrivingDisks {
     /// A volume may not be visible yet after a boot.
     fn places(&self) -> Vec<PathBuf> {
         ArrivalArtifacts::of(&self.environment.context, &self.environment.migration).images
+    }
+
+    fn last_message(&mut self) -> Option<LastMessage> {
+        None
     }
 
     fn finish(&mut self, _: Option<&ArrivingVm>) {}

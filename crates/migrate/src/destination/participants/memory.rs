@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::memory::{ReceiverHandle, ZeroedRange};
-use proto::message::Proposal;
+use proto::message::{Message, Proposal};
 use tracee::{AddressRange, Injector, Process};
 use tracing::{info, warn};
 
 use super::{
-    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable, Leftover,
-    OpenBlocks, ReceivedRound,
+    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable,
+    LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use host::verification::{self, CompareError};
 use host::{ArrivalArtifacts, ArrivalError, ArrivingVm};
@@ -40,13 +40,15 @@ impl ArrivingParticipant for ArrivingMemory {
         Ok(())
     }
 
-    fn open(&mut self, vm: &ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
+    fn open(&mut self, vm: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
         let writers = host::ram::destination(&vm.process, &vm.blocks)?;
         let releaser = MemoryReleaser::new(Arc::clone(&self.injector), vm)?;
         let after_round =
             move |round: &ReceivedRound, handle: &ReceiverHandle| releaser.release_memory(round, handle);
         Ok(OpenBlocks { writers, after_round: Box::new(after_round) })
     }
+
+    fn learn(&mut self, _: &Message) {}
 
     fn compare(
         &mut self,
@@ -69,7 +71,9 @@ impl ArrivingParticipant for ArrivingMemory {
         Ok(())
     }
 
-    fn commit(&mut self, _: &mut ArrivingVm) {}
+    fn before_cont(&mut self) {}
+
+    fn commit(&mut self, _: &mut ArrivingVm, _: Option<Duration>) {}
 
     fn abandon(&mut self) {}
 
@@ -79,6 +83,10 @@ impl ArrivingParticipant for ArrivingMemory {
 
     fn places(&self) -> Vec<PathBuf> {
         Vec::new()
+    }
+
+    fn last_message(&mut self) -> Option<LastMessage> {
+        None
     }
 
     fn finish(&mut self, vm: Option<&ArrivingVm>) {

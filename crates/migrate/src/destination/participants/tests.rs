@@ -98,7 +98,7 @@ impl ArrivingParticipant for ArrivingFake {
         Ok(())
     }
 
-    fn open(&mut self, _: &ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
+    fn open(&mut self, _: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
         self.step("open");
         let writers = (0..self.blocks).map(|_| Box::new(Sink) as Box<dyn BlockWriter>).collect();
         let (steps, name) = (Arc::clone(&self.steps), self.profile.name);
@@ -106,6 +106,10 @@ impl ArrivingParticipant for ArrivingFake {
             record(&steps, name, &format!("round {}", round.ram_round));
         };
         Ok(OpenBlocks { writers, after_round: Box::new(after_round) })
+    }
+
+    fn learn(&mut self, message: &Message) {
+        self.step(&format!("learn {message:?}"));
     }
 
     fn compare(
@@ -129,8 +133,12 @@ impl ArrivingParticipant for ArrivingFake {
         Ok(())
     }
 
-    fn commit(&mut self, _: &mut ArrivingVm) {
-        self.step("commit");
+    fn before_cont(&mut self) {
+        self.step("before_cont");
+    }
+
+    fn commit(&mut self, _: &mut ArrivingVm, runs_for: Option<Duration>) {
+        self.step(if runs_for.is_some() { "commit running" } else { "commit paused" });
     }
 
     fn abandon(&mut self) {
@@ -152,6 +160,11 @@ impl ArrivingParticipant for ArrivingFake {
 
     fn places(&self) -> Vec<PathBuf> {
         self.place.iter().cloned().collect()
+    }
+
+    fn last_message(&mut self) -> Option<LastMessage> {
+        self.step("last_message");
+        Some(Box::new(|| Message::Pong))
     }
 
     fn finish(&mut self, _: Option<&ArrivingVm>) {
@@ -195,7 +208,7 @@ fn each_gets_its_own_blocks_by_its_own_numbers() {
     let (mut first, mut second) = (ArrivingFake::new("first", &steps), ArrivingFake::new("second", &steps));
     (first.blocks, first.profile.can_post_copy, second.blocks) = (2, true, 1);
     let mut participants = ArrivingParticipants::new(Faults::default(), vec![boxed(first), boxed(second)]);
-    let AllBlocks { writers, post_copied, after_round } = participants.open(&vm).unwrap();
+    let AllBlocks { writers, post_copied, after_round } = participants.open(&mut vm).unwrap();
     assert_eq!((writers.len(), post_copied), (3, 2), "only the blocks of the first may follow the guest");
     assert_eq!(taken(&steps), ["first open", "second open"]);
 
@@ -249,17 +262,18 @@ fn fault_points_follow_from_the_list() {
     let mut artifacts = ArrivalArtifacts::default();
     participants.check(&proposal(), &ArrivalPlan::default()).unwrap();
     participants.prepare(&mut artifacts).unwrap();
-    drop(participants.open(&vm).unwrap());
+    drop(participants.open(&mut vm).unwrap());
+    participants.learn(&Message::Claims { cards: Vec::new() });
     participants.freeze().unwrap();
     participants.ready(&mut vm).unwrap();
-    participants.commit(&mut vm);
+    participants.before_cont();
+    participants.commit(&mut vm, None);
     participants.abandon();
     participants.undo(&artifacts, Execution::Possible);
     participants.finish(Some(&vm));
-    let steps = ["check", "prepare", "open", "freeze", "ready", "commit", "abandon", "undo", "finish"];
-    let expected: Vec<_> = steps
-        .iter()
-        .flat_map(|step| ["first", "second"].map(|name| format!("destination/{name}/{step}")))
-        .collect();
+    let before = ["check", "prepare", "open", "learn", "freeze", "ready", "before-cont"];
+    let steps = before.into_iter().chain(["commit", "abandon", "undo", "finish"]);
+    let expected: Vec<_> =
+        steps.flat_map(|step| ["first", "second"].map(|name| format!("destination/{name}/{step}"))).collect();
     assert_eq!(points.try_iter().collect::<Vec<_>>(), expected);
 }

@@ -70,12 +70,7 @@ impl SourceDriver {
                 }
                 SourceEvent::Crashed { epoch }
             }
-            Message::FirstFrames { epoch, cards } => {
-                if epoch == own {
-                    self.record_first_frames(cards);
-                }
-                return;
-            }
+            message @ Message::FirstFrames { .. } => return self.resources.participants.learn(&message),
             Message::Ready { epoch, incarnation, .. } => SourceEvent::Ready { epoch, incarnation },
             Message::Ask { epoch } => SourceEvent::Asked { epoch },
             Message::Ping => return self.send_to_destination(&Message::Pong),

@@ -69,6 +69,7 @@ fn payload(driver: &mut SourceDriver) -> Payload {
         templates: 0,
         codecs: vec![],
         deltas: false,
+        has_network: false,
         takes_frames: false,
     };
     driver.open_participants(&accepted).unwrap()
@@ -196,6 +197,7 @@ fn link_cut_during_template_query_is_tolerated() {
         templates: 1,
         codecs: vec![],
         deltas: false,
+        has_network: false,
         takes_frames: false,
     };
     let opening = thread::spawn(move || {

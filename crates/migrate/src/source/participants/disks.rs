@@ -316,7 +316,7 @@ impl Participant for Disks {
         self.find_images_in_place(vm)
     }
 
-    fn network_message(&mut self) -> Option<Message> {
+    fn message(&mut self) -> Option<Message> {
         None
     }
 
@@ -366,6 +366,12 @@ impl Participant for Disks {
         self.end_servers_of_a_predecessor();
         drop_page_cache(self.left_images());
     }
+
+    fn expects_message(&self) -> bool {
+        false
+    }
+
+    fn learn(&mut self, _: &Message) {}
 }
 
 #[cfg(test)]

@@ -121,7 +121,7 @@ impl Participant for Memory {
         Ok(())
     }
 
-    fn network_message(&mut self) -> Option<Message> {
+    fn message(&mut self) -> Option<Message> {
         None
     }
 
@@ -157,4 +157,10 @@ impl Participant for Memory {
     }
 
     fn finish(&mut self) {}
+
+    fn expects_message(&self) -> bool {
+        false
+    }
+
+    fn learn(&mut self, _: &Message) {}
 }

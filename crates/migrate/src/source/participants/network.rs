@@ -11,7 +11,7 @@ use link::transport::ConnectionHandle;
 use net::announcer::Card;
 use net::{Claims, Diversion, HeldFrame, Holder, Listener};
 use proto::Purpose;
-use proto::message::{CardClaims, ClaimedAddress, Message};
+use proto::message::{CardClaims, CardFrames, ClaimedAddress, Finding, Message, Severity};
 use qemu::qmp::Qmp;
 use tracing::warn;
 
@@ -33,6 +33,8 @@ const PIECE_BYTES: usize = proto::limits::BLOB_BYTES / 2;
 /// Network cards of a VM that leaves.
 pub(super) struct Network {
     environment: Environment,
+    /// True if the destination announces the guest's addresses, and has not reported its first frames.
+    has_network: bool,
     takes_frames: bool,
     /// Observes the claims; absent where that is impossible, and where no card has a tap.
     listener: Option<Listener>,
@@ -48,7 +50,8 @@ struct HeldLink {
 
 impl Network {
     pub(super) fn new(environment: &Environment) -> Self {
-        Self { environment: environment.clone(), takes_frames: false, listener: None, holder: None }
+        let environment = environment.clone();
+        Self { environment, has_network: false, takes_frames: false, listener: None, holder: None }
     }
 
     /// Diverts the frames for the guest, and waits until QEMU has read those before: it reads more while it stops, and
@@ -81,7 +84,7 @@ impl Participant for Network {
     }
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
-        self.takes_frames = agreed.takes_frames;
+        (self.has_network, self.takes_frames) = (agreed.has_network, agreed.takes_frames);
         Ok(())
     }
 
@@ -128,8 +131,9 @@ impl Participant for Network {
         Ok(())
     }
 
-    fn network_message(&mut self) -> Option<Message> {
-        let claims = self.listener.as_ref()?.claims();
+    /// Returns the addresses that the guest has claimed.
+    fn message(&mut self) -> Option<Message> {
+        let claims = self.listener.as_ref().filter(|_| self.has_network)?.claims();
         Some(Message::Claims { cards: claims.iter().map(card).collect() })
     }
 
@@ -173,6 +177,25 @@ impl Participant for Network {
         if let Err(error) = thread::Builder::new().name("late-frames".to_owned()).spawn(pass_on) {
             warn!(%error, "late frames are not passed on to the guest");
         }
+    }
+
+    fn expects_message(&self) -> bool {
+        self.has_network
+    }
+
+    /// Records the destination's measurement of the guest's first frames.
+    fn learn(&mut self, message: &Message) {
+        let Environment { controls, terms, .. } = &self.environment;
+        let Message::FirstFrames { epoch, cards } = message else { return };
+        if *epoch != terms.epoch() {
+            return;
+        }
+        self.has_network = false;
+        let host = terms.destination.as_str();
+        controls.report(|report| {
+            report.findings.extend(cards.iter().filter_map(|card| silence(card, host)));
+            report.network.clone_from(cards);
+        });
     }
 }
 
@@ -219,6 +242,33 @@ fn pieces(frames: &[HeldFrame]) -> Vec<Vec<u8>> {
     pieces
 }
 
+/// Returns a warning about a card that nothing reached.
+fn silence(card: &CardFrames, host: &str) -> Option<Finding> {
+    if card.first_in_us.is_some() {
+        return None;
+    }
+    let CardFrames { mac, interface, first_out_us, .. } = card;
+    let (heard, advice) = if first_out_us.is_some() {
+        (
+            "the guest sends, and nothing was sent to it",
+            "if clients do not reach it, see if the bridge, the VLAN and the switches' ports there are those of the \
+             network that it had at the source, and if a firewall or port security keeps its address back",
+        )
+    } else {
+        (
+            "the guest sends nothing either",
+            "if it is not idle, see if its program runs, and if its interface is up and in the bridge of the network \
+             that it had at the source",
+        )
+    };
+    Some(Finding {
+        severity: Severity::Warning,
+        code: "not-reached".to_owned(),
+        what: format!("no frame for {mac} reached {interface} on {host} within a second: {heard}"),
+        advice: advice.to_owned(),
+    })
+}
+
 fn card(claims: &Claims) -> CardClaims {
     let address = |claim: net::Claim| ClaimedAddress {
         address: claim.address,
@@ -245,5 +295,19 @@ mod tests {
         let decoded = pieces.iter().flat_map(|piece| net::held::decode(piece).unwrap());
         assert_eq!(decoded.collect::<Vec<_>>(), frames);
         assert_eq!(super::pieces(&[]), Vec::<Vec<u8>>::new());
+    }
+
+    #[test]
+    fn only_a_card_that_nothing_reached_is_reported() {
+        let card = |first_in_us, first_out_us| CardFrames {
+            mac: "52:54:00:00:00:01".to_owned(),
+            interface: "tap7".to_owned(),
+            first_in_us,
+            first_out_us,
+        };
+        assert_eq!(silence(&card(Some(9), None), "b"), None);
+        let finding = silence(&card(None, Some(9)), "b").unwrap();
+        assert!(finding.what.contains("reached tap7 on b") && finding.what.contains("the guest sends"));
+        assert!(silence(&card(None, None), "b").unwrap().what.contains("sends nothing"));
     }
 }

@@ -115,7 +115,7 @@ impl Participant for Fake {
         Ok(())
     }
 
-    fn network_message(&mut self) -> Option<Message> {
+    fn message(&mut self) -> Option<Message> {
         None
     }
 
@@ -154,6 +154,14 @@ impl Participant for Fake {
     fn finish(&mut self) {
         self.step("finish");
     }
+
+    fn expects_message(&self) -> bool {
+        false
+    }
+
+    fn learn(&mut self, _: &Message) {
+        self.step("learn");
+    }
 }
 
 /// Returns the steps since the last call.
@@ -165,7 +173,7 @@ fn boxed(fake: Fake) -> Box<dyn Participant> {
     Box::new(fake)
 }
 
-const AGREED: Agreed<'_> = Agreed { proposal: None, copied: &[], takes_frames: false };
+const AGREED: Agreed<'_> = Agreed { proposal: None, copied: &[], has_network: false, takes_frames: false };
 
 #[test]
 fn a_step_that_cannot_be_undone_before_committed_is_refused() {

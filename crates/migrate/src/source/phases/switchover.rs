@@ -86,7 +86,9 @@ impl SourceDriver {
         self.phase(Phase::LastRound);
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.before_stop(vm)?;
-        self.send_claims()?;
+        for message in self.resources.participants.messages() {
+            self.send_message(&message)?;
+        }
         let cannot = |error: VmError| Failure::local("the guest is not migrated", &error);
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;

@@ -28,6 +28,8 @@ fn a_third_participant_takes_part_in_an_arrival_that_fails() {
         |message| matches!(message, Message::Verified { different_chunks } if *different_chunks == [3]),
     );
     assert_eq!(taken(&steps), [r#"third compare 0 3 ["a"]"#]);
+    driver.message(driver.connections.control.unwrap(), Message::Claims { cards: vec![] });
+    assert_eq!(taken(&steps), ["third learn Claims { cards: [] }"]);
     let settled = thread::spawn(move || driver.run());
     source.send_message(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
     assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
@@ -44,7 +46,11 @@ fn a_third_participant_takes_part_in_an_arrival_that_succeeds() {
     let settled = thread::spawn(move || driver.settle());
     source.send_message(&go(&incarnation));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
-    assert_eq!(taken(&steps), ["third commit", "third finish"]);
+    let expected = ["third before_cont", "third commit running", "third last_message", "third finish"];
+    assert_eq!(taken(&steps), expected);
+    // The messages of all participants are sent, in the order of the list.
+    source.receive_until(|message| matches!(message, Message::FirstFrames { epoch: Epoch(1), .. }));
+    source.receive_until(|message| *message == Message::Pong);
 }
 
 /// Its content may be that of a guest that has run.

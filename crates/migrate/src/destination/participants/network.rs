@@ -1,27 +1,134 @@
-//! The network of an arriving VM: announcements of its new place, and its first frames there.
+//! Network cards as an arriving participant: announcements of the guest's new place, frames that wait for it, and its
+//! first frames here.
 //!
 //! QEMU announces the guest by itself only after it runs. So the first announcement is written into QEMU's own tap
 //! right before `cont`, by the agent: frames of clients that arrive from then on wait in the tap until the guest reads
 //! them, behind those that the source has held. Nothing of this can fail a migration.
 
+use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime};
 
+use ::memory::ReceiverHandle;
 use net::{Announcer, Claim, Diversion, FirstFrames, Mac, Merger, MergerInput, Watch, announcement};
 use proto::MigrationId;
-use proto::message::{CardClaims, CardFrames, Message};
+use proto::message::{CardClaims, CardFrames, ClaimedAddress, Message, Proposal};
 use tracee::Process;
 use tracing::{info, warn};
 
-use super::DestinationDriver;
-use host::{ArrivingVm, network};
+use super::{
+    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable,
+    LastMessage, Leftover, OpenBlocks, ReceivedRound,
+};
+use host::verification::CompareError;
+use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, network};
 
 /// Time after which a guest that nothing has reached is reported.
 const FIRST_FRAMES_WAIT: Duration = Duration::from_secs(1);
 
-/// Network cards of an arriving VM.
-#[derive(Default)]
+/// Network cards of a VM that arrives.
 pub(super) struct ArrivingNetwork {
+    environment: ArrivalEnvironment,
+    cards: ArrivingCards,
+}
+
+impl ArrivingNetwork {
+    pub(super) fn new(environment: &ArrivalEnvironment) -> Self {
+        Self { environment: environment.clone(), cards: ArrivingCards::default() }
+    }
+}
+
+impl ArrivingParticipant for ArrivingNetwork {
+    fn profile(&self) -> ArrivingProfile {
+        ArrivingProfile { name: "network", can_post_copy: false, irreversible: None }
+    }
+
+    fn check(&mut self, _: &Proposal, _: &ArrivalPlan) -> Result<(), ArrivalError> {
+        Ok(())
+    }
+
+    fn prepare(&mut self, _: &mut ArrivalArtifacts) -> Result<(), ArrivalError> {
+        Ok(())
+    }
+
+    /// Finds the cards; frames of the source may arrive from now on.
+    fn open(&mut self, vm: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
+        self.cards = ArrivingCards::find(vm, &self.environment.migration);
+        if let Some(input) = self.cards.frames_input() {
+            self.environment.mailbox.pass_frames_to(input);
+        }
+        let after_round = |_: &ReceivedRound, _: &ReceiverHandle| {};
+        Ok(OpenBlocks { writers: Vec::new(), after_round: Box::new(after_round) })
+    }
+
+    fn compare(
+        &mut self,
+        _: &mut ArrivingVm,
+        block: usize,
+        _: u64,
+        _: &[String],
+    ) -> Result<Vec<u64>, Incomparable> {
+        Err(CompareError::NotThere(format!("block {block} of the network cards")).into())
+    }
+
+    /// Learns which addresses the guest has claimed at the source, where it is about to be stopped.
+    fn learn(&mut self, message: &Message) {
+        if let Message::Claims { cards } = message {
+            self.cards.learn(cards);
+        }
+    }
+
+    fn freeze(&mut self) -> Result<(), ArrivalError> {
+        Ok(())
+    }
+
+    fn ready(&mut self, _: &mut ArrivingVm) -> Result<(), ArrivalError> {
+        Ok(())
+    }
+
+    fn before_cont(&mut self) {
+        self.cards.announce();
+    }
+
+    fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>) {
+        // A guest that stays paused has no first frames, but its place is here.
+        let Some(runs_for) = runs_for else {
+            self.cards.announce();
+            return self.cards.release();
+        };
+        let now = SystemTime::now();
+        self.cards.guest_runs(&vm.process, now.checked_sub(runs_for).unwrap_or(now));
+    }
+
+    /// No tap may seem to be in use when QEMU has ended.
+    fn abandon(&mut self) {
+        self.cards = ArrivingCards::default();
+    }
+
+    fn undo(&mut self, _: &ArrivalArtifacts, _: Execution) -> Option<Leftover> {
+        None
+    }
+
+    fn places(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// Returns the times of the guest's first frames.
+    fn last_message(&mut self) -> Option<LastMessage> {
+        let (migration, measuring) = (self.environment.migration.clone(), self.cards.measuring.take());
+        Some(Box::new(move || {
+            let cards = measuring.and_then(|measuring| measuring.join().ok()).unwrap_or_default();
+            info!(%migration, ?cards, "first frames of the guest");
+            Message::FirstFrames { epoch: migration.epoch, cards }
+        }))
+    }
+
+    fn finish(&mut self, _: Option<&ArrivingVm>) {}
+}
+
+/// The cards, and what is done with their frames.
+#[derive(Default)]
+struct ArrivingCards {
     announcer: Option<Announcer>,
     /// Interfaces of the cards, with the cards' addresses.
     interfaces: Vec<(String, Mac)>,
@@ -33,9 +140,9 @@ pub(super) struct ArrivingNetwork {
     measuring: Option<JoinHandle<Vec<CardFrames>>>,
 }
 
-impl ArrivingNetwork {
+impl ArrivingCards {
     /// Finds the cards of a QEMU that was just started.
-    pub(super) fn find(vm: &mut ArrivingVm, migration: &MigrationId) -> Self {
+    fn find(vm: &mut ArrivingVm, migration: &MigrationId) -> Self {
         let found = vm.process.try_clone().map_err(|error| crate::chain(&error)).and_then(|process| {
             let qmp = vm.qmp().map_err(|error| crate::chain(&error))?;
             let cards = network::cards(qmp, &process).map_err(|error| crate::chain(&error))?;
@@ -60,11 +167,11 @@ impl ArrivingNetwork {
     }
 
     /// Learns which addresses the guest has claimed at the source, where it is about to be stopped.
-    pub(super) fn learn(&mut self, cards: &[CardClaims]) {
+    fn learn(&mut self, cards: &[CardClaims]) {
         let Some(announcer) = &mut self.announcer else { return };
         for card in cards {
             let Ok(mac) = card.mac.parse() else { continue };
-            let claim = |claimed: &proto::message::ClaimedAddress| Claim {
+            let claim = |claimed: &ClaimedAddress| Claim {
                 vlan: claimed.vlan.filter(|vlan| (1..=4094).contains(vlan)),
                 address: claimed.address,
                 is_router: claimed.router,
@@ -85,13 +192,13 @@ impl ArrivingNetwork {
         }
     }
 
-    /// Returns the input for the source's frames, if they can be delivered.
-    pub(super) fn frames_input(&self) -> Option<MergerInput> {
+    /// Returns the way in for the source's frames, if they can be delivered.
+    fn frames_input(&self) -> Option<MergerInput> {
         self.merger.as_ref().map(Merger::input)
     }
 
-    /// Announces the guest, which is about to run.
-    pub(super) fn announce(&mut self) {
+    /// Announces the guest, which runs a moment from now.
+    fn announce(&mut self) {
         if let Some(Err(error)) = self.merger.as_ref().map(Merger::announced) {
             warn!(%error, "frames for the guest are not held");
         }
@@ -108,7 +215,7 @@ impl ArrivingNetwork {
     }
 
     /// Begins to repeat the announcement, and to measure the guest's first frames. The guest runs since `ran`.
-    pub(super) fn guest_runs(&mut self, process: &Process, ran: SystemTime) {
+    fn guest_runs(&mut self, process: &Process, ran: SystemTime) {
         self.release();
         if let (Some(announcer), Ok(process)) = (self.announcer.take(), process.try_clone()) {
             let repeat = move || repeat(&announcer, &process);
@@ -161,48 +268,5 @@ fn card(frames: &FirstFrames, interface: String) -> CardFrames {
         interface,
         first_in_us: frames.first_in.map(us),
         first_out_us: frames.first_out.map(us),
-    }
-}
-
-impl DestinationDriver {
-    /// Returns true if the source may send frames for the guest.
-    pub fn takes_frames(&self) -> bool {
-        self.resources.network.frames_input().is_some()
-    }
-
-    /// Handles the guest's start here.
-    pub(super) fn network_runs(&mut self) {
-        let Some(vm) = &self.resources.vm else { return };
-        let since = self
-            .reporter
-            .continued
-            .as_ref()
-            .map(|continued| continued.returned.elapsed() + continued.resumed.unwrap_or_default());
-        // A guest that stays paused has no first frames, but its place is here.
-        let Some(since) = since else {
-            self.resources.network.announce();
-            return self.resources.network.release();
-        };
-        let now = SystemTime::now();
-        self.resources.network.guest_runs(&vm.process, now.checked_sub(since).unwrap_or(now));
-    }
-
-    /// Sends the times of the guest's first frames to the source, once they are known; nothing waits for that.
-    pub(super) fn send_first_frames(&mut self) {
-        let (migration, epoch) = (self.terms.migration.clone(), self.terms.epoch());
-        let measuring = self.resources.network.measuring.take();
-        let mut links = std::mem::take(&mut self.connections.links);
-        let send = move || {
-            let cards = measuring.and_then(|measuring| measuring.join().ok()).unwrap_or_default();
-            info!(%migration, ?cards, "first frames of the guest");
-            let message = Message::FirstFrames { epoch, cards };
-            for (writer, _) in links.values_mut() {
-                // The source may be gone: it has nothing left to do but its report.
-                drop(writer.send(&message));
-            }
-        };
-        if let Err(error) = thread::Builder::new().name("first-frames".to_owned()).spawn(send) {
-            warn!(%error, "the source does not learn of the guest's first frames");
-        }
     }
 }

@@ -1,7 +1,9 @@
 //! Start of a driver for a VM that a peer proposes.
 
-use host::ArrivingVm;
+use host::arrivals::ReservationGuard;
 use host::disks::PlannedDisk;
+use host::preflight::{self, Comparison};
+use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, Context};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,14 +13,15 @@ use link::transport::Channel;
 use proto::MigrationId;
 use proto::message::{Acceptance, Finding, Message, Proposal, Severity};
 use proto::packed::Codec;
+use qemu::process::Launch;
 use qemu::qmp::Qmp;
 use qemu::ram::RamBlock;
 use tracing::{info, warn};
 
+use super::driver_slot::DriverSlot;
 use super::{Daemon, DriverHandle, DriverMailbox};
 use api::progress::Publisher;
-use host::preflight;
-use migrate::destination::{self, ArrivalPlan};
+use migrate::destination::{self, ArrivalPlan, DestinationDriver};
 use store::journal::Durability;
 
 const SEE_DISK: &str = "make sure that the destination's disk is not full";
@@ -122,7 +125,7 @@ impl Daemon {
         u16::try_from(self.context.templates.count()).unwrap_or(u16::MAX)
     }
 
-    #[expect(clippy::too_many_lines, reason = "not split yet: it decides and acts by turns")]
+    /// Reserves the VM's name and a driver's thread, enters PREPARED in the journal, and lets the thread receive the VM.
     fn receive(
         self: &Arc<Self>,
         mut connection: Channel,
@@ -133,23 +136,17 @@ impl Daemon {
             terms,
             proposal,
             launch,
-            mut artifacts,
+            artifacts,
             compared,
             reserved,
             ram_kind,
             copied,
             ..
         } = considered;
-        let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
         // Pre-flight takes time; the name may be in use by now.
         let exclusive = self.context.names.exclusive(&id.vm);
-        let free = self.check_name_is_free(id, false);
-        let driver_slot = free.and_then(|()| {
-            let driver_slot = self.driver_slot(id, driven);
-            driver_slot.map_err(|problem| blocker("in-migration", problem.error, &problem.advice))
-        });
-        let driver_slot = match driver_slot {
+        let driver_slot = match self.free_slot(id, driven) {
             Ok(driver_slot) => driver_slot,
             Err(findings) => {
                 warn!(migration = %id, ?findings, "the migration cannot be received");
@@ -163,11 +160,19 @@ impl Daemon {
         }
         let prepared = driver.prepare();
         drop(exclusive);
-        let context = Arc::clone(&self.context);
-        let migration = id.clone();
-        let templates = self.template_count();
-        let work = move || {
-            if let Err(error) = prepared {
+        let arrival = Arrival {
+            context: Arc::clone(&self.context),
+            migration: id.clone(),
+            launch,
+            artifacts,
+            reserved,
+            ram_kind,
+            copied,
+            templates: self.template_count(),
+        };
+        driver_slot.work(move || match prepared {
+            Ok(()) => arrival.run(driver, compared),
+            Err(error) => {
                 let (code, advice) = match error.largest_epoch() {
                     Some(_) => {
                         ("epoch", "try again: the source knows that epoch now, and will use a larger one")
@@ -175,63 +180,19 @@ impl Daemon {
                     None => ("journal", SEE_DISK),
                 };
                 driver.reject(blocker(code, crate::chain(&error), advice), error.largest_epoch());
-                return;
             }
-            let began = Instant::now();
-            let left = artifacts.clone();
-            let copied_disk = copied.iter().map(PlannedDisk::copied_disk).collect();
-            let plan = ArrivalPlan { copied, shared_files: compared.shared_files() };
-            // Held until the VM has arrived or failed to arrive.
-            let reserved = reserved;
-            let started = driver.check(&plan).and_then(|()| artifacts.make_directory()).and_then(|()| {
-                artifacts.keep(&context, &migration, Durability::Synced)?;
-                let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
-                driver.prepare_start(&mut artifacts)?;
-                let look =
-                    |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.check_started(qmp, blocks, pid);
-                // A trial may use the port that this VM needs.
-                let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
-                let (vm, findings) = ArrivingVm::start(artifacts, &launch, &proposed, patience, look)?;
-                drop(no_trial);
-                vm.artifacts.keep(&context, &migration, Durability::Synced)?;
-                if let Some(reserved) = &reserved {
-                    reserved.set_pid(vm.process.pid());
-                }
-                Ok((vm, findings))
-            });
-            let started = started.and_then(|(mut vm, findings)| {
-                let version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
-                driver.started(vm).map(|no_post_copy| (version, findings, no_post_copy))
-            });
-            if started.is_err() {
-                driver.undo_start(&left);
-            }
-            match preflight::started_or_findings(started) {
-                Ok((qemu_version, mut findings, no_post_copy)) => {
-                    let post_copy = driver.proposal().post_copy && no_post_copy.is_none();
-                    findings.extend(no_post_copy);
-                    let takes_frames = driver.takes_frames();
-                    driver.accept(Acceptance {
-                        findings,
-                        qemu_start_us: began.elapsed().as_micros() as u64,
-                        ram_kind,
-                        qemu_version,
-                        copied: copied_disk,
-                        references: true,
-                        templates,
-                        codecs: codecs(),
-                        deltas: true,
-                        post_copy,
-                        can_discard: true,
-                        has_network: true,
-                        takes_frames,
-                    });
-                    driver.run();
-                }
-                Err(findings) => driver.reject(findings, None),
-            }
-        };
-        driver_slot.work(work);
+        });
+    }
+
+    /// Returns a slot for the driver, if the VM's name is free here.
+    fn free_slot(
+        self: &Arc<Self>,
+        id: &MigrationId,
+        driven: DriverHandle,
+    ) -> Result<DriverSlot, Vec<Finding>> {
+        self.check_name_is_free(id, false)?;
+        self.driver_slot(id, driven)
+            .map_err(|problem| blocker("in-migration", problem.error, &problem.advice))
     }
 
     /// Creates a driver for a destination, and the handle to reach it.
@@ -240,15 +201,112 @@ impl Daemon {
         terms: MigrationTerms,
         state: DestinationState,
         proposal: Proposal,
-    ) -> (destination::DestinationDriver, DriverHandle) {
+    ) -> (DestinationDriver, DriverHandle) {
         let inbox = destination::DestinationInbox::new();
         let publisher = Publisher::new();
         let mailbox = DriverMailbox::Destination(inbox.mailbox());
         let driven = DriverHandle { mailbox, publisher: publisher.clone(), controls: None };
         let context = Arc::clone(&self.context);
-        let driver =
-            destination::DestinationDriver::new(context, terms, state, proposal, None, inbox, publisher);
+        let driver = DestinationDriver::new(context, terms, state, proposal, None, inbox, publisher);
         (driver, driven)
+    }
+}
+
+/// An arrival that can be accepted, for the thread of its driver.
+struct Arrival {
+    context: Arc<Context>,
+    migration: MigrationId,
+    /// Command line of the QEMU that waits for the VM.
+    launch: Launch,
+    /// Files that are made for that QEMU.
+    artifacts: ArrivalArtifacts,
+    /// Memory that is reserved until the VM has arrived or failed to arrive.
+    reserved: Option<ReservationGuard>,
+    /// Kind of the QEMU's memory, as text for users.
+    ram_kind: String,
+    /// Copied disks.
+    copied: Vec<PlannedDisk>,
+    /// Number of templates of this host.
+    templates: u16,
+}
+
+/// Facts about a QEMU that was started for an arrival.
+struct StartedQemu {
+    qemu_version: Option<String>,
+    findings: Vec<Finding>,
+    /// Reason against post-copy, if that was proposed and is impossible.
+    no_post_copy: Option<Finding>,
+}
+
+impl Arrival {
+    /// Starts QEMU, and receives the VM; rejects the migration if QEMU does not start.
+    fn run(self, mut driver: DestinationDriver, compared: Comparison) {
+        let began = Instant::now();
+        let mut artifacts = self.artifacts.clone();
+        let plan = ArrivalPlan { copied: self.copied.clone(), shared_files: compared.shared_files() };
+        let started = self.start(&mut driver, &plan, &mut artifacts, compared);
+        if started.is_err() {
+            driver.undo_start(&self.artifacts);
+        }
+        match preflight::started_or_findings(started) {
+            Ok(started) => {
+                let acceptance = self.acceptance(&driver, started, began);
+                driver.accept(acceptance);
+                driver.run();
+            }
+            Err(findings) => driver.reject(findings, None),
+        }
+    }
+
+    /// Makes what QEMU needs, starts it, and begins to receive into it. After an error the caller undoes.
+    fn start(
+        &self,
+        driver: &mut DestinationDriver,
+        plan: &ArrivalPlan,
+        artifacts: &mut ArrivalArtifacts,
+        compared: Comparison,
+    ) -> Result<StartedQemu, ArrivalError> {
+        let (context, migration) = (&self.context, &self.migration);
+        driver.check(plan)?;
+        artifacts.make_directory()?;
+        artifacts.keep(context, migration, Durability::Synced)?;
+        let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
+        driver.prepare_start(artifacts)?;
+        let look = |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.check_started(qmp, blocks, pid);
+        let ram = &driver.proposal().ram;
+        // A trial may use the port that this VM needs.
+        let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
+        let (mut vm, findings) = ArrivingVm::start(artifacts.clone(), &self.launch, ram, patience, look)?;
+        drop(no_trial);
+        vm.artifacts.keep(context, migration, Durability::Synced)?;
+        if let Some(reserved) = &self.reserved {
+            reserved.set_pid(vm.process.pid());
+        }
+        let qemu_version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
+        let no_post_copy = driver.started(vm)?;
+        Ok(StartedQemu { qemu_version, findings, no_post_copy })
+    }
+
+    /// Returns the acceptance for the source.
+    fn acceptance(&self, driver: &DestinationDriver, started: StartedQemu, began: Instant) -> Acceptance {
+        let StartedQemu { qemu_version, mut findings, no_post_copy } = started;
+        let post_copy = driver.proposal().post_copy && no_post_copy.is_none();
+        findings.extend(no_post_copy);
+        Acceptance {
+            findings,
+            qemu_start_us: began.elapsed().as_micros() as u64,
+            ram_kind: self.ram_kind.clone(),
+            qemu_version,
+            copied: self.copied.iter().map(PlannedDisk::copied_disk).collect(),
+            references: true,
+            templates: self.templates,
+            codecs: codecs(),
+            deltas: true,
+            post_copy,
+            can_discard: true,
+            has_network: true,
+            takes_frames: driver.takes_frames(),
+        }
     }
 }
 

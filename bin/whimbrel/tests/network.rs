@@ -5,8 +5,12 @@
 
 mod common;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream, UdpSocket};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -17,6 +21,12 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, 
 use serde_json::Value;
 
 const VM: &str = "vm1";
+/// Port of the guest that echoes.
+const SERVICE: u16 = 7000;
+/// Port of the guest at which nobody listens.
+const NOBODY: u16 = 9;
+/// Ports that hosts give to clients of the service.
+const TRANSLATED: Range<u16> = 40_000..50_000;
 /// Pause between two requests.
 const PAUSE: Duration = Duration::from_millis(4);
 
@@ -119,7 +129,7 @@ fn answering_guest(cluster: &Cluster) -> lab::Guest {
     let mut spec = GuestSpec::tiny(VM, load);
     spec.devices.push(Device::Net(Net::new(1)));
     if let Boot::Tiny(load) = &mut spec.boot {
-        load.address = Some(vm_address(1));
+        (load.address, load.port) = (Some(vm_address(1)), SERVICE);
     }
     cluster.lab.b.tap(&Net::new(1).tap).unwrap();
     cluster.guest(&spec)
@@ -160,4 +170,137 @@ fn frames_for_a_guest_are_neither_lost_nor_doubled() {
     for (host, before) in [&cluster.lab.a, &cluster.lab.b].into_iter().zip(before) {
         until("the network is as before", || network_of(host) == before);
     }
+}
+
+/// Makes a host strict: packets of the service pass as parts of connections whose beginning the host has seen, and the
+/// client's port is another one for the guest.
+fn begin_firewall(host: &Host) {
+    let (vm, client, Range { start, end }) = (vm_address(1), lab::lab::VM_GATEWAY, TRANSLATED);
+    let set = |name: &'static str, value: &'static str| host.within(move || fs::write(name, value)).unwrap();
+    set("/proc/sys/net/bridge/bridge-nf-call-iptables", "1").unwrap();
+    let rules = format!(
+        "table ip strict {{ \
+           chain pass {{ type filter hook forward priority 0; ct state established,related accept; \
+             tcp flags & (syn | ack) == syn accept; tcp dport {SERVICE} drop; tcp sport {SERVICE} drop; }}; \
+           chain translate {{ type nat hook postrouting priority 100; \
+             ip daddr {vm} tcp dport {SERVICE} snat to {client}:{start}-{last} random; \
+             ip daddr {vm} udp dport {NOBODY} snat to {client}:{start}-{last} random; }}; }}",
+        last = end - 1,
+    );
+    host.run(&["nft", &rules]).unwrap();
+    set("/proc/sys/net/netfilter/nf_conntrack_tcp_loose", "0").unwrap();
+}
+
+/// Returns the clients' ports, as the guest sees them, of the connections to the service that a host tracks.
+fn tracked(host: &Host) -> Vec<u16> {
+    let entries = host.run(&["cat", "/proc/net/nf_conntrack"]).unwrap();
+    let service = format!(" dport={SERVICE} ");
+    let of_service = entries.lines().filter(|line| line.contains(&service) && line.contains("ESTABLISHED"));
+    let port = |line: &str| line.rsplit(" dport=").next()?.split(' ').next()?.parse().ok();
+    of_service.map(|line| port(line).unwrap()).collect()
+}
+
+/// Sends packets to the guest from more and more addresses until `end`: to answer it has to ask for each, and claims its
+/// own address in this way.
+fn make_guest_ask(router: &Host, end: &AtomicBool) {
+    for number in 100..=250 {
+        if end.load(Ordering::Relaxed) {
+            return;
+        }
+        let address = vm_address(number);
+        router.run(&["ip", "addr", "add", &format!("{address}/24"), "dev", lab::lab::VM_BRIDGE]).unwrap();
+        let send = || UdpSocket::bind((address, 0))?.send_to(b"?", (vm_address(1), NOBODY));
+        router.within(send).unwrap().unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// A firewall at each host knows only its own connections, unless their entries move along.
+#[test]
+fn tracked_connections_follow_the_guest() {
+    let cluster = Cluster::new();
+    let _guest = answering_guest(&cluster);
+    let (a, b, router) = (&cluster.lab.a, &cluster.lab.b, &cluster.lab.router);
+    [a, b].map(begin_firewall);
+    let client = RefCell::new(None);
+    let service = SocketAddr::from((vm_address(1), SERVICE));
+    until("the guest serves", || {
+        let connected = router.within(|| TcpStream::connect_timeout(&service, DEADLINE)).unwrap();
+        *client.borrow_mut() = connected.ok();
+        client.borrow().is_some()
+    });
+    let mut client = client.into_inner().unwrap();
+    client.set_read_timeout(Some(DEADLINE)).unwrap();
+    let mut exchange = |text: &[u8; 5]| {
+        let mut answer = [0; 5];
+        client.write_all(text).unwrap();
+        client.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, *text);
+    };
+    exchange(b"first");
+    let ports = tracked(a);
+    assert!(matches!(ports[..], [port] if TRANSLATED.contains(&port)), "{ports:?}");
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| make_guest_ask(router, &end));
+        let _ended = EndOnDrop(&end);
+        for (from, to, hosts) in [("a", "b", [a, b]), ("b", "a", [b, a])] {
+            let report = cluster.migrate(VM, from, to, &[]);
+            exchange(b"again");
+            assert_eq!(tracked(hosts[1]), ports, "{report:#}");
+            let connections = &report["connections"];
+            assert!(connections["carried"].as_u64().is_some_and(|carried| carried > 0), "{report:#}");
+            assert_eq!(connections["failed"], Value::Null, "{report:#}");
+            assert_eq!(events(&report, "connections-not-carried"), Vec::<String>::new());
+            until("the host that it has left forgets the connection", || tracked(hosts[0]).is_empty());
+        }
+    });
+    cluster.assert_guest_whole("a", VM);
+}
+
+/// The stopped guest does not wait for all of them: they are there before, and the report says how many.
+#[test]
+fn thousands_of_tracked_connections_follow_the_guest() {
+    const FLOWS: u16 = 8_000;
+    let cluster = Cluster::new();
+    let _guest = answering_guest(&cluster);
+    let (a, b, router) = (&cluster.lab.a, &cluster.lab.b, &cluster.lab.router);
+    [a, b].map(begin_firewall);
+    let send = || {
+        (10_000..10_000 + FLOWS).all(|port| {
+            let sent = UdpSocket::bind((lab::lab::VM_GATEWAY, port))
+                .and_then(|socket| socket.send_to(b"?", (vm_address(1), NOBODY)));
+            sent.is_ok()
+        })
+    };
+    let translated = |host: &Host| {
+        let entries = host.run(&["cat", "/proc/net/nf_conntrack"]).unwrap();
+        let to_nobody = entries.lines().filter(|line| line.contains(" udp ") && line.contains(" dport=9 "));
+        let ports = |line: &str| {
+            let of = |name: &str, index: usize| line.split(name).nth(index)?.split(' ').next()?.parse().ok();
+            Some((of(" sport=", 1)?, of(" dport=", 2)?))
+        };
+        to_nobody.map(|line| ports(line).unwrap()).collect::<BTreeMap<u16, u16>>()
+    };
+    assert!(router.within(send).unwrap());
+    let before = translated(a);
+    assert!(before.len() >= usize::from(FLOWS), "{}", before.len());
+    assert!(before.values().all(|port| TRANSLATED.contains(port)));
+    let end = AtomicBool::new(false);
+    let report = std::thread::scope(|scope| {
+        // An address is known only if the guest uses it.
+        scope.spawn(|| make_guest_ask(router, &end));
+        let _ended = EndOnDrop(&end);
+        cluster.migrate(VM, "a", "b", &[])
+    });
+    let carried = report["connections"]["carried"].as_u64().unwrap();
+    assert!(carried >= u64::from(FLOWS), "{report:#}");
+    let after = translated(b);
+    let lost: Vec<_> = before.iter().filter(|(client, port)| after.get(*client) != Some(*port)).collect();
+    assert!(lost.is_empty(), "{} of {} are not the same: {lost:?}", lost.len(), before.len());
+    println!(
+        "{carried} tracked connections: {} {:?}",
+        report["downtime"],
+        events(&report, "connections-late")
+    );
 }

@@ -11,7 +11,7 @@ mod text;
 
 use engine::precopy::Pattern;
 use engine::pressure::Restraint;
-use proto::message::{CardFrames, Finding, RamBlock};
+use proto::message::{CardFrames, FailedFlow, Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
@@ -90,6 +90,10 @@ pub struct Report {
     /// First frames of the guest's network cards at the destination; none if they were not measured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network: Vec<CardFrames>,
+    /// Tracked connections of the guest, which firewalls and NAT of the hosts know; absent if there were none, or if they
+    /// were not copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<TrackedConnections>,
     /// Bytes on the wire from source to destination, all connections.
     pub sent_bytes: u64,
     /// Bytes on the wire from destination to source, all connections.
@@ -130,6 +134,26 @@ impl Waiting {
         self.nicest = self.nicest.max(nice);
         self.fewest_threads = Some(self.fewest_threads.map_or(threads, |fewest| fewest.min(threads)));
         self.longest_interval_factor = self.longest_interval_factor.max(Some(interval_factor));
+    }
+}
+
+/// Tracked connections of the guest, as the destination has them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrackedConnections {
+    /// Number of connections that were installed there.
+    pub carried: u32,
+    /// Connections that could not be installed, each with the reason; not more than a message names.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub failed: Vec<FailedFlow>,
+    /// Number of others that could not be installed either.
+    #[serde(default)]
+    pub more_failed: u32,
+}
+
+impl TrackedConnections {
+    /// Returns the number of connections that could not be installed.
+    pub fn not_carried(&self) -> u64 {
+        self.failed.len() as u64 + u64::from(self.more_failed)
     }
 }
 
@@ -414,6 +438,7 @@ impl Report {
             free_page_hints: None,
             post_copy: None,
             network: Vec::new(),
+            connections: None,
             waiting: None,
             rounds: Vec::new(),
             traces: Traces::default(),

@@ -64,6 +64,12 @@ pub fn station(mac: Mac) -> [FilterStep; 10] {
     ]
 }
 
+/// Selects the frames from one station.
+pub fn sender(mac: Mac) -> [FilterStep; 6] {
+    let [.., load_high, high, load_low, low, accept, refuse] = station(mac);
+    [load_high, high, load_low, low, accept, refuse]
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::IpAddr;

@@ -13,18 +13,26 @@
 //! | [`announcer`] | sends announcements through a guest's tap |
 //! | [`reachability`] | measures when a guest is reached, and when it sends |
 //! | [`held`] | frames that are held while a guest moves, and their order; pure |
+//! | [`addresses`] | finds the addresses of a host, and those from which a guest sends |
+//! | [`conntrack`] | lists, installs and removes entries of connection tracking, with their NAT |
+//! | [`flows`] | which entries the new host of a guest lacks; pure |
+//! | [`installer`] | installs entries until the guest is here, or does not arrive |
 //! | [`netlink`] | composes and parses netlink messages, and exchanges them with the kernel |
 //! | [`divert`] | sends a tap's frames to a tap of our own, until this process ends at the latest |
 //! | [`holder`], [`merger`] | hold frames at the source; deliver them at the destination, in order |
 
+pub mod addresses;
 pub mod announcement;
 pub mod announcer;
 pub mod claims;
+pub mod conntrack;
 pub mod divert;
 pub mod ethernet;
 pub mod filter;
+pub mod flows;
 pub mod held;
 pub mod holder;
+pub mod installer;
 pub mod listener;
 pub mod merger;
 pub mod netlink;
@@ -36,6 +44,7 @@ pub use divert::Diversion;
 pub use ethernet::Mac;
 pub use held::HeldFrame;
 pub use holder::Holder;
+pub use installer::FlowInstaller;
 pub use listener::Listener;
 pub use merger::{Merger, MergerInput};
 pub use reachability::{FirstFrames, Watch};

@@ -14,6 +14,8 @@
 //!            … rounds …
 //!   control  Claims ─────────────────────────────────────────►   addresses to announce
 //!   frames   Hello{frames}, Blob … ──────────────────────────►   where accepted: frames for the stopped guest
+//!   flows    Hello{flows}, Flows, Blob … ────────────────────►   where accepted: tracked connections are installed
+//!            ◄───────────────────────────────────  FlowsInstalled
 //!   data     … the guest stops; the last round …
 //!   control  Verify ─────────────────────────────────────────►   where asked for
 //!            DeviceState, Blob … ────────────────────────────►   loads, paused

@@ -83,3 +83,12 @@ pub const NETWORK_CARDS: usize = 256;
 
 /// Most addresses that a guest may have claimed on one network card.
 pub const CLAIMED_ADDRESSES: usize = 256;
+
+/// Longest list of changes to tracked connections, in bytes.
+pub const FLOWS_BYTES: u64 = 64 << 20;
+
+/// Most tracked connections that a message names because they could not be installed.
+pub const FAILED_FLOWS: usize = 256;
+
+/// Longest text about a tracked connection, in bytes.
+pub const FLOW_TEXT_BYTES: usize = 255;

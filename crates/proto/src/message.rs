@@ -7,7 +7,7 @@ mod registry;
 use serde::{Deserialize, Serialize};
 
 pub use finding::{Finding, Severity};
-pub use network::{CardClaims, CardFrames, ClaimedAddress};
+pub use network::{CardClaims, CardFrames, ClaimedAddress, FailedFlow};
 pub use registry::{Offer, Ownership, RegistryReply, RegistryRequest};
 
 use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
@@ -58,6 +58,11 @@ pub enum Purpose {
         /// The migration.
         migration: MigrationId,
     },
+    /// Tracked connections of the guest, source to destination, from before the stop on.
+    Flows {
+        /// The migration.
+        migration: MigrationId,
+    },
 }
 
 /// Default for a source that omits the field: the guest ran, because few guests are paused.
@@ -65,9 +70,8 @@ fn ran() -> bool {
     true
 }
 
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
-fn is_zero(number: &u16) -> bool {
-    *number == 0
+fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
+    *number == N::default()
 }
 
 /// Answer to [`Hello`].
@@ -181,6 +185,22 @@ pub enum Message {
     Claims {
         /// The guest's network cards.
         cards: Vec<CardClaims>,
+    },
+    /// Source, on a connection for flows: changes to the tracked connections of the guest since the last of these
+    /// messages. They follow in `Blob` frames, as `net::flows` encodes them. Answered with [`Message::FlowsInstalled`].
+    Flows {
+        /// Length of the changes, in bytes.
+        bytes: u64,
+    },
+    /// Destination: answers [`Message::Flows`] when the changes are made.
+    FlowsInstalled {
+        /// Number of tracked connections that are installed by now.
+        installed: u32,
+        /// Tracked connections of this list that could not be installed.
+        failed: Vec<FailedFlow>,
+        /// Number of others that could not be installed either.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        more_failed: u32,
     },
     /// Source: state of the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
     DeviceState {
@@ -483,4 +503,7 @@ pub struct Acceptance {
     /// True if the source may hold frames for the guest, and send them ([`Purpose::Frames`]).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub takes_frames: bool,
+    /// True if the source may send tracked connections of the guest ([`Purpose::Flows`]).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub takes_flows: bool,
 }

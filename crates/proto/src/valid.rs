@@ -101,6 +101,9 @@ pub enum Invalid {
         max = limits::DISCARD_BYTES
     )]
     DiscardBytes(u64),
+    /// Length of the changes to tracked connections: zero, or beyond the limit.
+    #[error("{0} bytes of tracked connections; 1 to {max} are allowed", max = limits::FLOWS_BYTES)]
+    FlowsBytes(u64),
     /// The process id is 0.
     #[error("process id 0")]
     Pid,
@@ -157,6 +160,16 @@ impl Message {
                 };
                 cards.iter().try_for_each(claimed)
             }
+            Self::Flows { bytes } if !(1..=limits::FLOWS_BYTES).contains(bytes) => {
+                Err(Invalid::FlowsBytes(*bytes))
+            }
+            Self::FlowsInstalled { failed, .. } => {
+                at_most("tracked connections", failed.len(), limits::FAILED_FLOWS)?;
+                failed.iter().try_for_each(|failed| {
+                    text("a tracked connection", &failed.flow, limits::FLOW_TEXT_BYTES)?;
+                    text("the reason of a tracked connection", &failed.reason, limits::FLOW_TEXT_BYTES)
+                })
+            }
             Self::FirstFrames { cards, .. } => {
                 at_most("network cards", cards.len(), limits::NETWORK_CARDS)?;
                 let named = |card: &CardFrames| {
@@ -191,6 +204,7 @@ impl Message {
             | Self::Resumed
             | Self::Discarded { .. }
             | Self::PagesComplete
+            | Self::Flows { .. }
             | Self::Held { .. }
             | Self::Running { .. }
             | Self::Incomplete { .. }

@@ -1,7 +1,7 @@
 //! Contents that messages must not have.
 
 use proto::message::{
-    CardClaims, CardFrames, ClaimedAddress, DiskMode, Message, Proposal, ProposedDisk, RamBlock,
+    CardClaims, CardFrames, ClaimedAddress, DiskMode, FailedFlow, Message, Proposal, ProposedDisk, RamBlock,
 };
 use proto::{Epoch, Generation, Incarnation, Invalid, limits};
 use whimbrel_proto as proto;
@@ -205,4 +205,21 @@ fn network_cards() {
     assert!(matches!(frames(limits::NETWORK_CARDS + 1, "a", "b"), Err(Invalid::TooMany { .. })));
     assert_eq!(frames(1, "a\nb", "tap0"), Err(Invalid::Text { field: "a MAC address" }));
     assert_eq!(frames(1, "a", ""), Err(Invalid::Text { field: "an interface" }));
+}
+
+#[test]
+fn tracked_connections() {
+    assert_eq!(Message::Flows { bytes: limits::FLOWS_BYTES }.validate(), Ok(()));
+    for bytes in [0, limits::FLOWS_BYTES + 1] {
+        assert_eq!(Message::Flows { bytes }.validate(), Err(Invalid::FlowsBytes(bytes)));
+    }
+    let failed = |count: usize, flow: &str, reason: &str| {
+        let failed = FailedFlow { flow: flow.into(), reason: reason.into() };
+        Message::FlowsInstalled { installed: 1, failed: vec![failed; count], more_failed: 0 }.validate()
+    };
+    assert_eq!(failed(limits::FAILED_FLOWS, "tcp a → b", "no room"), Ok(()));
+    assert!(matches!(failed(limits::FAILED_FLOWS + 1, "a", "b"), Err(Invalid::TooMany { .. })));
+    assert_eq!(failed(1, "", "b"), Err(Invalid::Text { field: "a tracked connection" }));
+    let long = "a".repeat(limits::FLOW_TEXT_BYTES + 1);
+    assert_eq!(failed(1, "a", &long), Err(Invalid::Text { field: "the reason of a tracked connection" }));
 }

@@ -14,7 +14,7 @@ use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
 use super::{Daemon, DriverMailbox};
-use migrate::destination::untrusted;
+use migrate::destination::{DestinationMailbox, untrusted};
 use migrate::source as from;
 use store::journal::State;
 
@@ -50,7 +50,12 @@ impl Daemon {
                 self.control_stream(arrival, &migration, generation);
             }
             Purpose::Handover { migration } => self.questions(arrival, &migration),
-            Purpose::Frames { migration } => self.frames(arrival, &migration),
+            Purpose::Frames { migration } => {
+                self.of_network(arrival, &migration, DestinationMailbox::receive_frames);
+            }
+            Purpose::Flows { migration } => {
+                self.of_network(arrival, &migration, DestinationMailbox::receive_flows);
+            }
             Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
         }
     }
@@ -62,7 +67,8 @@ impl Daemon {
         let (id, questions) = match arrival.purpose() {
             Purpose::Control { migration, .. }
             | Purpose::Data { migration, .. }
-            | Purpose::Frames { migration } => (migration, false),
+            | Purpose::Frames { migration }
+            | Purpose::Flows { migration } => (migration, false),
             Purpose::Handover { migration } => (migration, true),
             Purpose::Registry => return Ok(()),
         };
@@ -146,15 +152,20 @@ impl Daemon {
         }
     }
 
-    /// Handles a connection on which the source sends frames for the guest.
-    fn frames(&self, arrival: Arrival, id: &MigrationId) {
+    /// Handles a connection on which the source sends frames for the guest, or its tracked connections.
+    fn of_network(
+        &self,
+        arrival: Arrival,
+        id: &MigrationId,
+        receive: impl FnOnce(&DestinationMailbox, Channel) -> std::io::Result<()>,
+    ) {
         let Some(DriverMailbox::Destination(mailbox)) = self.mailbox(id) else {
-            return arrival.refuse(format!("no frames are expected for {id}"));
+            return arrival.refuse(format!("nothing is expected for the network of {id}"));
         };
         if let Some(connection) = accepted(arrival)
-            && let Err(error) = mailbox.receive_frames(connection)
+            && let Err(error) = receive(&mailbox, connection)
         {
-            warn!(migration = %id, %error, "cannot start a thread for frames");
+            warn!(migration = %id, %error, "cannot start a thread for the guest's network");
         }
     }
 

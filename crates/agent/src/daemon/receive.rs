@@ -83,6 +83,7 @@ impl Daemon {
             can_discard: true,
             has_network: true,
             takes_frames: false,
+            takes_flows: false,
         })
     }
 
@@ -306,6 +307,7 @@ impl Arrival {
             can_discard: true,
             has_network: true,
             takes_frames: driver.takes_frames(),
+            takes_flows: driver.takes_flows(),
         }
     }
 }

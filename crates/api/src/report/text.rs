@@ -4,7 +4,7 @@ use std::fmt::{self, Write as _};
 use std::iter;
 
 use proto::limits::PAGE_BYTES;
-use proto::message::CardFrames;
+use proto::message::{CardFrames, FailedFlow};
 
 use super::numbers::{bytes, milliseconds, rate, seconds, to_the_second};
 use super::{Downtime, Event, Outcome, PostCopy, Report, Round, Waiting, reductions};
@@ -118,6 +118,19 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         let after = |us: Option<u64>| us.map_or_else(|| "none".to_owned(), milliseconds);
         let (first_in, first_out) = (after(*first_in_us), after(*first_out_us));
         writeln!(out, "  network     {interface}: first frame in after {first_in}, out after {first_out}")?;
+    }
+    if let Some(connections) = &report.connections {
+        write!(out, "  connections {} tracked connections carried", connections.carried)?;
+        match connections.not_carried() {
+            0 => writeln!(out)?,
+            count => writeln!(out, ", {count} not:")?,
+        }
+        for FailedFlow { flow, reason } in &connections.failed {
+            writeln!(out, "              {flow}: {reason}")?;
+        }
+        if connections.more_failed > 0 {
+            writeln!(out, "              and {} more", connections.more_failed)?;
+        }
     }
     writeln!(
         out,

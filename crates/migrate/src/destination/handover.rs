@@ -95,6 +95,11 @@ impl DestinationDriver {
         self.inbox.mailbox().takes_frames()
     }
 
+    /// Returns true if the source may send tracked connections of the guest.
+    pub fn takes_flows(&self) -> bool {
+        self.inbox.mailbox().takes_flows()
+    }
+
     /// Registers the source's first control stream.
     pub fn attach_control_stream(&mut self, connection: link::transport::Channel) -> std::io::Result<()> {
         self.inbox.mailbox().connected(connection, Some(self.connections.generation))?;

@@ -8,8 +8,11 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationEvent;
 use link::transport::{Channel, ConnectionHandle, Incoming, MessageSender};
-use net::MergerInput;
-use proto::{Generation, Message};
+use net::flows::FlowChange;
+use net::installer::InstallResult;
+use net::{FlowInstaller, MergerInput};
+use proto::message::FailedFlow;
+use proto::{Generation, Message, limits};
 use tracing::warn;
 
 /// Capacity of the queue. A sender waits while the queue is full.
@@ -91,6 +94,8 @@ pub struct DestinationMailbox {
     links: Arc<AtomicU64>,
     /// Where frames for the guest go; not set where they cannot be delivered.
     frames: Arc<OnceLock<MergerInput>>,
+    /// Installs tracked connections of the guest; not set where that is impossible.
+    flows: Arc<OnceLock<FlowInstaller>>,
 }
 
 impl DestinationMailbox {
@@ -138,6 +143,28 @@ impl DestinationMailbox {
         thread::Builder::new().name("frames".to_owned()).spawn(receive).map(drop)
     }
 
+    /// Sets where tracked connections of the guest are installed.
+    pub(crate) fn pass_flows_to(&self, installer: FlowInstaller) {
+        drop(self.flows.set(installer));
+    }
+
+    /// Returns true if tracked connections of the guest can be installed.
+    pub(crate) fn takes_flows(&self) -> bool {
+        self.flows.get().is_some()
+    }
+
+    /// Installs tracked connections that the source sends, until its connection ends, past the inbox: the driver has
+    /// other work at that time. Returns at once.
+    pub fn receive_flows(&self, mut connection: Channel) -> std::io::Result<()> {
+        let Some(installer) = self.flows.get().cloned() else { return Ok(()) };
+        let receive = move || {
+            if let Err(error) = install_flows(&mut connection, &installer) {
+                warn!(error, "tracked connections of the guest are not installed any more");
+            }
+        };
+        thread::Builder::new().name("flows".to_owned()).spawn(receive).map(drop)
+    }
+
     /// Reads a connection of the source into the inbox until it ends. Returns at once.
     pub fn connected(&self, connection: Channel, generation: Option<Generation>) -> std::io::Result<()> {
         let link = self.links.fetch_add(1, Ordering::Relaxed);
@@ -181,7 +208,12 @@ impl DestinationInbox {
         let (sender, notices) = mpsc::sync_channel(INBOX_CAPACITY);
         Self {
             notices,
-            mailbox: DestinationMailbox { notices: sender, links: Arc::default(), frames: Arc::default() },
+            mailbox: DestinationMailbox {
+                notices: sender,
+                links: Arc::default(),
+                frames: Arc::default(),
+                flows: Arc::default(),
+            },
         }
     }
 
@@ -195,4 +227,37 @@ impl DestinationInbox {
         let left = deadline.saturating_duration_since(Instant::now());
         self.notices.recv_timeout(left.max(Duration::from_micros(1))).ok()
     }
+}
+
+/// Makes the changes that arrive on a connection, and answers each list of them.
+fn install_flows(connection: &mut Channel, installer: &FlowInstaller) -> Result<(), String> {
+    while let Ok(Incoming::Message(Message::Flows { bytes })) = connection.recv(None) {
+        let mut changes = Vec::new();
+        while (changes.len() as u64) < bytes {
+            match connection.recv(None) {
+                Ok(Incoming::Blob(piece)) => changes.extend(piece),
+                Ok(Incoming::Message(_)) => return Err("a list was cut off by a message".to_owned()),
+                // The source may have given up.
+                Err(_) => return Ok(()),
+            }
+        }
+        if changes.len() as u64 > bytes {
+            return Err("a list is longer than it was announced".to_owned());
+        }
+        let changes = FlowChange::decode_all(&changes).map_err(|error| error.to_string())?;
+        let result = installer.apply(changes).map_err(|error| error.to_string())?;
+        if connection.send(&answer(result)).is_err() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+/// Composes the answer to a list of changes, with as many flows as a message may name.
+fn answer(result: InstallResult) -> Message {
+    let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+    let more_failed = count(result.failed.len().saturating_sub(limits::FAILED_FLOWS));
+    let failed = result.failed.into_iter().take(limits::FAILED_FLOWS);
+    let failed = failed.map(|(flow, reason)| FailedFlow { flow, reason }).collect();
+    Message::FlowsInstalled { installed: count(result.installed), failed, more_failed }
 }

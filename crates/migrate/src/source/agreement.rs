@@ -32,4 +32,6 @@ pub(super) struct Capabilities {
     pub(super) has_network: bool,
     /// True if the destination accepts frames for the guest.
     pub(super) takes_frames: bool,
+    /// True if the destination installs tracked connections of the guest.
+    pub(super) takes_flows: bool,
 }

@@ -139,6 +139,8 @@ pub(super) struct Agreed<'a> {
     pub(super) has_network: bool,
     /// True if the destination accepts frames that are held for the guest.
     pub(super) takes_frames: bool,
+    /// True if the destination installs tracked connections of the guest.
+    pub(super) takes_flows: bool,
 }
 
 /// A block of pages to send.

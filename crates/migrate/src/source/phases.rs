@@ -273,6 +273,7 @@ impl SourceDriver {
             can_discard,
             has_network,
             takes_frames,
+            takes_flows,
             ..
         } = acceptance;
         let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
@@ -303,7 +304,16 @@ impl SourceDriver {
         self.agreement.can_discard = can_discard;
         self.agreement.can_post_copy = post_copy && self.controls.goals().can_post_copy();
         let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
-        Ok(Capabilities { copied, references, templates, codecs, deltas, has_network, takes_frames })
+        Ok(Capabilities {
+            copied,
+            references,
+            templates,
+            codecs,
+            deltas,
+            has_network,
+            takes_frames,
+            takes_flows,
+        })
     }
 
     /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
@@ -334,8 +344,9 @@ impl SourceDriver {
     /// Prepares what the streams will send. The writes to participants that are sent ahead are recorded from here on.
     pub(super) fn open_participants(&mut self, capabilities: &Capabilities) -> Result<Payload, Failure> {
         let (proposal, copied) = (self.agreement.proposal.as_ref(), capabilities.copied.as_slice());
-        let Capabilities { has_network, takes_frames, .. } = *capabilities;
-        self.resources.participants.check(&Agreed { proposal, copied, has_network, takes_frames })?;
+        let Capabilities { has_network, takes_frames, takes_flows, .. } = *capabilities;
+        let agreed = Agreed { proposal, copied, has_network, takes_frames, takes_flows };
+        self.resources.participants.check(&agreed)?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let payload = self.resources.participants.open(vm)?;
         self.telemetry.update(|progress| progress.disks = self.resources.participants.progress());

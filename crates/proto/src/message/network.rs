@@ -40,3 +40,12 @@ pub struct CardFrames {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_out_us: Option<u64>,
 }
+
+/// A tracked connection that the destination could not install.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedFlow {
+    /// The flow, as `tcp 10.0.0.9:40000 → 10.0.0.7:80`.
+    pub flow: String,
+    /// Reason.
+    pub reason: String,
+}

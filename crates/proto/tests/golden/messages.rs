@@ -3,9 +3,9 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use proto::message::{
-    Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, Finding, Hello, Message,
-    NamedRun, Offer, Ownership, PageRequest, Proposal, ProposedDisk, Purpose, RamBlock, RegistryReply,
-    RegistryRequest, Severity, Verdict, Welcome,
+    Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, FailedFlow, Finding, Hello,
+    Message, NamedRun, Offer, Ownership, PageRequest, Proposal, ProposedDisk, Purpose, RamBlock,
+    RegistryReply, RegistryRequest, Severity, Verdict, Welcome,
 };
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;
@@ -60,6 +60,7 @@ fn acceptance() -> Acceptance {
         can_discard: false,
         has_network: false,
         takes_frames: false,
+        takes_flows: false,
     }
 }
 
@@ -92,6 +93,7 @@ pub(crate) fn greetings() -> Vec<Hello> {
         Purpose::Handover { migration: migration() },
         Purpose::Registry,
         Purpose::Frames { migration: migration() },
+        Purpose::Flows { migration: migration() },
     ]
     .map(|purpose| Hello { oldest: 1, newest: 1, host: host(), purpose })
     .into()
@@ -170,6 +172,7 @@ pub(crate) fn messages() -> Vec<Message> {
         }),
         Message::Accept(Acceptance { post_copy: true, can_discard: true, ..acceptance() }),
         Message::Accept(Acceptance { has_network: true, takes_frames: true, ..acceptance() }),
+        Message::Accept(Acceptance { takes_flows: true, ..acceptance() }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
             largest_epoch: None,
@@ -199,6 +202,13 @@ pub(crate) fn messages() -> Vec<Message> {
                     ClaimedAddress { address: Ipv6Addr::LOCALHOST.into(), vlan: Some(5), router: true },
                 ],
             }],
+        },
+        Message::Flows { bytes: 2_345 },
+        Message::FlowsInstalled { installed: 7, failed: Vec::new(), more_failed: 0 },
+        Message::FlowsInstalled {
+            installed: 0,
+            failed: vec![FailedFlow { flow: "udp 10.0.0.9:53 → 10.0.0.7:53".into(), reason: reason() }],
+            more_failed: 9,
         },
         Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
         Message::Held { epoch, run: true },
@@ -300,22 +310,24 @@ pub(crate) fn number(message: &Message) -> usize {
         Message::RequestPages { .. } => 12,
         Message::PagesComplete => 13,
         Message::Claims { .. } => 14,
-        Message::DeviceState { .. } => 15,
-        Message::Held { .. } => 16,
-        Message::Ready { .. } => 17,
-        Message::Go { .. } => 18,
-        Message::Running { .. } => 19,
-        Message::Incomplete { .. } => 20,
-        Message::FirstFrames { .. } => 21,
-        Message::Refused { .. } => 22,
-        Message::Crashed { .. } => 23,
-        Message::Inquire { .. } => 24,
-        Message::Abort { .. } => 25,
-        Message::Ask { .. } => 26,
-        Message::Verdict { .. } => 27,
-        Message::Ping => 28,
-        Message::Pong => 29,
-        Message::RegistryRequest(_) => 30,
-        Message::RegistryReply(_) => 31,
+        Message::Flows { .. } => 15,
+        Message::FlowsInstalled { .. } => 16,
+        Message::DeviceState { .. } => 17,
+        Message::Held { .. } => 18,
+        Message::Ready { .. } => 19,
+        Message::Go { .. } => 20,
+        Message::Running { .. } => 21,
+        Message::Incomplete { .. } => 22,
+        Message::FirstFrames { .. } => 23,
+        Message::Refused { .. } => 24,
+        Message::Crashed { .. } => 25,
+        Message::Inquire { .. } => 26,
+        Message::Abort { .. } => 27,
+        Message::Ask { .. } => 28,
+        Message::Verdict { .. } => 29,
+        Message::Ping => 30,
+        Message::Pong => 31,
+        Message::RegistryRequest(_) => 32,
+        Message::RegistryReply(_) => 33,
     }
 }

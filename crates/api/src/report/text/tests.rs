@@ -3,7 +3,7 @@ use proto::{Epoch, HostId, MigrationId, VmName};
 
 use engine::pressure::Restraint;
 
-use super::super::{Measured, Verification};
+use super::super::{Measured, TrackedConnections, Verification};
 use super::*;
 use crate::MigrationSettings;
 
@@ -197,4 +197,16 @@ fn units_do_not_overflow_their_columns() {
     assert_eq!(bytes(u64::MAX), "16777216.0 TiB");
     assert_eq!(super::super::rfc3339(0), "1970-01-01T00:00:00.000Z");
     assert!(super::super::rfc3339(u64::MAX).starts_with("9999-12-31"));
+}
+
+#[test]
+fn connections_that_were_not_carried_are_listed() {
+    let mut report = sample();
+    let failed = FailedFlow { flow: "tcp a → b".to_owned(), reason: "no room".to_owned() };
+    report.connections = Some(TrackedConnections { carried: 7, failed: vec![failed], more_failed: 2 });
+    let text = render(&report);
+    assert!(text.contains("  connections 7 tracked connections carried, 3 not:\n"), "{text}");
+    assert!(text.contains("  tcp a → b: no room\n") && text.contains("  and 2 more\n"), "{text}");
+    report.connections = Some(TrackedConnections { carried: 7, ..TrackedConnections::default() });
+    assert!(render(&report).contains("  connections 7 tracked connections carried\n"));
 }

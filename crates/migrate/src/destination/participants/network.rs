@@ -3,13 +3,15 @@
 //!
 //! QEMU announces the guest by itself only after it runs. So the first announcement is written into QEMU's own tap
 //! right before `cont`, by the agent: frames of clients that arrive from then on wait in the tap until the guest reads
-//! them, behind those that the source has held. Nothing of this can fail a migration.
+//! them, behind those that the source has held. Entries of connection tracking are installed as the source sends them,
+//! all of them before it reports that it is held. Nothing of this can fail a migration.
 
 use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime};
 
 use ::memory::ReceiverHandle;
+use net::installer::{self, FlowInstaller};
 use net::{Announcer, Claim, Diversion, FirstFrames, Mac, Merger, MergerInput, Watch, announcement};
 use proto::MigrationId;
 use proto::message::{CardClaims, CardFrames, ClaimedAddress, Message, Proposal};
@@ -30,11 +32,22 @@ const FIRST_FRAMES_WAIT: Duration = Duration::from_secs(1);
 pub(super) struct ArrivingNetwork {
     environment: ArrivalEnvironment,
     cards: ArrivingCards,
+    /// Installs tracked connections of the guest; absent where that is impossible, and after a restart of the agent.
+    flows: Option<FlowInstaller>,
 }
+
+/// Name of the file in the VM's directory that lists tracked connections while they may have to be removed.
+const FLOWS_FILE: &str = "flows";
 
 impl ArrivingNetwork {
     pub(super) fn new(environment: &ArrivalEnvironment) -> Self {
-        Self { environment: environment.clone(), cards: ArrivingCards::default() }
+        Self { environment: environment.clone(), cards: ArrivingCards::default(), flows: None }
+    }
+
+    /// Returns the list of tracked connections that this agent or one before it has made.
+    fn flows_file(&self) -> PathBuf {
+        let ArrivalEnvironment { context, migration, .. } = &self.environment;
+        ArrivalArtifacts::of(context, migration).directory.join(FLOWS_FILE)
     }
 }
 
@@ -56,6 +69,13 @@ impl ArrivingParticipant for ArrivingNetwork {
         self.cards = ArrivingCards::find(vm, &self.environment.migration);
         if let Some(input) = self.cards.frames_input() {
             self.environment.mailbox.pass_frames_to(input);
+        }
+        match FlowInstaller::start(&vm.artifacts.directory.join(FLOWS_FILE)) {
+            Ok(installer) => {
+                self.environment.mailbox.pass_flows_to(installer.clone());
+                self.flows = Some(installer);
+            }
+            Err(error) => info!(%error, "tracked connections cannot be installed on this host"),
         }
         let after_round = |_: &ReceivedRound, _: &ReceiverHandle| {};
         Ok(OpenBlocks { writers: Vec::new(), after_round: Box::new(after_round) })
@@ -91,6 +111,9 @@ impl ArrivingParticipant for ArrivingNetwork {
     }
 
     fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>) {
+        if let Some(flows) = &self.flows {
+            flows.keep();
+        }
         // A guest that stays paused has no first frames, but its place is here.
         let Some(runs_for) = runs_for else {
             self.cards.announce();
@@ -103,6 +126,10 @@ impl ArrivingParticipant for ArrivingNetwork {
     /// No tap may seem to be in use when QEMU has ended.
     fn abandon(&mut self) {
         self.cards = ArrivingCards::default();
+        match self.flows.take() {
+            Some(flows) => flows.discard(),
+            None => installer::discard_recorded(&self.flows_file()),
+        }
     }
 
     fn undo(&mut self, _: &ArrivalArtifacts, _: Execution) -> Option<Leftover> {
@@ -123,7 +150,10 @@ impl ArrivingParticipant for ArrivingNetwork {
         }))
     }
 
-    fn finish(&mut self, _: Option<&ArrivingVm>) {}
+    /// An agent before this one may have died before it had removed the list.
+    fn finish(&mut self, _: Option<&ArrivingVm>) {
+        installer::remove_record(&self.flows_file());
+    }
 }
 
 /// The cards, and what is done with their frames.

@@ -71,6 +71,7 @@ fn payload(driver: &mut SourceDriver) -> Payload {
         deltas: false,
         has_network: false,
         takes_frames: false,
+        takes_flows: false,
     };
     driver.open_participants(&accepted).unwrap()
 }
@@ -199,6 +200,7 @@ fn link_cut_during_template_query_is_tolerated() {
         deltas: false,
         has_network: false,
         takes_frames: false,
+        takes_flows: false,
     };
     let opening = thread::spawn(move || {
         let payload = payload(&mut driver);

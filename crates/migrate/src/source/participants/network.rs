@@ -1,6 +1,8 @@
 //! Network cards as a participant. Which addresses the guest claims is observed while it runs here, so that the
 //! destination can announce them. From shortly before the stop on, frames for the guest are held and sent to the
-//! destination; if the guest stays, it gets them here.
+//! destination; if the guest stays, it gets them here. Its tracked connections are copied to the destination.
+
+mod flows;
 
 use std::sync::Arc;
 use std::thread;
@@ -15,9 +17,11 @@ use proto::message::{CardClaims, CardFrames, ClaimedAddress, Finding, Message, S
 use qemu::qmp::Qmp;
 use tracing::warn;
 
+use self::flows::FlowCopier;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
 use api::progress::DiskProgress;
+use api::report::TrackedConnections;
 use host::verification::Hashes;
 use host::{SourceVm, network, peers};
 
@@ -36,8 +40,11 @@ pub(super) struct Network {
     /// True if the destination announces the guest's addresses, and has not reported its first frames.
     has_network: bool,
     takes_frames: bool,
+    takes_flows: bool,
+    /// Copies tracked connections; absent where that is impossible, and where no card has a tap.
+    flows: Option<FlowCopier>,
     /// Observes the claims; absent where that is impossible, and where no card has a tap.
-    listener: Option<Listener>,
+    listener: Option<Arc<Listener>>,
     /// Holds frames; absent before the stop, and where that is impossible.
     holder: Option<HeldLink>,
 }
@@ -50,8 +57,42 @@ struct HeldLink {
 
 impl Network {
     pub(super) fn new(environment: &Environment) -> Self {
-        let environment = environment.clone();
-        Self { environment, has_network: false, takes_frames: false, listener: None, holder: None }
+        Self {
+            environment: environment.clone(),
+            has_network: false,
+            takes_frames: false,
+            takes_flows: false,
+            flows: None,
+            listener: None,
+            holder: None,
+        }
+    }
+
+    /// Begins to copy the tracked connections of the cards behind these interfaces. Without this, firewalls that know
+    /// only their own connections cut those of the guest.
+    fn copy_flows(&mut self, interfaces: &[network::Interface]) {
+        let started = if self.takes_flows {
+            FlowCopier::start(&self.environment, self.listener.clone(), interfaces)
+        } else {
+            Err("the destination cannot install tracked connections".to_owned())
+        };
+        match started {
+            Ok(copier) => self.flows = Some(copier),
+            Err(reason) => self.environment.controls.note("connections-not-carried", reason),
+        }
+    }
+
+    /// Reports the connections that were carried, and those that were not.
+    fn report_flows(&mut self) {
+        let Some(copied) = self.flows.take().map(|copier| copier.remove_here()) else { return };
+        if copied == TrackedConnections::default() {
+            return;
+        }
+        let host = self.environment.terms.destination.as_str();
+        self.environment.controls.report(|report| {
+            report.findings.extend(cut_off(&copied, host));
+            report.connections = Some(copied);
+        });
     }
 
     /// Diverts the frames for the guest, and waits until QEMU has read those before: it reads more while it stops, and
@@ -85,15 +126,31 @@ impl Participant for Network {
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         (self.has_network, self.takes_frames) = (agreed.has_network, agreed.takes_frames);
+        self.takes_flows = agreed.takes_flows;
         Ok(())
     }
 
     /// Without this only switches are informed of the guest's new place, which is no reason not to migrate.
     fn prepare(&mut self, vm: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
-        match listen(vm) {
-            Ok(listener) => self.listener = listener,
-            Err(reason) => self.environment.controls.note("addresses-not-observed", reason),
+        let interfaces = match find_cards(vm) {
+            // The duplicates of the taps end here: a tap must not seem to be in use when its QEMU has ended.
+            Ok((_, interfaces)) => interfaces,
+            Err(reason) => {
+                self.environment.controls.note("addresses-not-observed", reason);
+                return Ok(Preparation::Done);
+            }
+        };
+        if interfaces.is_empty() {
+            return Ok(Preparation::Done);
         }
+        let named = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
+        match Listener::start(named) {
+            Ok(listener) => self.listener = Some(Arc::new(listener)),
+            Err(error) => {
+                self.environment.controls.note("addresses-not-observed", crate::chain(&error));
+            }
+        }
+        self.copy_flows(&interfaces);
         Ok(Preparation::Done)
     }
 
@@ -138,6 +195,7 @@ impl Participant for Network {
     }
 
     fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
+        self.flows.iter().for_each(FlowCopier::finish_list);
         Ok(())
     }
 
@@ -146,6 +204,10 @@ impl Participant for Network {
     }
 
     fn ready(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
+        if self.flows.as_ref().is_some_and(|flows| !flows.settle()) {
+            let reason = "the destination has not installed the last ones when the guest runs there";
+            self.environment.controls.note("connections-late", reason);
+        }
         Ok(())
     }
 
@@ -154,6 +216,7 @@ impl Participant for Network {
 
     /// The guest runs here again, and gets the frames that were held for it.
     fn undo(&mut self, _: Option<&mut SourceVm>) -> Undo {
+        self.flows = None;
         self.listener = None;
         let Some(HeldLink { holder, connection }) = self.holder.take() else { return Undo::Done };
         connection.shutdown();
@@ -166,6 +229,7 @@ impl Participant for Network {
     }
 
     fn finish(&mut self) {
+        self.report_flows();
         self.listener = None;
         let Some(HeldLink { holder, connection }) = self.holder.take() else { return };
         self.environment.controls.note("frames-held", holder.count().to_string());
@@ -199,17 +263,6 @@ impl Participant for Network {
     }
 }
 
-/// Begins to observe the cards' taps.
-fn listen(vm: &mut SourceVm) -> Result<Option<Listener>, String> {
-    // The duplicates of the taps end here: a tap must not seem to be in use when its QEMU has ended.
-    let (_, interfaces) = find_cards(vm)?;
-    if interfaces.is_empty() {
-        return Ok(None);
-    }
-    let named = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
-    Listener::start(named).map(Some).map_err(|error| crate::chain(&error))
-}
-
 /// Returns the cards of a VM with taps, and the interfaces behind them.
 fn find_cards(vm: &mut SourceVm) -> Result<(Vec<Card>, Vec<network::Interface>), String> {
     let process = vm.process.try_clone().map_err(|error| crate::chain(&error))?;
@@ -240,6 +293,21 @@ fn pieces(frames: &[HeldFrame]) -> Vec<Vec<u8>> {
         }
     }
     pieces
+}
+
+/// Returns a warning about connections that could not be carried.
+fn cut_off(copied: &TrackedConnections, host: &str) -> Option<Finding> {
+    let first = copied.failed.first()?;
+    let count = copied.not_carried();
+    Some(Finding {
+        severity: Severity::Warning,
+        code: "connections-not-carried".to_owned(),
+        what: format!(
+            "{count} tracked connections could not be installed on {host}, among them {}: {}",
+            first.flow, first.reason
+        ),
+        advice: "a firewall or NAT there may cut them; their programs have to connect again".to_owned(),
+    })
 }
 
 /// Returns a warning about a card that nothing reached.
@@ -280,6 +348,8 @@ fn card(claims: &Claims) -> CardClaims {
 
 #[cfg(test)]
 mod tests {
+    use proto::message::FailedFlow;
+
     use super::*;
 
     #[test]
@@ -295,6 +365,15 @@ mod tests {
         let decoded = pieces.iter().flat_map(|piece| net::held::decode(piece).unwrap());
         assert_eq!(decoded.collect::<Vec<_>>(), frames);
         assert_eq!(super::pieces(&[]), Vec::<Vec<u8>>::new());
+    }
+
+    #[test]
+    fn connections_that_are_not_carried_are_reported() {
+        let failed = FailedFlow { flow: "tcp a → b".to_owned(), reason: "no room".to_owned() };
+        let copied = TrackedConnections { carried: 3, failed: vec![failed], more_failed: 4 };
+        let finding = cut_off(&copied, "b").unwrap();
+        assert!(finding.what.starts_with("5 tracked") && finding.what.ends_with("tcp a → b: no room"));
+        assert_eq!(cut_off(&TrackedConnections { carried: 3, ..TrackedConnections::default() }, "b"), None);
     }
 
     #[test]

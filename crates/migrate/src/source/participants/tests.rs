@@ -173,7 +173,8 @@ fn boxed(fake: Fake) -> Box<dyn Participant> {
     Box::new(fake)
 }
 
-const AGREED: Agreed<'_> = Agreed { proposal: None, copied: &[], has_network: false, takes_frames: false };
+const AGREED: Agreed<'_> =
+    Agreed { proposal: None, copied: &[], has_network: false, takes_frames: false, takes_flows: false };
 
 #[test]
 fn a_step_that_cannot_be_undone_before_committed_is_refused() {

@@ -149,6 +149,11 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: ImagesCommand,
     },
+    /// Show what migrations have in the kernel of this host
+    Net {
+        #[command(subcommand)]
+        command: NetCommand,
+    },
     /// Simulate energy and placement of a fleet on traces; needs no agent
     Fleet {
         #[command(subcommand)]
@@ -238,6 +243,12 @@ pub(crate) enum ImagesCommand {
         #[arg(long, conflicts_with = "epoch")]
         ended: bool,
     },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum NetCommand {
+    /// List tables of netfilter and devices, each with its migration, and what is left over from one that has ended
+    Show,
 }
 
 #[derive(Debug, Args)]

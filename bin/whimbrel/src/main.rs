@@ -18,6 +18,7 @@ mod fleet_command;
 mod images;
 mod inventory;
 mod migration;
+mod network;
 mod output;
 mod recovery;
 mod replay;
@@ -28,7 +29,7 @@ use std::process::ExitCode;
 use api::{Limits, Rate};
 use clap::Parser;
 
-use cli::{Cli, Command, ImagesCommand, VmCommand};
+use cli::{Cli, Command, ImagesCommand, NetCommand, VmCommand};
 use failure::Failure;
 use output::Output;
 
@@ -125,6 +126,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
                 images::remove(&client()?, &vm, epoch, ended, output)
             }
         },
+        Command::Net { command: NetCommand::Show } => network::show(&client()?, output),
         Command::Recover(command) => recovery::recover(&client()?, &command, output),
     }
 }

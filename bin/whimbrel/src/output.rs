@@ -92,6 +92,11 @@ impl Text {
         let _ = writeln!(self.0, "{line}");
     }
 
+    /// Appends lines.
+    pub(crate) fn append(&mut self, lines: &str) {
+        self.0.push_str(lines);
+    }
+
     /// Returns the whole text.
     pub(crate) fn finish(self) -> String {
         self.0

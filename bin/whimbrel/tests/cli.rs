@@ -141,6 +141,16 @@ fn without_an_agent_it_says_how_to_start_one() {
 }
 
 #[test]
+fn what_migrations_have_in_the_kernel_is_listed() {
+    let world = World::new();
+    let shown = world.run(&["net", "show"]);
+    expect(&shown, 0, &["MIGRATION", "netdev whimbrel-web1#3", "tap0", "7 s", "in use"], &[]);
+    expect(&shown, 0, &["web1#2", "2 h", "whimbrel4", "left over", "whimbrel4: restart the agent"], &[]);
+    let (code, state) = world.json(&["net", "show"]);
+    assert_eq!((code, &state["items"][1]["standing"]), (0, &"left-over".into()));
+}
+
+#[test]
 fn images_that_were_left_are_listed_and_removed() {
     let world = World::new();
     expect(

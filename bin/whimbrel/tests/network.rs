@@ -11,14 +11,16 @@ use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream, UdpSocket};
 use std::ops::Range;
+use std::process::Child;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use common::{Cluster, DEADLINE, Device, GuestSpec, Load, until};
+use common::faults::HeldAgent;
+use common::{Agent, Cluster, DEADLINE, Device, GuestSpec, Load, Setup, until};
 use lab::{Boot, Host, Net, vm_address};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, ipproto};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const VM: &str = "vm1";
 /// Port of the guest that echoes.
@@ -114,14 +116,54 @@ impl Drop for EndOnDrop<'_> {
     }
 }
 
-/// Returns all that a host's kernel knows of networks, but for counters and states of links that settle.
+/// Properties of a link that are compared: not the states, which settle.
+const LINK_PROPERTIES: [&str; 7] = ["ifname", "address", "ifalias", "mtu", "master", "qdisc", "txqlen"];
+
+/// Returns all that a host's kernel knows of networks, but for counters and states of links that settle: links,
+/// addresses, VLANs, routes, routing rules and netfilter.
 fn network_of(host: &Host) -> String {
-    let links = host.run(&["ip", "-json", "link"]).unwrap();
+    let links = host.run(&["ip", "-json", "addr"]).unwrap();
     let links: Value = serde_json::from_str(&links).unwrap();
-    let names: Vec<_> = links.as_array().unwrap().iter().map(|link| link["ifname"].to_string()).collect();
-    let rules = host.run(&["nft", "list", "ruleset"]).unwrap();
-    let routes = host.run(&["ip", "route", "show", "table", "all"]).unwrap();
-    format!("{names:?}\n{rules}\n{routes}")
+    let describe = |link: &Value| {
+        let properties = LINK_PROPERTIES.map(|name| link[name].to_string()).join(" ");
+        let addresses = link["addr_info"].as_array().unwrap().iter();
+        let addresses: Vec<_> =
+            addresses.map(|address| format!("{}/{}", address["local"], address["prefixlen"])).collect();
+        format!("{properties} {}", addresses.join(" "))
+    };
+    let mut all: Vec<_> = links.as_array().unwrap().iter().map(describe).collect();
+    for words in [
+        &["bridge", "vlan"][..],
+        &["ip", "route", "show", "table", "all"],
+        &["ip", "-4", "rule"],
+        &["ip", "-6", "rule"],
+        &["nft", "list", "ruleset"],
+    ] {
+        all.push(host.run(words).unwrap());
+    }
+    all.join("\n")
+}
+
+/// Returns what `whimbrel net show` lists.
+fn items(agent: &Agent) -> Vec<Value> {
+    let state = agent.cli(&["net", "show"]).ok().json();
+    assert_eq!(state["unread"], Value::Null, "{state:#}");
+    state["items"].as_array().unwrap().clone()
+}
+
+/// Asserts that both hosts become as before, and that no agent lists anything.
+#[track_caller]
+fn assert_as_before(cluster: &Cluster, before: &[String; 2]) {
+    for (agent, before) in [&cluster.a, &cluster.b].into_iter().zip(before) {
+        assert_host_as_before(cluster, agent.name, before);
+        assert_eq!(items(agent), Vec::<Value>::new(), "{}", agent.name);
+    }
+}
+
+#[track_caller]
+fn assert_host_as_before(cluster: &Cluster, name: &str, before: &str) {
+    let host = if name == "a" { &cluster.lab.a } else { &cluster.lab.b };
+    until("the network is as before", || network_of(host) == before);
 }
 
 fn answering_guest(cluster: &Cluster) -> lab::Guest {
@@ -167,8 +209,91 @@ fn frames_for_a_guest_are_neither_lost_nor_doubled() {
     assert!(lost.is_empty(), "{lost:?} of {} are lost", echo.sent);
     let doubled: Vec<_> = echo.answers.iter().filter(|(_, times)| **times > 1).collect();
     assert!(doubled.is_empty(), "{doubled:?} were answered more than once");
-    for (host, before) in [&cluster.lab.a, &cluster.lab.b].into_iter().zip(before) {
-        until("the network is as before", || network_of(host) == before);
+    assert_as_before(&cluster, &before);
+}
+
+/// Begins to migrate the guest, and holds its source when both hosts divert its frames.
+#[track_caller]
+fn hold(cluster: &Cluster) -> (Child, HeldAgent) {
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("source/network/before-stop");
+    let migration = cluster.a.begin(&["migrate", VM, "--to", "b"]);
+    let held = faults.held(DEADLINE).unwrap();
+    for agent in [&cluster.a, &cluster.b] {
+        let items = items(agent);
+        let kinds: Vec<_> = items.iter().map(|item| &item["kind"]).collect();
+        assert_eq!(kinds, ["table", "device"], "{items:#?}");
+        assert_eq!(items[0]["interfaces"], json!([Net::new(1).tap]));
+        for item in &items {
+            assert_eq!((&item["migration"]["vm"], &item["standing"]), (&json!(VM), &json!("in-use")));
+            assert!(item["age_s"].is_u64() && item["begun"].is_string(), "{item}");
+        }
+    }
+    (migration, held)
+}
+
+/// Kills the QEMUs of a host.
+fn kill_qemus(host: &Host) {
+    for pid in host.processes().unwrap() {
+        let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+        if program.to_string_lossy().contains("qemu-system") {
+            lab::kill_pid(pid).unwrap();
+        }
+    }
+}
+
+#[test]
+fn nothing_is_left_after_failures_and_deaths_of_agents() {
+    let mut cluster = Cluster::with(&Setup { fault_harness: true, ..Setup::default() });
+    let _guest = answering_guest(&cluster);
+    let before = [&cluster.lab.a, &cluster.lab.b].map(network_of);
+    let ended = |mut migration: Child| assert!(!migration.wait().unwrap().success());
+
+    // The migration fails.
+    let (migration, held) = hold(&cluster);
+    kill_qemus(&cluster.lab.b);
+    held.release();
+    ended(migration);
+    cluster.b.wait_settled();
+    assert_as_before(&cluster, &before);
+
+    // The source's agent dies: the kernel removes what it had, at once.
+    let (migration, held) = hold(&cluster);
+    cluster.a.kill();
+    assert_host_as_before(&cluster, "a", &before[0]);
+    ended(migration);
+    drop(held);
+    cluster.a.start();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_as_before(&cluster, &before);
+
+    // The destination's agent dies.
+    let (migration, held) = hold(&cluster);
+    cluster.b.kill();
+    assert_host_as_before(&cluster, "b", &before[1]);
+    cluster.b.start();
+    held.release();
+    ended(migration);
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_as_before(&cluster, &before);
+    cluster.assert_guest_whole("a", VM);
+    assert_left_over_is_listed(&cluster);
+}
+
+/// Makes a device in the name of the first migration, which has ended, and one in the name of no known migration.
+#[track_caller]
+fn assert_left_over_is_listed(cluster: &Cluster) {
+    for (device, alias) in [("whimbrel7", "vm1#1"), ("whimbrel8", "vm9#1")] {
+        cluster.lab.a.run(&["ip", "tuntap", "add", "dev", device, "mode", "tap"]).unwrap();
+        cluster.lab.a.run(&["ip", "link", "set", "dev", device, "alias", alias]).unwrap();
+    }
+    let standings = || items(&cluster.a).iter().map(|item| item["standing"].clone()).collect::<Vec<_>>();
+    until("the first one is left over", || standings() == ["left-over", "unknown"]);
+    let text = cluster.a.text(&["net", "show"]).stdout;
+    for words in ["vm1#1", "left over", "ip link delete dev whimbrel7", "vm9#1", "unknown"] {
+        assert!(text.contains(words), "{words} is missing in {text}");
     }
 }
 

@@ -14,6 +14,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Runtime;
 
+use super::network::NetworkState;
 use super::problem::Problem;
 use super::types::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
@@ -195,6 +196,11 @@ impl Client {
     /// `DELETE /v1/images/{vm}/ended`.
     pub fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, ClientError> {
         self.delete(&format!("/v1/images/{vm}/ended"))
+    }
+
+    /// `GET /v1/network`.
+    pub fn network(&self) -> Result<NetworkState, ClientError> {
+        self.get("/v1/network")
     }
 
     fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {

@@ -2,6 +2,7 @@
 
 use proto::{MigrationId, VmName};
 
+use super::network::NetworkState;
 use super::problem::Problem;
 use super::types::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
@@ -74,4 +75,7 @@ pub trait Control: Send + Sync + 'static {
     /// Removes the images of a VM that arrived with its disks and ended here; returns them. If one of them must stay,
     /// none is removed.
     fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem>;
+
+    /// Returns what migrations have in the kernel of the agent's host.
+    fn network(&self) -> Result<NetworkState, Problem>;
 }

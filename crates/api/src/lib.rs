@@ -21,6 +21,7 @@
 //! | `GET /v1/images` | | list of [`LeftImage`] |
 //! | `DELETE /v1/images/{vm}`, `…/{epoch}` | | the removed images |
 //! | `DELETE /v1/images/{vm}/ended` | | the same, for a VM that ended here |
+//! | `GET /v1/network` | | [`NetworkState`] |
 //!
 //! `{epoch}` is a number or `latest`. Every failure returns a [`Problem`] with a matching status.
 //!
@@ -30,6 +31,7 @@
 mod choices;
 mod client;
 mod control;
+mod network;
 mod options;
 mod problem;
 pub mod progress;
@@ -43,6 +45,7 @@ pub use choices::*;
 pub use client::{Client, ClientError, Lines, MigrationSelector};
 pub use control::Control;
 pub use engine::handover::Role;
+pub use network::*;
 pub use options::{MigrationOptions, MigrationSettings};
 pub use problem::{Problem, ProblemKind, with_causes};
 pub use proto::ids::BadName;

@@ -200,6 +200,11 @@ fn migrations_are_cancelled_recovered_and_limited() {
 }
 
 #[test]
+fn what_migrations_have_in_the_kernel_is_listed() {
+    assert_eq!(world().client.network().unwrap(), fake::network_state());
+}
+
+#[test]
 fn images_that_were_left_are_listed_and_removed() {
     let world = world();
     assert_eq!(world.client.images().unwrap(), [fake::left_image()]);

@@ -17,6 +17,7 @@ pub mod logs;
 pub mod missing_pages_record;
 pub mod names;
 pub mod network;
+pub mod network_items;
 pub mod ownership;
 pub mod peers;
 pub mod pool;

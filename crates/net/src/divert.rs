@@ -18,8 +18,12 @@ pub const MARK: u32 = 0x5748_4d42;
 
 /// Address of our own taps, by which frames that the host itself sends there are recognised.
 const OWN_MAC: Mac = Mac([0x02, 0x57, 0x48, 0x4d, 0x42, 0x01]);
+/// Beginning of our own taps' names, which a number follows.
+pub(crate) const OWN_NAME_START: &str = "whimbrel";
 /// Pattern of our own taps' names; the kernel inserts a number.
 const OWN_NAME: &str = "whimbrel%d";
+/// Beginning of our tables' names, which the migration's name follows.
+pub(crate) const TABLE_START: &str = "whimbrel-";
 /// Frames that wait in one of our own taps.
 const OWN_QUEUE: u32 = 10_000;
 
@@ -85,7 +89,7 @@ impl Diversion {
             rules.push((*interface, index));
             diverted.push(Diverted { mac: *mac, own, sender });
         }
-        let table = format!("whimbrel-{name}");
+        let table = format!("{TABLE_START}{name}");
         let netfilter = Socket::netfilter()?;
         netfilter.confirm(divert(&table, &rules))?;
         Ok(Self { table, netfilter, cards: diverted })

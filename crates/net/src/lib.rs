@@ -20,6 +20,7 @@
 //! | [`netlink`] | composes and parses netlink messages, and exchanges them with the kernel |
 //! | [`divert`] | sends a tap's frames to a tap of our own, until this process ends at the latest |
 //! | [`holder`], [`merger`] | hold frames at the source; deliver them at the destination, in order |
+//! | [`inventory`] | lists what this program has in the kernel of a host |
 
 pub mod addresses;
 pub mod announcement;
@@ -33,6 +34,7 @@ pub mod flows;
 pub mod held;
 pub mod holder;
 pub mod installer;
+pub mod inventory;
 pub mod listener;
 pub mod merger;
 pub mod netlink;
@@ -45,6 +47,7 @@ pub use ethernet::Mac;
 pub use held::HeldFrame;
 pub use holder::Holder;
 pub use installer::FlowInstaller;
+pub use inventory::{KernelItem, KernelItemKind};
 pub use listener::Listener;
 pub use merger::{Merger, MergerInput};
 pub use reachability::{FirstFrames, Watch};

@@ -16,11 +16,11 @@ use api::progress::{Publisher, Standing, Watcher};
 use api::report::Report;
 use api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
-    LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
-    VmSummary,
+    LeftImage, Limits, MigrateRequest, MigrationStatus, NetworkState, RecoverReport, RecoverRequest,
+    RunRequest, VmDetail, VmSummary,
 };
 use api::{Problem, ProblemKind};
-use host::{left_images, preflight, vms};
+use host::{left_images, network_items, preflight, vms};
 use migrate::destination::untrusted;
 use migrate::{destination, source};
 use store::journal::{MigrationRecord, State};
@@ -238,6 +238,10 @@ impl Control for UserApi {
 
     fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {
         left_images::remove(&self.context, vm, left_images::ImageSelection::Ended)
+    }
+
+    fn network(&self) -> Result<NetworkState, Problem> {
+        network_items::list(&self.context.journal).map_err(|error| internal(&error))
     }
 }
 

@@ -15,8 +15,9 @@ use crate::api::report::{Downtime, Measured, Outcome, Report, Round};
 use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
     Finding, Forgotten, HostId, KernelFeature, LeftImage, Limits, MigrateRequest, MigrationId,
-    MigrationSettings, MigrationStatus, Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest,
-    Role, RunRequest, Severity, VmDetail, VmName, VmSummary,
+    MigrationSettings, MigrationStatus, NetworkItem, NetworkItemKind, NetworkItemStanding, NetworkState,
+    Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest, Severity, VmDetail,
+    VmName, VmSummary,
 };
 
 /// The fake control; see the module.
@@ -72,6 +73,30 @@ pub(crate) fn left_image() -> LeftImage {
         used_bytes: 5 << 30,
         blocked_by: None,
     }
+}
+
+/// Returns a table in use, and a device that is left over.
+pub(crate) fn network_state() -> NetworkState {
+    let item = |epoch| NetworkItem {
+        kind: NetworkItemKind::Table,
+        name: format!("netdev whimbrel-web1#{epoch}"),
+        interfaces: vec!["tap0".to_owned()],
+        migration: Some(MigrationId { vm: vm("web1"), epoch: Epoch(epoch) }),
+        begun: Some("2026-01-01T00:00:00.000Z".to_owned()),
+        age_s: Some(7),
+        standing: NetworkItemStanding::InUse,
+        advice: None,
+    };
+    let left = NetworkItem {
+        kind: NetworkItemKind::Device,
+        name: "whimbrel4".to_owned(),
+        interfaces: Vec::new(),
+        age_s: Some(7200),
+        standing: NetworkItemStanding::LeftOver,
+        advice: Some("restart the agent".to_owned()),
+        ..item(2)
+    };
+    NetworkState { items: vec![item(3), left], unread: Vec::new() }
 }
 
 fn unknown_vm(name: &VmName) -> Problem {
@@ -403,6 +428,10 @@ impl Control for Fake {
             image if image.migration.vm == *vm && epoch.is_none_or(|epoch| epoch == 3) => Ok(vec![image]),
             _ => Err(Problem::new(ProblemKind::NotFound, format!("{vm} has left no image here"), "")),
         }
+    }
+
+    fn network(&self) -> Result<NetworkState, Problem> {
+        Ok(network_state())
     }
 
     fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {

@@ -1,0 +1,72 @@
+//! What migrations have in the kernel of this host.
+
+use api::{Client, NetworkItem, NetworkState};
+
+use crate::Code;
+use crate::failure::Failure;
+use crate::output::{Output, Text, table};
+
+/// `whimbrel net show`.
+pub(crate) fn show(client: &Client, output: &Output) -> Result<Code, Failure> {
+    output.show(&client.network()?, text);
+    Ok(Code::Done)
+}
+
+fn text(state: &NetworkState) -> String {
+    let mut text = Text::default();
+    if state.items.is_empty() {
+        text.line(format_args!("no migration has anything in the kernel of this host"));
+    } else {
+        let heading = ["MIGRATION", "AGE", "KIND", "NAME", "INTERFACES", "STANDING"];
+        text.append(&table(heading, state.items.iter().map(row)));
+    }
+    for item in &state.items {
+        if let Some(advice) = &item.advice {
+            text.line(format_args!("{}: {advice}", item.name));
+        }
+    }
+    for unread in &state.unread {
+        text.line(format_args!("{unread}"));
+    }
+    text.finish()
+}
+
+fn row(item: &NetworkItem) -> [String; 6] {
+    [
+        item.migration.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string),
+        item.age_s.map_or_else(|| "-".to_owned(), age),
+        item.kind.name().to_owned(),
+        item.name.clone(),
+        item.interfaces.join(" "),
+        item.standing.name().to_owned(),
+    ]
+}
+
+/// Formats an age in its largest unit.
+fn age(seconds: u64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_kernel_and_an_unread_one_differ() {
+        let empty = text(&NetworkState::default());
+        assert_eq!(empty, "no migration has anything in the kernel of this host\n");
+        let unread = NetworkState { unread: vec!["no tables: denied".to_owned()], ..NetworkState::default() };
+        assert_eq!(text(&unread), empty + "no tables: denied\n");
+    }
+
+    #[test]
+    fn ages_have_one_unit() {
+        let ages = [119, 120, 7199, 7200, 172_799, 172_800].map(age);
+        assert_eq!(ages, ["119 s", "2 min", "119 min", "2 h", "47 h", "2 d"]);
+    }
+}

@@ -1,0 +1,82 @@
+//! What migrations have in the kernel of a host.
+
+use proto::MigrationId;
+use serde::{Deserialize, Serialize};
+
+/// All that migrations have in the kernel of a host, beside the interfaces of the VMs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkState {
+    /// The items, by kind and name.
+    pub items: Vec<NetworkItem>,
+    /// Parts of the kernel that cannot be read, each with the reason.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unread: Vec<String>,
+}
+
+/// Something of a migration in the kernel of a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkItem {
+    /// Kind.
+    pub kind: NetworkItemKind,
+    /// Name in the kernel; that of a table with its family.
+    pub name: String,
+    /// Interfaces of VMs to which the rules of a table apply.
+    pub interfaces: Vec<String>,
+    /// The migration whose name it bears; absent if it bears none.
+    pub migration: Option<MigrationId>,
+    /// Time at which that migration began (RFC 3339, UTC); absent if the journal does not have it.
+    pub begun: Option<String>,
+    /// Time since then, in seconds.
+    pub age_s: Option<u64>,
+    /// Standing.
+    pub standing: NetworkItemStanding,
+    /// Advice, if it should not be there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub advice: Option<String>,
+}
+
+/// Kind of what a migration has in the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NetworkItemKind {
+    /// A table of netfilter, with its rules.
+    Table,
+    /// A network device.
+    Device,
+}
+
+impl NetworkItemKind {
+    /// Returns the kind as text for users.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Table => "table",
+            Self::Device => "device",
+        }
+    }
+}
+
+/// Standing of what a migration has in the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NetworkItemStanding {
+    /// The migration is under way.
+    InUse,
+    /// The migration has ended a moment ago: late frames are still passed on.
+    Ending,
+    /// The migration has ended, and should have removed it.
+    LeftOver,
+    /// The journal of this host has no such migration.
+    Unknown,
+}
+
+impl NetworkItemStanding {
+    /// Returns the standing as text for users.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InUse => "in use",
+            Self::Ending => "ending",
+            Self::LeftOver => "left over",
+            Self::Unknown => "unknown",
+        }
+    }
+}

@@ -102,6 +102,20 @@ pub enum ThrottleCpu {
     Drain,
 }
 
+/// Check of the VM's networks before a migration: whether they are the same at the destination.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
+pub enum NetworkCheck {
+    /// None.
+    Off,
+    /// A warning for each network that is not proven to be the same.
+    #[default]
+    Warn,
+    /// No migration unless all networks are proven to be the same.
+    Require,
+}
+
 /// Use of deltas for pages that are sent again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -7,7 +7,9 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "comparison")]
 use crate::choices::Restraints;
-use crate::choices::{Compress, DeltaUse, HintedMemory, OnLimit, StopPolicy, ThrottleCpu, ThrottleWrites};
+use crate::choices::{
+    Compress, DeltaUse, HintedMemory, NetworkCheck, OnLimit, StopPolicy, ThrottleCpu, ThrottleWrites,
+};
 #[cfg(feature = "cli")]
 use crate::rate::Rate;
 
@@ -126,6 +128,11 @@ options! {
     /// well, or `all` of the page cache; a program in the VM has to report it (free)
     #[arg(long, value_name = "none|free|cold|all", hide_possible_values = true)]
     free_page_hints: HintedMemory = HintedMemory::Free;
+
+    /// Check that the VM's networks are the same at the destination, by frames that are sent there: `off` for a VM that
+    /// moves to another network, `warn` if one is not proven, `require` refuses the migration then (warn)
+    #[arg(long, value_name = "off|warn|require", hide_possible_values = true)]
+    network_check: NetworkCheck = NetworkCheck::Warn;
 
     /// Ways in which copying may restrain itself while the VM waits for processors: `none`, `niceness`, `all` (all)
     #[cfg(feature = "comparison")]

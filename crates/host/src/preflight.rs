@@ -4,12 +4,15 @@
 //! themselves are in `qemu::preflight`; this module gathers the facts.
 
 mod disks;
+mod reachability;
 mod registry;
 mod room;
 mod trial;
 mod writable_shared_images;
 
 pub use disks::proposed_disks;
+pub use net::Prober;
+pub use reachability::{SourceProbe, begin_probe};
 pub use room::{end_measurements, measure};
 pub use trial::{Trial, started_or_findings};
 
@@ -41,6 +44,7 @@ use crate::peers::{self, PeerError};
 use crate::{ArrivalArtifacts, ArrivalError};
 use crate::{SourceVm, VmError};
 use api::{KernelFeature, RamChoice};
+use reachability::ExpectedProbe;
 use writable_shared_images::WritableSharedImage;
 
 /// Kernel features that migrations need.
@@ -290,7 +294,8 @@ pub fn destination(
     let proposal = Proposal { description, ..proposal };
     let images = here.images.values().map(|image| image.path.clone()).collect();
     let shared = writable_shared_images::of(&theirs.vm, &here);
-    let compared = Comparison { theirs, ours, images, others, shared };
+    let probe = ExpectedProbe::of(&terms, proposal.probe.as_ref());
+    let compared = Comparison { theirs, ours, images, others, shared, probe };
     let copied = disks.copied;
     Ok(AcceptableProposal {
         terms,
@@ -317,6 +322,8 @@ pub struct Comparison {
     others: Vec<Finding>,
     /// Shared images that the VM will write to.
     shared: Vec<WritableSharedImage>,
+    /// Probe of the VM's networks, if the source sends one.
+    probe: Option<ExpectedProbe>,
 }
 
 impl Comparison {
@@ -344,6 +351,11 @@ impl Comparison {
         let refused = self.shared.iter().filter_map(|image| image.refused(pid)).collect::<Vec<_>>();
         possible &= refused.is_empty();
         findings.extend(refused);
+        if let Some(probe) = self.probe.filter(|_| possible) {
+            let networks = probe.look(qmp, pid);
+            possible = networks.iter().all(|found| found.severity != Severity::Blocker);
+            findings.extend(networks);
+        }
         if possible { Ok(findings) } else { Err(ArrivalError::Refused(findings)) }
     }
 }

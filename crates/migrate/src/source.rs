@@ -34,6 +34,7 @@ use engine::handover::MigrationTerms;
 use engine::handover::source::SourceState;
 use engine::precopy::{CostHistory, Sampling};
 use engine::session::{RegistryClient, SourceSession};
+use net::Prober;
 use proto::{Generation, VmName};
 
 pub use inbox::{SourceInbox, SourceMailbox, SourceNotice};
@@ -147,13 +148,27 @@ pub struct Controls {
     pub(crate) report: Mutex<Report>,
     /// Time of the user's request; for a migration that another agent began, the time when this agent found it.
     pub(crate) requested: Instant,
+    /// Sends the frames of a probe, until the proposal is answered.
+    prober: Mutex<Option<Prober>>,
 }
 
 impl Controls {
     /// Creates the controls of a migration that was requested at this time.
     pub fn new(goals: Goals, report: Report, requested: Instant) -> Self {
         let rate = Arc::new(link::RateLimit::new(goals.bandwidth_bytes_per_s()));
-        Self { goals: Mutex::new(goals), rate, report: Mutex::new(report), requested }
+        let (goals, report) = (Mutex::new(goals), Mutex::new(report));
+        Self { goals, rate, report, requested, prober: Mutex::default() }
+    }
+
+    /// Keeps a probe of the guest's networks until the proposal is answered.
+    #[must_use]
+    pub fn with_prober(self, prober: Option<Prober>) -> Self {
+        Self { prober: Mutex::new(prober), ..self }
+    }
+
+    /// Ends the probe of the guest's networks.
+    pub(crate) fn end_probe(&self) {
+        drop(self.prober.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Returns the current goals.

@@ -53,7 +53,7 @@ pub fn is_announcement(frame: &Frame<'_>) -> bool {
 }
 
 /// Composes an ARP message for Ethernet and IPv4.
-fn arp(operation: u8, sender: (Mac, Ipv4Addr), target: (Mac, Ipv4Addr)) -> Vec<u8> {
+pub(crate) fn arp(operation: u8, sender: (Mac, Ipv4Addr), target: (Mac, Ipv4Addr)) -> Vec<u8> {
     let mut message = vec![0, 1, 8, 0, 6, 4, 0, operation];
     for (mac, address) in [sender, target] {
         message.extend_from_slice(&mac.0);
@@ -92,7 +92,7 @@ fn advertisement(mac: Mac, vlan: Option<u16>, address: Ipv6Addr, is_router: bool
 }
 
 /// Returns the checksum of an `ICMPv6` message (RFC 4443, 2.3).
-fn checksum(source: Ipv6Addr, destination: Ipv6Addr, message: &[u8]) -> u16 {
+pub(crate) fn checksum(source: Ipv6Addr, destination: Ipv6Addr, message: &[u8]) -> u16 {
     let words = |bytes: &[u8]| -> u32 {
         bytes.chunks(2).map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| (*low).into())).sum()
     };

@@ -70,7 +70,7 @@ impl Announcer {
 }
 
 /// Sends a frame through the first queue that accepts it: those that the guest does not use are detached.
-fn send(taps: &[Tap], frame: &[u8]) -> io::Result<()> {
+pub(crate) fn send(taps: &[Tap], frame: &[u8]) -> io::Result<()> {
     let mut result = Err(io::ErrorKind::NotFound.into());
     for tap in taps {
         result = tap.send(frame);

@@ -4,6 +4,7 @@ use tracee::FilterStep;
 
 use crate::claims::{ADVERTISEMENT, ICMPV6, IPV6_BYTES};
 use crate::ethernet::{ARP, HEADER_BYTES, IPV6, Mac, TAG_BYTES, VLAN};
+use crate::probe::PROBE;
 
 /// Most bytes of a frame that are read: headers with a tag, and an advertisement with some options.
 pub const FRAME_BYTES: usize = 192;
@@ -46,6 +47,27 @@ pub fn claims() -> [FilterStep; 13] {
     ]
 }
 
+/// Selects frames of a probe, and what answers its questions: ARP and neighbour advertisements.
+pub fn probe() -> [FilterStep; 14] {
+    let (kind, payload) = (12, HEADER_BYTES as u32);
+    [
+        step(SET_INDEX, 0),
+        step(LOAD_HALF, kind),
+        if_equal(VLAN.into(), 0, 1),
+        step(SET_INDEX, TAG_BYTES as u32),
+        step(LOAD_HALF_BEHIND, kind),
+        if_equal(ARP.into(), 6, 0),
+        if_equal(PROBE.into(), 5, 0),
+        if_equal(IPV6.into(), 0, 5),
+        step(LOAD_BYTE_BEHIND, payload + 6),
+        if_equal(ICMPV6.into(), 0, 3),
+        step(LOAD_BYTE_BEHIND, payload + IPV6_BYTES as u32),
+        if_equal(ADVERTISEMENT.into(), 0, 1),
+        step(ACCEPT, FRAME_BYTES as u32),
+        step(ACCEPT, 0),
+    ]
+}
+
 /// Selects the frames from and to one station.
 pub fn station(mac: Mac) -> [FilterStep; 10] {
     let number = mac.0.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
@@ -77,9 +99,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::announcement;
     use crate::claims::Claim;
     use crate::ethernet::{Frame, compose};
+    use crate::{announcement, probe};
 
     /// Runs a program as the kernel does.
     fn accepts(program: &[FilterStep], frame: &[u8]) -> bool {
@@ -134,6 +156,24 @@ mod tests {
     }
 
     #[test]
+    fn probes_and_what_answers_them_are_read() {
+        for vlan in [None, Some(3)] {
+            assert!(accepts(&super::probe(), &probe::frame(7, GUEST, OTHER, vlan)));
+            for address in ["10.0.0.7", "fd00::7"] {
+                let address: IpAddr = address.parse().unwrap();
+                let frames = announcement::frames(GUEST, &[Claim { vlan, address, is_router: false }]);
+                assert!(accepts(&super::probe(), frames.last().unwrap()));
+                assert!(!accepts(&super::probe(), &frames[0]), "reverse ARP");
+            }
+            for (kind, payload) in
+                [(0x0800, [58; 80]), (IPV6, [58; 80]), (IPV6, [136; 80]), (0x88cc, [0; 80])]
+            {
+                assert!(!accepts(&super::probe(), &compose(OTHER, GUEST, vlan, kind, &payload)), "{kind:x}");
+            }
+        }
+    }
+
+    #[test]
     fn a_stations_frames_are_read_in_both_directions() {
         let other = Mac([0x52, 0x54, 0, 0, 1, 1]);
         for (destination, source, is_read) in [
@@ -152,6 +192,7 @@ mod tests {
         #[test]
         fn no_bytes_lead_out_of_a_program(frame in prop::collection::vec(any::<u8>(), 0..100)) {
             accepts(&claims(), &frame);
+            accepts(&super::probe(), &frame);
             let own = Frame::parse(&frame, None)
                 .is_some_and(|frame| frame.source == GUEST || frame.destination == GUEST);
             prop_assert_eq!(accepts(&station(GUEST), &frame), own);

@@ -20,6 +20,9 @@
 //! | [`netlink`] | composes and parses netlink messages, and exchanges them with the kernel |
 //! | [`divert`] | sends a tap's frames to a tap of our own, until this process ends at the latest |
 //! | [`holder`], [`merger`] | hold frames at the source; deliver them at the destination, in order |
+//! | [`probe`] | frames that prove that two taps are in one network; pure |
+//! | [`prober`] | sends and looks for these frames |
+//! | [`ports`] | the place of a tap in the bridges of its host |
 //! | [`inventory`] | lists what this program has in the kernel of a host |
 
 pub mod addresses;
@@ -38,6 +41,9 @@ pub mod inventory;
 pub mod listener;
 pub mod merger;
 pub mod netlink;
+pub mod ports;
+pub mod probe;
+pub mod prober;
 pub mod reachability;
 
 pub use announcer::Announcer;
@@ -50,4 +56,6 @@ pub use installer::FlowInstaller;
 pub use inventory::{KernelItem, KernelItemKind};
 pub use listener::Listener;
 pub use merger::{Merger, MergerInput};
+pub use probe::NetworkProof;
+pub use prober::{ProbedTap, Prober};
 pub use reachability::{FirstFrames, Watch};

@@ -92,3 +92,9 @@ pub const FAILED_FLOWS: usize = 256;
 
 /// Longest text about a tracked connection, in bytes.
 pub const FLOW_TEXT_BYTES: usize = 255;
+
+/// Most VLANs of one network card that are probed.
+pub const PROBED_VLANS: usize = 32;
+
+/// Most gateways of one network card that are asked.
+pub const PROBED_GATEWAYS: usize = 16;

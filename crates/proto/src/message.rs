@@ -7,7 +7,7 @@ mod registry;
 use serde::{Deserialize, Serialize};
 
 pub use finding::{Finding, Severity};
-pub use network::{CardClaims, CardFrames, ClaimedAddress, FailedFlow};
+pub use network::{CardClaims, CardFrames, ClaimedAddress, FailedFlow, NetworkProbe, ProbedCard};
 pub use registry::{Offer, Ownership, RegistryReply, RegistryRequest};
 
 use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
@@ -399,6 +399,9 @@ pub struct Proposal {
     /// True if pages may arrive after the guest (post-copy); every generation then has a page stream, too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub post_copy: bool,
+    /// Probe of the guest's networks, if they are to be checked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub probe: Option<NetworkProbe>,
 }
 
 /// A disk that the guest writes to.

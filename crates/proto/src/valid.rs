@@ -7,8 +7,8 @@ use crate::awaited::ENTRY_BYTES;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, CardClaims, CardFrames, Message, NamedRun, Ownership, Proposal, ProposedDisk, RamBlock,
-    RegistryReply, RegistryRequest, Verdict,
+    Acceptance, CardClaims, CardFrames, Message, NamedRun, NetworkProbe, Ownership, ProbedCard, Proposal,
+    ProposedDisk, RamBlock, RegistryReply, RegistryRequest, Verdict,
 };
 
 /// Number of digits of a chunk's hash (XXH3, 64 bits).
@@ -254,7 +254,25 @@ impl Proposal {
                 return Err(Invalid::DuplicateDisk(disk.name.clone()));
             }
         }
-        Ok(())
+        self.probe.as_ref().map_or(Ok(()), NetworkProbe::validate)
+    }
+}
+
+impl NetworkProbe {
+    /// Checks the cards' texts and lists. Numbers of VLANs are only compared.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        at_most("probed network cards", self.cards.len(), limits::NETWORK_CARDS)?;
+        self.cards.iter().try_for_each(ProbedCard::validate)
+    }
+}
+
+impl ProbedCard {
+    fn validate(&self) -> Result<(), Invalid> {
+        text("a MAC address", &self.mac, limits::NAME_BYTES)?;
+        text("an interface", &self.interface, limits::NAME_BYTES)?;
+        text("a bridge", &self.bridge, limits::NAME_BYTES)?;
+        at_most("probed VLANs", self.tagged.len(), limits::PROBED_VLANS)?;
+        at_most("gateways", self.gateways.len(), limits::PROBED_GATEWAYS)
     }
 }
 

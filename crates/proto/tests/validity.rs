@@ -1,7 +1,8 @@
 //! Contents that messages must not have.
 
 use proto::message::{
-    CardClaims, CardFrames, ClaimedAddress, DiskMode, FailedFlow, Message, Proposal, ProposedDisk, RamBlock,
+    CardClaims, CardFrames, ClaimedAddress, DiskMode, FailedFlow, Message, NetworkProbe, ProbedCard,
+    Proposal, ProposedDisk, RamBlock,
 };
 use proto::{Epoch, Generation, Incarnation, Invalid, limits};
 use whimbrel_proto as proto;
@@ -25,6 +26,7 @@ fn proposal() -> Proposal {
         disks: Vec::new(),
         delta_seed: None,
         post_copy: false,
+        probe: None,
     }
 }
 
@@ -33,6 +35,38 @@ fn changed(change: impl FnOnce(&mut Proposal)) -> Result<(), Invalid> {
     let mut proposal = proposal();
     change(&mut proposal);
     Message::Propose(Box::new(proposal)).validate()
+}
+
+#[test]
+fn probes() {
+    let card = ProbedCard {
+        mac: "52:54:00:12:34:56".into(),
+        interface: "tap0".into(),
+        bridge: "br0".into(),
+        vlan: None,
+        tagged: vec![5; limits::PROBED_VLANS],
+        gateways: vec![[10, 0, 0, 1].into(); limits::PROBED_GATEWAYS],
+    };
+    let probed = |cards: Vec<ProbedCard>| {
+        changed(|proposal| proposal.probe = Some(NetworkProbe { nonce: 1, required: false, cards }))
+    };
+    let with = |change: fn(&mut ProbedCard)| {
+        let mut card = card.clone();
+        change(&mut card);
+        probed(vec![card])
+    };
+    assert_eq!(probed(vec![card.clone(); limits::NETWORK_CARDS]), Ok(()));
+    let many = probed(vec![card.clone(); limits::NETWORK_CARDS + 1]);
+    assert!(matches!(many, Err(Invalid::TooMany { field: "probed network cards", .. })));
+    assert!(matches!(with(|card| card.tagged.push(6)), Err(Invalid::TooMany { .. })));
+    assert!(matches!(with(|card| card.gateways.push([10, 0, 0, 2].into())), Err(Invalid::TooMany { .. })));
+    for texts in [
+        with(|card| card.mac.clear()),
+        with(|card| card.interface.push('\n')),
+        with(|card| card.bridge.clear()),
+    ] {
+        assert!(matches!(texts, Err(Invalid::Text { .. })));
+    }
 }
 
 #[test]

@@ -30,6 +30,8 @@ struct Offer {
     findings: Vec<Finding>,
     qemu_version: String,
     ram_kind: String,
+    /// Sends frames to the destination's networks, until the proposal is answered.
+    prober: Option<preflight::Prober>,
 }
 
 impl Daemon {
@@ -125,7 +127,7 @@ impl Daemon {
         report.ram_blocks.clone_from(&proposal.ram);
         let mut vm = offer.vm;
         report.run_state_before = vm.run_state().unwrap_or_default();
-        let controls = Arc::new(Controls::new(goals, report, requested));
+        let controls = Arc::new(Controls::new(goals, report, requested).with_prober(offer.prober));
         let id = terms.migration.clone();
         self.start_source_driver(terms, vm, proposal, controls)?;
         self.status(&id)
@@ -307,6 +309,8 @@ impl Daemon {
             context.config.qemu.allow_options.iter().chain(&request.allow_options).cloned().collect();
         let surveyed = preflight::source(&mut vm, &allowed)
             .map_err(|error| Problem::caused_by(ProblemKind::Unavailable, &error, vms::advice(&record.vm)))?;
+        let probe =
+            preflight::begin_probe(&mut vm, Goals::new(request, &context.config).settings.network_check);
         let mut disks = preflight::proposed_disks(&surveyed.disks, request)?;
         preflight::measure(&surveyed.disks, &mut disks, &context.config.run_dir);
         let proposal = Proposal {
@@ -323,13 +327,16 @@ impl Daemon {
             disks,
             delta_seed: None,
             post_copy: false,
+            probe: probe.proposed,
         };
+        let findings = surveyed.findings.into_iter().chain(probe.findings).collect();
         Ok(Offer {
             ram_kind: vm.ram_kind(),
             qemu_version: surveyed.qemu_version,
-            findings: surveyed.findings,
+            findings,
             vm,
             proposal,
+            prober: probe.prober,
         })
     }
 }

@@ -97,6 +97,7 @@ impl Daemon {
                 disks: Vec::new(),
                 delta_seed: None,
                 post_copy: false,
+                probe: None,
             });
         let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
         let (context, id) = (Arc::clone(&self.context), record.id().clone());

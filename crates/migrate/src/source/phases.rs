@@ -235,7 +235,9 @@ impl SourceDriver {
             .ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
         self.send_message(&Message::Propose(Box::new(proposal)))?;
         let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
-        match self.receive_message(Instant::now() + patience)? {
+        let answer = self.receive_message(Instant::now() + patience);
+        self.controls.end_probe();
+        match answer? {
             Message::Accept(acceptance) => self.take_acceptance(acceptance),
             Message::Reject { findings, largest_epoch } => {
                 if let Some(largest) = largest_epoch {

@@ -49,3 +49,36 @@ pub struct FailedFlow {
     /// Reason.
     pub reason: String,
 }
+
+/// Probe of the guest's networks: the source sends frames with this number from the guest's taps until the proposal is
+/// answered, and the destination looks for them at the taps of its QEMU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkProbe {
+    /// Number of this probe, which the frames bear.
+    pub nonce: u64,
+    /// True if the VM is to be rejected where a network is not proven.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub required: bool,
+    /// The guest's network cards whose taps are in bridges.
+    pub cards: Vec<ProbedCard>,
+}
+
+/// A network card of the guest, and the place of its tap at the source.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProbedCard {
+    /// MAC address of the card, as `52:54:00:12:34:56`.
+    pub mac: String,
+    /// The tap.
+    pub interface: String,
+    /// The tap's bridge.
+    pub bridge: String,
+    /// VLAN of the bridge in which frames without a tag are; absent if the bridge knows no VLANs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vlan: Option<u16>,
+    /// VLANs in which frames with a tag are sent, too.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tagged: Vec<u16>,
+    /// Gateways that answer at the source.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gateways: Vec<IpAddr>,
+}

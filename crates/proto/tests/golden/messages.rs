@@ -4,8 +4,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use proto::message::{
     Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, FailedFlow, Finding, Hello,
-    Message, NamedRun, Offer, Ownership, PageRequest, Proposal, ProposedDisk, Purpose, RamBlock,
-    RegistryReply, RegistryRequest, Severity, Verdict, Welcome,
+    Message, NamedRun, NetworkProbe, Offer, Ownership, PageRequest, ProbedCard, Proposal, ProposedDisk,
+    Purpose, RamBlock, RegistryReply, RegistryRequest, Severity, Verdict, Welcome,
 };
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;
@@ -82,6 +82,7 @@ fn proposal() -> Proposal {
         disks: Vec::new(),
         delta_seed: None,
         post_copy: false,
+        probe: None,
     }
 }
 
@@ -126,6 +127,18 @@ pub(crate) fn messages() -> Vec<Message> {
         }],
         delta_seed: Some(u64::MAX),
         post_copy: true,
+        probe: Some(NetworkProbe {
+            nonce: u64::MAX,
+            required: true,
+            cards: vec![ProbedCard {
+                mac: "52:54:00:12:34:56".into(),
+                interface: "tap0".into(),
+                bridge: "br0".into(),
+                vlan: Some(5),
+                tagged: vec![6],
+                gateways: vec!["10.0.0.254".parse().unwrap()],
+            }],
+        }),
         ..proposal()
     };
     let committed = Verdict::Committed { incarnation: incarnation(), run: false };

@@ -1,0 +1,153 @@
+//! The two ends of a [probe](crate::probe): frames from the taps of a guest that runs, and a look for them at the taps
+//! of the QEMU that waits for it.
+
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use tracee::PacketSocket;
+use tracing::debug;
+
+use crate::announcer::{Card, send};
+use crate::ethernet::{Frame, Mac};
+use crate::probe::{NetworkProof, Side, frame, question, station};
+use crate::{filter, ports};
+
+/// Pause between the frames of the source, of which any may be lost.
+const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// Time after which the source ends by itself.
+const LONGEST: Duration = Duration::from_mins(2);
+/// Pause between two questions for the same gateway.
+const QUESTION_PAUSE: Duration = Duration::from_millis(200);
+
+/// Sends the frames of a probe in a thread, until it is dropped.
+#[derive(Debug)]
+pub struct Prober {
+    end: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Prober {
+    /// Begins to send from the taps of these cards, each without a tag and in each of its VLANs.
+    pub fn start(nonce: u64, cards: Vec<(Card, Vec<u16>)>) -> io::Result<Self> {
+        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let until = Arc::clone(&end);
+        let thread =
+            thread::Builder::new().name("probe".to_owned()).spawn(move || repeat(nonce, &cards, &until))?;
+        Ok(Self { end, thread: Some(thread) })
+    }
+}
+
+impl Drop for Prober {
+    fn drop(&mut self) {
+        // The counter of a new descriptor has room.
+        let _ = rustix::io::write(&*self.end, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}
+
+fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], end: &OwnedFd) {
+    let deadline = Instant::now() + LONGEST;
+    loop {
+        for (number, (card, vlans)) in cards.iter().enumerate() {
+            let from = station(nonce, number, Side::Source);
+            for vlan in vlans.iter().copied().map(Some).chain([None]) {
+                if let Err(error) = send(&card.taps, &frame(nonce, card.mac, from, vlan)) {
+                    debug!(mac = %card.mac, %error, "a frame of the probe was not sent");
+                }
+            }
+        }
+        let is_ended =
+            poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&PAUSE)).is_ok_and(|ready| ready > 0);
+        if is_ended || Instant::now() > deadline {
+            break;
+        }
+    }
+    for (number, (card, _)) in cards.iter().enumerate() {
+        forget(card, station(nonce, number, Side::Source));
+    }
+}
+
+/// Makes the bridge of this host forget the station of a probe; it would do so by itself after some minutes.
+fn forget(card: &Card, station: Mac) {
+    let forgotten = card.interface().map(|interface| ports::forget(interface, station));
+    if let Some(Err(error)) = forgotten {
+        debug!(mac = %card.mac, %error, "the bridge does not know the station of the probe");
+    }
+}
+
+/// A card of a QEMU that waits for its guest, and what is expected at its tap.
+#[derive(Debug)]
+pub struct ProbedTap<'a> {
+    /// The card.
+    pub card: &'a Card,
+    /// VLANs in which the source sends, beside frames without a tag.
+    pub vlans: &'a [u16],
+    /// Gateways that are to answer.
+    pub gateways: &'a [IpAddr],
+}
+
+/// Looks for the frames of a probe at the taps of a QEMU that waits for its guest, and asks the gateways, until nothing
+/// remains to be proven, at most `patience`. The taps are in the network namespace of this thread. Returns a proof for
+/// each card.
+///
+/// # Errors
+/// If the taps cannot be observed.
+pub fn prove(nonce: u64, taps: &[ProbedTap<'_>], patience: Duration) -> io::Result<Vec<NetworkProof>> {
+    let deadline = Instant::now() + patience;
+    let mut sockets = Vec::new();
+    for tap in taps {
+        let interface = tap.card.interface().ok_or(io::ErrorKind::NotFound)?;
+        sockets.push(PacketSocket::listen(interface, &filter::probe())?);
+    }
+    let proof = |tap: &ProbedTap<'_>| NetworkProof::new(nonce, tap.card.mac, tap.vlans, tap.gateways);
+    let mut proofs: Vec<_> = taps.iter().map(proof).collect();
+    let mut asked = None;
+    while !proofs.iter().all(NetworkProof::is_complete) && Instant::now() < deadline {
+        if asked.is_none_or(|asked: Instant| asked.elapsed() >= QUESTION_PAUSE) {
+            asked = Some(Instant::now());
+            for (number, (tap, proof)) in taps.iter().zip(&proofs).enumerate() {
+                ask(tap.card, proof, station(nonce, number, Side::Destination));
+            }
+        }
+        let mut waits: Vec<_> = sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+        // After an error the deadline ends this all the same.
+        let _ = poll(&mut waits, Some(&PAUSE));
+        for (socket, proof) in sockets.iter().zip(&mut proofs) {
+            read(socket, proof)?;
+        }
+    }
+    for (number, tap) in taps.iter().enumerate().filter(|(_, tap)| !tap.gateways.is_empty()) {
+        forget(tap.card, station(nonce, number, Side::Destination));
+    }
+    Ok(proofs)
+}
+
+/// Asks the gateways that have not answered.
+fn ask(card: &Card, proof: &NetworkProof, from: Mac) {
+    for gateway in proof.silent() {
+        if let Err(error) = send(&card.taps, &question(gateway, from)) {
+            debug!(mac = %card.mac, %gateway, %error, "a gateway was not asked");
+        }
+    }
+}
+
+/// Reads the frames that have passed towards the guest.
+fn read(socket: &PacketSocket, proof: &mut NetworkProof) -> io::Result<()> {
+    let mut buffer = [0; filter::FRAME_BYTES];
+    while let Some(received) = socket.receive(&mut buffer)? {
+        let bytes = buffer.get(..received.bytes).unwrap_or(&buffer);
+        if received.is_outgoing
+            && let Some(frame) = Frame::parse(bytes, received.vlan)
+        {
+            proof.observe(&frame);
+        }
+    }
+    Ok(())
+}

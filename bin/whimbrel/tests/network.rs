@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use common::faults::HeldAgent;
 use common::{Agent, Cluster, DEADLINE, Device, GuestSpec, Load, Setup, until};
+use lab::lab::VM_BRIDGE;
 use lab::{Boot, Host, Net, vm_address};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, ipproto};
 use serde_json::{Value, json};
@@ -428,4 +429,23 @@ fn thousands_of_tracked_connections_follow_the_guest() {
         report["downtime"],
         events(&report, "connections-late")
     );
+}
+
+/// The destination may have announced it there, and an agent that was restarted does not know if it has.
+#[test]
+fn a_guest_that_stays_is_announced_here_again() {
+    let mut cluster = Cluster::new();
+    let _guest = answering_guest(&cluster);
+    let mac = Net::new(1).mac;
+    let mut migration = cluster.migrate_slowly(VM, "2M");
+    cluster.wait_for_sent(1 << 20);
+    cluster.a.kill();
+    migration.wait().unwrap();
+    let entry = ["bridge", "fdb", "replace", &mac, "dev", "b", "master", "dynamic"];
+    cluster.lab.router.run(&entry).unwrap();
+    cluster.a.start();
+    let ports = || cluster.lab.router.run(&["bridge", "fdb", "show", "br", VM_BRIDGE]).unwrap();
+    until("the switch knows its place", || ports().contains(&format!("{mac} dev a ")));
+    cluster.a.wait_settled();
+    cluster.assert_guest_whole("a", VM);
 }

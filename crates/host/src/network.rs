@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::io;
+use std::thread;
 
-use net::Mac;
 use net::announcer::Card;
+use net::{Announcer, Mac, announcement};
 use qemu::nics::{Nic, NicTap};
 use qemu::qmp::{Qmp, QmpError};
 use tracee::{Process, ProcessError, Tap};
@@ -76,6 +77,20 @@ pub fn interfaces<'a>(
     }
     let named = |card: &Card| Some((card.interface()?.to_owned(), card.mac));
     Ok(cards.into_iter().filter_map(named).collect())
+}
+
+/// Repeats an announcement, in a thread, for as long as the guest is here: a QEMU that is held or has ended has passed it
+/// on.
+pub fn repeat_announcement(announcer: Announcer, process: Process) -> io::Result<()> {
+    let repeat = move || {
+        for pause in announcement::PAUSES {
+            thread::sleep(pause);
+            if process.status().is_ok_and(|status| !matches!(status.state, 'T' | 'Z' | 'X')) {
+                announcer.announce();
+            }
+        }
+    };
+    thread::Builder::new().name("announce".to_owned()).spawn(repeat).map(drop)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use tracing::{debug, warn};
 
 use crate::announcement;
 use crate::claims::Claim;
-use crate::ethernet::Mac;
+use crate::ethernet::{Mac, position_of_card};
 
 /// A guest's network card, and the taps behind it: one for each of its queues.
 #[derive(Debug)]
@@ -37,9 +37,12 @@ impl Announcer {
         Self { cards: cards.into_iter().map(|card| (card, Vec::new())).collect() }
     }
 
-    /// Sets the addresses that the guest has claimed on the card with this MAC address.
+    /// Sets the addresses that the guest has claimed on the card that the other host names by this MAC address, which is
+    /// the card's present one.
     pub fn set_claims(&mut self, mac: Mac, claims: &[Claim]) {
-        for (_, known) in self.cards.iter_mut().filter(|(card, _)| card.mac == mac) {
+        let place = position_of_card(self.cards().map(|card| card.mac), mac);
+        if let Some((card, known)) = place.and_then(|place| self.cards.get_mut(place)) {
+            card.mac = mac;
             *known = claims.to_vec();
         }
     }

@@ -6,10 +6,11 @@
 //! their descriptors.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tracee::{PacketSocket, Tap, VIRTIO_HEADER_BYTES};
 
-use crate::ethernet::{HEADER_BYTES, Mac};
+use crate::ethernet::{HEADER_BYTES, Mac, position_of_card};
 use crate::held::HeldFrame;
 use crate::netlink::{ACKNOWLEDGE, CREATE, EXCLUSIVE, Requests, Socket};
 
@@ -27,7 +28,7 @@ pub(crate) const TABLE_START: &str = "whimbrel-";
 /// Frames that wait in one of our own taps.
 const OWN_QUEUE: u32 = 10_000;
 
-/// Largest frame that is not divided into segments yet, with its header.
+/// Largest frame, with its header.
 const FRAME_BYTES: usize = VIRTIO_HEADER_BYTES + (64 << 10) + 256;
 
 /// Numbers of `linux/netfilter/nf_tables.h`, `linux/if_link.h` and their like.
@@ -69,6 +70,8 @@ pub struct Diversion {
     table: String,
     netfilter: Socket,
     cards: Vec<Diverted>,
+    /// True if the rules are gone.
+    is_stopped: AtomicBool,
 }
 
 impl Diversion {
@@ -92,7 +95,7 @@ impl Diversion {
         let table = format!("{TABLE_START}{name}");
         let netfilter = Socket::netfilter()?;
         netfilter.confirm(divert(&table, &rules))?;
-        Ok(Self { table, netfilter, cards: diverted })
+        Ok(Self { table, netfilter, cards: diverted, is_stopped: AtomicBool::new(false) })
     }
 
     /// Takes the frames that were diverted since the last call, without those of the guest itself, which switches flood
@@ -126,16 +129,19 @@ impl Diversion {
     /// Sends a frame to the guest, past the rules.
     ///
     /// # Errors
-    /// `ENOBUFS` if the guest's tap is full.
+    /// `ENOBUFS` if the guest's tap is full; others if this frame cannot be sent.
     pub fn send(&self, frame: &HeldFrame) -> io::Result<()> {
-        let mut cards = self.cards.iter();
-        let card = cards.find(|card| card.mac == frame.card).ok_or(io::ErrorKind::NotFound)?;
+        let place = position_of_card(self.cards.iter().map(|card| card.mac), frame.card);
+        let card = place.and_then(|place| self.cards.get(place)).ok_or(io::ErrorKind::NotFound)?;
         card.sender.send(frame.sendable_header(), &frame.frame)
     }
 
     /// Removes the rules: from now on frames go to the guest by themselves. Those that were diverted before remain in our
-    /// taps.
+    /// taps. A second call has no effect.
     pub fn stop(&self) -> io::Result<()> {
+        if self.is_stopped.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
         let mut requests = Requests::default();
         begin_batch(&mut requests);
         requests.request(abi::DELETE_TABLE, ACKNOWLEDGE, &nfgen(abi::FAMILY_NETDEV, 0)).text(1, &self.table);

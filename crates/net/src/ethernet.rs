@@ -36,6 +36,14 @@ impl fmt::Display for Mac {
     }
 }
 
+/// Returns the position of the card that another host names by this MAC address. A guest may have changed it: the QEMU
+/// that runs it prints the present one, and a QEMU that was just started the original one. If there is one card only, it
+/// is meant all the same.
+pub fn position_of_card(cards: impl IntoIterator<Item = Mac>, named: Mac) -> Option<usize> {
+    let cards: Vec<_> = cards.into_iter().collect();
+    cards.iter().position(|card| *card == named).or((cards.len() == 1).then_some(0))
+}
+
 /// Error: a text is not a MAC address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a MAC address")]
@@ -142,6 +150,14 @@ mod tests {
     fn short_frames_are_none() {
         let bytes = compose(Mac::BROADCAST, GUEST, Some(3), ARP, &[]);
         assert!((0..HEADER_BYTES + TAG_BYTES).all(|len| Frame::parse(&bytes[..len], None).is_none()));
+    }
+
+    #[test]
+    fn an_only_card_is_meant_by_any_address() {
+        let other = Mac([0x52, 0x54, 0, 0, 0, 2]);
+        assert_eq!(position_of_card([GUEST, other], other), Some(1));
+        assert_eq!(position_of_card([GUEST, other], Mac([2; 6])), None);
+        assert_eq!((position_of_card([GUEST], Mac([2; 6])), position_of_card([], GUEST)), (Some(0), None));
     }
 
     #[test]

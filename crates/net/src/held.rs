@@ -18,7 +18,7 @@ const NEEDS_CHECKSUM: u8 = 1;
 pub struct HeldFrame {
     /// MAC address of the guest's card.
     pub card: Mac,
-    /// Work that the kernel left to the device: checksum, segments (`struct virtio_net_hdr`).
+    /// Work that the kernel left to the device: the checksum (`struct virtio_net_hdr`).
     pub header: [u8; VIRTIO_HEADER_BYTES],
     /// The frame.
     pub frame: Vec<u8>,
@@ -76,8 +76,9 @@ const QUIET: Duration = Duration::from_millis(3);
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Longest wait of direct frames for those of the source.
 const MOST: Duration = Duration::from_millis(100);
-/// Longest wait for a guest that does not read its frames: its user may have paused it.
-const OVERDUE: Duration = Duration::from_secs(1);
+
+/// Most bytes of frames that one queue keeps. Beyond that frames are lost, like those that a full queue drops.
+pub(crate) const MOST_BYTES: usize = 64 << 20;
 
 /// Order of the frames at the destination: those of the source first, then those that arrived here directly.
 #[derive(Debug)]
@@ -87,14 +88,23 @@ pub struct Order {
     /// Time of the source's last frame.
     last: Instant,
     direct: Vec<HeldFrame>,
+    direct_bytes: usize,
     /// Frames for many stations that the source sent: the same ones came here directly.
     for_many: HashSet<Vec<u8>>,
+    for_many_bytes: usize,
 }
 
 impl Order {
     /// Creates the order for a guest that is announced at this time.
     pub fn new(now: Instant) -> Self {
-        Self { ran: None, last: now, direct: Vec::new(), for_many: HashSet::new() }
+        Self {
+            ran: None,
+            last: now,
+            direct: Vec::new(),
+            direct_bytes: 0,
+            for_many: HashSet::new(),
+            for_many_bytes: 0,
+        }
     }
 
     /// Records that the guest runs.
@@ -110,31 +120,38 @@ impl Order {
     /// Learns of a frame of the source, which the guest gets at once.
     pub fn from_source(&mut self, now: Instant, frame: &HeldFrame) {
         self.last = now;
-        if frame.is_for_many() {
-            self.for_many.insert(frame.frame.clone());
+        if frame.is_for_many()
+            && self.for_many_bytes + frame.frame.len() <= MOST_BYTES
+            && self.for_many.insert(frame.frame.clone())
+        {
+            self.for_many_bytes += frame.frame.len();
         }
     }
 
-    /// Keeps a frame that came here directly.
+    /// Keeps a frame that came here directly, if there is room.
     pub fn direct(&mut self, frame: HeldFrame) {
-        self.direct.push(frame);
+        if self.direct_bytes + frame.encoded_bytes() <= MOST_BYTES {
+            self.direct_bytes += frame.encoded_bytes();
+            self.direct.push(frame);
+        }
+    }
+
+    /// Returns the time at which the direct frames are to be delivered, unless the source sends more until then; none if
+    /// the guest does not run yet.
+    pub fn due_at(&self) -> Option<Instant> {
+        let ran = self.ran?;
+        let quiet = if self.direct.is_empty() { PATIENCE } else { QUIET };
+        Some((self.last + quiet).min(ran + MOST))
     }
 
     /// Returns true if the direct frames are to be delivered.
     pub fn is_due(&self, now: Instant) -> bool {
-        let Some(ran) = self.ran else { return false };
-        let quiet = now.duration_since(self.last);
-        let is_quiet = quiet >= QUIET && !self.direct.is_empty() || quiet >= PATIENCE;
-        is_quiet || now.duration_since(ran) >= MOST
-    }
-
-    /// Returns true if the guest reads no frames.
-    pub fn is_overdue(&self, now: Instant) -> bool {
-        self.ran.is_some_and(|ran| now.duration_since(ran) >= OVERDUE)
+        self.due_at().is_some_and(|due| now >= due)
     }
 
     /// Takes the direct frames, without those that the source sent, too.
     pub fn take_direct(&mut self) -> Vec<HeldFrame> {
+        self.direct_bytes = 0;
         let mut direct = std::mem::take(&mut self.direct);
         direct.retain(|frame| !self.for_many.contains(&frame.frame));
         direct
@@ -210,6 +227,22 @@ mod tests {
         }
         // Two equal frames for the guest alone are two frames.
         assert_eq!(order.take_direct(), [frame(0xff, 3), frame(0, 2)]);
+    }
+
+    /// An agent that cannot go on would keep them until the host has no memory.
+    #[test]
+    fn no_more_is_kept_than_there_is_room_for() {
+        let mut order = Order::new(Instant::now());
+        let large = |first| HeldFrame { frame: vec![first; MOST_BYTES / 4], ..frame(0, 1) };
+        for number in 0..9 {
+            order.direct(large(0));
+            order.from_source(Instant::now(), &large(2 * number + 1));
+        }
+        assert_eq!((order.direct.len(), order.for_many.len()), (3, 4));
+        order.direct(frame(0, 1));
+        assert_eq!(order.take_direct().len(), 4);
+        order.direct(large(0));
+        assert_eq!(order.take_direct().len(), 1, "there is room again");
     }
 
     proptest! {

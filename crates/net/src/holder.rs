@@ -2,18 +2,15 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use tracing::warn;
+use tracing::{debug, warn};
 
 use crate::divert::Diversion;
-use crate::held::HeldFrame;
-
-/// Most bytes that are kept. Beyond that frames are lost, like those that a full queue drops.
-pub(crate) const MOST_BYTES: usize = 64 << 20;
+use crate::held::{HeldFrame, MOST_BYTES};
 
 /// Longest wait for room in the tap of a guest that runs.
 const ROOM_PATIENCE: Duration = Duration::from_secs(1);
@@ -35,10 +32,13 @@ pub struct Holder {
 struct Kept {
     frames: Vec<HeldFrame>,
     bytes: usize,
+    /// Number of frames that were passed on.
+    passed_on: usize,
 }
 
 impl Holder {
-    /// Begins to hold, and passes the frames to `send` as they arrive; it returns false if it can send no more.
+    /// Begins to hold, and passes the frames to `send` as they arrive; it returns false if it can send no more. If that
+    /// fails, frames go to the guest by themselves again.
     pub fn start(
         diversion: Diversion,
         mut send: impl FnMut(&[HeldFrame]) -> bool + Send + 'static,
@@ -49,25 +49,31 @@ impl Holder {
         let hold = move || {
             if let Err(error) = hold(&from, &into, &until, &mut send) {
                 warn!(%error, "frames for the guest are not held any more");
+                drop(from.stop());
             }
         };
         let thread = Some(thread::Builder::new().name("hold".to_owned()).spawn(hold)?);
         Ok(Self { diversion, kept, end, thread })
     }
 
-    /// Returns the number of frames that were held so far.
+    /// Returns the number of frames that are kept.
     pub fn count(&self) -> usize {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).frames.len()
+        lock(&self.kept).frames.len()
+    }
+
+    /// Returns the number of frames that were passed on.
+    pub fn passed_on(&self) -> usize {
+        lock(&self.kept).passed_on
     }
 
     /// Ends the hold of a guest that runs here again: delivers all frames in their order, and then those that arrived in
-    /// between. Returns their number.
+    /// between. Returns the number of those that the guest got.
     pub fn deliver_back(mut self) -> io::Result<usize> {
         self.end();
-        let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
-        let mut count = deliver(&self.diversion, &kept.frames)?;
+        let kept = std::mem::take(&mut *lock(&self.kept));
+        let mut count = deliver(&self.diversion, &kept.frames);
         // Frames that arrive now follow those that were held: the rules go only when ours have been read.
-        count += deliver(&self.diversion, &self.diversion.take()?)?;
+        count += deliver(&self.diversion, &self.diversion.take()?);
         self.diversion.stop()?;
         loop {
             thread::sleep(UNDER_WAY);
@@ -75,7 +81,7 @@ impl Holder {
             if late.is_empty() {
                 return Ok(count);
             }
-            count += deliver(&self.diversion, &late)?;
+            count += deliver(&self.diversion, &late);
         }
     }
 
@@ -111,7 +117,8 @@ fn hold(
         let is_ended = waits.last().is_some_and(|end| !end.revents().is_empty());
         let frames = diversion.take()?;
         can_send = can_send && (frames.is_empty() || send(&frames));
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(kept);
+        kept.passed_on += if can_send { frames.len() } else { 0 };
         for frame in frames {
             if kept.bytes + frame.encoded_bytes() <= MOST_BYTES {
                 kept.bytes += frame.encoded_bytes();
@@ -124,18 +131,29 @@ fn hold(
     }
 }
 
-/// Sends frames to a guest that runs, and waits for room in its tap. Returns their number.
-pub(crate) fn deliver(diversion: &Diversion, frames: &[HeldFrame]) -> io::Result<usize> {
+fn lock(kept: &Mutex<Kept>) -> MutexGuard<'_, Kept> {
+    kept.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Sends frames to a guest that runs, and waits for room in its tap. Frames that cannot be sent are lost, and those for
+/// which a guest that reads nothing has no room. Returns the number of the others.
+fn deliver(diversion: &Diversion, frames: &[HeldFrame]) -> usize {
+    let (mut sent, mut until) = (0, Instant::now() + ROOM_PATIENCE);
     for frame in frames {
-        let until = Instant::now() + ROOM_PATIENCE;
-        while let Err(error) = diversion.send(frame) {
-            if !is_full(&error) || Instant::now() > until {
-                return Err(error);
-            }
+        let mut result = diversion.send(frame);
+        while result.as_ref().is_err_and(is_full) && Instant::now() < until {
             thread::sleep(ROOM_PAUSE);
+            result = diversion.send(frame);
+        }
+        match result {
+            Ok(()) => {
+                sent += 1;
+                until = Instant::now() + ROOM_PATIENCE;
+            }
+            Err(error) => debug!(%error, "a frame for the guest is lost"),
         }
     }
-    Ok(frames.len())
+    sent
 }
 
 /// Returns true if the guest's tap has no room at the moment.

@@ -9,18 +9,21 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tracing::{debug, warn};
 
 use crate::divert::Diversion;
 use crate::ethernet::Mac;
-use crate::held::{HeldFrame, Order};
-use crate::holder::{MOST_BYTES, UNDER_WAY, deliver, is_full};
+use crate::held::{HeldFrame, MOST_BYTES, Order};
+use crate::holder::{UNDER_WAY, is_full};
 
-/// Interval of the checks while frames are kept.
-const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000 };
+/// Longest wait for room in the tap of a guest that runs, since it had some: the guest's user may have paused it.
+const OVERDUE: Duration = Duration::from_secs(1);
+
+/// Pause before a full tap is tried again.
+const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
 /// Merges the frames for one guest, in a thread. Dropping it before the guest runs ends the diversion.
 #[derive(Debug)]
@@ -40,10 +43,14 @@ struct Shared {
 #[derive(Debug)]
 struct State {
     phase: Phase,
-    /// Frames of the source that the guest's tap cannot have yet.
+    /// True while the thread delivers what waits.
+    is_merging: bool,
+    /// Frames that the guest is to get, in this order, as far as its tap cannot have them yet.
     waiting: VecDeque<HeldFrame>,
     waiting_bytes: usize,
-    /// Frames of the source that the guest got.
+    /// Time at which the guest's tap had room for the last time, or at which the guest began to run.
+    had_room: Instant,
+    /// Frames that the guest got.
     delivered: usize,
 }
 
@@ -53,6 +60,8 @@ enum Phase {
     Discarding,
     /// Frames that arrive here directly are kept.
     Keeping(Order),
+    /// Frames that arrive here directly follow those that wait; the rules go when nothing waits, or at this time.
+    Following(Instant),
     /// Frames go to the guest by themselves.
     Released,
     /// The guest does not arrive.
@@ -62,8 +71,14 @@ enum Phase {
 impl Merger {
     /// Begins to discard diverted frames.
     pub fn start(diversion: Diversion) -> io::Result<Self> {
-        let state =
-            State { phase: Phase::Discarding, waiting: VecDeque::new(), waiting_bytes: 0, delivered: 0 };
+        let state = State {
+            phase: Phase::Discarding,
+            is_merging: true,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            had_room: Instant::now(),
+            delivered: 0,
+        };
         let wake = eventfd(0, EventfdFlags::CLOEXEC)?;
         let shared = Arc::new(Shared { diversion, state: Mutex::new(state), wake });
         let merged = Arc::clone(&shared);
@@ -72,6 +87,7 @@ impl Merger {
                 warn!(%error, "frames for the guest are not held any more");
                 drop(merged.diversion.stop());
             }
+            merged.lock().thread_ends();
         };
         thread::Builder::new().name("merge".to_owned()).spawn(merge)?;
         Ok(Self(MergerInput(shared)))
@@ -93,31 +109,27 @@ impl Merger {
         let mut state = self.0.0.lock();
         if matches!(state.phase, Phase::Discarding) {
             self.0.0.diversion.take()?;
-            let now = Instant::now();
-            let mut order = Order::new(now);
-            state.waiting.iter().for_each(|frame| order.from_source(now, frame));
-            state.phase = Phase::Keeping(order);
-            state.flush(&self.0.0.diversion)?;
+            state.announced(Instant::now());
+            state.flush(&self.0.0.diversion);
         }
         Ok(())
     }
 
-    /// Records that the guest runs, or stays paused here. The diversion ends by itself from now on.
-    pub fn guest_runs(&self) {
-        if let Phase::Keeping(order) = &mut self.0.0.lock().phase {
-            order.runs(Instant::now());
+    /// Records that the guest runs, or stays paused here. The diversion ends by itself from now on, and this returns at
+    /// once.
+    pub fn guest_runs(self) {
+        let now = Instant::now();
+        let mut state = self.0.0.lock();
+        state.had_room = now;
+        if let Phase::Keeping(order) = &mut state.phase {
+            order.runs(now);
         }
-        self.0.0.wake();
     }
 }
 
 impl Drop for Merger {
     fn drop(&mut self) {
-        let mut state = self.0.0.lock();
-        if !state.is_left_to_itself() {
-            state.phase = Phase::Ended;
-        }
-        drop(state);
+        self.0.0.lock().end_unless_here();
         self.0.0.wake();
     }
 }
@@ -125,38 +137,95 @@ impl Drop for Merger {
 impl MergerInput {
     /// Delivers frames of the source, at once as far as the guest's tap has room for them. Until the guest is announced
     /// they wait: a QEMU whose network card is not loaded yet reads one frame, and loses it when the card is loaded.
-    pub fn deliver(&self, frames: Vec<HeldFrame>) -> io::Result<()> {
+    /// When the diversion has ended, this waits for room.
+    pub fn deliver(&self, frames: Vec<HeldFrame>) {
         let mut state = self.0.lock();
-        if let Phase::Keeping(order) = &mut state.phase {
-            for frame in &frames {
-                order.from_source(Instant::now(), frame);
-            }
-        }
-        state.wait(frames);
-        match state.phase {
-            Phase::Discarding | Phase::Ended => Ok(()),
-            Phase::Keeping(_) | Phase::Released => state.flush(&self.0.diversion),
+        state.from_source(frames, Instant::now());
+        state.flush(&self.0.diversion);
+        while !state.is_merging && matches!(state.phase, Phase::Released) && !state.waiting.is_empty() {
+            drop(state);
+            thread::sleep(ROOM_PAUSE);
+            state = self.0.lock();
+            state.flush(&self.0.diversion);
         }
     }
 
-    /// Returns the number of frames of the source that the guest got.
+    /// Returns the number of frames that the guest got, of the source and of those that arrived here directly.
     pub fn delivered(&self) -> usize {
         self.0.lock().delivered
     }
 }
 
 impl State {
-    /// Returns true if the guest is here, so that the diversion ends without further calls.
-    fn is_left_to_itself(&self) -> bool {
+    fn announced(&mut self, now: Instant) {
+        if !self.is_merging {
+            self.phase = Phase::Released;
+            return;
+        }
+        let mut order = Order::new(now);
+        self.waiting.iter().for_each(|frame| order.from_source(now, frame));
+        self.phase = Phase::Keeping(order);
+    }
+
+    /// Ends, unless the guest is here, so that the diversion ends without further calls.
+    fn end_unless_here(&mut self) {
+        if !self.is_here() {
+            self.phase = Phase::Ended;
+            self.clear();
+        }
+    }
+
+    /// Returns true if the guest is here to stay.
+    fn is_here(&self) -> bool {
         match &self.phase {
             Phase::Keeping(order) => order.is_running(),
-            Phase::Released => true,
+            Phase::Following(_) | Phase::Released => true,
             Phase::Discarding | Phase::Ended => false,
         }
     }
 
-    /// Appends frames of the source, as far as they may be kept.
-    fn wait(&mut self, frames: Vec<HeldFrame>) {
+    /// Records that nothing is diverted any more.
+    fn thread_ends(&mut self) {
+        self.is_merging = false;
+        // Cards that are not loaded yet get nothing either way.
+        if !matches!(self.phase, Phase::Discarding | Phase::Ended) {
+            self.phase = Phase::Released;
+        }
+    }
+
+    /// Takes frames of the source.
+    fn from_source(&mut self, frames: Vec<HeldFrame>, now: Instant) {
+        match &mut self.phase {
+            Phase::Ended => return,
+            Phase::Keeping(order) => frames.iter().for_each(|frame| order.from_source(now, frame)),
+            Phase::Discarding | Phase::Following(_) | Phase::Released => {}
+        }
+        self.wait(frames, now);
+    }
+
+    /// Takes frames that arrived here directly.
+    fn direct(&mut self, frames: Vec<HeldFrame>, now: Instant) {
+        match &mut self.phase {
+            Phase::Discarding | Phase::Ended => {}
+            Phase::Keeping(order) => {
+                frames.into_iter().for_each(|frame| order.direct(frame));
+                if order.is_due(now) {
+                    let direct = order.take_direct();
+                    let (from_source, count) = (self.delivered, direct.len());
+                    debug!(from_source, direct = count, "delivers the frames that arrived here directly");
+                    self.phase = Phase::Following(now + OVERDUE);
+                    self.wait(direct, now);
+                }
+            }
+            Phase::Following(_) | Phase::Released => self.wait(frames, now),
+        }
+    }
+
+    /// Appends frames, as far as they may be kept.
+    fn wait(&mut self, frames: Vec<HeldFrame>, now: Instant) {
+        if self.waiting.is_empty() {
+            self.had_room = now;
+        }
         for frame in frames {
             if self.waiting_bytes + frame.encoded_bytes() <= MOST_BYTES {
                 self.waiting_bytes += frame.encoded_bytes();
@@ -165,22 +234,51 @@ impl State {
         }
     }
 
-    /// Delivers the frames of the source as far as the guest's tap has room.
-    fn flush(&mut self, diversion: &Diversion) -> io::Result<()> {
+    /// Delivers the frames that wait, as far as the guest's tap has room. Frames that cannot be sent are lost, and all of
+    /// them if a guest that runs leaves no room for long.
+    fn flush(&mut self, diversion: &Diversion) {
+        if matches!(self.phase, Phase::Discarding) {
+            return;
+        }
         while let Some(frame) = self.waiting.pop_front() {
             match diversion.send(&frame) {
                 Ok(()) => {
-                    self.waiting_bytes -= frame.encoded_bytes();
                     self.delivered += 1;
+                    self.had_room = Instant::now();
                 }
                 Err(error) if is_full(&error) => {
                     self.waiting.push_front(frame);
                     break;
                 }
-                Err(error) => return Err(error),
+                Err(error) => debug!(%error, "a frame for the guest is lost"),
             }
+            self.waiting_bytes -= frame.encoded_bytes();
         }
-        Ok(())
+        if !self.waiting.is_empty() && self.is_here() && self.had_room.elapsed() >= OVERDUE {
+            debug!(frames = self.waiting.len(), "the guest does not read its frames; they are lost");
+            self.clear();
+        }
+    }
+
+    fn clear(&mut self) {
+        (self.waiting, self.waiting_bytes) = (VecDeque::new(), 0);
+    }
+
+    /// Returns the time at which the thread has to act without further events, if there is one.
+    fn acts_at(&self, now: Instant) -> Option<Instant> {
+        let due = match &self.phase {
+            Phase::Keeping(order) => order.due_at(),
+            Phase::Following(until) => Some(*until),
+            Phase::Discarding | Phase::Released | Phase::Ended => return None,
+        };
+        // Room in the guest's tap is no event. A guest that does not run makes none.
+        let room = (!self.waiting.is_empty() && self.is_here()).then(|| now + ROOM_PAUSE);
+        [due, room].into_iter().flatten().min()
+    }
+
+    /// Returns true if the rules are to go.
+    fn is_delivered(&self, now: Instant) -> bool {
+        matches!(self.phase, Phase::Following(until) if self.waiting.is_empty() || now >= until)
     }
 }
 
@@ -194,62 +292,60 @@ impl Shared {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
+    /// Merges until the rules are gone and nothing waits. Nothing sleeps while the state is locked.
     fn merge(&self) -> io::Result<()> {
         loop {
-            let timeout = matches!(self.lock().phase, Phase::Keeping(_)).then_some(&TICK);
-            let mut waits: Vec<_> =
-                self.diversion.taps().map(|tap| PollFd::new(tap, PollFlags::IN)).collect();
-            waits.push(PollFd::new(&self.wake, PollFlags::IN));
-            match poll(&mut waits, timeout) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-            if waits.last().is_some_and(|wake| !wake.revents().is_empty()) {
-                rustix::io::read(&self.wake, &mut [0; 8])?;
-            }
+            self.wait()?;
             let mut state = self.lock();
             if matches!(state.phase, Phase::Ended) {
+                drop(state);
                 return self.diversion.stop();
             }
             let direct = self.diversion.take()?;
-            if !matches!(state.phase, Phase::Keeping(_)) {
-                continue;
-            }
-            state.flush(&self.diversion)?;
-            let has_waiting = !state.waiting.is_empty();
-            let Phase::Keeping(order) = &mut state.phase else { continue };
-            for frame in direct {
-                order.direct(frame);
-            }
             let now = Instant::now();
-            if order.is_due(now) && !has_waiting || order.is_overdue(now) {
-                let direct = order.take_direct();
-                (state.waiting, state.waiting_bytes) = (VecDeque::new(), 0);
-                return self.release(state, &direct);
+            state.direct(direct, now);
+            state.flush(&self.diversion);
+            if state.is_delivered(now) {
+                drop(state);
+                return self.release();
             }
         }
     }
 
-    /// Delivers the direct frames, and ends the diversion.
-    fn release(&self, mut state: MutexGuard<'_, State>, direct: &[HeldFrame]) -> io::Result<()> {
-        let count = direct.len();
-        deliver(&self.diversion, direct)?;
+    /// Waits until frames arrive, or until it is time to act.
+    fn wait(&self) -> io::Result<()> {
+        let now = Instant::now();
+        let timeout = self.lock().acts_at(now).map(|at| at.saturating_duration_since(now));
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        let mut waits: Vec<_> = self.diversion.taps().map(|tap| PollFd::new(tap, PollFlags::IN)).collect();
+        waits.push(PollFd::new(&self.wake, PollFlags::IN));
+        match poll(&mut waits, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        if waits.last().is_some_and(|wake| !wake.revents().is_empty()) {
+            // Another thread may have woken this one again: there is nothing to learn from the number.
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        }
+        Ok(())
+    }
+
+    /// Ends the diversion, and delivers the frames that wait. Frames that were diverted before the rules went follow; those
+    /// that the guest gets by itself may overtake them.
+    fn release(&self) -> io::Result<()> {
         self.diversion.stop()?;
-        // Frames that were diverted before the rules went follow; those that the guest gets by itself may overtake them.
         loop {
             thread::sleep(UNDER_WAY);
+            let mut state = self.lock();
             let late = self.diversion.take()?;
-            if late.is_empty() {
-                break;
+            let is_last = late.is_empty();
+            state.direct(late, Instant::now());
+            state.flush(&self.diversion);
+            if is_last && state.waiting.is_empty() {
+                // Under the same lock, so that frames of the source do not wait for a thread that is gone.
+                state.thread_ends();
+                return Ok(());
             }
-            deliver(&self.diversion, &late)?;
         }
-        state.phase = Phase::Released;
-        debug!(
-            from_source = state.delivered,
-            direct = count,
-            "frames that waited for the guest were delivered"
-        );
-        Ok(())
     }
 }

@@ -174,7 +174,8 @@ impl PacketSocket {
     /// Sends a whole frame on the device. `header` says what is missing in it: checksums, the division into segments.
     ///
     /// # Errors
-    /// `ENOBUFS` if the device's queue is full: the frame can be sent again a little later.
+    /// `ENOBUFS` if the device's queue is full: the frame can be sent again a little later. Also if the frame is to be
+    /// divided and the device cannot do that: then it can never be sent. `EMSGSIZE` if it is longer than the device allows.
     pub fn send(&self, header: [u8; VIRTIO_HEADER_BYTES], frame: &[u8]) -> io::Result<()> {
         let sent = rustix::io::writev(&self.socket, &[IoSlice::new(&header), IoSlice::new(frame)])?;
         if sent == header.len() + frame.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }

@@ -13,6 +13,7 @@ use std::path::Path;
 use linux_raw_sys::ioctl as requests;
 use nix::libc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use crate::{Process, ProcessError, abi};
@@ -20,8 +21,9 @@ use crate::{Process, ProcessError, abi};
 /// Device whose descriptors are taps.
 const TUN_DEVICE: &str = "/dev/net/tun";
 
-/// Offloads that every kernel with taps has: checksums that are not computed yet, segments of TCP that are not divided.
-const OFFLOADS: libc::c_uint = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
+/// Offloads that every reader of these taps has: checksums may be missing. TCP's segments are divided by the kernel: a
+/// frame that is not divided yet cannot be sent on a tap whose guest has no such offload.
+const OFFLOADS: libc::c_uint = libc::TUN_F_CSUM;
 
 /// One descriptor of a tap: a queue of frames in each direction.
 #[derive(Debug)]
@@ -53,16 +55,21 @@ impl Tap {
     }
 
     /// Opens the tap with this name, and makes it if there is none; a device that is made here ends with the last
-    /// descriptor. Its frames have a header of `header_bytes` bytes: checksums may be missing, and segments undivided.
+    /// descriptor. Its frames have a header of `header_bytes` bytes: checksums may be missing, but segments are divided.
+    /// If that is zero, frames have no header, and lack nothing.
     pub fn open(interface: &str, header_bytes: i32) -> io::Result<Self> {
         let descriptor = OwnedFd::from(
             OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(TUN_DEVICE)?,
         );
         let mut request = named(interface)?;
-        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+        let header_flag = if header_bytes == 0 { 0 } else { libc::IFF_VNET_HDR };
+        let flags = libc::IFF_TAP | libc::IFF_NO_PI | header_flag;
         request.ifr_ifru.ifru_flags = flags as libc::c_short;
         // SAFETY: the structure of this request, without pointers.
         unsafe { abi::ioctl(&descriptor, requests::TUNSETIFF, &mut request) }?;
+        if header_bytes == 0 {
+            return Self::attached(descriptor);
+        }
         let mut size: libc::c_int = header_bytes;
         // SAFETY: the argument of this request is an int.
         unsafe { abi::ioctl(&descriptor, requests::TUNSETVNETHDRSZ, &mut size) }?;
@@ -116,7 +123,7 @@ impl Tap {
         if self.is_empty()? {
             return Ok(None);
         }
-        match rustix::io::read(&self.descriptor, into) {
+        match retry_on_intr(|| rustix::io::read(&self.descriptor, &mut *into)) {
             Ok(bytes) => Ok(Some(bytes)),
             Err(rustix::io::Errno::AGAIN) => Ok(None),
             Err(error) => Err(error.into()),
@@ -125,8 +132,8 @@ impl Tap {
 
     /// Returns true if no frame waits for the process.
     pub fn is_empty(&self) -> io::Result<bool> {
-        let waiting = poll(&mut [PollFd::new(&self.descriptor, PollFlags::IN)], Some(&Timespec::default()))?;
-        Ok(waiting == 0)
+        let mut waits = [PollFd::new(&self.descriptor, PollFlags::IN)];
+        Ok(retry_on_intr(|| poll(&mut waits, Some(&Timespec::default())))? == 0)
     }
 }
 

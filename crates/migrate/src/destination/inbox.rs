@@ -133,10 +133,9 @@ impl DestinationMailbox {
         let Some(input) = self.frames.get().cloned() else { return Ok(()) };
         let receive = move || {
             while let Ok(Incoming::Blob(bytes)) = connection.recv(None) {
-                let delivered =
-                    net::held::decode(&bytes).map_err(std::io::Error::other).and_then(|it| input.deliver(it));
-                if let Err(error) = delivered {
-                    return warn!(%error, "frames of the source do not reach the guest");
+                match net::held::decode(&bytes) {
+                    Ok(frames) => input.deliver(frames),
+                    Err(error) => return warn!(%error, "frames of the source do not reach the guest"),
                 }
             }
         };

@@ -11,14 +11,17 @@
 //! before_stop    the guest is about to be stopped
 //! freeze         the guest has stopped: the last pages that QEMU has to report
 //! ready          the destination has everything, and is about to receive HELD
-//! commit         COMMITTED is in the journal: nothing can be undone any more
+//! commit         COMMITTED is in the journal: the destination may run the guest
 //! undo           the guest continues here; all that was changed on this host is changed back
 //! finish         the guest runs at the destination, and its QEMU here has ended
 //! learn          a message of the destination's participants has arrived
 //! ```
 //!
-//! Before `commit` every step can be undone: a participant that cannot undo one of its steps says so in its
-//! [`Profile`], and is refused.
+//! Every step can be undone: a participant that cannot undo one of its steps before `commit` names it in its
+//! [`Profile`], and is refused. Even `commit` may be followed by `undo`: the destination may refuse the guest, or return
+//! it. It may be called again, after the source has tried to reclaim the guest, and it may be left out: QEMU may be lost
+//! before COMMITTED is in the journal, and an agent that was restarted after it does not repeat the call. Participants
+//! undo in the reverse order of the list: what holds the guest's frames, which runs again, goes first.
 
 mod disks;
 mod memory;
@@ -99,11 +102,11 @@ pub(super) trait Participant: Send {
     /// Acts while the destination loads the devices, before it receives HELD.
     fn ready(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
 
-    /// Acts once COMMITTED is in the journal.
+    /// Acts once COMMITTED is in the journal. May be called again, or never, and [`undo`](Self::undo) may follow.
     fn commit(&mut self);
 
-    /// Undoes all that was changed on this host, by this agent or by one before it; `vm` is absent if its QEMU is gone.
-    /// Is called again if it has to be.
+    /// Undoes all that was changed on this host, by this agent or by one before it; `vm` is absent if its QEMU is gone. A
+    /// guest that is to run runs already. Is called again if it has to be.
     fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo;
 
     /// Acts after the end of QEMU, whose guest runs at the destination.
@@ -401,10 +404,10 @@ impl Participants {
         self.reach("commit");
     }
 
-    /// Undoes all that was changed on this host. All participants undo, whatever one of them returns.
+    /// Undoes all that was changed on this host, in the reverse order. All participants undo, whatever one of them returns.
     pub(super) fn undo(&mut self, mut vm: Option<&mut SourceVm>) -> Undo {
         let mut all = Undo::Done;
-        for member in &mut self.members {
+        for member in self.members.iter_mut().rev() {
             member.is_prepared = false;
             if let retry @ Undo::Retry(_) = member.participant.undo(vm.as_deref_mut()) {
                 all = retry;

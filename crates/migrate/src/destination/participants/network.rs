@@ -11,8 +11,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime};
 
 use ::memory::ReceiverHandle;
+use net::ethernet::position_of_card;
 use net::installer::{self, FlowInstaller};
-use net::{Announcer, Claim, Diversion, FirstFrames, Mac, Merger, MergerInput, Watch, announcement};
+use net::{Announcer, Claim, Diversion, FirstFrames, Mac, Merger, MergerInput, Watch};
 use proto::MigrationId;
 use proto::message::{CardClaims, CardFrames, ClaimedAddress, Message, Proposal};
 use tracee::Process;
@@ -207,6 +208,10 @@ impl ArrivingCards {
                 is_router: claimed.router,
             };
             announcer.set_claims(mac, &card.addresses.iter().map(claim).collect::<Vec<_>>());
+            let place = position_of_card(self.interfaces.iter().map(|(_, mac)| *mac), mac);
+            if let Some((_, known)) = place.and_then(|place| self.interfaces.get_mut(place)) {
+                *known = mac;
+            }
         }
         self.watch();
     }
@@ -247,11 +252,10 @@ impl ArrivingCards {
     /// Begins to repeat the announcement, and to measure the guest's first frames. The guest runs since `ran`.
     fn guest_runs(&mut self, process: &Process, ran: SystemTime) {
         self.release();
-        if let (Some(announcer), Ok(process)) = (self.announcer.take(), process.try_clone()) {
-            let repeat = move || repeat(&announcer, &process);
-            if let Err(error) = thread::Builder::new().name("announce".to_owned()).spawn(repeat) {
-                warn!(%error, "the announcement of the guest is not repeated");
-            }
+        if let (Some(announcer), Ok(process)) = (self.announcer.take(), process.try_clone())
+            && let Err(error) = network::repeat_announcement(announcer, process)
+        {
+            warn!(%error, "the announcement of the guest is not repeated");
         }
         let Some(watch) = self.watch.take() else { return };
         let (since, interfaces) = (self.announced_at.unwrap_or(ran), self.interfaces.clone());
@@ -277,16 +281,6 @@ fn start_merger(interfaces: &[(String, Mac)], migration: &MigrationId) -> Option
         Err(error) => {
             info!(%migration, %error, "frames for the guest cannot be held on this host");
             None
-        }
-    }
-}
-
-/// Repeats the announcement for as long as the guest is here: a QEMU that is held or has ended has passed it on.
-fn repeat(announcer: &Announcer, process: &Process) {
-    for pause in announcement::PAUSES {
-        thread::sleep(pause);
-        if process.status().is_ok_and(|status| !matches!(status.state, 'T' | 'Z' | 'X')) {
-            announcer.announce();
         }
     }
 }

@@ -1,36 +1,36 @@
 //! Network cards as a participant. Which addresses the guest claims is observed while it runs here, so that the
 //! destination can announce them. From shortly before the stop on, frames for the guest are held and sent to the
-//! destination; if the guest stays, it gets them here. Its tracked connections are copied to the destination.
+//! destination; if the guest stays, it gets them here, and is announced here again. Its tracked connections are copied to
+//! the destination.
 
 mod flows;
+mod held_link;
 
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{DirtyBitmap, Reductions, RoundStats, ScanError, ScanStats};
-use link::transport::ConnectionHandle;
 use net::announcer::Card;
-use net::{Claims, Diversion, HeldFrame, Holder, Listener};
-use proto::Purpose;
+use net::{Announcer, Claims, Diversion, HeldFrame, Listener};
 use proto::message::{CardClaims, CardFrames, ClaimedAddress, Finding, Message, Severity};
 use qemu::qmp::Qmp;
+use tracee::Tap;
 use tracing::warn;
 
 use self::flows::FlowCopier;
+use self::held_link::{FramesLink, HeldLink};
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
 use api::progress::DiskProgress;
 use api::report::TrackedConnections;
 use host::verification::Hashes;
-use host::{SourceVm, network, peers};
+use host::{SourceVm, network};
 
 /// Longest wait until QEMU has read the frames that reached it before the diversion.
 const RING_PATIENCE: Duration = Duration::from_millis(20);
 /// Pause between two looks at QEMU's queues.
 const RING_PAUSE: Duration = Duration::from_micros(100);
-/// Time for which frames are passed on after the guest runs at the destination: switches know its new place by then.
-const LATE_FRAMES: Duration = Duration::from_millis(300);
 /// Most bytes of frames that are sent at once, but for the last frame.
 const PIECE_BYTES: usize = proto::limits::BLOB_BYTES / 2;
 
@@ -41,18 +41,18 @@ pub(super) struct Network {
     has_network: bool,
     takes_frames: bool,
     takes_flows: bool,
+    /// True if the destination may have announced the guest there.
+    may_be_announced: bool,
+    /// Interfaces behind the cards.
+    interfaces: Vec<network::Interface>,
     /// Copies tracked connections; absent where that is impossible, and where no card has a tap.
     flows: Option<FlowCopier>,
     /// Observes the claims; absent where that is impossible, and where no card has a tap.
     listener: Option<Arc<Listener>>,
+    /// Connection for held frames, or the reason why there is none; absent if no frames are to be held.
+    link: Option<Result<FramesLink, String>>,
     /// Holds frames; absent before the stop, and where that is impossible.
     holder: Option<HeldLink>,
-}
-
-/// Frames that are held, and the connection on which they are sent.
-struct HeldLink {
-    holder: Holder,
-    connection: Arc<dyn ConnectionHandle>,
 }
 
 impl Network {
@@ -62,17 +62,21 @@ impl Network {
             has_network: false,
             takes_frames: false,
             takes_flows: false,
+            // An agent before this one may have left the guest to the destination.
+            may_be_announced: true,
+            interfaces: Vec::new(),
             flows: None,
             listener: None,
+            link: None,
             holder: None,
         }
     }
 
-    /// Begins to copy the tracked connections of the cards behind these interfaces. Without this, firewalls that know
-    /// only their own connections cut those of the guest.
-    fn copy_flows(&mut self, interfaces: &[network::Interface]) {
+    /// Begins to copy the tracked connections of the cards. Without this, firewalls that know only their own connections
+    /// cut those of the guest.
+    fn copy_flows(&mut self) {
         let started = if self.takes_flows {
-            FlowCopier::start(&self.environment, self.listener.clone(), interfaces)
+            FlowCopier::start(&self.environment, self.listener.clone(), &self.interfaces)
         } else {
             Err("the destination cannot install tracked connections".to_owned())
         };
@@ -97,25 +101,49 @@ impl Network {
 
     /// Diverts the frames for the guest, and waits until QEMU has read those before: it reads more while it stops, and
     /// would not pass them on.
-    fn hold(&self, vm: &mut SourceVm) -> Result<Option<HeldLink>, String> {
-        let (cards, interfaces) = find_cards(vm)?;
-        if interfaces.is_empty() {
-            return Ok(None);
+    fn hold(&self, link: FramesLink, vm: &SourceVm) -> Result<HeldLink, String> {
+        if link.is_lost() {
+            return Err("the connection for them was lost".to_owned());
         }
-        let Environment { context, terms, .. } = &self.environment;
-        let purpose = Purpose::Frames { migration: terms.migration.clone() };
-        let connection = peers::connect(context, &terms.destination, None, purpose)
-            .map_err(|error| crate::chain(&error))?;
-        let handle = connection.handle();
-        let (_, mut sender) = connection.split();
-        let send =
-            move |frames: &[HeldFrame]| pieces(frames).iter().all(|piece| sender.send_blob(piece).is_ok());
-        let named: Vec<_> = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac)).collect();
-        let name = terms.migration.to_string();
+        let named: Vec<_> =
+            self.interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac)).collect();
+        let cards = self.cards(vm)?;
+        let name = self.environment.terms.migration.to_string();
         let diversion = Diversion::start(&name, &named).map_err(|error| crate::chain(&error))?;
-        let holder = Holder::start(diversion, send).map_err(|error| crate::chain(&error))?;
+        let held = link.hold(diversion).map_err(|error| crate::chain(&error))?;
         wait_until_read(&cards);
-        Ok(Some(HeldLink { holder, connection: handle }))
+        Ok(held)
+    }
+
+    /// Returns the cards that were found at the start. QEMU, which may need long for an answer, is not asked.
+    fn cards(&self, vm: &SourceVm) -> Result<Vec<Card>, String> {
+        let card = |(_, mac): &network::Interface| Card { mac: *mac, taps: Vec::new() };
+        let mut cards: Vec<_> = self.interfaces.iter().map(card).collect();
+        for (_, tap) in Tap::of_process(&vm.process).map_err(|error| crate::chain(&error))? {
+            let place = self.interfaces.iter().position(|(interface, _)| interface == tap.interface());
+            if let Some(card) = place.and_then(|place| cards.get_mut(place)) {
+                card.taps.push(tap);
+            }
+        }
+        cards.retain(|card| !card.taps.is_empty());
+        Ok(cards)
+    }
+
+    /// Announces the guest, whose frames go to the destination if it was announced there, with the addresses that it
+    /// claimed here.
+    fn announce(&self, vm: &mut SourceVm) -> Result<(), String> {
+        let cards = if self.interfaces.is_empty() { find_cards(vm)?.0 } else { self.cards(vm)? };
+        if cards.is_empty() {
+            return Ok(());
+        }
+        let mut announcer = Announcer::new(cards);
+        for claims in self.listener.iter().flat_map(|listener| listener.claims()) {
+            announcer.set_claims(claims.mac(), &claims.all());
+        }
+        let frames = announcer.announce();
+        self.environment.controls.note("announced-here", frames.to_string());
+        let process = vm.process.try_clone().map_err(|error| crate::chain(&error))?;
+        network::repeat_announcement(announcer, process).map_err(|error| crate::chain(&error))
     }
 }
 
@@ -126,31 +154,31 @@ impl Participant for Network {
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         (self.has_network, self.takes_frames) = (agreed.has_network, agreed.takes_frames);
-        self.takes_flows = agreed.takes_flows;
+        (self.takes_flows, self.may_be_announced) = (agreed.takes_flows, false);
         Ok(())
     }
 
     /// Without this only switches are informed of the guest's new place, which is no reason not to migrate.
     fn prepare(&mut self, vm: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
-        let interfaces = match find_cards(vm) {
-            // The duplicates of the taps end here: a tap must not seem to be in use when its QEMU has ended.
-            Ok((_, interfaces)) => interfaces,
-            Err(reason) => {
+        // The duplicates of the taps end here: a tap must not seem to be in use when its QEMU has ended.
+        let found = find_cards(vm).map(|(_, interfaces)| self.interfaces = interfaces);
+        if self.interfaces.is_empty() {
+            if let Err(reason) = found {
                 self.environment.controls.note("addresses-not-observed", reason);
-                return Ok(Preparation::Done);
             }
-        };
-        if interfaces.is_empty() {
             return Ok(Preparation::Done);
         }
-        let named = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
+        let named = self.interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
         match Listener::start(named) {
             Ok(listener) => self.listener = Some(Arc::new(listener)),
             Err(error) => {
                 self.environment.controls.note("addresses-not-observed", crate::chain(&error));
             }
         }
-        self.copy_flows(&interfaces);
+        if self.takes_frames {
+            self.link = Some(FramesLink::open(&self.environment));
+        }
+        self.copy_flows();
         Ok(Preparation::Done)
     }
 
@@ -163,6 +191,12 @@ impl Participant for Network {
     }
 
     fn before_round(&mut self, _: &mut SourceVm, _: u64) -> Result<u64, Failure> {
+        // If that fails, the next round tries it again.
+        if matches!(&self.link, Some(Ok(link)) if link.is_lost())
+            && let Ok(link) = FramesLink::open(&self.environment)
+        {
+            self.link = Some(Ok(link));
+        }
         Ok(u64::MAX)
     }
 
@@ -178,11 +212,9 @@ impl Participant for Network {
 
     /// Without this, frames that arrive while the guest is stopped are lost, as with other hypervisors.
     fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
-        if !self.takes_frames {
-            return Ok(());
-        }
-        match self.hold(vm) {
-            Ok(holder) => self.holder = holder,
+        let Some(link) = self.link.take() else { return Ok(()) };
+        match link.and_then(|link| self.hold(link, vm)) {
+            Ok(held) => self.holder = Some(held),
             Err(reason) => self.environment.controls.note("frames-not-held", reason),
         }
         Ok(())
@@ -212,15 +244,22 @@ impl Participant for Network {
     }
 
     /// The observation ends later: to close its sockets takes the kernel milliseconds, for which the guest would wait.
-    fn commit(&mut self) {}
+    fn commit(&mut self) {
+        self.may_be_announced = true;
+    }
 
-    /// The guest runs here again, and gets the frames that were held for it.
-    fn undo(&mut self, _: Option<&mut SourceVm>) -> Undo {
-        self.flows = None;
+    /// The guest runs here again. Switches learn that first, and then it gets the frames that were held for it.
+    fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo {
+        (self.flows, self.link) = (None, None);
+        if let Some(vm) = vm
+            && std::mem::take(&mut self.may_be_announced)
+            && let Err(reason) = self.announce(vm)
+        {
+            warn!(reason, "the guest is not announced here; switches learn its place when it sends");
+        }
         self.listener = None;
-        let Some(HeldLink { holder, connection }) = self.holder.take() else { return Undo::Done };
-        connection.shutdown();
-        match holder.deliver_back() {
+        let Some(held) = self.holder.take() else { return Undo::Done };
+        match held.deliver_back() {
             Ok(frames) => self.environment.controls.note("frames-delivered-back", frames.to_string()),
             // The rules are gone all the same.
             Err(error) => warn!(%error, "frames that were held for the guest are lost"),
@@ -230,15 +269,18 @@ impl Participant for Network {
 
     fn finish(&mut self) {
         self.report_flows();
-        self.listener = None;
-        let Some(HeldLink { holder, connection }) = self.holder.take() else { return };
-        self.environment.controls.note("frames-held", holder.count().to_string());
-        let pass_on = move || {
-            thread::sleep(LATE_FRAMES);
-            connection.shutdown();
-            drop(holder);
+        let (link, listener, held) = (self.link.take(), self.listener.take(), self.holder.take());
+        if let Some(held) = &held {
+            self.environment.controls.note("frames-held", held.sent().to_string());
+        }
+        // To close sockets takes the kernel tens of milliseconds, for which the migration would seem to last.
+        let end = move || {
+            drop((link, listener));
+            if let Some(held) = held {
+                held.pass_on_late_frames();
+            }
         };
-        if let Err(error) = thread::Builder::new().name("late-frames".to_owned()).spawn(pass_on) {
+        if let Err(error) = thread::Builder::new().name("late-frames".to_owned()).spawn(end) {
             warn!(%error, "late frames are not passed on to the guest");
         }
     }

@@ -79,7 +79,9 @@ pub struct Senders {
 impl Senders {
     /// Begins to sample the cards behind these interfaces, which are in the network namespace of this thread.
     pub fn start<'a>(cards: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {
-        let socket = |(interface, mac)| Ok((PacketSocket::listen(interface, &filter::sender(mac))?, mac));
+        let socket = |(interface, mac): (&str, Mac)| -> io::Result<(PacketSocket, Mac)> {
+            Ok((PacketSocket::listen(interface, &filter::sender(mac))?, mac))
+        };
         let sockets = cards.into_iter().map(socket).collect::<io::Result<_>>()?;
         Ok(Self { sockets, known: BTreeSet::new() })
     }

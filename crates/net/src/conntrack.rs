@@ -464,6 +464,10 @@ fn for_all(
             requests.append(one);
             asked.push(*index);
         }
+        // The kernel takes no empty message.
+        if asked.is_empty() {
+            continue;
+        }
         for (number, error) in netfilter.exchange(requests)? {
             if let Some(index) = (number as usize).checked_sub(1).and_then(|number| asked.get(number)) {
                 refused.push(Refused { index: *index, error });

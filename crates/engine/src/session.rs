@@ -18,7 +18,6 @@ pub use patience::{Reconnect, StopPatience};
 pub use registry_client::RegistryClient;
 pub use source::{SourceRepetition, SourceSession};
 pub use turns::Turn;
-use turns::Turns;
 
 /// Time since an origin that the driver has chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -4,13 +4,13 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 
 use lab::rack::{Rack, RackHost, RackSerial};
-use lab::{Boot, GuestSpec, Monitor};
+use lab::{Boot, GuestSpec, Monitor, until};
 use serde_json::json;
 
 use crate::support::{
-    VM, assert_moved, assert_whole, begin, guest_at, kvm_guest, move_guest, qemus, rack, two,
+    VM, assert_moved, assert_whole, begin, blockers, guest_at, kvm_guest, move_guest, qemus, rack,
+    run_in_guest, two, wait_for_sent, wait_settled, with_shell,
 };
-use crate::support::{wait_for_sent, wait_settled};
 use crate::tried::Trial;
 
 /// The guest, whose kernel obeys the keys of its serial line, and stands still after a panic.
@@ -89,7 +89,7 @@ fn a_guest_that_powers_itself_off() {
     let rack = &scene.rack;
     for host in &rack.hosts {
         wait_settled(rack, host);
-        lab::until("no QEMU is left", || qemus(host) == 0);
+        until("no QEMU is left", || qemus(host) == 0);
     }
     assert!(guest_at(rack, &rack.hosts[1]).is_none(), "the destination has nothing of it");
     scene.trial.works();
@@ -109,4 +109,38 @@ fn a_guest_that_panics() {
     assert_eq!((qemus(&rack.hosts[0]), qemus(&rack.hosts[1])), (0, 1));
     assert_eq!(guest_at(rack, &rack.hosts[1]).unwrap()["state"], "running");
     scene.trial.works();
+}
+
+/// Waits until a migration has failed for a reason, and nothing of it is left at the destination.
+#[track_caller]
+fn assert_failed(rack: &Rack, migration: std::process::Child, reason: &str) {
+    let output = migration.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains(reason), "{output:?}");
+    wait_settled(rack, &rack.hosts[1]);
+    until("the destination has nothing of it", || qemus(&rack.hosts[1]) == 0);
+}
+
+/// It suspends itself (S3): that ends the migration, and is refused until it wakes up. Then it is moved.
+#[test]
+#[ignore = "make rack"]
+fn a_guest_that_suspends_itself() {
+    let Some(rack) = rack(&two()) else { return };
+    let trial = Trial::begin(&rack, "a guest that suspends itself (S3) during the migration");
+    let (alpha, beta) = (&rack.hosts[0], &rack.hosts[1]);
+    let serial = rack.start_guest(alpha, &with_shell(obedient_guest())).unwrap();
+    let monitor = alpha.forward(&format!("/srv/vms/{VM}/lab.sock")).unwrap();
+    let mut monitor = Monitor::connect(&monitor).unwrap();
+    let migration = begin(alpha, beta, &["--bandwidth", "3M"]);
+    wait_for_sent(&rack, alpha, 4 << 20);
+    run_in_guest(&rack, "(busybox sleep 1; echo mem >/sys/power/state) </dev/null >/dev/null 2>&1 &\n");
+    monitor.wait_for_event(|event| event.name == "SUSPEND").unwrap();
+    assert_failed(&rack, migration, "the guest is in run state suspended");
+    assert_eq!(blockers(&rack, alpha, beta), ["run-state"]);
+    monitor.command("system_wakeup", &json!({})).unwrap();
+    monitor.wait_for_event(|event| event.name == "WAKEUP").unwrap();
+    serial.next_tick().unwrap();
+    assert_whole(&rack, alpha);
+    move_guest(&rack, alpha, beta, &[]);
+    trial.works();
 }

@@ -15,5 +15,6 @@ mod smoke;
 mod storage;
 mod support;
 mod tried;
+mod tunnel;
 mod units;
 mod versions;

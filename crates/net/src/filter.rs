@@ -158,17 +158,17 @@ mod tests {
     #[test]
     fn probes_and_what_answers_them_are_read() {
         for vlan in [None, Some(3)] {
-            assert!(accepts(&super::probe(), &probe::frame(7, GUEST, OTHER, vlan)));
+            assert!(accepts(&probe(), &probe::frame(7, GUEST, OTHER, vlan)));
             for address in ["10.0.0.7", "fd00::7"] {
                 let address: IpAddr = address.parse().unwrap();
                 let frames = announcement::frames(GUEST, &[Claim { vlan, address, is_router: false }]);
-                assert!(accepts(&super::probe(), frames.last().unwrap()));
-                assert!(!accepts(&super::probe(), &frames[0]), "reverse ARP");
+                assert!(accepts(&probe(), frames.last().unwrap()));
+                assert!(!accepts(&probe(), &frames[0]), "reverse ARP");
             }
             for (kind, payload) in
                 [(0x0800, [58; 80]), (IPV6, [58; 80]), (IPV6, [136; 80]), (0x88cc, [0; 80])]
             {
-                assert!(!accepts(&super::probe(), &compose(OTHER, GUEST, vlan, kind, &payload)), "{kind:x}");
+                assert!(!accepts(&probe(), &compose(OTHER, GUEST, vlan, kind, &payload)), "{kind:x}");
             }
         }
     }
@@ -192,7 +192,7 @@ mod tests {
         #[test]
         fn no_bytes_lead_out_of_a_program(frame in prop::collection::vec(any::<u8>(), 0..100)) {
             accepts(&claims(), &frame);
-            accepts(&super::probe(), &frame);
+            accepts(&probe(), &frame);
             let own = Frame::parse(&frame, None)
                 .is_some_and(|frame| frame.source == GUEST || frame.destination == GUEST);
             prop_assert_eq!(accepts(&station(GUEST), &frame), own);

@@ -88,6 +88,11 @@ fn a_vlan_that_the_destination_lacks_is_found() {
     let cluster = Cluster::new();
     let _guest = guest(&cluster);
     let tap = tap();
+    let filtering = ["ip", "link", "set", "dev", VM_BRIDGE, "type", "bridge", "vlan_filtering", "1"];
+    if let Err(error) = cluster.lab.a.run(&filtering) {
+        lab::not_tried(format!("VLANs of bridges: {error}"));
+        return;
+    }
     for host in [&cluster.lab.a, &cluster.lab.b] {
         run(
             host,

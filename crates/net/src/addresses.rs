@@ -1,17 +1,20 @@
 //! Addresses: a host's own, and those of a guest, as far as its connections need them.
 //!
 //! What a guest has claimed ([`Claims`](crate::Claims)) is announced in its name, and must be right. To copy entries of
-//! connection tracking less is enough: an address from which the guest sends.
+//! connection tracking less is enough: an address from which the guest sends, or for which it answers a question.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use tracee::PacketSocket;
+use tracee::{PacketSocket, VIRTIO_HEADER_BYTES};
+use tracing::debug;
 
-use crate::ethernet::{Frame, IPV6, Mac};
+use crate::divert::{MARK, OWN_MAC};
+use crate::ethernet::{ARP, Frame, IPV6, Mac};
 use crate::filter;
 use crate::netlink::{DUMP, Requests, Socket, attribute};
+use crate::probe::question;
 
 /// Kind of a frame: IPv4.
 const IPV4: u16 = 0x0800;
@@ -74,6 +77,9 @@ fn address(bytes: &[u8]) -> Option<IpAddr> {
 pub struct Senders {
     sockets: Vec<(PacketSocket, Mac)>,
     known: BTreeSet<IpAddr>,
+    /// Sockets for questions to the guest.
+    questions: Vec<PacketSocket>,
+    asked: BTreeSet<IpAddr>,
 }
 
 impl Senders {
@@ -82,8 +88,34 @@ impl Senders {
         let socket = |(interface, mac): (&str, Mac)| -> io::Result<(PacketSocket, Mac)> {
             Ok((PacketSocket::listen(interface, &filter::sender(mac))?, mac))
         };
-        let sockets = cards.into_iter().map(socket).collect::<io::Result<_>>()?;
-        Ok(Self { sockets, known: BTreeSet::new() })
+        let cards: Vec<_> = cards.into_iter().collect();
+        let sockets = cards.iter().copied().map(socket).collect::<io::Result<_>>()?;
+        let questions = cards.iter().map(|(interface, _)| PacketSocket::sender(interface, MARK));
+        Ok(Self {
+            sockets,
+            known: BTreeSet::new(),
+            questions: questions.collect::<io::Result<_>>()?,
+            asked: BTreeSet::new(),
+        })
+    }
+
+    /// Asks the guest alone, once, which of these addresses are its own. It answers as it does to every station, and
+    /// learns no address by that. Its answers are seen by later [looks](Self::look).
+    pub fn ask(&mut self, candidates: impl IntoIterator<Item = IpAddr>) {
+        for candidate in candidates {
+            if self.known.contains(&candidate) || self.asked.len() >= MOST_ADDRESSES {
+                continue;
+            }
+            if !self.asked.insert(candidate) {
+                continue;
+            }
+            for socket in &self.questions {
+                let sent = socket.send([0; VIRTIO_HEADER_BYTES], &question(candidate, OWN_MAC));
+                if let Err(error) = sent {
+                    debug!(%candidate, %error, "the guest was not asked for an address");
+                }
+            }
+        }
     }
 
     /// Returns the addresses that were seen until now.
@@ -103,9 +135,10 @@ impl Senders {
     }
 }
 
-/// Returns the address of the sender of a packet, if it is one station's.
+/// Returns the address of the sender of a packet or of an answer, if it is one station's.
 fn sender(frame: &Frame<'_>) -> Option<IpAddr> {
     let sender = match frame.kind {
+        ARP => address(frame.payload.get(14..18)?),
         IPV4 => address(frame.payload.get(12..16)?),
         IPV6 => address(frame.payload.get(8..24)?),
         _ => None,
@@ -116,10 +149,10 @@ fn sender(frame: &Frame<'_>) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ethernet::{ARP, compose};
+    use crate::ethernet::compose;
 
     #[test]
-    fn a_sender_is_read_from_packets_alone() {
+    fn a_sender_is_read_from_packets_and_answers() {
         let of = |kind: u16, payload: &[u8]| {
             let frame = compose(Mac([1; 6]), Mac([2; 6]), Some(7), kind, payload);
             sender(&Frame::parse(&frame, None).unwrap())
@@ -128,7 +161,9 @@ mod tests {
         assert_eq!(of(IPV4, &packet), None, "no address");
         packet[12..16].copy_from_slice(&[10, 0, 0, 7]);
         assert_eq!(of(IPV4, &packet), Some(Ipv4Addr::new(10, 0, 0, 7).into()));
-        assert_eq!(of(ARP, &packet), None);
+        assert_eq!(of(ARP, &packet), None, "a probe for an address that the sender does not have yet");
+        packet[14..18].copy_from_slice(&[10, 0, 0, 8]);
+        assert_eq!(of(ARP, &packet), Some(Ipv4Addr::new(10, 0, 0, 8).into()));
         packet[8..24].copy_from_slice(&Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 7).octets());
         assert_eq!(of(IPV6, &packet), Some(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 7).into()));
         packet[8] = 0xff;

@@ -76,7 +76,7 @@ pub struct Entry(Vec<u8>);
 /// Error: bytes are not entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("connection tracking entries are cut off or too long")]
-pub struct CutOff;
+pub struct BadFlows;
 
 impl Entry {
     /// Keeps of an entry in the kernel's list what is copied; none if it is damaged.
@@ -103,10 +103,10 @@ impl Entry {
     }
 
     /// Decodes an entry that another host has sent, and returns what follows it.
-    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), CutOff> {
-        let (length, rest) = bytes.split_first_chunk().ok_or(CutOff)?;
+    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), BadFlows> {
+        let (length, rest) = bytes.split_first_chunk().ok_or(BadFlows)?;
         let length = Some(u32::from_le_bytes(*length) as usize).filter(|length| *length <= ENTRY_BYTES);
-        let (entry, rest) = rest.split_at_checked(length.ok_or(CutOff)?).ok_or(CutOff)?;
+        let (entry, rest) = rest.split_at_checked(length.ok_or(BadFlows)?).ok_or(BadFlows)?;
         Ok((Self(entry.to_vec()), rest))
     }
 
@@ -408,6 +408,21 @@ pub fn list(netfilter: &Socket, addresses: &BTreeSet<IpAddr>, most: usize) -> io
         }
     })?;
     Ok((entries, is_whole))
+}
+
+/// Returns addresses of the ends of all connections, `most` at most.
+pub fn ends_of_all(netfilter: &Socket, most: usize) -> io::Result<BTreeSet<IpAddr>> {
+    let mut requests = Requests::default();
+    requests.request(abi::GET, DUMP, &[0; NFGEN_BYTES]);
+    let mut found = BTreeSet::new();
+    netfilter.dump(requests, |body| {
+        let listed = body.get(NFGEN_BYTES..).unwrap_or_default();
+        for kind in [abi::ORIGINAL, abi::REPLY] {
+            let ends = attribute(listed, kind).and_then(ends).filter(|_| found.len() < most);
+            found.extend(ends.into_iter().flatten());
+        }
+    })?;
+    Ok(found)
 }
 
 /// An entry that the kernel refused.

@@ -18,7 +18,7 @@ use crate::netlink::{ACKNOWLEDGE, CREATE, EXCLUSIVE, Requests, Socket};
 pub const MARK: u32 = 0x5748_4d42;
 
 /// Address of our own taps, by which frames that the host itself sends there are recognised.
-const OWN_MAC: Mac = Mac([0x02, 0x57, 0x48, 0x4d, 0x42, 0x01]);
+pub(crate) const OWN_MAC: Mac = Mac([0x02, 0x57, 0x48, 0x4d, 0x42, 0x01]);
 /// Beginning of our own taps' names, which a number follows.
 pub(crate) const OWN_NAME_START: &str = "whimbrel";
 /// Pattern of our own taps' names; the kernel inserts a number.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use crate::conntrack::{CutOff, Entry};
+use crate::conntrack::{BadFlows, Entry};
 
 /// Most entries that are copied for one guest.
 pub const MOST_FLOWS: usize = 65_536;
@@ -47,20 +47,20 @@ impl FlowChange {
     }
 
     /// Decodes a change, and returns what follows it.
-    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), CutOff> {
-        let (kind, rest) = bytes.split_first().ok_or(CutOff)?;
+    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), BadFlows> {
+        let (kind, rest) = bytes.split_first().ok_or(BadFlows)?;
         let (entry, rest) = Entry::decode(rest)?;
         let change = match *kind {
             INSTALL => Self::Install(entry),
             INSTALL_WITH_OWN_ADDRESS => Self::InstallWithOwnAddress(entry),
             REMOVE => Self::Remove(entry),
-            _ => return Err(CutOff),
+            _ => return Err(BadFlows),
         };
         Ok((change, rest))
     }
 
     /// Decodes all changes of a list.
-    pub fn decode_all(mut bytes: &[u8]) -> Result<Vec<Self>, CutOff> {
+    pub fn decode_all(mut bytes: &[u8]) -> Result<Vec<Self>, BadFlows> {
         let mut changes = Vec::new();
         while !bytes.is_empty() {
             let (change, rest) = Self::decode(bytes)?;

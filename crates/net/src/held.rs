@@ -54,16 +54,17 @@ impl HeldFrame {
 /// Error: bytes are not held frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("held frames are cut off")]
-pub struct CutOff;
+pub struct BadHeldFrames;
 
 /// Decodes frames that another host has sent.
-pub fn decode(mut bytes: &[u8]) -> Result<Vec<HeldFrame>, CutOff> {
+pub fn decode(mut bytes: &[u8]) -> Result<Vec<HeldFrame>, BadHeldFrames> {
     let mut frames = Vec::new();
     while !bytes.is_empty() {
-        let (card, rest) = bytes.split_first_chunk().ok_or(CutOff)?;
-        let (header, rest) = rest.split_first_chunk().ok_or(CutOff)?;
-        let (length, rest) = rest.split_first_chunk().ok_or(CutOff)?;
-        let (frame, rest) = rest.split_at_checked(u32::from_le_bytes(*length) as usize).ok_or(CutOff)?;
+        let (card, rest) = bytes.split_first_chunk().ok_or(BadHeldFrames)?;
+        let (header, rest) = rest.split_first_chunk().ok_or(BadHeldFrames)?;
+        let (length, rest) = rest.split_first_chunk().ok_or(BadHeldFrames)?;
+        let (frame, rest) =
+            rest.split_at_checked(u32::from_le_bytes(*length) as usize).ok_or(BadHeldFrames)?;
         frames.push(HeldFrame { card: Mac(*card), header: *header, frame: frame.to_vec() });
         bytes = rest;
     }

@@ -88,8 +88,8 @@ fn changes_come_back_from_bytes_or_not_at_all() {
     assert_eq!(FlowChange::decode_all(&bytes).unwrap(), changes);
     let whole = bytes.len() / changes.len();
     for cut in (0..bytes.len()).filter(|cut| cut % whole != 0) {
-        assert_eq!(FlowChange::decode_all(&bytes[..cut]), Err(CutOff));
+        assert_eq!(FlowChange::decode_all(&bytes[..cut]), Err(BadFlows));
     }
     bytes[0] = 9;
-    assert_eq!(FlowChange::decode_all(&bytes), Err(CutOff));
+    assert_eq!(FlowChange::decode_all(&bytes), Err(BadFlows));
 }

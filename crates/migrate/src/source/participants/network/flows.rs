@@ -183,6 +183,9 @@ impl FlowSource {
             done = Some(wanted);
             match wanted {
                 Wanted::Follow => {
+                    if let Err(error) = self.ask_guest() {
+                        debug!(%error, "the guest is not asked for its addresses");
+                    }
                     if let Err(error) = self.send_changes(shared) {
                         debug!(error, "tracked connections are not copied now; tried again");
                         // It is not known what has arrived: everything is sent again.
@@ -200,6 +203,16 @@ impl FlowSource {
                 Wanted::Nothing => return,
             }
         }
+    }
+
+    /// Asks the guest which ends of connections are its own: one that is silent would lose its connections. Its answers
+    /// count for the next list.
+    fn ask_guest(&mut self) -> std::io::Result<()> {
+        let own = addresses::own(&self.route)?;
+        let ends = conntrack::ends_of_all(&self.netfilter, MOST_FLOWS)?;
+        let is_open = |end: &IpAddr| !own.contains(end) && !self.claimed.contains(end) && !end.is_loopback();
+        self.senders.ask(ends.into_iter().filter(is_open));
+        Ok(())
     }
 
     /// Sends what has changed since the last list, and waits until the destination has installed it.

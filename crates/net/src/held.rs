@@ -119,7 +119,7 @@ impl Order {
     }
 
     /// Learns of a frame of the source, which the guest gets at once.
-    pub fn from_source(&mut self, now: Instant, frame: &HeldFrame) {
+    pub fn record_from_source(&mut self, now: Instant, frame: &HeldFrame) {
         self.last = now;
         if frame.is_for_many()
             && self.for_many_bytes + frame.frame.len() <= MOST_BYTES
@@ -205,24 +205,24 @@ mod tests {
         assert!(order.is_due(at(20)), "nothing comes from the source");
         order.direct(frame(0, 1));
         assert!(!order.is_due(at(2)) && order.is_due(at(3)), "the network knows the new place");
-        order.from_source(at(2), &frame(0, 2));
+        order.record_from_source(at(2), &frame(0, 2));
         assert!(!order.is_due(at(4)) && order.is_due(at(5)));
         // A source that goes on for ever does not keep direct frames back.
-        order.from_source(at(99), &frame(0, 3));
+        order.record_from_source(at(99), &frame(0, 3));
         assert!(!order.is_due(at(99)) && order.is_due(at(100)));
         assert_eq!(order.take_direct(), [frame(0, 1)]);
         assert_eq!(order.take_direct(), []);
         let mut late = Order::new(start);
         late.runs(at(50));
-        late.from_source(at(100), &frame(0, 4));
+        late.record_from_source(at(100), &frame(0, 4));
         assert!(!late.is_due(at(100)) && late.is_due(at(150)));
     }
 
     #[test]
     fn what_both_hosts_got_arrives_once() {
         let mut order = Order::new(Instant::now());
-        order.from_source(Instant::now(), &frame(0xff, 1));
-        order.from_source(Instant::now(), &frame(0, 2));
+        order.record_from_source(Instant::now(), &frame(0xff, 1));
+        order.record_from_source(Instant::now(), &frame(0, 2));
         for direct in [frame(0xff, 1), frame(0xff, 3), frame(0, 2)] {
             order.direct(direct);
         }
@@ -237,7 +237,7 @@ mod tests {
         let large = |first| HeldFrame { frame: vec![first; MOST_BYTES / 4], ..frame(0, 1) };
         for number in 0..9 {
             order.direct(large(0));
-            order.from_source(Instant::now(), &large(2 * number + 1));
+            order.record_from_source(Instant::now(), &large(2 * number + 1));
         }
         assert_eq!((order.direct.len(), order.for_many.len()), (3, 4));
         order.direct(frame(0, 1));

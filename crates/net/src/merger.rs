@@ -140,7 +140,7 @@ impl MergerInput {
     /// When the diversion has ended, this waits for room.
     pub fn deliver(&self, frames: Vec<HeldFrame>) {
         let mut state = self.0.lock();
-        state.from_source(frames, Instant::now());
+        state.take_from_source(frames, Instant::now());
         state.flush(&self.0.diversion);
         while !state.is_merging && matches!(state.phase, Phase::Released) && !state.waiting.is_empty() {
             drop(state);
@@ -163,7 +163,7 @@ impl State {
             return;
         }
         let mut order = Order::new(now);
-        self.waiting.iter().for_each(|frame| order.from_source(now, frame));
+        self.waiting.iter().for_each(|frame| order.record_from_source(now, frame));
         self.phase = Phase::Keeping(order);
     }
 
@@ -194,10 +194,10 @@ impl State {
     }
 
     /// Takes frames of the source.
-    fn from_source(&mut self, frames: Vec<HeldFrame>, now: Instant) {
+    fn take_from_source(&mut self, frames: Vec<HeldFrame>, now: Instant) {
         match &mut self.phase {
             Phase::Ended => return,
-            Phase::Keeping(order) => frames.iter().for_each(|frame| order.from_source(now, frame)),
+            Phase::Keeping(order) => frames.iter().for_each(|frame| order.record_from_source(now, frame)),
             Phase::Discarding | Phase::Following(_) | Phase::Released => {}
         }
         self.wait(frames, now);
@@ -208,7 +208,9 @@ impl State {
         match &mut self.phase {
             Phase::Discarding | Phase::Ended => {}
             Phase::Keeping(order) => {
-                frames.into_iter().for_each(|frame| order.direct(frame));
+                for frame in frames {
+                    order.direct(frame);
+                }
                 if order.is_due(now) {
                     let direct = order.take_direct();
                     let (from_source, count) = (self.delivered, direct.len());

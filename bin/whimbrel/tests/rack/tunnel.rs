@@ -41,7 +41,7 @@ fn sent_through(host: &RackHost) -> u64 {
     transfer.split_whitespace().nth(2).unwrap().parse().unwrap()
 }
 
-/// Everything goes through WireGuard, over a link that delays packets and loses one in a hundred.
+/// Everything goes through the tunnel, over a link that delays packets and loses one in a hundred.
 #[test]
 #[ignore = "make rack"]
 fn a_tunnel_of_wireguard_over_a_lossy_link() {

@@ -127,7 +127,7 @@ pub(crate) fn source_does_not_hold_qemu(
     event: &SourceEvent,
 ) -> SourceStep {
     change(source(terms, state, event), |effects| {
-        effects.retain(|effect| *effect != SourceEffect::FreezeQemu)
+        effects.retain(|effect| *effect != SourceEffect::FreezeQemu);
     })
 }
 

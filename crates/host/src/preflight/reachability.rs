@@ -43,8 +43,10 @@ pub fn begin_probe(vm: &mut SourceVm, choice: NetworkCheck) -> SourceProbe {
         NetworkCheck::Warn => try_begin(vm, false),
         NetworkCheck::Require => try_begin(vm, true),
     };
-    begun
-        .unwrap_or_else(|reason| SourceProbe { findings: vec![not_probed(reason)], ..SourceProbe::default() })
+    begun.unwrap_or_else(|reason| SourceProbe {
+        findings: vec![not_probed(&reason)],
+        ..SourceProbe::default()
+    })
 }
 
 fn try_begin(vm: &mut SourceVm, required: bool) -> Result<SourceProbe, String> {
@@ -59,8 +61,10 @@ fn try_begin(vm: &mut SourceVm, required: bool) -> Result<SourceProbe, String> {
                 sending.push((card, card_here.tagged.clone()));
                 probed.push(card_here);
             }
-            Ok(None) => findings.push(not_probed(format!("{interface} is in no bridge"))),
-            Err(error) => findings.push(not_probed(format!("the bridge of {interface} is unknown: {error}"))),
+            Ok(None) => findings.push(not_probed(&format!("{interface} is in no bridge"))),
+            Err(error) => {
+                findings.push(not_probed(&format!("the bridge of {interface} is unknown: {error}")));
+            }
         }
     }
     if sending.is_empty() {
@@ -131,7 +135,7 @@ impl ExpectedProbe {
     pub(super) fn look(&self, qmp: &mut Qmp, pid: u32) -> Vec<Finding> {
         let process = Process::open(pid).map_err(|error| crate::chain(&error));
         let looked = process.and_then(|process| self.look_at(&reachable_cards(qmp, &process)?));
-        looked.unwrap_or_else(|reason| vec![not_probed(reason)])
+        looked.unwrap_or_else(|reason| vec![not_probed(&reason)])
     }
 
     fn look_at(&self, cards: &[Card]) -> Result<Vec<Finding>, String> {
@@ -167,7 +171,7 @@ impl ExpectedProbe {
         let here_text = format!("{} on {destination} ({place})", here.interface);
         let missing: Vec<_> = proof.missing().collect();
         if here.port.as_ref().is_some_and(|port| !port.is_forwarding) && !missing.is_empty() {
-            return vec![not_probed(format!("the bridge of {here_text} does not pass frames on yet"))];
+            return vec![not_probed(&format!("the bridge of {here_text} does not pass frames on yet"))];
         }
         if !missing.is_empty() {
             return vec![self.unproven(&there, &here_text, &missing)];
@@ -224,7 +228,7 @@ fn proven(card: &ProbedCard, there: &str, here: &str) -> Finding {
     }
 }
 
-fn not_probed(reason: String) -> Finding {
+fn not_probed(reason: &str) -> Finding {
     Finding {
         severity: Severity::Info,
         code: "network-not-probed".to_owned(),

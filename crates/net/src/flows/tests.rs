@@ -84,7 +84,9 @@ fn changes_come_back_from_bytes_or_not_at_all() {
         FlowChange::Install(entry),
     ];
     let mut bytes = Vec::new();
-    changes.iter().for_each(|change| change.encode(&mut bytes));
+    for change in &changes {
+        change.encode(&mut bytes);
+    }
     assert_eq!(FlowChange::decode_all(&bytes).unwrap(), changes);
     let whole = bytes.len() / changes.len();
     for cut in (0..bytes.len()).filter(|cut| cut % whole != 0) {

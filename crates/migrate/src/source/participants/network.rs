@@ -38,7 +38,7 @@ const PIECE_BYTES: usize = proto::limits::BLOB_BYTES / 2;
 pub(super) struct Network {
     environment: Environment,
     /// True if the destination announces the guest's addresses, and has not reported its first frames.
-    has_network: bool,
+    expects_first_frames: bool,
     takes_frames: bool,
     takes_flows: bool,
     /// True if the destination may have announced the guest there.
@@ -59,7 +59,7 @@ impl Network {
     pub(super) fn new(environment: &Environment) -> Self {
         Self {
             environment: environment.clone(),
-            has_network: false,
+            expects_first_frames: false,
             takes_frames: false,
             takes_flows: false,
             // An agent before this one may have left the guest to the destination.
@@ -153,7 +153,7 @@ impl Participant for Network {
     }
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
-        (self.has_network, self.takes_frames) = (agreed.has_network, agreed.takes_frames);
+        (self.expects_first_frames, self.takes_frames) = (agreed.has_network, agreed.takes_frames);
         (self.takes_flows, self.may_be_announced) = (agreed.takes_flows, false);
         Ok(())
     }
@@ -222,7 +222,7 @@ impl Participant for Network {
 
     /// Returns the addresses that the guest has claimed.
     fn message(&mut self) -> Option<Message> {
-        let claims = self.listener.as_ref().filter(|_| self.has_network)?.claims();
+        let claims = self.listener.as_ref().filter(|_| self.expects_first_frames)?.claims();
         Some(Message::Claims { cards: claims.iter().map(card).collect() })
     }
 
@@ -286,7 +286,7 @@ impl Participant for Network {
     }
 
     fn expects_message(&self) -> bool {
-        self.has_network
+        self.expects_first_frames
     }
 
     /// Records the destination's measurement of the guest's first frames.
@@ -296,7 +296,7 @@ impl Participant for Network {
         if *epoch != terms.epoch() {
             return;
         }
-        self.has_network = false;
+        self.expects_first_frames = false;
         let host = terms.destination.as_str();
         controls.report(|report| {
             report.findings.extend(cards.iter().filter_map(|card| silence(card, host)));

@@ -232,12 +232,14 @@ impl FlowSource {
             return Ok(());
         }
         let mut bytes = Vec::new();
-        changes.iter().for_each(|change| change.encode(&mut bytes));
+        for change in &changes {
+            change.encode(&mut bytes);
+        }
         if bytes.len() as u64 > limits::FLOWS_BYTES {
             return Err(format!("{} bytes of tracked connections are too many", bytes.len()));
         }
         let answer = self.exchange(shared, &bytes)?;
-        self.learn(shared, &changes, answer)
+        Self::learn(shared, &changes, answer)
     }
 
     /// Returns the addresses of the guest: those that are certainly its own, and those from which it sends.
@@ -279,7 +281,7 @@ impl FlowSource {
     }
 
     /// Records the destination's answer to these changes.
-    fn learn(&self, shared: &Shared, changes: &[FlowChange], answer: Message) -> Result<(), String> {
+    fn learn(shared: &Shared, changes: &[FlowChange], answer: Message) -> Result<(), String> {
         let Message::FlowsInstalled { installed, failed, more_failed } = answer else {
             return Err("the destination violates the protocol".to_owned());
         };

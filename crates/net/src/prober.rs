@@ -17,8 +17,13 @@ use crate::ethernet::{Frame, Mac};
 use crate::probe::{NetworkProof, Side, frame, question, station};
 use crate::{filter, ports};
 
-/// Pause between the frames of the source, of which any may be lost.
+/// Pause between the frames of the source, of which any may be lost: short at first, because the destination waits for
+/// one as soon as its QEMU has started.
+const FIRST_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+/// Pause after [`FIRST_TIME`].
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// Time in which most QEMUs start.
+const FIRST_TIME: Duration = Duration::from_secs(1);
 /// Time after which the source ends by itself.
 const LONGEST: Duration = Duration::from_mins(2);
 /// Pause between two questions for the same gateway.
@@ -53,7 +58,7 @@ impl Drop for Prober {
 }
 
 fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], end: &OwnedFd) {
-    let deadline = Instant::now() + LONGEST;
+    let began = Instant::now();
     loop {
         for (number, (card, vlans)) in cards.iter().enumerate() {
             let from = station(nonce, number, Side::Source);
@@ -63,9 +68,9 @@ fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], end: &OwnedFd) {
                 }
             }
         }
-        let is_ended =
-            poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&PAUSE)).is_ok_and(|ready| ready > 0);
-        if is_ended || Instant::now() > deadline {
+        let pause = if began.elapsed() < FIRST_TIME { &FIRST_PAUSE } else { &PAUSE };
+        let is_ended = poll(&mut [PollFd::new(end, PollFlags::IN)], Some(pause)).is_ok_and(|ready| ready > 0);
+        if is_ended || began.elapsed() > LONGEST {
             break;
         }
     }

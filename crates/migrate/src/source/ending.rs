@@ -82,25 +82,20 @@ impl SourceDriver {
         let (sent, received) = self.telemetry.counted();
         let untrusted = self.reporter.has_untrusted_page;
         let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.reporter.cpu.map(CpuTime::used_us));
-        if standing == Standing::Done {
-            self.await_last_messages();
-        }
-        let report = self.controls.report(|report| {
+        self.controls.report(|report| {
             report.sent_bytes = sent;
             report.received_bytes = received;
             report.source.agent_cpu_us = cpu_us;
             report.end(outcome, reason.filter(|_| outcome != Outcome::Moved || untrusted), total_us);
-            report.clone()
         });
-        let journal = &self.context.journal;
-        let id = &self.terms.migration;
-        if let Err(error) = journal.put_report(&report) {
-            warn!(migration = %id, error = crate::chain(&error), "cannot record the report in the journal");
+        self.record_report();
+        if standing == Standing::Done && self.await_last_messages() {
+            self.record_report();
         }
         // The agent retries until the end is in the journal: otherwise the next agent would treat the VM as its own.
         while let Err(error) = self.close_in_journal(standing) {
             error!(
-                migration = %id,
+                migration = %self.terms.migration,
                 error = crate::chain(&error),
                 "cannot record the end of the migration in the journal yet"
             );
@@ -116,24 +111,37 @@ impl SourceDriver {
         });
     }
 
-    /// Waits for the last messages of the destination's participants, which are sent after RUNNING. Nothing depends on
-    /// them but the report.
-    fn await_last_messages(&mut self) {
+    fn record_report(&self) {
+        let report = self.controls.report(|report| report.clone());
+        if let Err(error) = self.context.journal.put_report(&report) {
+            let id = &self.terms.migration;
+            warn!(migration = %id, error = crate::chain(&error), "cannot record the report in the journal");
+        }
+    }
+
+    /// Waits for the last messages of the destination's participants, which are sent after RUNNING. Returns true if one
+    /// has arrived. Nothing depends on them but the report, which is in the journal by then.
+    fn await_last_messages(&mut self) -> bool {
+        let mut has_arrived = false;
         let is_expected = self.reporter.stop_clock.measured.total_us > 0;
         let Some(control) = self.connections.control.as_ref().filter(|_| is_expected).map(|it| it.link)
         else {
-            return;
+            return has_arrived;
         };
         let until = Instant::now() + LAST_MESSAGES_WAIT;
         while self.resources.participants.expects_message() {
             match self.inbox.wait(until) {
-                // The handover is over: whoever asks now is answered from the journal.
-                Some(SourceNotice::Message { message, .. }) => self.resources.participants.learn(&message),
-                Some(SourceNotice::Lost { link, .. }) if link == control => return,
+                // The handover is over: later questions are answered from the journal.
+                Some(SourceNotice::Message { message, .. }) => {
+                    self.resources.participants.learn(&message);
+                    has_arrived = true;
+                }
+                Some(SourceNotice::Lost { link, .. }) if link == control => break,
                 Some(_) => {}
-                None => return,
+                None => break,
             }
         }
+        has_arrived
     }
 
     /// Returns why the source's QEMU ended, by its own report.

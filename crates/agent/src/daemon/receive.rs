@@ -259,7 +259,8 @@ impl Arrival {
         }
     }
 
-    /// Makes what QEMU needs, starts it, and begins to receive into it. After an error the caller undoes.
+    /// Makes what QEMU needs, starts it, and begins to receive into it. After an error no QEMU runs, and the caller
+    /// removes what was made.
     fn start(
         &self,
         driver: &mut DestinationDriver,
@@ -279,7 +280,10 @@ impl Arrival {
         let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
         let (mut vm, findings) = ArrivingVm::start(artifacts.clone(), &self.launch, ram, patience, look)?;
         drop(no_trial);
-        vm.artifacts.keep(context, migration, Durability::Synced)?;
+        if let Err(error) = vm.artifacts.keep(context, migration, Durability::Synced) {
+            vm.discard();
+            return Err(error.into());
+        }
         if let Some(reserved) = &self.reserved {
             reserved.set_pid(vm.process.pid());
         }

@@ -71,23 +71,41 @@ impl DestinationDriver {
 
     /// Begins to receive into the waiting QEMU. Returns the reason against post-copy, if that was proposed and is
     /// impossible.
+    ///
+    /// # Errors
+    /// The QEMU has ended then: what was made for it can be removed.
     pub fn started(&mut self, mut vm: ArrivingVm) -> Result<Option<Finding>, ArrivalError> {
+        match self.begin_receiving(&mut vm) {
+            Ok((receiving, no_post_copy)) => {
+                self.resources.vm = Some(vm);
+                self.watch_found();
+                self.resources.stage = ArrivalStage::Receiving(Receiving::new(receiving));
+                Ok(no_post_copy)
+            }
+            Err(error) => {
+                vm.discard();
+                Err(error)
+            }
+        }
+    }
+
+    fn begin_receiving(
+        &mut self,
+        vm: &mut ArrivingVm,
+    ) -> Result<(PageReceiver, Option<Finding>), ArrivalError> {
         let migration = self.terms.migration.clone();
         let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
-        let blocks = self.resources.participants.open(&mut vm)?;
-        let receiving = PageReceiver::new(&self.context, migration, proposal, &vm, blocks, mailbox);
+        let blocks = self.resources.participants.open(vm)?;
+        let receiving = PageReceiver::new(&self.context, migration, proposal, vm, blocks, mailbox);
         let tried = self.proposal.post_copy.then(|| {
             let (writers, _) = receiving.post_copied();
-            post_copy_receiver::try_out(&self.context.injector, &vm, writers)
+            post_copy_receiver::try_out(&self.context.injector, vm, writers)
         });
         let no_post_copy = tried.and_then(Result::err).as_ref().map(post_copy_receiver::finding);
         receiving
             .begin(self.connections.generation)
             .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
-        self.resources.vm = Some(vm);
-        self.watch_found();
-        self.resources.stage = ArrivalStage::Receiving(Receiving::new(receiving));
-        Ok(no_post_copy)
+        Ok((receiving, no_post_copy))
     }
 
     /// Returns true if the source may send frames for the guest.

@@ -247,7 +247,7 @@ pub(crate) enum ImagesCommand {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum NetCommand {
-    /// List tables of netfilter and devices, each with its migration, and what is left over from one that has ended
+    /// List tables of netfilter and devices, each with its migration, and mark those whose migration has ended
     Show,
 }
 

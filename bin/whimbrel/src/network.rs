@@ -1,4 +1,4 @@
-//! What migrations have in the kernel of this host.
+//! Items of migrations in the kernel of this host.
 
 use api::{Client, NetworkItem, NetworkState};
 

@@ -1,9 +1,9 @@
-//! What migrations have in the kernel of a host.
+//! Items of migrations in the kernel of a host.
 
 use proto::MigrationId;
 use serde::{Deserialize, Serialize};
 
-/// All that migrations have in the kernel of a host, beside the interfaces of the VMs.
+/// Items of migrations in the kernel of a host, beside the interfaces of the VMs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetworkState {
     /// The items, by kind and name.

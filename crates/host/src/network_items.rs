@@ -1,4 +1,4 @@
-//! What migrations have in the kernel of this host, and what of it is left over.
+//! Items of migrations in the kernel of this host, and their standing.
 
 use std::io;
 

@@ -28,44 +28,37 @@ const fn if_equal(operand: u32, if_true: u8, if_false: u8) -> FilterStep {
 }
 
 /// Selects what claims an address: ARP, and neighbour advertisements, with a VLAN tag or without.
-pub fn claims() -> [FilterStep; 13] {
-    let (kind, payload) = (12, HEADER_BYTES as u32);
-    [
-        step(SET_INDEX, 0),
-        step(LOAD_HALF, kind),
-        if_equal(VLAN.into(), 0, 1),
-        step(SET_INDEX, TAG_BYTES as u32),
-        step(LOAD_HALF_BEHIND, kind),
-        if_equal(ARP.into(), 5, 0),
-        if_equal(IPV6.into(), 0, 5),
-        step(LOAD_BYTE_BEHIND, payload + 6),
-        if_equal(ICMPV6.into(), 0, 3),
-        step(LOAD_BYTE_BEHIND, payload + IPV6_BYTES as u32),
-        if_equal(ADVERTISEMENT.into(), 0, 1),
-        step(ACCEPT, FRAME_BYTES as u32),
-        step(ACCEPT, 0),
-    ]
+pub fn claims() -> Vec<FilterStep> {
+    of_kinds(&[ARP])
 }
 
 /// Selects frames of a probe, and what answers its questions: ARP and neighbour advertisements.
-pub fn probe() -> [FilterStep; 14] {
+pub fn probe() -> Vec<FilterStep> {
+    of_kinds(&[ARP, PROBE])
+}
+
+/// Selects frames of these kinds, and neighbour advertisements, with a VLAN tag or without.
+fn of_kinds(kinds: &[u16]) -> Vec<FilterStep> {
     let (kind, payload) = (12, HEADER_BYTES as u32);
-    [
+    let mut steps = vec![
         step(SET_INDEX, 0),
         step(LOAD_HALF, kind),
         if_equal(VLAN.into(), 0, 1),
         step(SET_INDEX, TAG_BYTES as u32),
         step(LOAD_HALF_BEHIND, kind),
-        if_equal(ARP.into(), 6, 0),
-        if_equal(PROBE.into(), 5, 0),
+    ];
+    let advertisement = [
         if_equal(IPV6.into(), 0, 5),
         step(LOAD_BYTE_BEHIND, payload + 6),
         if_equal(ICMPV6.into(), 0, 3),
         step(LOAD_BYTE_BEHIND, payload + IPV6_BYTES as u32),
         if_equal(ADVERTISEMENT.into(), 0, 1),
-        step(ACCEPT, FRAME_BYTES as u32),
-        step(ACCEPT, 0),
-    ]
+    ];
+    let after = (1..=kinds.len()).rev().map(|left| left - 1 + advertisement.len());
+    steps.extend(kinds.iter().zip(after).map(|(kind, skipped)| if_equal((*kind).into(), skipped as u8, 0)));
+    steps.extend(advertisement);
+    steps.extend([step(ACCEPT, FRAME_BYTES as u32), step(ACCEPT, 0)]);
+    steps
 }
 
 /// Selects the frames from and to one station.

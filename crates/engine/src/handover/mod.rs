@@ -188,6 +188,21 @@ impl<S, E> Move<S, E> {
     }
 }
 
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+fn moved<S, E>(to: Move<S, E>) -> Option<Step<S, E>> {
+    Some(Step::Moved(to))
+}
+
+/// Stays in the state; the event is legal and has no effects.
+fn stay<S, E>(state: S) -> Option<Step<S, E>> {
+    moved(Move::to(state))
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+fn ignored<S, E>(why: Ignored) -> Option<Step<S, E>> {
+    Some(Step::Ignored(why))
+}
+
 /// Reason for which an event was ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ignored {

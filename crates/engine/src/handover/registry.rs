@@ -116,6 +116,25 @@ pub fn interpret_record(terms: &MigrationTerms, record: Option<&Ownership>) -> R
     }
 }
 
+/// Result of a request to the registry.
+pub(super) enum RegistryResult {
+    /// The record as it is now.
+    Record(RecordMeaning),
+    /// The registry was not reached: nothing has changed in it.
+    Unreachable,
+    /// It is not known whether the request was carried out.
+    Unknown,
+}
+
+/// Interprets an answer of the registry.
+pub(super) fn interpret(terms: &MigrationTerms, answer: &RegistryAnswer) -> RegistryResult {
+    match answer {
+        RegistryAnswer::Record(record) => RegistryResult::Record(interpret_record(terms, record.as_ref())),
+        RegistryAnswer::Unreachable => RegistryResult::Unreachable,
+        RegistryAnswer::Unknown => RegistryResult::Unknown,
+    }
+}
+
 /// Purpose of a request to the registry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RequestPurpose {

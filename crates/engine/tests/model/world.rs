@@ -2,6 +2,8 @@
 //! loses and doubles packets.
 
 mod acts;
+mod destination_acts;
+mod source_acts;
 
 use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;

@@ -53,7 +53,7 @@ impl Part {
 
 /// The sending half of a data stream.
 ///
-/// Nothing is sent after an error. A half whose memory cannot be read leaves it to its user to close the connection:
+/// After an error it sends no more. A half whose memory cannot be read leaves it to its user to close the connection:
 /// otherwise the receiving half would report the end of the connection before the user has the reason for it.
 pub trait FrameSink: Send {
     /// Sets a deadline for all sends from now on; a late one fails with [`TransportError::Deadline`].

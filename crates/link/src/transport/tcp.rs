@@ -168,7 +168,7 @@ impl FrameSink for Writer {
         Ok(self.write_frame(header, &[IoSlice::new(first), IoSlice::new(second)])?)
     }
 
-    /// Nothing is buffered.
+    /// No action: frames are not buffered.
     fn flush(&mut self) -> Result<(), TransportError> {
         Ok(())
     }

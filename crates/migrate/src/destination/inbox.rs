@@ -92,7 +92,7 @@ pub enum DestinationNotice {
 pub struct DestinationMailbox {
     notices: SyncSender<DestinationNotice>,
     links: Arc<AtomicU64>,
-    /// Where frames for the guest go; not set where they cannot be delivered.
+    /// Receiver of frames for the guest; not set where they cannot be delivered.
     frames: Arc<OnceLock<MergerInput>>,
     /// Installs tracked connections of the guest; not set where that is impossible.
     flows: Arc<OnceLock<FlowInstaller>>,

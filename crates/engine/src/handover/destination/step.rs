@@ -12,13 +12,12 @@ use super::DestinationEvent as Event;
 use super::DestinationReport as Report;
 use super::DestinationState as State;
 use crate::handover::operator::OperatorDecision;
-use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
+use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RegistryResult, RequestPurpose};
+use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step, ignored, moved, stay};
 
 use transitions::{
-    RegistryResult, activate, ask, cont_again, crash, crash_with_host, discard, enter, enter_qemu_lost,
-    follow_go, ignored, interpret, moved, refuse, refuse_through_registry, refuse_without_registry,
-    return_to_source, run_incomplete, start, stay,
+    activate, ask, cont_again, crash, crash_with_host, discard, enter, enter_qemu_lost, follow_go, refuse,
+    refuse_through_registry, refuse_without_registry, return_to_source, run_incomplete, start,
 };
 
 type Transition = Move<State, Effect>;
@@ -156,7 +155,7 @@ fn ready_by_registry(
     answer: &RegistryAnswer,
 ) -> TransitionResult {
     let here = || Move::to(State::Ready { incarnation: incarnation.clone(), run: ran });
-    match interpret(terms, answer) {
+    match registry::interpret(terms, answer) {
         RegistryResult::Record(RecordMeaning::Open { offer: Some(offer), .. })
             if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
         {
@@ -183,7 +182,7 @@ fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &
     let take = |since| ask(RequestPurpose::Take, Some(registry::acquire_by_destination(terms, since)));
     let read = || ask(RequestPurpose::Read, Some(registry::read(terms)));
     match event {
-        Event::RegistryAnswered(answer) => match interpret(terms, answer) {
+        Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Destination) => {
                 moved(start(incarnation, run).within("destination-owns"))
             }
@@ -248,7 +247,7 @@ fn starting(
             moved(cont_again(terms, enter(state(true))).within("paused"))
         }
         Event::Repeat if again => moved(cont_again(terms, Move::to(state(true))).within("again")),
-        Event::RegistryAnswered(answer) if again => match interpret(terms, answer) {
+        Event::RegistryAnswered(answer) if again => match registry::interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Destination) => {
                 moved(Move::to(state(true)).when("destination-owns").then([Effect::Cont]))
             }
@@ -340,7 +339,7 @@ fn refusing(terms: &MigrationTerms, event: &Event) -> TransitionResult {
     let here = || Move::to(State::Refusing);
     let return_to_source = || ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms)));
     match event {
-        Event::RegistryAnswered(answer) => match interpret(terms, answer) {
+        Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
                 moved(refuse().when("source-owns"))
             }
@@ -390,7 +389,7 @@ fn qemu_lost(terms: &MigrationTerms, event: &Event) -> TransitionResult {
     let here = || Move::to(State::QemuLost);
     let read = || ask(RequestPurpose::Read, Some(registry::read(terms)));
     match event {
-        Event::RegistryAnswered(answer) => match interpret(terms, answer) {
+        Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Destination) => {
                 moved(crash_with_host().when("destination-owns"))
             }

@@ -12,13 +12,12 @@ use super::SourceEvent as Event;
 use super::SourceReport as Report;
 use super::SourceState as State;
 use crate::handover::operator::OperatorDecision;
-use crate::handover::registry::{self, RecordMeaning, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step};
+use crate::handover::registry::{self, RecordMeaning, RegistryResult, RequestPurpose};
+use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step, ignored, moved, stay};
 
 use transitions::{
-    RegistryView, abandon_reclaim, abort, abort_stopped, ask, commit, commit_without_qemu, enter,
-    enter_qemu_lost, enter_returned, finish, ignored, moved, offer, read, reclaim, repeat_messages, serve,
-    stay, without_registry,
+    abandon_reclaim, abort, abort_stopped, ask, commit, commit_without_qemu, enter, enter_qemu_lost,
+    enter_returned, finish, offer, reclaim, repeat_messages, serve, without_registry,
 };
 
 type Transition = Move<State, Effect>;
@@ -124,9 +123,9 @@ fn qemu_lost(
         Event::Incomplete { .. } => moved(here().then([Effect::Report(Report::MemoryLost)])),
         // There is no copy.
         Event::Refused { .. } | Event::Crashed { .. } => moved(abort(Report::VmCrashed)),
-        Event::RegistryAnswered(answer) => match read(terms, answer) {
+        Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
             // The destination returned it and its REFUSED was lost.
-            RegistryView::Record(RecordMeaning::Source) => {
+            RegistryResult::Record(RecordMeaning::Source) => {
                 moved(abort(Report::VmCrashed).when("source-owns"))
             }
             _ => moved(here().when("otherwise")),
@@ -197,11 +196,11 @@ fn committed(
                 .asking(RequestPurpose::Offer, offer_again()),
         ),
         Event::QemuDied => moved(here().then([Effect::Report(Report::CopyLost)])),
-        Event::RegistryAnswered(answer) => match read(terms, answer) {
+        Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
             // The destination returned it and its REFUSED was lost.
-            RegistryView::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
+            RegistryResult::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
             // The registry's epoch (`since`) differs from that of pre-flight.
-            RegistryView::Record(RecordMeaning::Open { since, offer })
+            RegistryResult::Record(RecordMeaning::Open { since, offer })
                 if offer.as_ref().is_none_or(|offer| offer.epoch != terms.epoch()) =>
             {
                 let request = registry::offer(terms, since, incarnation, run);
@@ -275,27 +274,27 @@ fn reclaiming(
     let take_since = |since| ask(RequestPurpose::Take, Some(registry::acquire_by_source(terms, since)));
     let take = || terms.registry.and_then(take_since);
     match event {
-        Event::RegistryAnswered(answer) => match read(terms, answer) {
-            RegistryView::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
-            RegistryView::Record(RecordMeaning::Open { since, .. }) => {
+        Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
+            RegistryResult::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
+            RegistryResult::Record(RecordMeaning::Open { since, .. }) => {
                 moved(Move::to(state(force)).when("open").then(take_since(since)))
             }
-            RegistryView::Record(RecordMeaning::Destination) if force => {
+            RegistryResult::Record(RecordMeaning::Destination) if force => {
                 let seize = ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms)));
                 moved(Move::to(state(force)).when("destination-owns").when("force").then(seize))
             }
-            RegistryView::Record(RecordMeaning::Destination | RecordMeaning::MovedOn) => {
+            RegistryResult::Record(RecordMeaning::Destination | RecordMeaning::MovedOn) => {
                 moved(abandon_reclaim(incarnation, run))
             }
-            RegistryView::Record(RecordMeaning::Foreign) => {
+            RegistryResult::Record(RecordMeaning::Foreign) => {
                 moved(Move::to(state(force)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
             }
-            RegistryView::Unknown => moved(
+            RegistryResult::Unknown => moved(
                 Move::to(state(force))
                     .when("unknown")
                     .then(ask(RequestPurpose::Read, Some(registry::read(terms)))),
             ),
-            RegistryView::Unreachable => moved(Move::to(state(force)).when("unreachable")),
+            RegistryResult::Unreachable => moved(Move::to(state(force)).when("unreachable")),
         },
         // The destination has won, and runs the guest.
         Event::Running { .. } => moved(finish(incarnation, run)),

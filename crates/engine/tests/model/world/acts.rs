@@ -1,21 +1,15 @@
-//! Events in the world: the engine's functions are called, and their effects are performed.
+//! Events in the world around the agents: packets, failures, restarts, answers of the registry.
 
-use std::time::Duration;
-
-use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState};
+use engine::handover::QemuAtStart;
+use engine::handover::destination::{DestinationEvent, DestinationState};
 use engine::handover::recover::OperatorDecision;
 use engine::handover::registry::{self, RegistryAnswer};
-use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceState};
-use engine::handover::{QemuAtStart, Step};
+use engine::handover::source::{SourceEvent, SourceState};
+use engine::session::{DestinationSession, SourceSession};
 use proto::message::{RegistryReply, Verdict};
 
-use engine::session::{
-    DestinationRepetition, DestinationSession, RepetitionFacts, SilenceLimits, SourceRepetition,
-    SourceSession, Time,
-};
-
 use super::*;
-use crate::handover::{Cut, Interruption};
+use crate::handover::Cut;
 use crate::mutation::Rules;
 
 impl World {
@@ -34,265 +28,6 @@ impl World {
         self.net.retain(|other| *other != packet);
         if packet == Packet::Data(self.source.epoch) {
             self.streams = false;
-        }
-    }
-
-    /// Feeds an event to the source. With `cut`, the agent is killed after that many effects.
-    pub(crate) fn feed_source(&mut self, rules: &Rules, event: &SourceEvent, cut: Cut) {
-        if self.source.life != Life::Up {
-            return;
-        }
-        let terms = terms(self.source.epoch, self.source.base, self.registry.is_some());
-        match (rules.source)(&terms, self.source.state(), event) {
-            Err(illegal) => {
-                self.ghost.illegal = Some(illegal.event);
-            }
-            Ok(Step::Ignored(_)) => {}
-            Ok(Step::Moved(step)) => {
-                for (done, effect) in step.effects.iter().enumerate() {
-                    if cut == Some(Interruption::Death(done)) {
-                        return self.crash(Side::Source);
-                    }
-                    if let SourceEffect::Journal { state, durable } = effect {
-                        if !self.write_source(rules, state, *durable, cut) {
-                            let next = self.source.session.effect_failed(event);
-                            return next.into_iter().for_each(|next| self.feed_source(rules, &next, None));
-                        }
-                        self.source.session.enter(step.to.clone());
-                    }
-                    self.do_source(effect);
-                }
-                self.source.session.enter(step.to);
-                self.end_source();
-            }
-        }
-    }
-
-    /// Makes an entry in the source's journal. Returns false if that fails, and the state is not entered.
-    fn write_source(&mut self, rules: &Rules, state: &SourceState, durable: bool, cut: Cut) -> bool {
-        if cut == Some(Interruption::JournalFailure) && self.budget.journal_failures > 0 {
-            self.budget.journal_failures -= 1;
-            return (rules.enters_without_entry)(&mut self.source.session, state);
-        }
-        self.source.write(state, durable || self.budget.host_crashes == 0);
-        self.source.session.entry_made();
-        true
-    }
-
-    /// Makes the entry of a final state that was entered without one: before that, no migration of the VM begins.
-    fn end_source(&mut self) {
-        if self.source.state().is_final()
-            && let Some(state) = self.source.session.take_unjournalled()
-        {
-            self.source.write(&state, true);
-        }
-    }
-
-    /// Repeats what the source's state demands.
-    pub(crate) fn repeat_source(&mut self, rules: &Rules, cut: Cut) {
-        if self.source.life != Life::Up || *self.source.state() == SourceState::Idle {
-            return;
-        }
-        // The time of the model stands still: the contact is lost by an action of its own.
-        match self.source.session.repetition(Time::default(), Duration::MAX) {
-            SourceRepetition::Feed(event) => self.feed_source(rules, &event, cut),
-            SourceRepetition::FindQemu => {
-                let found = found(self.source_qemu, self.source.rebooted, self.held);
-                self.feed_source(rules, &SourceEvent::Restarted(found), cut);
-            }
-        }
-    }
-
-    /// Sends all of memory and device state, and HELD, without which the destination does not send READY.
-    pub(crate) fn send_all(&mut self, rules: &Rules) {
-        if rules.holds {
-            if self.source_qemu != Qemu::Paused {
-                return self.feed_source(rules, &SourceEvent::Failed, None);
-            }
-            self.held = true;
-        }
-        self.source.session.set_may_have_all(!self.budget.post_copy);
-        self.send(Packet::Data(self.source.epoch));
-    }
-
-    fn do_source(&mut self, effect: &SourceEffect) {
-        let epoch = self.source.epoch;
-        match effect {
-            SourceEffect::Journal { state, .. } => {
-                self.ghost.source.reclaimed |= matches!(state, SourceState::Reclaiming { .. });
-                self.ghost.source.kept |= matches!(
-                    state,
-                    SourceState::Aborting
-                        | SourceState::Aborted
-                        | SourceState::Returning
-                        | SourceState::Returned
-                );
-            }
-            SourceEffect::StopVm => {
-                if self.source_qemu == Qemu::Running {
-                    self.source_qemu = Qemu::Paused;
-                }
-            }
-            SourceEffect::FreezeQemu => self.held = self.source_qemu != Qemu::Gone,
-            SourceEffect::ReleaseQemu | SourceEffect::UndoAll => self.held = false,
-            SourceEffect::ContinueVm => {
-                // After GO only the destination's REFUSED, the registry or an operator can have decided this.
-                let refused = self.ghost.destination.gave_up && self.same_attempt();
-                let is_justified = refused || self.registry_says_source() || self.ghost.word;
-                self.ghost.decided_alone |= self.ghost.source.go_sent && !is_justified;
-                self.held = false;
-                self.source_cont = true;
-            }
-            SourceEffect::QuitQemu => {
-                self.source_qemu = Qemu::Gone;
-                self.held = false;
-                self.ghost.source.quit = true;
-            }
-            SourceEffect::SendGo { .. } => {
-                self.ghost.source.go_sent = true;
-                self.send(Packet::Go(epoch));
-            }
-            SourceEffect::SendAbort => {
-                self.send(Packet::Abort(epoch));
-                // The streams end with it.
-                self.streams = false;
-            }
-            SourceEffect::Answer(Verdict::Committed { .. }) => {
-                self.ghost.source.go_sent = true;
-                self.send(Packet::Committed(epoch));
-            }
-            SourceEffect::Answer(Verdict::Aborted) => self.send(Packet::Aborted(epoch)),
-            SourceEffect::Answer(Verdict::Returned) => self.send(Packet::Returned(epoch)),
-            SourceEffect::Answer(Verdict::Undecided) => self.send(Packet::Undecided(epoch)),
-            SourceEffect::AskDestination => self.send(Packet::AskDestination(epoch)),
-            SourceEffect::Registry { request, .. } => {
-                self.send(Packet::Request(Side::Source, epoch, small_op(request)));
-            }
-            // Only true alarms count: an outdated RUNNING of a host that has crashed since may cause a false one.
-            SourceEffect::Report(SourceReport::Contradiction) if !self.ghost.source.lost => {
-                self.ghost.illegal = Some("contradiction");
-            }
-            SourceEffect::Report(_) => {}
-        }
-    }
-
-    /// Feeds an event to the destination.
-    pub(crate) fn feed_destination(&mut self, rules: &Rules, event: &DestinationEvent, cut: Cut) {
-        if self.destination.life != Life::Up {
-            return;
-        }
-        let terms = terms(self.destination.epoch, self.destination.base, self.registry.is_some());
-        match (rules.destination)(&terms, self.destination.state(), event) {
-            Err(illegal) => {
-                self.ghost.illegal = Some(illegal.event);
-            }
-            Ok(Step::Ignored(_)) => {}
-            Ok(Step::Moved(step)) => {
-                for (done, effect) in step.effects.iter().enumerate() {
-                    if cut == Some(Interruption::Death(done)) {
-                        return self.crash(Side::Destination);
-                    }
-                    if let DestinationEffect::Journal { state, durable } = effect {
-                        if !self.write_destination(state, *durable, cut) {
-                            let next = (rules.destination_failed)(&mut self.destination.session, event);
-                            return next
-                                .into_iter()
-                                .for_each(|next| self.feed_destination(rules, &next, None));
-                        }
-                        self.destination.session.enter(step.to.clone());
-                    }
-                    self.do_destination(effect);
-                }
-                self.destination.session.enter(step.to);
-                while let Some(next) = self.destination.session.take_follow_up() {
-                    self.feed_destination(rules, &next, None);
-                }
-            }
-        }
-    }
-
-    /// Fails to send `cont`: no vCPU has run, unless an agent before this one may have sent it.
-    fn cont_without_qemu(&mut self) {
-        let is_first = matches!(self.destination.state(), DestinationState::Starting { again: false, .. });
-        self.ghost.destination.cont_failed |= is_first;
-        let event = if is_first { DestinationEvent::ContFailed } else { DestinationEvent::QemuDied };
-        self.destination.session.follow_up(event);
-    }
-
-    /// Makes an entry in the destination's journal. Returns false if that fails, and the state is not entered.
-    fn write_destination(&mut self, state: &DestinationState, durable: bool, cut: Cut) -> bool {
-        if cut == Some(Interruption::JournalFailure) && self.budget.journal_failures > 0 {
-            self.budget.journal_failures -= 1;
-            return DestinationSession::is_entered_without_entry(state);
-        }
-        self.destination.write(state, durable || self.budget.host_crashes == 0);
-        true
-    }
-
-    /// Repeats what the destination's state demands.
-    pub(crate) fn repeat_destination(&mut self, rules: &Rules, cut: Cut) {
-        if self.destination.life != Life::Up || *self.destination.state() == DestinationState::Idle {
-            return;
-        }
-        let facts = RepetitionFacts { has_control: self.streams, is_cont_pending: self.destination_cont };
-        // The time of the model stands still: without streams it has always been long enough, and the contact is lost
-        // by an action of its own.
-        let limits = SilenceLimits { give_up_after: Duration::ZERO, reclaim_after: Duration::MAX };
-        match self.destination.session.repetition(Time::default(), facts, limits) {
-            DestinationRepetition::Feed(event) => self.feed_destination(rules, &event, cut),
-            DestinationRepetition::FindQemu => {
-                let silent = self.ghost.destination.missing;
-                let found = found(self.destination_qemu, self.destination.rebooted, silent);
-                self.feed_destination(rules, &DestinationEvent::Restarted(found), cut);
-            }
-            DestinationRepetition::CheckCont | DestinationRepetition::Nothing => {}
-        }
-    }
-
-    fn do_destination(&mut self, effect: &DestinationEffect) {
-        let epoch = self.destination.epoch;
-        match effect {
-            DestinationEffect::Journal { state, .. } => {
-                self.ghost.destination.cont_decided |= matches!(state, DestinationState::Starting { .. });
-                self.ghost.destination.gave_up |= matches!(
-                    state,
-                    DestinationState::Discarded | DestinationState::Refusing | DestinationState::Refused
-                );
-            }
-            DestinationEffect::SendReady { .. } => {
-                self.ghost.destination.ready_sent = true;
-                self.send(Packet::Ready(epoch));
-            }
-            DestinationEffect::AskSource => self.send(Packet::AskSource(epoch)),
-            DestinationEffect::Registry { request, .. } => {
-                self.send(Packet::Request(Side::Destination, epoch, small_op(request)));
-            }
-            DestinationEffect::Cont => {
-                self.ghost.ran_discarded |= self.ghost.destination.gave_up;
-                if self.destination_qemu == Qemu::Gone {
-                    // The journal had not accepted the end of QEMU before.
-                    self.cont_without_qemu();
-                } else {
-                    self.destination_cont = true;
-                }
-            }
-            DestinationEffect::SendRunning => self.send(Packet::Running(epoch)),
-            DestinationEffect::SendIncomplete => self.send(Packet::Incomplete(epoch)),
-            DestinationEffect::SendRefused => self.send(Packet::Refused(epoch)),
-            DestinationEffect::SendCrashed => self.send(Packet::Crashed(epoch)),
-            DestinationEffect::Discard => {
-                // In doubt, a complete copy is discarded only if the source has the guest, or the copy cannot run. (A
-                // source that has begun another attempt has the guest.)
-                let kept = self.ghost.source.kept || !self.same_attempt() || self.ghost.word;
-                let is_justified = kept || self.registry_says_source() || self.ghost.destination.cont_failed;
-                let whole = self.destination_qemu != Qemu::Gone && self.ghost.destination.ready_sent;
-                self.ghost.decided_alone |= whole && !is_justified;
-                // Where disks were copied, the data that the guest wrote since is in images that are removed with it.
-                self.ghost.threw_away |= self.ghost.destination.ran;
-                self.destination_qemu = Qemu::Gone;
-                self.destination_cont = false;
-            }
-            DestinationEffect::Announce | DestinationEffect::Report(_) => {}
         }
     }
 
@@ -567,7 +302,7 @@ impl World {
     }
 }
 
-fn found(qemu: Qemu, rebooted: bool, held: bool) -> QemuAtStart {
+pub(super) fn found(qemu: Qemu, rebooted: bool, held: bool) -> QemuAtStart {
     match qemu {
         Qemu::Gone if rebooted => QemuAtStart::Rebooted,
         Qemu::Gone => QemuAtStart::Gone,

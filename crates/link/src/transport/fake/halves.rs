@@ -175,7 +175,7 @@ pub(super) struct FrameReader {
 /// Rest of a frame.
 #[derive(Debug)]
 pub(super) enum Rest {
-    /// Nothing.
+    /// No rest: the frame is complete.
     None,
     /// This number of bytes, which follow.
     Follows(usize),

@@ -1,6 +1,7 @@
 //! Tests of a source's driver against a peer that sends what the test specifies.
 
 mod lost;
+mod third;
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
@@ -13,12 +14,8 @@ use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
 use crate::source::agreement::Capabilities;
-use crate::source::participants::StopKind;
-use crate::source::participants::tests::{Fake, Steps, taken};
 use crate::source::payload::Payload;
-use crate::source::stages::{Proposed, SourceStage};
 use crate::source::{Controls, Goals, SourceInbox, SourceMailbox};
-use ::memory::Owed;
 use api::progress::Publisher;
 use api::report::{Outcome, Report};
 use api::{MigrationSettings, OnLimit};
@@ -477,42 +474,4 @@ fn a_rejected_epoch_teaches_a_larger_one() {
     peer.send_message(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(i64::MAX as u64)) });
     learns.join().unwrap();
     assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(2));
-}
-
-/// Adds a participant to those of every VM.
-fn with_third(driver: &mut SourceDriver) -> Steps {
-    let steps = Steps::default();
-    driver.resources.participants.add(Box::new(Fake::new("third", &steps)));
-    steps
-}
-
-#[test]
-fn a_third_participant_takes_part_in_a_migration_that_fails() {
-    let world = World::new();
-    let qemu = Qemu::start(world.folder.path());
-    let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
-    let steps = with_third(&mut driver);
-    let payload = payload(&mut driver);
-    assert_eq!(taken(&steps), ["third check"]);
-    let vm = driver.resources.vm.as_mut().unwrap();
-    driver.resources.participants.before_stop(vm).unwrap();
-    driver.resources.participants.freeze(vm, StopKind::NotCompared, &mut Owed::of(vec![])).unwrap();
-    driver.resources.participants.ready(vm).unwrap();
-    assert_eq!(taken(&steps), ["third before_stop", "third freeze", "third ready"]);
-    driver.resources.stage = SourceStage::RolledBack(Proposed::default().accept(payload).roll_back());
-    driver.take(&SourceEvent::Failed);
-    assert_eq!(taken(&steps), ["third undo"], "the engine's effect reaches it");
-    drop(driver);
-}
-
-#[test]
-fn a_third_participant_takes_part_in_a_migration_that_succeeds() {
-    let world = World::new();
-    let qemu = Qemu::start(world.folder.path());
-    let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
-    let steps = with_third(&mut driver);
-    driver.take(&SourceEvent::Ready { epoch: Epoch(1), incarnation: incarnation() });
-    assert_eq!(taken(&steps), ["third commit"]);
-    driver.take(&SourceEvent::Running { epoch: Epoch(1) });
-    assert_eq!(taken(&steps), ["third finish"]);
 }

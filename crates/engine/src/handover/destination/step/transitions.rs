@@ -3,9 +3,9 @@
 use proto::Incarnation;
 use proto::message::RegistryRequest;
 
-use super::{Effect, Report, State, Transition, TransitionResult};
-use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Move, Step};
+use super::{Effect, Report, State, Transition};
+use crate::handover::registry::{self, RequestPurpose};
+use crate::handover::{MigrationTerms, Move};
 
 /// Follows GO, from the source, the registry's offer, or an operator.
 pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Transition {
@@ -114,35 +114,4 @@ pub(super) fn enter(state: State) -> Transition {
 
 pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Effect> {
     request.map(|request| Effect::Registry { why, request })
-}
-
-pub(super) enum RegistryResult {
-    Record(RecordMeaning),
-    Unreachable,
-    Unknown,
-}
-
-pub(super) fn interpret(terms: &MigrationTerms, answer: &RegistryAnswer) -> RegistryResult {
-    match answer {
-        RegistryAnswer::Record(record) => {
-            RegistryResult::Record(registry::interpret_record(terms, record.as_ref()))
-        }
-        RegistryAnswer::Unreachable => RegistryResult::Unreachable,
-        RegistryAnswer::Unknown => RegistryResult::Unknown,
-    }
-}
-
-#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-pub(super) fn moved(to: Transition) -> TransitionResult {
-    Some(Step::Moved(to))
-}
-
-/// Stays in the state; the event is legal and has no effects.
-pub(super) fn stay(state: State) -> TransitionResult {
-    moved(Move::to(state))
-}
-
-#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-pub(super) fn ignored(why: Ignored) -> TransitionResult {
-    Some(Step::Ignored(why))
 }

@@ -3,9 +3,9 @@
 use proto::Incarnation;
 use proto::message::RegistryRequest;
 
-use super::{Effect, Report, State, Transition, TransitionResult};
-use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Move, Step};
+use super::{Effect, Report, State, Transition};
+use crate::handover::registry::{self, RequestPurpose};
+use crate::handover::{MigrationTerms, Move};
 
 /// COMMITTED: journalled, and the source's QEMU held, before GO can reach the destination.
 pub(super) fn commit(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Transition {
@@ -144,35 +144,4 @@ pub(super) fn offer(terms: &MigrationTerms, incarnation: &Incarnation, run: bool
 
 pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Effect> {
     request.map(|request| Effect::Registry { why, request })
-}
-
-pub(super) enum RegistryView {
-    Record(RecordMeaning),
-    Unreachable,
-    Unknown,
-}
-
-pub(super) fn read(terms: &MigrationTerms, answer: &RegistryAnswer) -> RegistryView {
-    match answer {
-        RegistryAnswer::Record(record) => {
-            RegistryView::Record(registry::interpret_record(terms, record.as_ref()))
-        }
-        RegistryAnswer::Unreachable => RegistryView::Unreachable,
-        RegistryAnswer::Unknown => RegistryView::Unknown,
-    }
-}
-
-#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-pub(super) fn moved(to: Transition) -> TransitionResult {
-    Some(Step::Moved(to))
-}
-
-/// Stays in the state; the event is legal and has no effects.
-pub(super) fn stay(state: State) -> TransitionResult {
-    moved(Move::to(state))
-}
-
-#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-pub(super) fn ignored(why: Ignored) -> TransitionResult {
-    Some(Step::Ignored(why))
 }

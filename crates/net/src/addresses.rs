@@ -161,9 +161,10 @@ mod tests {
         assert_eq!(of(IPV4, &packet), None, "no address");
         packet[12..16].copy_from_slice(&[10, 0, 0, 7]);
         assert_eq!(of(IPV4, &packet), Some(Ipv4Addr::new(10, 0, 0, 7).into()));
-        assert_eq!(of(ARP, &packet), None, "a probe for an address that the sender does not have yet");
-        packet[14..18].copy_from_slice(&[10, 0, 0, 8]);
-        assert_eq!(of(ARP, &packet), Some(Ipv4Addr::new(10, 0, 0, 8).into()));
+        let mut message = [0; 28];
+        assert_eq!(of(ARP, &message), None, "a probe for an address that the sender does not have yet");
+        message[14..18].copy_from_slice(&[10, 0, 0, 8]);
+        assert_eq!(of(ARP, &message), Some(Ipv4Addr::new(10, 0, 0, 8).into()));
         packet[8..24].copy_from_slice(&Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 7).octets());
         assert_eq!(of(IPV6, &packet), Some(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 7).into()));
         packet[8] = 0xff;

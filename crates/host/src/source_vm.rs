@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ::memory::DirtyBitmap;
+use ::memory::PageSet;
 use engine::handover::QemuAtStart;
 use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, DiskOwnership, StateError, StateFile};
@@ -363,7 +363,7 @@ impl SourceVm {
     }
 
     /// Hashes all of the stopped guest's memory; pages that were left out count as zeros.
-    pub fn hashes(&mut self, left_out: &[DirtyBitmap]) -> Result<Hashes, CompareError> {
+    pub fn hashes(&mut self, left_out: &[PageSet]) -> Result<Hashes, CompareError> {
         let names: Vec<_> = self.blocks.iter().map(|block| block.name.clone()).collect();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
         let pid = self.process.pid();

@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ::memory::DirtyBitmap;
+use ::memory::PageSet;
 use ::memory::verify::{self, Block, VerifyError};
 use block::image::ImageError;
 use block::reading::ImageReader;
@@ -54,7 +54,7 @@ pub(crate) fn hashes(
     qmp: &mut Qmp,
     pid: u32,
     names: &[&str],
-    left_out: &[DirtyBitmap],
+    left_out: &[PageSet],
 ) -> Result<Hashes, CompareError> {
     let blocks = ram_blocks(qmp, pid)?;
     let mut all = Hashes::default();

@@ -16,7 +16,7 @@ use common::{Victim, connections};
 use link::transport::DataStream;
 use proto::Generation;
 use whimbrel_memory::{
-    CompletedRound, DirtyBitmap, DirtyLog, Owed, Receiver, ScanError, ScanStats, Sender, SourceRam,
+    CompletedRound, DirtyLog, Owed, PageSet, Receiver, ScanError, ScanStats, Sender, SourceRam,
     open_destination, open_source,
 };
 
@@ -24,7 +24,7 @@ use whimbrel_memory::{
 struct Written(bool);
 
 impl DirtyLog for Written {
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         if self.0 {
             for block in into {
                 block.set(0..block.pages());

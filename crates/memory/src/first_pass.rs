@@ -11,7 +11,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 use crate::round::Owed;
 
 /// State of the first pass: its remaining pages, and the duration of its next part.
@@ -19,15 +19,15 @@ use crate::round::Owed;
 pub struct FirstPass {
     /// Pages that were neither sent nor written. No page returns into this set, or a guest that writes all the time
     /// would make the pass endless. None before the first scan.
-    cold: Option<Vec<DirtyBitmap>>,
+    cold: Option<Vec<PageSet>>,
     /// Pages of memory that were written.
-    hot: Vec<DirtyBitmap>,
+    hot: Vec<PageSet>,
     /// True if the last scan found mostly pages that no scan had found before.
     is_spreading: bool,
     /// Number of pages of memory that were cold at the first scan.
     cold_first: u64,
     /// Pages of the current part, sent or in flight.
-    part_pages: Vec<DirtyBitmap>,
+    part_pages: Vec<PageSet>,
     part: Duration,
     /// Duration to which parts grow at least.
     usual: Duration,
@@ -83,7 +83,7 @@ impl FirstPass {
 
     /// Records a dirty scan: the pages found written in each block of memory (the first blocks), and the pages owed.
     /// Returns true if pages of the pass remain.
-    pub fn record_scan(&mut self, owed: &Owed, found: &[DirtyBitmap]) -> bool {
+    pub fn record_scan(&mut self, owed: &Owed, found: &[PageSet]) -> bool {
         let is_first = self.cold.is_none();
         let cold = self.cold.get_or_insert_with(|| owed.blocks().to_vec());
         cold.iter_mut().zip(found).for_each(|(cold, found)| cold.remove(found));
@@ -93,15 +93,15 @@ impl FirstPass {
             self.cold_first = cold.iter().zip(found).map(|(cold, _)| cold.count()).sum();
         } else {
             let known: u64 = self.hot.iter().zip(found).map(|(hot, found)| hot.count_common(found)).sum();
-            let all: u64 = found.iter().map(DirtyBitmap::count).sum();
+            let all: u64 = found.iter().map(PageSet::count).sum();
             self.is_spreading = known < all / 2;
             self.hot.iter_mut().zip(found).for_each(|(hot, found)| hot.insert(found));
         }
-        !cold.iter().all(DirtyBitmap::is_empty)
+        !cold.iter().all(PageSet::is_empty)
     }
 
     /// Returns the pages of each block that the next part sends as far as time allows; None before the first scan.
-    pub fn next_part(&mut self) -> Option<&[DirtyBitmap]> {
+    pub fn next_part(&mut self) -> Option<&[PageSet]> {
         let cold = self.cold.as_deref()?;
         self.part_pages = self.farthest_pages(cold).unwrap_or_else(|| cold.to_vec());
         Some(&self.part_pages)
@@ -126,7 +126,7 @@ impl FirstPass {
     /// Returns true if pages remain.
     pub fn sent(&mut self, unsent: &Owed, pages: u64, planned: Duration, took: Duration) -> bool {
         self.cut(unsent);
-        let remaining_pages: u64 = self.cold.iter().flatten().map(DirtyBitmap::count).sum();
+        let remaining_pages: u64 = self.cold.iter().flatten().map(PageSet::count).sum();
         let left = took.mul_f64(remaining_pages as f64 / pages.max(1) as f64);
         let grown = (self.part * 2).min(self.usual.max(left / Self::OF_REST));
         let beside = took.saturating_sub(planned);
@@ -136,13 +136,13 @@ impl FirstPass {
 
     /// Returns the pages of memory farthest ahead of the guest's writes, if these move on and there are enough such
     /// pages: the second half of the longest quiet stretch.
-    fn farthest_pages(&self, cold: &[DirtyBitmap]) -> Option<Vec<DirtyBitmap>> {
+    fn farthest_pages(&self, cold: &[PageSet]) -> Option<Vec<PageSet>> {
         let of_memory: u64 = cold.iter().zip(&self.hot).map(|(cold, _)| cold.count()).sum();
-        let is_busy = |block: &DirtyBitmap, chunk| block.chunk(chunk).count() >= Self::BUSY_PAGES;
+        let is_busy = |block: &PageSet, chunk| block.chunk(chunk).count() >= Self::BUSY_PAGES;
         if self.is_in_order
             || !self.is_spreading
             || of_memory < self.cold_first / Self::NEARLY_ALL
-            || !self.hot.iter().any(|block| block.dirty_chunks().any(|chunk| is_busy(block, chunk)))
+            || !self.hot.iter().any(|block| block.nonempty_chunks().any(|chunk| is_busy(block, chunk)))
         {
             return None;
         }
@@ -161,7 +161,7 @@ impl FirstPass {
                 }
             }
         }
-        let mut far: Vec<_> = cold.iter().map(DirtyBitmap::emptied).collect();
+        let mut far: Vec<_> = cold.iter().map(PageSet::emptied).collect();
         let (from, to) = (&cold[longest.block], &mut far[longest.block]);
         let mut taken = 0;
         for chunk in longest.chunks.rev() {
@@ -191,12 +191,12 @@ mod tests {
         written_per_s: u64,
         sent_per_s: f64,
         written: f64,
-        marks: DirtyBitmap,
+        marks: PageSet,
     }
 
     impl Guest {
         fn new(pages: u64, hot: Range<u64>, written_per_s: u64, sent_per_s: u64) -> Self {
-            let marks = DirtyBitmap::new(pages * PAGE_BYTES);
+            let marks = PageSet::new(pages * PAGE_BYTES);
             Self { pages, hot, written_per_s, sent_per_s: sent_per_s as f64, written: 0.0, marks }
         }
 
@@ -210,15 +210,15 @@ mod tests {
             }
         }
 
-        fn look(&mut self) -> DirtyBitmap {
+        fn look(&mut self) -> PageSet {
             let none = self.marks.emptied();
             std::mem::replace(&mut self.marks, none)
         }
 
         /// Returns the pages of each part of the first pass, and the number of dirty pages after it.
-        fn move_it(mut self) -> (Vec<DirtyBitmap>, u64) {
+        fn move_it(mut self) -> (Vec<PageSet>, u64) {
             let mut pass = FirstPass::new(USUAL);
-            let mut owed = DirtyBitmap::full(self.pages * PAGE_BYTES);
+            let mut owed = PageSet::full(self.pages * PAGE_BYTES);
             let mut parts = Vec::new();
             // Before the first scan the guest writes as well.
             self.runs_for(Duration::from_millis(20));
@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn parts_go_in_order_until_free_page_hints_arrive() {
         let mut pass = FirstPass::new(USUAL);
-        let (mut owed, mut found) = (DirtyBitmap::full(1 << 30), DirtyBitmap::new(1 << 30));
+        let (mut owed, mut found) = (PageSet::full(1 << 30), PageSet::new(1 << 30));
         found.set(0..40);
         assert!(pass.record_scan(&Owed::of(vec![owed.clone()]), &[found.clone()]));
         owed.remove(&found);
@@ -271,11 +271,10 @@ mod tests {
             let guest = Guest::new(528 * MIB, first..first + 128 * MIB, 150 * MIB, 118 * MIB);
             let (hot, pages) = (guest.hot.clone(), guest.pages);
             let (parts, left) = guest.move_it();
-            let of = |part: &DirtyBitmap| {
-                part.runs_within(hot.clone()).map(|run| run.end - run.start).sum::<u64>()
-            };
+            let of =
+                |part: &PageSet| part.runs_within(hot.clone()).map(|run| run.end - run.start).sum::<u64>();
             let of_hot: u64 = parts.iter().map(of).sum();
-            let all: u64 = parts.iter().map(DirtyBitmap::count).sum();
+            let all: u64 = parts.iter().map(PageSet::count).sum();
             assert_eq!((all - of_hot, left), (pages - 128 * MIB, 128 * MIB), "{first}");
             assert!(of_hot < 8 * MIB, "{first}: {of_hot}");
             assert!(parts.len() < 16, "{}", parts.len());
@@ -288,7 +287,7 @@ mod tests {
         let pages = 2048 * MIB;
         for (hot, written_per_s) in [(0..pages, 1000 * MIB), (0..pages, 100 * MIB), (0..1, 0), (7..8, 1)] {
             let (parts, left) = Guest::new(pages, hot, written_per_s, 118 * MIB).move_it();
-            let mut all = DirtyBitmap::new(pages * PAGE_BYTES);
+            let mut all = PageSet::new(pages * PAGE_BYTES);
             for part in &parts {
                 assert_eq!(all.count_common(part), 0, "a page went twice");
                 all.insert(part);
@@ -300,7 +299,7 @@ mod tests {
 
     #[test]
     fn what_was_cut_off_has_its_turn_again() {
-        let all = DirtyBitmap::full(4 * MIB * PAGE_BYTES);
+        let all = PageSet::full(4 * MIB * PAGE_BYTES);
         let mut pass = FirstPass::new(USUAL);
         assert!(pass.next_part().is_none());
         let mut found = all.emptied();
@@ -320,7 +319,7 @@ mod tests {
     #[test]
     fn parts_grow_with_remaining_pages_and_link_delay() {
         let owed = |pages| {
-            let mut block = DirtyBitmap::new(8000 * PAGE_BYTES);
+            let mut block = PageSet::new(8000 * PAGE_BYTES);
             block.set(0..pages);
             Owed::of(vec![block])
         };

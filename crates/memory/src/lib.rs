@@ -49,7 +49,7 @@ pub use chunk::{FRAME_PAGES, PageCounts};
 pub use first_pass::FirstPass;
 pub use meter::{LinkCounters, LinkMeter};
 pub use page_name::{NAME_BYTES, PageName};
-pub use page_set::{ChunkPages, DirtyBitmap};
+pub use page_set::{ChunkPages, PageSet};
 pub use postcopy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
     decode_set, encode_set,

@@ -150,12 +150,12 @@ impl Iterator for Runs {
 
 /// A set of pages of one RAM block.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DirtyBitmap {
+pub struct PageSet {
     chunks: Vec<ChunkPages>,
     pages: u64,
 }
 
-impl DirtyBitmap {
+impl PageSet {
     /// Creates an empty set for a block of `bytes` bytes. A last piece that is shorter than a page counts as a page.
     pub fn new(bytes: u64) -> Self {
         let chunks = vec![ChunkPages::EMPTY; bytes.div_ceil(CHUNK_BYTES) as usize];
@@ -257,7 +257,7 @@ impl DirtyBitmap {
     }
 
     /// Returns the chunks that have pages in the set, ascending.
-    pub fn dirty_chunks(&self) -> impl Iterator<Item = u64> + '_ {
+    pub fn nonempty_chunks(&self) -> impl Iterator<Item = u64> + '_ {
         (0_u64..).zip(&self.chunks).filter(|(_, pages)| !pages.is_empty()).map(|(chunk, _)| chunk)
     }
 
@@ -340,7 +340,7 @@ mod tests {
         fn agrees_with_a_set_of_page_numbers(
             (pages, ops) in (1_u64..2000).prop_flat_map(|pages| (Just(pages), prop::collection::vec(ops(pages), 1..20)))
         ) {
-            let mut bitmap = DirtyBitmap::new(pages * PAGE_BYTES);
+            let mut bitmap = PageSet::new(pages * PAGE_BYTES);
             let mut oracle = BTreeSet::new();
             for op in ops {
                 match op {
@@ -364,7 +364,7 @@ mod tests {
                         }));
                     }
                     Op::Insert(ranges) => {
-                        let mut other = DirtyBitmap::new(pages * PAGE_BYTES);
+                        let mut other = PageSet::new(pages * PAGE_BYTES);
                         for range in ranges {
                             other.set(range.clone());
                             oracle.extend(range.filter(|page| *page < pages));
@@ -385,7 +385,7 @@ mod tests {
                 let within: Vec<u64> = bitmap.runs_within(part.clone()).flatten().collect();
                 prop_assert_eq!(&within, &oracle.iter().copied().filter(|page| part.contains(page)).collect::<Vec<_>>());
                 let chunks: BTreeSet<u64> = oracle.iter().map(|page| page / 512).collect();
-                prop_assert!(bitmap.dirty_chunks().eq(chunks));
+                prop_assert!(bitmap.nonempty_chunks().eq(chunks));
             }
         }
 
@@ -407,7 +407,7 @@ mod tests {
         for bytes in
             [PAGE_BYTES, CHUNK_BYTES - PAGE_BYTES, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 8192]
         {
-            let all = DirtyBitmap::full(bytes);
+            let all = PageSet::full(bytes);
             assert_eq!(all.count(), bytes.div_ceil(PAGE_BYTES));
             assert_eq!(all.chunks(), bytes.div_ceil(CHUNK_BYTES));
             assert!(!all.contains(all.pages()));

@@ -34,7 +34,7 @@ use std::ops::Range;
 
 use proto::limits::PAGE_BYTES;
 
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 use crate::ram::RamError;
 use tracee::TrackError;
 
@@ -78,14 +78,14 @@ pub trait DirtyLog: Send {
     ///
     /// Clearing a mark and protecting the page again have to be one step, and pages that were written and then dropped
     /// count as written (traps 3 and 4). On an error, `into` holds the pages found by then.
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError>;
+    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError>;
 }
 
 /// Pages that the destination must receive before the guest may run there: those written since they were last sent, and
 /// those sent but never acknowledged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owed {
-    pub(crate) blocks: Vec<DirtyBitmap>,
+    pub(crate) blocks: Vec<PageSet>,
     pub(crate) round: u32,
 }
 
@@ -93,22 +93,22 @@ impl Owed {
     /// Creates the set of all pages, as before the first round, from the length of each block in bytes, in the order of
     /// the proposal.
     pub fn everything(block_bytes: impl IntoIterator<Item = u64>) -> Self {
-        Self { blocks: block_bytes.into_iter().map(DirtyBitmap::full).collect(), round: 0 }
+        Self { blocks: block_bytes.into_iter().map(PageSet::full).collect(), round: 0 }
     }
 
     /// Creates a set of these pages of each block, as before the first round.
-    pub fn of(blocks: Vec<DirtyBitmap>) -> Self {
+    pub fn of(blocks: Vec<PageSet>) -> Self {
         Self { blocks, round: 0 }
     }
 
     /// Adds pages of the blocks from `first` on, which were not scanned before.
-    pub fn add_pages(&mut self, first: usize, pages: &[DirtyBitmap]) {
+    pub fn add_pages(&mut self, first: usize, pages: &[PageSet]) {
         let blocks = self.blocks.get_mut(first..).unwrap_or_default();
         blocks.iter_mut().zip(pages).for_each(|(block, pages)| block.insert(pages));
     }
 
     /// Returns the pages of these blocks, to which a log adds those that it finds; none if a block does not exist.
-    pub fn blocks_mut(&mut self, blocks: Range<usize>) -> Option<&mut [DirtyBitmap]> {
+    pub fn blocks_mut(&mut self, blocks: Range<usize>) -> Option<&mut [PageSet]> {
         self.blocks.get_mut(blocks)
     }
 
@@ -119,11 +119,11 @@ impl Owed {
 
     /// Returns the number of pages owed.
     pub fn pages(&self) -> u64 {
-        self.blocks.iter().map(DirtyBitmap::count).sum()
+        self.blocks.iter().map(PageSet::count).sum()
     }
 
     /// Returns the pages of each block.
-    pub fn blocks(&self) -> &[DirtyBitmap] {
+    pub fn blocks(&self) -> &[PageSet] {
         &self.blocks
     }
 
@@ -147,10 +147,10 @@ impl Owed {
         mut self,
         log: &mut dyn DirtyLog,
         first: usize,
-    ) -> Result<(Cleared, Vec<DirtyBitmap>), ScanFailed> {
+    ) -> Result<(Cleared, Vec<PageSet>), ScanFailed> {
         let first = first.min(self.blocks.len());
         let others = self.blocks.split_off(first);
-        let mut into: Vec<_> = self.blocks.iter().map(DirtyBitmap::emptied).chain(others).collect();
+        let mut into: Vec<_> = self.blocks.iter().map(PageSet::emptied).chain(others).collect();
         let taken = log.take(&mut into);
         self.blocks.extend(into.split_off(first));
         self.blocks.iter_mut().zip(&into).for_each(|(mine, found)| mine.insert(found));
@@ -337,13 +337,11 @@ impl Readable {
 
     /// Removes these pages of each block from the round. They stay owed if the caller adds them again
     /// ([`Owed::take_back`]).
-    pub fn without(mut self, pages: &[DirtyBitmap]) -> (Self, Owed) {
-        let mut later = Owed {
-            blocks: self.owed.blocks.iter().map(DirtyBitmap::emptied).collect(),
-            round: self.owed.round,
-        };
+    pub fn without(mut self, pages: &[PageSet]) -> (Self, Owed) {
+        let mut later =
+            Owed { blocks: self.owed.blocks.iter().map(PageSet::emptied).collect(), round: self.owed.round };
         for ((now, later), pages) in self.owed.blocks.iter_mut().zip(&mut later.blocks).zip(pages) {
-            for chunk in pages.dirty_chunks() {
+            for chunk in pages.nonempty_chunks() {
                 let mut both = now.chunk(chunk);
                 both.retain(&pages.chunk(chunk));
                 now.remove_from_chunk(chunk, &both);
@@ -355,7 +353,7 @@ impl Readable {
 
     /// Restricts the round to these pages of each block; the others stay owed if the caller adds them again
     /// ([`Owed::take_back`]).
-    pub fn only(self, pages: &[DirtyBitmap]) -> (Self, Owed) {
+    pub fn only(self, pages: &[PageSet]) -> (Self, Owed) {
         let (others, these) = self.without(pages);
         (Self { owed: these }, others.owed)
     }

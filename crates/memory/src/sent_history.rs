@@ -3,13 +3,13 @@
 
 use std::collections::VecDeque;
 
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 
 /// The pages of the last rounds. A set takes 32 KiB for each GiB.
 #[derive(Clone, Debug)]
 pub struct SentHistory {
     /// The oldest round first.
-    rounds: VecDeque<Vec<DirtyBitmap>>,
+    rounds: VecDeque<Vec<PageSet>>,
     history: usize,
 }
 
@@ -20,7 +20,7 @@ impl SentHistory {
     }
 
     /// Records the pages that a round sends of each block. Returns how many of them were sent in the recorded rounds.
-    pub fn count(&mut self, blocks: &[DirtyBitmap]) -> u64 {
+    pub fn count(&mut self, blocks: &[PageSet]) -> u64 {
         if self.history == 0 {
             return 0;
         }
@@ -48,9 +48,9 @@ mod tests {
     #[test]
     fn pages_of_the_rounds_remembered_are_counted_once() {
         let pages = |range| {
-            let mut block = DirtyBitmap::new(4 << 20);
+            let mut block = PageSet::new(4 << 20);
             block.set(range);
-            vec![DirtyBitmap::new(1 << 20), block]
+            vec![PageSet::new(1 << 20), block]
         };
         let (mut one, mut two) = (SentHistory::new(1), SentHistory::new(2));
         let rounds = [0..100, 50..150, 0..150, 0..150].map(pages);

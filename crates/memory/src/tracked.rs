@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 use crate::ram::{DropWatch, RamRegion, drop_watches};
 use crate::reductions::Reductions;
 use crate::round::{DirtyLog, LogError, ScanError, ScanStats};
@@ -29,7 +29,7 @@ struct TrackedBlock {
     /// Watch for dropped pages, if the marks alone are incomplete.
     drops: Option<DropWatch>,
     /// Pages found by one scan. Reused.
-    dirty: DirtyBitmap,
+    dirty: PageSet,
 }
 
 impl TrackedRam {
@@ -64,7 +64,7 @@ impl TrackedRam {
         let block = |(region, drops): (&RamRegion, _)| TrackedBlock {
             region: region.clone(),
             drops,
-            dirty: DirtyBitmap::new(region.bytes),
+            dirty: PageSet::new(region.bytes),
         };
         Ok(Self {
             tracker,
@@ -119,7 +119,7 @@ impl TrackedBlock {
 }
 
 impl DirtyLog for TrackedRam {
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         let started = Instant::now();
         let mut pages = 0;
         for (number, (block, into)) in self.blocks.iter_mut().zip(into).enumerate() {

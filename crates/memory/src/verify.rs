@@ -19,7 +19,7 @@ use std::thread;
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 
 /// Bytes read at a time: they fit into the processor's cache.
 const PIECE_BYTES: usize = 256 << 10;
@@ -65,7 +65,7 @@ pub fn hash_block(pid: u32, block: &Block, threads: usize) -> Result<Vec<u64>, V
 pub fn hash_block_without(
     pid: u32,
     block: &Block,
-    left_out: Option<&DirtyBitmap>,
+    left_out: Option<&PageSet>,
     threads: usize,
 ) -> Result<Vec<u64>, VerifyError> {
     let failed = |address, source| VerifyError { pid, block: block.name.clone(), address, source };
@@ -229,7 +229,7 @@ mod tests {
         let me = std::process::id();
         let mut bytes = vec![7; 2 * CHUNK_BYTES as usize];
         let (page, first) = (PAGE_BYTES as usize, CHUNK_BYTES as usize / 2);
-        let mut left_out = DirtyBitmap::new(bytes.len() as u64);
+        let mut left_out = PageSet::new(bytes.len() as u64);
         left_out.set(0..1);
         left_out.set(255..257);
         left_out.set(1023..1024);

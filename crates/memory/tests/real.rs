@@ -435,7 +435,7 @@ fn pages_are_counted_as_they_are_found() {
     let regions = source.regions();
     let uffd = injector().create_userfaultfd(&source.process).unwrap();
     let mut log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
-    let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::DirtyBitmap::new(one.bytes)).collect();
+    let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::PageSet::new(one.bytes)).collect();
     let hinted = Arc::new(HintedPages::new(regions.iter().map(|one| one.bytes)));
     log.report_to(Reductions::new(vec![hinted.clone()], None));
     assert_eq!(log.take(&mut into).unwrap().pages, 0);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ::memory::ram::RamError;
-use ::memory::{BlockReader, DirtyBitmap, LogError, ScanError, ScanStats};
+use ::memory::{BlockReader, LogError, PageSet, ScanError, ScanStats};
 use block::nbd::{ALLOCATION, Client, DIRTY, Extent, HOLE, NbdError, ZERO, dirty_bitmap};
 use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
@@ -42,11 +42,11 @@ impl LeavingDisk {
 
 /// Returns the pages of a disk that have to be sent first: those that do not read as zeros, since the new image does,
 /// or all of them.
-pub fn first_pages(disk: &LeavingDisk, send_zeros: bool) -> Result<DirtyBitmap, NbdError> {
+pub fn first_pages(disk: &LeavingDisk, send_zeros: bool) -> Result<PageSet, NbdError> {
     if send_zeros {
-        return Ok(DirtyBitmap::full(disk.bytes()));
+        return Ok(PageSet::full(disk.bytes()));
     }
-    let mut pages = DirtyBitmap::new(disk.bytes());
+    let mut pages = PageSet::new(disk.bytes());
     for extent in disk.status(0..disk.disk_bytes())? {
         if extent.status & ZERO == 0 {
             pages.set_bytes(extent.bytes);
@@ -132,9 +132,9 @@ impl DiskLog {
 
     /// Adds to `into`, which has a set for each disk, everything that was written since the last call, and clears the
     /// log. After an error part of the log is lost: the migration cannot go on.
-    pub fn take(&mut self, qmp: &mut Qmp, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    pub fn take(&mut self, qmp: &mut Qmp, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         let began = Instant::now();
-        let before: u64 = into.iter().map(DirtyBitmap::count).sum();
+        let before: u64 = into.iter().map(PageSet::count).sum();
         let failed = |name: &String, error: DiskLogError| ScanError {
             block: display_name(name),
             source: LogError::Disk(Box::new(error)),
@@ -150,7 +150,7 @@ impl DiskLog {
                 self.dirtied_bytes += (into.count() - had) * PAGE_BYTES;
             }
         }
-        let pages = into.iter().map(DirtyBitmap::count).sum::<u64>().saturating_sub(before);
+        let pages = into.iter().map(PageSet::count).sum::<u64>().saturating_sub(before);
         Ok(ScanStats { pages, duration_us: began.elapsed().as_micros() as u64 })
     }
 
@@ -209,7 +209,7 @@ fn written(
     socket: &Path,
     frozen: &FrozenBitmap,
     patience: Duration,
-    into: &mut DirtyBitmap,
+    into: &mut PageSet,
 ) -> Result<(), NbdError> {
     let context = dirty_bitmap(&frozen.bitmap);
     let mut client = Client::connect(socket, &frozen.export, Some(&context), patience)?;

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{BlockReader, BlockWriter, DirtyBitmap};
+use ::memory::{BlockReader, BlockWriter, PageSet};
 use block::image::{self, Format, Server};
 use qemu::process::{Launch, StartedQemu};
 use qemu::qmp::Qmp;
@@ -79,7 +79,7 @@ impl Drop for WritingQemu {
 }
 
 /// Copies pages as the data plane does.
-fn copy(pages: &DirtyBitmap, from: &dyn BlockReader, to: &dyn BlockWriter) {
+fn copy(pages: &PageSet, from: &dyn BlockReader, to: &dyn BlockWriter) {
     const PAGE: u64 = PAGE_BYTES;
     for run in pages.runs() {
         let (start, end) = (run.start * PAGE, run.end * PAGE);
@@ -119,14 +119,14 @@ fn what_is_written_meanwhile_arrives() {
             source.does(&format!("write -P {} {}M 64k", 10 + round, 2 * round));
             source.does(&format!("write -P 7 {}k 512", 6000 + 512 * round));
             source.does(&format!("discard {}M 512k", 1 + round));
-            let mut dirty = vec![DirtyBitmap::new(disk.bytes())];
+            let mut dirty = vec![PageSet::new(disk.bytes())];
             let scan = log.take(&mut source.qmp, &mut dirty).unwrap();
             assert_eq!(scan.pages, dirty[0].count());
             assert!(dirty[0].contains(512 * round) && !dirty[0].contains(2200), "{from}");
             copy(&dirty[0], &disk, &copied);
             log.tidy(&mut source.qmp).unwrap();
         }
-        let mut dirty = vec![DirtyBitmap::new(disk.bytes())];
+        let mut dirty = vec![PageSet::new(disk.bytes())];
         assert_eq!(log.take(&mut source.qmp, &mut dirty).unwrap().pages, 0, "{from}");
         log.end(&mut source.qmp).unwrap();
         drop((disk, copied));

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::ops::Range;
 
 use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
-use whimbrel_memory::DirtyBitmap;
+use whimbrel_memory::PageSet;
 
 use crate::harness::{Amount, Benches};
 
@@ -24,8 +24,8 @@ fn written(kind: &str) -> Vec<Range<u64>> {
     }
 }
 
-fn bitmap(kind: &str) -> DirtyBitmap {
-    let mut bitmap = DirtyBitmap::new(BYTES);
+fn bitmap(kind: &str) -> PageSet {
+    let mut bitmap = PageSet::new(BYTES);
     for run in written(kind) {
         bitmap.set(run);
     }
@@ -36,7 +36,7 @@ pub(crate) fn cases(benches: &mut Benches) {
     for kind in ["few", "scattered", "all"] {
         let gib = Amount::Of(1, "GiB");
         benches.counted(&format!("bitmap, set_bytes/{kind}"), gib, || {
-            let (runs, mut bitmap) = (written(kind), DirtyBitmap::new(BYTES));
+            let (runs, mut bitmap) = (written(kind), PageSet::new(BYTES));
             move || {
                 for run in black_box(&runs) {
                     bitmap.set_bytes(run.start * PAGE_BYTES..run.end * PAGE_BYTES);
@@ -50,10 +50,10 @@ pub(crate) fn cases(benches: &mut Benches) {
                 black_box(black_box(&bitmap).runs().map(|run| run.end - run.start).sum::<u64>());
             }
         });
-        benches.counted(&format!("bitmap, dirty_chunks/{kind}"), gib, || {
+        benches.counted(&format!("bitmap, nonempty_chunks/{kind}"), gib, || {
             let bitmap = bitmap(kind);
             move || {
-                black_box(black_box(&bitmap).dirty_chunks().sum::<u64>());
+                black_box(black_box(&bitmap).nonempty_chunks().sum::<u64>());
             }
         });
     }

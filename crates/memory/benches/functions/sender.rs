@@ -15,7 +15,7 @@ use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Compression;
 use proto::pages::{Ack, decode_round_end};
 use whimbrel_memory::{
-    BlockReader, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyBitmap, DirtyLog, Owed,
+    BlockReader, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, Owed, PageSet,
     RamError, Reductions, ScanError, ScanStats, Sender,
 };
 
@@ -150,17 +150,17 @@ impl BlockReader for Memory {
 }
 
 /// Reports the same pages as written in each round.
-struct Written(DirtyBitmap);
+struct Written(PageSet);
 
 impl DirtyLog for Written {
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         into[0].insert(&self.0);
         Ok(ScanStats::default())
     }
 }
 
 /// Rounds of the same pages, one for each call.
-fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Reductions) -> impl FnMut() {
+fn rounds(kind: &'static str, chunks: u64, written: PageSet, saving: Reductions) -> impl FnMut() {
     let (acks, arriving) = mpsc::channel();
     let stream = DataStream {
         sink: Box::new(Sink(acks.clone())),
@@ -188,7 +188,7 @@ pub(crate) fn cases(benches: &mut Benches) {
     for kind in ["zeros", "last byte", "data", "mixed", "holes"] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, build/{kind}"), pages, || {
-            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), Reductions::default())
+            rounds(kind, CHUNKS, PageSet::full(CHUNKS * CHUNK_BYTES), Reductions::default())
         });
     }
     for way in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)] {
@@ -196,18 +196,18 @@ pub(crate) fn cases(benches: &mut Benches) {
         benches.counted(&format!("frames, pack/{way}"), pages, || {
             let packing = Arc::new(CompressionState::new(way, CompressionCriteria::default()));
             let saving = Reductions::new(vec![packing], Some(Arc::default()));
-            rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
+            rounds("numbers", CHUNKS, PageSet::full(CHUNKS * CHUNK_BYTES), saving)
         });
     }
     benches.counted("frames, pages as they were", Amount::Of(CHUNKS * CHUNK_PAGES, "page"), || {
         let deltas = Deltas::new(1, (CHUNKS * CHUNK_BYTES) as usize / 16, 0);
         deltas.set(true);
         let saving = Reductions::new(vec![Arc::new(deltas)], None);
-        rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
+        rounds("numbers", CHUNKS, PageSet::full(CHUNKS * CHUNK_BYTES), saving)
     });
     // The assignment of chunks to streams is computed anew in each round.
     benches.counted("round of few pages/64 in 1 GiB", Amount::Of(1, "round"), || {
-        let mut written = DirtyBitmap::new(1 << 30);
+        let mut written = PageSet::new(1 << 30);
         (0..64).for_each(|page| written.set(page * 8 * CHUNK_PAGES..page * 8 * CHUNK_PAGES + 1));
         rounds("data", 512, written, Reductions::default())
     });

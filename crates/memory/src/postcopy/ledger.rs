@@ -13,7 +13,7 @@ use std::path::Path;
 
 use proto::limits::CHUNK_PAGES;
 
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 
 /// Bytes of the file for a chunk.
 const CHUNK_BYTES: usize = CHUNK_PAGES as usize / 8;
@@ -31,7 +31,7 @@ impl Ledger {
     ///
     /// # Errors
     /// If the file cannot be created, or there is no room for it.
-    pub fn create(path: &Path, awaited: &[DirtyBitmap]) -> io::Result<Self> {
+    pub fn create(path: &Path, awaited: &[PageSet]) -> io::Result<Self> {
         let file = File::options().read(true).write(true).create(true).truncate(true).open(path)?;
         let bytes: Vec<u8> = awaited
             .iter()
@@ -46,10 +46,10 @@ impl Ledger {
     ///
     /// # Errors
     /// If the file cannot be read, or belongs to other blocks.
-    pub fn open(path: &Path, lengths: impl IntoIterator<Item = u64>) -> io::Result<(Self, Vec<DirtyBitmap>)> {
+    pub fn open(path: &Path, lengths: impl IntoIterator<Item = u64>) -> io::Result<(Self, Vec<PageSet>)> {
         let file = File::options().read(true).write(true).open(path)?;
-        let mut awaited: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
-        let chunks: u64 = awaited.iter().map(DirtyBitmap::chunks).sum();
+        let mut awaited: Vec<_> = lengths.into_iter().map(PageSet::new).collect();
+        let chunks: u64 = awaited.iter().map(PageSet::chunks).sum();
         if file.metadata()?.len() != chunks * CHUNK_BYTES as u64 {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it is of another guest"));
         }
@@ -68,7 +68,7 @@ impl Ledger {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn update(&self, block: usize, awaited: &DirtyBitmap, pages: Range<u64>) -> io::Result<()> {
+    pub fn update(&self, block: usize, awaited: &PageSet, pages: Range<u64>) -> io::Result<()> {
         let chunks = pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES);
         let Some(place) = self.places.get(block) else { return Ok(()) };
         let bytes: Vec<u8> = chunks.clone().flat_map(|chunk| encode(&awaited.chunk(chunk))).collect();
@@ -76,9 +76,9 @@ impl Ledger {
     }
 }
 
-fn places(blocks: &[DirtyBitmap]) -> Vec<u64> {
+fn places(blocks: &[PageSet]) -> Vec<u64> {
     let mut next = 0;
-    let place = |block: &DirtyBitmap| {
+    let place = |block: &PageSet| {
         let place = next;
         next += block.chunks() * CHUNK_BYTES as u64;
         place
@@ -107,7 +107,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("awaited");
         let lengths = [3 << 20, 0, 8 << 20];
-        let mut awaited: Vec<_> = lengths.map(DirtyBitmap::new).into();
+        let mut awaited: Vec<_> = lengths.map(PageSet::new).into();
         awaited[0].set(5..700);
         awaited[2].set(1..2048);
         let ledger = Ledger::create(&path, &awaited).unwrap();

@@ -12,7 +12,7 @@ use tracing::warn;
 
 use super::ledger::Ledger;
 use crate::lock;
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 use crate::ram::{BlockWriter, RamError, RamRegion};
 
 /// Places pages for which threads may wait.
@@ -59,9 +59,9 @@ struct MissingBlock {
 
 struct Pages {
     /// Pages that are missing.
-    awaited: DirtyBitmap,
+    awaited: PageSet,
     /// Missing pages that were requested.
-    requested: DirtyBitmap,
+    requested: PageSet,
 }
 
 impl<P: Placer> MissingPages<P> {
@@ -71,12 +71,12 @@ impl<P: Placer> MissingPages<P> {
     pub fn new(
         placer: P,
         regions: Vec<RamRegion>,
-        awaited: Vec<DirtyBitmap>,
+        awaited: Vec<PageSet>,
         notify: impl Fn() + Send + Sync + 'static,
     ) -> Self {
-        let left = awaited.iter().map(DirtyBitmap::count).sum();
+        let left = awaited.iter().map(PageSet::count).sum();
         let blocks = regions.into_iter().zip(awaited).map(|(region, awaited)| {
-            let requested = DirtyBitmap::new(region.bytes);
+            let requested = PageSet::new(region.bytes);
             MissingBlock { region, places_zeros: true, pages: Mutex::new(Pages { awaited, requested }) }
         });
         let (blocks, left) = (blocks.collect(), AtomicU64::new(left));
@@ -117,7 +117,7 @@ impl<P: Placer> MissingPages<P> {
     }
 
     /// Returns the missing pages of each block.
-    pub fn set(&self) -> Vec<DirtyBitmap> {
+    pub fn set(&self) -> Vec<PageSet> {
         self.blocks.iter().map(|block| lock(&block.pages).awaited.clone()).collect()
     }
 

@@ -12,14 +12,14 @@ use std::sync::Mutex;
 use proto::message::PageRequest;
 
 use crate::lock;
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 use crate::round::{Owed, Readable};
 
 /// Pages that the guest wrote recently, which determine the order of sending.
 #[derive(Clone, Debug, Default)]
 pub struct RecentWrites {
     /// Pages found by each scan, the latest first.
-    scans: VecDeque<Vec<DirtyBitmap>>,
+    scans: VecDeque<Vec<PageSet>>,
 }
 
 impl RecentWrites {
@@ -27,7 +27,7 @@ impl RecentWrites {
     const SCANS: usize = 4;
 
     /// Records the pages of each block that a scan has found written.
-    pub fn note(&mut self, found: Vec<DirtyBitmap>) {
+    pub fn note(&mut self, found: Vec<PageSet>) {
         self.scans.truncate(Self::SCANS - 1);
         self.scans.push_front(found);
     }
@@ -41,7 +41,7 @@ pub struct RemainingPages(Mutex<RemainingState>);
 #[derive(Debug)]
 struct RemainingState {
     /// Pages of each block, in order of priority. A page is in one tier only.
-    tiers: Vec<Vec<DirtyBitmap>>,
+    tiers: Vec<Vec<PageSet>>,
     /// The last round that was taken.
     round: u32,
     /// Begin of the next part: a block and a page of that block.
@@ -78,11 +78,11 @@ impl Prefetch {
 
 impl RemainingPages {
     /// Creates the set from the missing pages of each block, as the destination reported them after `round` rounds.
-    pub fn of(pages: Vec<DirtyBitmap>, round: u32, recency: &RecentWrites) -> Self {
+    pub fn of(pages: Vec<PageSet>, round: u32, recency: &RecentWrites) -> Self {
         let mut rest = pages;
-        let mut tiers: Vec<Vec<DirtyBitmap>> = Vec::new();
+        let mut tiers: Vec<Vec<PageSet>> = Vec::new();
         for scan in &recency.scans {
-            let mut tier: Vec<_> = rest.iter().map(DirtyBitmap::emptied).collect();
+            let mut tier: Vec<_> = rest.iter().map(PageSet::emptied).collect();
             for ((tier, rest), found) in tier.iter_mut().zip(&mut rest).zip(scan) {
                 tier.insert(found);
                 tier.retain(rest);
@@ -124,8 +124,7 @@ impl RemainingPages {
         let mut left = lock(&self.0);
         for &PageRequest { block, page } in asked {
             let block = usize::from(block);
-            let Some(pages) = left.tiers.first().and_then(|tier| tier.get(block)).map(DirtyBitmap::pages)
-            else {
+            let Some(pages) = left.tiers.first().and_then(|tier| tier.get(block)).map(PageSet::pages) else {
                 continue;
             };
             left.tiers.iter_mut().for_each(|tier| tier[block].clear(page..page + 1));
@@ -150,19 +149,19 @@ impl RemainingPages {
 
     /// Returns the number of remaining pages, without those in flight.
     pub fn pages(&self) -> u64 {
-        lock(&self.0).tiers.iter().flatten().map(DirtyBitmap::count).sum()
+        lock(&self.0).tiers.iter().flatten().map(PageSet::count).sum()
     }
 }
 
 impl RemainingState {
-    fn none(&self) -> Vec<DirtyBitmap> {
-        self.tiers.first().into_iter().flatten().map(DirtyBitmap::emptied).collect()
+    fn none(&self) -> Vec<PageSet> {
+        self.tiers.first().into_iter().flatten().map(PageSet::emptied).collect()
     }
 }
 
 /// Pages that are being taken.
 struct Part {
-    pages: Vec<DirtyBitmap>,
+    pages: Vec<PageSet>,
     /// Number of pages still wanted.
     wanted: u64,
 }
@@ -172,7 +171,7 @@ impl Part {
     /// them.
     fn take(
         &mut self,
-        tiers: &mut [Vec<DirtyBitmap>],
+        tiers: &mut [Vec<PageSet>],
         block: usize,
         pages: Range<u64>,
         place: &mut (usize, u64),
@@ -212,8 +211,8 @@ mod tests {
 
     use super::*;
 
-    fn set(pages: u64, these: &[u64]) -> DirtyBitmap {
-        let mut set = DirtyBitmap::new(pages * PAGE_BYTES);
+    fn set(pages: u64, these: &[u64]) -> PageSet {
+        let mut set = PageSet::new(pages * PAGE_BYTES);
         for page in these {
             set.set(*page..page + 1);
         }
@@ -222,7 +221,7 @@ mod tests {
 
     fn pages(readable: Option<Readable>) -> Vec<(usize, u64)> {
         let owed = readable.map_or_else(|| Owed::of(Vec::new()), Readable::give_up);
-        let of = |(number, block): (usize, &DirtyBitmap)| {
+        let of = |(number, block): (usize, &PageSet)| {
             block.runs().flatten().map(move |page| (number, page)).collect::<Vec<_>>()
         };
         owed.blocks().iter().enumerate().flat_map(of).collect()
@@ -277,9 +276,9 @@ mod tests {
     #[test]
     fn the_more_often_it_was_right_the_more_goes_ahead() {
         let mut recency = RecentWrites::default();
-        recency.note(vec![DirtyBitmap::full(PAGE_BYTES << 16)]);
+        recency.note(vec![PageSet::full(PAGE_BYTES << 16)]);
         let ahead = |asked: &[u64]| {
-            let remaining = RemainingPages::of(vec![DirtyBitmap::full(PAGE_BYTES << 16)], 1, &recency);
+            let remaining = RemainingPages::of(vec![PageSet::full(PAGE_BYTES << 16)], 1, &recency);
             for page in asked {
                 remaining.remove_requested(&[wanted(0, *page)]);
             }

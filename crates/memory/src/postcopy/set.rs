@@ -3,7 +3,7 @@
 use proto::awaited::{BadMissingPages, MissingChunk};
 use proto::limits::CHUNK_PAGES;
 
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 
 /// Error of decoding a set of pages of these blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -30,10 +30,10 @@ pub enum BadSet {
 }
 
 /// Encodes all chunks that have pages in the sets.
-pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
-    let of_block = |(block, pages): (u16, &DirtyBitmap)| -> Vec<u8> {
+pub fn encode_set(blocks: &[PageSet]) -> Vec<u8> {
+    let of_block = |(block, pages): (u16, &PageSet)| -> Vec<u8> {
         let entry = |chunk| MissingChunk { block, chunk, pages: *pages.chunk(chunk).words() }.encode();
-        pages.dirty_chunks().flat_map(entry).collect()
+        pages.nonempty_chunks().flat_map(entry).collect()
     };
     (0_u16..).zip(blocks).flat_map(of_block).collect()
 }
@@ -42,8 +42,8 @@ pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
 ///
 /// # Errors
 /// If the bytes name pages that do not exist.
-pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<DirtyBitmap>, BadSet> {
-    let mut blocks: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
+pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<PageSet>, BadSet> {
+    let mut blocks: Vec<_> = lengths.into_iter().map(PageSet::new).collect();
     for (block, chunk, pages) in decode_chunks(bytes, &blocks)? {
         blocks[block].insert_into_chunk(chunk, &pages);
     }
@@ -54,7 +54,7 @@ pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Resul
 ///
 /// # Errors
 /// If the bytes name pages that these blocks do not have.
-pub fn decode_chunks(bytes: &[u8], blocks: &[DirtyBitmap]) -> Result<Vec<(usize, u64, ChunkPages)>, BadSet> {
+pub fn decode_chunks(bytes: &[u8], blocks: &[PageSet]) -> Result<Vec<(usize, u64, ChunkPages)>, BadSet> {
     let mut last = None;
     let checked = |MissingChunk { block, chunk, pages }| {
         if last.replace((block, chunk)).is_some_and(|last| last >= (block, chunk)) {
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn a_set_comes_through_and_nothing_beyond_the_blocks() {
-        let mut blocks = vec![DirtyBitmap::new(0), DirtyBitmap::new(3 << 20), DirtyBitmap::new(8 << 20)];
+        let mut blocks = vec![PageSet::new(0), PageSet::new(3 << 20), PageSet::new(8 << 20)];
         blocks[1].set(511..768);
         blocks[2].set(5..6);
         blocks[2].set(1024..1536);

@@ -11,7 +11,7 @@ use super::preallocated::Preallocated;
 use super::zero::ZEROS;
 use super::{BlockWriter, DiscardMethod, RamError, RamRegion};
 use crate::lock;
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 
 /// Opens the RAM of a QEMU for writing, block by block, each with the writer that fits it.
 ///
@@ -44,10 +44,10 @@ pub fn open_destination(
                 BlockBacking::Anonymous => (None, true, touched),
                 // The file behind a private mapping shows through in all pages that were not written.
                 BlockBacking::PrivateFile(..) | BlockBacking::Opaque => {
-                    (None, false, DirtyBitmap::full(region.bytes))
+                    (None, false, PageSet::full(region.bytes))
                 }
             };
-            let zeroed = DirtyBitmap::new(region.bytes);
+            let zeroed = PageSet::new(region.bytes);
             let state = Mutex::new(WriterState { dirty, zeroed });
             let (memory, pagemap) = (Arc::clone(&memory), Arc::clone(&pagemap));
             let writer = ProcessWriter { region, memory, pagemap, file, discards, state };
@@ -61,10 +61,10 @@ fn wrap_if_preallocated(is_preallocated: bool, writer: Box<dyn BlockWriter>) -> 
 }
 
 /// Returns the pages of a block that are present already.
-fn touched(pagemap: &mut Pagemap, region: &RamRegion) -> Result<DirtyBitmap, RamError> {
+fn touched(pagemap: &mut Pagemap, region: &RamRegion) -> Result<PageSet, RamError> {
     let mut found = Vec::new();
     pagemap.populated(region.range(), &mut found).map_err(RamError::Present)?;
-    let mut pages = DirtyBitmap::new(region.bytes);
+    let mut pages = PageSet::new(region.bytes);
     for range in found {
         pages.set_bytes(range.start - region.address..range.end - region.address);
     }
@@ -132,9 +132,9 @@ struct ProcessWriter {
 
 struct WriterState {
     /// Pages that may hold something other than zeros.
-    dirty: DirtyBitmap,
+    dirty: PageSet,
     /// Pages that were filled with zeros and not written since.
-    zeroed: DirtyBitmap,
+    zeroed: PageSet,
 }
 
 impl ProcessWriter {
@@ -243,7 +243,7 @@ impl BlockWriter for ProcessWriter {
             return Vec::new();
         }
         let mut state = lock(&self.state);
-        let zeroed = std::mem::replace(&mut state.zeroed, DirtyBitmap::new(self.region.bytes));
+        let zeroed = std::mem::replace(&mut state.zeroed, PageSet::new(self.region.bytes));
         drop(state);
         let mut found: Vec<Range<u64>> = Vec::new();
         for run in zeroed.runs() {

@@ -17,7 +17,7 @@ use tracee::RamFile;
 
 use super::RamError;
 use super::zero::is_zero;
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 
 /// Number of pages that are read at once.
 const STEP_PAGES: u64 = 32;
@@ -37,7 +37,7 @@ impl DropWatch {
 
     /// Adds all pages that are holes or all zero to `dirty`, which holds the result of the scan before; returns how
     /// many are new. If the guest runs, a page that is given back after its check is not found.
-    pub(crate) fn find_zeros(&self, dirty: &mut DirtyBitmap) -> Result<u64, RamError> {
+    pub(crate) fn find_zeros(&self, dirty: &mut PageSet) -> Result<u64, RamError> {
         let before = dirty.count();
         let mut bytes = vec![0; (STEP_PAGES * PAGE_BYTES) as usize];
         let (mut at, end) = (0, dirty.pages());

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use crate::chunk::ChunkId;
 use crate::chunk::encoding::{Encoder, PresumedPages};
 use crate::meter::LinkMeter;
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 
 pub(crate) mod compression;
 pub(crate) mod decoders;
@@ -48,7 +48,7 @@ pub trait Reduction: fmt::Debug + Send + Sync {
     fn encoder(self: Arc<Self>) -> Encoder;
 
     /// Learns that these pages of each block are sent in this round, or wait for it.
-    fn awaited(&self, owed: &[DirtyBitmap], round: u32);
+    fn awaited(&self, owed: &[PageSet], round: u32);
 
     /// Learns that the destination has applied a frame of a chunk, with these pages that it had to complete itself.
     fn acknowledged(&self, chunk: ChunkId, presumed: &PresumedPages);
@@ -58,16 +58,16 @@ pub trait Reduction: fmt::Debug + Send + Sync {
 
     /// Learns that a round was interrupted, so that these pages of each block may not have arrived. No stream sends
     /// during this call.
-    fn interrupted(&self, owed: &[DirtyBitmap], round: u32);
+    fn interrupted(&self, owed: &[PageSet], round: u32);
 
     /// Learns that the destination discards these pages of each block.
-    fn discarded(&self, pages: &[DirtyBitmap]);
+    fn discarded(&self, pages: &[PageSet]);
 
     /// Learns that a dirty scan has found these pages of a block of memory.
-    fn written(&self, block: usize, found: &DirtyBitmap);
+    fn written(&self, block: usize, found: &PageSet);
 
     /// Returns how many of these pages will certainly not be reduced.
-    fn full_pages(&self, owed: &[DirtyBitmap]) -> u64;
+    fn full_pages(&self, owed: &[PageSet]) -> u64;
 
     /// Ends at the stages at which it has to, for good.
     fn end(&self, stage: Stage);
@@ -104,23 +104,23 @@ impl Reductions {
     }
 
     /// See [`Reduction::awaited`].
-    pub fn awaited(&self, owed: &[DirtyBitmap], round: u32) {
+    pub fn awaited(&self, owed: &[PageSet], round: u32) {
         self.iter().for_each(|one| one.awaited(owed, round));
     }
 
     /// See [`Reduction::discarded`].
-    pub fn discarded(&self, pages: &[DirtyBitmap]) {
+    pub fn discarded(&self, pages: &[PageSet]) {
         self.iter().for_each(|one| one.discarded(pages));
     }
 
     /// See [`Reduction::written`].
-    pub(crate) fn written(&self, block: usize, found: &DirtyBitmap) {
+    pub(crate) fn written(&self, block: usize, found: &PageSet) {
         self.iter().for_each(|one| one.written(block, found));
     }
 
     /// Returns how many of these pages will certainly be sent in full.
-    pub fn full_pages(&self, owed: &[DirtyBitmap]) -> u64 {
-        let all = owed.iter().map(DirtyBitmap::count).sum();
+    pub fn full_pages(&self, owed: &[PageSet]) -> u64 {
+        let all = owed.iter().map(PageSet::count).sum();
         self.iter().map(|one| one.full_pages(owed)).fold(all, u64::min)
     }
 

@@ -5,7 +5,7 @@ const CUTS: [PartBoundary; 2] = [PartBoundary::Anywhere, PartBoundary::BetweenCl
 struct Log(Vec<u64>, bool);
 
 impl DirtyLog for Log {
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         self.0.iter().for_each(|page| into[0].set(*page..page + 1));
         if self.1 {
             return Err(ScanError {
@@ -20,7 +20,7 @@ impl DirtyLog for Log {
 /// The parts from position to position make up the whole, each page once, for every boundary.
 #[test]
 fn parts_make_up_the_whole() {
-    let mut blocks = vec![DirtyBitmap::new(0), DirtyBitmap::new(4 << 20), DirtyBitmap::new(9 << 20)];
+    let mut blocks = vec![PageSet::new(0), PageSet::new(4 << 20), PageSet::new(9 << 20)];
     blocks[1].set(3..700);
     blocks[1].set(1023..1024);
     blocks[2].set(0..1);
@@ -30,10 +30,8 @@ fn parts_make_up_the_whole() {
     for (size, cut) in sizes.into_iter().flat_map(|size| CUTS.map(|cut| (size, cut))) {
         let unit = if cut == PartBoundary::Anywhere { 1 } else { 16 };
         let (mut owed, mut from) = (whole.clone(), Some(PageCursor::default()));
-        let mut sent = Owed {
-            blocks: owed.blocks.iter().map(|b| DirtyBitmap::new(b.pages() * 4096)).collect(),
-            round: 7,
-        };
+        let mut sent =
+            Owed { blocks: owed.blocks.iter().map(|b| PageSet::new(b.pages() * 4096)).collect(), round: 7 };
         let mut count = 0;
         while let Some(place) = from {
             let (part, later, next) = Readable { owed }.part(place, size, cut);
@@ -55,7 +53,7 @@ fn parts_make_up_the_whole() {
 /// Round after round from the end of the last one, including pages that are dirty again: every page gets its turn.
 #[test]
 fn rounds_go_around() {
-    let mut block = DirtyBitmap::new(4 << 20);
+    let mut block = PageSet::new(4 << 20);
     block.set(0..1000);
     // A part includes the whole cluster in which it would end.
     let expected = [
@@ -83,11 +81,11 @@ fn rounds_go_around() {
 /// Pages that are put off are not lost, and only pages that are owed are put off.
 #[test]
 fn pages_may_be_put_off() {
-    let mut blocks = vec![DirtyBitmap::new(4 << 20), DirtyBitmap::new(2 << 20)];
+    let mut blocks = vec![PageSet::new(4 << 20), PageSet::new(2 << 20)];
     blocks[0].set(3..700);
     blocks[1].set(0..4);
     let whole = Owed { blocks, round: 7 };
-    let mut pages = vec![DirtyBitmap::new(4 << 20)];
+    let mut pages = vec![PageSet::new(4 << 20)];
     pages[0].set(600..1000);
     let (now, later) = Readable { owed: whole.clone() }.without(&pages);
     assert_eq!((now.pages(), later.pages(), later.round()), (597 + 4, 100, 7));
@@ -98,7 +96,7 @@ fn pages_may_be_put_off() {
 
 #[test]
 fn a_failure_at_any_stage_gives_the_pages_back() {
-    let nothing = Owed { blocks: vec![DirtyBitmap::new(1 << 20)], round: 3 };
+    let nothing = Owed { blocks: vec![PageSet::new(1 << 20)], round: 3 };
     let failed = nothing.clear_marks(&mut Log(vec![1, 5], true)).unwrap_err();
     assert_eq!(failed.owed.pages(), 2);
     let reported = failed.owed.clone().clear_marks_and_report(&mut Log(vec![1, 9], true), 1).unwrap_err();

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::chunk::ChunkId;
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 
 /// Returns the stream that sends a chunk, in every round (trap 6).
 pub fn stream_of(block: u16, chunk: u64, streams: u16) -> u16 {
@@ -26,11 +26,11 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(blocks: &[DirtyBitmap], streams: u16, round: u32, deadline: Option<Instant>) -> Self {
+    pub(super) fn new(blocks: &[PageSet], streams: u16, round: u32, deadline: Option<Instant>) -> Self {
         let mut shares = vec![Vec::new(); usize::from(streams)];
         let mut block_pages = vec![0; blocks.len()];
         for ((block, bitmap), pages) in (0_u16..).zip(blocks).zip(&mut block_pages) {
-            for chunk in bitmap.dirty_chunks() {
+            for chunk in bitmap.nonempty_chunks() {
                 *pages += bitmap.chunk(chunk).count();
                 shares[usize::from(stream_of(block, chunk, streams))]
                     .push(ChunkId { block, chunk: chunk as u32 });

@@ -13,7 +13,7 @@ use proto::reference::decode_missing;
 use crate::chunk::encoding::{ChunkTask, FrameContent, PageEncoders};
 use crate::chunk::{ChunkId, PageCounts, WantedPages};
 use crate::lock;
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 use crate::priority::{NICE, Niceness};
 use crate::reductions::Reductions;
 use crate::send::counters::RoundCounters;
@@ -27,7 +27,7 @@ pub(super) struct SenderState {
     reductions: Reductions,
     streams: Vec<Stream>,
     /// Pages of the round that are not acknowledged. Only acknowledgements remove pages.
-    owed: Mutex<Vec<DirtyBitmap>>,
+    owed: Mutex<Vec<PageSet>>,
     state: Mutex<WorkState>,
     /// Signals workers that wait for a round.
     begin: Condvar,
@@ -101,7 +101,7 @@ impl SenderState {
     // ---- the caller of a round
 
     /// Opens a round; its pages are owed from here on.
-    pub(super) fn begin(&self, owed: Vec<DirtyBitmap>, plan: &Plan) {
+    pub(super) fn begin(&self, owed: Vec<PageSet>, plan: &Plan) {
         self.counters.begin(plan);
         self.reductions.awaited(&owed, plan.round);
         *lock(&self.owed) = owed;
@@ -137,12 +137,12 @@ impl SenderState {
         }
     }
 
-    pub(super) fn take_owed(&self) -> Vec<DirtyBitmap> {
+    pub(super) fn take_owed(&self) -> Vec<PageSet> {
         std::mem::take(&mut lock(&self.owed))
     }
 
     /// Informs the reductions that these pages may not have arrived.
-    pub(super) fn interrupted(&self, owed: &[DirtyBitmap], round: u32) {
+    pub(super) fn interrupted(&self, owed: &[PageSet], round: u32) {
         self.reductions.iter().for_each(|reduction| reduction.interrupted(owed, round));
     }
 

@@ -11,7 +11,7 @@ use proto::limits::PAGE_BYTES;
 
 use super::Dice;
 use crate::{
-    BlockReader, BlockWriter, DirtyBitmap, DirtyLog, Owed, RamError, ScanError, ScanStats, SourceRam, lock,
+    BlockReader, BlockWriter, DirtyLog, Owed, PageSet, RamError, ScanError, ScanStats, SourceRam, lock,
 };
 
 pub(super) const PAGE: usize = PAGE_BYTES as usize;
@@ -295,7 +295,7 @@ pub(super) struct FakeLog {
 }
 
 impl DirtyLog for FakeLog {
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         let mut pages = 0;
         for (block, into) in self.ram.0.iter().zip(into) {
             for (index, page) in (0_u64..).zip(&block.pages) {

@@ -15,9 +15,7 @@ use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{WHOLE, connection, stream};
 use super::pair::Pair;
 use super::parts::Parts;
-use crate::{
-    DirtyBitmap, Owed, RamError, Readable, Receiver, ReceiverEvent, SendError, Sender, lock, stream_of,
-};
+use crate::{Owed, PageSet, RamError, Readable, Receiver, ReceiverEvent, SendError, Sender, lock, stream_of};
 
 fn all(ram: &FakeRam) -> Readable {
     ram.everything().clear_marks(&mut ram.log()).unwrap().skip_drain()
@@ -316,7 +314,7 @@ fn how_far_a_round_is_is_told_of_each_block() {
     assert_eq!(reported(), lengths.map(|pages| (pages, pages)));
     // Pages of another round are not counted in this one.
     let mut owed = sent.owed;
-    owed.add_pages(0, &[DirtyBitmap::full(lengths[0] * proto::limits::PAGE_BYTES)]);
+    owed.add_pages(0, &[PageSet::full(lengths[0] * proto::limits::PAGE_BYTES)]);
     sent.sender.send_round(owed.clear_marks(&mut ram.log()).unwrap().skip_drain()).unwrap();
     assert_eq!(reported(), [(100, 100), (0, 0)]);
 }

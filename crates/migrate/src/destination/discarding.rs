@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use ::memory::ram::{RamError, RamRegion};
-use ::memory::{BlockWriter, DirtyBitmap, DiscardMethod, decode_chunks};
+use ::memory::{BlockWriter, DiscardMethod, PageSet, decode_chunks};
 use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
 use tracee::{AddressRange, Injector, Process};
 
@@ -16,7 +16,7 @@ use host::ram;
 
 /// Pages that were discarded before the source has named all missing pages.
 #[derive(Debug, Default)]
-pub(super) struct DiscardedPages(Vec<DirtyBitmap>);
+pub(super) struct DiscardedPages(Vec<PageSet>);
 
 /// The blocks of the guest's memory, and their writers.
 pub(super) type Blocks<'a> = (&'a [RamRegion], &'a [Box<dyn BlockWriter>]);
@@ -36,7 +36,7 @@ impl DiscardedPages {
     ) -> Result<(), PostCopyError> {
         let regions = ram::regions(&vm.blocks);
         if self.0.is_empty() {
-            self.0 = regions.iter().map(|region| DirtyBitmap::new(region.bytes)).collect();
+            self.0 = regions.iter().map(|region| PageSet::new(region.bytes)).collect();
         }
         let mut runs = Vec::new();
         for (block, chunk, pages) in decode_chunks(set, &self.0)? {
@@ -53,7 +53,7 @@ impl DiscardedPages {
     }
 
     /// Checks that every discarded page will arrive again. Otherwise it could not be distinguished from a zero page.
-    pub(super) fn check(&self, regions: &[RamRegion], awaited: &[DirtyBitmap]) -> Result<(), PostCopyError> {
+    pub(super) fn check(&self, regions: &[RamRegion], awaited: &[PageSet]) -> Result<(), PostCopyError> {
         for ((taken, awaited), region) in self.0.iter().zip(awaited).zip(regions) {
             let mut lost = taken.clone();
             lost.remove(awaited);
@@ -67,7 +67,7 @@ impl DiscardedPages {
 }
 
 /// Returns all of these pages as runs with their block.
-pub(super) fn runs_of(pages: &[DirtyBitmap]) -> impl Iterator<Item = BlockRun> + '_ {
+pub(super) fn runs_of(pages: &[PageSet]) -> impl Iterator<Item = BlockRun> + '_ {
     pages.iter().enumerate().flat_map(|(block, pages)| pages.runs().map(move |run| (block, run)))
 }
 
@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn what_was_taken_away_has_to_come_again() {
         let set = |pages: &[u64]| {
-            let mut set = DirtyBitmap::new(8 * PAGE_BYTES);
+            let mut set = PageSet::new(8 * PAGE_BYTES);
             for page in pages {
                 set.set(*page..page + 1);
             }

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use ::memory::ram::{RamError, RamRegion};
 use ::memory::{
-    BlockWriter, DirtyBitmap, DiscardMethod, Ledger, MissingPages, WriterSwitch, decode_set, encode_set,
+    BlockWriter, DiscardMethod, Ledger, MissingPages, PageSet, WriterSwitch, decode_set, encode_set,
 };
 use link::transport::{Channel, ConnectionHandle, Incoming, MessageReceiver, MessageSender, TransportError};
 use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
@@ -136,7 +136,7 @@ impl PostCopyReceiver {
     ) -> Result<Option<Self>, PostCopyError> {
         let regions = trace.regions();
         let (ledger, awaited) = Ledger::open(&trace.ledger, regions.iter().map(|region| region.bytes))?;
-        if awaited.iter().all(DirtyBitmap::is_empty) {
+        if awaited.iter().all(PageSet::is_empty) {
             return Ok(None);
         }
         let placer = PageFaultHandler::take_over(process, trace.descriptor, &ranges(&regions))?;
@@ -147,7 +147,7 @@ impl PostCopyReceiver {
         placer: PageFaultHandler,
         trace: MissingPagesRecord,
         regions: Vec<RamRegion>,
-        awaited: Vec<DirtyBitmap>,
+        awaited: Vec<PageSet>,
         ledger: Ledger,
         mailbox: &DestinationMailbox,
         is_taken_over: bool,

@@ -33,7 +33,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ::memory::{
-    BlockReader, DirtyBitmap, DirtyLog, LogError, Owed, Reductions, RoundStats, ScanError, ScanStats,
+    BlockReader, DirtyLog, LogError, Owed, PageSet, Reductions, RoundStats, ScanError, ScanStats,
 };
 use engine::handover::MigrationTerms;
 use engine::handover::source::SourceEvent;
@@ -75,7 +75,7 @@ pub(super) trait Participant: Send {
 
     /// Adds to `into`, which has a set for each block, the pages that were written since the last scan. `qmp` is absent
     /// while QEMU saves its devices: what needs QEMU was scanned in [`freeze`](Self::freeze).
-    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError>;
+    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError>;
 
     /// Tidies up after a scan, when there is time.
     fn after_scan(&mut self, qmp: &mut Qmp) -> Result<(), Failure>;
@@ -87,7 +87,7 @@ pub(super) trait Participant: Send {
     fn message(&mut self) -> Option<Message>;
 
     /// Acts once the guest has stopped, before its devices are saved; adds the last pages that QEMU has to report.
-    fn freeze(&mut self, vm: &mut SourceVm, stop: StopKind, into: &mut [DirtyBitmap]) -> Result<(), Failure>;
+    fn freeze(&mut self, vm: &mut SourceVm, stop: StopKind, into: &mut [PageSet]) -> Result<(), Failure>;
 
     /// Adds the hashes of a stopped guest's blocks, whose first has the number `first_block`. Everything is read anew,
     /// by a path that shares nothing with the one that sent it. `left_out` are pages that are zeros at the destination.
@@ -95,7 +95,7 @@ pub(super) trait Participant: Send {
         &mut self,
         vm: &mut SourceVm,
         first_block: usize,
-        left_out: &[DirtyBitmap],
+        left_out: &[PageSet],
         hashes: &mut Hashes,
     ) -> Result<(), Failure>;
 
@@ -150,7 +150,7 @@ pub(super) struct Agreed<'a> {
 pub(super) struct Block {
     pub(super) reader: Box<dyn BlockReader>,
     /// Pages of the first pass.
-    pub(super) first: DirtyBitmap,
+    pub(super) first: PageSet,
 }
 
 /// Result of a step of the preparation.
@@ -212,7 +212,7 @@ struct Member {
     /// Numbers of its blocks, once they are known.
     blocks: Range<usize>,
     /// Pages of its first pass, for each of its blocks.
-    first: Vec<DirtyBitmap>,
+    first: Vec<PageSet>,
     is_prepared: bool,
 }
 
@@ -301,18 +301,18 @@ impl Participants {
 
     /// Returns the pages of the first pass of the participants that are prepared, and none of the others.
     pub(super) fn first_pages(&self) -> Owed {
-        let pages = |member: &Member| -> Vec<DirtyBitmap> {
+        let pages = |member: &Member| -> Vec<PageSet> {
             if member.is_prepared {
                 member.first.clone()
             } else {
-                member.first.iter().map(DirtyBitmap::emptied).collect()
+                member.first.iter().map(PageSet::emptied).collect()
             }
         };
         Owed::of(self.members.iter().flat_map(pages).collect())
     }
 
     /// Returns the pages of the first pass of the participants that are sent ahead, for each of their blocks.
-    pub(super) fn first_of_ahead(&self) -> Vec<DirtyBitmap> {
+    pub(super) fn first_of_ahead(&self) -> Vec<PageSet> {
         let ahead = self.members.iter().filter(|member| member.profile.is_sent_ahead);
         ahead.flat_map(|member| member.first.iter().cloned()).collect()
     }
@@ -383,7 +383,7 @@ impl Participants {
     }
 
     /// Returns the hashes of all blocks of a stopped guest.
-    pub(super) fn hashes(&mut self, vm: &mut SourceVm, left_out: &[DirtyBitmap]) -> Result<Hashes, Failure> {
+    pub(super) fn hashes(&mut self, vm: &mut SourceVm, left_out: &[PageSet]) -> Result<Hashes, Failure> {
         let mut hashes = Hashes::default();
         for member in &mut self.members {
             member.participant.hash(vm, member.blocks.start, left_out, &mut hashes)?;
@@ -458,7 +458,7 @@ struct Log<'a> {
 }
 
 impl DirtyLog for Log<'_> {
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         let mut all = ScanStats::default();
         // The last ones first: QEMU has to answer a request for them, which needs time in which memory is written.
         for member in self.members.iter_mut().rev().filter(|member| member.is_prepared) {

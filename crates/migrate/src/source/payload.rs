@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{BlockReader, DirtyBitmap, Owed, Reductions, RoundStats, ScanStats, SourceRam, Stage};
+use ::memory::{BlockReader, Owed, PageSet, Reductions, RoundStats, ScanStats, SourceRam, Stage};
 use engine::precopy::{
     AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundObservation,
     SlaPolicy, TracedStopPolicy,
@@ -47,7 +47,7 @@ impl Payload {
     }
 
     /// Informs the reductions that the destination discards these pages of memory.
-    pub(crate) fn forget_versions(&self, pages: &[::memory::DirtyBitmap]) {
+    pub(crate) fn forget_versions(&self, pages: &[::memory::PageSet]) {
         self.saving.discarded(pages);
     }
 
@@ -76,12 +76,12 @@ impl Payload {
 
     /// Returns how many pages are owed that have to be sent before the guest runs at the destination.
     pub(crate) fn must_precopy_pages(&self, owed: &Owed) -> u64 {
-        owed.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count).sum()
+        owed.blocks().iter().skip(self.ram_bytes.len()).map(PageSet::count).sum()
     }
 
     /// Returns the counts of pages that wait for a later round, for the progress display.
     pub(crate) fn waiting(&self, later: &Owed) -> DeferredPages {
-        let of_disks = later.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count);
+        let of_disks = later.blocks().iter().skip(self.ram_bytes.len()).map(PageSet::count);
         DeferredPages { pages: later.pages(), of_disks: of_disks.collect() }
     }
 }

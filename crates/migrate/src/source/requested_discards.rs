@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ::memory::DirtyBitmap;
+use ::memory::PageSet;
 use engine::discards::{DiscardDecision, DiscardPolicy, PendingDiscard};
 use engine::trace::TracedPolicy;
 use proto::Generation;
@@ -11,9 +11,9 @@ use proto::Generation;
 #[derive(Debug)]
 pub(super) struct RequestedDiscards {
     policy: TracedPolicy<DiscardPolicy>,
-    pages: Vec<DirtyBitmap>,
+    pages: Vec<PageSet>,
     /// Pages among them that no round can have sent again since.
-    away: Vec<DirtyBitmap>,
+    away: Vec<PageSet>,
     /// Generation of the connections on which they were announced. Over new connections, the destination has forgotten
     /// the list.
     generation: Generation,
@@ -29,12 +29,12 @@ impl RequestedDiscards {
 
     /// Returns true if no pages of this generation are discarded.
     pub(super) fn is_none(&self, generation: Generation) -> bool {
-        self.generation != generation || self.away.iter().all(DirtyBitmap::is_empty)
+        self.generation != generation || self.away.iter().all(PageSet::is_empty)
     }
 
     /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
     pub(super) fn mark_resent(&mut self) {
-        self.away.iter_mut().for_each(DirtyBitmap::clear_all);
+        self.away.iter_mut().for_each(PageSet::clear_all);
     }
 
     /// Returns the policy that decides whether pages are discarded before the stop.
@@ -49,21 +49,21 @@ impl RequestedDiscards {
     }
 
     /// Returns the pages of `owed` that the destination has not discarded, if they are to be announced now.
-    pub(super) fn next(&mut self, owed: &[DirtyBitmap], generation: Generation) -> Option<Vec<DirtyBitmap>> {
+    pub(super) fn next(&mut self, owed: &[PageSet], generation: Generation) -> Option<Vec<PageSet>> {
         if self.generation != generation {
-            self.pages = owed.iter().map(DirtyBitmap::emptied).collect();
+            self.pages = owed.iter().map(PageSet::emptied).collect();
             (self.away, self.generation) = (self.pages.clone(), generation);
         }
         let mut unnamed = owed.to_vec();
         unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
-        let pages = unnamed.iter().map(DirtyBitmap::count).sum();
+        let pages = unnamed.iter().map(PageSet::count).sum();
         let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
         (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Discard)
             .then_some(unnamed)
     }
 
     /// Records pages that the destination has discarded, which lasted `took` there.
-    pub(super) fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
+    pub(super) fn add(&mut self, pages: &[PageSet], took: Duration) {
         for known in [&mut self.pages, &mut self.away] {
             known.iter_mut().zip(pages).for_each(|(known, pages)| known.insert(pages));
         }
@@ -73,7 +73,7 @@ impl RequestedDiscards {
     /// Returns the pages for post-copy: `remaining`, and all pages that the destination was asked to discard. Rounds in
     /// between may have sent some of those again; they have not changed at the source, so to send them once more does
     /// no harm.
-    pub(super) fn with(&self, remaining: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
+    pub(super) fn with(&self, remaining: &[PageSet], generation: Generation) -> Vec<PageSet> {
         let mut all = remaining.to_vec();
         if self.generation == generation {
             all.iter_mut().zip(&self.pages).for_each(|(all, discarded)| all.insert(discarded));
@@ -86,8 +86,8 @@ impl RequestedDiscards {
 mod tests {
     use super::*;
 
-    fn set(pages: &[u64]) -> Vec<DirtyBitmap> {
-        let mut set = DirtyBitmap::new(1 << 20);
+    fn set(pages: &[u64]) -> Vec<PageSet> {
+        let mut set = PageSet::new(1 << 20);
         for page in pages {
             set.set(*page..page + 1);
         }

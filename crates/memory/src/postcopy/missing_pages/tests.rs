@@ -28,8 +28,8 @@ fn region(name: &str, address: u64, pages: u64) -> RamRegion {
     RamRegion { name: name.to_owned(), bytes: pages * PAGE_BYTES, page_bytes: PAGE_BYTES, address }
 }
 
-fn set(pages: u64, these: &[u64]) -> DirtyBitmap {
-    let mut set = DirtyBitmap::new(pages * PAGE_BYTES);
+fn set(pages: u64, these: &[u64]) -> PageSet {
+    let mut set = PageSet::new(pages * PAGE_BYTES);
     for page in these {
         set.set(*page..page + 1);
     }

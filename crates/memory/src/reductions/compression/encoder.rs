@@ -12,7 +12,7 @@ use crate::chunk::ChunkId;
 use crate::chunk::encoding::{Encoder, FrameEncoder, PresumedPages};
 use crate::clock::cpu_ns;
 use crate::lock;
-use crate::page_set::DirtyBitmap;
+use crate::page_set::PageSet;
 use crate::reductions::{Reduction, Stage};
 
 /// Compression has no knowledge of pages, and so nothing to learn about them.
@@ -22,21 +22,21 @@ impl Reduction for CompressionState {
         Encoder::Frame(Box::new(StreamCompressor { packing: self, selector, out }))
     }
 
-    fn awaited(&self, _: &[DirtyBitmap], _: u32) {}
+    fn awaited(&self, _: &[PageSet], _: u32) {}
 
     fn acknowledged(&self, _: ChunkId, _: &PresumedPages) {}
 
     fn refused(&self, _: ChunkId, _: &PresumedPages) {}
 
-    fn interrupted(&self, _: &[DirtyBitmap], _: u32) {}
+    fn interrupted(&self, _: &[PageSet], _: u32) {}
 
-    fn discarded(&self, _: &[DirtyBitmap]) {}
+    fn discarded(&self, _: &[PageSet]) {}
 
-    fn written(&self, _: usize, _: &DirtyBitmap) {}
+    fn written(&self, _: usize, _: &PageSet) {}
 
     /// A ratio is no knowledge of pages.
-    fn full_pages(&self, owed: &[DirtyBitmap]) -> u64 {
-        owed.iter().map(DirtyBitmap::count).sum()
+    fn full_pages(&self, owed: &[PageSet]) -> u64 {
+        owed.iter().map(PageSet::count).sum()
     }
 
     /// It does not end: remaining pages are compressed after the switchover, too.

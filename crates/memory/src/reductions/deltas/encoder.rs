@@ -13,7 +13,7 @@ use crate::chunk::encoding::{
 };
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::clock::measure;
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 use crate::reductions::{Reduction, Stage};
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
@@ -28,7 +28,7 @@ impl Reduction for Deltas {
         Encoder::Pages(Box::new(DeltaEncoder { deltas: self, chunk: None, delta, frames: 0, counts }))
     }
 
-    fn awaited(&self, owed: &[DirtyBitmap], round: u32) {
+    fn awaited(&self, owed: &[PageSet], round: u32) {
         self.keep(owed, round);
     }
 
@@ -38,17 +38,17 @@ impl Reduction for Deltas {
         self.refuse((block, chunk), &refused.all(), refused.changed.count());
     }
 
-    fn interrupted(&self, owed: &[DirtyBitmap], round: u32) {
+    fn interrupted(&self, owed: &[PageSet], round: u32) {
         self.forget(owed, round);
     }
 
-    fn discarded(&self, pages: &[DirtyBitmap]) {
+    fn discarded(&self, pages: &[PageSet]) {
         self.forget_discarded(pages);
     }
 
-    fn written(&self, _: usize, _: &DirtyBitmap) {}
+    fn written(&self, _: usize, _: &PageSet) {}
 
-    fn full_pages(&self, owed: &[DirtyBitmap]) -> u64 {
+    fn full_pages(&self, owed: &[PageSet]) -> u64 {
         self.unknown(owed)
     }
 

@@ -22,7 +22,7 @@ use proto::limits::PAGE_BYTES;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::lock;
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 
 pub(crate) mod decoder;
 mod encoder;
@@ -151,14 +151,14 @@ impl Deltas {
     }
 
     /// Returns how many of these pages, which are to be sent, have no marks.
-    pub fn unknown(&self, owed: &[DirtyBitmap]) -> u64 {
+    pub fn unknown(&self, owed: &[PageSet]) -> u64 {
         let table = lock(&self.table);
-        let known = |block: u16, owed: &DirtyBitmap, chunk: u64| {
+        let known = |block: u16, owed: &PageSet, chunk: u64| {
             let marks = table.chunks.get(&(block, chunk as u32)).filter(|_| table.is_on);
             marks.map_or(0, |marks| marks.pages.count_common(&owed.chunk(chunk)))
         };
-        let of_block = |(block, owed): (u16, &DirtyBitmap)| {
-            owed.count() - owed.dirty_chunks().map(|chunk| known(block, owed, chunk)).sum::<u64>()
+        let of_block = |(block, owed): (u16, &PageSet)| {
+            owed.count() - owed.nonempty_chunks().map(|chunk| known(block, owed, chunk)).sum::<u64>()
         };
         (0..).zip(owed).map(of_block).sum()
     }
@@ -182,13 +182,13 @@ impl Deltas {
 
     /// Protects the marks of these chunks from eviction in a round: pages of them are about to be sent in it, or wait
     /// for a later one.
-    pub fn keep(&self, owed: &[DirtyBitmap], round: u32) {
+    pub fn keep(&self, owed: &[PageSet], round: u32) {
         let mut table = lock(&self.table);
         if !table.is_on || table.chunks.is_empty() {
             return;
         }
         for (block, owed) in (0..).zip(owed) {
-            for key in owed.dirty_chunks().map(|chunk| (block, chunk as u32)) {
+            for key in owed.nonempty_chunks().map(|chunk| (block, chunk as u32)) {
                 if let Some(chunk) = table.take_out(key) {
                     table.put(key, ChunkMarks { age: round, ..chunk });
                 }
@@ -259,10 +259,10 @@ impl Deltas {
     }
 
     /// Forgets the marks of these pages if they were sent in this round, because some of them may not have arrived.
-    pub(crate) fn forget(&self, owed: &[DirtyBitmap], round: u32) {
+    pub(crate) fn forget(&self, owed: &[PageSet], round: u32) {
         let mut table = lock(&self.table);
         for (block, owed) in (0..).zip(owed) {
-            for chunk in owed.dirty_chunks() {
+            for chunk in owed.nonempty_chunks() {
                 let key = (block, chunk as u32);
                 if table.chunks.get(&key).is_some_and(|chunk| chunk.round == round) {
                     table.forget(key, &owed.chunk(chunk));
@@ -272,10 +272,10 @@ impl Deltas {
     }
 
     /// Forgets the marks of pages that the destination discards.
-    pub fn forget_discarded(&self, pages: &[DirtyBitmap]) {
+    pub fn forget_discarded(&self, pages: &[PageSet]) {
         let mut table = lock(&self.table);
         for (block, pages) in (0..).zip(pages) {
-            for chunk in pages.dirty_chunks() {
+            for chunk in pages.nonempty_chunks() {
                 table.forget((block, chunk as u32), &pages.chunk(chunk));
             }
         }

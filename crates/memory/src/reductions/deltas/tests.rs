@@ -86,7 +86,7 @@ fn what_was_refused_or_may_not_have_arrived_is_sent_in_full() {
     deltas.refuse((0, 0), &pages(0..5), 5);
     deltas.give_back((0, 0), chunk);
     assert_eq!(send(&deltas, (0, 0), 0..10, 4, 1), [5, 6, 7, 8, 9]);
-    let mut owed = DirtyBitmap::new(4 << 20);
+    let mut owed = PageSet::new(4 << 20);
     owed.set(512..513);
     deltas.forget(std::slice::from_ref(&owed), 4);
     assert_eq!(send(&deltas, (0, 1), 0..10, 5, 1).len(), 10, "it was not sent in that round");
@@ -97,8 +97,8 @@ fn what_was_refused_or_may_not_have_arrived_is_sent_in_full() {
     assert_eq!(deltas.free_pages(), 80 - 2 * CHUNK_ROOM);
 }
 
-fn owed(chunks: &[u64]) -> [DirtyBitmap; 1] {
-    let mut owed = DirtyBitmap::new(20 << 21);
+fn owed(chunks: &[u64]) -> [PageSet; 1] {
+    let mut owed = PageSet::new(20 << 21);
     for chunk in chunks {
         owed.set(chunk * 512..chunk * 512 + 20);
     }

@@ -8,7 +8,7 @@ use crate::chunk::encoding::{
     BufferedRun, ChunkTask, Encoder, FrameContent, PageEncoder, PageEncoders, PresumedPages,
 };
 use crate::chunk::{ChunkId, FrameBuilder};
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 use crate::reductions::{Reduction, Stage};
 
 impl Reduction for HintedPages {
@@ -16,7 +16,7 @@ impl Reduction for HintedPages {
         Encoder::Pages(Box::new(HintEncoder { hinted: self, chunk: None }))
     }
 
-    fn awaited(&self, _: &[DirtyBitmap], _: u32) {}
+    fn awaited(&self, _: &[PageSet], _: u32) {}
 
     /// A hole is never refused.
     fn acknowledged(&self, _: ChunkId, _: &PresumedPages) {}
@@ -24,17 +24,17 @@ impl Reduction for HintedPages {
     fn refused(&self, _: ChunkId, _: &PresumedPages) {}
 
     /// Pages that were left out are still unused, or a dirty scan finds them.
-    fn interrupted(&self, _: &[DirtyBitmap], _: u32) {}
+    fn interrupted(&self, _: &[PageSet], _: u32) {}
 
-    fn discarded(&self, _: &[DirtyBitmap]) {}
+    fn discarded(&self, _: &[PageSet]) {}
 
-    fn written(&self, block: usize, found: &DirtyBitmap) {
+    fn written(&self, block: usize, found: &PageSet) {
         self.written(block, found);
     }
 
     /// Pages that were written are in use.
-    fn full_pages(&self, owed: &[DirtyBitmap]) -> u64 {
-        owed.iter().map(DirtyBitmap::count).sum()
+    fn full_pages(&self, owed: &[PageSet]) -> u64 {
+        owed.iter().map(PageSet::count).sum()
     }
 
     fn end(&self, stage: Stage) {

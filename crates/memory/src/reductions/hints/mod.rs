@@ -36,7 +36,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use crate::lock;
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 
 mod encoder;
 
@@ -49,21 +49,21 @@ struct HintState {
     answer: u64,
     has_ended: bool,
     /// Pages that were free, without a mark since.
-    free: Vec<DirtyBitmap>,
+    free: Vec<PageSet>,
     /// Pages that the awaited answer has named free so far.
-    named: Vec<DirtyBitmap>,
+    named: Vec<PageSet>,
     /// Pages that scans have found since the answer was requested.
-    written: Vec<DirtyBitmap>,
-    cache: Vec<DirtyBitmap>,
+    written: Vec<PageSet>,
+    cache: Vec<PageSet>,
     /// Pages that were sent as holes, and not as anything else since.
-    left_out: Vec<DirtyBitmap>,
+    left_out: Vec<PageSet>,
 }
 
 impl HintedPages {
     /// Creates an empty set. `block_bytes` are the lengths of the first blocks of a migration; no page of other blocks
     /// is left out.
     pub fn new(block_bytes: impl IntoIterator<Item = u64>) -> Self {
-        let none: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
+        let none: Vec<_> = block_bytes.into_iter().map(PageSet::new).collect();
         // A random start: an answer requested in another migration may still be under way in the guest, and arrive with
         // it.
         let answer = RandomState::new().hash_one(none.len());
@@ -83,14 +83,14 @@ impl HintedPages {
     pub fn begin(&self) -> u64 {
         let mut state = lock(&self.0);
         let HintState { answer, named, written, cache, .. } = &mut *state;
-        named.iter_mut().chain(written).chain(cache).for_each(DirtyBitmap::clear_all);
+        named.iter_mut().chain(written).chain(cache).for_each(PageSet::clear_all);
         *answer = answer.wrapping_add(1);
         *answer
     }
 
     /// Records the pages of a block that a scan has found written. As long as pages are left out, every taker of
     /// memory's marks has to report them here ([`TrackedRam::report_to`](crate::TrackedRam::report_to)).
-    pub(crate) fn written(&self, block: usize, found: &DirtyBitmap) {
+    pub(crate) fn written(&self, block: usize, found: &PageSet) {
         let mut state = lock(&self.0);
         let HintState { has_ended: false, free, written, .. } = &mut *state else { return };
         if let Some((free, written)) = free.get_mut(block).zip(written.get_mut(block)) {
@@ -140,26 +140,29 @@ impl HintedPages {
         let mut state = lock(&self.0);
         state.answer = state.answer.wrapping_add(1);
         let HintState { free, cache, .. } = &mut *state;
-        free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
+        free.iter_mut().chain(cache).for_each(PageSet::clear_all);
     }
 
     /// Returns the pages that the guest could give back.
-    pub fn cache(&self) -> Vec<DirtyBitmap> {
+    pub fn cache(&self) -> Vec<PageSet> {
         lock(&self.0).cache.clone()
     }
 
     /// Returns the number of free pages, and the number of page cache pages that could be given back.
     pub fn pages(&self) -> (u64, u64) {
         let state = lock(&self.0);
-        let count = |blocks: &[DirtyBitmap]| blocks.iter().map(DirtyBitmap::count).sum();
+        let count = |blocks: &[PageSet]| blocks.iter().map(PageSet::count).sum();
         (count(&state.free), count(&state.cache))
     }
 
     /// Returns how many of these pages are free.
-    pub fn count_free(&self, pages: &[DirtyBitmap]) -> u64 {
+    pub fn count_free(&self, pages: &[PageSet]) -> u64 {
         let state = lock(&self.0);
-        let both = |(free, pages): (&DirtyBitmap, &DirtyBitmap)| {
-            pages.dirty_chunks().map(|chunk| pages.chunk(chunk).count_common(&free.chunk(chunk))).sum::<u64>()
+        let both = |(free, pages): (&PageSet, &PageSet)| {
+            pages
+                .nonempty_chunks()
+                .map(|chunk| pages.chunk(chunk).count_common(&free.chunk(chunk)))
+                .sum::<u64>()
         };
         state.free.iter().zip(pages).map(both).sum()
     }
@@ -171,7 +174,7 @@ impl HintedPages {
     }
 
     /// Returns the pages that are zeros at the destination, but may not be at the source.
-    pub fn left_out(&self) -> Vec<DirtyBitmap> {
+    pub fn left_out(&self) -> Vec<PageSet> {
         lock(&self.0).left_out.clone()
     }
 
@@ -190,7 +193,7 @@ impl HintedPages {
 }
 
 /// Cuts a range at the block's end, because a guest may report anything.
-fn within(pages: Range<u64>, block: &DirtyBitmap) -> Range<u64> {
+fn within(pages: Range<u64>, block: &PageSet) -> Range<u64> {
     let end = pages.end.min(block.pages());
     pages.start.min(end)..end
 }
@@ -209,14 +212,14 @@ mod tests {
     const CHUNK: u64 = 2 << 20;
 
     fn look(hinted: &HintedPages, found: Range<u64>) {
-        let mut these = DirtyBitmap::new(2 * CHUNK);
+        let mut these = PageSet::new(2 * CHUNK);
         these.set(found);
         hinted.written(0, &these);
     }
 
     /// Returns true if exactly these pages are free.
     fn is_free(hinted: &HintedPages, pages: &[Range<u64>]) -> bool {
-        let mut these = DirtyBitmap::new(2 * CHUNK);
+        let mut these = PageSet::new(2 * CHUNK);
         for pages in pages {
             these.set(pages.clone());
         }
@@ -233,7 +236,7 @@ mod tests {
             (hinted.pages(), hinted.chunk(0, 0).count(), hinted.chunk(0, 1).count()),
             ((20, 2), 12, 8)
         );
-        let mut some = DirtyBitmap::new(2 * CHUNK);
+        let mut some = PageSet::new(2 * CHUNK);
         some.set(510..600);
         assert_eq!(hinted.count_free(&[some]), 10);
         look(&hinted, 505..507);

@@ -13,7 +13,7 @@ use crate::chunk::encoding::{
 };
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::page_name::{PageName, page_hash};
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 use crate::reductions::{Reduction, Stage};
 
 /// Shortest run of pages that is sent as a reference: each reference costs the destination a query to a server and an
@@ -28,7 +28,7 @@ impl Reduction for ContentIndex {
         Encoder::Pages(Box::new(ReferenceEncoder { known: self, chunk: None, names, referred }))
     }
 
-    fn awaited(&self, _: &[DirtyBitmap], _: u32) {}
+    fn awaited(&self, _: &[PageSet], _: u32) {}
 
     fn acknowledged(&self, chunk: ChunkId, presumed: &PresumedPages) {
         self.count_references_accepted(chunk.block, presumed.referred.count());
@@ -38,18 +38,18 @@ impl Reduction for ContentIndex {
         self.refuse(block, chunk.into(), &refused.referred);
     }
 
-    fn interrupted(&self, _: &[DirtyBitmap], _: u32) {
+    fn interrupted(&self, _: &[PageSet], _: u32) {
         self.interrupt();
     }
 
     /// No action: discarded pages are refused.
-    fn discarded(&self, _: &[DirtyBitmap]) {}
+    fn discarded(&self, _: &[PageSet]) {}
 
-    fn written(&self, _: usize, _: &DirtyBitmap) {}
+    fn written(&self, _: usize, _: &PageSet) {}
 
     /// Pages that the guest has written are seldom anywhere else.
-    fn full_pages(&self, owed: &[DirtyBitmap]) -> u64 {
-        owed.iter().map(DirtyBitmap::count).sum()
+    fn full_pages(&self, owed: &[PageSet]) -> u64 {
+        owed.iter().map(PageSet::count).sum()
     }
 
     /// Pages written after all of memory was sent are on no disk, and the speed of references does not predict the

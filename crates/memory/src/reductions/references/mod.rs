@@ -21,7 +21,7 @@ use proto::reference::{ContentSource, HASH_BYTES, Reference};
 
 use crate::lock;
 use crate::page_name::{PageHash, PageName, page_hash};
-use crate::page_set::{ChunkPages, DirtyBitmap};
+use crate::page_set::{ChunkPages, PageSet};
 use crate::ram::RamError;
 
 pub(crate) mod decoder;
@@ -111,7 +111,7 @@ pub struct ContentIndex {
     /// Content of the disks as it was sent.
     sent_pages: Mutex<SentPageIndex>,
     /// Pages to which a reference was refused, for each block.
-    refused: Mutex<Vec<DirtyBitmap>>,
+    refused: Mutex<Vec<PageSet>>,
 }
 
 #[derive(Debug)]
@@ -140,8 +140,8 @@ impl ContentIndex {
     ) -> Self {
         let templates = NameTable::new(template_capacity);
         let tables = Tables { templates, sent: NameTable::new(sent_capacity), ..Tables::empty() };
-        let refused: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
-        let memory_pages = refused.iter().take(first_disk).map(DirtyBitmap::pages).sum();
+        let refused: Vec<_> = block_bytes.into_iter().map(PageSet::new).collect();
+        let memory_pages = refused.iter().take(first_disk).map(PageSet::pages).sum();
         Self {
             ended: AtomicBool::new(false),
             first_disk,

@@ -9,7 +9,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ::memory::{BlockReader as _, DirtyBitmap, Reductions, RoundStats, ScanError, ScanStats};
+use ::memory::{BlockReader as _, PageSet, Reductions, RoundStats, ScanError, ScanStats};
 use block::nbd::NbdError;
 use engine::handover::source::SourceEvent;
 use proto::message::{CopiedDisk, DiskMode, Message, Proposal};
@@ -299,7 +299,7 @@ impl Participant for Disks {
         }
     }
 
-    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         match (&mut self.log, qmp) {
             (Some(log), Some(qmp)) => log.take(qmp, into),
             _ => Ok(ScanStats::default()),
@@ -322,7 +322,7 @@ impl Participant for Disks {
 
     /// Precedes the saving of the devices, because QEMU then releases the disks. The devices' requests are complete:
     /// `stop` waits for them.
-    fn freeze(&mut self, vm: &mut SourceVm, _: StopKind, into: &mut [DirtyBitmap]) -> Result<(), Failure> {
+    fn freeze(&mut self, vm: &mut SourceVm, _: StopKind, into: &mut [PageSet]) -> Result<(), Failure> {
         let Some(log) = &mut self.log else { return Ok(()) };
         let monitor = vm.monitor().map_err(|error| Failure::local("cannot query QEMU", &error))?;
         let found = log.take(monitor, into);
@@ -333,7 +333,7 @@ impl Participant for Disks {
         &mut self,
         _: &mut SourceVm,
         first_block: usize,
-        _: &[DirtyBitmap],
+        _: &[PageSet],
         hashes: &mut Hashes,
     ) -> Result<(), Failure> {
         let (images, socket) = (self.copied_images()?, self.compare_socket());

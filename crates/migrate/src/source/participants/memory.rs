@@ -1,8 +1,6 @@
 //! Memory as a participant: its writes are tracked by the kernel, and need no request to QEMU.
 
-use ::memory::{
-    BlockReader, DirtyBitmap, DirtyLog, Reductions, RoundStats, ScanError, ScanStats, TrackedRam,
-};
+use ::memory::{BlockReader, DirtyLog, PageSet, Reductions, RoundStats, ScanError, ScanStats, TrackedRam};
 use proto::message::Message;
 use qemu::qmp::Qmp;
 use tracee::{InjectError, TrackerStart};
@@ -92,7 +90,7 @@ impl Participant for Memory {
     fn blocks(&mut self, vm: &SourceVm) -> Result<Vec<Block>, Failure> {
         let readers = ram::source(&vm.process, &vm.blocks)
             .map_err(|error| Failure::local("cannot reach the guest's memory", &error))?;
-        let block = |reader: Box<dyn BlockReader>| Block { first: DirtyBitmap::full(reader.bytes()), reader };
+        let block = |reader: Box<dyn BlockReader>| Block { first: PageSet::full(reader.bytes()), reader };
         Ok(readers.into_iter().map(block).collect())
     }
 
@@ -106,7 +104,7 @@ impl Participant for Memory {
 
     fn after_round(&mut self, _: &RoundStats) {}
 
-    fn round(&mut self, _: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn round(&mut self, _: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         match &mut self.tracking {
             Tracking::On(tracked) => tracked.take(into),
             Tracking::Off | Tracking::Starting(_) => Ok(ScanStats::default()),
@@ -126,7 +124,7 @@ impl Participant for Memory {
     }
 
     /// Without a comparison, the guest is not kept stopped to find pages that were given back and read again.
-    fn freeze(&mut self, _: &mut SourceVm, stop: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
+    fn freeze(&mut self, _: &mut SourceVm, stop: StopKind, _: &mut [PageSet]) -> Result<(), Failure> {
         if let (Tracking::On(tracked), StopKind::Compared) = (&mut self.tracking, stop) {
             tracked.announce_comparison();
         }
@@ -137,7 +135,7 @@ impl Participant for Memory {
         &mut self,
         vm: &mut SourceVm,
         _: usize,
-        left_out: &[DirtyBitmap],
+        left_out: &[PageSet],
         hashes: &mut Hashes,
     ) -> Result<(), Failure> {
         let found = vm.hashes(left_out);

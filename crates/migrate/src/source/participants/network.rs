@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{DirtyBitmap, Reductions, RoundStats, ScanError, ScanStats};
+use ::memory::{PageSet, Reductions, RoundStats, ScanError, ScanStats};
 use net::announcer::Card;
 use net::{Announcer, Claims, Diversion, HeldFrame, Listener};
 use proto::message::{CardClaims, CardFrames, ClaimedAddress, Finding, Message, Severity};
@@ -202,7 +202,7 @@ impl Participant for Network {
 
     fn after_round(&mut self, _: &RoundStats) {}
 
-    fn round(&mut self, _: Option<&mut Qmp>, _: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn round(&mut self, _: Option<&mut Qmp>, _: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         Ok(ScanStats::default())
     }
 
@@ -226,12 +226,12 @@ impl Participant for Network {
         Some(Message::Claims { cards: claims.iter().map(card).collect() })
     }
 
-    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
+    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [PageSet]) -> Result<(), Failure> {
         self.flows.iter().for_each(FlowCopier::finish_list);
         Ok(())
     }
 
-    fn hash(&mut self, _: &mut SourceVm, _: usize, _: &[DirtyBitmap], _: &mut Hashes) -> Result<(), Failure> {
+    fn hash(&mut self, _: &mut SourceVm, _: usize, _: &[PageSet], _: &mut Hashes) -> Result<(), Failure> {
         Ok(())
     }
 

@@ -80,7 +80,7 @@ impl Participant for Fake {
 
     fn blocks(&mut self, _: &SourceVm) -> Result<Vec<Block>, Failure> {
         let bytes = self.pages * PAGE_BYTES;
-        let block = Block { reader: Box::new(Zeros(bytes)), first: DirtyBitmap::full(bytes) };
+        let block = Block { reader: Box::new(Zeros(bytes)), first: PageSet::full(bytes) };
         Ok(if bytes == 0 { Vec::new() } else { vec![block] })
     }
 
@@ -97,7 +97,7 @@ impl Participant for Fake {
         self.step(&format!("after_round {}", stats.contents.pages()));
     }
 
-    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         self.step(if qmp.is_some() { "round with QEMU" } else { "round" });
         for block in into.iter_mut() {
             block.set(self.written.clone());
@@ -119,7 +119,7 @@ impl Participant for Fake {
         None
     }
 
-    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [DirtyBitmap]) -> Result<(), Failure> {
+    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [PageSet]) -> Result<(), Failure> {
         self.step("freeze");
         Ok(())
     }
@@ -128,7 +128,7 @@ impl Participant for Fake {
         &mut self,
         _: &mut SourceVm,
         first_block: usize,
-        _: &[DirtyBitmap],
+        _: &[PageSet],
         _: &mut Hashes,
     ) -> Result<(), Failure> {
         self.step(&format!("hash {first_block}"));
@@ -212,7 +212,7 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     }
     assert_eq!(taken(&steps), ["first prepare", "first prepare"]);
     assert_eq!(owed.pages(), 12);
-    let mut found = [DirtyBitmap::new(8 * PAGE_BYTES), DirtyBitmap::new(4 * PAGE_BYTES)];
+    let mut found = [PageSet::new(8 * PAGE_BYTES), PageSet::new(4 * PAGE_BYTES)];
     let scan = participants.log(None).take(&mut found).unwrap();
     assert_eq!((scan.pages, scan.duration_us), (3, 2));
     assert_eq!(taken(&steps), ["ahead round", "first round"]);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{CompletedRound, DirtyBitmap, Owed, Readable, Sender, Stage, encode_set};
+use ::memory::{CompletedRound, Owed, PageSet, Readable, Sender, Stage, encode_set};
 use engine::handover::source::SourceEvent;
 use proto::limits::DISCARD_BYTES;
 use proto::message::Message;
@@ -63,7 +63,7 @@ impl SourceDriver {
     }
 
     /// Lets the destination discard its versions of these pages; returns how long that lasted there.
-    fn discard(&mut self, pages: &[DirtyBitmap]) -> Result<Duration, Failure> {
+    fn discard(&mut self, pages: &[PageSet]) -> Result<Duration, Failure> {
         let set = encode_set(pages);
         let mut took = Duration::ZERO;
         let mut unanswered = 0;
@@ -134,7 +134,7 @@ impl SourceDriver {
         readable: Readable,
         payload: &Payload,
     ) -> Result<(Sender, Owed), Failure> {
-        let memory: Vec<_> = payload.ram_bytes().iter().map(|bytes| DirtyBitmap::full(*bytes)).collect();
+        let memory: Vec<_> = payload.ram_bytes().iter().map(|bytes| PageSet::full(*bytes)).collect();
         let (disks, remaining) = readable.without(&memory);
         if disks.pages() == 0 {
             return Ok((sender, remaining));
@@ -186,7 +186,7 @@ impl SourceDriver {
         let Some(page_stream) = page_stream else {
             return Err(Failure::new(SourceEvent::PeerLost, "there is no page stream"));
         };
-        let pages = blocks.iter().map(DirtyBitmap::count).sum();
+        let pages = blocks.iter().map(PageSet::count).sum();
         self.controls.report(|report| {
             report.post_copy = Some(PostCopy { remaining_pages: pages, ..PostCopy::default() });
         });

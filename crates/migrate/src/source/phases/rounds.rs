@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use ::memory::{
-    CompletedRound, DirtyBitmap, Interrupted, Owed, PageCursor, PartBoundary, Readable, RoundStats,
-    ScanStats, Sender,
+    CompletedRound, Interrupted, Owed, PageCursor, PageSet, PartBoundary, Readable, RoundStats, ScanStats,
+    Sender,
 };
 use host::VmError;
 use tracing::info;
@@ -27,7 +27,7 @@ pub(super) struct DirtyScan {
     pub(super) scanned_at: Instant,
     drain_us: u64,
     /// Pages of memory that were written since the scan before, if they were requested.
-    pub(super) found: Vec<DirtyBitmap>,
+    pub(super) found: Vec<PageSet>,
 }
 
 impl DirtyScan {

@@ -213,7 +213,7 @@ impl SourceDriver {
         self.check_unchanged()?;
         let hints = stopped.reductions.find::<ActiveHints>();
         let left_out = hints.map_or_else(Vec::new, |hints| hints.left_out());
-        let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
+        let left_out_pages = left_out.iter().map(::memory::PageSet::count).sum();
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let hashes = self.resources.participants.hashes(vm, &left_out)?;
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);

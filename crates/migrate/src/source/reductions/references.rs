@@ -171,13 +171,8 @@ impl SourceDriver {
         let seeks = capabilities.templates > 0 && !capabilities.copied.is_empty();
         let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
-        let sent_pages = self
-            .resources
-            .participants
-            .first_of_ahead()
-            .iter()
-            .map(::memory::DirtyBitmap::count)
-            .sum::<u64>();
+        let sent_pages =
+            self.resources.participants.first_of_ahead().iter().map(::memory::PageSet::count).sum::<u64>();
         let blocks = payload.readers();
         let known = ContentIndex::new(
             blocks.iter().map(|block| block.bytes()),
@@ -318,12 +313,9 @@ struct TemplateRun {
 }
 
 /// Returns the names of pages from all over the disks, without pages of zeros.
-fn sample_hashes(
-    disks: &[::memory::DirtyBitmap],
-    payload: &Payload,
-) -> Result<Vec<String>, ::memory::RamError> {
+fn sample_hashes(disks: &[::memory::PageSet], payload: &Payload) -> Result<Vec<String>, ::memory::RamError> {
     let readers = payload.readers();
-    let all: u64 = disks.iter().map(::memory::DirtyBitmap::count).sum();
+    let all: u64 = disks.iter().map(::memory::PageSet::count).sum();
     let step = all.div_ceil(QUERIED_PAGES as u64 / 2).max(1);
     let mut names = Vec::new();
     let mut page = [0; PAGE_BYTES as usize];

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::thread;
 
-use ::memory::{BlockReader, DirtyBitmap, encode_set};
+use ::memory::{BlockReader, PageSet, encode_set};
 use link::transport::fake;
 use proto::HostId;
 use proto::awaited::decode_page;
@@ -67,7 +67,7 @@ fn server() -> (JoinHandle<ServingEnd>, Channel, fake::End) {
 /// Reports all pages as missing.
 fn report_missing(requests: Channel) -> (Box<dyn MessageReceiver>, Box<dyn MessageSender>) {
     let (receiver, mut sender) = requests.split();
-    let set = encode_set(&[DirtyBitmap::full(PAGES * PAGE_BYTES)]);
+    let set = encode_set(&[PageSet::full(PAGES * PAGE_BYTES)]);
     let digest = blake3::hash(&set).to_hex().to_string();
     sender.send(&Message::MissingPages { bytes: set.len() as u64, digest, round: 1 }).unwrap();
     sender.send_blob(&set).unwrap();

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use ::guest::protocol::{Cache, PORT};
-use ::memory::{DirtyBitmap, HintedPages, LinkCounters, Owed, Readable, Reduction};
+use ::memory::{HintedPages, LinkCounters, Owed, PageSet, Readable, Reduction};
 
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ActiveReductions, ReductionProgress};
@@ -44,7 +44,7 @@ pub(in crate::source) struct ActiveHints {
 impl ActiveHints {
     /// Returns, for each block of memory, the pages that are zeros at the destination because the guest did not use
     /// them.
-    pub(in crate::source) fn left_out(&self) -> Vec<DirtyBitmap> {
+    pub(in crate::source) fn left_out(&self) -> Vec<PageSet> {
         self.hinted.left_out()
     }
 }

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
-use ::memory::{ContentIndex, NAME_BYTES, PageName};
+use ::memory::{CONTENT_HASH_BYTES, ContentHash, ContentIndex};
 use proto::limits::PAGE_BYTES;
 use tracing::warn;
 
@@ -32,7 +32,7 @@ pub use self::advertised_templates::AdvertisedTemplates;
 pub use self::catalogue::MAX_ADVERTISED_PAGES;
 use self::catalogue::{Catalogue, Identity};
 use self::left_behind::LeftImageIndex;
-pub use self::left_behind::{LeftTemplate, NamedPages};
+pub use self::left_behind::{HashedPages, LeftTemplate};
 use self::shared_storage::SharedImageIndexer;
 pub use self::shared_storage::{IndexingStats, SharedImage, shared_images};
 use self::template_indexer::TemplateIndexer;
@@ -107,7 +107,7 @@ impl Templates {
 
     /// Records images that were left behind here, each with its pages as far as they are known, in their order. Waits a
     /// moment until that is recorded.
-    pub fn left_behind(&self, images: Vec<(LeftTemplate, NamedPages)>) {
+    pub fn left_behind(&self, images: Vec<(LeftTemplate, HashedPages)>) {
         self.left_behind.keep(images);
     }
 
@@ -133,7 +133,7 @@ impl Templates {
     }
 
     /// Returns the templates that have queried pages, those with the most of them first. Reads all catalogues.
-    fn find_matching(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
+    fn find_matching(&self, sought: &HashSet<ContentHash>) -> Vec<(Template, Catalogue)> {
         self.left_behind.scan();
         let table = lock(&self.table).clone();
         let mut found: Vec<(usize, Template, Catalogue)> = Vec::new();
@@ -155,27 +155,27 @@ impl Templates {
 }
 
 /// Returns the number of queried pages that are in a template.
-fn hits(catalogue: &Catalogue, sought: &HashSet<PageName>) -> io::Result<usize> {
+fn hits(catalogue: &Catalogue, sought: &HashSet<ContentHash>) -> io::Result<usize> {
     let mut found = HashSet::new();
     for run in catalogue.runs()? {
-        found.extend(run?.names.into_iter().filter(|name| sought.contains(name)));
+        found.extend(run?.hashes.into_iter().filter(|hash| sought.contains(hash)));
     }
     Ok(found.len())
 }
 
-/// Encodes a page's name for messages.
-pub fn to_hex(name: PageName) -> String {
-    let number = name.0.iter().fold(0_u64, |number, byte| (number << 8) | u64::from(*byte));
+/// Encodes a page's content hash for messages.
+pub fn to_hex(hash: ContentHash) -> String {
+    let number = hash.0.iter().fold(0_u64, |number, byte| (number << 8) | u64::from(*byte));
     format!("{number:012x}")
 }
 
-/// Decodes a page's name from a message; returns none if it is malformed.
-pub fn from_hex(digits: &str) -> Option<PageName> {
-    let mut name = [0; NAME_BYTES];
-    for (byte, at) in name.iter_mut().zip((0..).step_by(2)) {
+/// Decodes a page's content hash from a message; returns none if it is malformed.
+pub fn from_hex(digits: &str) -> Option<ContentHash> {
+    let mut hash = [0; CONTENT_HASH_BYTES];
+    for (byte, at) in hash.iter_mut().zip((0..).step_by(2)) {
         *byte = u8::from_str_radix(digits.get(at..at + 2)?, 16).ok()?;
     }
-    Some(PageName(name))
+    Some(ContentHash(hash))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -214,7 +214,7 @@ mod tests {
     }
 
     fn names(pages: impl Iterator<Item = u64>) -> Vec<String> {
-        pages.map(|number| to_hex(PageName::of(&page(number)))).collect()
+        pages.map(|number| to_hex(ContentHash::of(&page(number)))).collect()
     }
 
     #[test]
@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn names_in_messages() {
-        let name = PageName([0, 1, 0xab, 0xcd, 0xef, 0xff]);
+        let name = ContentHash([0, 1, 0xab, 0xcd, 0xef, 0xff]);
         assert_eq!(to_hex(name), "0001abcdefff");
         assert_eq!(from_hex("0001abcdefff"), Some(name));
         assert!(from_hex("0001abcdef").is_none() && from_hex("0001abcdefgg").is_none());
@@ -306,7 +306,7 @@ mod tests {
         };
         let templates = start();
         assert_eq!((templates.count(), advertised_templates(&templates).0), (0, 0));
-        let known = (1..=200).map(|number| (number, PageName::of(&page(99 + number)))).collect();
+        let known = (1..=200).map(|number| (number, ContentHash::of(&page(99 + number)))).collect();
         templates.left_behind(vec![(LeftTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
         assert_eq!((templates.count(), templates.infos().len()), (1, 0));
         drop(templates);
@@ -336,7 +336,7 @@ mod tests {
         let templates = Templates::start(places, directory.path().join("state"), PATIENCE).unwrap();
         read(&templates, 1);
         let left_behind = LeftTemplate { path: image, format: "raw".to_owned() };
-        templates.left_behind(vec![(left_behind, vec![(1, PageName([7; 6]))])]);
+        templates.left_behind(vec![(left_behind, vec![(1, ContentHash([7; 6]))])]);
         let infos = templates.infos();
         assert_eq!((infos.len(), infos[0].data_bytes), (1, Some(200 * PAGE_BYTES)));
         assert!(!directory.path().join("state/left").exists());
@@ -356,7 +356,7 @@ mod tests {
             advertised_templates.choose(templates, &names(100..300)).len() - 1
         };
         let templates = start();
-        let known = (1..=200).map(|number| (number, PageName::of(&page(99 + number)))).collect();
+        let known = (1..=200).map(|number| (number, ContentHash::of(&page(99 + number)))).collect();
         templates.left_behind(vec![(LeftTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
         assert_eq!(advertised_templates(&templates), 1);
         drop(templates);

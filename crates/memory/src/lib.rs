@@ -30,9 +30,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod chunk;
 mod clock;
+mod content_hash;
 mod first_pass;
 mod meter;
-mod page_name;
 pub mod page_set;
 mod postcopy;
 mod priority;
@@ -46,9 +46,9 @@ mod tracked;
 pub mod verify;
 
 pub use chunk::{FRAME_PAGES, PageCounts};
+pub use content_hash::{CONTENT_HASH_BYTES, ContentHash};
 pub use first_pass::FirstPass;
 pub use meter::{LinkCounters, LinkMeter};
-pub use page_name::{NAME_BYTES, PageName};
 pub use page_set::{ChunkPages, PageSet};
 pub use postcopy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,

@@ -118,7 +118,7 @@ pub enum Message {
     /// Source, if the destination has templates: queries them for a sample of the pages of the disks that are copied.
     /// Answered with [`Message::TemplatePages`].
     QueryTemplates {
-        /// Names of pages: the first 6 bytes of their BLAKE3, in 12 lower-case hexadecimal digits.
+        /// Content hashes of pages: the first 6 bytes of their BLAKE3, in 12 lower-case hexadecimal digits.
         names: Vec<String>,
     },
     /// Destination: pages of a template. Several of these messages answer one [`Message::QueryTemplates`], each

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use ::memory::PageName;
+use ::memory::ContentHash;
 use ::memory::ram::RamError;
 use block::image::ImageError;
 use block::nbd::NbdError;
@@ -80,7 +80,7 @@ impl AdvertisedTemplates {
     /// Chooses the templates that have queried pages, and returns messages with their contents. Takes a while, because
     /// all catalogues are read.
     pub fn choose(&self, templates: &Templates, sought: &[String]) -> Vec<Message> {
-        let sought: HashSet<PageName> = sought.iter().filter_map(|name| from_hex(name)).collect();
+        let sought: HashSet<ContentHash> = sought.iter().filter_map(|hash| from_hex(hash)).collect();
         let (mut messages, mut chosen) = (Vec::new(), Vec::new());
         let mut advertised = HashSet::new();
         for (template, catalogue) in
@@ -156,14 +156,14 @@ impl AdvertisedTemplates {
 fn known(
     template: u16,
     catalogue: &Catalogue,
-    advertised: &mut HashSet<PageName>,
+    advertised: &mut HashSet<ContentHash>,
 ) -> io::Result<Vec<Message>> {
     let mut messages = Vec::new();
     let (mut runs, mut pages) = (Vec::new(), 0);
     for run in catalogue.runs()? {
-        let PageRun { first_page, names } = run?;
-        for (page, name) in (first_page..).zip(names) {
-            if advertised.len() as u64 >= MAX_ADVERTISED_PAGES || !advertised.insert(name) {
+        let PageRun { first_page, hashes } = run?;
+        for (page, hash) in (first_page..).zip(hashes) {
+            if advertised.len() as u64 >= MAX_ADVERTISED_PAGES || !advertised.insert(hash) {
                 continue;
             }
             if pages == TEMPLATE_PAGES {
@@ -175,7 +175,7 @@ fn known(
                 pages = 0;
             }
             pages += 1;
-            add(&mut runs, page, name);
+            add(&mut runs, page, hash);
         }
     }
     if !runs.is_empty() {
@@ -185,8 +185,8 @@ fn known(
 }
 
 /// Adds a page to the last run, or begins another.
-fn add(runs: &mut Vec<NamedRun>, page: u64, name: PageName) {
-    let digits = to_hex(name);
+fn add(runs: &mut Vec<NamedRun>, page: u64, hash: ContentHash) {
+    let digits = to_hex(hash);
     match runs.last_mut() {
         Some(last) if last.first_page + (last.names.len() / digits.len()) as u64 == page => {
             last.names.push_str(&digits);

@@ -1,9 +1,9 @@
-//! Catalogue of a template: the names of its pages, made once, kept beside the journal, and read from there when a VM
+//! Catalogue of a template: the hashes of its pages, made once, kept beside the journal, and read from there when a VM
 //! arrives.
 //!
 //! ```text
 //! WHCATAL1 | identity 40 bytes | pages u64 | run ... | run of no pages
-//! run: first page u64 | pages u32 | name 6 bytes ...
+//! run: first page u64 | pages u32 | hash 6 bytes ...
 //! ```
 //!
 //! A wrong catalogue costs bytes but never corrupts a page: each page is compared with the template before it is used.
@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use ::memory::{NAME_BYTES, PageName};
+use ::memory::{CONTENT_HASH_BYTES, ContentHash};
 use block::image::ImageError;
 use block::reading::ImageReader;
 use proto::limits::{PAGE_BYTES, TEMPLATE_PAGES};
@@ -65,11 +65,11 @@ impl Identity {
     }
 }
 
-/// Neighbouring pages of a template, by their names.
+/// Neighbouring pages of a template, by their hashes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct PageRun {
     pub(super) first_page: u64,
-    pub(super) names: Vec<PageName>,
+    pub(super) hashes: Vec<ContentHash>,
 }
 
 /// Reason for which a template has no catalogue.
@@ -89,7 +89,7 @@ pub(super) struct Catalogue {
 }
 
 impl Catalogue {
-    /// Returns the number of pages with names: those that are not all zeros.
+    /// Returns the number of pages with hashes: those that are not all zeros.
     pub(super) fn pages(&self) -> u64 {
         self.pages
     }
@@ -115,20 +115,20 @@ impl Catalogue {
         Self::make_with(template, extents, identity, file, |_| Ok(()))
     }
 
-    /// Reads these extents, which are all data of the template, and stores their catalogue; `each` receives the names
+    /// Reads these extents, which are all data of the template, and stores their catalogue; `each` receives the hashes
     /// as they are found, and may end the reading.
     pub(super) fn make_with<E: From<CatalogueError>>(
         template: &mut ImageReader,
         extents: Vec<Range<u64>>,
         identity: Identity,
         file: &Path,
-        mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
+        mut each: impl FnMut(&[(u64, ContentHash)]) -> Result<(), E>,
     ) -> Result<Self, E> {
         let keep = |source| CatalogueError::Keep { path: file.to_owned(), source };
         let mut writing = CatalogueWriter::begin(file).map_err(keep)?;
-        name_pages(template, extents, |pages| {
+        hash_pages(template, extents, |pages| {
             each(pages)?;
-            Ok::<_, E>(pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)?)
+            Ok::<_, E>(pages.iter().try_for_each(|(page, hash)| writing.add(*page, *hash)).map_err(keep)?)
         })?;
         Ok(writing.finish(identity, file).map_err(keep)?)
     }
@@ -136,16 +136,16 @@ impl Catalogue {
     /// Stores the known pages of an image as its catalogue, without reading the image; the pages are in ascending
     /// order.
     pub(super) fn of_pages(
-        pages: impl IntoIterator<Item = (u64, PageName)>,
+        pages: impl IntoIterator<Item = (u64, ContentHash)>,
         identity: Identity,
         file: &Path,
     ) -> io::Result<Self> {
         let mut writing = CatalogueWriter::begin(file)?;
-        pages.into_iter().try_for_each(|(page, name)| writing.add(page, name))?;
+        pages.into_iter().try_for_each(|(page, hash)| writing.add(page, hash))?;
         writing.finish(identity, file)
     }
 
-    /// Returns all runs; each has at least one name and at most as many as one message holds.
+    /// Returns all runs; each has at least one hash and at most as many as one message holds.
     pub(super) fn runs(&self) -> io::Result<impl Iterator<Item = io::Result<PageRun>> + use<>> {
         let mut file = BufReader::new(File::open(&self.file)?);
         file.seek(SeekFrom::Start(HEAD_BYTES as u64))?;
@@ -162,16 +162,16 @@ impl Catalogue {
     }
 }
 
-/// Reads these extents of a template, and passes the names of their pages, in ascending order and some at a time, to
+/// Reads these extents of a template, and passes the hashes of their pages, in ascending order and some at a time, to
 /// `each`; zero pages are omitted.
-pub(super) fn name_pages<E: From<CatalogueError>>(
+pub(super) fn hash_pages<E: From<CatalogueError>>(
     template: &mut ImageReader,
     extents: Vec<Range<u64>>,
-    mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
+    mut each: impl FnMut(&[(u64, ContentHash)]) -> Result<(), E>,
 ) -> Result<(), E> {
     // Only whole pages: a disk's last one may be shorter, and can be ignored.
     let whole_bytes = template.size_bytes() / PAGE_BYTES * PAGE_BYTES;
-    let (mut bytes, mut names) = (Vec::new(), Vec::new());
+    let (mut bytes, mut hashes) = (Vec::new(), Vec::new());
     // Two extents may share a page.
     let mut next = 0;
     for extent in extents {
@@ -183,9 +183,9 @@ pub(super) fn name_pages<E: From<CatalogueError>>(
             template.read(piece.start, &mut bytes).map_err(CatalogueError::from)?;
             let pages = (piece.start / PAGE_BYTES..).zip(bytes.chunks_exact(PAGE_BYTES as usize));
             let pages = pages.filter(|(_, bytes)| bytes.iter().any(|byte| *byte != 0));
-            names.clear();
-            names.extend(pages.map(|(page, bytes)| (page, PageName::of(bytes))));
-            each(&names)
+            hashes.clear();
+            hashes.extend(pages.map(|(page, bytes)| (page, ContentHash::of(bytes))));
+            each(&hashes)
         })?;
     }
     Ok(())
@@ -204,24 +204,24 @@ impl CatalogueWriter {
         let unfinished = file.with_extension(UNFINISHED);
         let mut out = BufWriter::new(File::create(&unfinished)?);
         out.write_all(&[0; HEAD_BYTES])?;
-        Ok(Self { unfinished, out, run: PageRun { first_page: 0, names: Vec::new() }, pages: 0 })
+        Ok(Self { unfinished, out, run: PageRun { first_page: 0, hashes: Vec::new() }, pages: 0 })
     }
 
     /// Adds the next page; pages must be added in ascending order.
-    fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
+    fn add(&mut self, page: u64, hash: ContentHash) -> io::Result<()> {
         let run = &mut self.run;
-        if page != run.first_page + run.names.len() as u64 || run.names.len() == TEMPLATE_PAGES {
+        if page != run.first_page + run.hashes.len() as u64 || run.hashes.len() == TEMPLATE_PAGES {
             run.write(&mut self.out)?;
-            *run = PageRun { first_page: page, names: Vec::new() };
+            *run = PageRun { first_page: page, hashes: Vec::new() };
         }
-        run.names.push(name);
+        run.hashes.push(hash);
         self.pages += 1;
         Ok(())
     }
 
     fn finish(mut self, identity: Identity, file: &Path) -> io::Result<Catalogue> {
         self.run.write(&mut self.out)?;
-        PageRun { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut self.out)?;
+        PageRun { first_page: 0, hashes: Vec::new() }.write_even_if_empty(&mut self.out)?;
         self.out.seek(SeekFrom::Start(0))?;
         self.out.write_all(&[&MAGIC[..], &identity.bytes(), &u64::to_le_bytes(self.pages)].concat())?;
         self.out.flush()?;
@@ -234,13 +234,13 @@ impl CatalogueWriter {
 
 impl PageRun {
     fn write(&self, out: &mut impl Write) -> io::Result<()> {
-        if self.names.is_empty() { Ok(()) } else { self.write_even_if_empty(out) }
+        if self.hashes.is_empty() { Ok(()) } else { self.write_even_if_empty(out) }
     }
 
     fn write_even_if_empty(&self, out: &mut impl Write) -> io::Result<()> {
         out.write_all(&self.first_page.to_le_bytes())?;
-        out.write_all(&(self.names.len() as u32).to_le_bytes())?;
-        self.names.iter().try_for_each(|name| out.write_all(&name.0))
+        out.write_all(&(self.hashes.len() as u32).to_le_bytes())?;
+        self.hashes.iter().try_for_each(|hash| out.write_all(&hash.0))
     }
 
     /// Reads the next run; returns none at the end.
@@ -252,10 +252,10 @@ impl PageRun {
         if pages > TEMPLATE_PAGES {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        let mut names = vec![0; pages * NAME_BYTES];
-        from.read_exact(&mut names)?;
-        let names: Vec<_> = names.as_chunks().0.iter().copied().map(PageName).collect();
-        Ok((!names.is_empty()).then(|| Self { first_page: u64::from_le_bytes(first_page), names }))
+        let mut hashes = vec![0; pages * CONTENT_HASH_BYTES];
+        from.read_exact(&mut hashes)?;
+        let hashes: Vec<_> = hashes.as_chunks().0.iter().copied().map(ContentHash).collect();
+        Ok((!hashes.is_empty()).then(|| Self { first_page: u64::from_le_bytes(first_page), hashes }))
     }
 }
 
@@ -309,12 +309,12 @@ mod tests {
         assert_eq!(kept.pages(), made.pages());
         let runs: Vec<PageRun> = kept.runs().unwrap().map(Result::unwrap).collect();
         assert_eq!(
-            runs.iter().map(|run| (run.first_page, run.names.len())).collect::<Vec<_>>(),
+            runs.iter().map(|run| (run.first_page, run.hashes.len())).collect::<Vec<_>>(),
             [(3, 2), (4096, 4100)]
         );
         for run in &runs {
-            for (number, name) in (run.first_page..).zip(&run.names) {
-                assert_eq!(*name, PageName::of(&page(number)));
+            for (number, hash) in (run.first_page..).zip(&run.hashes) {
+                assert_eq!(*hash, ContentHash::of(&page(number)));
             }
         }
         // No unfinished file remains.

@@ -1,9 +1,9 @@
 //! Images that VMs left behind here when they moved away with their disks: a VM that comes back, or one that was made
 //! from the same template, has much in common with them.
 //!
-//! They are not read. The names of their pages are known from the outgoing migration, which computed them for
+//! They are not read. The hashes of their pages are known from the outgoing migration, which computed them for
 //! references; they are stored as the image's catalogue. The catalogue need not be right: pages that were written last
-//! differ from their names, and the image may have been changed since. Each page is compared before it is used, as with
+//! differ from their hashes, and the image may have been changed since. Each page is compared before it is used, as with
 //! any template.
 //!
 //! One thread does all work on them, because it calls file systems, which may hang: then no new image becomes known,
@@ -17,7 +17,7 @@ use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use ::memory::PageName;
+use ::memory::ContentHash;
 use qemu::preflight::FileIdentity;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -47,8 +47,8 @@ pub struct LeftTemplate {
     pub format: String,
 }
 
-/// Pages of an image, by number and name, in ascending order.
-pub type NamedPages = Vec<(u64, PageName)>;
+/// Pages of an image, by number and content hash, in ascending order.
+pub type HashedPages = Vec<(u64, ContentHash)>;
 
 /// An image and the identity of its file, by which it is recognised after the host was rebooted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -76,7 +76,7 @@ impl Note {
 
 /// A task of the thread.
 enum LeftImageTask {
-    Keep(Vec<(LeftTemplate, NamedPages)>),
+    Keep(Vec<(LeftTemplate, HashedPages)>),
     Scan,
 }
 
@@ -96,7 +96,7 @@ impl LeftImageIndex {
     }
 
     /// Stores the catalogues of images.
-    pub(super) fn keep(&self, images: Vec<(LeftTemplate, NamedPages)>) {
+    pub(super) fn keep(&self, images: Vec<(LeftTemplate, HashedPages)>) {
         if !images.is_empty() && !self.done(LeftImageTask::Keep(images)) {
             warn!(
                 "the content that VMs left here was not indexed in time, and may be sent again when they \
@@ -169,7 +169,7 @@ impl LeftImageStore {
         files.filter(|path| path.extension().is_some_and(|found| found == ending)).collect()
     }
 
-    fn keep(&self, image: LeftTemplate, pages: NamedPages) -> io::Result<()> {
+    fn keep(&self, image: LeftTemplate, pages: HashedPages) -> io::Result<()> {
         // Block devices are omitted, because they are reused for other VMs.
         let Some(note) = Note::of(image).filter(|note| note.image.path.is_file()) else { return Ok(()) };
         if is_named(&lock(&self.table), &note.image.path) {

@@ -1,7 +1,7 @@
 //! Images on storage that both hosts have: content that a guest has read from them into its memory is present at the
 //! destination already, and need not be sent.
 //!
-//! The source reads them beside the rounds, at lower priority than all else, and records the names of their pages as it
+//! The source reads them beside the rounds, at lower priority than all else, and records the hashes of their pages as it
 //! goes; the destination reads the referenced pages from the same images. Both number the images in the order of the
 //! VM's description. An image may change while it is read: each page is compared before it is used, as with any
 //! template.
@@ -17,14 +17,14 @@ use std::sync::{Mutex, MutexGuard, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use ::memory::{ContentIndex, PageName};
+use ::memory::{ContentHash, ContentIndex};
 use block::image::ImageError;
 use block::reading::ImageReader;
 use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, SHARED_IMAGES};
 use qemu::describe::Disk;
 use tracing::debug;
 
-use super::catalogue::{Catalogue, CatalogueError, Identity, MAX_ADVERTISED_PAGES, UNFINISHED, name_pages};
+use super::catalogue::{Catalogue, CatalogueError, Identity, MAX_ADVERTISED_PAGES, UNFINISHED, hash_pages};
 use super::template_indexer::{CATALOGUE, catalogue_of};
 
 /// An image with more data than this many times the guest's memory is not read: too little of it would be in memory.
@@ -188,7 +188,7 @@ impl SharedImageIndexer {
         }
         learning.begin(data_bytes / PAGE_BYTES)?;
         let Some(identity) = identity_of(image) else {
-            return name_pages(&mut reading, extents, |pages| {
+            return hash_pages(&mut reading, extents, |pages| {
                 if learning.is_over() {
                     return Err(ReadError::Over);
                 }
@@ -262,19 +262,19 @@ impl Indexing<'_> {
             return;
         }
         for run in runs.map_while(Result::ok) {
-            self.stats.pages += run.names.len() as u64;
+            self.stats.pages += run.hashes.len() as u64;
             if let Some(known) = self.known.upgrade() {
-                known.learn(number, run.first_page, run.names);
+                known.learn(number, run.first_page, run.hashes);
             }
         }
     }
 
-    fn read(&mut self, number: u16, pages: &[(u64, PageName)]) {
+    fn read(&mut self, number: u16, pages: &[(u64, ContentHash)]) {
         self.stats.pages += pages.len() as u64;
         self.stats.read_pages += pages.len() as u64;
         if let Some(known) = self.known.upgrade() {
             for run in pages.chunk_by(|(page, _), (next, _)| page + 1 == *next) {
-                known.learn(number, run[0].0, run.iter().map(|(_, name)| *name));
+                known.learn(number, run[0].0, run.iter().map(|(_, hash)| *hash));
             }
         }
     }

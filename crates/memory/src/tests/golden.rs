@@ -24,8 +24,8 @@ use super::parts::Parts;
 use super::references::FakeTemplates;
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
-    AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, ContentIndex, Deltas,
-    HintedPages, Owed, PageName, Readable, Receiver, Sender, Stage, Templates, lock,
+    AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, ContentHash, ContentIndex,
+    Deltas, HintedPages, Owed, Readable, Receiver, Sender, Stage, Templates, lock,
 };
 
 /// Holds acknowledgements back until every stream has ended the round. Connections that break do so when the destination
@@ -389,7 +389,7 @@ fn templates(source: &FakeRam, wrong: usize) -> (ContentIndex, FakeTemplates) {
     let known = ContentIndex::new(bytes, 1, 2000, 2000);
     let template = |(number, pages): (u16, std::ops::Range<u64>)| {
         let mut pages: Vec<_> = pages.filter_map(|page| source.0[1].contents(page)).collect();
-        known.learn(number, 0, pages.iter().map(|page| PageName::of(page)));
+        known.learn(number, 0, pages.iter().map(|page| ContentHash::of(page)));
         pages.iter_mut().skip(wrong - 1).step_by(wrong).for_each(|page| page[7] ^= 1);
         Mutex::new(pages)
     };

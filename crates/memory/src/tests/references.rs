@@ -13,7 +13,7 @@ use super::fake_wire::{WHOLE, connection};
 use super::pair::Pair;
 use super::parts::Parts;
 use crate::{
-    ChunkPages, ContentIndex, Deltas, PageName, RamError, Readable, SendError, Sender, Templates, lock,
+    ChunkPages, ContentHash, ContentIndex, Deltas, RamError, Readable, SendError, Sender, Templates, lock,
 };
 
 /// Templates in vectors.
@@ -34,7 +34,7 @@ impl FakeTemplates {
                 let run = (first..block.pages.len() as u64).take(dice.below(40) as usize);
                 pages.extend(run.filter_map(|page| block.contents(page)));
             }
-            known.learn(number, 0, pages.iter().map(|page| PageName::of(page)));
+            known.learn(number, 0, pages.iter().map(|page| ContentHash::of(page)));
             pages.iter_mut().filter(|_| dice.one_in(10)).for_each(|page| page[7] ^= 1);
             Mutex::new(pages)
         };
@@ -64,7 +64,7 @@ fn with_template(pages: u64) -> (FakeRam, ContentIndex, Vec<Page>) {
     let mut template = vec![[1; PAGE]; 3];
     template.extend((0..pages).map(|page| source.0[0].contents(page).unwrap()));
     let known = ContentIndex::new([pages * PAGE_BYTES], 0, pages as usize, 0);
-    known.learn(0, 3, template[3..].iter().map(|page| PageName::of(page)));
+    known.learn(0, 3, template[3..].iter().map(|page| ContentHash::of(page)));
     (source, known, template)
 }
 

@@ -12,7 +12,7 @@ use crate::chunk::encoding::{
     BufferedRun, ChunkTask, Encoder, FrameContent, PageEncoder, PageEncoders, PresumedPages,
 };
 use crate::chunk::{ChunkId, FrameBuilder};
-use crate::page_name::{PageName, page_hash};
+use crate::content_hash::{ContentHash, full_hash};
 use crate::page_set::{ChunkPages, PageSet};
 use crate::reductions::{Reduction, Stage};
 
@@ -24,8 +24,8 @@ const PAGE: usize = PAGE_BYTES as usize;
 
 impl Reduction for ContentIndex {
     fn encoder(self: Arc<Self>) -> Encoder {
-        let (names, referred) = (Vec::new(), Vec::new());
-        Encoder::Pages(Box::new(ReferenceEncoder { known: self, chunk: None, names, referred }))
+        let (hashes, referred) = (Vec::new(), Vec::new());
+        Encoder::Pages(Box::new(ReferenceEncoder { known: self, chunk: None, hashes, referred }))
     }
 
     fn awaited(&self, _: &[PageSet], _: u32) {}
@@ -66,10 +66,10 @@ struct ReferenceEncoder {
     known: Arc<ContentIndex>,
     /// The chunk, if pages of it may be sent as references.
     chunk: Option<ReferenceLookup>,
-    /// Pages of the frame that are sent as data or as deltas, by their number in the chunk, and their names.
-    names: Vec<(u64, PageName)>,
-    /// Pages of the frame that are sent as references, and their names.
-    referred: Vec<(u64, PageName)>,
+    /// Pages of the frame that are sent as data or as deltas, by their number in the chunk, and their hashes.
+    hashes: Vec<(u64, ContentHash)>,
+    /// Pages of the frame that are sent as references, and their hashes.
+    referred: Vec<(u64, ContentHash)>,
 }
 
 /// Lookup of pages of a chunk that the destination may have already.
@@ -87,10 +87,10 @@ struct OpenReference {
     /// Pages so far, in the buffer until the reference is closed: one that is too short becomes data.
     pages: Range<u64>,
     from: usize,
-    names: Vec<PageName>,
+    hashes: Vec<ContentHash>,
     content_source: ContentSource,
     first_page: u64,
-    hash: RunHash,
+    run_hash: RunHash,
 }
 
 impl OpenReference {
@@ -111,23 +111,23 @@ impl ReferenceEncoder {
         rest: &mut PageEncoders<'_>,
     ) {
         let Some(open) = open.take() else { return };
-        let OpenReference { pages, from, names, content_source, first_page, hash } = open;
+        let OpenReference { pages, from, hashes, content_source, first_page, run_hash } = open;
         let count = pages.end - pages.start;
         rest.passed_by(&pages, frame.buffered(from..from + count as usize * PAGE));
         if count < MIN_REFERENCE_PAGES {
-            self.names.extend(pages.clone().zip(names));
+            self.hashes.extend(pages.clone().zip(hashes));
             frame.add_data(BufferedRun { pages, from, is_whole: false });
             return;
         }
-        let reference = Reference { content_source, first_page, hash: hash.finish() };
-        self.referred.extend(pages.clone().zip(names));
+        let reference = Reference { content_source, first_page, hash: run_hash.finish() };
+        self.referred.extend(pages.clone().zip(hashes));
         frame.add(pages, Content::Reference, &reference.encode());
     }
 
     /// Returns the page's location at the destination, preferably the one that continues the open reference.
     fn look_up(
         &self,
-        name: PageName,
+        hash: ContentHash,
         page: u64,
         lookup: &ReferenceLookup,
         open: Option<&OpenReference>,
@@ -142,7 +142,7 @@ impl ReferenceEncoder {
             ContentSource::Block(block) => is_there(block, place.page),
         };
         let is_next = |place: ContentLocation| open.is_some_and(|open| open.is_continued_by(page, place));
-        let mut places = self.known.find(name).filter(is_there);
+        let mut places = self.known.find(hash).filter(is_there);
         let first = places.next()?;
         if is_next(first) { Some(first) } else { places.find(|place| is_next(*place)).or(Some(first)) }
     }
@@ -158,7 +158,7 @@ impl PageEncoder for ReferenceEncoder {
     }
 
     fn begin_frame(&mut self) {
-        self.names.clear();
+        self.hashes.clear();
         self.referred.clear();
     }
 
@@ -172,10 +172,10 @@ impl PageEncoder for ReferenceEncoder {
         let piece = |pages: Range<u64>| BufferedRun { from: place_of(pages.start), pages, is_whole: false };
         for page in run.pages.clone() {
             let from = place_of(page);
-            let hash = page_hash(frame.buffered(from..from + PAGE));
-            let name = PageName::from_hash(&hash);
+            let full = full_hash(frame.buffered(from..from + PAGE));
+            let hash = ContentHash::from_full(&full);
             let place = if lookup.allowed.contains(page) {
-                self.look_up(name, page, &lookup, open.as_ref(), rest.is_there)
+                self.look_up(hash, page, &lookup, open.as_ref(), rest.is_there)
             } else {
                 None
             };
@@ -185,7 +185,7 @@ impl PageEncoder for ReferenceEncoder {
                     others = page..page;
                 }
                 others.end = page + 1;
-                self.names.push((page, name));
+                self.hashes.push((page, hash));
                 continue;
             };
             if !open.as_ref().is_some_and(|open| open.is_continued_by(page, place)) {
@@ -194,13 +194,19 @@ impl PageEncoder for ReferenceEncoder {
                     rest.encode(piece(std::mem::replace(&mut others, page..page)), frame);
                 }
                 let ContentLocation { content_source, page: first_page } = place;
-                let (names, hash) = (Vec::new(), RunHash::default());
-                open =
-                    Some(OpenReference { pages: page..page, from, names, content_source, first_page, hash });
+                let (hashes, run_hash) = (Vec::new(), RunHash::default());
+                open = Some(OpenReference {
+                    pages: page..page,
+                    from,
+                    hashes,
+                    content_source,
+                    first_page,
+                    run_hash,
+                });
             }
             if let Some(open) = &mut open {
-                open.hash.add(&hash);
-                open.names.push(name);
+                open.run_hash.add(&full);
+                open.hashes.push(hash);
                 open.pages.end = page + 1;
             }
         }
@@ -221,9 +227,9 @@ impl PageEncoder for ReferenceEncoder {
 
     fn sent(&mut self, _: &FrameContent) {
         let Some(ReferenceLookup { block, base_page, .. }) = self.chunk else { return };
-        let in_block = |(page, name): &(u64, PageName)| (base_page + page, *name);
-        self.known.sent(block, self.names.iter().map(in_block));
-        self.known.record_sent(block, self.names.iter().chain(&self.referred).map(in_block));
+        let in_block = |(page, hash): &(u64, ContentHash)| (base_page + page, *hash);
+        self.known.sent(block, self.hashes.iter().map(in_block));
+        self.known.record_sent(block, self.hashes.iter().chain(&self.referred).map(in_block));
     }
 
     fn end_chunk(&mut self) {

@@ -1,12 +1,12 @@
 //! Content that the destination has already, found by its hash: such pages are sent as references instead of data.
 //!
-//! The source keeps for each page of known content a short name, the beginning of its BLAKE3, and its location: in a
+//! The source keeps for each page of known content a short hash, the beginning of its BLAKE3, and its location: in a
 //! template that the destination advertised ([`ContentIndex::learn`]), or in a block of this migration, if the page was
-//! sent before ([`ContentIndex::sent`]). A page with the same name is sent as a [`Reference`]. The destination compares
-//! a longer hash before it uses the page, and so detects equal names of different pages and pages that are no longer
+//! sent before ([`ContentIndex::sent`]). A page with the same hash is sent as a [`Reference`]. The destination compares
+//! a longer hash before it uses the page, and so detects equal hashes of different pages and pages that are no longer
 //! there.
 //!
-//! Therefore a wrong name, or a forgotten one, costs bytes and never a page; a page whose reference was refused once is
+//! Therefore a wrong hash, or a forgotten one, costs bytes and never a page; a page whose reference was refused once is
 //! sent.
 //!
 //! Memory is bounded: twelve bytes for each known page, half as much again kept free. Of the pages sent, no more are
@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::reference::{ContentSource, HASH_BYTES, Reference};
 
+use crate::content_hash::{ContentHash, FullHash, full_hash};
 use crate::lock;
-use crate::page_name::{PageHash, PageName, page_hash};
 use crate::page_set::{ChunkPages, PageSet};
 use crate::ram::RamError;
 
@@ -30,7 +30,7 @@ mod sent_pages;
 mod table;
 
 use sent_pages::SentPageIndex;
-use table::NameTable;
+use table::LocationTable;
 
 /// Maximum number of chunks of disks whose sent pages are recorded: 4 GiB, for 6 MiB.
 const MAX_RECORDED_CHUNKS: usize = ((4 << 30) / CHUNK_BYTES) as usize;
@@ -43,7 +43,7 @@ const MEMORY_PAGES: u64 = (512 << 20) / PAGE_BYTES;
 pub(crate) struct RunHash(blake3::Hasher);
 
 impl RunHash {
-    pub(crate) fn add(&mut self, page: &PageHash) {
+    pub(crate) fn add(&mut self, page: &FullHash) {
         self.0.update(page);
     }
 
@@ -57,7 +57,7 @@ impl RunHash {
 /// Returns true if the pages have the hash that the reference states.
 pub(crate) fn has_expected_hash(reference: &Reference, pages: &[u8]) -> bool {
     let mut hash = RunHash::default();
-    pages.chunks_exact(PAGE_BYTES as usize).for_each(|page| hash.add(&page_hash(page)));
+    pages.chunks_exact(PAGE_BYTES as usize).for_each(|page| hash.add(&full_hash(page)));
     hash.finish() == reference.hash
 }
 
@@ -116,16 +116,16 @@ pub struct ContentIndex {
 
 #[derive(Debug)]
 struct Tables {
-    templates: NameTable,
+    templates: LocationTable,
     /// Pages of disks that were sent.
-    sent: NameTable,
+    sent: LocationTable,
     /// Pages of memory that were sent, in a table of their own, because they would evict those of disks.
-    memory: NameTable,
+    memory: LocationTable,
 }
 
 impl Tables {
     fn empty() -> Self {
-        Self { templates: NameTable::new(0), sent: NameTable::new(0), memory: NameTable::new(0) }
+        Self { templates: LocationTable::new(0), sent: LocationTable::new(0), memory: LocationTable::new(0) }
     }
 }
 
@@ -138,8 +138,8 @@ impl ContentIndex {
         template_capacity: usize,
         sent_capacity: usize,
     ) -> Self {
-        let templates = NameTable::new(template_capacity);
-        let tables = Tables { templates, sent: NameTable::new(sent_capacity), ..Tables::empty() };
+        let templates = LocationTable::new(template_capacity);
+        let tables = Tables { templates, sent: LocationTable::new(sent_capacity), ..Tables::empty() };
         let refused: Vec<_> = block_bytes.into_iter().map(PageSet::new).collect();
         let memory_pages = refused.iter().take(first_disk).map(PageSet::pages).sum();
         Self {
@@ -159,11 +159,11 @@ impl ContentIndex {
 
     /// Records that a template of the destination has these consecutive pages. If a page has several locations, the
     /// first one recorded counts: templates in use are reported first.
-    pub fn learn(&self, template: u16, first_page: u64, names: impl IntoIterator<Item = PageName>) {
+    pub fn learn(&self, template: u16, first_page: u64, hashes: impl IntoIterator<Item = ContentHash>) {
         let mut tables = lock(&self.tables);
-        for (page, name) in (first_page..).zip(names) {
-            if tables.templates.find(name).is_none() {
-                tables.templates.insert(name, template, page);
+        for (page, hash) in (first_page..).zip(hashes) {
+            if tables.templates.find(hash).is_none() {
+                tables.templates.insert(hash, template, page);
             }
         }
     }
@@ -173,9 +173,9 @@ impl ContentIndex {
         let mut tables = lock(&self.tables);
         if !self.has_ended() {
             let known = tables.templates.places().count();
-            let larger = NameTable::new(known + pages);
+            let larger = LocationTable::new(known + pages);
             let smaller = std::mem::replace(&mut tables.templates, larger);
-            smaller.places().for_each(|(name, place)| tables.templates.put(name, place));
+            smaller.places().for_each(|(hash, place)| tables.templates.put(hash, place));
         }
     }
 
@@ -188,7 +188,7 @@ impl ContentIndex {
     /// twice. A lookup costs a hash of each page, and the destination a read for each run of them, so that it pays on a
     /// slow link.
     pub fn enable_memory_lookup(&self) {
-        let memory = NameTable::new(self.memory_pages);
+        let memory = LocationTable::new(self.memory_pages);
         let mut tables = lock(&self.tables);
         if !self.has_ended() && !self.is_memory_lookup_enabled.swap(true, Ordering::AcqRel) {
             tables.memory = memory;
@@ -198,7 +198,7 @@ impl ContentIndex {
     /// Stops looking up pages of memory, because the destination reads them more slowly than they could be sent.
     pub fn disable_memory_lookup(&self) {
         self.is_memory_lookup_enabled.store(false, Ordering::Release);
-        lock(&self.tables).memory = NameTable::new(0);
+        lock(&self.tables).memory = LocationTable::new(0);
     }
 
     /// Returns true if pages of memory are looked up.
@@ -230,21 +230,21 @@ impl ContentIndex {
         *lock(&self.tables) = Tables::empty();
     }
 
-    /// Returns the content of a disk as it was sent, including references: pages by number and name, in the order of
+    /// Returns the content of a disk as it was sent, including references: pages by number and hash, in the order of
     /// the numbers. Pages sent after [`Self::end`] are missing.
-    pub fn sent_pages_of(&self, block: u16) -> Vec<(u64, PageName)> {
+    pub fn sent_pages_of(&self, block: u16) -> Vec<(u64, ContentHash)> {
         lock(&self.sent_pages).of(block)
     }
 
     /// Records pages that were passed to a stream. Of disks, the pages sent last are remembered; of memory, those sent
     /// first: eviction page by page would leave no neighbours, and only neighbours are referenced.
-    pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
+    pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, ContentHash)>) {
         let mut tables = lock(&self.tables);
         let Tables { sent, memory, .. } = &mut *tables;
         if usize::from(block) >= self.first_disk {
-            pages.for_each(|(page, name)| sent.insert(name, block, page));
+            pages.for_each(|(page, hash)| sent.insert(hash, block, page));
         } else if memory.inserted() < self.memory_pages {
-            pages.for_each(|(page, name)| memory.insert(name, block, page));
+            pages.for_each(|(page, hash)| memory.insert(hash, block, page));
         }
     }
 
@@ -265,24 +265,24 @@ impl ContentIndex {
     }
 
     /// Records pages of a disk that were passed to a stream, as data or as references.
-    pub(crate) fn record_sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
+    pub(crate) fn record_sent(&self, block: u16, pages: impl Iterator<Item = (u64, ContentHash)>) {
         if usize::from(block) < self.first_disk {
             return;
         }
         let mut sent_pages = lock(&self.sent_pages);
-        pages.for_each(|(page, name)| sent_pages.insert(block, page, name));
+        pages.for_each(|(page, hash)| sent_pages.insert(block, page, hash));
     }
 
-    /// Returns the locations at which the destination may have pages of that name: in a template, or in one of the
+    /// Returns the locations at which the destination may have pages with that hash: in a template, or in one of the
     /// migration's blocks.
-    pub(crate) fn find(&self, name: PageName) -> impl Iterator<Item = ContentLocation> {
+    pub(crate) fn find(&self, hash: ContentHash) -> impl Iterator<Item = ContentLocation> {
         let tables = lock(&self.tables);
         let place = |content_source: fn(u16) -> ContentSource| {
             move |(which, page)| ContentLocation { content_source: content_source(which), page }
         };
-        let template = tables.templates.find(name).map(place(ContentSource::Template));
+        let template = tables.templates.find(hash).map(place(ContentSource::Template));
         let [sent, memory] =
-            [&tables.sent, &tables.memory].map(|table| table.find(name).map(place(ContentSource::Block)));
+            [&tables.sent, &tables.memory].map(|table| table.find(hash).map(place(ContentSource::Block)));
         template.into_iter().chain(sent).chain(memory)
     }
 
@@ -311,35 +311,35 @@ impl ContentIndex {
 mod tests {
     use super::*;
 
-    fn name(number: u64) -> PageName {
-        PageName::of(&number.to_le_bytes())
+    fn hash(number: u64) -> ContentHash {
+        ContentHash::of(&number.to_le_bytes())
     }
 
     #[test]
     fn what_was_learnt_is_found() {
         let known = ContentIndex::new([4 << 20, 4 << 20], 1, 100, 100);
-        known.learn(3, 7, [name(1), name(2)]);
-        known.learn(4, 70, [name(2)]);
+        known.learn(3, 7, [hash(1), hash(2)]);
+        known.learn(4, 70, [hash(2)]);
         let sent = |pages: &[(u64, u64)]| {
-            let named = || pages.iter().map(|(page, number)| (*page, name(*number)));
+            let named = || pages.iter().map(|(page, number)| (*page, hash(*number)));
             known.sent(1, named());
             known.record_sent(1, named());
         };
         sent(&[(500, 2), (600, 5)]);
         sent(&[(601, 5)]);
         let all = |number| {
-            known.find(name(number)).map(|place| (place.content_source, place.page)).collect::<Vec<_>>()
+            known.find(hash(number)).map(|place| (place.content_source, place.page)).collect::<Vec<_>>()
         };
         assert_eq!(all(1), [(ContentSource::Template(3), 7)]);
         assert_eq!(all(2), [(ContentSource::Template(3), 8), (ContentSource::Block(1), 500)]);
         assert_eq!(all(5), [(ContentSource::Block(1), 601)]);
         assert_eq!(all(9), []);
         sent(&[(500, 6), (7, 8)]);
-        known.record_sent(1, [(8, name(1))].into_iter());
-        known.record_sent(0, [(8, name(1))].into_iter());
+        known.record_sent(1, [(8, hash(1))].into_iter());
+        known.record_sent(0, [(8, hash(1))].into_iter());
         known.end();
         assert_eq!((all(1), all(5), known.allowed(1, 0)), (Vec::new(), Vec::new(), None));
-        let sent = [(7, 8), (8, 1), (500, 6), (600, 5), (601, 5)].map(|(page, number)| (page, name(number)));
+        let sent = [(7, 8), (8, 1), (500, 6), (600, 5), (601, 5)].map(|(page, number)| (page, hash(number)));
         assert_eq!(known.sent_pages_of(1), sent);
         assert_eq!(known.sent_pages_of(0), []);
     }
@@ -347,10 +347,10 @@ mod tests {
     #[test]
     fn room_is_made_while_pages_are_known() {
         let known = ContentIndex::new([4 << 20], 1, 100, 0);
-        known.learn(3, 7, (0..100).map(name));
+        known.learn(3, 7, (0..100).map(hash));
         known.make_room(2000);
-        known.learn(9, 0, (1000..3000).map(name));
-        let found = |number| known.find(name(number)).next().map(|place| (place.content_source, place.page));
+        known.learn(9, 0, (1000..3000).map(hash));
+        let found = |number| known.find(hash(number)).next().map(|place| (place.content_source, place.page));
         assert_eq!(
             (found(5), found(2999)),
             (Some((ContentSource::Template(3), 12)), Some((ContentSource::Template(9), 1999)))
@@ -359,7 +359,7 @@ mod tests {
         assert!(all >= 1996, "{all}");
         known.end();
         known.make_room(10);
-        known.learn(9, 0, [name(1)]);
+        known.learn(9, 0, [hash(1)]);
         assert!(known.has_ended() && found(1).is_none());
     }
 

@@ -1,4 +1,4 @@
-//! Content of disks as it was sent: for each page, the name under which its bytes, or a reference to them, were sent
+//! Content of disks as it was sent: for each page, the hash under which its bytes, or a reference to them, were sent
 //! last. Stored by chunk, because later references need runs of neighbours, and single pages from all over a large disk
 //! would use up the room.
 
@@ -6,19 +6,19 @@ use std::collections::BTreeMap;
 
 use proto::limits::CHUNK_PAGES;
 
-use crate::page_name::{NAME_BYTES, PageName};
+use crate::content_hash::{CONTENT_HASH_BYTES, ContentHash};
 
-/// Name of a page that was not sent.
-const NONE: PageName = PageName([0; NAME_BYTES]);
+/// Hash of a page that was not sent.
+const NONE: ContentHash = ContentHash([0; CONTENT_HASH_BYTES]);
 
-/// The names of one chunk's pages.
-type Names = Box<[PageName; CHUNK_PAGES as usize]>;
+/// The hashes of one chunk's pages.
+type Hashes = Box<[ContentHash; CHUNK_PAGES as usize]>;
 
-/// Names of the sent pages of all disks.
+/// Hashes of the sent pages of all disks.
 #[derive(Debug)]
 pub(crate) struct SentPageIndex {
     /// Keyed by block and the chunk's number in it.
-    chunks: BTreeMap<(u16, u64), Names>,
+    chunks: BTreeMap<(u16, u64), Hashes>,
     most_chunks: usize,
 }
 
@@ -29,19 +29,20 @@ impl SentPageIndex {
     }
 
     /// Records a page of a disk as sent.
-    pub(crate) fn insert(&mut self, block: u16, page: u64, name: PageName) {
+    pub(crate) fn insert(&mut self, block: u16, page: u64, hash: ContentHash) {
         let chunk = (block, page / CHUNK_PAGES);
         if self.chunks.len() < self.most_chunks || self.chunks.contains_key(&chunk) {
-            let names = self.chunks.entry(chunk).or_insert_with(|| Box::new([NONE; CHUNK_PAGES as usize]));
-            names[(page % CHUNK_PAGES) as usize] = name;
+            let hashes = self.chunks.entry(chunk).or_insert_with(|| Box::new([NONE; CHUNK_PAGES as usize]));
+            hashes[(page % CHUNK_PAGES) as usize] = hash;
         }
     }
 
-    /// Returns the recorded pages of a disk: number and name, in the order of the numbers.
-    pub(crate) fn of(&self, block: u16) -> Vec<(u64, PageName)> {
+    /// Returns the recorded pages of a disk: number and hash, in the order of the numbers.
+    pub(crate) fn of(&self, block: u16) -> Vec<(u64, ContentHash)> {
         let chunks = self.chunks.range((block, 0)..=(block, u64::MAX));
-        let pages = chunks.flat_map(|((_, chunk), names)| (chunk * CHUNK_PAGES..).zip(names.iter().copied()));
-        pages.filter(|(_, name)| *name != NONE).collect()
+        let pages =
+            chunks.flat_map(|((_, chunk), hashes)| (chunk * CHUNK_PAGES..).zip(hashes.iter().copied()));
+        pages.filter(|(_, hash)| *hash != NONE).collect()
     }
 }
 
@@ -49,8 +50,8 @@ impl SentPageIndex {
 mod tests {
     use super::*;
 
-    fn name(number: u64) -> PageName {
-        PageName::of(&number.to_le_bytes())
+    fn hash(number: u64) -> ContentHash {
+        ContentHash::of(&number.to_le_bytes())
     }
 
     #[test]
@@ -66,10 +67,10 @@ mod tests {
             (2, CHUNK_PAGES, 6),
             (2, CHUNK_PAGES - 1, 7),
         ] {
-            sent_pages.insert(block, page, name(number));
+            sent_pages.insert(block, page, hash(number));
         }
-        assert_eq!(sent_pages.of(1), [(3, name(5)), (7, name(4)), (CHUNK_PAGES, name(2))]);
-        assert_eq!(sent_pages.of(2), [(0, name(3)), (CHUNK_PAGES - 1, name(7))]);
+        assert_eq!(sent_pages.of(1), [(3, hash(5)), (7, hash(4)), (CHUNK_PAGES, hash(2))]);
+        assert_eq!(sent_pages.of(2), [(0, hash(3)), (CHUNK_PAGES - 1, hash(7))]);
         assert_eq!(sent_pages.of(3), []);
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{ContentIndex, LinkCounters, NAME_BYTES, PageName, Reduction, ReferenceOutcome};
+use ::memory::{CONTENT_HASH_BYTES, ContentHash, ContentIndex, LinkCounters, Reduction, ReferenceOutcome};
 use engine::handover::source::SourceEvent;
 use engine::references::{ReferenceObservation, ReferencePolicy};
 use engine::trace::TracedPolicy;
@@ -170,7 +170,7 @@ impl SourceDriver {
     ) -> Result<ContentIndex, Failure> {
         let seeks = capabilities.templates > 0 && !capabilities.copied.is_empty();
         let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
-        let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
+        let template_pages: usize = runs.iter().map(|run| run.hashes.len()).sum();
         let sent_pages =
             self.resources.participants.first_of_ahead().iter().map(::memory::PageSet::count).sum::<u64>();
         let blocks = payload.readers();
@@ -189,7 +189,7 @@ impl SourceDriver {
             );
         }
         for run in runs {
-            known.learn(run.template, run.first_page, run.names);
+            known.learn(run.template, run.first_page, run.hashes);
         }
         Ok(known)
     }
@@ -256,10 +256,11 @@ impl SourceDriver {
             // Answers beyond the limits are not remembered, but received to their end.
             let is_too_much = template >= ADVERTISED_TEMPLATES || pages >= MAX_ADVERTISED_PAGES;
             for run in runs.into_iter().filter(|_| !is_too_much) {
-                let digits = run.names.as_bytes().chunks_exact(2 * NAME_BYTES);
-                let names = digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();
-                let run = TemplateRun { template, first_page: run.first_page, names };
-                pages += run.names.len() as u64;
+                let digits = run.names.as_bytes().chunks_exact(2 * CONTENT_HASH_BYTES);
+                let hashes =
+                    digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();
+                let run = TemplateRun { template, first_page: run.first_page, hashes };
+                pages += run.hashes.len() as u64;
                 taken.push(run);
             }
             if last {
@@ -309,15 +310,15 @@ impl SharedImages {
 struct TemplateRun {
     template: u16,
     first_page: u64,
-    names: Vec<PageName>,
+    hashes: Vec<ContentHash>,
 }
 
-/// Returns the names of pages from all over the disks, without pages of zeros.
+/// Returns the hashes of pages from all over the disks, without pages of zeros.
 fn sample_hashes(disks: &[::memory::PageSet], payload: &Payload) -> Result<Vec<String>, ::memory::RamError> {
     let readers = payload.readers();
     let all: u64 = disks.iter().map(::memory::PageSet::count).sum();
     let step = all.div_ceil(QUERIED_PAGES as u64 / 2).max(1);
-    let mut names = Vec::new();
+    let mut hashes = Vec::new();
     let mut page = [0; PAGE_BYTES as usize];
     let mut seen = 0;
     for (disk, reader) in disks.iter().zip(&readers[payload.ram_blocks()..]) {
@@ -327,12 +328,12 @@ fn sample_hashes(disks: &[::memory::PageSet], payload: &Payload) -> Result<Vec<S
             while at < run.end {
                 reader.read(at * PAGE_BYTES, &mut page)?;
                 if page.iter().any(|byte| *byte != 0) {
-                    names.push(to_hex(PageName::of(&page)));
+                    hashes.push(to_hex(ContentHash::of(&page)));
                 }
                 at += step;
             }
             seen += run.end - run.start;
         }
     }
-    Ok(names)
+    Ok(hashes)
 }

@@ -8,7 +8,7 @@
 //! | make the kernel track the writes of the source process | `tracee`, `memory::TrackedRam` |
 //! | connect the two sides over TCP | `link` |
 //! | send rounds: scan, read, send, write, acknowledge | `memory` |
-//! | decide after each round whether to stop | `engine::precopy` |
+//! | decide after each round whether to stop | `engine::pre_copy` |
 //! | stop the source, send the last pages, compare, start the destination | `tracee`, `memory` |
 //!
 //! Both sides run in this program. In Whimbrel each has an agent of its own, on its own host: `crates/migrate`.
@@ -22,7 +22,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, slice, thread};
 
-use engine::precopy::{Decision, FixedCost, OnLimit, PatternPolicy, Policy, PrecopyGoals, RoundObservation};
+use engine::pre_copy::{Decision, FixedCost, OnLimit, PatternPolicy, Policy, PreCopyGoals, RoundObservation};
 use link::transport::DataStream;
 use link::{Endpoint, Listener, Peer, Router, Security};
 use memory::verify::{Block, different_chunks, hash_block};
@@ -143,7 +143,7 @@ fn connect(source: &Toy, destination: &Toy) -> Result<(Sender, Receiver)> {
 /// Sends rounds until the policy decides to stop the process. Returns the pages that are dirty then.
 fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Result<(Sender, Cleared)> {
     // Stop when the dirty pages need less than this time and another round would not help, or after so many rounds.
-    let goals = PrecopyGoals { max_downtime_ns: 1_000_000, max_rounds: 20, ..PrecopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 1_000_000, max_rounds: 20, ..PreCopyGoals::default() };
     // A VM's stop takes time even when no page remains: its devices are saved and loaded. A toy has none.
     let fixed = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 };
     let mut policy = PatternPolicy::new(goals, OnLimit::Stop, fixed);

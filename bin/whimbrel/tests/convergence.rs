@@ -10,7 +10,7 @@ use std::process::{Child, Command};
 
 use common::replay::{assert_replayed, decisions};
 use common::{Cluster, GuestSpec, Load, Setup, has_event, per_second, until};
-use engine::precopy::Decision;
+use engine::pre_copy::Decision;
 use serde_json::Value;
 
 const RATE: u64 = 20 << 20;

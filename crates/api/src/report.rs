@@ -9,7 +9,7 @@ mod numbers;
 mod reductions;
 mod text;
 
-use engine::precopy::Pattern;
+use engine::pre_copy::Pattern;
 use engine::pressure::Restraint;
 use proto::message::{CardFrames, FailedFlow, Finding, RamBlock};
 use proto::{HostId, MigrationId};

@@ -3,7 +3,7 @@
 //! A disk takes minutes to hours where memory takes seconds, and memory that was sent before the disk would have to be
 //! sent again (Bradford et al. 2007, section 2.3). So disks are sent alone first, round by round, until their
 //! remaining pages are few beside the guest's memory, or do not become fewer. From there on disks and memory are sent
-//! together, and the remaining pages of both decide the stop ([`crate::precopy`]).
+//! together, and the remaining pages of both decide the stop ([`crate::pre_copy`]).
 
 use serde::{Deserialize, Serialize};
 

@@ -7,7 +7,7 @@
 //! - [`disks_first`]: the moment at which memory begins, after rounds of disks alone.
 //! - [`compression`]: the choice of the compression level.
 //! - [`discards`]: post-copy: the number of discards before the guest is stopped.
-//! - [`precopy`]: the moment at which the guest is stopped.
+//! - [`pre_copy`]: the moment at which the guest is stopped.
 //! - [`pressure`]: the restraint of copying on a busy host, for the sake of the guest.
 //! - [`push`]: post-copy: size and rate of the parts in which the remaining pages are pushed.
 //! - [`references`]: the decision to send page references, or pages.
@@ -19,7 +19,7 @@ pub mod compression;
 pub mod discards;
 pub mod disks_first;
 pub mod handover;
-pub mod precopy;
+pub mod pre_copy;
 pub mod pressure;
 pub mod push;
 pub mod references;

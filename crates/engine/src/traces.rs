@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::compression::CompressionPolicy;
 use crate::discards::DiscardPolicy;
 use crate::disks_first::DisksFirstPolicy;
-use crate::precopy;
+use crate::pre_copy;
 use crate::pressure::RestraintPolicy;
 use crate::push::Push;
 use crate::references::ReferencePolicy;
@@ -22,7 +22,7 @@ use crate::trace::{Decider, Trace};
 pub struct Traces {
     /// Decisions on the stop. A new trace begins where the guest has released its page cache.
     #[serde(rename = "traces", skip_serializing_if = "Vec::is_empty")]
-    pub stop: Vec<precopy::StopTrace>,
+    pub stop: Vec<pre_copy::StopTrace>,
     /// Traces of the other policies that have decided something.
     #[serde(rename = "other_traces", skip_serializing_if = "OtherTraces::is_empty")]
     pub others: OtherTraces,
@@ -133,7 +133,7 @@ impl fmt::Display for Difference {
     }
 }
 
-fn compare_stop(trace: &precopy::StopTrace) -> Replayed {
+fn compare_stop(trace: &pre_copy::StopTrace) -> Replayed {
     let replayed_trace = trace.replay();
     // An entry that only changes the rule for later ones has no decision.
     let decisions =

@@ -17,7 +17,7 @@ extern crate whimbrel_engine as engine;
 use std::path::{Path, PathBuf};
 
 use engine::discards::DiscardDecision;
-use engine::precopy::{Decision, Pattern};
+use engine::pre_copy::{Decision, Pattern};
 use engine::traces::{OtherTraces, Traces};
 
 /// Returns all recorded traces, with the names of their files.

@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use engine::precopy::Sampling;
+use engine::pre_copy::Sampling;
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use engine::precopy::CostHistory;
+use engine::pre_copy::CostHistory;
 use link::transport::Transport;
 use proto::HostId;
 use tracee::Injector;

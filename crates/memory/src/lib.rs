@@ -34,7 +34,7 @@ mod content_hash;
 mod first_pass;
 mod meter;
 pub mod page_set;
-mod postcopy;
+mod post_copy;
 mod priority;
 pub mod ram;
 pub mod receive;
@@ -50,7 +50,7 @@ pub use content_hash::{CONTENT_HASH_BYTES, ContentHash};
 pub use first_pass::FirstPass;
 pub use meter::{LinkCounters, LinkMeter};
 pub use page_set::{ChunkPages, PageSet};
-pub use postcopy::{
+pub use post_copy::{
     BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
     decode_set, encode_set,
 };

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use engine::precopy::Decision;
+use engine::pre_copy::Decision;
 use engine::traces::Traces;
 use serde_json::Value;
 

@@ -16,7 +16,7 @@ use common::{
     Cluster, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Serial, Setup, SmallFileSystem,
     entries, until,
 };
-use engine::precopy::Decision;
+use engine::pre_copy::Decision;
 use lab::disk;
 use serde_json::{Value, json};
 

@@ -4,8 +4,8 @@ use proto::packed::CompressionTrial;
 use super::*;
 use crate::compression::{CompressionObservation, CompressionPolicy, WAYS};
 use crate::disks_first::{DiskRound, DisksFirstPolicy};
-use crate::precopy::{
-    AnyPolicy, PolicyEvent, PrecopyGoals, RoundCountPolicy, RoundObservation, ThrottleChange,
+use crate::pre_copy::{
+    AnyPolicy, PolicyEvent, PreCopyGoals, RoundCountPolicy, RoundObservation, ThrottleChange,
 };
 use crate::pressure::{RestraintPolicy, SchedulingTimes};
 use crate::push::{Part, Push};
@@ -201,7 +201,7 @@ fn a_changed_decision_is_reported() {
     let looks =
         |n| PolicyEvent::Round { observed: RoundObservation { round: n, ..RoundObservation::default() } };
     let seen = vec![
-        PolicyEvent::Goals(PrecopyGoals::default()),
+        PolicyEvent::Goals(PreCopyGoals::default()),
         looks(0),
         PolicyEvent::ThrottleChanged { change: ThrottleChange::Slower },
         looks(1),

@@ -4,7 +4,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use engine::precopy::RoundObservation;
+use engine::pre_copy::RoundObservation;
 use engine::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy, ThrottleDemand};
 use engine::trace::TracedPolicy;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};

@@ -4,7 +4,7 @@
 
 mod effects;
 mod peer;
-mod postcopy;
+mod post_copy;
 
 use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};

@@ -3,12 +3,12 @@
 use std::time::{Duration, Instant};
 
 use ::memory::{BlockReader, Owed, PageSet, Reductions, RoundStats, ScanStats, SourceRam, Stage};
-use engine::precopy::{
-    AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PrecopyGoals, RoundObservation,
+use engine::pre_copy::{
+    AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PreCopyGoals, RoundObservation,
     SlaPolicy, TracedStopPolicy,
 };
 #[cfg(feature = "comparison")]
-use engine::precopy::{RoundCountPolicy, TargetPolicy};
+use engine::pre_copy::{RoundCountPolicy, TargetPolicy};
 
 use super::Goals;
 use super::telemetry::DeferredPages;
@@ -89,7 +89,7 @@ impl Payload {
 /// Returns the policy that decides when to stop the guest, for the actions (slowing down, post-copy) that are possible
 /// with it.
 pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost) -> TracedStopPolicy {
-    let goal = precopy_goals(goals);
+    let goal = pre_copy_goals(goals);
     let on_limit = match goals.settings.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
         api::OnLimit::PostCopy => OnLimit::PostCopy,
@@ -116,9 +116,9 @@ pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost)
 }
 
 /// Returns the policy's present goals.
-pub(crate) fn precopy_goals(goals: &Goals) -> PrecopyGoals {
+pub(crate) fn pre_copy_goals(goals: &Goals) -> PreCopyGoals {
     let ns = |ms: u64| ms.saturating_mul(1_000_000);
-    PrecopyGoals {
+    PreCopyGoals {
         max_downtime_ns: ns(goals.settings.max_downtime_ms),
         max_rounds: goals.settings.max_rounds,
         max_total_ns: goals.max_total_ms().map(ns),

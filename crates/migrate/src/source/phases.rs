@@ -16,7 +16,7 @@
 
 mod ahead;
 mod pass_scheduler;
-mod postcopy;
+mod post_copy;
 mod pre_copy;
 mod rounds;
 mod switchover;

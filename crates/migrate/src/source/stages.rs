@@ -20,11 +20,11 @@ use ::memory::RecentWrites;
 
 use super::participants::Undo;
 use super::payload::Payload;
+use super::post_copy_server::PostCopyServer;
 use super::pressure::PressureMeter;
 use super::reductions::ActiveReductions;
 use super::reductions::references::ActiveReferences;
 use super::requested_discards::RequestedDiscards;
-use super::serving::PostCopyServer;
 use host::ram::JournalledRegion;
 
 /// The migration is proposed, and nothing is known of the destination.

@@ -154,7 +154,7 @@ fn text_fits_on_a_terminal() {
         delta_pages: 1_000_000_000,
         remaining_pages: 1_000_000_000,
         resent_pages: 1_000_000_000,
-        pattern: Some(engine::precopy::Pattern::Resent),
+        pattern: Some(engine::pre_copy::Pattern::Resent),
         refused_pages: 1_000_000_000,
         sent_bytes: 1000 << 40,
         duration_us: 999_999_900,

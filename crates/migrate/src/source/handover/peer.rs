@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::source::SourceEvent;
-use engine::precopy::FixedCost;
+use engine::pre_copy::FixedCost;
 use link::transport::{Incoming, TransportError};
 use proto::message::Message;
 use proto::{Epoch, Purpose};

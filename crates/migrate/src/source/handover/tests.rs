@@ -128,7 +128,7 @@ fn an_older_connection_answers_no_question_of_the_present_one() {
 }
 
 #[test]
-fn lost_control_stream_does_not_end_precopy() {
+fn lost_control_stream_does_not_end_pre_copy() {
     let world = World::new();
     let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
     driver.connections.control = Some(driver.connect_control().unwrap());

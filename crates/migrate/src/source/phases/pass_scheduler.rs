@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ::memory::{FirstPass, Owed, PageCursor, PartBoundary, RoundStats, SentHistory, WrappedPart};
-use engine::precopy::{Sampling, TracedStopPolicy};
+use engine::pre_copy::{Sampling, TracedStopPolicy};
 
 use super::rounds::DirtyScan;
 use crate::source::payload::Payload;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{Owed, Stage};
 use engine::handover::source::SourceEvent;
-use engine::precopy::{
+use engine::pre_copy::{
     AvailableStrategies, CostHistory, Decision, Outlook, RoundObservation, StopTrace, ThrottleChange,
     TracedStopPolicy,
 };
@@ -273,7 +273,7 @@ impl SourceDriver {
         let elapsed = self.controls.requested.elapsed();
         let observed = payload::observe(sent, scanned.scan, dirty, scanned.scanned_at, elapsed);
         let goals = self.controls.goals();
-        policy.set_goals(payload::precopy_goals(&goals));
+        policy.set_goals(payload::pre_copy_goals(&goals));
         let before = policy.outlook();
         let decision = policy.decide(&observed);
         self.report_decision(&observed, &decision, policy.trace());
@@ -285,7 +285,7 @@ impl SourceDriver {
                     is_requested: goals.settings.throttle_cpu != ThrottleCpu::Off,
                     passes: sent.pass,
                     expected_downtime_ns,
-                    max_downtime_ns: payload::precopy_goals(&goals).max_downtime_ns,
+                    max_downtime_ns: payload::pre_copy_goals(&goals).max_downtime_ns,
                 };
                 if let Some(change) = self.slow_down(&observed, demand) {
                     policy.throttle_changed(change);

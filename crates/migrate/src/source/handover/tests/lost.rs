@@ -45,7 +45,7 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
 
 /// Pages that the destination still needs are gone with QEMU: it could not run the guest, and must not begin.
 #[test]
-fn guest_lost_before_committed_with_postcopy_is_given_up() {
+fn guest_lost_before_committed_with_post_copy_is_given_up() {
     let regions = [None, Some(vec![])];
     for (later, is_lost) in regions.into_iter().zip([false, true]) {
         let world = World::new();

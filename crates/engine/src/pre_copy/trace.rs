@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Decision, HybridPolicy, Outlook, PatternPolicy, Policy, PrecopyGoals, RoundObservation, SlaPolicy,
+    Decision, HybridPolicy, Outlook, PatternPolicy, Policy, PreCopyGoals, RoundObservation, SlaPolicy,
     ThrottleChange,
 };
 #[cfg(feature = "comparison")]
@@ -30,7 +30,7 @@ pub enum AnyPolicy {
 }
 
 impl Policy for AnyPolicy {
-    fn set_goals(&mut self, goals: PrecopyGoals) {
+    fn set_goals(&mut self, goals: PreCopyGoals) {
         match self {
             Self::Pattern(policy) => policy.set_goals(goals),
             Self::Hybrid(policy) => policy.set_goals(goals),
@@ -104,7 +104,7 @@ impl From<RoundCountPolicy> for AnyPolicy {
 #[serde(tag = "what", rename_all = "kebab-case")]
 pub enum PolicyEvent {
     /// The goals changed.
-    Goals(PrecopyGoals),
+    Goals(PreCopyGoals),
     /// The CPU throttle changed.
     ThrottleChanged {
         /// The change.
@@ -159,7 +159,7 @@ pub type TracedStopPolicy = trace::TracedPolicy<AnyPolicy>;
 
 impl TracedStopPolicy {
     /// Sets changed goals, which apply from the next decision on.
-    pub fn set_goals(&mut self, goals: PrecopyGoals) {
+    pub fn set_goals(&mut self, goals: PreCopyGoals) {
         let last = self.trace().entries.iter().rev().find_map(|entry| match entry.observed {
             PolicyEvent::Goals(goals) => Some(goals),
             _ => None,

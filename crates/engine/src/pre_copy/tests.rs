@@ -28,7 +28,7 @@ fn free() -> FixedCost {
 
 pub(super) fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> PatternPolicy {
     PatternPolicy::new(
-        PrecopyGoals { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds, ..PrecopyGoals::default() },
+        PreCopyGoals { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds, ..PreCopyGoals::default() },
         on_limit,
         free(),
     )
@@ -125,7 +125,7 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
 /// Returns the number of rounds until the stop, and the expected downtime, where 10 pages are sent and `dirty_per_ms`
 /// are written in a millisecond.
 fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
-    let goals = PrecopyGoals { max_downtime_ns: 300_000_000, max_rounds, ..PrecopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 300_000_000, max_rounds, ..PreCopyGoals::default() };
     let mut policy = PatternPolicy::new(goals, OnLimit::Abort, fixed);
     let (mut n, mut left) = (1, 10_000);
     loop {
@@ -181,7 +181,7 @@ fn saving_counts_where_it_takes_longer_than_the_last_pages() {
     let fixed = FixedCost { save_ns: 5_000_000, ..free() };
     let decide = |dirty| {
         expected(
-            PatternPolicy::new(PrecopyGoals::default(), OnLimit::Abort, fixed)
+            PatternPolicy::new(PreCopyGoals::default(), OnLimit::Abort, fixed)
                 .decide(&round(1, dirty, 1000, 10)),
         )
     };
@@ -190,7 +190,7 @@ fn saving_counts_where_it_takes_longer_than_the_last_pages() {
 
 #[test]
 fn the_fixed_part_counts() {
-    let goals = PrecopyGoals::default();
+    let goals = PreCopyGoals::default();
     let fixed = FixedCost { load_ns: goals.max_downtime_ns, ..free() };
     let decide = |fixed| PatternPolicy::new(goals, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
     assert!(matches!(decide(free()), Decision::StopAndCopy { .. }));
@@ -255,7 +255,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     let mut policy = TracedStopPolicy::new(policy(1, 100, OnLimit::Abort));
     let observed = |n| round(n, 1000, 10_000, 100);
     assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
-    let goals = PrecopyGoals { max_downtime_ns: 10_000_000, max_rounds: 100, ..PrecopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 10_000_000, max_rounds: 100, ..PreCopyGoals::default() };
     policy.set_goals(goals);
     policy.set_goals(goals);
     assert!(matches!(policy.decide(&observed(2)), Decision::StopAndCopy { .. }));
@@ -268,7 +268,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
 /// All policies make the same decisions in a replay, whatever they observe.
 #[test]
 fn every_policy_can_be_replayed() {
-    let goals = PrecopyGoals { max_downtime_ns: 30_000_000, max_rounds: 5, ..PrecopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 30_000_000, max_rounds: 5, ..PreCopyGoals::default() };
     let ways = AvailableStrategies { slow_down: true, post_copy: true };
     let policies: [AnyPolicy; 5] = [
         HybridPolicy::new(goals, 4, free()).into(),
@@ -336,7 +336,7 @@ fn rounds_make_progress_while_the_disk_throttle_acts() {
 /// A policy that recognizes pattern c has to observe the pages that were sent again.
 #[test]
 fn pattern_c_policies_observe_resent_pages() {
-    let (goals, ways) = (PrecopyGoals::default(), AvailableStrategies { slow_down: false, post_copy: false });
+    let (goals, ways) = (PreCopyGoals::default(), AvailableStrategies { slow_down: false, post_copy: false });
     let resent = |n| RoundObservation { resent_pages: 900, remaining_pages: 10, ..round(n, 900, 1000, 100) };
     let policies: [AnyPolicy; 2] = [
         PatternPolicy::new(goals, OnLimit::Abort, free()).into(),

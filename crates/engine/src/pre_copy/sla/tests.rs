@@ -74,7 +74,7 @@ fn moved(writer: Writer, policy: SlaPolicy) -> (Decision, u64, bool) {
 fn sla(max_downtime_ms: u64, max_total_ms: u64, ways: AvailableStrategies, on_limit: OnLimit) -> SlaPolicy {
     let max_total_ns = Some(max_total_ms * MS);
     let goals =
-        PrecopyGoals { max_downtime_ns: max_downtime_ms * MS, max_total_ns, ..PrecopyGoals::default() };
+        PreCopyGoals { max_downtime_ns: max_downtime_ms * MS, max_total_ns, ..PreCopyGoals::default() };
     SlaPolicy::new(goals, ways, on_limit, FixedCost::default())
 }
 
@@ -125,7 +125,7 @@ fn the_action_at_the_limit_is_taken_in_time() {
 
 #[test]
 fn without_a_total_limit_the_sla_policy_stops_in_time() {
-    let goals = PrecopyGoals { max_downtime_ns: 100 * MS, ..PrecopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 100 * MS, ..PreCopyGoals::default() };
     let policy = SlaPolicy::new(goals, ALL, OnLimit::Abort, FixedCost::default());
     assert!(matches!(moved(FAST, policy), (Decision::StopAndCopy { .. }, _, true)));
 }
@@ -177,7 +177,7 @@ fn nothing_is_expected_of_rounds_before_one_was_seen() {
 /// A downtime limit that cannot be kept, and no time limit.
 #[test]
 fn rounds_have_a_limit_too() {
-    let goals = PrecopyGoals { max_downtime_ns: MS, ..PrecopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: MS, ..PreCopyGoals::default() };
     let (end, ..) = moved(FAST, SlaPolicy::new(goals, ALL, OnLimit::Abort, FixedCost::default()));
     assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
 }

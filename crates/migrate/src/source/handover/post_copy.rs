@@ -14,7 +14,7 @@ use tracing::{info, warn};
 use crate::destination::untrusted;
 use crate::source::failure::Failure;
 use crate::source::inbox::SourceNotice;
-use crate::source::serving::PostCopyServer;
+use crate::source::post_copy_server::PostCopyServer;
 use crate::source::stages::SourceStage;
 use crate::source::streams::OpenedStreams;
 use crate::source::{Details, SourceDriver};

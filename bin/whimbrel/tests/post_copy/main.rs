@@ -10,7 +10,7 @@ mod injuries;
 use common::replay::{assert_replayed, decisions};
 use common::{Agent, Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
 use engine::discards::DiscardDecision;
-use engine::precopy::Decision;
+use engine::pre_copy::Decision;
 use serde_json::Value;
 use tracee::maps::{self, Backing};
 use tracee::{Process, RamFile};

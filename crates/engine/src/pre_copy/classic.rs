@@ -4,17 +4,17 @@ use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::FixedCost;
-use super::postcopy_start::PostCopyStart;
-use super::{Decision, GiveUp, Limit, OnLimit, Policy, PrecopyGoals, RoundObservation, ThrottleChange};
+use super::post_copy_start::PostCopyStart;
+use super::{Decision, GiveUp, Limit, OnLimit, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
 
 /// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as the remaining pages take less than the downtime limit at
 /// the rate of the last round, and sends rounds until then. Here it has a limit of rounds, like every policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetPolicy {
-    goals: PrecopyGoals,
+    goals: PreCopyGoals,
     on_limit: OnLimit,
     #[serde(skip)]
-    postcopy_start: PostCopyStart,
+    post_copy_start: PostCopyStart,
 }
 
 /// KVM's rule has no fixed cost of a stop.
@@ -22,13 +22,13 @@ const NO_FIXED_COST: FixedCost = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0,
 
 impl TargetPolicy {
     /// Creates the policy.
-    pub fn new(goals: PrecopyGoals, on_limit: OnLimit) -> Self {
-        Self { goals, on_limit, postcopy_start: PostCopyStart::default() }
+    pub fn new(goals: PreCopyGoals, on_limit: OnLimit) -> Self {
+        Self { goals, on_limit, post_copy_start: PostCopyStart::default() }
     }
 }
 
 impl Policy for TargetPolicy {
-    fn set_goals(&mut self, goals: PrecopyGoals) {
+    fn set_goals(&mut self, goals: PreCopyGoals) {
         self.goals = goals;
     }
 
@@ -44,7 +44,7 @@ impl Policy for TargetPolicy {
         }
         match self.on_limit {
             OnLimit::Stop if is_last && observed.round > 0 => stop,
-            OnLimit::PostCopy if is_last && observed.round > 0 => self.postcopy_start.decide(
+            OnLimit::PostCopy if is_last && observed.round > 0 => self.post_copy_start.decide(
                 observed,
                 expected_downtime_ns,
                 &NO_FIXED_COST,
@@ -89,7 +89,7 @@ impl RoundCountPolicy {
 
 impl Policy for RoundCountPolicy {
     /// Does nothing: the rule has no goals.
-    fn set_goals(&mut self, _: PrecopyGoals) {}
+    fn set_goals(&mut self, _: PreCopyGoals) {}
 
     /// Does nothing: the rule counts rounds and pages, however fast the guest is.
     fn throttle_changed(&mut self, _: ThrottleChange) {}
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn kvm_s_rule_is_the_allowed_downtime() {
-        let goals = PrecopyGoals { max_downtime_ns: 30_000_000, max_rounds: 10, ..PrecopyGoals::default() };
+        let goals = PreCopyGoals { max_downtime_ns: 30_000_000, max_rounds: 10, ..PreCopyGoals::default() };
         let mut policy = TargetPolicy::new(goals, OnLimit::Abort);
         assert!(!stops(policy.decide(&observed(0, 0, 5))));
         assert!(!stops(policy.decide(&observed(1, 30, 1_000))));

@@ -3,7 +3,7 @@
 use proto::limits::PAGE_BYTES;
 
 use super::*;
-use crate::precopy::tests::{policy, round};
+use crate::pre_copy::tests::{policy, round};
 
 /// Simulates a guest on a link of 10 pages a millisecond, with `dirty_pages` dirty pages after the first pass. Returns
 /// the number of intervals of 100 ms, and the last decision. `write` returns, for the pages sent in an interval, the

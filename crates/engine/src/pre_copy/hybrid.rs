@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
-use super::postcopy_start::PostCopyStart;
-use super::{Decision, Policy, PrecopyGoals, RoundObservation, ThrottleChange};
+use super::post_copy_start::PostCopyStart;
+use super::{Decision, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
 
 /// Sends all of memory once, or several times, while the guest runs at the source; the remaining pages are sent while
 /// it runs at the destination. In the first pass the pages that the guest writes are sent last, so that few are sent
@@ -14,26 +14,32 @@ use super::{Decision, Policy, PrecopyGoals, RoundObservation, ThrottleChange};
 /// needs both hosts no longer than necessary.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HybridPolicy {
-    goals: PrecopyGoals,
+    goals: PreCopyGoals,
     passes: u32,
     fixed: FixedCost,
     // Learned state. It is not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     forecast: Forecast,
     #[serde(skip)]
-    postcopy_start: PostCopyStart,
+    post_copy_start: PostCopyStart,
 }
 
 impl HybridPolicy {
     /// Creates a policy that begins post-copy after `passes` passes; with 0 nothing is sent before the stop.
-    pub fn new(goals: PrecopyGoals, passes: u32, fixed: FixedCost) -> Self {
-        Self { goals, passes, fixed, forecast: Forecast::default(), postcopy_start: PostCopyStart::default() }
+    pub fn new(goals: PreCopyGoals, passes: u32, fixed: FixedCost) -> Self {
+        Self {
+            goals,
+            passes,
+            fixed,
+            forecast: Forecast::default(),
+            post_copy_start: PostCopyStart::default(),
+        }
     }
 }
 
 impl Policy for HybridPolicy {
     /// Sets the goals. The downtime is the fixed part, and the pages of disks that cannot be sent before the stop.
-    fn set_goals(&mut self, goals: PrecopyGoals) {
+    fn set_goals(&mut self, goals: PreCopyGoals) {
         self.goals = goals;
     }
 
@@ -55,7 +61,7 @@ impl Policy for HybridPolicy {
         } else if pages_ns <= fixed_ns {
             Decision::StopAndCopy { expected_downtime_ns: stop_ns, pattern: None }
         } else {
-            self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
+            self.post_copy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
         }
     }
 }
@@ -74,7 +80,7 @@ mod tests {
     fn remaining_pages_are_sent_in_post_copy_unless_few() {
         for passes in [0, 1, 3] {
             for (dirty_pages, is_little) in [(100, true), (14_999, true), (15_001, false), (1 << 30, false)] {
-                let mut policy = HybridPolicy::new(PrecopyGoals::default(), passes, FixedCost::default());
+                let mut policy = HybridPolicy::new(PreCopyGoals::default(), passes, FixedCost::default());
                 for round in 0..passes {
                     let next = policy.decide(&observed(round, dirty_pages));
                     assert!(matches!(next, Decision::NextRound { .. }), "{next:?}");

@@ -5,9 +5,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
-use super::postcopy_start::{PostCopyStart, downtime_ns};
+use super::post_copy_start::{PostCopyStart, downtime_ns};
 use super::{
-    Decision, GiveUp, Limit, OnLimit, PatternPolicy, Policy, PrecopyGoals, RoundObservation, ThrottleChange,
+    Decision, GiveUp, Limit, OnLimit, PatternPolicy, Policy, PreCopyGoals, RoundObservation, ThrottleChange,
 };
 use crate::throttle::processors::CpuThrottlePolicy;
 
@@ -124,7 +124,7 @@ impl fmt::Display for Outlook {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlaPolicy {
     rounds: PatternPolicy,
-    goals: PrecopyGoals,
+    goals: PreCopyGoals,
     ways: AvailableStrategies,
     on_limit: OnLimit,
     fixed: FixedCost,
@@ -146,7 +146,7 @@ pub struct SlaPolicy {
     #[serde(skip)]
     is_share_known: bool,
     #[serde(skip)]
-    postcopy_start: PostCopyStart,
+    post_copy_start: PostCopyStart,
 }
 
 /// Highest share of dirty pages after a round, in thousandths of the pages sent, at which rounds converge.
@@ -158,7 +158,7 @@ const MAX_ROUNDS: u32 = 100;
 
 impl SlaPolicy {
     /// Creates the policy. It keeps `goals.max_total_ns`, or has no time limit if that is absent.
-    pub fn new(goals: PrecopyGoals, ways: AvailableStrategies, on_limit: OnLimit, fixed: FixedCost) -> Self {
+    pub fn new(goals: PreCopyGoals, ways: AvailableStrategies, on_limit: OnLimit, fixed: FixedCost) -> Self {
         // The inner policy decides on rounds, never on giving up.
         let rounds =
             PatternPolicy::new(without_round_limit(goals), OnLimit::Abort, fixed).with_patience(u32::MAX);
@@ -174,7 +174,7 @@ impl SlaPolicy {
             outlook: None,
             is_throttled: false,
             is_share_known: false,
-            postcopy_start: PostCopyStart::default(),
+            post_copy_start: PostCopyStart::default(),
         }
     }
 
@@ -281,7 +281,7 @@ impl SlaPolicy {
 
     /// Starts post-copy, or sends the rounds of disks before it.
     fn start_post_copy(&mut self, observed: &RoundObservation, pages_ns: u64) -> Decision {
-        self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
+        self.post_copy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
     }
 
     /// Returns true if there is no time for another scan before the remaining pages have to be sent.
@@ -292,12 +292,12 @@ impl SlaPolicy {
 }
 
 /// Removes the limit of rounds.
-fn without_round_limit(goals: PrecopyGoals) -> PrecopyGoals {
-    PrecopyGoals { max_rounds: u32::MAX, ..goals }
+fn without_round_limit(goals: PreCopyGoals) -> PreCopyGoals {
+    PreCopyGoals { max_rounds: u32::MAX, ..goals }
 }
 
 impl Policy for SlaPolicy {
-    fn set_goals(&mut self, goals: PrecopyGoals) {
+    fn set_goals(&mut self, goals: PreCopyGoals) {
         self.goals = goals;
         self.rounds.set_goals(without_round_limit(goals));
     }
@@ -353,11 +353,11 @@ impl Policy for SlaPolicy {
             outlook.chosen = before;
         }
         let mut kept_by_disks = None;
-        if outlook.chosen == MigrationStrategy::PostCopy || self.postcopy_start.has_begun() {
+        if outlook.chosen == MigrationStrategy::PostCopy || self.post_copy_start.has_begun() {
             let left = self.start_post_copy(observed, pages_ns);
             if matches!(left, Decision::GiveUp { .. }) {
                 // Its disks prevent post-copy: the migration continues without it as long as there is time.
-                self.postcopy_start = PostCopyStart::default();
+                self.post_copy_start = PostCopyStart::default();
                 (outlook.chosen, outlook.is_feasible) = match wanted {
                     MigrationStrategy::PostCopy => (self.fallback_strategy(), false),
                     other => (other, outlook.is_feasible),

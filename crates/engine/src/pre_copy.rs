@@ -39,7 +39,7 @@ mod forecast;
 mod hybrid;
 mod pace;
 mod pattern;
-mod postcopy_start;
+mod post_copy_start;
 mod sla;
 mod trace;
 
@@ -131,7 +131,7 @@ impl RoundObservation {
 
 /// Goals of a migration. A user may change them while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PrecopyGoals {
+pub struct PreCopyGoals {
     /// Downtime limit, in nanoseconds.
     pub max_downtime_ns: u64,
     /// Limit on the number of rounds.
@@ -141,7 +141,7 @@ pub struct PrecopyGoals {
     pub max_total_ns: Option<u64>,
 }
 
-impl Default for PrecopyGoals {
+impl Default for PreCopyGoals {
     /// 300 ms, QEMU's own default, 30 rounds, and no time limit.
     fn default() -> Self {
         Self { max_downtime_ns: 300_000_000, max_rounds: 30, max_total_ns: None }
@@ -276,7 +276,7 @@ pub enum ThrottleChange {
 /// Policy that decides after each round.
 pub trait Policy {
     /// Sets changed goals, which apply from the next decision on.
-    fn set_goals(&mut self, goals: PrecopyGoals);
+    fn set_goals(&mut self, goals: PreCopyGoals);
 
     /// Notes that the guest's speed has changed: earlier observations of its writes do not predict later ones.
     fn throttle_changed(&mut self, change: ThrottleChange);

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast, gain_ns};
 use super::pace::Pace;
-use super::postcopy_start::PostCopyStart;
-use super::{Decision, GiveUp, Limit, OnLimit, Policy, PrecopyGoals, RoundObservation, ThrottleChange};
+use super::post_copy_start::PostCopyStart;
+use super::{Decision, GiveUp, Limit, OnLimit, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
 
 /// Pattern of a guest's writes where rounds do not shorten the downtime any more (Ibrahim et al., section VII, Fig.
 /// 10).
@@ -139,7 +139,7 @@ const MAX_DOWNTIME_PER_SEEN: u64 = 2;
 /// attempt costs all of memory, so a guest gets some time to become calmer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PatternPolicy {
-    goals: PrecopyGoals,
+    goals: PreCopyGoals,
     on_limit: OnLimit,
     fixed: FixedCost,
     patience_rounds: u32,
@@ -168,7 +168,7 @@ pub struct PatternPolicy {
     #[serde(skip)]
     stuck_ns: u64,
     #[serde(skip)]
-    postcopy_start: PostCopyStart,
+    post_copy_start: PostCopyStart,
 }
 
 impl PatternPolicy {
@@ -177,7 +177,7 @@ impl PatternPolicy {
     pub const PATIENCE_ROUNDS: u32 = 6;
 
     /// Creates the policy.
-    pub fn new(goals: PrecopyGoals, on_limit: OnLimit, fixed: FixedCost) -> Self {
+    pub fn new(goals: PreCopyGoals, on_limit: OnLimit, fixed: FixedCost) -> Self {
         Self {
             goals,
             on_limit,
@@ -193,7 +193,7 @@ impl PatternPolicy {
             passes: 0,
             stuck_rounds: 0,
             stuck_ns: 0,
-            postcopy_start: PostCopyStart::default(),
+            post_copy_start: PostCopyStart::default(),
         }
     }
 
@@ -218,7 +218,7 @@ impl PatternPolicy {
 
     /// Returns the present goals.
     #[cfg(test)]
-    pub(super) fn current_goals(&self) -> PrecopyGoals {
+    pub(super) fn current_goals(&self) -> PreCopyGoals {
         self.goals
     }
 
@@ -248,7 +248,7 @@ impl PatternPolicy {
 }
 
 impl Policy for PatternPolicy {
-    fn set_goals(&mut self, goals: PrecopyGoals) {
+    fn set_goals(&mut self, goals: PreCopyGoals) {
         self.goals = goals;
     }
 
@@ -314,8 +314,8 @@ impl Policy for PatternPolicy {
         }
         match (self.on_limit, limit) {
             (OnLimit::Stop, limit) if is_over || limit.is_some() => stop,
-            (OnLimit::PostCopy, limit) if is_over || limit.is_some() || self.postcopy_start.has_begun() => {
-                self.postcopy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
+            (OnLimit::PostCopy, limit) if is_over || limit.is_some() || self.post_copy_start.has_begun() => {
+                self.post_copy_start.decide(observed, pages_ns, &self.fixed, self.goals.max_downtime_ns)
             }
             (OnLimit::Abort, Some(limit)) => Decision::GiveUp {
                 reason: GiveUp {

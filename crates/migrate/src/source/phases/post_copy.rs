@@ -13,7 +13,7 @@ use super::switchover::cannot_save;
 use crate::source::failure::{Failure, gone, unexpected};
 use crate::source::participants::StopKind;
 use crate::source::payload::Payload;
-use crate::source::serving::PostCopyServer;
+use crate::source::post_copy_server::PostCopyServer;
 use crate::source::stages::{Stopped, Streaming, StreamingRecords};
 use crate::source::streams::Streams;
 use crate::source::{Details, SourceDriver};

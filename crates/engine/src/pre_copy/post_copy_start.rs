@@ -78,44 +78,44 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// Decides with `must_precopy_pages` dirty pages of disks, where a hundred pages take a millisecond.
-    fn decided(postcopy_start: &mut PostCopyStart, must_precopy_pages: u64) -> Decision {
+    fn decided(post_copy_start: &mut PostCopyStart, must_precopy_pages: u64) -> Decision {
         let observed =
             RoundObservation { must_precopy_pages, dirty_pages: 100_000, ..RoundObservation::default() };
-        postcopy_start.decide(&observed, 1_000 * MS, &FixedCost::default(), 300 * MS)
+        post_copy_start.decide(&observed, 1_000 * MS, &FixedCost::default(), 300 * MS)
     }
 
     #[test]
     fn disks_go_ahead_for_as_long_as_they_become_less() {
-        let mut postcopy_start = PostCopyStart::default();
-        assert!(!postcopy_start.has_begun());
+        let mut post_copy_start = PostCopyStart::default();
+        assert!(!post_copy_start.has_begun());
         for must_precopy_pages in [90_000, 40_000, 20_000, 1_000] {
-            let next = decided(&mut postcopy_start, must_precopy_pages);
+            let next = decided(&mut post_copy_start, must_precopy_pages);
             assert!(
                 matches!(next, Decision::NextRound { must_precopy_only: true, .. }),
                 "{must_precopy_pages}: {next:?}"
             );
-            assert!(postcopy_start.has_begun());
+            assert!(post_copy_start.has_begun());
         }
-        let next = decided(&mut postcopy_start, 100);
+        let next = decided(&mut post_copy_start, 100);
         assert_eq!(next, Decision::PostCopy { expected_downtime_ns: 15 * MS }, "less than saving takes");
     }
 
     #[test]
     fn what_is_left_of_them_is_waited_for_where_that_is_allowed() {
-        let mut postcopy_start = PostCopyStart::default();
-        decided(&mut postcopy_start, 20_000);
+        let mut post_copy_start = PostCopyStart::default();
+        decided(&mut post_copy_start, 20_000);
         assert_eq!(
-            decided(&mut postcopy_start, 20_000),
+            decided(&mut post_copy_start, 20_000),
             Decision::PostCopy { expected_downtime_ns: 213 * MS },
             "no less than before"
         );
-        let mut postcopy_start = PostCopyStart::default();
-        decided(&mut postcopy_start, 40_000);
+        let mut post_copy_start = PostCopyStart::default();
+        decided(&mut post_copy_start, 40_000);
         for more in [90_000, 40_000] {
-            let next = decided(&mut postcopy_start, more);
+            let next = decided(&mut post_copy_start, more);
             assert!(matches!(next, Decision::NextRound { must_precopy_only: true, .. }), "{next:?}");
         }
-        let Decision::GiveUp { reason } = decided(&mut postcopy_start, 40_000) else { panic!("too long") };
+        let Decision::GiveUp { reason } = decided(&mut post_copy_start, 40_000) else { panic!("too long") };
         assert_eq!(reason.limit, Limit::Disks);
         assert!(reason.to_string().contains("--throttle-writes"), "{reason}");
     }

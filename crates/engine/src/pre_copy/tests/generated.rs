@@ -42,7 +42,7 @@ fn any_policy() -> impl Strategy<Value = PatternPolicy> {
             let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
             let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
             PatternPolicy::new(
-                PrecopyGoals { max_downtime_ns, max_rounds, ..PrecopyGoals::default() },
+                PreCopyGoals { max_downtime_ns, max_rounds, ..PreCopyGoals::default() },
                 on_limit,
                 fixed,
             )
@@ -92,7 +92,7 @@ proptest! {
         (max_downtime_ns, max_rounds, passes) in (0..1_000_000_000_u64, 0..40_u32, 0..10_u32),
         seen in prop::collection::vec(any_observation(), 62),
     ) {
-        let goals = PrecopyGoals { max_downtime_ns, max_rounds, ..PrecopyGoals::default() };
+        let goals = PreCopyGoals { max_downtime_ns, max_rounds, ..PreCopyGoals::default() };
         let rules: [(AnyPolicy, u32, u32); 3] = [
             (TargetPolicy::new(goals, OnLimit::Stop).into(), 1, max_rounds.max(1)),
             (RoundCountPolicy::default().into(), 1, RoundCountPolicy::MAX_ROUNDS),
@@ -120,7 +120,7 @@ proptest! {
         seen in prop::collection::vec(any_observation(), 20),
     ) {
         let on_limit = [OnLimit::Stop, OnLimit::PostCopy, OnLimit::Abort][usize::from(way_out)];
-        let goals = PrecopyGoals { max_downtime_ns, max_total_ns: Some(max_total_ns), ..PrecopyGoals::default() };
+        let goals = PreCopyGoals { max_downtime_ns, max_total_ns: Some(max_total_ns), ..PreCopyGoals::default() };
         let traced =
             run(SlaPolicy::new(goals, AvailableStrategies { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
         let decisions = decisions(&traced);

@@ -133,7 +133,7 @@ fn the_disk_arrives_before_the_guest_and_memory_after_it() {
     assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.b.log());
     assert!(report["post_copy"]["remaining_pages"].as_u64() > Some(1000), "{report:#}");
     // Collected writes to disks were sent in rounds without memory, while the guest ran.
-    let sent_ahead = report["rounds"].as_array().unwrap().iter().filter(|round| {
+    let sent_first = report["rounds"].as_array().unwrap().iter().filter(|round| {
         round["pass"].as_u64() >= Some(1)
             && round["stopped"] == false
             && round["dirty_pages"] != 0
@@ -145,10 +145,10 @@ fn the_disk_arrives_before_the_guest_and_memory_after_it() {
         seen("round") >= 1 && seen("disk_pages") > 200
     });
     let decisions = decisions(&assert_replayed(&report));
-    let ahead =
+    let is_sent_first =
         decisions.iter().any(|one| matches!(one, Decision::NextRound { must_precopy_only: true, .. }));
-    assert!(ahead || !had_gathered, "{report:#}");
-    assert!(sent_ahead.count() >= 1 || !ahead, "{report:#}");
+    assert!(is_sent_first || !had_gathered, "{report:#}");
+    assert!(sent_first.count() >= 1 || !is_sent_first, "{report:#}");
     cluster.b.wait_settled();
     assert_guest_works(&cluster.serial("b", "vm1"));
     cluster.serial("b", "vm1").set("rate=10").unwrap();

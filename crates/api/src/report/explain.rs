@@ -12,7 +12,7 @@ use super::{Report, Round, reductions};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
     /// Disks are sent before memory.
-    DisksAhead,
+    DisksFirst,
     /// The first pass over all memory.
     FirstTime,
     /// The guest wrote to them while it ran, or the destination could not apply a page reference or delta.
@@ -22,7 +22,7 @@ enum Cause {
 }
 
 const CAUSES: [(Cause, &str); 4] = [
-    (Cause::DisksAhead, "disks, ahead"),
+    (Cause::DisksFirst, "disks, first"),
     (Cause::FirstTime, "first time"),
     (Cause::Written, "written since"),
     (Cause::Stopped, "at the stop"),
@@ -75,7 +75,7 @@ pub fn explain(report: &Report) -> String {
 fn causes(report: &Report) -> Vec<Cause> {
     let cause = |round: &Round| match round.pass {
         _ if round.stopped => Cause::Stopped,
-        0 => Cause::DisksAhead,
+        0 => Cause::DisksFirst,
         1 => Cause::FirstTime,
         _ => Cause::Written,
     };
@@ -118,7 +118,7 @@ fn row(why: &str, sum: &Round) -> [String; 9] {
 mod tests {
     use super::super::text::tests::sample;
     use super::super::{Compression, Deltas};
-    use super::Cause::{DisksAhead, FirstTime, Stopped, Written};
+    use super::Cause::{DisksFirst, FirstTime, Stopped, Written};
     use super::*;
 
     #[test]
@@ -140,7 +140,7 @@ mod tests {
         report.rounds.insert(3, later.clone());
         report.rounds.insert(4, Round { refused_pages: 7, ..later });
         report.sent_bytes = 6_000_000;
-        assert_eq!(causes(&report), [DisksAhead, FirstTime, FirstTime, Written, Written, Stopped]);
+        assert_eq!(causes(&report), [DisksFirst, FirstTime, FirstTime, Written, Written, Stopped]);
         report.compression =
             Some(Compression { data_bytes: 5 << 20, wire_bytes: 3 << 20, ..Compression::default() });
         report.deltas = Some(Deltas {

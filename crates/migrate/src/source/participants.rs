@@ -7,7 +7,7 @@
 //! check          what was agreed on is possible; nothing has changed on this host yet
 //! prepare        from its end on, the guest's writes are recorded
 //! before_round   a round of pages is about to be sent; after_round: it was sent
-//! round          which pages were written since the last scan; after_scan: there is time again
+//! scan           which pages were written since the last scan; after_scan: there is time again
 //! before_stop    the guest is about to be stopped
 //! freeze         the guest has stopped: the last pages that QEMU has to report
 //! ready          the destination has everything, and is about to receive HELD
@@ -59,7 +59,7 @@ pub(super) trait Participant: Send {
     /// Performs the next step of the preparation, which is short.
     fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<Preparation, Failure>;
 
-    /// Returns the blocks of pages to send, once and in a fixed order. Participants that are sent ahead are prepared by
+    /// Returns the blocks of pages to send, once and in a fixed order. Participants that are sent first are prepared by
     /// then.
     fn blocks(&mut self, vm: &SourceVm) -> Result<Vec<Block>, Failure>;
 
@@ -75,7 +75,7 @@ pub(super) trait Participant: Send {
 
     /// Adds to `into`, which has a set for each block, the pages that were written since the last scan. `qmp` is absent
     /// while QEMU saves its devices: what needs QEMU was scanned in [`freeze`](Self::freeze).
-    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError>;
+    fn scan(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError>;
 
     /// Tidies up after a scan, when there is time.
     fn after_scan(&mut self, qmp: &mut Qmp) -> Result<(), Failure>;
@@ -127,7 +127,7 @@ pub(super) struct Profile {
     /// True if its pages may arrive after the guest runs at the destination. Such participants precede the others.
     pub(super) can_post_copy: bool,
     /// True if its pages are sent alone until few remain, before the others are prepared.
-    pub(super) is_sent_ahead: bool,
+    pub(super) is_sent_first: bool,
     /// Step before COMMITTED that cannot be undone, if there is one.
     pub(super) irreversible: Option<&'static str>,
 }
@@ -248,13 +248,13 @@ impl Participants {
         Ok(())
     }
 
-    /// Prepares the participants that are sent ahead, and opens the blocks of all.
+    /// Prepares the participants that are sent first, and opens the blocks of all.
     pub(super) fn open(&mut self, vm: &mut SourceVm) -> Result<Payload, Failure> {
-        for member in self.members.iter_mut().filter(|member| member.profile.is_sent_ahead) {
+        for member in self.members.iter_mut().filter(|member| member.profile.is_sent_first) {
             while member.participant.prepare(vm, &Reductions::default())? == Preparation::Unfinished {}
             member.is_prepared = true;
         }
-        self.reach("prepare-ahead");
+        self.reach("prepare-first");
         let (mut readers, mut post_copied) = (Vec::new(), 0);
         for member in &mut self.members {
             let blocks = member.participant.blocks(vm)?;
@@ -294,8 +294,8 @@ impl Participants {
         Ok(Preparation::Unfinished)
     }
 
-    /// Returns true if pages are sent before all participants are prepared.
-    pub(super) fn has_ahead(&self) -> bool {
+    /// Returns true if a participant is sent first, alone, before all are prepared.
+    pub(super) fn is_any_sent_first(&self) -> bool {
         self.members.iter().any(|member| member.is_prepared && !member.first.is_empty())
     }
 
@@ -311,10 +311,10 @@ impl Participants {
         Owed::of(self.members.iter().flat_map(pages).collect())
     }
 
-    /// Returns the pages of the first pass of the participants that are sent ahead, for each of their blocks.
-    pub(super) fn first_of_ahead(&self) -> Vec<PageSet> {
-        let ahead = self.members.iter().filter(|member| member.profile.is_sent_ahead);
-        ahead.flat_map(|member| member.first.iter().cloned()).collect()
+    /// Returns the pages of the first pass of the participants that are sent first, for each of their blocks.
+    pub(super) fn pages_sent_first(&self) -> Vec<PageSet> {
+        let early = self.members.iter().filter(|member| member.profile.is_sent_first);
+        early.flat_map(|member| member.first.iter().cloned()).collect()
     }
 
     /// Returns the bytes of the first pass of the participants that are not prepared yet.
@@ -463,7 +463,7 @@ impl DirtyLog for Log<'_> {
         // The last ones first: QEMU has to answer a request for them, which needs time in which memory is written.
         for member in self.members.iter_mut().rev().filter(|member| member.is_prepared) {
             let blocks = into.get_mut(member.blocks.clone()).ok_or_else(|| no_room(member.profile.name))?;
-            let scan = member.participant.round(self.qmp.as_deref_mut(), blocks)?;
+            let scan = member.participant.scan(self.qmp.as_deref_mut(), blocks)?;
             all.pages += scan.pages;
             all.duration_us += scan.duration_us;
         }

@@ -14,7 +14,7 @@
 //! are in [`pre_copy`]; the work while the guest is stopped is in [`switchover`]. Each phase has the stage that it runs
 //! in ([`stages`](super::stages)): after a failure, the stage's way back leaves to the driver what has to be undone.
 
-mod ahead;
+mod disks_first;
 mod pass_scheduler;
 mod post_copy;
 mod pre_copy;
@@ -86,7 +86,7 @@ struct FirstRound {
     streams: Streams,
     owed: Owed,
     /// True if pages are sent before all participants are prepared.
-    is_ahead: bool,
+    is_disks_first: bool,
 }
 
 /// Content of READY.
@@ -143,8 +143,8 @@ impl SourceDriver {
     ) -> Result<(FirstRound, ReductionControl), Failure> {
         let payload = &mut accepted.payload;
         let shared = self.shared_images(capabilities, payload);
-        let is_ahead = self.resources.participants.has_ahead();
-        let known = if self.uses_references(capabilities) && (is_ahead || shared.is_some()) {
+        let is_disks_first = self.resources.participants.is_any_sent_first();
+        let known = if self.uses_references(capabilities) && (is_disks_first || shared.is_some()) {
             Some((self.query_destination_content(capabilities, payload)?, shared))
         } else {
             None
@@ -152,12 +152,12 @@ impl SourceDriver {
         let control = self.start_reductions(capabilities, known, payload);
         accepted.reductions = control.reductions().clone();
         let mut owed = self.resources.participants.first_pages();
-        if !is_ahead {
+        if !is_disks_first {
             // Before the streams are open: preparing may need seconds.
             owed = self.prepare_others(owed, payload)?;
         }
         let streams = self.open_streams(payload)?;
-        Ok((FirstRound { streams, owed, is_ahead }, control))
+        Ok((FirstRound { streams, owed, is_disks_first }, control))
     }
 
     /// Runs the phases in which pages are sent while the guest runs, and stops it.
@@ -179,15 +179,15 @@ impl SourceDriver {
         }
     }
 
-    /// Sends rounds, at first of the participants that are sent ahead, until the guest is to be stopped.
+    /// Sends rounds, the first ones of participants that are sent before the others, until the guest is to be stopped.
     fn send_rounds(
         &mut self,
         streaming: &mut Streaming,
         first: FirstRound,
     ) -> Result<(Streams, Owed, Ending), Failure> {
-        let FirstRound { mut streams, mut owed, is_ahead } = first;
-        if is_ahead {
-            (streams, owed) = self.send_ahead(streams, owed, streaming)?;
+        let FirstRound { mut streams, mut owed, is_disks_first } = first;
+        if is_disks_first {
+            (streams, owed) = self.send_disks_first(streams, owed, streaming)?;
             owed = self.prepare_others(owed, &streaming.payload)?;
         }
         self.pre_copy(streams, owed, streaming)
@@ -343,7 +343,7 @@ impl SourceDriver {
             .map_err(|error| Failure::local("cannot record that the destination has accepted", &error))
     }
 
-    /// Prepares what the streams will send. The writes to participants that are sent ahead are recorded from here on.
+    /// Prepares what the streams will send. The writes to participants that are sent first are recorded from here on.
     pub(super) fn open_participants(&mut self, capabilities: &Capabilities) -> Result<Payload, Failure> {
         let (proposal, copied) = (self.agreement.proposal.as_ref(), capabilities.copied.as_slice());
         let Capabilities { has_network, takes_frames, takes_flows, .. } = *capabilities;

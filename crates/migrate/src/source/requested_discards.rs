@@ -1,4 +1,4 @@
-//! Pages that the destination discards ahead of the stop, so that post-copy can send them.
+//! Pages that the destination discards before the stop, so that post-copy can send them.
 
 use std::time::Duration;
 

@@ -241,7 +241,7 @@ impl Disks {
 impl Participant for Disks {
     /// Missing data of disks may not follow the guest, because QEMU would read it.
     fn profile(&self) -> Profile {
-        Profile { name: "disks", can_post_copy: false, is_sent_ahead: true, irreversible: None }
+        Profile { name: "disks", can_post_copy: false, is_sent_first: true, irreversible: None }
     }
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
@@ -299,7 +299,7 @@ impl Participant for Disks {
         }
     }
 
-    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         match (&mut self.log, qmp) {
             (Some(log), Some(qmp)) => log.take(qmp, into),
             _ => Ok(ScanStats::default()),

@@ -72,7 +72,7 @@ impl Memory {
 
 impl Participant for Memory {
     fn profile(&self) -> Profile {
-        Profile { name: "memory", can_post_copy: true, is_sent_ahead: false, irreversible: None }
+        Profile { name: "memory", can_post_copy: true, is_sent_first: false, irreversible: None }
     }
 
     fn check(&mut self, _: &Agreed<'_>) -> Result<(), Failure> {
@@ -104,7 +104,7 @@ impl Participant for Memory {
 
     fn after_round(&mut self, _: &RoundStats) {}
 
-    fn round(&mut self, _: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan(&mut self, _: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         match &mut self.tracking {
             Tracking::On(tracked) => tracked.take(into),
             Tracking::Off | Tracking::Starting(_) => Ok(ScanStats::default()),

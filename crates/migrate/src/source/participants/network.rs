@@ -149,7 +149,7 @@ impl Network {
 
 impl Participant for Network {
     fn profile(&self) -> Profile {
-        Profile { name: "network", can_post_copy: false, is_sent_ahead: false, irreversible: None }
+        Profile { name: "network", can_post_copy: false, is_sent_first: false, irreversible: None }
     }
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
@@ -202,7 +202,7 @@ impl Participant for Network {
 
     fn after_round(&mut self, _: &RoundStats) {}
 
-    fn round(&mut self, _: Option<&mut Qmp>, _: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan(&mut self, _: Option<&mut Qmp>, _: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         Ok(ScanStats::default())
     }
 

@@ -24,7 +24,7 @@ pub(in crate::source) struct Fake {
 impl Fake {
     pub(in crate::source) fn new(name: &'static str, steps: &Steps) -> Self {
         Self {
-            profile: Profile { name, can_post_copy: false, is_sent_ahead: false, irreversible: None },
+            profile: Profile { name, can_post_copy: false, is_sent_first: false, irreversible: None },
             steps: Arc::clone(steps),
             pages: 0,
             written: 0..0,
@@ -97,8 +97,8 @@ impl Participant for Fake {
         self.step(&format!("after_round {}", stats.contents.pages()));
     }
 
-    fn round(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
-        self.step(if qmp.is_some() { "round with QEMU" } else { "round" });
+    fn scan(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+        self.step(if qmp.is_some() { "scan with QEMU" } else { "scan" });
         for block in into.iter_mut() {
             block.set(self.written.clone());
         }
@@ -193,20 +193,20 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     let qemu = host::testing::Qemu::start(world.folder.path());
     let mut vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
     let steps = Steps::default();
-    let (mut first, mut ahead) = (Fake::new("first", &steps), Fake::new("ahead", &steps));
+    let (mut first, mut early) = (Fake::new("first", &steps), Fake::new("early", &steps));
     (first.pages, first.written, first.profile.can_post_copy, first.steps_left) = (8, 1..2, true, 1);
-    (ahead.pages, ahead.written, ahead.profile.is_sent_ahead) = (4, 2..4, true);
-    let mut participants = Participants::new(Faults::default(), vec![boxed(first), boxed(ahead)]);
+    (early.pages, early.written, early.profile.is_sent_first) = (4, 2..4, true);
+    let mut participants = Participants::new(Faults::default(), vec![boxed(first), boxed(early)]);
     participants.check(&AGREED).unwrap();
     let payload = participants.open(&mut vm).unwrap();
     assert_eq!(payload.ram_bytes(), [8 * PAGE_BYTES], "only blocks that may follow the guest");
-    assert_eq!(taken(&steps), ["first check", "ahead check", "ahead prepare"]);
+    assert_eq!(taken(&steps), ["first check", "early check", "early prepare"]);
     let mut owed = participants.first_pages();
     assert_eq!(owed.pages(), 4, "memory waits");
-    assert_eq!((participants.has_ahead(), participants.waiting_bytes()), (true, 8 * PAGE_BYTES));
+    assert_eq!((participants.is_any_sent_first(), participants.waiting_bytes()), (true, 8 * PAGE_BYTES));
     // Only what is prepared is scanned.
     participants.log(None).take(owed.blocks_mut(0..2).unwrap()).unwrap();
-    assert_eq!(taken(&steps), ["ahead round"]);
+    assert_eq!(taken(&steps), ["early scan"]);
     while participants.prepare(&mut vm, &Reductions::default(), &mut owed).unwrap() == Preparation::Unfinished
     {
     }
@@ -215,16 +215,16 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     let mut found = [PageSet::new(8 * PAGE_BYTES), PageSet::new(4 * PAGE_BYTES)];
     let scan = participants.log(None).take(&mut found).unwrap();
     assert_eq!((scan.pages, scan.duration_us), (3, 2));
-    assert_eq!(taken(&steps), ["ahead round", "first round"]);
+    assert_eq!(taken(&steps), ["early scan", "first scan"]);
     let found_pages = found.map(|block| block.runs().flatten().collect::<Vec<_>>());
     assert_eq!(found_pages, [vec![1], vec![2, 3]]);
     participants.hashes(&mut vm, &[]).unwrap();
-    assert_eq!(taken(&steps), ["first hash 0", "ahead hash 1"]);
+    assert_eq!(taken(&steps), ["first hash 0", "early hash 1"]);
     assert_eq!(participants.before_round(&mut vm, 20).unwrap(), 10);
     let contents = PageCounts { data: 7, ..PageCounts::default() };
     participants.after_round(Some(&RoundStats { contents, ..RoundStats::default() }));
     participants.after_round(None);
-    let rounds = ["first before_round", "ahead before_round", "first after_round 7", "ahead after_round 7"];
+    let rounds = ["first before_round", "early before_round", "first after_round 7", "early after_round 7"];
     assert_eq!(taken(&steps), rounds);
 }
 
@@ -235,7 +235,7 @@ fn pages_are_never_lost_for_lack_of_room() {
     let mut vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
     let steps = Steps::default();
     let mut fake = Fake::new("network", &steps);
-    (fake.pages, fake.profile.is_sent_ahead) = (4, true);
+    (fake.pages, fake.profile.is_sent_first) = (4, true);
     let mut participants = Participants::new(Faults::default(), vec![boxed(fake)]);
     participants.open(&mut vm).unwrap();
     taken(&steps);

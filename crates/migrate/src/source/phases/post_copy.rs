@@ -29,7 +29,7 @@ impl SourceDriver {
     /// Lets the destination discard the pages for post-copy while the guest runs at the source, for as long as that
     /// shortens the guest's stop. If the link is cut in the meantime, it is mended like any other cut, before the next
     /// round; if the destination needs too long, no further discard is tried.
-    pub(super) fn discard_ahead(
+    pub(super) fn discard_before_stop(
         &mut self,
         scanned: DirtyScan,
         streaming: &mut Streaming,

@@ -118,7 +118,7 @@ impl SourceDriver {
             NextStep::Round { most_pages, must_precopy_only } => {
                 // The remaining pages of disks are sent last, so that nothing needs time between them and the stop.
                 if must_precopy_only && streaming.records.discards.is_none(self.connections.generation) {
-                    scanned = self.discard_ahead(scanned, streaming)?;
+                    scanned = self.discard_before_stop(scanned, streaming)?;
                 }
                 (state.scheduler.most_pages, state.scheduler.must_precopy_only) =
                     (most_pages, must_precopy_only);
@@ -135,7 +135,7 @@ impl SourceDriver {
                 }
                 self.handle_notices()?;
                 if ending == Ending::PostCopy {
-                    scanned = self.discard_ahead(scanned, streaming)?;
+                    scanned = self.discard_before_stop(scanned, streaming)?;
                 }
                 if self.connections.control.is_some() {
                     self.reporter.stop_clock.expected_downtime = expected_downtime;

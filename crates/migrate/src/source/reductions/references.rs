@@ -172,7 +172,7 @@ impl SourceDriver {
         let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.hashes.len()).sum();
         let sent_pages =
-            self.resources.participants.first_of_ahead().iter().map(::memory::PageSet::count).sum::<u64>();
+            self.resources.participants.pages_sent_first().iter().map(::memory::PageSet::count).sum::<u64>();
         let blocks = payload.readers();
         let known = ContentIndex::new(
             blocks.iter().map(|block| block.bytes()),
@@ -220,7 +220,7 @@ impl SourceDriver {
     /// Asks about pages from all over the disks, and records the destination's answers. This only saves bytes: answers
     /// that are late, too many, or lost with the link are not needed.
     fn query_templates(&mut self, payload: &Payload) -> Result<Vec<TemplateRun>, Failure> {
-        let names = sample_hashes(&self.resources.participants.first_of_ahead(), payload)
+        let names = sample_hashes(&self.resources.participants.pages_sent_first(), payload)
             .map_err(|error| Failure::local("cannot read the pages to send", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let mut taken = Vec::new();

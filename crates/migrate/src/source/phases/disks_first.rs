@@ -1,4 +1,4 @@
-//! Rounds of the participants that are sent ahead: the others, which would be written to in the meantime, begin when
+//! Rounds of the participants that are sent first: the others, which would be written to in the meantime, begin when
 //! little of the first remains.
 
 use std::time::Duration;
@@ -17,8 +17,8 @@ use crate::source::streams::Streams;
 use api::OnLimit;
 
 impl SourceDriver {
-    /// Sends rounds of the participants that are sent ahead, until the policy lets the others begin.
-    pub(super) fn send_ahead(
+    /// Sends rounds of the participants that are sent first, until the policy lets the others begin.
+    pub(super) fn send_disks_first(
         &mut self,
         streams: Streams,
         owed: Owed,
@@ -27,14 +27,14 @@ impl SourceDriver {
         let (mut streams, mut owed) = (streams, owed);
         let mut sent_bytes = None;
         let memory_bytes = self.resources.participants.waiting_bytes();
-        let mut ahead = TracedPolicy::new(DisksFirstPolicy { memory_bytes });
+        let mut policy = TracedPolicy::new(DisksFirstPolicy { memory_bytes });
         loop {
             let scanned = self.scan(owed, &mut streaming.payload)?;
             let dirty_bytes = scanned.readable.pages() * PAGE_BYTES;
             if let Some(sent_bytes) = sent_bytes {
                 let observed = DiskRound { dirty_bytes, sent_bytes };
-                let next = ahead.decide_on(observed);
-                self.controls.report(|report| ahead.update_report(&mut report.traces.others.disks));
+                let next = policy.decide_on(observed);
+                self.controls.report(|report| policy.update_report(&mut report.traces.others.disks));
                 if next == NextPhase::Memory {
                     return Ok((streams, scanned.readable.give_up()));
                 }

@@ -27,8 +27,8 @@ use link::transport::DataStream;
 use link::{Endpoint, Listener, Peer, Router, Security};
 use memory::verify::{Block, different_chunks, hash_block};
 use memory::{
-    Cleared, CompletedRound, Owed, RamRegion, Receiver, ReceiverEvent, RoundStats, Sender, TrackedRam,
-    open_destination, open_source,
+    ClearedPages, CompletedRound, OwedPages, RamRegion, Receiver, ReceiverEvent, RoundStats, Sender,
+    TrackedRam, open_destination, open_source,
 };
 use proto::{Epoch, Generation, HostId, MigrationId, Purpose, VmName};
 use tracee::{Injector, PAGE_SIZE, Process, RemoteMemory, Signal};
@@ -141,7 +141,7 @@ fn connect(source: &Toy, destination: &Toy) -> Result<(Sender, Receiver)> {
 }
 
 /// Sends rounds until the policy decides to stop the process. Returns the pages that are dirty then.
-fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Result<(Sender, Cleared)> {
+fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Result<(Sender, ClearedPages)> {
     // Stop when the dirty pages need less than this time and another round would not help, or after so many rounds.
     let goals = PreCopyGoals { max_downtime_ns: 1_000_000, max_rounds: 20, ..PreCopyGoals::default() };
     // A VM's stop takes time even when no page remains: its devices are saved and loaded. A toy has none.
@@ -149,7 +149,7 @@ fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Resul
     let mut policy = PatternPolicy::new(goals, OnLimit::Stop, fixed);
     println!("round  pages       bytes        time");
     // Each stage of a round consumes the one before, so that no page is read before its mark is cleared.
-    let mut cleared = Owed::everything([bytes]).clear_marks(log)?;
+    let mut cleared = OwedPages::everything([bytes]).clear_marks(log)?;
     let mut sender = sender;
     loop {
         // A guest's block I/O in flight would be drained here; a toy has none.
@@ -167,7 +167,7 @@ fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Resul
 
 /// Returns the policy's observation of a round and of the scan after it. Nothing reduces pages here, and the next round
 /// begins at once.
-fn observe(stats: &RoundStats, dirty: &Cleared) -> RoundObservation {
+fn observe(stats: &RoundStats, dirty: &ClearedPages) -> RoundObservation {
     RoundObservation {
         round: stats.round,
         dirty_pages: dirty.pages(),

@@ -165,7 +165,7 @@ pub(crate) struct DriverHandle {
     mailbox: DriverMailbox,
     publisher: Publisher,
     /// Present for a source only.
-    controls: Option<Arc<source::Controls>>,
+    controls: Option<Arc<source::MigrationControls>>,
 }
 
 /// Mailbox of a driver.

@@ -22,13 +22,13 @@ use crate::trace::{Decider, NoParameters};
 /// Policy for the size of a part and its rate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "NoParameters", into = "NoParameters")]
-pub struct Push {
+pub struct PushPolicy {
     /// Number of pages with data in a large part.
     data_pages: u64,
     /// Number of pages for each page with data.
     spread: u64,
     /// Last part from which something was learned, until parts are long enough.
-    last: Option<Part>,
+    last: Option<PushedPart>,
     /// Parts since then, up to the next adjustment.
     timings: Vec<PartTiming>,
     /// True once parts are long enough.
@@ -48,7 +48,7 @@ struct PartTiming {
 
 /// Measurements of a part that was pushed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct PushedPart {
     /// Number of pages sent.
     pub pages: u64,
     /// Those of them that needed bytes on the wire: the others are holes, or filled with the same few bytes, mostly
@@ -69,19 +69,19 @@ pub struct NextPart {
     pub pace_bytes_per_s: Option<u64>,
 }
 
-impl Decider for Push {
-    type Observed = Part;
+impl Decider for PushPolicy {
+    type Observed = PushedPart;
     type Decision = NextPart;
 
     const MAX_ENTRIES: usize = 1000;
 
-    fn decide(&mut self, part: &Part) -> NextPart {
+    fn decide(&mut self, part: &PushedPart) -> NextPart {
         self.learn(*part);
         NextPart { pages: self.pages(), pace_bytes_per_s: self.pace_bytes_per_s }
     }
 }
 
-impl Push {
+impl PushPolicy {
     /// Shortest duration of a part, in nanoseconds.
     pub const SHORTEST_NS: u64 = 8_000_000;
     /// Shortest duration of a part with a rate limit, in nanoseconds: such a part makes no queue longer.
@@ -116,8 +116,8 @@ impl Push {
     }
 
     /// Learns from a part.
-    fn learn(&mut self, part: Part) {
-        let part = Part { duration_ns: part.duration_ns.max(1), ..part };
+    fn learn(&mut self, part: PushedPart) {
+        let part = PushedPart { duration_ns: part.duration_ns.max(1), ..part };
         // The last part of all is shorter.
         if part.pages < self.pages() {
             return;
@@ -139,7 +139,7 @@ impl Push {
     }
 
     /// Returns true if a part that took long enough was hardly faster than the smaller one before.
-    fn is_no_faster(&self, part: Part) -> bool {
+    fn is_no_faster(&self, part: PushedPart) -> bool {
         let Some(last) = self.last else { return false };
         let now = u128::from(part.data_pages) * u128::from(last.duration_ns);
         let before = u128::from(last.data_pages) * u128::from(part.duration_ns);
@@ -147,7 +147,7 @@ impl Push {
     }
 
     /// Ends the growth of parts: they are long enough, and the rate of the link is known.
-    fn settle(&mut self, part: Part) {
+    fn settle(&mut self, part: PushedPart) {
         self.is_settled = true;
         let rate = per_second(part.wire_bytes, part.duration_ns);
         let more = self.last.map_or(0, |last| {
@@ -165,8 +165,8 @@ impl Push {
     }
 
     /// Adjusts the pace to the link, and the size of parts to both.
-    fn adjust(&mut self, part: Part) {
-        let Part { wire_bytes, duration_ns, .. } = part;
+    fn adjust(&mut self, part: PushedPart) {
+        let PushedPart { wire_bytes, duration_ns, .. } = part;
         self.timings.push(PartTiming { wire_bytes, duration_ns, is_small: self.is_small() });
         if self.timings.len() < Self::TIMED_PARTS {
             return;
@@ -216,13 +216,13 @@ impl Push {
     }
 }
 
-impl From<NoParameters> for Push {
+impl From<NoParameters> for PushPolicy {
     fn from(_: NoParameters) -> Self {
         Self::default()
     }
 }
 
-impl Default for Push {
+impl Default for PushPolicy {
     fn default() -> Self {
         Self {
             data_pages: Self::FIRST_PAGES,
@@ -262,20 +262,20 @@ mod tests {
 
     impl Link {
         /// Pushes a part. Returns how long another frame would have waited behind it at most, in nanoseconds.
-        fn carry(self, push: &mut Push) -> u64 {
+        fn carry(self, push: &mut PushPolicy) -> u64 {
             let wire_bytes = push.pages() * PAGE;
             let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
             let carried_ns = time_for(wire_bytes, self.bytes_per_s);
             let duration_ns = self.long_ms * 1_000_000 + carried_ns.max(sent_ns);
             let pages = push.pages();
-            push.learn(Part { pages, data_pages: pages, wire_bytes, duration_ns });
+            push.learn(PushedPart { pages, data_pages: pages, wire_bytes, duration_ns });
             carried_ns.saturating_sub(sent_ns)
         }
     }
 
     /// Returns the final duration of parts, in milliseconds, and the used share of the link's rate.
     fn settled(link: Link) -> (u64, f64) {
-        let mut push = Push::default();
+        let mut push = PushPolicy::default();
         (0..256).for_each(|_| _ = link.carry(&mut push));
         // One part of either size.
         let bytes = push.data_pages / 2 * 3 * PAGE / 2;
@@ -303,10 +303,11 @@ mod tests {
     fn what_is_pushed_stands_in_no_queue() {
         for long_ms in [0, 1, 10] {
             let link = Link { bytes_per_s: 125_000_000, long_ms };
-            let mut push = Push::default();
+            let mut push = PushPolicy::default();
             (0..16).for_each(|_| _ = link.carry(&mut push));
             let queue_ns = (0..256).map(|_| link.carry(&mut push)).max().unwrap();
-            let part_ns = Push::SHORTEST_PACED_NS.max(Push::MIN_ROUND_TRIPS * long_ms * 1_000_000);
+            let part_ns =
+                PushPolicy::SHORTEST_PACED_NS.max(PushPolicy::MIN_ROUND_TRIPS * long_ms * 1_000_000);
             let most_ns = part_ns * 3 / 10;
             assert!(queue_ns <= most_ns, "{long_ms}: {queue_ns}");
         }
@@ -314,7 +315,7 @@ mod tests {
 
     #[test]
     fn the_pace_follows_a_link_that_becomes_slower_and_faster() {
-        let mut push = Push::default();
+        let mut push = PushPolicy::default();
         for bytes_per_s in [125_000_000, 25_000_000, 100_000_000] {
             (0..128).for_each(|_| _ = Link { bytes_per_s, long_ms: 1 }.carry(&mut push));
             let share = push.pace_bytes_per_s.unwrap() as f64 / bytes_per_s as f64;
@@ -325,13 +326,13 @@ mod tests {
     /// Returns the used share of a link's rate, over 64 MiB and more, where the round trip of each part takes
     /// `way_ns`.
     fn share_of(bytes_per_s: u64, mut way_ns: impl FnMut(u64) -> u64) -> f64 {
-        let (mut push, mut sent, mut all_ns) = (Push::default(), 0, 0);
+        let (mut push, mut sent, mut all_ns) = (PushPolicy::default(), 0, 0);
         for part in 0..2_000 {
             let pages = push.pages();
             let wire_bytes = pages * PAGE;
             let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
             let duration_ns = way_ns(part) + time_for(wire_bytes, bytes_per_s).max(sent_ns);
-            push.learn(Part { pages, data_pages: pages, wire_bytes, duration_ns });
+            push.learn(PushedPart { pages, data_pages: pages, wire_bytes, duration_ns });
             (sent, all_ns) = (sent + wire_bytes, all_ns + duration_ns);
         }
         per_second(sent, all_ns) as f64 / bytes_per_s as f64
@@ -370,17 +371,17 @@ mod tests {
 
     #[test]
     fn a_link_that_is_faster_than_any_clock_has_no_pace() {
-        let mut push = Push::default();
+        let mut push = PushPolicy::default();
         (0..64).for_each(|_| _ = Link { bytes_per_s: 1_250_000_000, long_ms: 0 }.carry(&mut push));
         assert_eq!(push.pace_bytes_per_s, None);
     }
 
     #[test]
     fn a_slower_link_gets_smaller_parts() {
-        let mut push = Push::default();
+        let mut push = PushPolicy::default();
         (0..32).for_each(|_| _ = Link { bytes_per_s: 1_250_000_000, long_ms: 0 }.carry(&mut push));
         let fast = push.pages();
-        push.learn(Part { pages: 1, data_pages: 1, wire_bytes: PAGE, duration_ns: 1_000_000_000 });
+        push.learn(PushedPart { pages: 1, data_pages: 1, wire_bytes: PAGE, duration_ns: 1_000_000_000 });
         assert_eq!(push.pages(), fast);
         (0..32).for_each(|_| _ = Link { bytes_per_s: 12_500_000, long_ms: 0 }.carry(&mut push));
         assert!(push.pages() < fast / 10, "{fast}, {}", push.pages());
@@ -389,13 +390,13 @@ mod tests {
     /// Parts of pages that need nothing on the wire, and clocks that stand still.
     #[test]
     fn nothing_is_divided_by_zero() {
-        let mut push = Push::default();
+        let mut push = PushPolicy::default();
         for (wire_bytes, duration_ns) in
             [(0, 0), (0, 9_000_000), (1, 9_000_000), (u64::MAX, 1), (0, u64::MAX)]
         {
             for _ in 0..4 {
                 let pages = push.pages();
-                push.learn(Part { pages, data_pages: pages, wire_bytes, duration_ns });
+                push.learn(PushedPart { pages, data_pages: pages, wire_bytes, duration_ns });
             }
         }
     }
@@ -409,7 +410,7 @@ mod tests {
         fn pushed_over(&self, link: Link, zero_ns: u64) -> u64 {
             let mib = |&(is_data, mib): &(bool, u64)| std::iter::repeat_n(is_data, (mib << 8) as usize);
             let mut left = self.0.iter().flat_map(mib).peekable();
-            let (mut push, mut all_ns) = (Push::default(), 0);
+            let (mut push, mut all_ns) = (PushPolicy::default(), 0);
             while left.peek().is_some() {
                 let (mut pages, mut data_pages) = (0, 0);
                 for is_data in left.by_ref().take(push.pages() as usize) {
@@ -419,7 +420,7 @@ mod tests {
                 let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
                 let carried_ns = time_for(wire_bytes, link.bytes_per_s).max(sent_ns);
                 let duration_ns = link.long_ms * 1_000_000 + carried_ns + (pages - data_pages) * zero_ns;
-                push.learn(Part { pages, data_pages, wire_bytes, duration_ns });
+                push.learn(PushedPart { pages, data_pages, wire_bytes, duration_ns });
                 all_ns += duration_ns;
             }
             all_ns
@@ -452,11 +453,11 @@ mod tests {
     /// One page with data among many, throughout: the duration of every part is a round trip.
     #[test]
     fn sparse_data_among_zeros_is_sent_in_larger_parts() {
-        let mut push = Push::default();
+        let mut push = PushPolicy::default();
         for _ in 0..4 {
             let pages = push.pages();
-            push.learn(Part { pages, data_pages: pages / 8, wire_bytes: pages * 512, duration_ns: 1 });
+            push.learn(PushedPart { pages, data_pages: pages / 8, wire_bytes: pages * 512, duration_ns: 1 });
         }
-        assert_eq!((push.pages(), push.pace_bytes_per_s), (8 * Push::FIRST_PAGES, None));
+        assert_eq!((push.pages(), push.pace_bytes_per_s), (8 * PushPolicy::FIRST_PAGES, None));
     }
 }

@@ -38,7 +38,7 @@ pub struct Trace<P: Decider> {
     /// The policy before its first decision.
     pub policy: P,
     /// Entries, in order.
-    pub entries: Vec<Entry<P>>,
+    pub entries: Vec<TraceEntry<P>>,
     /// Number of observations after these entries, which were not kept.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub left_out: u64,
@@ -57,7 +57,7 @@ impl<P: Decider + From<NoParameters>> From<P> for NoParameters {
 /// One observation and the decision that followed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(bound = "")]
-pub struct Entry<P: Decider> {
+pub struct TraceEntry<P: Decider> {
     /// True if the learned state was reset before the observation.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_reset: bool,
@@ -78,11 +78,11 @@ impl<P: Decider> Trace<P> {
     #[must_use]
     pub fn replay(&self) -> Self {
         let mut policy = self.policy.clone();
-        let replay_entry = |entry: &Entry<P>| {
+        let replay_entry = |entry: &TraceEntry<P>| {
             if entry.is_reset {
                 policy = self.policy.clone();
             }
-            Entry { decision: policy.decide(&entry.observed), ..entry.clone() }
+            TraceEntry { decision: policy.decide(&entry.observed), ..entry.clone() }
         };
         let entries = self.entries.iter().map(replay_entry).collect();
         Self { policy: self.policy.clone(), entries, left_out: self.left_out }
@@ -126,7 +126,7 @@ impl<P: Decider> TracedPolicy<P> {
     pub(crate) fn record(&mut self, observed: P::Observed, decision: P::Decision) {
         let is_reset = std::mem::take(&mut self.is_new);
         if self.trace.entries.len() < P::MAX_ENTRIES {
-            self.trace.entries.push(Entry { is_reset, observed, decision });
+            self.trace.entries.push(TraceEntry { is_reset, observed, decision });
         } else {
             self.trace.left_out += 1;
         }

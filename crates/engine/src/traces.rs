@@ -9,7 +9,7 @@ use crate::discards::DiscardPolicy;
 use crate::disks_first::DisksFirstPolicy;
 use crate::pre_copy;
 use crate::pressure::RestraintPolicy;
-use crate::push::Push;
+use crate::push::PushPolicy;
 use crate::references::ReferencePolicy;
 use crate::throttle::WriteThrottle;
 use crate::throttle::processors::CpuThrottlePolicy;
@@ -55,7 +55,7 @@ pub struct OtherTraces {
     pub discards: Option<Trace<DiscardPolicy>>,
     /// Post-copy: size and rate of the parts that are pushed.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub push: Option<Trace<Push>>,
+    pub push: Option<Trace<PushPolicy>>,
 }
 
 impl OtherTraces {

@@ -15,7 +15,7 @@ pub struct MissingPagesRecord {
     /// Number of the descriptor inside QEMU.
     pub descriptor: i32,
     /// The file that lists the missing pages.
-    pub ledger: PathBuf,
+    pub file: PathBuf,
     /// The guest's memory.
     pub regions: Vec<JournalledRegion>,
     /// A page that was present although it was still to arrive.
@@ -35,9 +35,9 @@ impl MissingPagesRecord {
         std::fs::read_link(descriptor).is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"))
     }
 
-    /// Removes the ledger.
+    /// Removes the file.
     pub(crate) fn remove(&self) {
-        drop(std::fs::remove_file(&self.ledger));
+        drop(std::fs::remove_file(&self.file));
     }
 }
 

@@ -167,8 +167,8 @@ pub fn finding(error: &OwnerError) -> Finding {
     Finding { severity: Severity::Blocker, code: code.to_owned(), what: error.to_string(), advice }
 }
 
-/// State of the registry before a claim.
-pub(crate) enum Claim {
+/// Owner according to the registry, before a claim.
+pub(crate) enum RegisteredOwner {
     /// This host is the owner already.
     Held,
     /// Another host is the owner, or none.
@@ -179,11 +179,11 @@ pub(crate) enum Claim {
 ///
 /// # Errors
 /// When no registry is configured, or it does not answer.
-pub(crate) fn read_claim(context: &Context, vm: &VmName) -> Result<Claim, OwnerError> {
+pub(crate) fn read_owner(context: &Context, vm: &VmName) -> Result<RegisteredOwner, OwnerError> {
     let (registry, witness) = configured(context).ok_or(OwnerError::NoRegistry)?;
     Ok(match read(registry, witness, vm)? {
-        Some(record) if record.owner == context.config.host && !record.released => Claim::Held,
-        other => Claim::Other(other),
+        Some(record) if record.owner == context.config.host && !record.released => RegisteredOwner::Held,
+        other => RegisteredOwner::Other(other),
     })
 }
 

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use ::memory::ram::{RamError, RamRegion, open_destination, open_source};
-use ::memory::{BlockReader, BlockWriter, DiscardMethod, LogError, TrackedRam};
+use ::memory::{BlockReader, BlockWriter, DirtyLogError, DiscardMethod, TrackedRam};
 use qemu::ram::{RamBlock, RamKind};
 use serde::{Deserialize, Serialize};
 use tracee::{Process, TrackerStart};
@@ -82,11 +82,15 @@ pub fn begin_tracking(
     process: &Process,
     userfaultfd: OwnedFd,
     blocks: &[RamBlock],
-) -> Result<TrackerStart, LogError> {
+) -> Result<TrackerStart, DirtyLogError> {
     TrackedRam::begin(process, userfaultfd, &regions(blocks))
 }
 
 /// Returns the blocks for which [`begin_tracking`] was called.
-pub fn tracked(start: TrackerStart, process: &Process, blocks: &[RamBlock]) -> Result<TrackedRam, LogError> {
+pub fn tracked(
+    start: TrackerStart,
+    process: &Process,
+    blocks: &[RamBlock],
+) -> Result<TrackedRam, DirtyLogError> {
     TrackedRam::over(start.finish()?, process, &regions(blocks))
 }

@@ -22,7 +22,7 @@ use crate::disks::DiskLog;
 use crate::freeze::{self, FreezeError};
 use crate::logs;
 use crate::runtime_files::RuntimeFiles;
-use crate::verification::{self, CompareError, Hashes};
+use crate::verification::{self, BlockHashes, CompareError};
 use crate::watch::ExitWatch;
 use store::journal::VmRecord;
 
@@ -363,7 +363,7 @@ impl SourceVm {
     }
 
     /// Hashes all of the stopped guest's memory; pages that were left out count as zeros.
-    pub fn hashes(&mut self, left_out: &[PageSet]) -> Result<Hashes, CompareError> {
+    pub fn hashes(&mut self, left_out: &[PageSet]) -> Result<BlockHashes, CompareError> {
         let names: Vec<_> = self.blocks.iter().map(|block| block.name.clone()).collect();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
         let pid = self.process.pid();

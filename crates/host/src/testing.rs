@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use engine::handover::MigrationTerms;
 use link::transport::{Channel, TcpTransport};
 use link::{
-    Arrival, Connection, Endpoint, Incoming, LinkError, Listener, ListenerHandle, Rejected, Security,
+    ConnectedPeer, Connection, Endpoint, Incoming, LinkError, Listener, ListenerHandle, Rejected, Security,
 };
 use proto::message::{Message, Proposal};
 use proto::{Epoch, HostId, Incarnation, MigrationId, VmName};
@@ -89,7 +89,7 @@ pub fn wait_until_blocked(thread: rustix::thread::Pid) {
 }
 
 /// Accepts every connection. The receiver may be gone already.
-fn accept_all(sender: Sender<Connection>) -> impl Fn(Result<Arrival, Rejected>) + Send + Sync {
+fn accept_all(sender: Sender<Connection>) -> impl Fn(Result<ConnectedPeer, Rejected>) + Send + Sync {
     move |arrival| {
         if let Some(connection) = arrival.ok().and_then(|arrival| arrival.accept().ok()) {
             drop(sender.send(connection));

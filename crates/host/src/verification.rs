@@ -39,7 +39,7 @@ pub enum CompareError {
 
 /// Hashes of the source's memory and disks, in pieces that fit a message.
 #[derive(Default)]
-pub struct Hashes {
+pub struct BlockHashes {
     /// Bytes that were hashed.
     pub bytes: u64,
     /// Chunks that were hashed.
@@ -55,9 +55,9 @@ pub(crate) fn hashes(
     pid: u32,
     names: &[&str],
     left_out: &[PageSet],
-) -> Result<Hashes, CompareError> {
+) -> Result<BlockHashes, CompareError> {
     let blocks = ram_blocks(qmp, pid)?;
-    let mut all = Hashes::default();
+    let mut all = BlockHashes::default();
     for block in &blocks {
         let place = names.iter().position(|name| *name == block.name);
         let place = place.ok_or_else(|| CompareError::NotThere(format!("RAM block {}", block.name)))?;
@@ -98,7 +98,7 @@ impl DiskImage {
     }
 }
 
-impl Hashes {
+impl BlockHashes {
     /// Adds a block with this index.
     fn add(&mut self, block: usize, bytes: u64, hashes: &[u64]) {
         self.bytes += bytes;

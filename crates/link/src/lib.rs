@@ -3,7 +3,7 @@
 //! ```text
 //! Endpoint (identity and settings of this agent)
 //!   ├─ connect(Peer, Purpose) ──────────────► Connection        the connecting side
-//!   └─ Listener ── Arrival (checked Hello) ──► Connection        the answering side
+//!   └─ Listener ── ConnectedPeer (checked Hello) ► Connection     the answering side
 //!                    └─ Router: passes arrivals to the owner of the route for their migration and generation
 //! Connection ── split ──► Reader, Writer     usable from two threads; Handle ends both from a third
 //!                           └─ RateLimit     shared by all streams of a migration
@@ -43,7 +43,7 @@ pub use connection::{Connection, Handle, Incoming, Reader, Writer};
 pub use endpoint::{Endpoint, Peer, Settings};
 pub use error::{BindError, ConnectError, HandshakeError, LinkError};
 pub use identity::{Identity, IdentityError, Security, TlsFiles};
-pub use listen::{Arrival, Listener, ListenerHandle, Rejected};
+pub use listen::{ConnectedPeer, Listener, ListenerHandle, Rejected};
 pub use rate_limit::{RateLimit, TokenBucket};
 pub use router::{Route, Router};
 

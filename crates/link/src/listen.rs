@@ -36,7 +36,7 @@ pub struct Listener {
 /// A connected agent whose greeting was checked and that waits for an answer. If it is dropped without one, the
 /// connection just ends.
 #[derive(Debug)]
-pub struct Arrival {
+pub struct ConnectedPeer {
     greeting: Greeting,
     own: HostId,
     host: HostId,
@@ -88,7 +88,7 @@ impl Listener {
     /// agent that has passed the handshake or with the reason for which it has not. The handler may block.
     pub fn serve<H>(self, handler: H) -> Result<ListenerHandle, BindError>
     where
-        H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
+        H: Fn(Result<ConnectedPeer, Rejected>) + Send + Sync + 'static,
     {
         let mut serving = ListenerHandle {
             gate: Arc::new(Gate::new(self.endpoint.settings.handshakes)),
@@ -116,7 +116,7 @@ fn accept_all<H>(
     endpoint: &Arc<Endpoint>,
     handler: &Arc<H>,
 ) where
-    H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
+    H: Fn(Result<ConnectedPeer, Rejected>) + Send + Sync + 'static,
 {
     while let Some(mut slot) = Gate::acquire(gate) {
         let (stream, from) = match socket.accept() {
@@ -144,12 +144,12 @@ fn accept_all<H>(
     }
 }
 
-fn receive(stream: TcpStream, from: SocketAddr, endpoint: &Endpoint) -> Result<Arrival, Rejected> {
+fn receive(stream: TcpStream, from: SocketAddr, endpoint: &Endpoint) -> Result<ConnectedPeer, Rejected> {
     let deadline = Instant::now() + endpoint.settings.handshake;
     Socket::new(stream, endpoint.settings.silence)
         .map_err(|error| HandshakeError::Link(LinkError::Lost(error)))
         .and_then(|socket| answer(socket, &endpoint.security, endpoint.versions, deadline))
-        .map(|(greeting, hello, version)| Arrival {
+        .map(|(greeting, hello, version)| ConnectedPeer {
             greeting,
             own: endpoint.host.clone(),
             host: hello.host,
@@ -160,7 +160,7 @@ fn receive(stream: TcpStream, from: SocketAddr, endpoint: &Endpoint) -> Result<A
         .map_err(|source| Rejected { from, source })
 }
 
-impl Arrival {
+impl ConnectedPeer {
     /// Name of the host that has connected.
     pub fn host(&self) -> &HostId {
         &self.host

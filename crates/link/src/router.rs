@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use proto::{Generation, MigrationId, Purpose};
 
 use crate::connection::Connection;
-use crate::listen::Arrival;
+use crate::listen::ConnectedPeer;
 
 /// Registry of expected data streams.
 #[derive(Clone, Debug, Default)]
@@ -61,7 +61,7 @@ impl Router {
     }
 
     /// Accepts an expected arrival and refuses an unexpected data stream. Returns an arrival of any other purpose.
-    pub fn deliver(&self, arrival: Arrival) -> Option<Arrival> {
+    pub fn deliver(&self, arrival: ConnectedPeer) -> Option<ConnectedPeer> {
         let Purpose::Data { migration, generation, stream } = arrival.purpose().clone() else {
             return Some(arrival);
         };

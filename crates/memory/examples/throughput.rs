@@ -16,7 +16,7 @@ use common::{Victim, connections};
 use link::transport::DataStream;
 use proto::Generation;
 use whimbrel_memory::{
-    CompletedRound, DirtyLog, Owed, PageSet, Receiver, ScanError, ScanStats, Sender, SourceRam,
+    CompletedRound, DirtyLog, OwedPages, PageSet, Receiver, ScanError, ScanStats, Sender, SourceRam,
     open_destination, open_source,
 };
 
@@ -63,8 +63,8 @@ fn main() {
         }
         let near = near.into_iter().map(|near| DataStream::over(near, None)).collect();
         let mut sender = Sender::start(SourceRam::clone(&ram), near).unwrap();
-        let mut owed = Owed::everything(ram.iter().map(|block| block.bytes()));
-        let round = |sender: Sender, owed: Owed, all: bool| {
+        let mut owed = OwedPages::everything(ram.iter().map(|block| block.bytes()));
+        let round = |sender: Sender, owed: OwedPages, all: bool| {
             let cleared = owed.clear_marks(&mut Written(all)).unwrap();
             sender.send_round(cleared.drain(|| Ok::<_, Infallible>(())).unwrap()).unwrap()
         };

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use crate::page_set::PageSet;
-use crate::round::Owed;
+use crate::round::OwedPages;
 
 /// State of the first pass: its remaining pages, and the duration of its next part.
 #[derive(Clone, Debug)]
@@ -83,7 +83,7 @@ impl FirstPass {
 
     /// Records a dirty scan: the pages found written in each block of memory (the first blocks), and the pages owed.
     /// Returns true if pages of the pass remain.
-    pub fn record_scan(&mut self, owed: &Owed, found: &[PageSet]) -> bool {
+    pub fn record_scan(&mut self, owed: &OwedPages, found: &[PageSet]) -> bool {
         let is_first = self.cold.is_none();
         let cold = self.cold.get_or_insert_with(|| owed.blocks().to_vec());
         cold.iter_mut().zip(found).for_each(|(cold, found)| cold.remove(found));
@@ -113,7 +113,7 @@ impl FirstPass {
     }
 
     /// Records that a part was cut off; `unsent` are its pages that did not arrive.
-    pub fn cut(&mut self, unsent: &Owed) {
+    pub fn cut(&mut self, unsent: &OwedPages) {
         for ((cold, part), unsent) in
             self.cold.iter_mut().flatten().zip(&self.part_pages).zip(unsent.blocks())
         {
@@ -124,7 +124,7 @@ impl FirstPass {
 
     /// Records a finished part: planned for `planned`, it sent `pages` pages in `took` and had no time for `unsent`.
     /// Returns true if pages remain.
-    pub fn sent(&mut self, unsent: &Owed, pages: u64, planned: Duration, took: Duration) -> bool {
+    pub fn sent(&mut self, unsent: &OwedPages, pages: u64, planned: Duration, took: Duration) -> bool {
         self.cut(unsent);
         let remaining_pages: u64 = self.cold.iter().flatten().map(PageSet::count).sum();
         let left = took.mul_f64(remaining_pages as f64 / pages.max(1) as f64);
@@ -225,7 +225,7 @@ mod tests {
             loop {
                 let found = self.look();
                 owed.insert(&found);
-                if !pass.record_scan(&Owed::of(vec![owed.clone()]), &[found]) {
+                if !pass.record_scan(&OwedPages::of(vec![owed.clone()]), &[found]) {
                     return (parts, owed.count());
                 }
                 let planned = pass.part(Duration::ZERO);
@@ -237,7 +237,7 @@ mod tests {
                 owed.remove(&part);
                 let took = Duration::from_secs_f64(part.count() as f64 / self.sent_per_s);
                 self.runs_for(took);
-                let is_left = pass.sent(&Owed::of(vec![unsent]), part.count(), planned, took);
+                let is_left = pass.sent(&OwedPages::of(vec![unsent]), part.count(), planned, took);
                 parts.push(part);
                 if !is_left {
                     owed.insert(&self.look());
@@ -255,7 +255,7 @@ mod tests {
         let mut pass = FirstPass::new(USUAL);
         let (mut owed, mut found) = (PageSet::full(1 << 30), PageSet::new(1 << 30));
         found.set(0..40);
-        assert!(pass.record_scan(&Owed::of(vec![owed.clone()]), &[found.clone()]));
+        assert!(pass.record_scan(&OwedPages::of(vec![owed.clone()]), &[found.clone()]));
         owed.remove(&found);
         pass.set_hints_pending(true);
         assert_eq!(pass.next_part(), Some(&[owed.clone()][..]));
@@ -304,15 +304,15 @@ mod tests {
         assert!(pass.next_part().is_none());
         let mut found = all.emptied();
         found.set(0..2 * MIB);
-        assert!(pass.record_scan(&Owed::of(vec![all.clone()]), &[found.clone()]));
+        assert!(pass.record_scan(&OwedPages::of(vec![all.clone()]), &[found.clone()]));
         // The half that is farther from where the guest writes.
         let part = pass.next_part().unwrap()[0].clone();
         assert_eq!((part.count(), part.contains(4 * MIB - 1)), (2 * MIB, true));
         let mut unsent = all.emptied();
         unsent.set(4 * MIB - 3..4 * MIB);
-        pass.cut(&Owed::of(vec![unsent.clone()]));
+        pass.cut(&OwedPages::of(vec![unsent.clone()]));
         found.clear_all();
-        assert!(pass.record_scan(&Owed::of(vec![all]), &[found]));
+        assert!(pass.record_scan(&OwedPages::of(vec![all]), &[found]));
         assert_eq!(pass.next_part().unwrap(), [unsent]);
     }
 
@@ -321,7 +321,7 @@ mod tests {
         let owed = |pages| {
             let mut block = PageSet::new(8000 * PAGE_BYTES);
             block.set(0..pages);
-            Owed::of(vec![block])
+            OwedPages::of(vec![block])
         };
         let mut pass = FirstPass::new(USUAL);
         assert!(pass.record_scan(&owed(8000), &[]));

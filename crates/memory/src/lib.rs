@@ -2,10 +2,10 @@
 //! no page lost.
 //!
 //! ```text
-//!  source                                                                  destination
-//!  DirtyLog ─► Owed ─► Cleared ─► Readable ─► Sender ══ N streams ══► Receiver ─► BlockWriter
-//!              (marks cleared) (drained)        ▲  ◄══ Ack ══════
-//!                                          BlockReader
+//!  source                                                                       destination
+//!  DirtyLog ─► OwedPages ─► ClearedPages ─► ReadablePages ─► Sender ══ N streams ══► Receiver ─► BlockWriter
+//!                         (marks cleared)     (drained)        ▲  ◄══ Ack ══════
+//!                                                         BlockReader
 //! ```
 //!
 //! | module | content |
@@ -51,8 +51,8 @@ pub use first_pass::FirstPass;
 pub use meter::{LinkCounters, LinkMeter};
 pub use page_set::{ChunkPages, PageSet};
 pub use post_copy::{
-    BadSet, Ledger, MissingPages, Placer, RecentWrites, RemainingPages, WriterSwitch, decode_chunks,
-    decode_set, encode_set,
+    BadPageSet, MissingPages, MissingPagesFile, Placer, RecentWrites, RemainingPages, WriterSwitch,
+    decode_chunks, decode_set, encode_set,
 };
 pub use ram::{BlockReader, BlockWriter, DiscardMethod, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
@@ -64,14 +64,14 @@ pub use reductions::decoding::BadPacked;
 pub use reductions::deltas::{DeltaCounters, Deltas};
 pub use reductions::hints::HintedPages;
 pub use reductions::references::{ContentIndex, ReferenceOutcome, Templates};
-pub use reductions::{Reduction, Reductions, Stage};
+pub use reductions::{Reduction, ReductionStage, Reductions};
 pub use round::{
-    Cleared, DirtyLog, DrainFailed, LogError, Owed, PageCursor, PartBoundary, Readable, ScanError,
-    ScanFailed, ScanStats, WrappedPart,
+    ClearedPages, DirtyLog, DirtyLogError, DrainFailed, OwedPages, PageCursor, PartBoundary, ReadablePages,
+    ScanError, ScanFailed, ScanStats, WrappedPart,
 };
 pub use send::{
-    BlockProgress, CompletedRound, Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle,
-    SourceRam, stream_of,
+    BlockProgress, CompletedRound, InterruptedRound, RoundProgress, RoundStats, SendError, Sender,
+    SenderHandle, SourceRam, stream_of,
 };
 pub use sent_history::SentHistory;
 pub use tracee::TrackError;

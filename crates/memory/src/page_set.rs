@@ -111,8 +111,8 @@ impl ChunkPages {
     }
 
     /// Returns neighbouring pages as ranges, ascending and maximal.
-    pub fn runs(&self) -> Runs {
-        Runs { left: *self, from: 0 }
+    pub fn runs(&self) -> PageRuns {
+        PageRuns { left: *self, from: 0 }
     }
 
     /// Returns the first page at or after `from` that is in the set (or, with `present` false, is not).
@@ -132,12 +132,12 @@ impl ChunkPages {
 
 /// Runs of a [`ChunkPages`], see [`ChunkPages::runs`].
 #[derive(Clone, Debug)]
-pub struct Runs {
+pub struct PageRuns {
     left: ChunkPages,
     from: u64,
 }
 
-impl Iterator for Runs {
+impl Iterator for PageRuns {
     type Item = Range<u64>;
 
     fn next(&mut self) -> Option<Range<u64>> {

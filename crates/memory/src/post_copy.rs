@@ -11,7 +11,7 @@
 //! | module | content |
 //! |---|---|
 //! | `missing_pages` | the destination's missing pages |
-//! | `ledger` | the file that records them for the next agent |
+//! | `missing_pages_file` | the file that records them for the next agent |
 //! | `remaining` | the source's remaining pages |
 //! | `set` | encoding of sets of pages, for messages and files |
 //! | `switched` | blocks that are written first, and in which pages are placed later |
@@ -23,14 +23,14 @@
 //! And no thread reads the set of missing pages while one is placed, so no thread mistakes that page for one that will
 //! not arrive.
 
-mod ledger;
 mod missing_pages;
+mod missing_pages_file;
 mod remaining;
 mod set;
 mod switched;
 
-pub use ledger::Ledger;
 pub use missing_pages::{MissingPages, Placer};
+pub use missing_pages_file::MissingPagesFile;
 pub use remaining::{RecentWrites, RemainingPages};
-pub use set::{BadSet, decode_chunks, decode_set, encode_set};
+pub use set::{BadPageSet, decode_chunks, decode_set, encode_set};
 pub use switched::WriterSwitch;

@@ -1,7 +1,7 @@
 //! The order of a round, as types: clear the marks, drain block I/O, only then read (design, traps 1 and 4).
 //!
 //! ```text
-//! Owed ──clear_marks──► Cleared ──drain──► Readable ──Sender::send_round──► Owed
+//! OwedPages ──clear_marks──► ClearedPages ──drain──► ReadablePages ──Sender::send_round──► OwedPages
 //! ```
 //!
 //! Reason for this order: a disk read with `O_DIRECT` is DMA into guest pages. The page is marked when the read is
@@ -14,7 +14,7 @@
 //!
 //! ```compile_fail,E0308
 //! # use whimbrel_memory as memory;
-//! # fn f(owed: memory::Owed, log: &mut dyn memory::DirtyLog, sender: memory::Sender) {
+//! # fn f(owed: memory::OwedPages, log: &mut dyn memory::DirtyLog, sender: memory::Sender) {
 //! let cleared = owed.clear_marks(log).unwrap();
 //! sender.send_round(cleared); // not drained: does not compile
 //! # }
@@ -22,7 +22,7 @@
 //!
 //! ```no_run
 //! # use whimbrel_memory as memory;
-//! # fn f(owed: memory::Owed, log: &mut dyn memory::DirtyLog, sender: memory::Sender) {
+//! # fn f(owed: memory::OwedPages, log: &mut dyn memory::DirtyLog, sender: memory::Sender) {
 //! let cleared = owed.clear_marks(log).unwrap();
 //! let readable = cleared.drain(|| Ok::<(), std::io::Error>(())).unwrap();
 //! sender.send_round(readable).unwrap();
@@ -49,7 +49,7 @@ pub struct ScanStats {
 
 /// Error of tracking writes to RAM.
 #[derive(Debug, thiserror::Error)]
-pub enum LogError {
+pub enum DirtyLogError {
     /// The kernel cannot track the writes.
     #[error(transparent)]
     Track(#[from] TrackError),
@@ -68,7 +68,7 @@ pub struct ScanError {
     /// Name of the block.
     pub block: String,
     /// Error of the operating system.
-    pub source: LogError,
+    pub source: DirtyLogError,
 }
 
 /// Source of dirty pages: records which pages were written.
@@ -84,12 +84,12 @@ pub trait DirtyLog: Send {
 /// Pages that the destination must receive before the guest may run there: those written since they were last sent, and
 /// those sent but never acknowledged.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Owed {
+pub struct OwedPages {
     pub(crate) blocks: Vec<PageSet>,
     pub(crate) round: u32,
 }
 
-impl Owed {
+impl OwedPages {
     /// Creates the set of all pages, as before the first round, from the length of each block in bytes, in the order of
     /// the proposal.
     pub fn everything(block_bytes: impl IntoIterator<Item = u64>) -> Self {
@@ -112,7 +112,7 @@ impl Owed {
         self.blocks.get_mut(blocks)
     }
 
-    /// Adds the pages that a [part](Readable::part) left out.
+    /// Adds the pages that a [part](ReadablePages::part) left out.
     pub fn take_back(&mut self, later: &Self) {
         self.blocks.iter_mut().zip(&later.blocks).for_each(|(mine, theirs)| mine.insert(theirs));
     }
@@ -134,9 +134,9 @@ impl Owed {
     }
 
     /// Begins a round: takes the dirty pages out of the log. Pages that were owed before stay so.
-    pub fn clear_marks(mut self, log: &mut dyn DirtyLog) -> Result<Cleared, ScanFailed> {
+    pub fn clear_marks(mut self, log: &mut dyn DirtyLog) -> Result<ClearedPages, ScanFailed> {
         match log.take(&mut self.blocks) {
-            Ok(scan) => Ok(Cleared { owed: self, scan }),
+            Ok(scan) => Ok(ClearedPages { owed: self, scan }),
             Err(source) => Err(ScanFailed { owed: self, source }),
         }
     }
@@ -147,7 +147,7 @@ impl Owed {
         mut self,
         log: &mut dyn DirtyLog,
         first: usize,
-    ) -> Result<(Cleared, Vec<PageSet>), ScanFailed> {
+    ) -> Result<(ClearedPages, Vec<PageSet>), ScanFailed> {
         let first = first.min(self.blocks.len());
         let others = self.blocks.split_off(first);
         let mut into: Vec<_> = self.blocks.iter().map(PageSet::emptied).chain(others).collect();
@@ -155,7 +155,7 @@ impl Owed {
         self.blocks.extend(into.split_off(first));
         self.blocks.iter_mut().zip(&into).for_each(|(mine, found)| mine.insert(found));
         match taken {
-            Ok(scan) => Ok((Cleared { owed: self, scan }, into)),
+            Ok(scan) => Ok((ClearedPages { owed: self, scan }, into)),
             Err(source) => Err(ScanFailed { owed: self, source }),
         }
     }
@@ -166,7 +166,7 @@ impl Owed {
 #[error("cannot begin the round")]
 pub struct ScanFailed {
     /// The pages owed, with those that the log reported before it failed.
-    pub owed: Owed,
+    pub owed: OwedPages,
     /// Reason of the failure.
     pub source: ScanError,
 }
@@ -175,12 +175,12 @@ pub struct ScanFailed {
 /// pages must not be read yet.
 #[must_use = "the pages in it are owed to the other side"]
 #[derive(Debug)]
-pub struct Cleared {
-    owed: Owed,
+pub struct ClearedPages {
+    owed: OwedPages,
     scan: ScanStats,
 }
 
-impl Cleared {
+impl ClearedPages {
     /// Returns the statistics of the dirty scan.
     pub fn scan(&self) -> ScanStats {
         self.scan
@@ -193,24 +193,24 @@ impl Cleared {
 
     /// Runs `drain`, which returns when all block I/O that was in flight at its call has completed (an empty QMP
     /// `transaction`), and then allows the pages to be read.
-    pub fn drain<E>(self, drain: impl FnOnce() -> Result<(), E>) -> Result<Readable, DrainFailed<E>>
+    pub fn drain<E>(self, drain: impl FnOnce() -> Result<(), E>) -> Result<ReadablePages, DrainFailed<E>>
     where
         E: std::error::Error + 'static,
     {
         match drain() {
-            Ok(()) => Ok(Readable { owed: self.owed }),
+            Ok(()) => Ok(ReadablePages { owed: self.owed }),
             Err(source) => Err(DrainFailed { owed: self.owed, source }),
         }
     }
 
     /// Allows the pages to be read because the guest had been stopped **before** the marks were cleared: QEMU's `stop`
     /// drains by itself, and since then nothing was submitted.
-    pub fn skip_drain(self) -> Readable {
-        Readable { owed: self.owed }
+    pub fn skip_drain(self) -> ReadablePages {
+        ReadablePages { owed: self.owed }
     }
 
     /// Gives the round up; its pages stay owed.
-    pub fn give_up(self) -> Owed {
+    pub fn give_up(self) -> OwedPages {
         self.owed
     }
 }
@@ -220,7 +220,7 @@ impl Cleared {
 #[error("block I/O in flight could not be drained")]
 pub struct DrainFailed<E: std::error::Error + 'static> {
     /// The pages owed.
-    pub owed: Owed,
+    pub owed: OwedPages,
     /// Error returned by the caller's drain.
     pub source: E,
 }
@@ -228,8 +228,8 @@ pub struct DrainFailed<E: std::error::Error + 'static> {
 /// Pages that may be read and sent.
 #[must_use = "the pages in it are owed to the other side"]
 #[derive(Debug)]
-pub struct Readable {
-    pub(crate) owed: Owed,
+pub struct ReadablePages {
+    pub(crate) owed: OwedPages,
 }
 
 /// Boundary at which a part of a round may end.
@@ -259,13 +259,13 @@ pub struct PageCursor {
     page: u64,
 }
 
-/// Result of [`Readable::part_wrapping`].
+/// Result of [`ReadablePages::part_wrapping`].
 #[derive(Debug)]
 pub struct WrappedPart {
     /// The pages of this round.
-    pub readable: Readable,
+    pub readable: ReadablePages,
     /// The other pages.
-    pub later: Owed,
+    pub later: OwedPages,
     /// Position at which the next part begins.
     pub next: PageCursor,
     /// True if this part has reached the end of all blocks.
@@ -279,16 +279,16 @@ impl PageCursor {
     }
 }
 
-impl Readable {
+impl ReadablePages {
     /// Splits off the first `pages` pages from a position on, extended to the next boundary. The others stay owed if
-    /// the caller adds them again ([`Owed::take_back`]). Returns also the beginning of the next part; None if this one
+    /// the caller adds them again ([`OwedPages::take_back`]). Returns also the beginning of the next part; None if this one
     /// reaches the end.
     pub fn part(
         mut self,
         from: PageCursor,
         pages: u64,
         cut: PartBoundary,
-    ) -> (Self, Owed, Option<PageCursor>) {
+    ) -> (Self, OwedPages, Option<PageCursor>) {
         let mut later = self.owed.clone();
         let (mut left, mut next) = (pages, None);
         for (number, (now, later)) in self.owed.blocks.iter_mut().zip(&mut later.blocks).enumerate() {
@@ -319,7 +319,7 @@ impl Readable {
     }
 
     /// Splits off `pages` pages from a position on, continuing from the beginning after the end, so that in consecutive
-    /// rounds no page waits for ever. The others stay owed if the caller adds them again ([`Owed::take_back`]).
+    /// rounds no page waits for ever. The others stay owed if the caller adds them again ([`OwedPages::take_back`]).
     pub fn part_wrapping(self, from: PageCursor, pages: u64, cut: PartBoundary) -> WrappedPart {
         let (part, later, next) = self.part(from, pages, cut);
         if let Some(next) = next {
@@ -336,10 +336,12 @@ impl Readable {
     }
 
     /// Removes these pages of each block from the round. They stay owed if the caller adds them again
-    /// ([`Owed::take_back`]).
-    pub fn without(mut self, pages: &[PageSet]) -> (Self, Owed) {
-        let mut later =
-            Owed { blocks: self.owed.blocks.iter().map(PageSet::emptied).collect(), round: self.owed.round };
+    /// ([`OwedPages::take_back`]).
+    pub fn without(mut self, pages: &[PageSet]) -> (Self, OwedPages) {
+        let mut later = OwedPages {
+            blocks: self.owed.blocks.iter().map(PageSet::emptied).collect(),
+            round: self.owed.round,
+        };
         for ((now, later), pages) in self.owed.blocks.iter_mut().zip(&mut later.blocks).zip(pages) {
             for chunk in pages.nonempty_chunks() {
                 let mut both = now.chunk(chunk);
@@ -352,20 +354,20 @@ impl Readable {
     }
 
     /// Restricts the round to these pages of each block; the others stay owed if the caller adds them again
-    /// ([`Owed::take_back`]).
-    pub fn only(self, pages: &[PageSet]) -> (Self, Owed) {
+    /// ([`OwedPages::take_back`]).
+    pub fn only(self, pages: &[PageSet]) -> (Self, OwedPages) {
         let (others, these) = self.without(pages);
         (Self { owed: these }, others.owed)
     }
 
     /// Adds pages that were [put off](Self::without): their marks were cleared before those of this round.
-    pub fn and(mut self, put_off: &Owed) -> Self {
+    pub fn and(mut self, put_off: &OwedPages) -> Self {
         self.owed.take_back(put_off);
         self
     }
 
     /// Returns the pages owed.
-    pub fn owed(&self) -> &Owed {
+    pub fn owed(&self) -> &OwedPages {
         &self.owed
     }
 
@@ -375,7 +377,7 @@ impl Readable {
     }
 
     /// Gives the round up; its pages stay owed.
-    pub fn give_up(self) -> Owed {
+    pub fn give_up(self) -> OwedPages {
         self.owed
     }
 }

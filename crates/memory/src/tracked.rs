@@ -8,7 +8,7 @@ use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 use crate::page_set::PageSet;
 use crate::ram::{DropWatch, RamRegion, drop_watches};
 use crate::reductions::Reductions;
-use crate::round::{DirtyLog, LogError, ScanError, ScanStats};
+use crate::round::{DirtyLog, DirtyLogError, ScanError, ScanStats};
 
 /// RAM blocks whose writes are tracked, until this is dropped.
 #[derive(Debug)]
@@ -38,7 +38,11 @@ impl TrackedRam {
     ///
     /// # Errors
     /// No tracking remains after an error.
-    pub fn start(process: &Process, userfaultfd: OwnedFd, regions: &[RamRegion]) -> Result<Self, LogError> {
+    pub fn start(
+        process: &Process,
+        userfaultfd: OwnedFd,
+        regions: &[RamRegion],
+    ) -> Result<Self, DirtyLogError> {
         Self::over(Self::begin(process, userfaultfd, regions)?.finish()?, process, regions)
     }
 
@@ -50,7 +54,7 @@ impl TrackedRam {
         process: &Process,
         userfaultfd: OwnedFd,
         regions: &[RamRegion],
-    ) -> Result<TrackerStart, LogError> {
+    ) -> Result<TrackerStart, DirtyLogError> {
         let ranges: Vec<AddressRange> = regions.iter().map(RamRegion::range).collect();
         Ok(WriteTracker::begin(process, userfaultfd, &ranges)?)
     }
@@ -59,7 +63,11 @@ impl TrackedRam {
     ///
     /// # Errors
     /// No tracking remains after an error.
-    pub fn over(tracker: WriteTracker, process: &Process, regions: &[RamRegion]) -> Result<Self, LogError> {
+    pub fn over(
+        tracker: WriteTracker,
+        process: &Process,
+        regions: &[RamRegion],
+    ) -> Result<Self, DirtyLogError> {
         let watches = drop_watches(process, regions)?;
         let block = |(region, drops): (&RamRegion, _)| TrackedBlock {
             region: region.clone(),
@@ -101,7 +109,7 @@ impl TrackedBlock {
         tracker: &mut WriteTracker,
         compared: bool,
         found: &mut Vec<AddressRange>,
-    ) -> Result<u64, LogError> {
+    ) -> Result<u64, DirtyLogError> {
         found.clear();
         let scanned = tracker.take_dirty(self.region.range(), found);
         let mut pages = 0;

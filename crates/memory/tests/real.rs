@@ -17,7 +17,7 @@ use proto::Generation;
 use tracee::{AddressRange, Pagemap, RamFile, RemoteMemory, maps};
 use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
 use whimbrel_memory::{
-    Cleared, DirtyLog, HintedPages, Owed, Receiver, Reductions, Sender, SourceRam, TrackedRam,
+    ClearedPages, DirtyLog, HintedPages, OwedPages, Receiver, Reductions, Sender, SourceRam, TrackedRam,
     open_destination, open_source,
 };
 
@@ -40,13 +40,13 @@ struct Move {
 }
 
 impl Move {
-    fn begin(mut source: Victim, destination: Victim, tls: bool) -> (Self, Owed) {
+    fn begin(mut source: Victim, destination: Victim, tls: bool) -> (Self, OwedPages) {
         source.order("storm");
         Self::begin_calm(source, destination, tls)
     }
 
     /// Begins with a source that writes nothing by itself.
-    fn begin_calm(source: Victim, destination: Victim, tls: bool) -> (Self, Owed) {
+    fn begin_calm(source: Victim, destination: Victim, tls: bool) -> (Self, OwedPages) {
         let regions = source.regions();
         let uffd = injector().create_userfaultfd(&source.process).unwrap();
         let log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
@@ -54,7 +54,7 @@ impl Move {
         let writers = open_destination(&destination.process, &destination.regions()).unwrap();
         let receiver = Receiver::new(writers.into(), STREAMS, |_, _| {});
         let generation = Generation(0);
-        let owed = Owed::everything(regions.iter().map(|region| region.bytes));
+        let owed = OwedPages::everything(regions.iter().map(|region| region.bytes));
         (Self { source, destination, ram, log, receiver, generation, tls, cuts: Vec::new() }, owed)
     }
 
@@ -71,19 +71,19 @@ impl Move {
         Sender::start(SourceRam::clone(&self.ram), near).unwrap()
     }
 
-    fn clear(&mut self, owed: Owed) -> Cleared {
+    fn clear(&mut self, owed: OwedPages) -> ClearedPages {
         owed.clear_marks(&mut self.log).unwrap()
     }
 
     /// Runs a round while the source continues to write.
-    fn live_round(&mut self, sender: Sender, owed: Owed) -> (Sender, Owed) {
+    fn live_round(&mut self, sender: Sender, owed: OwedPages) -> (Sender, OwedPages) {
         let readable = self.clear(owed).drain(|| Ok::<_, Infallible>(())).unwrap();
         let sent = sender.send_round(readable).unwrap();
         (sent.sender, sent.owed)
     }
 
     /// Runs a round in which a connection breaks as soon as pages have been sent over it.
-    fn broken_round(&mut self, sender: Sender, owed: Owed) -> Owed {
+    fn broken_round(&mut self, sender: Sender, owed: OwedPages) -> OwedPages {
         // Enough that the round cannot end before the break.
         self.source.order("write 0 16000000 77");
         let readable = self.clear(owed).drain(|| Ok::<_, Infallible>(())).unwrap();
@@ -101,7 +101,7 @@ impl Move {
     }
 
     /// Runs the last round, with the source stopped.
-    fn last_round(&mut self, sender: Sender, owed: Owed) {
+    fn last_round(&mut self, sender: Sender, owed: OwedPages) {
         self.source.freeze();
         let readable = self.clear(owed).skip_drain();
         let sent = sender.send_round(readable).unwrap();

@@ -139,7 +139,7 @@ impl Goals {
 
 /// State of a running migration that other threads may read or change.
 #[derive(Debug)]
-pub struct Controls {
+pub struct MigrationControls {
     /// The migration's goals.
     pub(crate) goals: Mutex<Goals>,
     /// Limit on the sending rate, shared by all streams of all generations.
@@ -152,7 +152,7 @@ pub struct Controls {
     prober: Mutex<Option<Prober>>,
 }
 
-impl Controls {
+impl MigrationControls {
     /// Creates the controls of a migration that was requested at this time.
     pub fn new(goals: Goals, report: Report, requested: Instant) -> Self {
         let rate = Arc::new(link::RateLimit::new(goals.bandwidth_bytes_per_s()));
@@ -197,7 +197,7 @@ impl Controls {
 
 /// Details of a migration in the journal, for the driver of an agent that restarts.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
-pub struct Details {
+pub struct SourceDetails {
     /// Boot id of the host on which the migration began.
     pub boot_id: String,
     /// True if the destination has accepted. Without that it never received anything, even if other entries were not
@@ -224,7 +224,7 @@ pub struct ProcessIdentity {
     pub(crate) qmp: PathBuf,
 }
 
-impl Details {
+impl SourceDetails {
     /// Returns the details for `vm`.
     pub fn of(context: &Context, vm: Option<&SourceVm>, accepted: bool) -> Self {
         let process = vm.map(|vm| ProcessIdentity {
@@ -248,7 +248,7 @@ pub struct SourceDriver {
     context: Arc<Context>,
     terms: MigrationTerms,
     inbox: SourceInbox,
-    controls: Arc<Controls>,
+    controls: Arc<MigrationControls>,
     telemetry: Telemetry,
     clock: Clock,
     session: SourceSession,
@@ -271,11 +271,11 @@ struct RegistryRequests {
 struct SourceConnections {
     generation: Generation,
     /// Connection for messages: the control stream of the present generation, later a connection for questions.
-    control: Option<phases::Control>,
+    control: Option<phases::ControlStream>,
     /// Error that ended the last lost control connection; none if unknown.
     control_lost: Option<String>,
     /// The last control connection, on which ABORT was sent.
-    aborted_control: Option<phases::Control>,
+    aborted_control: Option<phases::ControlStream>,
     /// Peer that waits for the answer to the question in progress.
     asker: Option<inbox::Reply>,
 }
@@ -338,7 +338,7 @@ impl SourceDriver {
         state: SourceState,
         vm: Option<SourceVm>,
         inbox: SourceInbox,
-        controls: Arc<Controls>,
+        controls: Arc<MigrationControls>,
         publisher: Publisher,
     ) -> Self {
         let ram_bytes = controls.report(|report| report.ram_blocks.iter().map(|block| block.bytes).sum());

@@ -74,7 +74,7 @@ fn address(bytes: &[u8]) -> Option<IpAddr> {
 /// Samples of the addresses from which a guest sends. Between two looks the kernel keeps a few of its frames and drops
 /// the others, so that this costs hardly anything.
 #[derive(Debug)]
-pub struct Senders {
+pub struct AddressSampler {
     sockets: Vec<(PacketSocket, Mac)>,
     known: BTreeSet<IpAddr>,
     /// Sockets for questions to the guest.
@@ -82,7 +82,7 @@ pub struct Senders {
     asked: BTreeSet<IpAddr>,
 }
 
-impl Senders {
+impl AddressSampler {
     /// Begins to sample the cards behind these interfaces, which are in the network namespace of this thread.
     pub fn start<'a>(cards: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {
         let socket = |(interface, mac): (&str, Mac)| -> io::Result<(PacketSocket, Mac)> {

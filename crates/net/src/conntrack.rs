@@ -69,16 +69,16 @@ const COPIED: [u16; 4] = [abi::TIMEOUT, abi::MARK, abi::ZONE, abi::LABELS];
 const COPIED_NESTED: [u16; 4] =
     [abi::PROTOCOL_STATE, abi::MASTER, abi::SEQUENCE_ORIGINAL, abi::SEQUENCE_REPLY];
 
-/// An entry: family, and the attributes that are copied, as the kernel lists them.
+/// A tracked connection: family, and the attributes that are copied, as the kernel lists them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry(Vec<u8>);
+pub struct TrackedConnection(Vec<u8>);
 
 /// Error: bytes are not entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("connection tracking entries are cut off or too long")]
 pub struct BadFlows;
 
-impl Entry {
+impl TrackedConnection {
     /// Keeps of an entry in the kernel's list what is copied; none if it is damaged.
     fn of_list(body: &[u8]) -> Option<Self> {
         let (header, listed) = body.split_at_checked(NFGEN_BYTES)?;
@@ -232,7 +232,7 @@ impl Entry {
     }
 }
 
-impl fmt::Display for Entry {
+impl fmt::Display for TrackedConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.flows() {
             Some((original, _)) => original.fmt(f),
@@ -393,7 +393,11 @@ pub fn check(netfilter: &Socket) -> io::Result<()> {
 
 /// Returns the entries of connections of which an end has one of these addresses, `most` at most, and true if there are
 /// no others.
-pub fn list(netfilter: &Socket, addresses: &BTreeSet<IpAddr>, most: usize) -> io::Result<(Vec<Entry>, bool)> {
+pub fn list(
+    netfilter: &Socket,
+    addresses: &BTreeSet<IpAddr>,
+    most: usize,
+) -> io::Result<(Vec<TrackedConnection>, bool)> {
     let mut requests = Requests::default();
     requests.request(abi::GET, DUMP, &[0; NFGEN_BYTES]);
     let (mut entries, mut is_whole) = (Vec::new(), true);
@@ -402,7 +406,7 @@ pub fn list(netfilter: &Socket, addresses: &BTreeSet<IpAddr>, most: usize) -> io
             return;
         }
         if entries.len() < most {
-            entries.extend(Entry::of_list(body));
+            entries.extend(TrackedConnection::of_list(body));
         } else {
             is_whole = false;
         }
@@ -425,9 +429,9 @@ pub fn ends_of_all(netfilter: &Socket, most: usize) -> io::Result<BTreeSet<IpAdd
     Ok(found)
 }
 
-/// An entry that the kernel refused.
+/// A tracked connection that the kernel refused.
 #[derive(Debug)]
-pub struct Refused {
+pub struct RefusedConnection {
     /// Number of the entry among those of the call.
     pub index: usize,
     /// Error of the kernel.
@@ -435,11 +439,11 @@ pub struct Refused {
 }
 
 /// Installs entries, and returns those that cannot be. A helper or labels that this host does not know are left out.
-pub fn install(netfilter: &Socket, entries: &[Entry]) -> io::Result<Vec<Refused>> {
+pub fn install(netfilter: &Socket, entries: &[TrackedConnection]) -> io::Result<Vec<RefusedConnection>> {
     let (related, first): (Vec<_>, Vec<_>) =
         entries.iter().enumerate().partition(|(_, entry)| entry.is_related());
-    let mut refused = for_all(netfilter, &first, Entry::request)?;
-    refused.extend(for_all(netfilter, &related, Entry::request)?);
+    let mut refused = for_all(netfilter, &first, TrackedConnection::request)?;
+    refused.extend(for_all(netfilter, &related, TrackedConnection::request)?);
     let (present, failed): (Vec<_>, Vec<_>) =
         refused.into_iter().partition(|refused| refused.error.kind() == io::ErrorKind::AlreadyExists);
     let plain: Vec<_> = failed.iter().map(|refused| entries.get(refused.index)?.without_extras()).collect();
@@ -448,7 +452,7 @@ pub fn install(netfilter: &Socket, entries: &[Entry]) -> io::Result<Vec<Refused>
         .zip(&failed)
         .filter_map(|(entry, refused)| Some((refused.index, entry.as_ref()?)))
         .collect();
-    let mut left = for_all(netfilter, &again, Entry::request)?;
+    let mut left = for_all(netfilter, &again, TrackedConnection::request)?;
     left.extend(present);
     left.extend(
         failed.into_iter().zip(&plain).filter(|(_, plain)| plain.is_none()).map(|(refused, _)| refused),
@@ -457,23 +461,23 @@ pub fn install(netfilter: &Socket, entries: &[Entry]) -> io::Result<Vec<Refused>
 }
 
 /// Removes entries, and returns those that cannot be: they may have ended.
-pub fn remove(netfilter: &Socket, entries: &[Entry]) -> io::Result<Vec<Refused>> {
+pub fn remove(netfilter: &Socket, entries: &[TrackedConnection]) -> io::Result<Vec<RefusedConnection>> {
     let numbered: Vec<_> = entries.iter().enumerate().collect();
-    for_all(netfilter, &numbered, Entry::removal)
+    for_all(netfilter, &numbered, TrackedConnection::removal)
 }
 
 fn for_all(
     netfilter: &Socket,
-    entries: &[(usize, &Entry)],
-    request: impl Fn(&Entry, &mut Requests) -> Option<()>,
-) -> io::Result<Vec<Refused>> {
+    entries: &[(usize, &TrackedConnection)],
+    request: impl Fn(&TrackedConnection, &mut Requests) -> Option<()>,
+) -> io::Result<Vec<RefusedConnection>> {
     let mut refused = Vec::new();
     for some in entries.chunks(AT_ONCE) {
         let (mut requests, mut asked) = (Requests::default(), Vec::new());
         for (index, entry) in some {
             let mut one = Requests::default();
             if request(entry, &mut one).is_none() {
-                refused.push(Refused { index: *index, error: io::ErrorKind::InvalidData.into() });
+                refused.push(RefusedConnection { index: *index, error: io::ErrorKind::InvalidData.into() });
                 continue;
             }
             requests.append(one);
@@ -485,7 +489,7 @@ fn for_all(
         }
         for (number, error) in netfilter.exchange(requests)? {
             if let Some(index) = (number as usize).checked_sub(1).and_then(|number| asked.get(number)) {
-                refused.push(Refused { index: *index, error });
+                refused.push(RefusedConnection { index: *index, error });
             }
         }
     }

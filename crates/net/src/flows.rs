@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use crate::conntrack::{BadFlows, Entry};
+use crate::conntrack::{BadFlows, TrackedConnection};
 
 /// Most entries that are copied for one guest.
 pub const MOST_FLOWS: usize = 65_536;
@@ -17,11 +17,11 @@ const LEAST_LEFT: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FlowChange {
     /// There is a new entry.
-    Install(Entry),
+    Install(TrackedConnection),
     /// There is a new entry, whose NAT uses an address of the source host. It is of use only at a host with that address.
-    InstallWithOwnAddress(Entry),
+    InstallWithOwnAddress(TrackedConnection),
     /// An entry has ended, or is about to be replaced.
-    Remove(Entry),
+    Remove(TrackedConnection),
 }
 
 const INSTALL: u8 = 1;
@@ -30,7 +30,7 @@ const REMOVE: u8 = 3;
 
 impl FlowChange {
     /// Returns the entry that it concerns.
-    pub fn entry(&self) -> &Entry {
+    pub fn entry(&self) -> &TrackedConnection {
         match self {
             Self::Install(entry) | Self::InstallWithOwnAddress(entry) | Self::Remove(entry) => entry,
         }
@@ -49,7 +49,7 @@ impl FlowChange {
     /// Decodes a change, and returns what follows it.
     pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), BadFlows> {
         let (kind, rest) = bytes.split_first().ok_or(BadFlows)?;
-        let (entry, rest) = Entry::decode(rest)?;
+        let (entry, rest) = TrackedConnection::decode(rest)?;
         let change = match *kind {
             INSTALL => Self::Install(entry),
             INSTALL_WITH_OWN_ADDRESS => Self::InstallWithOwnAddress(entry),
@@ -77,15 +77,15 @@ pub struct SentFlows(BTreeMap<Vec<u8>, SentFlow>);
 
 #[derive(Debug)]
 struct SentFlow {
-    entry: Entry,
+    entry: TrackedConnection,
     at: Instant,
     is_with_own_address: bool,
 }
 
 impl SentFlow {
     /// Returns true if the copy needs no change.
-    fn is_good_for(&self, entry: &Entry, now: Instant) -> bool {
-        let lasts = |entry: &Entry| Duration::from_secs(entry.timeout_s().into());
+    fn is_good_for(&self, entry: &TrackedConnection, now: Instant) -> bool {
+        let lasts = |entry: &TrackedConnection| Duration::from_secs(entry.timeout_s().into());
         let left = lasts(&self.entry).saturating_sub(now.duration_since(self.at));
         self.entry.is_like(entry) && left >= lasts(entry).min(LEAST_LEFT)
     }
@@ -94,7 +94,12 @@ impl SentFlow {
 impl SentFlows {
     /// Returns the changes that make the other host's entries equal to `entries`, which are sent now. `own` are the
     /// addresses of this host.
-    pub fn changes(&mut self, now: Instant, entries: Vec<Entry>, own: &BTreeSet<IpAddr>) -> Vec<FlowChange> {
+    pub fn changes(
+        &mut self,
+        now: Instant,
+        entries: Vec<TrackedConnection>,
+        own: &BTreeSet<IpAddr>,
+    ) -> Vec<FlowChange> {
         let (mut removed, mut installed) = (Vec::new(), Vec::new());
         let mut gone = std::mem::take(&mut self.0);
         for entry in entries {
@@ -121,7 +126,7 @@ impl SentFlows {
     }
 
     /// Returns the entries of these addresses that the source host no longer needs once the guest runs elsewhere.
-    pub fn left_behind(&self, addresses: &BTreeSet<IpAddr>) -> Vec<Entry> {
+    pub fn left_behind(&self, addresses: &BTreeSet<IpAddr>) -> Vec<TrackedConnection> {
         let left = self.0.values().filter(|sent| !sent.is_with_own_address && sent.entry.is_of(addresses));
         left.map(|sent| sent.entry.clone()).collect()
     }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracing::warn;
 
 use crate::addresses;
-use crate::conntrack::{self, Entry, Refused};
+use crate::conntrack::{self, RefusedConnection, TrackedConnection};
 use crate::flows::{FlowChange, MOST_FLOWS};
 use crate::netlink::Socket;
 
@@ -32,7 +32,7 @@ struct Installed {
     /// The record, until the guest is here.
     file: Option<File>,
     /// Entries that were not there before.
-    entries: BTreeMap<Vec<u8>, Entry>,
+    entries: BTreeMap<Vec<u8>, TrackedConnection>,
     stage: ArrivalStage,
 }
 
@@ -109,7 +109,7 @@ impl Installed {
         let refused = conntrack::install(&self.netfilter, &wanted)?;
         let mut wanted: Vec<_> = wanted.into_iter().map(Some).collect();
         let mut others = Vec::new();
-        for Refused { index, error } in refused {
+        for RefusedConnection { index, error } in refused {
             let Some(entry) = wanted.get_mut(index).and_then(Option::take) else { continue };
             // This host has seen the flow by itself, and its entry is not ours.
             if error.kind() != io::ErrorKind::AlreadyExists {
@@ -128,7 +128,7 @@ impl Installed {
         &mut self,
         changes: Vec<FlowChange>,
         result: &mut InstallResult,
-    ) -> io::Result<(Vec<Entry>, Vec<Entry>)> {
+    ) -> io::Result<(Vec<TrackedConnection>, Vec<TrackedConnection>)> {
         let needs_address = |change: &FlowChange| matches!(change, FlowChange::InstallWithOwnAddress(_));
         let own =
             if changes.iter().any(needs_address) { addresses::own(&self.route)? } else { BTreeSet::new() };
@@ -202,7 +202,7 @@ pub fn discard_recorded(record: &Path) {
 }
 
 /// Removes entries over a new connection to the kernel: an older one may have failed.
-fn remove_entries(entries: &[Entry]) {
+fn remove_entries(entries: &[TrackedConnection]) {
     if entries.is_empty() {
         return;
     }

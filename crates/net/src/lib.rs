@@ -58,4 +58,4 @@ pub use listener::Listener;
 pub use merger::{Merger, MergerInput};
 pub use probe::NetworkProof;
 pub use prober::{ProbedTap, Prober};
-pub use reachability::{FirstFrames, Watch};
+pub use reachability::{FirstFrames, FirstFramesWatch};

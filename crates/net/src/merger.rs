@@ -1,7 +1,7 @@
 //! Frames for a guest that arrives: those that the source held, then those that the network sends here.
 //!
 //! Until the guest is announced, frames that arrive here directly are copies of those that the source receives, and are
-//! discarded. After the announcement they are kept until the source has sent no frame for a moment ([`Order`]):
+//! discarded. After the announcement they are kept until the source has sent no frame for a moment ([`FrameOrder`]):
 //! otherwise frames of one connection would overtake each other.
 
 use std::collections::VecDeque;
@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 
 use crate::divert::Diversion;
 use crate::ethernet::Mac;
-use crate::held::{HeldFrame, MOST_BYTES, Order};
+use crate::held::{FrameOrder, HeldFrame, MOST_BYTES};
 use crate::holder::{UNDER_WAY, is_full};
 
 /// Longest wait for room in the tap of a guest that runs, since it had some: the guest's user may have paused it.
@@ -59,7 +59,7 @@ enum Phase {
     /// Frames that arrive here directly are discarded.
     Discarding,
     /// Frames that arrive here directly are kept.
-    Keeping(Order),
+    Keeping(FrameOrder),
     /// Frames that arrive here directly follow those that wait; the rules go when nothing waits, or at this time.
     Following(Instant),
     /// Frames go to the guest by themselves.
@@ -162,7 +162,7 @@ impl State {
             self.phase = Phase::Released;
             return;
         }
-        let mut order = Order::new(now);
+        let mut order = FrameOrder::new(now);
         self.waiting.iter().for_each(|frame| order.record_from_source(now, frame));
         self.phase = Phase::Keeping(order);
     }

@@ -45,13 +45,13 @@ impl FirstFrames {
 
 /// Sockets at the taps of a guest's cards.
 #[derive(Debug)]
-pub struct Watch {
+pub struct FirstFramesWatch {
     /// Sockets, each with the index of its card.
     sockets: Vec<(PacketSocket, usize)>,
     cards: Vec<FirstFrames>,
 }
 
-impl Watch {
+impl FirstFramesWatch {
     /// Begins to record the frames of the cards behind these interfaces, which are in the network namespace of this
     /// thread. A card may have several. The kernel keeps the frames until [`measure`](Self::measure) reads them.
     pub fn start<'a>(interfaces: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {

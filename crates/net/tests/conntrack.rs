@@ -7,7 +7,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 
 use lab::{DEADLINE, Host, Lab, LabConfig, vm_address};
-use net::conntrack::{self, Entry};
+use net::conntrack::{self, TrackedConnection};
 use net::flows::FlowChange;
 use net::installer::{FlowInstaller, discard_recorded};
 use net::netlink::Socket;
@@ -59,7 +59,7 @@ impl Network {
 
     /// Returns the entries of the server's connections. Its kernel joins multicast groups at a time of its own: those
     /// entries are left out.
-    fn entries(&self) -> Vec<Entry> {
+    fn entries(&self) -> Vec<TrackedConnection> {
         let server = BTreeSet::from([IpAddr::from(vm_address(1))]);
         let list = || conntrack::list(&Socket::netfilter().unwrap(), &server, usize::MAX);
         let (entries, is_whole) = self.router().within(list).unwrap().unwrap();
@@ -121,11 +121,11 @@ fn connections_with_nat_go_on_with_entries_that_were_copied() {
         texts.iter().all(|text| text.contains("10.93.0.1:") && text.ends_with("→ 10.93.0.254:80")),
         "{texts:?}"
     );
-    let copy = |entry: &Entry| {
+    let copy = |entry: &TrackedConnection| {
         let mut bytes = Vec::new();
         entry.encode(&mut bytes);
-        let (copy, rest) = Entry::decode(&bytes).unwrap();
-        assert!(rest.is_empty() && Entry::decode(&bytes[1..]).is_err());
+        let (copy, rest) = TrackedConnection::decode(&bytes).unwrap();
+        assert!(rest.is_empty() && TrackedConnection::decode(&bytes[1..]).is_err());
         copy
     };
     let copied: Vec<_> = entries.iter().map(copy).collect();
@@ -133,7 +133,7 @@ fn connections_with_nat_go_on_with_entries_that_were_copied() {
 
     // From now on only what is known passes, as at a host to which a guest has just moved.
     network.pass("ct mark 0x77 counter drop");
-    let within = |work: &(dyn Fn(&Socket) -> std::io::Result<Vec<conntrack::Refused>> + Sync)| {
+    let within = |work: &(dyn Fn(&Socket) -> std::io::Result<Vec<conntrack::RefusedConnection>> + Sync)| {
         network.router().within(|| work(&Socket::netfilter().unwrap())).unwrap().unwrap()
     };
     assert!(within(&|socket| conntrack::remove(socket, &entries)).is_empty());
@@ -144,7 +144,8 @@ fn connections_with_nat_go_on_with_entries_that_were_copied() {
     let failed = within(&|socket| conntrack::install(socket, &copied));
     assert!(failed.is_empty(), "{failed:?}");
     let again = within(&|socket| conntrack::install(socket, &copied));
-    let exists = |refused: &conntrack::Refused| refused.error.kind() == std::io::ErrorKind::AlreadyExists;
+    let exists =
+        |refused: &conntrack::RefusedConnection| refused.error.kind() == std::io::ErrorKind::AlreadyExists;
     assert!(
         again.len() == 2 && again.iter().all(exists),
         "an entry that is there is not replaced: {again:?}"

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use lab::{DEADLINE, Host, Lab, LabConfig, until};
 use net::announcer::Card;
 use net::ethernet::{ARP, Frame, RARP, compose};
-use net::{Announcer, Claim, Listener, Mac, Watch, announcement, filter};
+use net::{Announcer, Claim, FirstFramesWatch, Listener, Mac, announcement, filter};
 use tracee::{PacketSocket, Process, Tap, VIRTIO_HEADER_BYTES};
 use whimbrel_net as net;
 
@@ -127,7 +127,8 @@ fn frames_reach_the_reader_of_a_tap() {
 fn the_first_frames_of_a_guest_are_measured() {
     let lab = up();
     let (guest, other) = (open(&lab.a), open(&lab.b));
-    let watch = || lab.a.within(|| Watch::start([(TAP, GUEST), ("trunk", GUEST)])).unwrap().unwrap();
+    let watch =
+        || lab.a.within(|| FirstFramesWatch::start([(TAP, GUEST), ("trunk", GUEST)])).unwrap().unwrap();
     let started = SystemTime::now();
     let silent = watch();
     for frame in announcement::frames(GUEST, &[]) {

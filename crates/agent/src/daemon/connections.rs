@@ -8,7 +8,7 @@ use engine::handover::destination::{DestinationEffect, DestinationEvent, Destina
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, MigrationTerms, Move, Step};
 use link::transport::Channel;
-use link::{Arrival, Incoming, Rejected};
+use link::{ConnectedPeer, Incoming, Rejected};
 use proto::message::{Message, PageRequest, Verdict};
 use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
@@ -23,7 +23,7 @@ const PROPOSAL_PATIENCE: Duration = Duration::from_secs(10);
 
 impl Daemon {
     /// Handles a connection attempt of a peer. Runs on a thread of the connection's own.
-    pub(super) fn arrival(self: &Arc<Self>, arrival: Result<Arrival, Rejected>) {
+    pub(super) fn arrival(self: &Arc<Self>, arrival: Result<ConnectedPeer, Rejected>) {
         let arrival = match arrival {
             Ok(arrival) => arrival,
             Err(rejected) => {
@@ -62,7 +62,7 @@ impl Daemon {
 
     /// Checks that the peer is one of the migration's two hosts: any other host with a certificate could make false
     /// statements about it.
-    fn check_peer_is_participant(&self, arrival: &Arrival) -> Result<(), String> {
+    fn check_peer_is_participant(&self, arrival: &ConnectedPeer) -> Result<(), String> {
         let host = arrival.host();
         let (id, questions) = match arrival.purpose() {
             Purpose::Control { migration, .. }
@@ -87,7 +87,7 @@ impl Daemon {
         }
     }
 
-    fn control_stream(self: &Arc<Self>, arrival: Arrival, id: &MigrationId, generation: Generation) {
+    fn control_stream(self: &Arc<Self>, arrival: ConnectedPeer, id: &MigrationId, generation: Generation) {
         match self.mailbox(id) {
             Some(DriverMailbox::Destination(mailbox)) => {
                 if let Some(connection) = accepted(arrival)
@@ -113,7 +113,7 @@ impl Daemon {
 
     /// Refuses a source that reconnects to a migration that is over here. The source may not know that this host has
     /// discarded its copy, and would otherwise try again and again.
-    fn refuse_late_source(&self, arrival: Arrival, id: &MigrationId) {
+    fn refuse_late_source(&self, arrival: ConnectedPeer, id: &MigrationId) {
         let final_reply = self.answers_from_journal(id, &DestinationEvent::Asked { epoch: id.epoch });
         match final_reply.into_iter().find(|final_reply| matches!(final_reply, Message::Refused { .. })) {
             Some(refused) => {
@@ -135,7 +135,7 @@ impl Daemon {
     }
 
     /// Handles a connection on which the peer of a handover asks questions, or repeats its messages.
-    fn questions(&self, arrival: Arrival, id: &MigrationId) {
+    fn questions(&self, arrival: ConnectedPeer, id: &MigrationId) {
         match self.mailbox(id) {
             Some(DriverMailbox::Destination(mailbox)) => {
                 if let Some(connection) = accepted(arrival)
@@ -155,7 +155,7 @@ impl Daemon {
     /// Handles a connection on which the source sends frames for the guest, or its tracked connections.
     fn of_network(
         &self,
-        arrival: Arrival,
+        arrival: ConnectedPeer,
         id: &MigrationId,
         receive: impl FnOnce(&DestinationMailbox, Channel) -> std::io::Result<()>,
     ) {
@@ -339,7 +339,7 @@ fn final_reply(
         .collect()
 }
 
-fn accepted(arrival: Arrival) -> Option<Channel> {
+fn accepted(arrival: ConnectedPeer) -> Option<Channel> {
     match arrival.accept() {
         Ok(connection) => Some(connection.into()),
         Err(error) => {

@@ -17,7 +17,7 @@ use api::{CheckReport, MigrateRequest, MigrationStatus};
 use api::{HintedMemory, Problem, ProblemKind, StopPolicy};
 use host::preflight;
 use host::{ownership, vms};
-use migrate::source::{self, Controls, Goals};
+use migrate::source::{self, Goals, MigrationControls};
 use store::journal::{Durability, JournalError, VmRecord};
 
 /// Longest wait for the end of a migration that is decided.
@@ -127,7 +127,7 @@ impl Daemon {
         report.ram_blocks.clone_from(&proposal.ram);
         let mut vm = offer.vm;
         report.run_state_before = vm.run_state().unwrap_or_default();
-        let controls = Arc::new(Controls::new(goals, report, requested).with_prober(offer.prober));
+        let controls = Arc::new(MigrationControls::new(goals, report, requested).with_prober(offer.prober));
         let id = terms.migration.clone();
         self.start_source_driver(terms, vm, proposal, controls)?;
         self.status(&id)
@@ -139,10 +139,10 @@ impl Daemon {
         terms: MigrationTerms,
         vm: source::SourceVm,
         proposal: Proposal,
-        controls: Arc<Controls>,
+        controls: Arc<MigrationControls>,
     ) -> Result<(), Problem> {
         let id = terms.migration.clone();
-        let details = source::Details::of(&self.context, Some(&vm), false);
+        let details = source::SourceDetails::of(&self.context, Some(&vm), false);
         let (mut driver, driven) = self.source_driver(terms, SourceState::Idle, Some(vm), controls);
         let driver_slot = self.driver_slot(&id, driven)?;
         driver.begin(proposal).map_err(|error| {
@@ -162,7 +162,7 @@ impl Daemon {
         terms: MigrationTerms,
         state: SourceState,
         vm: Option<source::SourceVm>,
-        controls: Arc<Controls>,
+        controls: Arc<MigrationControls>,
     ) -> (source::SourceDriver, DriverHandle) {
         let inbox = source::SourceInbox::new();
         let publisher = Publisher::new();

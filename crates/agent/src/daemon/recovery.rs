@@ -18,7 +18,7 @@ use api::Problem;
 use api::report::Report;
 use host::Context;
 use host::ownership;
-use migrate::source::{Controls, Details, Goals};
+use migrate::source::{Goals, MigrationControls, SourceDetails};
 use store::journal::{JournalError, MigrationRecord, State};
 
 impl Daemon {
@@ -51,7 +51,7 @@ impl Daemon {
     }
 
     fn resume_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
-        let details: Option<Details> = serde_json::from_value(record.details.clone()).ok();
+        let details: Option<SourceDetails> = serde_json::from_value(record.details.clone()).ok();
         let controls = Arc::new(self.controls_of(record));
         let (mut driver, driven) = self.source_driver(record.terms.clone(), state, None, controls);
         driver.proposed(self.context.journal.proposal(record.id()).ok().flatten());
@@ -125,7 +125,7 @@ impl Daemon {
 
     /// Restores the controls of a migration. Its goals do not matter any more, except the bandwidth; its report is
     /// continued.
-    fn controls_of(&self, record: &MigrationRecord) -> Controls {
+    fn controls_of(&self, record: &MigrationRecord) -> MigrationControls {
         let config = &self.context.config;
         let report = self.context.journal.report(record.id()).ok().flatten();
         let settings = report.as_ref().map_or(&config.migration, |report| &report.settings).clone();
@@ -138,7 +138,7 @@ impl Daemon {
         // Times in the report count from the request, whichever agent received it.
         let since = Duration::from_millis(api::report::unix_ms_now().saturating_sub(report.started_unix_ms));
         let now = Instant::now();
-        Controls::new(goals, report, now.checked_sub(since).unwrap_or(now))
+        MigrationControls::new(goals, report, now.checked_sub(since).unwrap_or(now))
     }
 }
 
@@ -169,7 +169,7 @@ fn retry_until_known<T, E: std::error::Error>(
 fn find_source_qemu(
     context: &Context,
     id: &MigrationId,
-    details: Option<&Details>,
+    details: Option<&SourceDetails>,
 ) -> Result<Option<SourceVm>, SourceQemuError> {
     let kept = match details.and_then(|details| details.vm(&id.vm)) {
         Some(kept) => Some(kept),
@@ -212,7 +212,7 @@ enum SourceQemuError {
 
 /// Returns the state of a source whose QEMU is gone. Entries that may be missing after a reboot matter only if the
 /// destination had accepted, which is synced before anything is sent.
-fn recovered_source_state(details: Option<&Details>, boot_id: &str) -> QemuAtStart {
+fn recovered_source_state(details: Option<&SourceDetails>, boot_id: &str) -> QemuAtStart {
     if details.is_some_and(|details| details.accepted && details.boot_id != boot_id) {
         QemuAtStart::Rebooted
     } else {
@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn an_unaccepted_source_asks_no_peer_after_a_reboot() {
-        let details = |accepted| Details {
+        let details = |accepted| SourceDetails {
             boot_id: "last".to_owned(),
             accepted,
             later: None,

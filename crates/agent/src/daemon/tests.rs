@@ -15,7 +15,7 @@ use api::{Control as _, ProblemKind};
 use host::testing::{
     Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, wait_until_blocked,
 };
-use migrate::source::{Controls, Goals};
+use migrate::source::{Goals, MigrationControls};
 use store::journal::{Durability, State};
 
 fn daemon(world: &World) -> Arc<Daemon> {
@@ -38,11 +38,11 @@ fn incarnation() -> Incarnation {
     Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
 }
 
-fn controls(daemon: &Daemon) -> Arc<Controls> {
+fn controls(daemon: &Daemon) -> Arc<MigrationControls> {
     let request = serde_json::from_value(serde_json::json!({ "vm": "web", "to": "b" })).unwrap();
     let goals = Goals::new(&request, &daemon.context.config);
     let report = Report::begin(id(1), host("a"), host("b"), goals.settings.clone());
-    Arc::new(Controls::new(goals, report, Instant::now()))
+    Arc::new(MigrationControls::new(goals, report, Instant::now()))
 }
 
 fn driven() -> DriverHandle {
@@ -268,7 +268,7 @@ fn a_migration_finds_its_own_qemu() {
     let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
     world.journalled(&terms("a", "b"), State::Source(committed));
     let vm = host::SourceVm::find(&world.context, &qemu.record()).unwrap();
-    let details = source::Details::of(&world.context, Some(&vm), true);
+    let details = source::SourceDetails::of(&world.context, Some(&vm), true);
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
     daemon.resume_migrations().unwrap();
     eventually("the QEMU of the migration is held", || qemu.is_frozen());

@@ -8,7 +8,7 @@ use crate::pre_copy::{
     AnyPolicy, PolicyEvent, PreCopyGoals, RoundCountPolicy, RoundObservation, ThrottleChange,
 };
 use crate::pressure::{RestraintPolicy, SchedulingTimes};
-use crate::push::{Part, Push};
+use crate::push::{PushPolicy, PushedPart};
 use crate::references::{ReferenceObservation, ReferencePolicy};
 use crate::throttle::processors::{CpuObservation, CpuSample, CpuThrottlePolicy, ThrottleDemand};
 use crate::throttle::{Drain, Threshold, WriteObservation, WriteThrottle};
@@ -147,9 +147,9 @@ proptest! {
         cuts in several(0..40_usize),
     ) {
         let of = |(pages, data, wire_bytes, duration_ns)| {
-            Part { pages, data_pages: u64::min(data, pages), wire_bytes, duration_ns }
+            PushedPart { pages, data_pages: u64::min(data, pages), wire_bytes, duration_ns }
         };
-        is_replayed(&traced(Push::default(), seen.into_iter().map(of).collect(), &cuts));
+        is_replayed(&traced(PushPolicy::default(), seen.into_iter().map(of).collect(), &cuts));
     }
 }
 
@@ -209,8 +209,8 @@ fn a_changed_decision_is_reported() {
     let stop = traced(AnyPolicy::from(RoundCountPolicy::default()), seen, &[]);
     is_replayed(&stop);
     let push = traced(
-        Push::default(),
-        vec![Part { pages: 64, data_pages: 64, wire_bytes: 9, duration_ns: 9 }; 3],
+        PushPolicy::default(),
+        vec![PushedPart { pages: 64, data_pages: 64, wire_bytes: 9, duration_ns: 9 }; 3],
         &[],
     );
     let others = OtherTraces { push: Some(push), ..OtherTraces::default() };

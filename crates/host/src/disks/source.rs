@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ::memory::ram::RamError;
-use ::memory::{BlockReader, LogError, PageSet, ScanError, ScanStats};
+use ::memory::{BlockReader, DirtyLogError, PageSet, ScanError, ScanStats};
 use block::nbd::{ALLOCATION, Client, DIRTY, Extent, HOLE, NbdError, ZERO, dirty_bitmap};
 use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
@@ -137,7 +137,7 @@ impl DiskLog {
         let before: u64 = into.iter().map(PageSet::count).sum();
         let failed = |name: &String, error: DiskLogError| ScanError {
             block: display_name(name),
-            source: LogError::Disk(Box::new(error)),
+            source: DirtyLogError::Disk(Box::new(error)),
         };
         let all = self.names.join(", ");
         let frozen = self.recording.freeze(qmp).map_err(|error| failed(&all, error.into()))?.to_vec();

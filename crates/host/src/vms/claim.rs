@@ -3,7 +3,7 @@
 use tracing::info;
 
 use crate::Context;
-use crate::ownership::{self, Claim};
+use crate::ownership::{self, RegisteredOwner};
 use api::{ClaimReport, ClaimRequest, Problem, ProblemKind};
 use store::journal::{JournalError, VmRecord};
 
@@ -18,12 +18,12 @@ pub fn claim(context: &Context, record: &VmRecord, request: &ClaimRequest) -> Re
         let found = ownership::finding(&error);
         Problem::new(ProblemKind::Unavailable, found.what, found.advice)
     };
-    let found = match ownership::read_claim(context, vm).map_err(problem)? {
-        Claim::Held => {
+    let found = match ownership::read_owner(context, vm).map_err(problem)? {
+        RegisteredOwner::Held => {
             let owner = Some(context.config.host.clone());
             return Ok(ClaimReport { vm: vm.clone(), owner, risked: Vec::new(), done: true });
         }
-        Claim::Other(found) => found,
+        RegisteredOwner::Other(found) => found,
     };
     let risked = found.iter().filter(|found| !found.released).flat_map(|found| {
         let (owner, epoch) = (&found.owner, found.epoch);

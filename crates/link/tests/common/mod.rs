@@ -12,7 +12,8 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
 };
 use whimbrel_link::{
-    Arrival, Connection, Endpoint, Identity, Listener, ListenerHandle, Peer, Rejected, Security, TlsFiles,
+    ConnectedPeer, Connection, Endpoint, Identity, Listener, ListenerHandle, Peer, Rejected, Security,
+    TlsFiles,
 };
 
 /// Maximum time that a test waits for an expected event; no test waits for this to pass.
@@ -107,7 +108,7 @@ pub fn plain(name: &str) -> Endpoint {
 pub struct Server {
     pub serving: ListenerHandle,
     pub host: HostId,
-    arrivals: Mutex<Receiver<Result<Arrival, Rejected>>>,
+    arrivals: Mutex<Receiver<Result<ConnectedPeer, Rejected>>>,
 }
 
 impl Server {
@@ -126,7 +127,7 @@ impl Server {
         Peer { host: self.host.clone(), address: self.serving.address().to_string() }
     }
 
-    pub fn arrival(&self) -> Result<Arrival, Rejected> {
+    pub fn arrival(&self) -> Result<ConnectedPeer, Rejected> {
         self.arrivals.lock().unwrap().recv_timeout(PATIENCE).expect("nobody arrived")
     }
 

@@ -15,7 +15,7 @@ use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Compression;
 use proto::pages::{Ack, decode_round_end};
 use whimbrel_memory::{
-    BlockReader, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, Owed, PageSet,
+    BlockReader, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, OwedPages, PageSet,
     RamError, Reductions, ScanError, ScanStats, Sender,
 };
 
@@ -169,7 +169,7 @@ fn rounds(kind: &'static str, chunks: u64, written: PageSet, saving: Reductions)
     };
     let memory: Box<dyn BlockReader> = Box::new(Memory { kind, chunks });
     let sender = Sender::with_reductions([memory].into(), saving, vec![stream]).unwrap();
-    let nothing = Owed::everything([chunks * CHUNK_BYTES]);
+    let nothing = OwedPages::everything([chunks * CHUNK_BYTES]);
     let mut state = Some((sender, nothing));
     let mut log = Written(written);
     let mut round = move || {

@@ -10,7 +10,7 @@ use proto::message::PageRequest;
 use tracee::{AddressRange, PageFaultError, PageFaultHandler};
 use tracing::warn;
 
-use super::ledger::Ledger;
+use super::missing_pages_file::MissingPagesFile;
 use crate::lock;
 use crate::page_set::PageSet;
 use crate::ram::{BlockWriter, RamError, RamRegion};
@@ -41,7 +41,7 @@ pub struct MissingPages<P> {
     /// Number of missing pages.
     left: AtomicU64,
     /// File that records the missing pages, too.
-    ledger: Option<Ledger>,
+    file: Option<MissingPagesFile>,
     /// True if another agent began this post-copy phase.
     is_taken_over: bool,
     /// The first page that was found present although it was missing.
@@ -81,13 +81,13 @@ impl<P: Placer> MissingPages<P> {
         });
         let (blocks, left) = (blocks.collect(), AtomicU64::new(left));
         let (untrusted, notify) = (OnceLock::new(), Box::new(notify));
-        Self { placer, blocks, left, ledger: None, is_taken_over: false, untrusted, notify }
+        Self { placer, blocks, left, file: None, is_taken_over: false, untrusted, notify }
     }
 
-    /// Records the missing pages in the ledger as well, which has to hold the same set now.
+    /// Records the missing pages in the file as well, which has to hold the same set now.
     #[must_use]
-    pub fn with_ledger(self, ledger: Ledger) -> Self {
-        Self { ledger: Some(ledger), ..self }
+    pub fn with_file(self, file: MissingPagesFile) -> Self {
+        Self { file: Some(file), ..self }
     }
 
     /// Sets for each block whether zeros are placed even if no thread waits for them: that detects a page that is
@@ -100,7 +100,7 @@ impl<P: Placer> MissingPages<P> {
         self
     }
 
-    /// Continues after another agent died, which may have placed a page that its ledger still lists as missing.
+    /// Continues after another agent died, which may have placed a page that its file still lists as missing.
     #[must_use]
     pub fn taken_over(self) -> Self {
         Self { is_taken_over: true, ..self }
@@ -179,8 +179,8 @@ impl<P: Placer> MissingPages<P> {
         if before == 0 {
             return Ok(());
         }
-        // After the page: a page that the ledger still lists is requested again, but one that it lacks would be lost.
-        let kept = self.ledger.as_ref().map_or(Ok(()), |ledger| ledger.update(block, &sets.awaited, pages));
+        // After the page: a page that the file still lists is requested again, but one that it lacks would be lost.
+        let kept = self.file.as_ref().map_or(Ok(()), |file| file.update(block, &sets.awaited, pages));
         if self.left.fetch_sub(before, Ordering::AcqRel) == before {
             (self.notify)();
         }

@@ -13,7 +13,7 @@ use proto::message::PageRequest;
 
 use crate::lock;
 use crate::page_set::PageSet;
-use crate::round::{Owed, Readable};
+use crate::round::{OwedPages, ReadablePages};
 
 /// Pages that the guest wrote recently, which determine the order of sending.
 #[derive(Clone, Debug, Default)]
@@ -95,7 +95,7 @@ impl RemainingPages {
     }
 
     /// Takes up to `most_pages` pages, in order of priority, as a round of its own; None if no page remains.
-    pub fn take(&self, most_pages: u64) -> Option<Readable> {
+    pub fn take(&self, most_pages: u64) -> Option<ReadablePages> {
         let mut left = lock(&self.0);
         let left = &mut *left;
         let mut part = Part { pages: left.none(), wanted: most_pages };
@@ -114,7 +114,7 @@ impl RemainingPages {
         if part.wanted == most_pages {
             return None;
         }
-        let readable = Readable { owed: Owed { blocks: part.pages, round: left.round } };
+        let readable = ReadablePages { owed: OwedPages { blocks: part.pages, round: left.round } };
         left.round += 1;
         Some(readable)
     }
@@ -141,7 +141,7 @@ impl RemainingPages {
     }
 
     /// Returns pages that were taken and did not arrive.
-    pub fn give_back(&self, owed: &Owed) {
+    pub fn give_back(&self, owed: &OwedPages) {
         if let Some(tier) = lock(&self.0).tiers.last_mut() {
             tier.iter_mut().zip(&owed.blocks).for_each(|(tier, owed)| tier.insert(owed));
         }
@@ -219,8 +219,8 @@ mod tests {
         set
     }
 
-    fn pages(readable: Option<Readable>) -> Vec<(usize, u64)> {
-        let owed = readable.map_or_else(|| Owed::of(Vec::new()), Readable::give_up);
+    fn pages(readable: Option<ReadablePages>) -> Vec<(usize, u64)> {
+        let owed = readable.map_or_else(|| OwedPages::of(Vec::new()), ReadablePages::give_up);
         let of = |(number, block): (usize, &PageSet)| {
             block.runs().flatten().map(move |page| (number, page)).collect::<Vec<_>>()
         };
@@ -242,12 +242,12 @@ mod tests {
         remaining.remove_requested(&[wanted(7, 0), wanted(1, 5000)]);
         assert_eq!(remaining.pages(), 3);
         // A cut: pages in flight remain again.
-        remaining.give_back(&Owed::of(vec![set(100, &[1]), set(1000, &[20, 30])]));
+        remaining.give_back(&OwedPages::of(vec![set(100, &[1]), set(1000, &[20, 30])]));
         remaining.remove_requested(&[wanted(1, 35)]);
         assert_eq!(pages(remaining.take(4)), [(0, 3), (1, 10), (1, 20), (1, 40)]);
         assert_eq!(pages(remaining.take(9)), [(0, 1), (1, 30)]);
         assert_eq!((pages(remaining.take(9)), remaining.pages()), (Vec::new(), 0));
-        remaining.give_back(&Owed::of(vec![set(100, &[]), set(1000, &[20])]));
+        remaining.give_back(&OwedPages::of(vec![set(100, &[]), set(1000, &[20])]));
         assert_eq!(pages(remaining.take(9)), [(1, 20)]);
     }
 

@@ -7,7 +7,7 @@ use crate::page_set::{ChunkPages, PageSet};
 
 /// Error of decoding a set of pages of these blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BadSet {
+pub enum BadPageSet {
     /// The bytes are no valid entries.
     #[error(transparent)]
     Entries(#[from] BadMissingPages),
@@ -42,7 +42,7 @@ pub fn encode_set(blocks: &[PageSet]) -> Vec<u8> {
 ///
 /// # Errors
 /// If the bytes name pages that do not exist.
-pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<PageSet>, BadSet> {
+pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<PageSet>, BadPageSet> {
     let mut blocks: Vec<_> = lengths.into_iter().map(PageSet::new).collect();
     for (block, chunk, pages) in decode_chunks(bytes, &blocks)? {
         blocks[block].insert_into_chunk(chunk, &pages);
@@ -54,13 +54,13 @@ pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Resul
 ///
 /// # Errors
 /// If the bytes name pages that these blocks do not have.
-pub fn decode_chunks(bytes: &[u8], blocks: &[PageSet]) -> Result<Vec<(usize, u64, ChunkPages)>, BadSet> {
+pub fn decode_chunks(bytes: &[u8], blocks: &[PageSet]) -> Result<Vec<(usize, u64, ChunkPages)>, BadPageSet> {
     let mut last = None;
     let checked = |MissingChunk { block, chunk, pages }| {
         if last.replace((block, chunk)).is_some_and(|last| last >= (block, chunk)) {
-            return Err(BadSet::Order { block, chunk });
+            return Err(BadPageSet::Order { block, chunk });
         }
-        let outside = BadSet::Outside { block, chunk };
+        let outside = BadPageSet::Outside { block, chunk };
         let set = blocks.get(usize::from(block)).filter(|set| chunk < set.chunks()).ok_or(outside)?;
         let pages = ChunkPages::from_words(pages);
         let all = ChunkPages::from_range(0..set.pages() - chunk * CHUNK_PAGES);
@@ -82,13 +82,13 @@ mod tests {
         let bytes = encode_set(&blocks);
         let decoded = |lengths: &[u64]| decode_set(&bytes, lengths.iter().copied());
         assert_eq!(decoded(&[0, 3 << 20, 8 << 20]).unwrap(), blocks);
-        let outside = |block, chunk| Err(BadSet::Outside { block, chunk });
+        let outside = |block, chunk| Err(BadPageSet::Outside { block, chunk });
         assert_eq!(decoded(&[0, (3 << 20) - 4096, 8 << 20]), outside(1, 1));
         assert_eq!(decoded(&[0, 3 << 20, 4 << 20]), outside(2, 2));
         assert_eq!(decoded(&[0, 3 << 20]), outside(2, 0));
-        assert!(matches!(decode_set(&bytes[1..], [1 << 30]), Err(BadSet::Entries(_))));
+        assert!(matches!(decode_set(&bytes[1..], [1 << 30]), Err(BadPageSet::Entries(_))));
         let twice = [&bytes[..], &bytes[..]].concat();
         let decoded_twice = decode_set(&twice, [0, 3 << 20, 8 << 20]);
-        assert_eq!(decoded_twice, Err(BadSet::Order { block: 1, chunk: 0 }));
+        assert_eq!(decoded_twice, Err(BadPageSet::Order { block: 1, chunk: 0 }));
     }
 }

@@ -29,7 +29,7 @@ pub(crate) mod references;
 
 /// Stage of a migration at which reductions end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub enum ReductionStage {
     /// All of memory was sent once: pages written later are on no disk.
     MemorySent,
     /// The guest is stopped, and the remaining pages are about to be sent.
@@ -70,7 +70,7 @@ pub trait Reduction: fmt::Debug + Send + Sync {
     fn full_pages(&self, owed: &[PageSet]) -> u64;
 
     /// Ends at the stages at which it has to, for good.
-    fn end(&self, stage: Stage);
+    fn end(&self, stage: ReductionStage);
 }
 
 /// The reductions of a migration, the same for all its generations.
@@ -125,7 +125,7 @@ impl Reductions {
     }
 
     /// See [`Reduction::end`].
-    pub fn end(&self, stage: Stage) {
+    pub fn end(&self, stage: ReductionStage) {
         self.iter().for_each(|one| one.end(stage));
     }
 }

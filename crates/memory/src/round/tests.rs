@@ -25,16 +25,18 @@ fn parts_make_up_the_whole() {
     blocks[1].set(1023..1024);
     blocks[2].set(0..1);
     blocks[2].set(511..1500);
-    let whole = Owed { blocks, round: 7 };
+    let whole = OwedPages { blocks, round: 7 };
     let sizes = [1, 2, 512, 697, 698, 1000, 1688, 1689, u64::MAX];
     for (size, cut) in sizes.into_iter().flat_map(|size| CUTS.map(|cut| (size, cut))) {
         let unit = if cut == PartBoundary::Anywhere { 1 } else { 16 };
         let (mut owed, mut from) = (whole.clone(), Some(PageCursor::default()));
-        let mut sent =
-            Owed { blocks: owed.blocks.iter().map(|b| PageSet::new(b.pages() * 4096)).collect(), round: 7 };
+        let mut sent = OwedPages {
+            blocks: owed.blocks.iter().map(|b| PageSet::new(b.pages() * 4096)).collect(),
+            round: 7,
+        };
         let mut count = 0;
         while let Some(place) = from {
-            let (part, later, next) = Readable { owed }.part(place, size, cut);
+            let (part, later, next) = ReadablePages { owed }.part(place, size, cut);
             assert!(part.pages() < size.saturating_add(unit), "{size}");
             assert_eq!(part.pages() + later.pages() + sent.pages(), whole.pages(), "{size}");
             assert!(next.is_none_or(|next| next.page.is_multiple_of(unit)), "{size}: {next:?}");
@@ -46,7 +48,8 @@ fn parts_make_up_the_whole() {
     }
     // Pages before the position have to wait.
     let from = PageCursor { block: 2, page: 600 };
-    let (part, later, next) = Readable { owed: whole.clone() }.part(from, u64::MAX, PartBoundary::Anywhere);
+    let (part, later, next) =
+        ReadablePages { owed: whole.clone() }.part(from, u64::MAX, PartBoundary::Anywhere);
     assert_eq!((part.pages(), later.pages(), next), (900, whole.pages() - 900, None));
 }
 
@@ -61,9 +64,10 @@ fn rounds_go_around() {
         [(400, 400, false), (400, 800, false), (408, 208, true), (400, 608, false), (408, 16, true)],
     ];
     for (cut, expected) in CUTS.into_iter().zip(expected) {
-        let (mut owed, mut place) = (Owed { blocks: vec![block.clone()], round: 7 }, PageCursor::default());
+        let (mut owed, mut place) =
+            (OwedPages { blocks: vec![block.clone()], round: 7 }, PageCursor::default());
         let parts = expected.map(|_| {
-            let around = Readable { owed: owed.clone() }.part_wrapping(place, 400, cut);
+            let around = ReadablePages { owed: owed.clone() }.part_wrapping(place, 400, cut);
             let pages = around.readable.pages();
             assert_eq!(pages + around.later.pages(), 1000);
             // The guest writes all of them again.
@@ -73,7 +77,7 @@ fn rounds_go_around() {
             (pages, around.next.page, around.has_wrapped)
         });
         assert_eq!(parts, expected);
-        let all = Readable { owed }.part_wrapping(place, 2000, cut);
+        let all = ReadablePages { owed }.part_wrapping(place, 2000, cut);
         assert_eq!((all.readable.pages(), all.later.pages(), all.has_wrapped), (1000, 0, true));
     }
 }
@@ -84,19 +88,19 @@ fn pages_may_be_put_off() {
     let mut blocks = vec![PageSet::new(4 << 20), PageSet::new(2 << 20)];
     blocks[0].set(3..700);
     blocks[1].set(0..4);
-    let whole = Owed { blocks, round: 7 };
+    let whole = OwedPages { blocks, round: 7 };
     let mut pages = vec![PageSet::new(4 << 20)];
     pages[0].set(600..1000);
-    let (now, later) = Readable { owed: whole.clone() }.without(&pages);
+    let (now, later) = ReadablePages { owed: whole.clone() }.without(&pages);
     assert_eq!((now.pages(), later.pages(), later.round()), (597 + 4, 100, 7));
     assert_eq!(now.and(&later).give_up(), whole);
-    let (these, others) = Readable { owed: whole.clone() }.only(&pages);
+    let (these, others) = ReadablePages { owed: whole.clone() }.only(&pages);
     assert_eq!((these.owed(), others.pages()), (&later, 597 + 4));
 }
 
 #[test]
 fn a_failure_at_any_stage_gives_the_pages_back() {
-    let nothing = Owed { blocks: vec![PageSet::new(1 << 20)], round: 3 };
+    let nothing = OwedPages { blocks: vec![PageSet::new(1 << 20)], round: 3 };
     let failed = nothing.clear_marks(&mut Log(vec![1, 5], true)).unwrap_err();
     assert_eq!(failed.owed.pages(), 2);
     let reported = failed.owed.clone().clear_marks_and_report(&mut Log(vec![1, 9], true), 1).unwrap_err();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::chunk::PageCounts;
 use crate::page_set::ChunkPages;
 use crate::send::plan::Plan;
-use crate::send::{BlockProgress, Progress};
+use crate::send::{BlockProgress, RoundProgress};
 
 #[derive(Debug, Default)]
 pub(super) struct RoundCounters {
@@ -90,7 +90,7 @@ impl RoundCounters {
         self.refused.fetch_add(pages, Ordering::Relaxed);
     }
 
-    pub(super) fn progress(&self) -> Progress {
+    pub(super) fn progress(&self) -> RoundProgress {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let sent = PageCounts {
             data: get(&self.data),
@@ -101,7 +101,7 @@ impl RoundCounters {
             filled: get(&self.filled),
             hinted: get(&self.hinted),
         };
-        Progress {
+        RoundProgress {
             round: self.round.load(Ordering::Relaxed),
             pages: get(&self.pages),
             sent,

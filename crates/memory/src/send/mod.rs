@@ -1,7 +1,7 @@
 //! The source's side of the streams: rounds of pages out, acknowledgements in.
 //!
 //! ```text
-//!  send_round(Readable) ─► plan: dirty chunks by stream
+//!  send_round(ReadablePages) ─► plan: dirty chunks by stream
 //!     worker 0 ─ read, find zeros, pack, frame ─► stream 0 ─►        ack reader 0 ◄─ Ack
 //!     worker 1 ─ read, find zeros, pack, frame ─► stream 1 ─►        ack reader 1 ◄─ Ack
 //!  ◄─ RoundStats when every stream's RoundEnd is acknowledged
@@ -43,7 +43,7 @@ use proto::pages::BadPages;
 use crate::chunk::PageCounts;
 use crate::ram::{BlockReader, RamError};
 use crate::reductions::Reductions;
-use crate::round::{Owed, Readable};
+use crate::round::{OwedPages, ReadablePages};
 
 mod counters;
 mod plan;
@@ -181,7 +181,7 @@ pub struct RoundStats {
 
 /// Progress of a round; see [`SenderHandle::progress`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct RoundProgress {
     /// Number of the round, from 1 on.
     pub round: u32,
     /// Pages of the round.
@@ -206,9 +206,9 @@ pub struct BlockProgress {
 /// An interrupted round. The sender has ended with its connections; a new one can continue.
 #[derive(Debug, thiserror::Error)]
 #[error("round {round} was interrupted", round = owed.round())]
-pub struct Interrupted {
+pub struct InterruptedRound {
     /// All pages that were not acknowledged.
-    pub owed: Owed,
+    pub owed: OwedPages,
     /// Statistics of the interrupted round.
     pub stats: RoundStats,
     /// Reason of the interruption.
@@ -223,7 +223,7 @@ pub struct CompletedRound {
     pub sender: Sender,
     /// Pages still owed: those whose reference or delta was refused, and those for which there was no time. The dirty
     /// log will add others.
-    pub owed: Owed,
+    pub owed: OwedPages,
     /// Statistics of the round.
     pub stats: RoundStats,
 }
@@ -290,8 +290,8 @@ impl Sender {
     /// Sends all pages of a round and waits until all of them are acknowledged.
     ///
     /// # Errors
-    /// [`Interrupted`] if a connection breaks, guest memory cannot be read, or the round is cancelled.
-    pub fn send_round(self, pages: Readable) -> Result<CompletedRound, Box<Interrupted>> {
+    /// [`InterruptedRound`] if a connection breaks, guest memory cannot be read, or the round is cancelled.
+    pub fn send_round(self, pages: ReadablePages) -> Result<CompletedRound, Box<InterruptedRound>> {
         self.send(pages, None, None)
     }
 
@@ -302,9 +302,9 @@ impl Sender {
     /// Those of [`send_round`](Self::send_round).
     pub fn send_round_until(
         self,
-        pages: Readable,
+        pages: ReadablePages,
         until: Instant,
-    ) -> Result<CompletedRound, Box<Interrupted>> {
+    ) -> Result<CompletedRound, Box<InterruptedRound>> {
         self.send(pages, None, Some(until))
     }
 
@@ -316,18 +316,18 @@ impl Sender {
     /// Those of [`send_round`](Self::send_round), and [`SendError::Overdue`].
     pub fn send_round_by(
         self,
-        pages: Readable,
+        pages: ReadablePages,
         deadline: Instant,
-    ) -> Result<CompletedRound, Box<Interrupted>> {
+    ) -> Result<CompletedRound, Box<InterruptedRound>> {
         self.send(pages, Some(deadline), None)
     }
 
     fn send(
         mut self,
-        pages: Readable,
+        pages: ReadablePages,
         deadline: Option<Instant>,
         until: Option<Instant>,
-    ) -> Result<CompletedRound, Box<Interrupted>> {
+    ) -> Result<CompletedRound, Box<InterruptedRound>> {
         let started = Instant::now();
         let round = pages.owed.round + 1;
         let plan = Plan::new(&pages.owed.blocks, self.shared.stream_count(), round, deadline);
@@ -343,7 +343,7 @@ impl Sender {
             // The threads of this generation do nothing after this.
             self.end_threads();
         }
-        let owed = Owed { blocks: self.shared.take_owed(), round };
+        let owed = OwedPages { blocks: self.shared.take_owed(), round };
         if failure.is_some() {
             self.shared.interrupted(&owed.blocks, round);
         }
@@ -357,7 +357,7 @@ impl Sender {
         };
         match failure {
             None => Ok(CompletedRound { sender: self, owed, stats }),
-            Some(cause) => Err(Box::new(Interrupted { owed, stats, cause })),
+            Some(cause) => Err(Box::new(InterruptedRound { owed, stats, cause })),
         }
     }
 
@@ -387,7 +387,7 @@ impl SenderHandle {
     }
 
     /// Returns the progress of the round in progress.
-    pub fn progress(&self) -> Progress {
+    pub fn progress(&self) -> RoundProgress {
         self.0.progress()
     }
 

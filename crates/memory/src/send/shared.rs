@@ -20,7 +20,7 @@ use crate::send::counters::RoundCounters;
 use crate::send::plan::Plan;
 use crate::send::stream::{FrameOutput, InFlight, Stream};
 use crate::send::turns::Turns;
-use crate::send::{BlockProgress, Progress, SendError, SourceRam};
+use crate::send::{BlockProgress, RoundProgress, SendError, SourceRam};
 
 pub(super) struct SenderState {
     ram: SourceRam,
@@ -146,7 +146,7 @@ impl SenderState {
         self.reductions.iter().for_each(|reduction| reduction.interrupted(owed, round));
     }
 
-    pub(super) fn progress(&self) -> Progress {
+    pub(super) fn progress(&self) -> RoundProgress {
         self.counters.progress()
     }
 

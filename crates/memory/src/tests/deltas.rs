@@ -7,12 +7,12 @@ use super::fake_ram::{FakeRam, PAGE};
 use super::pair::Pair;
 use super::parts::Parts;
 use crate::reductions::deltas::MARKS_BYTES;
-use crate::{Deltas, Owed, RoundStats};
+use crate::{Deltas, OwedPages, RoundStats};
 
 const PAGES: u64 = 1000;
 
 /// A source full of pages that are all different, with room for marks of `marks_bytes` bytes, and marks of these bits.
-fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
+fn full(marks_bytes: usize, bits: u16) -> (Pair, OwedPages, Arc<Deltas>) {
     let source = FakeRam::new(&[PAGES]);
     for page in 0..PAGES {
         source.0[0].guest_fills(page, &std::array::from_fn(|at| (page as usize * 7 + at * at) as u8 | 1));
@@ -27,7 +27,7 @@ fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
 const ALL: usize = (PAGES as usize + 10) * MARKS_BYTES;
 
 /// Sends everything once.
-fn sent_once(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
+fn sent_once(marks_bytes: usize, bits: u16) -> (Pair, OwedPages, Arc<Deltas>) {
     let (pair, owed, deltas) = full(marks_bytes, bits);
     let (pair, owed, stats) = pair.round(owed);
     assert_eq!((stats.contents.data, stats.contents.delta), (PAGES, 0));

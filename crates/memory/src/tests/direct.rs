@@ -21,7 +21,7 @@ use super::handmade_frames::{data, frame};
 use super::moves::Move;
 use super::parts::Parts;
 use crate::{
-    BlockReader, BlockWriter, CompletedRound, RamError, Readable, ReceiveError, Receiver, ReceiverEvent,
+    BlockReader, BlockWriter, CompletedRound, RamError, ReadablePages, ReceiveError, Receiver, ReceiverEvent,
     SendError, Sender, SourceRam, lock,
 };
 
@@ -167,7 +167,7 @@ impl Pair {
         Sender::start(readers, vec![stream(near)]).unwrap()
     }
 
-    fn everything(&self) -> Readable {
+    fn everything(&self) -> ReadablePages {
         self.source.everything().clear_marks(&mut self.source.log()).unwrap().skip_drain()
     }
 

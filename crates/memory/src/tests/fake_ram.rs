@@ -11,7 +11,7 @@ use proto::limits::PAGE_BYTES;
 
 use super::Dice;
 use crate::{
-    BlockReader, BlockWriter, DirtyLog, Owed, PageSet, RamError, ScanError, ScanStats, SourceRam, lock,
+    BlockReader, BlockWriter, DirtyLog, OwedPages, PageSet, RamError, ScanError, ScanStats, SourceRam, lock,
 };
 
 pub(super) const PAGE: usize = PAGE_BYTES as usize;
@@ -82,8 +82,8 @@ impl FakeRam {
         FakeLog { ram: self.clone(), asks_for_absent: true }
     }
 
-    pub(super) fn everything(&self) -> Owed {
-        Owed::everything(self.0.iter().map(BlockReader::bytes))
+    pub(super) fn everything(&self) -> OwedPages {
+        OwedPages::everything(self.0.iter().map(BlockReader::bytes))
     }
 
     /// Returns a random page.

@@ -25,7 +25,7 @@ use super::references::FakeTemplates;
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, ContentHash, ContentIndex,
-    Deltas, HintedPages, Owed, Readable, Receiver, Sender, Stage, Templates, lock,
+    Deltas, HintedPages, OwedPages, ReadablePages, Receiver, ReductionStage, Sender, Templates, lock,
 };
 
 /// Holds acknowledgements back until every stream has ended the round. Connections that break do so when the destination
@@ -196,7 +196,7 @@ struct Rig {
     written: Vec<Arc<Mutex<blake3::Hasher>>>,
     generation: Generation,
     sender: Option<Sender>,
-    owed: Owed,
+    owed: OwedPages,
     text: String,
 }
 
@@ -238,8 +238,12 @@ impl Rig {
         Sender::with_reductions(self.source.readers(), self.parts.reductions(), streams).unwrap()
     }
 
-    fn round(&mut self, how: How, prepare: impl FnOnce(Readable, &Parts) -> (Readable, Option<Owed>)) {
-        let owed = std::mem::replace(&mut self.owed, Owed::everything([]));
+    fn round(
+        &mut self,
+        how: How,
+        prepare: impl FnOnce(ReadablePages, &Parts) -> (ReadablePages, Option<OwedPages>),
+    ) {
+        let owed = std::mem::replace(&mut self.owed, OwedPages::everything([]));
         let (cleared, found) = owed.clear_marks_and_report(&mut self.source.log(), usize::MAX).unwrap();
         let reductions = self.parts.reductions();
         found.iter().enumerate().for_each(|(block, found)| reductions.written(block, found));
@@ -294,7 +298,7 @@ impl Rig {
     }
 }
 
-fn all(readable: Readable, _: &Parts) -> (Readable, Option<Owed>) {
+fn all(readable: ReadablePages, _: &Parts) -> (ReadablePages, Option<OwedPages>) {
     (readable, None)
 }
 
@@ -365,7 +369,7 @@ fn bytes_of_one_stream_stay_as_they_are() {
             (readable, None)
         });
     }
-    rig.parts.reductions().end(Stage::MemorySent);
+    rig.parts.reductions().end(ReductionStage::MemorySent);
     fill(&rig.source, 0, 0..200, &mut dice);
     rig.round(How::Running, all);
     end(&mut rig);
@@ -375,10 +379,10 @@ fn bytes_of_one_stream_stay_as_they_are() {
 
 /// The guest is stopped: one round with deltas, and then full pages.
 fn end(rig: &mut Rig) {
-    rig.parts.reductions().end(Stage::GuestStopped);
+    rig.parts.reductions().end(ReductionStage::GuestStopped);
     (0..100).for_each(|page| rig.source.0[0].guest_writes(page, page, 64));
     rig.round(How::Stopped, all);
-    rig.parts.reductions().end(Stage::DevicesSaved);
+    rig.parts.reductions().end(ReductionStage::DevicesSaved);
     (50..90).for_each(|page| rig.source.0[0].guest_writes(page, page + 9, 128));
     rig.round(How::Stopped, all);
 }

@@ -20,7 +20,7 @@ use crate::reductions::deltas::MARKS_BYTES;
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
     AcceptedReductions, CompletedRound, CompressionCriteria, CompressionState, Deltas, DirtyLog, HintedPages,
-    Owed, PageCursor, PartBoundary, Receiver, ReceiverEvent, Sender, Templates, lock,
+    OwedPages, PageCursor, PartBoundary, Receiver, ReceiverEvent, Sender, Templates, lock,
 };
 
 /// A drain that does not fail.
@@ -407,10 +407,10 @@ fn every_page_arrives_whatever_breaks() {
 fn send_once(
     source: &FakeRam,
     destination: &FakeRam,
-    owed: Owed,
+    owed: OwedPages,
     log: &mut dyn DirtyLog,
     drain: impl FnOnce(),
-) -> Owed {
+) -> OwedPages {
     let mut receiver = Receiver::new(destination.writers(), 1, |_, _| {});
     receiver.begin(Generation(1));
     let (near, far) = connection(WHOLE, WHOLE);

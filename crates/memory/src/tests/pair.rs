@@ -10,7 +10,7 @@ use super::parts::Parts;
 use super::references::{FakeTemplates, referring};
 use crate::reductions::deltas::tests::PAGE_SEED;
 use crate::{
-    AcceptedReductions, CompletedRound, ContentIndex, Owed, Receiver, RoundStats, Sender, Templates,
+    AcceptedReductions, CompletedRound, ContentIndex, OwedPages, Receiver, RoundStats, Sender, Templates,
 };
 
 /// A source, a destination with one template, and one stream between them.
@@ -40,7 +40,7 @@ impl Pair {
     }
 
     /// Runs a round of the pages owed and those written since.
-    pub(super) fn round(self, owed: Owed) -> (Self, Owed, RoundStats) {
+    pub(super) fn round(self, owed: OwedPages) -> (Self, OwedPages, RoundStats) {
         let readable = owed.clear_marks(&mut self.source.log()).unwrap().skip_drain();
         let CompletedRound { sender, owed, stats } = self.sender.send_round(readable).unwrap();
         (Self { sender, ..self }, owed, stats)

@@ -13,7 +13,8 @@ use super::fake_wire::{WHOLE, connection};
 use super::pair::Pair;
 use super::parts::Parts;
 use crate::{
-    ChunkPages, ContentHash, ContentIndex, Deltas, RamError, Readable, SendError, Sender, Templates, lock,
+    ChunkPages, ContentHash, ContentIndex, Deltas, RamError, ReadablePages, SendError, Sender, Templates,
+    lock,
 };
 
 /// Templates in vectors.
@@ -194,7 +195,7 @@ fn nothing_is_referred_to_while_the_guest_stands_still() {
     let (source, known, template) = with_template(20);
     let owed = source.everything();
     let pair = Pair::referring(source, known, template);
-    let readable: Readable = owed.clear_marks(&mut pair.source.log()).unwrap().skip_drain();
+    let readable: ReadablePages = owed.clear_marks(&mut pair.source.log()).unwrap().skip_drain();
     let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
     let stats = pair.sender.send_round_by(readable, deadline).unwrap().stats;
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 20));

@@ -15,9 +15,11 @@ use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{WHOLE, connection, stream};
 use super::pair::Pair;
 use super::parts::Parts;
-use crate::{Owed, PageSet, RamError, Readable, Receiver, ReceiverEvent, SendError, Sender, lock, stream_of};
+use crate::{
+    OwedPages, PageSet, RamError, ReadablePages, Receiver, ReceiverEvent, SendError, Sender, lock, stream_of,
+};
 
-fn all(ram: &FakeRam) -> Readable {
+fn all(ram: &FakeRam) -> ReadablePages {
     ram.everything().clear_marks(&mut ram.log()).unwrap().skip_drain()
 }
 
@@ -367,7 +369,7 @@ fn old_generation_is_not_applied_after_a_new_one_begins() {
     });
     has_entered.recv().unwrap();
     handle.cancel();
-    let owed: Owed = round.join().unwrap();
+    let owed: OwedPages = round.join().unwrap();
 
     // The guest writes again; the new generation must carry that, and the old worker must not undo it.
     source.0[0].guest_writes(0, 2, 0);

@@ -50,8 +50,8 @@ pub(crate) enum PostCopyError {
     Ram(#[from] RamError),
     /// The list of pages is malformed.
     #[error("the source's list of missing pages is invalid")]
-    Set(#[from] ::memory::BadSet),
-    /// The ledger, or a thread, cannot be created.
+    Set(#[from] ::memory::BadPageSet),
+    /// The file of missing pages, or a thread, cannot be created.
     #[error("cannot track the missing pages")]
     Keep(#[from] std::io::Error),
     /// An operation on QEMU's process failed.

@@ -8,7 +8,7 @@
 //! thread of the agent requests the page on the page stream. Another thread places the pages that arrive on that
 //! stream; the remaining pages arrive over the data streams. Neither needs the driver, which may itself wait for QEMU.
 //!
-//! QEMU holds a second descriptor, and a file ([`Ledger`]) lists the missing pages: if this agent dies, the threads
+//! QEMU holds a second descriptor, and a file ([`MissingPagesFile`]) lists the missing pages: if this agent dies, the threads
 //! keep waiting, and the next agent takes over ([`PostCopyReceiver::take_over`]).
 
 use std::os::unix::net::UnixStream;
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use ::memory::ram::{RamError, RamRegion};
 use ::memory::{
-    BlockWriter, DiscardMethod, Ledger, MissingPages, PageSet, WriterSwitch, decode_set, encode_set,
+    BlockWriter, DiscardMethod, MissingPages, MissingPagesFile, PageSet, WriterSwitch, decode_set, encode_set,
 };
 use link::transport::{Channel, ConnectionHandle, Incoming, MessageReceiver, MessageSender, TransportError};
 use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
@@ -113,16 +113,16 @@ impl PostCopyReceiver {
         let kept = blocks.map(|(region, writer)| JournalledRegion::with_missing_pages(region, &**writer));
         let trace = MissingPagesRecord {
             descriptor: there,
-            ledger: vm.artifacts.directory.join("awaited"),
+            file: vm.artifacts.directory.join("awaited"),
             regions: kept.collect(),
             untrusted: None,
         };
-        let ledger = Ledger::create(&trace.ledger, &awaited)?;
+        let file = MissingPagesFile::create(&trace.file, &awaited)?;
         keep(&trace)?;
         let placer = PageFaultHandler::begin(&vm.process, here, &ranges(&regions))?;
         discard_range(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
         check_discarded((&regions, writers), runs_of(&awaited))?;
-        let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;
+        let this = Self::over(placer, trace, regions, awaited, file, mailbox, false)?;
         switch.switch(this.pages.writers());
         Ok(this)
     }
@@ -135,12 +135,12 @@ impl PostCopyReceiver {
         mailbox: &DestinationMailbox,
     ) -> Result<Option<Self>, PostCopyError> {
         let regions = trace.regions();
-        let (ledger, awaited) = Ledger::open(&trace.ledger, regions.iter().map(|region| region.bytes))?;
+        let (file, awaited) = MissingPagesFile::open(&trace.file, regions.iter().map(|region| region.bytes))?;
         if awaited.iter().all(PageSet::is_empty) {
             return Ok(None);
         }
         let placer = PageFaultHandler::take_over(process, trace.descriptor, &ranges(&regions))?;
-        Self::over(placer, trace.clone(), regions, awaited, ledger, mailbox, true).map(Some)
+        Self::over(placer, trace.clone(), regions, awaited, file, mailbox, true).map(Some)
     }
 
     fn over(
@@ -148,7 +148,7 @@ impl PostCopyReceiver {
         trace: MissingPagesRecord,
         regions: Vec<RamRegion>,
         awaited: Vec<PageSet>,
-        ledger: Ledger,
+        file: MissingPagesFile,
         mailbox: &DestinationMailbox,
         is_taken_over: bool,
     ) -> Result<Self, PostCopyError> {
@@ -157,9 +157,8 @@ impl PostCopyReceiver {
         // itself.
         let notify = move || notices.try_put(DestinationNotice::MissingPages);
         let places_zeros: Vec<_> = trace.regions.iter().map(|region| region.places_zeros).collect();
-        let pages = MissingPages::new(placer, regions, awaited, notify)
-            .with_ledger(ledger)
-            .placing_zeros(places_zeros);
+        let pages =
+            MissingPages::new(placer, regions, awaited, notify).with_file(file).placing_zeros(places_zeros);
         let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
         let stream = Arc::new(PageStream::default());
         let (end, ended) = UnixStream::pair()?;
@@ -224,7 +223,7 @@ impl PostCopyReceiver {
         self.hang_up();
         self.pages.placer().end()?;
         close(&self.trace, injector, process)
-        // The ledger stays: an agent that starts before ACTIVE is in the journal learns from it that all pages have
+        // The file stays: an agent that starts before ACTIVE is in the journal learns from it that all pages have
         // arrived.
     }
 

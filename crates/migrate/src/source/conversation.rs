@@ -14,7 +14,7 @@ use super::SourceDriver;
 use super::failure::{Failure, unexpected};
 use super::inbox::SourceNotice;
 use super::payload::Payload;
-use super::phases::Control;
+use super::phases::ControlStream;
 use super::streams::{OpenedStreams, Streams};
 use api::progress::Phase;
 use host::peers;
@@ -24,7 +24,7 @@ use host::peers;
 const MIN_REASON_WAIT: Duration = Duration::from_millis(300);
 
 impl SourceDriver {
-    pub(super) fn connect_control(&mut self) -> Result<Control, peers::PeerError> {
+    pub(super) fn connect_control(&mut self) -> Result<ControlStream, peers::PeerError> {
         let migration = self.terms.migration.clone();
         self.connect(Purpose::Control { migration, generation: self.connections.generation })
     }

@@ -10,7 +10,7 @@ use tracing::{error, info, warn};
 use super::inbox::SourceNotice;
 use super::participants::Undo;
 use super::stages::{Committed, SourceStage};
-use super::{Details, SourceDriver, reports, wording};
+use super::{SourceDetails, SourceDriver, reports, wording};
 use api::progress::{Phase, Standing};
 use api::report::Outcome;
 use host::cpu::CpuTime;
@@ -156,8 +156,10 @@ impl SourceDriver {
             journal.remove_vm(&id.vm)?;
         }
         if standing == Standing::Ended && *self.session.state() != SourceState::Idle {
-            let details =
-                serde_json::json!(Details { vm_ended: true, ..Details::of(&self.context, None, true) });
+            let details = serde_json::json!(SourceDetails {
+                vm_ended: true,
+                ..SourceDetails::of(&self.context, None, true)
+            });
             journal.set_details(id, &details, Durability::Process)?;
         }
         if *self.session.state() == SourceState::Idle { Ok(()) } else { journal.close(id) }

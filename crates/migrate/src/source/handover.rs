@@ -15,7 +15,7 @@ use tracing::{error, info, warn};
 use self::effects::SourceEffectError;
 use super::failure::Failure;
 use super::inbox::SourceNotice;
-use super::{Details, SourceDriver};
+use super::{SourceDetails, SourceDriver};
 use crate::state_machine::StateMachine;
 use api::progress::Phase;
 use host::ownership;
@@ -76,7 +76,7 @@ impl SourceDriver {
 
     /// Records that the QEMU that an agent before this one was moving is gone, and if the destination may have all of
     /// its guest. Unless this host was rebooted, the journal has COMMITTED if it was ever written.
-    pub fn found_gone(&mut self, found: QemuAtStart, details: Option<&Details>) -> QemuAtStart {
+    pub fn found_gone(&mut self, found: QemuAtStart, details: Option<&SourceDetails>) -> QemuAtStart {
         let has_no_remaining_pages = details.is_none_or(|details| details.later.is_none());
         self.session.set_may_have_all(found != QemuAtStart::Gone || has_no_remaining_pages);
         found

@@ -33,7 +33,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ::memory::{
-    BlockReader, DirtyLog, LogError, Owed, PageSet, Reductions, RoundStats, ScanError, ScanStats,
+    BlockReader, DirtyLog, DirtyLogError, OwedPages, PageSet, Reductions, RoundStats, ScanError, ScanStats,
 };
 use engine::handover::MigrationTerms;
 use engine::handover::source::SourceEvent;
@@ -41,11 +41,11 @@ use proto::limits::PAGE_BYTES;
 use proto::message::{CopiedDisk, Message, Proposal};
 use qemu::qmp::Qmp;
 
-use super::Controls;
+use super::MigrationControls;
 use super::failure::Failure;
 use super::payload::Payload;
 use api::progress::DiskProgress;
-use host::verification::Hashes;
+use host::verification::BlockHashes;
 use host::{Context, SourceVm};
 
 /// Part of a VM that migrates with it.
@@ -96,7 +96,7 @@ pub(super) trait Participant: Send {
         vm: &mut SourceVm,
         first_block: usize,
         left_out: &[PageSet],
-        hashes: &mut Hashes,
+        hashes: &mut BlockHashes,
     ) -> Result<(), Failure>;
 
     /// Acts while the destination loads the devices, before it receives HELD.
@@ -185,7 +185,7 @@ pub(super) enum Undo {
 pub(super) struct Environment {
     pub(super) context: Arc<Context>,
     pub(super) terms: MigrationTerms,
-    pub(super) controls: Arc<Controls>,
+    pub(super) controls: Arc<MigrationControls>,
 }
 
 /// Returns the participants of a VM's migration, in the order of their blocks.
@@ -281,7 +281,7 @@ impl Participants {
         &mut self,
         vm: &mut SourceVm,
         reductions: &Reductions,
-        owed: &mut Owed,
+        owed: &mut OwedPages,
     ) -> Result<Preparation, Failure> {
         let Some(member) = self.members.iter_mut().find(|member| !member.is_prepared) else {
             self.reach("prepare");
@@ -300,7 +300,7 @@ impl Participants {
     }
 
     /// Returns the pages of the first pass of the participants that are prepared, and none of the others.
-    pub(super) fn first_pages(&self) -> Owed {
+    pub(super) fn first_pages(&self) -> OwedPages {
         let pages = |member: &Member| -> Vec<PageSet> {
             if member.is_prepared {
                 member.first.clone()
@@ -308,7 +308,7 @@ impl Participants {
                 member.first.iter().map(PageSet::emptied).collect()
             }
         };
-        Owed::of(self.members.iter().flat_map(pages).collect())
+        OwedPages::of(self.members.iter().flat_map(pages).collect())
     }
 
     /// Returns the pages of the first pass of the participants that are sent first, for each of their blocks.
@@ -370,7 +370,7 @@ impl Participants {
         &mut self,
         vm: &mut SourceVm,
         stop: StopKind,
-        owed: &mut Owed,
+        owed: &mut OwedPages,
     ) -> Result<(), Failure> {
         for member in &mut self.members {
             let blocks = owed.blocks_mut(member.blocks.clone()).ok_or_else(|| {
@@ -383,8 +383,8 @@ impl Participants {
     }
 
     /// Returns the hashes of all blocks of a stopped guest.
-    pub(super) fn hashes(&mut self, vm: &mut SourceVm, left_out: &[PageSet]) -> Result<Hashes, Failure> {
-        let mut hashes = Hashes::default();
+    pub(super) fn hashes(&mut self, vm: &mut SourceVm, left_out: &[PageSet]) -> Result<BlockHashes, Failure> {
+        let mut hashes = BlockHashes::default();
         for member in &mut self.members {
             member.participant.hash(vm, member.blocks.start, left_out, &mut hashes)?;
         }
@@ -448,7 +448,7 @@ impl Participants {
 /// Returns the error of a participant for whose blocks there are no sets of pages. Its log would lose pages.
 fn no_room(name: &str) -> ScanError {
     let error = "there is no room for the pages of its blocks; please report this";
-    ScanError { block: name.to_owned(), source: LogError::Disk(error.into()) }
+    ScanError { block: name.to_owned(), source: DirtyLogError::Disk(error.into()) }
 }
 
 /// Combined dirty log of the participants.

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{BlockReader, Owed, PageSet, Reductions, RoundStats, ScanStats, SourceRam, Stage};
+use ::memory::{
+    BlockReader, OwedPages, PageSet, ReductionStage, Reductions, RoundStats, ScanStats, SourceRam,
+};
 use engine::pre_copy::{
     AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PreCopyGoals, RoundObservation,
     SlaPolicy, TracedStopPolicy,
@@ -42,7 +44,7 @@ impl Payload {
     }
 
     /// Ends the reductions that have to end at this stage.
-    pub(crate) fn end_reductions(&self, stage: Stage) {
+    pub(crate) fn end_reductions(&self, stage: ReductionStage) {
         self.saving.end(stage);
     }
 
@@ -52,12 +54,12 @@ impl Payload {
     }
 
     /// Informs the reductions that these pages wait for a later round.
-    pub(crate) fn keep_versions(&self, later: &Owed) {
+    pub(crate) fn keep_versions(&self, later: &OwedPages) {
         self.saving.awaited(later.blocks(), later.round() + 1);
     }
 
     /// Returns how many of these pages will certainly be sent in full.
-    pub(crate) fn full_pages(&self, owed: &Owed) -> u64 {
+    pub(crate) fn full_pages(&self, owed: &OwedPages) -> u64 {
         self.saving.full_pages(owed.blocks())
     }
 
@@ -75,12 +77,12 @@ impl Payload {
     }
 
     /// Returns how many pages are owed that have to be sent before the guest runs at the destination.
-    pub(crate) fn must_precopy_pages(&self, owed: &Owed) -> u64 {
+    pub(crate) fn must_precopy_pages(&self, owed: &OwedPages) -> u64 {
         owed.blocks().iter().skip(self.ram_bytes.len()).map(PageSet::count).sum()
     }
 
     /// Returns the counts of pages that wait for a later round, for the progress display.
-    pub(crate) fn waiting(&self, later: &Owed) -> DeferredPages {
+    pub(crate) fn waiting(&self, later: &OwedPages) -> DeferredPages {
         let of_disks = later.blocks().iter().skip(self.ram_bytes.len()).map(PageSet::count);
         DeferredPages { pages: later.pages(), of_disks: of_disks.collect() }
     }

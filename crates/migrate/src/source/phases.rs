@@ -24,7 +24,7 @@ mod switchover;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::Owed;
+use ::memory::OwedPages;
 use engine::handover::source::{SourceEvent, SourceState};
 use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::{Acceptance, CopiedDisk, DiskMode, Message, ProposedDisk};
@@ -41,7 +41,7 @@ use super::pressure::PressureMeter;
 use super::reductions::ReductionControl;
 use super::stages::{Accepted, Proposed, RolledBack, SourceStage, Stopped, Streaming, StreamingRecords};
 use super::streams::Streams;
-use super::{Details, SourceDriver};
+use super::{SourceDetails, SourceDriver};
 use api::progress::Phase;
 use api::report::{Disk, Measured};
 use api::{StopPolicy, ThrottleCpu};
@@ -50,14 +50,14 @@ use store::journal::Durability;
 
 /// The writing half of a control stream; a thread of its own reads the other half into the inbox.
 #[derive(Debug)]
-pub(crate) struct Control {
+pub(crate) struct ControlStream {
     pub(crate) writer: Box<dyn MessageSender>,
     pub(crate) handle: Arc<dyn ConnectionHandle>,
     /// Number of the connection, counted by the driver.
     pub(crate) link: u64,
 }
 
-impl Drop for Control {
+impl Drop for ControlStream {
     fn drop(&mut self) {
         self.handle.shutdown();
     }
@@ -84,7 +84,7 @@ pub(super) enum Ending {
 /// Streams and pages with which rounds begin.
 struct FirstRound {
     streams: Streams,
-    owed: Owed,
+    owed: OwedPages,
     /// True if pages are sent before all participants are prepared.
     is_disks_first: bool,
 }
@@ -184,7 +184,7 @@ impl SourceDriver {
         &mut self,
         streaming: &mut Streaming,
         first: FirstRound,
-    ) -> Result<(Streams, Owed, Ending), Failure> {
+    ) -> Result<(Streams, OwedPages, Ending), Failure> {
         let FirstRound { mut streams, mut owed, is_disks_first } = first;
         if is_disks_first {
             (streams, owed) = self.send_disks_first(streams, owed, streaming)?;
@@ -199,7 +199,7 @@ impl SourceDriver {
         stopped: &mut Stopped,
         mut records: StreamingRecords,
         streams: Streams,
-        owed: Owed,
+        owed: OwedPages,
         ending: Ending,
     ) -> Result<Ready, Failure> {
         // A guest that was paused by its user does not write: it has no reason to need both hosts.
@@ -335,7 +335,7 @@ impl SourceDriver {
     /// agent that restarts, or an operator who has to decide, needs to know where they are.
     fn record_accepted(&self) -> Result<(), Failure> {
         let report = self.controls.report(|report| report.clone());
-        let details = Details::of(&self.context, self.resources.vm.as_ref(), true);
+        let details = SourceDetails::of(&self.context, self.resources.vm.as_ref(), true);
         let journal = &self.context.journal;
         journal
             .put_report(&report)
@@ -356,7 +356,7 @@ impl SourceDriver {
     }
 
     /// Prepares the remaining participants, whose pages are owed from here on. Handles notices in the meantime.
-    fn prepare_others(&mut self, mut owed: Owed, payload: &Payload) -> Result<Owed, Failure> {
+    fn prepare_others(&mut self, mut owed: OwedPages, payload: &Payload) -> Result<OwedPages, Failure> {
         loop {
             let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
             let participants = &mut self.resources.participants;

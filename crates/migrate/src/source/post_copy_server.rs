@@ -15,10 +15,10 @@ use std::time::Instant;
 
 use ::memory::ram::zero::is_zero;
 use ::memory::{
-    BadSet, CompletedRound, Interrupted, RamError, RecentWrites, Reductions, RemainingPages, SendError,
-    Sender, SenderHandle, SourceRam, decode_set,
+    BadPageSet, CompletedRound, InterruptedRound, RamError, RecentWrites, Reductions, RemainingPages,
+    SendError, Sender, SenderHandle, SourceRam, decode_set,
 };
-use engine::push::{Part, Push};
+use engine::push::{PushPolicy, PushedPart};
 use engine::trace::TracedPolicy;
 use link::RateLimit;
 use link::transport::{Channel, ConnectionHandle, Incoming, MessageReceiver, MessageSender, TransportError};
@@ -64,11 +64,11 @@ pub(super) struct ServingCounts {
     /// Pages that remain to be pushed.
     remaining_counter: RemainingCounter,
     /// Push policy; it begins anew with each set of connections.
-    push: Mutex<TracedPolicy<Push>>,
+    push: Mutex<TracedPolicy<PushPolicy>>,
 }
 
 impl ServingCounts {
-    pub(super) fn push(&self) -> MutexGuard<'_, TracedPolicy<Push>> {
+    pub(super) fn push(&self) -> MutexGuard<'_, TracedPolicy<PushPolicy>> {
         self.push.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -84,7 +84,7 @@ impl PostCopyServer {
             wanted: AtomicU64::new(0),
             pushed: AtomicU64::new(0),
             remaining_counter,
-            push: Mutex::new(TracedPolicy::new(Push::default())),
+            push: Mutex::new(TracedPolicy::new(PushPolicy::default())),
         });
         let (before, began) = (PostCopy::default(), Instant::now());
         Self {
@@ -199,7 +199,7 @@ enum ServingEnd {
     #[error("the destination sent an unexpected message on the page stream")]
     Message,
     #[error("the destination's list of pages cannot be used")]
-    Set(#[from] BadSet),
+    Set(#[from] BadPageSet),
     #[error("the destination's list of pages was damaged on its way")]
     Digest,
     #[error("the destination requested page {} of block {}, which does not exist", .0.page, .0.block)]
@@ -286,7 +286,7 @@ fn push(
         counted.remaining_counter.set(remaining.pages());
         let (pages, began) = (part.pages(), Instant::now());
         let sent = sender.send_round(part).map_err(|interrupted| {
-            let Interrupted { cause, .. } = *interrupted;
+            let InterruptedRound { cause, .. } = *interrupted;
             cause
         })?;
         let CompletedRound { sender: next_sender, owed, stats } = sent;
@@ -295,7 +295,7 @@ fn push(
         remaining.give_back(&owed);
         let duration_ns = began.elapsed().as_nanos() as u64;
         let (data_pages, wire_bytes) = (stats.contents.data, stats.wire_bytes);
-        let part = Part { pages, data_pages, wire_bytes, duration_ns };
+        let part = PushedPart { pages, data_pages, wire_bytes, duration_ns };
         let next = counted.push().decide_on(part);
         most_pages = next.pages;
         rate.set_pace(next.pace_bytes_per_s);

@@ -4,7 +4,7 @@ use super::*;
 use crate::netlink::Requests;
 
 /// Composes an entry as a host sends it: TCP from 10.0.0.9 with this port to `to`; answers go to `answered`.
-fn entry(port: u16, to: [u8; 4], answered: [u8; 4], state: u8, timeout_s: u32) -> Entry {
+fn entry(port: u16, to: [u8; 4], answered: [u8; 4], state: u8, timeout_s: u32) -> TrackedConnection {
     const CLIENT: [u8; 4] = [10, 0, 0, 9];
     let mut listed = Requests::default();
     let mut tuple = |kind: u16, source: [u8; 4], destination: [u8; 4], ports: [u16; 2]| {
@@ -20,14 +20,14 @@ fn entry(port: u16, to: [u8; 4], answered: [u8; 4], state: u8, timeout_s: u32) -
     let body = [&[2, 0, 0, 0], &listed.finish()[..]].concat();
     let mut encoded = (body.len() as u32).to_le_bytes().to_vec();
     encoded.extend(body);
-    Entry::decode(&encoded).unwrap().0
+    TrackedConnection::decode(&encoded).unwrap().0
 }
 
 const GUEST: [u8; 4] = [10, 0, 0, 1];
 const CLIENT: [u8; 4] = [10, 0, 0, 9];
 const HOST: [u8; 4] = [10, 0, 0, 2];
 
-fn plain(port: u16, state: u8, timeout_s: u32) -> Entry {
+fn plain(port: u16, state: u8, timeout_s: u32) -> TrackedConnection {
     entry(port, GUEST, CLIENT, state, timeout_s)
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use link::{Arrival, Endpoint, Incoming, Listener, ListenerHandle, Peer, Security};
+use link::{ConnectedPeer, Endpoint, Incoming, Listener, ListenerHandle, Peer, Security};
 use proto::Purpose;
 use proto::message::{Message, RegistryReply};
 
@@ -46,7 +46,7 @@ fn endpoint(name: &str) -> Endpoint {
 }
 
 /// Starts a witness on a port of its own; the test defines how it handles an arrival.
-fn witness(handler: impl Fn(Arrival) + Send + Sync + 'static) -> (ListenerHandle, Peer) {
+fn witness(handler: impl Fn(ConnectedPeer) + Send + Sync + 'static) -> (ListenerHandle, Peer) {
     let listener = Listener::bind(endpoint("witness"), "127.0.0.1:0").unwrap();
     let peer = Peer { host: host("witness"), address: listener.address().to_string() };
     let serving = listener.serve(move |arrival| handler(arrival.unwrap())).unwrap();

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use engine::handover::registry::RegistryAnswer as Answer;
-use link::{Arrival, Connection, Endpoint, Incoming, LinkError, Peer};
+use link::{ConnectedPeer, Connection, Endpoint, Incoming, LinkError, Peer};
 use proto::message::{Message, RegistryReply, RegistryRequest};
 use proto::{HostId, Purpose};
 
@@ -122,7 +122,7 @@ impl WitnessServer {
 
     /// Accepts an arrival whose purpose is the registry and serves it until it ends. To be called from a thread of its
     /// own, such as the one that the listener calls its handler from.
-    pub fn serve(&self, arrival: Arrival) {
+    pub fn serve(&self, arrival: ConnectedPeer) {
         let host = arrival.host().clone();
         if *arrival.purpose() != Purpose::Registry {
             arrival

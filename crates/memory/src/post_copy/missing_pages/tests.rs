@@ -113,7 +113,7 @@ fn missing_page_found_present_is_reported_without_blocking() {
     }
 }
 
-/// The agent had placed the page, but not yet updated its ledger.
+/// The agent had placed the page, but not yet updated its file.
 #[test]
 fn page_placed_by_a_dead_agent_is_trusted() {
     let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().taken_over());
@@ -126,15 +126,15 @@ fn page_placed_by_a_dead_agent_is_trusted() {
 #[test]
 fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
     let folder = tempfile::tempdir().unwrap();
-    let (path, sets) = (folder.path().join("ledger"), vec![set(4, &[]), set(1000, &[7, 8, 900])]);
+    let (path, sets) = (folder.path().join("missing"), vec![set(4, &[]), set(1000, &[7, 8, 900])]);
     let reports = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&reports);
     let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
     let awaited = MissingPages::new(Memory::default(), regions, sets.clone(), move || {
         count.fetch_add(1, Ordering::Relaxed);
     });
-    let awaited = Arc::new(awaited.with_ledger(Ledger::create(&path, &sets).unwrap()));
-    let kept = || Ledger::open(&path, [4, 1000].map(|pages| pages * PAGE_BYTES)).unwrap().1;
+    let awaited = Arc::new(awaited.with_file(MissingPagesFile::create(&path, &sets).unwrap()));
+    let kept = || MissingPagesFile::open(&path, [4, 1000].map(|pages| pages * PAGE_BYTES)).unwrap().1;
     let writers = awaited.writers();
     writers[1].write(7 * PAGE_BYTES, &[5; PAGE]).unwrap();
     assert_eq!((kept(), reports.load(Ordering::Relaxed)), (awaited.set(), 0));

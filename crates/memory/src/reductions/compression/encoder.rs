@@ -13,7 +13,7 @@ use crate::chunk::encoding::{Encoder, FrameEncoder, PresumedPages};
 use crate::clock::cpu_ns;
 use crate::lock;
 use crate::page_set::PageSet;
-use crate::reductions::{Reduction, Stage};
+use crate::reductions::{Reduction, ReductionStage};
 
 /// Compression has no knowledge of pages, and so nothing to learn about them.
 impl Reduction for CompressionState {
@@ -40,7 +40,7 @@ impl Reduction for CompressionState {
     }
 
     /// It does not end: remaining pages are compressed after the switchover, too.
-    fn end(&self, _: Stage) {}
+    fn end(&self, _: ReductionStage) {}
 }
 
 /// Compressor of one stream's frames.

@@ -14,7 +14,7 @@ use crate::chunk::encoding::{
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::clock::measure;
 use crate::page_set::{ChunkPages, PageSet};
-use crate::reductions::{Reduction, Stage};
+use crate::reductions::{Reduction, ReductionStage};
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
 /// comparing a page.
@@ -53,10 +53,10 @@ impl Reduction for Deltas {
     }
 
     /// A delta that the destination refuses in the last round would be a missing page.
-    fn end(&self, stage: Stage) {
+    fn end(&self, stage: ReductionStage) {
         match stage {
-            Stage::DevicesSaved | Stage::PostCopy => self.end(),
-            Stage::MemorySent | Stage::GuestStopped => {}
+            ReductionStage::DevicesSaved | ReductionStage::PostCopy => self.end(),
+            ReductionStage::MemorySent | ReductionStage::GuestStopped => {}
         }
     }
 }

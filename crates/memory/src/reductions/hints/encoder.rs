@@ -9,7 +9,7 @@ use crate::chunk::encoding::{
 };
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::page_set::{ChunkPages, PageSet};
-use crate::reductions::{Reduction, Stage};
+use crate::reductions::{Reduction, ReductionStage};
 
 impl Reduction for HintedPages {
     fn encoder(self: Arc<Self>) -> Encoder {
@@ -37,10 +37,10 @@ impl Reduction for HintedPages {
         owed.iter().map(PageSet::count).sum()
     }
 
-    fn end(&self, stage: Stage) {
+    fn end(&self, stage: ReductionStage) {
         match stage {
-            Stage::GuestStopped | Stage::PostCopy => self.end(),
-            Stage::MemorySent | Stage::DevicesSaved => {}
+            ReductionStage::GuestStopped | ReductionStage::PostCopy => self.end(),
+            ReductionStage::MemorySent | ReductionStage::DevicesSaved => {}
         }
     }
 }

@@ -4,7 +4,7 @@
 //! # Condition for leaving a page out
 //!
 //! The guest is asked after the marks of a round were cleared ([`HintedPages::begin`], after
-//! [`Owed::clear_marks`](crate::Owed::clear_marks)). A page that it reports as free was so at some moment after that.
+//! [`OwedPages::clear_marks`](crate::OwedPages::clear_marks)). A page that it reports as free was so at some moment after that.
 //! If the page was written after that moment, it has a mark. If not, its content is unobserved: software that allocates
 //! a free page writes it first.
 //!
@@ -25,10 +25,10 @@
 //! # Page cache
 //!
 //! Clean page cache is in use, but the guest can give it back. It is put off ([`HintedPages::cache`],
-//! [`Readable::without`]) and stays owed. Before the stop the guest is asked to give it back, and a round sends the
+//! [`ReadablePages::without`]) and stays owed. Before the stop the guest is asked to give it back, and a round sends the
 //! pages that were put off: pages free by then as holes, all others as they are.
 //!
-//! [`Readable::without`]: crate::Readable::without
+//! [`ReadablePages::without`]: crate::ReadablePages::without
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};

@@ -14,7 +14,7 @@ use crate::chunk::encoding::{
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::content_hash::{ContentHash, full_hash};
 use crate::page_set::{ChunkPages, PageSet};
-use crate::reductions::{Reduction, Stage};
+use crate::reductions::{Reduction, ReductionStage};
 
 /// Shortest run of pages that is sent as a reference: each reference costs the destination a query to a server and an
 /// answer, and over a fast link a few pages arrive sooner.
@@ -54,10 +54,10 @@ impl Reduction for ContentIndex {
 
     /// Pages written after all of memory was sent are on no disk, and the speed of references does not predict the
     /// speed of pages.
-    fn end(&self, stage: Stage) {
+    fn end(&self, stage: ReductionStage) {
         match stage {
-            Stage::MemorySent | Stage::PostCopy => self.end(),
-            Stage::GuestStopped | Stage::DevicesSaved => {}
+            ReductionStage::MemorySent | ReductionStage::PostCopy => self.end(),
+            ReductionStage::GuestStopped | ReductionStage::DevicesSaved => {}
         }
     }
 }

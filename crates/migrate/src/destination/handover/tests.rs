@@ -409,7 +409,7 @@ fn untrusted(world: &World) -> host::missing_pages_record::MissingPagesRecord {
 /// Returns the awaited trace of a guest with missing pages.
 fn awaited(world: &World, untrusted: &serde_json::Value) -> host::missing_pages_record::MissingPagesRecord {
     let trace = serde_json::json!({
-        "descriptor": 9999, "ledger": world.folder.path().join("awaited"), "regions": [],
+        "descriptor": 9999, "file": world.folder.path().join("awaited"), "regions": [],
         "untrusted": untrusted,
     });
     serde_json::from_value(trace).unwrap()

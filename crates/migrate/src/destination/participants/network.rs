@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime};
 use ::memory::ReceiverHandle;
 use net::ethernet::position_of_card;
 use net::installer::{self, FlowInstaller};
-use net::{Announcer, Claim, Diversion, FirstFrames, Mac, Merger, MergerInput, Watch};
+use net::{Announcer, Claim, Diversion, FirstFrames, FirstFramesWatch, Mac, Merger, MergerInput};
 use proto::MigrationId;
 use proto::message::{CardClaims, CardFrames, ClaimedAddress, Message, Proposal};
 use tracee::Process;
@@ -164,7 +164,7 @@ struct ArrivingCards {
     /// Interfaces of the cards, with the cards' addresses.
     interfaces: Vec<(String, Mac)>,
     /// Sockets that keep the first frames, from shortly before the guest runs.
-    watch: Option<Watch>,
+    watch: Option<FirstFramesWatch>,
     /// Merges the source's frames with those that arrive here directly, where the kernel can divert them.
     merger: Option<Merger>,
     announced_at: Option<SystemTime>,
@@ -221,7 +221,7 @@ impl ArrivingCards {
         let named = self.interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
         // What comes here directly is seen there, as long as it is diverted.
         let diverted = self.merger.iter().flat_map(Merger::interfaces);
-        match Watch::start(named.chain(diverted)) {
+        match FirstFramesWatch::start(named.chain(diverted)) {
             Ok(watch) => self.watch = Some(watch),
             Err(error) => warn!(%error, "the guest's first frames are not measured"),
         }

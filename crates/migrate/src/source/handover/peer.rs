@@ -15,7 +15,7 @@ use super::effects::SourceEffectError;
 use crate::source::SourceDriver;
 use crate::source::failure::unexpected;
 use crate::source::inbox::{Reply, SourceNotice};
-use crate::source::phases::Control;
+use crate::source::phases::ControlStream;
 use crate::state_machine::StateMachine;
 use api::report::Downtime;
 use host::peers;
@@ -156,7 +156,7 @@ impl SourceDriver {
     }
 
     /// Opens a connection to the destination; a thread passes its messages to the inbox.
-    pub(crate) fn connect(&mut self, purpose: Purpose) -> Result<Control, peers::PeerError> {
+    pub(crate) fn connect(&mut self, purpose: Purpose) -> Result<ControlStream, peers::PeerError> {
         let connection = peers::connect(&self.context, &self.terms.destination, None, purpose)?;
         let handle = connection.handle();
         self.telemetry.count(Arc::clone(&handle));
@@ -178,7 +178,7 @@ impl SourceDriver {
             }
         };
         thread::Builder::new().name("control".to_owned()).spawn(read).map_err(peers::PeerError::Thread)?;
-        Ok(Control { writer, handle, link })
+        Ok(ControlStream { writer, handle, link })
     }
 
     /// Informs the destination that this epoch is aborted. If it cannot be reached, a thread retries for a while: the

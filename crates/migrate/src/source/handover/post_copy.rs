@@ -17,7 +17,7 @@ use crate::source::inbox::SourceNotice;
 use crate::source::post_copy_server::PostCopyServer;
 use crate::source::stages::SourceStage;
 use crate::source::streams::OpenedStreams;
-use crate::source::{Details, SourceDriver};
+use crate::source::{SourceDetails, SourceDriver};
 use host::ram::JournalledRegion;
 
 impl SourceDriver {
@@ -28,7 +28,7 @@ impl SourceDriver {
 
     /// Attaches the VM like [`found`](Self::found); the pages that the destination's guest may need become readable
     /// again.
-    pub fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> QemuAtStart {
+    pub fn found_with(&mut self, vm: SourceVm, details: Option<&SourceDetails>) -> QemuAtStart {
         let found = self.found(vm);
         if let Some(regions) = details.and_then(|details| details.later.clone()) {
             self.resources.stage = SourceStage::Unread(regions);

@@ -15,7 +15,7 @@ use proto::{Epoch, Generation, Incarnation};
 use super::*;
 use crate::source::agreement::Capabilities;
 use crate::source::payload::Payload;
-use crate::source::{Controls, Goals, SourceInbox, SourceMailbox};
+use crate::source::{Goals, MigrationControls, SourceInbox, SourceMailbox};
 use api::progress::Publisher;
 use api::report::{Outcome, Report};
 use api::{MigrationSettings, OnLimit};
@@ -36,7 +36,7 @@ fn driver(
     world: &World,
     state: SourceState,
     qemu: Option<&Qemu>,
-) -> (SourceDriver, SourceMailbox, Arc<Controls>) {
+) -> (SourceDriver, SourceMailbox, Arc<MigrationControls>) {
     driver_of(world, terms("a", "b"), state, qemu)
 }
 
@@ -45,11 +45,11 @@ fn driver_of(
     terms: engine::handover::MigrationTerms,
     state: SourceState,
     qemu: Option<&Qemu>,
-) -> (SourceDriver, SourceMailbox, Arc<Controls>) {
+) -> (SourceDriver, SourceMailbox, Arc<MigrationControls>) {
     world.journalled(&terms, State::Source(state.clone()));
     let report = Report::begin(terms.migration.clone(), host("a"), host("b"), settings());
     let goals = Goals::restored(settings(), &world.context.config);
-    let controls = Arc::new(Controls::new(goals, report, Instant::now()));
+    let controls = Arc::new(MigrationControls::new(goals, report, Instant::now()));
     let vm = qemu.map(|qemu| SourceVm::find(&world.context, &qemu.record()).unwrap());
     let inbox = SourceInbox::new();
     let mailbox = inbox.mailbox();

@@ -25,7 +25,7 @@ use crate::source::Goals;
 use crate::source::failure::Failure;
 use api::progress::DiskProgress;
 use host::disks::{DiskLog, LeavingDisk, SocketPath, drop_page_cache, first_pages};
-use host::verification::{DiskImage, Hashes};
+use host::verification::{BlockHashes, DiskImage};
 use host::{Context, SourceVm, ThrottleGuard, VmError};
 
 /// Error of preparing the disks for sending.
@@ -334,7 +334,7 @@ impl Participant for Disks {
         _: &mut SourceVm,
         first_block: usize,
         _: &[PageSet],
-        hashes: &mut Hashes,
+        hashes: &mut BlockHashes,
     ) -> Result<(), Failure> {
         let (images, socket) = (self.copied_images()?, self.compare_socket());
         hashes

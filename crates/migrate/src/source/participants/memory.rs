@@ -9,7 +9,7 @@ use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopK
 use crate::source::failure::Failure;
 use api::progress::DiskProgress;
 use host::ram;
-use host::verification::Hashes;
+use host::verification::BlockHashes;
 use host::{Context, SourceVm};
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ enum TrackError {
     Inject(#[from] InjectError),
     /// The kernel does not track writes to the memory.
     #[error("the kernel cannot track writes to it")]
-    Track(#[from] ::memory::LogError),
+    Track(#[from] ::memory::DirtyLogError),
 }
 
 /// Memory of a VM that leaves.
@@ -53,7 +53,7 @@ impl Memory {
                 Ok(true)
             }
             Tracking::Starting(mut start) => {
-                if start.step().map_err(::memory::LogError::from)? {
+                if start.step().map_err(::memory::DirtyLogError::from)? {
                     self.tracking = Tracking::Starting(start);
                     return Ok(true);
                 }
@@ -136,7 +136,7 @@ impl Participant for Memory {
         vm: &mut SourceVm,
         _: usize,
         left_out: &[PageSet],
-        hashes: &mut Hashes,
+        hashes: &mut BlockHashes,
     ) -> Result<(), Failure> {
         let found = vm.hashes(left_out);
         hashes.append(found.map_err(|error| Failure::local("cannot read the pages to compare", &error))?);

@@ -24,7 +24,7 @@ use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopK
 use crate::source::failure::Failure;
 use api::progress::DiskProgress;
 use api::report::TrackedConnections;
-use host::verification::Hashes;
+use host::verification::BlockHashes;
 use host::{SourceVm, network};
 
 /// Longest wait until QEMU has read the frames that reached it before the diversion.
@@ -231,7 +231,13 @@ impl Participant for Network {
         Ok(())
     }
 
-    fn hash(&mut self, _: &mut SourceVm, _: usize, _: &[PageSet], _: &mut Hashes) -> Result<(), Failure> {
+    fn hash(
+        &mut self,
+        _: &mut SourceVm,
+        _: usize,
+        _: &[PageSet],
+        _: &mut BlockHashes,
+    ) -> Result<(), Failure> {
         Ok(())
     }
 

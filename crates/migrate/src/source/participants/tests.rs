@@ -129,7 +129,7 @@ impl Participant for Fake {
         _: &mut SourceVm,
         first_block: usize,
         _: &[PageSet],
-        _: &mut Hashes,
+        _: &mut BlockHashes,
     ) -> Result<(), Failure> {
         self.step(&format!("hash {first_block}"));
         Ok(())
@@ -240,7 +240,7 @@ fn pages_are_never_lost_for_lack_of_room() {
     participants.open(&mut vm).unwrap();
     taken(&steps);
     participants.log(None).take(&mut []).unwrap_err();
-    participants.freeze(&mut vm, StopKind::NotCompared, &mut Owed::of(vec![])).unwrap_err();
+    participants.freeze(&mut vm, StopKind::NotCompared, &mut OwedPages::of(vec![])).unwrap_err();
     assert!(taken(&steps).is_empty(), "its log keeps its pages");
 }
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use ::memory::{Owed, PageCursor};
+use ::memory::{OwedPages, PageCursor};
 use engine::disks_first::{DiskRound, DisksFirstPolicy, NextPhase};
 use engine::handover::source::SourceEvent;
 use engine::trace::TracedPolicy;
@@ -21,9 +21,9 @@ impl SourceDriver {
     pub(super) fn send_disks_first(
         &mut self,
         streams: Streams,
-        owed: Owed,
+        owed: OwedPages,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, Owed), Failure> {
+    ) -> Result<(Streams, OwedPages), Failure> {
         let (mut streams, mut owed) = (streams, owed);
         let mut sent_bytes = None;
         let memory_bytes = self.resources.participants.waiting_bytes();
@@ -94,7 +94,7 @@ impl SourceDriver {
 /// A round that was sent in parts.
 struct SentInParts {
     streams: Streams,
-    owed: Owed,
+    owed: OwedPages,
     /// True if no part was cut off.
     is_whole: bool,
 }

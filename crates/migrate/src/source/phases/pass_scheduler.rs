@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{FirstPass, Owed, PageCursor, PartBoundary, RoundStats, SentHistory, WrappedPart};
+use ::memory::{FirstPass, OwedPages, PageCursor, PartBoundary, RoundStats, SentHistory, WrappedPart};
 use engine::pre_copy::{Sampling, TracedStopPolicy};
 
 use super::rounds::DirtyScan;
@@ -36,7 +36,7 @@ pub(super) struct PassScheduler {
 pub(super) struct RoundPages {
     pub(super) scanned: DirtyScan,
     /// Pages that wait for a later round.
-    pub(super) later: Option<Owed>,
+    pub(super) later: Option<OwedPages>,
     /// Time at which sending stops; none to send all.
     pub(super) until: Option<Instant>,
 }
@@ -125,7 +125,7 @@ impl PassScheduler {
     }
 
     /// Records that a round was sent except for these pages; without stats it was cut off.
-    pub(super) fn sent(&mut self, stats: Option<&RoundStats>, unsent: &Owed) {
+    pub(super) fn sent(&mut self, stats: Option<&RoundStats>, unsent: &OwedPages) {
         let Some(stats) = stats else {
             if self.passes == 0 {
                 self.first_pass.cut(unsent);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{CompletedRound, Owed, PageSet, Readable, Sender, Stage, encode_set};
+use ::memory::{CompletedRound, OwedPages, PageSet, ReadablePages, ReductionStage, Sender, encode_set};
 use engine::handover::source::SourceEvent;
 use proto::limits::DISCARD_BYTES;
 use proto::message::Message;
@@ -16,7 +16,7 @@ use crate::source::payload::Payload;
 use crate::source::post_copy_server::PostCopyServer;
 use crate::source::stages::{Stopped, Streaming, StreamingRecords};
 use crate::source::streams::Streams;
-use crate::source::{Details, SourceDriver};
+use crate::source::{SourceDetails, SourceDriver};
 use api::report::PostCopy;
 use host::ram::{self, JournalledRegion};
 use store::journal::Durability;
@@ -97,14 +97,14 @@ impl SourceDriver {
     pub(super) fn announce_pages(
         &mut self,
         streams: Streams,
-        owed: Owed,
+        owed: OwedPages,
         stopped: &mut Stopped,
         records: &mut StreamingRecords,
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
         let Streams { sender, page_stream } = streams;
         let payload = &stopped.payload;
-        payload.end_reductions(Stage::PostCopy);
+        payload.end_reductions(ReductionStage::PostCopy);
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.freeze(vm, StopKind::NotCompared, &mut owed)?;
@@ -131,9 +131,9 @@ impl SourceDriver {
     fn send_must_precopy(
         &mut self,
         sender: Sender,
-        readable: Readable,
+        readable: ReadablePages,
         payload: &Payload,
-    ) -> Result<(Sender, Owed), Failure> {
+    ) -> Result<(Sender, OwedPages), Failure> {
         let memory: Vec<_> = payload.ram_bytes().iter().map(|bytes| PageSet::full(*bytes)).collect();
         let (disks, remaining) = readable.without(&memory);
         if disks.pages() == 0 {
@@ -154,7 +154,7 @@ impl SourceDriver {
     fn announce_and_serve(
         &mut self,
         streams: Streams,
-        remaining: &Owed,
+        remaining: &OwedPages,
         stopped: &mut Stopped,
         records: &mut StreamingRecords,
     ) -> Result<(), Failure> {
@@ -166,7 +166,8 @@ impl SourceDriver {
         let vm = self.resources.vm.as_ref().ok_or_else(gone)?;
         let regions = ram::regions(&vm.blocks).iter().map(JournalledRegion::of).collect();
         // An agent that restarts must be able to continue.
-        let details = Details { later: Some(regions), ..Details::of(&self.context, Some(vm), true) };
+        let details =
+            SourceDetails { later: Some(regions), ..SourceDetails::of(&self.context, Some(vm), true) };
         self.context
             .journal
             .set_details(&self.terms.migration, &details, Durability::Process)

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{Owed, Stage};
+use ::memory::{OwedPages, ReductionStage};
 use engine::handover::source::SourceEvent;
 use engine::pre_copy::{
     AvailableStrategies, CostHistory, Decision, Outlook, RoundObservation, StopTrace, ThrottleChange,
@@ -51,7 +51,7 @@ enum AfterScan {
     /// All of these pages are sent: they include deferred page cache, which the guest was asked to free first.
     TakenBack(DirtyScan),
     /// The guest is stopped; these pages remain.
-    Stop(Owed, Ending),
+    Stop(OwedPages, Ending),
 }
 
 /// Facts about a round that are known before it is sent.
@@ -68,9 +68,9 @@ impl SourceDriver {
     pub(super) fn pre_copy(
         &mut self,
         streams: Streams,
-        owed: Owed,
+        owed: OwedPages,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, Owed, Ending), Failure> {
+    ) -> Result<(Streams, OwedPages, Ending), Failure> {
         self.phase(Phase::PreCopy);
         let mut state = PreCopy {
             scheduler: self.new_pass_scheduler(0),
@@ -92,7 +92,7 @@ impl SourceDriver {
     fn scan_between_rounds(
         &mut self,
         state: &mut PreCopy,
-        owed: Owed,
+        owed: OwedPages,
         streaming: &mut Streaming,
     ) -> Result<DirtyScan, Failure> {
         let reports_pages = state.scheduler.passes == 0 || self.agreement.can_post_copy;
@@ -155,7 +155,7 @@ impl SourceDriver {
         streams: Streams,
         scanned: DirtyScan,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, Owed), Failure> {
+    ) -> Result<(Streams, OwedPages), Failure> {
         let pass = state.scheduler.passes + 1;
         self.handle_notices()?;
         self.telemetry.begin_round(pass, DeferredPages::default());
@@ -174,7 +174,7 @@ impl SourceDriver {
         streams: Streams,
         scanned: DirtyScan,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, Owed), Failure> {
+    ) -> Result<(Streams, OwedPages), Failure> {
         let mut scanned = scanned;
         if let Some(hints) = &mut state.hints {
             scanned.readable = self.ask_guest(hints, scanned.readable, state.is_first)?;
@@ -209,14 +209,14 @@ impl SourceDriver {
         state: &mut PreCopy,
         plan: &RoundPlan,
         outcome: RoundOutcome,
-        later: Option<&Owed>,
+        later: Option<&OwedPages>,
         payload: &Payload,
-    ) -> (Streams, Owed) {
+    ) -> (Streams, OwedPages) {
         let RoundOutcome { streams, mut owed, stats } = outcome;
         let scheduler = &mut state.scheduler;
         let refused_pages = stats.as_ref().map_or(0, |stats| stats.refused_pages);
         // Pages that the destination refused count as sent in this round.
-        let remaining_pages = later.map_or(0, Owed::pages) + owed.pages().saturating_sub(refused_pages);
+        let remaining_pages = later.map_or(0, OwedPages::pages) + owed.pages().saturating_sub(refused_pages);
         let remaining_must_precopy_pages =
             payload.must_precopy_pages(&owed) + later.map_or(0, |later| payload.must_precopy_pages(later));
         scheduler.sent(stats.as_ref(), &owed);
@@ -225,7 +225,7 @@ impl SourceDriver {
         }
         state.is_first &= stats.is_none();
         if scheduler.has_sent_all() {
-            payload.end_reductions(Stage::MemorySent);
+            payload.end_reductions(ReductionStage::MemorySent);
         }
         if stats.is_none() {
             // While there was no link, the guest was not slowed down.

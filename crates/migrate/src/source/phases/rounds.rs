@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use ::memory::{
-    CompletedRound, Interrupted, Owed, PageCursor, PageSet, PartBoundary, Readable, RoundStats, ScanStats,
-    Sender,
+    CompletedRound, InterruptedRound, OwedPages, PageCursor, PageSet, PartBoundary, ReadablePages,
+    RoundStats, ScanStats, Sender,
 };
 use host::VmError;
 use tracing::info;
@@ -20,7 +20,7 @@ use api::report::Round;
 
 /// Result of a dirty scan: the pages that a round has to send, ready to be read.
 pub(super) struct DirtyScan {
-    pub(super) readable: Readable,
+    pub(super) readable: ReadablePages,
     /// Pages that have to be sent before the guest runs at the destination.
     pub(super) must_precopy_pages: u64,
     pub(super) scan: ScanStats,
@@ -35,7 +35,7 @@ impl DirtyScan {
     pub(super) fn divided<T>(
         self,
         payload: &Payload,
-        divide: impl FnOnce(Readable) -> (Readable, T),
+        divide: impl FnOnce(ReadablePages) -> (ReadablePages, T),
     ) -> (Self, T) {
         let (readable, left) = divide(self.readable);
         let must_precopy_pages = payload.must_precopy_pages(readable.owed());
@@ -44,7 +44,7 @@ impl DirtyScan {
 
     /// Splits off a part of `pages` pages that begins at `from`. Returns it, the pages that are left out, and the start
     /// of the next part. For a round without pages that may be sent later.
-    pub(super) fn part(self, from: PageCursor, pages: u64) -> (Self, Owed, Option<PageCursor>) {
+    pub(super) fn part(self, from: PageCursor, pages: u64) -> (Self, OwedPages, Option<PageCursor>) {
         let (readable, later, next) = self.readable.part(from, pages, PartBoundary::BetweenClusters);
         let must_precopy_pages = readable.pages();
         (Self { readable, must_precopy_pages, ..self }, later, next)
@@ -54,7 +54,7 @@ impl DirtyScan {
 /// A round that was sent, or cut off.
 pub(super) struct RoundOutcome {
     pub(super) streams: Streams,
-    pub(super) owed: Owed,
+    pub(super) owed: OwedPages,
     /// Statistics of the round; none if it was cut off, and then the streams are new.
     pub(super) stats: Option<RoundStats>,
 }
@@ -98,14 +98,14 @@ impl SourceDriver {
     }
 
     /// Scans the logs for dirty pages, and waits until I/O in flight has completed.
-    pub(super) fn scan(&mut self, owed: Owed, payload: &mut Payload) -> Result<DirtyScan, Failure> {
+    pub(super) fn scan(&mut self, owed: OwedPages, payload: &mut Payload) -> Result<DirtyScan, Failure> {
         self.scan_dirty(owed, false, payload)
     }
 
     /// Scans like `sample`, and also returns the dirty pages of memory if `reports_pages` is true.
     pub(super) fn scan_dirty(
         &mut self,
-        owed: Owed,
+        owed: OwedPages,
         reports_pages: bool,
         payload: &mut Payload,
     ) -> Result<DirtyScan, Failure> {
@@ -180,7 +180,7 @@ impl SourceDriver {
                 Ok(RoundOutcome { streams: Streams { sender, page_stream }, owed, stats: Some(stats) })
             }
             Err(interrupted) => {
-                let Interrupted { owed, cause, .. } = *interrupted;
+                let InterruptedRound { owed, cause, .. } = *interrupted;
                 info!(%cause, "round interrupted");
                 self.inbox.interrupts(None);
                 self.handle_notices_or(&cause)?;

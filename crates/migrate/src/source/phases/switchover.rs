@@ -5,7 +5,9 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{CompletedRound, DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender, Stage};
+use ::memory::{
+    CompletedRound, DirtyLog, InterruptedRound, OwedPages, ReductionStage, RoundStats, ScanFailed, Sender,
+};
 use engine::handover::source::{SourceEvent, SourceState};
 use engine::session::StopPatience;
 use proto::message::Message;
@@ -25,7 +27,7 @@ use api::report::Round;
 /// Result of a round of the stopped guest.
 struct StoppedRound {
     sender: Sender,
-    owed: Owed,
+    owed: OwedPages,
     /// Statistics of the round; none if there was nothing to send.
     sent: Option<RoundStats>,
     dirty_pages: u64,
@@ -35,13 +37,13 @@ struct StoppedRound {
 /// Error of a round of the stopped guest.
 enum StoppedRoundError {
     Scan(ScanFailed),
-    Link(Box<Interrupted>),
+    Link(Box<InterruptedRound>),
 }
 
 /// Sends the owed pages and the log's dirty pages; without any, nothing is sent. No drain: QEMU's `stop` has drained.
 fn stopped_round(
     sender: Sender,
-    owed: Owed,
+    owed: OwedPages,
     log: &mut dyn DirtyLog,
     acknowledged_by: Instant,
 ) -> Result<StoppedRound, StoppedRoundError> {
@@ -106,7 +108,7 @@ impl SourceDriver {
     pub(super) fn last_pages(
         &mut self,
         streams: Streams,
-        owed: Owed,
+        owed: OwedPages,
         stopped: &Stopped,
     ) -> Result<(Vec<u8>, Streams), Failure> {
         let began = Instant::now();
@@ -114,7 +116,7 @@ impl SourceDriver {
         let payload = &stopped.payload;
         let acknowledged_by = self.switchover_deadline();
         // No program gives memory back from now on.
-        payload.end_reductions(Stage::GuestStopped);
+        payload.end_reductions(ReductionStage::GuestStopped);
         let stop = if self.controls.goals().verify { StopKind::Compared } else { StopKind::NotCompared };
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
@@ -131,7 +133,7 @@ impl SourceDriver {
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| cannot_save(&error))?;
         self.reporter.stop_clock.measured.save_us = saving.as_micros() as u64;
-        payload.end_reductions(Stage::DevicesSaved);
+        payload.end_reductions(ReductionStage::DevicesSaved);
         let acknowledged_by = self.switchover_deadline();
         let mut log = self.resources.participants.log(None);
         let round = stopped_round(sender, owed, &mut log, acknowledged_by);
@@ -172,7 +174,7 @@ impl SourceDriver {
     fn last_round(
         &mut self,
         round: Result<StoppedRound, StoppedRoundError>,
-    ) -> Result<(Sender, Owed), Failure> {
+    ) -> Result<(Sender, OwedPages), Failure> {
         let round = match round {
             Ok(round) => round,
             Err(StoppedRoundError::Scan(failed)) => {

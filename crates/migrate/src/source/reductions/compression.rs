@@ -8,7 +8,7 @@ use proto::packed::{Codec, Compression as Way, CompressionTrial};
 
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
-use crate::source::{Controls, Goals, Telemetry};
+use crate::source::{Goals, MigrationControls, Telemetry};
 use api::Compress;
 use api::report::{Compression, LevelChoice, Report};
 
@@ -26,7 +26,11 @@ pub(super) struct ActiveCompression {
 
 impl ActiveCompression {
     /// Starts the requested compression; returns none if there is none, or if the destination cannot decompress it.
-    pub(super) fn begin(codecs: &[Codec], controls: &Controls, telemetry: &Telemetry) -> Option<Self> {
+    pub(super) fn begin(
+        codecs: &[Codec],
+        controls: &MigrationControls,
+        telemetry: &Telemetry,
+    ) -> Option<Self> {
         let Goals { settings, worth, .. } = controls.goals();
         let wanted = supported_compression(settings.compression, codecs, controls, telemetry);
         let state = match wanted {
@@ -58,7 +62,7 @@ impl ActiveReduction for ActiveCompression {
 
     fn interrupted(&self, _: bool) {}
 
-    fn sampled(&self, interval: &Interval<'_>, controls: &Controls) {
+    fn sampled(&self, interval: &Interval<'_>, controls: &MigrationControls) {
         let decision = interval.decision;
         if self.wanted != Compress::Auto {
             return;
@@ -78,7 +82,7 @@ impl ActiveReduction for ActiveCompression {
         }
     }
 
-    fn link_is_slow(&self, _: &Arc<Controls>) {}
+    fn link_is_slow(&self, _: &Arc<MigrationControls>) {}
 
     fn report(&self, link: &LinkCounters, report: &mut Report) {
         let CompressionCounters { opening_bytes, compressed_bytes, pack_ns, trial_ns, .. } =
@@ -103,7 +107,7 @@ impl ActiveReduction for ActiveCompression {
 fn supported_compression(
     wanted: Compress,
     codecs: &[Codec],
-    controls: &Controls,
+    controls: &MigrationControls,
     telemetry: &Telemetry,
 ) -> Compress {
     let needed: Vec<_> = match wanted {
@@ -120,7 +124,7 @@ fn supported_compression(
 }
 
 /// Notes the picked compression in the report.
-fn update_report(decision: &CompressionDecision, controls: &Controls) {
+fn update_report(decision: &CompressionDecision, controls: &MigrationControls) {
     let picked = LevelChoice {
         at_us: controls.requested.elapsed().as_micros() as u64,
         way: decision.way.to_string(),

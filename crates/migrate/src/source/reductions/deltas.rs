@@ -8,7 +8,7 @@ use proto::packed::CompressionTrial;
 
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
-use crate::source::{Controls, Goals, Telemetry};
+use crate::source::{Goals, MigrationControls, Telemetry};
 use api::DeltaUse;
 use api::report::{self, Report};
 
@@ -25,7 +25,7 @@ impl ActiveDeltas {
     pub(super) fn begin(
         seed: Option<u64>,
         ram_blocks: usize,
-        controls: &Controls,
+        controls: &MigrationControls,
         telemetry: &Telemetry,
     ) -> Option<Self> {
         let Goals { settings, deltas_bytes, .. } = controls.goals();
@@ -45,7 +45,7 @@ impl ActiveDeltas {
     }
 
     /// Turns deltas on: from here on the versions of sent pages are recorded, and deltas are sent.
-    fn start(&self, controls: &Controls) {
+    fn start(&self, controls: &MigrationControls) {
         self.state.set(true);
         let since_us = controls.requested.elapsed().as_micros() as u64;
         controls.report(|report| report.deltas.get_or_insert_default().since_us = since_us);
@@ -71,9 +71,9 @@ impl ActiveReduction for ActiveDeltas {
 
     fn interrupted(&self, _: bool) {}
 
-    fn sampled(&self, _: &Interval<'_>, _: &Controls) {}
+    fn sampled(&self, _: &Interval<'_>, _: &MigrationControls) {}
 
-    fn link_is_slow(&self, controls: &Arc<Controls>) {
+    fn link_is_slow(&self, controls: &Arc<MigrationControls>) {
         if self.wanted == DeltaUse::Auto {
             self.start(controls);
         }

@@ -11,7 +11,7 @@ use engine::trace::TracedPolicy;
 use proto::packed::CompressionTrial;
 
 use super::{ActiveReduction, ReductionProgress};
-use crate::source::Controls;
+use crate::source::MigrationControls;
 use host::cpu;
 
 /// Interval of the policy's samples, and the shorter one at first, when the policy knows nothing.
@@ -44,7 +44,7 @@ pub(super) fn start(
     reductions: Vec<Arc<dyn ActiveReduction>>,
     meter: Arc<LinkMeter>,
     workers: u16,
-    controls: Arc<Controls>,
+    controls: Arc<MigrationControls>,
 ) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     let samples = move || {

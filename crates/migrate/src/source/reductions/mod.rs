@@ -17,7 +17,7 @@ use proto::packed::CompressionTrial;
 
 use super::agreement::Capabilities;
 use super::payload::Payload;
-use super::{Controls, SourceDriver};
+use super::{MigrationControls, SourceDriver};
 use api::report::Report;
 use compression::ActiveCompression;
 use deltas::ActiveDeltas;
@@ -42,10 +42,10 @@ pub(crate) trait ActiveReduction: Any + fmt::Debug + Send + Sync {
     fn interrupted(&self, is_slow: bool);
 
     /// Learns of an interval.
-    fn sampled(&self, interval: &Interval<'_>, controls: &Controls);
+    fn sampled(&self, interval: &Interval<'_>, controls: &MigrationControls);
 
     /// Starts what needs time for each page: the senders wait for the link, so that it is worthwhile from here on.
-    fn link_is_slow(&self, controls: &Arc<Controls>);
+    fn link_is_slow(&self, controls: &Arc<MigrationControls>);
 
     /// Completes its section of the report.
     fn report(&self, link: &LinkCounters, report: &mut Report);
@@ -126,7 +126,7 @@ impl ActiveReductions {
 #[derive(Debug)]
 pub(super) struct ReductionControl {
     reductions: ActiveReductions,
-    controls: Arc<Controls>,
+    controls: Arc<MigrationControls>,
     _stop: Option<Sender<()>>,
 }
 

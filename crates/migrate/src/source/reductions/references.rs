@@ -24,7 +24,7 @@ use super::{ActiveReduction, ReductionProgress};
 use crate::source::agreement::Capabilities;
 use crate::source::failure::{Failure, unexpected};
 use crate::source::payload::Payload;
-use crate::source::{Controls, SourceDriver};
+use crate::source::{MigrationControls, SourceDriver};
 use api::report::Report;
 use host::templates::{
     IndexingStats, LeftTemplate, MAX_ADVERTISED_PAGES, SharedImage, Templates, from_hex, shared_images,
@@ -60,7 +60,7 @@ impl ActiveReferences {
     }
 
     /// Ends references to memory, because the destination reads the content more slowly than the link would carry it.
-    fn end_memory_references(&self, controls: &Controls) {
+    fn end_memory_references(&self, controls: &MigrationControls) {
         if !self.known.is_memory_lookup_enabled() {
             return;
         }
@@ -104,7 +104,7 @@ impl ActiveReduction for ActiveReferences {
         }
     }
 
-    fn sampled(&self, interval: &Interval<'_>, controls: &Controls) {
+    fn sampled(&self, interval: &Interval<'_>, controls: &MigrationControls) {
         if !interval.is_slow {
             return;
         }
@@ -124,7 +124,7 @@ impl ActiveReduction for ActiveReferences {
         controls.report(|report| policy.update_report(&mut report.traces.others.references));
     }
 
-    fn link_is_slow(&self, controls: &Arc<Controls>) {
+    fn link_is_slow(&self, controls: &Arc<MigrationControls>) {
         self.known.enable_memory_lookup();
         if let Some(shared) = &self.shared {
             shared.clone().learn(&self.known, controls);
@@ -281,7 +281,7 @@ pub(in crate::source) struct SharedImages {
 impl SharedImages {
     /// Indexes the images' content in a separate thread, until all is known or the index is no longer needed; the
     /// result is noted in the report.
-    fn learn(self, known: &Arc<ContentIndex>, controls: &Arc<Controls>) {
+    fn learn(self, known: &Arc<ContentIndex>, controls: &Arc<MigrationControls>) {
         let (known, controls) = (Arc::downgrade(known), Arc::clone(controls));
         let work = move || {
             // The servers that it starts inherit the niceness. Without permission for that, it works at normal

@@ -51,7 +51,7 @@ fn guest_lost_before_committed_with_post_copy_is_given_up() {
         let world = World::new();
         let (mut driver, ..) = driver(&world, STOPPED, None);
         let (boot_id, process) = (world.context.boot_id.clone(), None);
-        let details = Details { boot_id, accepted: true, later, process, vm_ended: false };
+        let details = SourceDetails { boot_id, accepted: true, later, process, vm_ended: false };
         let found = driver.found_gone(QemuAtStart::Gone, Some(&details));
         let settled = thread::spawn(move || driver.run_on(found));
         let mut peer = world.accept();
@@ -80,7 +80,7 @@ fn memory_that_cannot_be_read_keeps_no_event_waiting() {
     let region = serde_json::json!({ "name": "ram", "bytes": 4096, "page_bytes": 4096, "address": 4096 });
     let later = Some(vec![serde_json::from_value(region).unwrap()]);
     let (boot_id, process) = (world.context.boot_id.clone(), None);
-    let details = Details { boot_id, accepted: true, later, process, vm_ended: false };
+    let details = SourceDetails { boot_id, accepted: true, later, process, vm_ended: false };
     mailbox.put(SourceNotice::Event(SourceEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
     let (settled, settles) = mpsc::channel();
     thread::spawn(move || {

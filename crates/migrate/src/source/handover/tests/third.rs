@@ -4,7 +4,7 @@ use super::*;
 use crate::source::participants::StopKind;
 use crate::source::participants::tests::{Fake, Steps, taken};
 use crate::source::stages::{Proposed, SourceStage};
-use ::memory::Owed;
+use ::memory::OwedPages;
 
 /// Adds a participant to those of every VM.
 fn with_third(driver: &mut SourceDriver) -> Steps {
@@ -23,7 +23,7 @@ fn a_third_participant_takes_part_in_a_migration_that_fails() {
     assert_eq!(taken(&steps), ["third check"]);
     let vm = driver.resources.vm.as_mut().unwrap();
     driver.resources.participants.before_stop(vm).unwrap();
-    driver.resources.participants.freeze(vm, StopKind::NotCompared, &mut Owed::of(vec![])).unwrap();
+    driver.resources.participants.freeze(vm, StopKind::NotCompared, &mut OwedPages::of(vec![])).unwrap();
     driver.resources.participants.ready(vm).unwrap();
     assert_eq!(taken(&steps), ["third before_stop", "third freeze", "third ready"]);
     driver.resources.stage = SourceStage::RolledBack(Proposed::default().accept(payload).roll_back());

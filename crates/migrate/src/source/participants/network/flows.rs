@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use link::transport::{ConnectionHandle, Incoming, MessageReceiver, MessageSender};
-use net::addresses::{self, Senders};
+use net::addresses::{self, AddressSampler};
 use net::conntrack;
 use net::flows::{FlowChange, MOST_FLOWS, SentFlows};
 use net::netlink::Socket;
@@ -80,7 +80,7 @@ impl FlowCopier {
             netfilter,
             route: Socket::route().map_err(chain)?,
             listener,
-            senders: Senders::start(named).map_err(chain)?,
+            senders: AddressSampler::start(named).map_err(chain)?,
             stations: interfaces.iter().map(|(_, mac)| *mac).collect(),
             claimed: BTreeSet::new(),
             sent: SentFlows::default(),
@@ -163,7 +163,7 @@ struct FlowSource {
     netfilter: Socket,
     route: Socket,
     listener: Option<Arc<Listener>>,
-    senders: Senders,
+    senders: AddressSampler,
     /// Addresses of the guest's cards.
     stations: Vec<net::Mac>,
     /// Addresses that are certainly the guest's.

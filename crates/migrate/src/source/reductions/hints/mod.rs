@@ -8,13 +8,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use ::guest::protocol::{Cache, PORT};
-use ::memory::{HintedPages, LinkCounters, Owed, PageSet, Readable, Reduction};
+use ::memory::{HintedPages, LinkCounters, OwedPages, PageSet, ReadablePages, Reduction};
 
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ActiveReductions, ReductionProgress};
 use crate::source::failure::Failure;
 use crate::source::payload::Payload;
-use crate::source::{Controls, SourceDriver};
+use crate::source::{MigrationControls, SourceDriver};
 use api::HintedMemory;
 use api::report::{self, Report};
 use guest::Guest;
@@ -69,9 +69,9 @@ impl ActiveReduction for ActiveHints {
 
     fn interrupted(&self, _: bool) {}
 
-    fn sampled(&self, _: &Interval<'_>, _: &Controls) {}
+    fn sampled(&self, _: &Interval<'_>, _: &MigrationControls) {}
 
-    fn link_is_slow(&self, _: &Arc<Controls>) {}
+    fn link_is_slow(&self, _: &Arc<MigrationControls>) {}
 
     /// The questions to the guest are reported, when they have ended.
     fn report(&self, _: &LinkCounters, _: &mut Report) {}
@@ -86,9 +86,9 @@ pub(in crate::source) struct FreePageHints {
     /// Time of the last question.
     asked: Option<Instant>,
     /// Page cache that was deferred in the first round. It is owed.
-    deferred: Option<Owed>,
+    deferred: Option<OwedPages>,
     stats: report::FreePageHintStats,
-    controls: Arc<Controls>,
+    controls: Arc<MigrationControls>,
 }
 
 impl SourceDriver {
@@ -149,9 +149,9 @@ impl SourceDriver {
     pub(in crate::source) fn ask_guest(
         &mut self,
         hints: &mut FreePageHints,
-        readable: Readable,
+        readable: ReadablePages,
         is_first: bool,
-    ) -> Result<Readable, Failure> {
+    ) -> Result<ReadablePages, Failure> {
         if is_first && hints.cache != Cache::None && hints.asked.is_none() {
             let answer_ended = hints.ask(false);
             self.wait_for_guest(hints, answer_ended, FIRST_ANSWER_LIMIT)?;
@@ -172,8 +172,8 @@ impl SourceDriver {
     pub(in crate::source) fn take_back(
         &mut self,
         hints: &mut FreePageHints,
-        readable: Readable,
-    ) -> Result<Readable, Failure> {
+        readable: ReadablePages,
+    ) -> Result<ReadablePages, Failure> {
         let Some(deferred) = hints.deferred.take() else { return Ok(readable) };
         self.note("guest", "frees its page cache".to_owned());
         let answer_ended = hints.ask(true);

@@ -20,13 +20,13 @@ const CHUNK_BYTES: usize = CHUNK_PAGES as usize / 8;
 
 /// Missing pages, recorded in a file.
 #[derive(Debug)]
-pub struct Ledger {
+pub struct MissingPagesFile {
     file: File,
     /// Begin of each block in the file, in bytes.
     places: Vec<u64>,
 }
 
-impl Ledger {
+impl MissingPagesFile {
     /// Creates the file, complete.
     ///
     /// # Errors
@@ -110,13 +110,13 @@ mod tests {
         let mut awaited: Vec<_> = lengths.map(PageSet::new).into();
         awaited[0].set(5..700);
         awaited[2].set(1..2048);
-        let ledger = Ledger::create(&path, &awaited).unwrap();
+        let file = MissingPagesFile::create(&path, &awaited).unwrap();
         for (block, pages) in [(0, 512..513), (2, 0..1030), (2, 2047..2048)] {
             awaited[block].clear(pages.clone());
-            ledger.update(block, &awaited[block], pages).unwrap();
+            file.update(block, &awaited[block], pages).unwrap();
         }
-        drop(ledger);
-        assert_eq!(Ledger::open(&path, lengths).unwrap().1, awaited);
-        assert!(Ledger::open(&path, [3 << 20, 8 << 20, 1]).is_err(), "of other blocks");
+        drop(file);
+        assert_eq!(MissingPagesFile::open(&path, lengths).unwrap().1, awaited);
+        assert!(MissingPagesFile::open(&path, [3 << 20, 8 << 20, 1]).is_err(), "of other blocks");
     }
 }

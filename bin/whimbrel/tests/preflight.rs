@@ -184,7 +184,7 @@ fn ports_and_taps_in_use_at_the_destination_are_found() {
         spec.extra = wants.split(' ').map(str::to_owned).collect();
         let guest = cluster.guest(&spec);
         let findings = refused(&cluster, guest.pid());
-        assert!(findings.len() == 1 && findings[0]["code"] == "start", "{findings:#?}");
+        assert!(findings.len() == 1 && findings[0]["code"] == "qemu-start-failed", "{findings:#?}");
         other.kill().unwrap();
         fs::remove_file(&monitor).unwrap();
         cluster.migrate("vm1", "a", "b", &[]);
@@ -452,11 +452,11 @@ fn a_destination_that_knows_no_way_back() {
         assert_eq!(check["possible"], true, "{check:#}");
         let findings = check["destination_findings"].as_array().unwrap().clone();
         assert!(
-            findings.iter().any(|one| one["code"] == "rewritten"
+            findings.iter().any(|one| one["code"] == "path-changes"
                 && one["what"].as_str().unwrap().starts_with("on b, socket ")),
             "nobody says where the monitors will be: {check:#}"
         );
-        findings.into_iter().find(|one| one["code"] == "no-way-back")
+        findings.into_iter().find(|one| one["code"] == "source-unreachable")
     };
     assert_eq!(findings(&cluster), None);
     cluster.b.kill();

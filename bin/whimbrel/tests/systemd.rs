@@ -148,7 +148,7 @@ fn a_restarting_unit_is_refused_and_an_arrival_has_a_scope() {
     let warning = "systemd unit web1.service has Restart=always and would restart the guest";
     let adopted = cluster.a.cli(&["vm", "adopt", "vm1"]).ok();
     assert!(adopted.stdout.contains(warning), "{adopted:?}");
-    assert_eq!(blockers(&cluster), ["restarts"]);
+    assert_eq!(blockers(&cluster), ["unit-restarts"]);
     assert_eq!(cluster.a.cli(&["migrate", "vm1", "--to", "b"]).code, 1);
 
     // Units at boot start it, too.
@@ -156,12 +156,12 @@ fn a_restarting_unit_is_refused_and_an_arrival_has_a_scope() {
     fs::create_dir(&wants).unwrap();
     std::os::unix::fs::symlink(systemd.directory.join("web1.service"), wants.join("web1.service")).unwrap();
     systemd.unit("web1.service.d/moved.conf", "[Service]\nRestart=no\n");
-    assert_eq!(blockers(&cluster), ["starts-at-boot"]);
+    assert_eq!(blockers(&cluster), ["unit-starts-at-boot"]);
     // A timer does so as well.
     fs::remove_dir_all(&wants).unwrap();
     systemd.unit("web1.timer", "[Unit]\nDefaultDependencies=no\n[Timer]\nOnBootSec=3000\n");
     systemd.ctl(&["start", "web1.timer"]);
-    assert_eq!(blockers(&cluster), ["starts-at-boot"]);
+    assert_eq!(blockers(&cluster), ["unit-starts-at-boot"]);
     systemd.ctl(&["stop", "web1.timer"]);
     fs::remove_file(systemd.directory.join("web1.timer")).unwrap();
     systemd.ctl(&["daemon-reload"]);

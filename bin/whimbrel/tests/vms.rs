@@ -210,7 +210,7 @@ fn an_owner_that_is_wrong_is_corrected() {
         all.into_iter().filter(|one| one["severity"] == "blocker").collect::<Vec<_>>()
     };
     let check = found(&["migrate", "vm1", "--to", "b", "--check"]);
-    let owner = check.iter().find(|one| one["code"] == "owner-other").unwrap();
+    let owner = check.iter().find(|one| one["code"] == "owned-elsewhere").unwrap();
     assert!(owner["advice"].as_str().unwrap().contains("vm claim vm1"), "{owner}");
     assert_eq!(found(&["migrate", "vm1", "--to", "b"]), std::slice::from_ref(owner));
 

@@ -151,13 +151,15 @@ pub fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
 pub fn finding(error: &OwnerError) -> Finding {
     let (code, advice) = match error {
         OwnerError::Unreachable(_) => (
-            "registry",
+            "registry-unusable",
             "start the witness, make sure that the source can reach it, or remove [registry] on both hosts"
                 .to_owned(),
         ),
-        OwnerError::NoRegistry => ("registry", "name a witness, a third host, under [registry]".to_owned()),
+        OwnerError::NoRegistry => {
+            ("registry-unusable", "name a witness, a third host, under [registry]".to_owned())
+        }
         OwnerError::Other { vm, owner, .. } => (
-            "owner-other",
+            "owned-elsewhere",
             format!(
                 "migrate it from {owner}; if it does not run there and never will again, run `whimbrel vm \
                  claim {vm}` here"

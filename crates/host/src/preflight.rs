@@ -160,7 +160,7 @@ fn problems(problems: &[qemu::describe::Problem]) -> Vec<Finding> {
 fn kernel_finding() -> Option<Finding> {
     Kernel::probe().err().map(|missing| Finding {
         severity: Severity::Blocker,
-        code: "kernel".to_owned(),
+        code: "kernel-feature-missing".to_owned(),
         what: missing.to_string(),
         advice: "run Linux 6.7 or later on the source, with CONFIG_USERFAULTFD".to_owned(),
     })
@@ -203,7 +203,7 @@ pub fn destination(
     let unreadable = |what: &str, error: &dyn std::error::Error| {
         vec![Finding {
             severity: Severity::Blocker,
-            code: "proposal".to_owned(),
+            code: "agents-incompatible".to_owned(),
             what: format!("{what}: {}", crate::chain(error)),
             advice: "use the same version of whimbrel on both hosts".to_owned(),
         }]
@@ -240,7 +240,7 @@ pub fn destination(
     let emulator = context.emulators.ask(&context.config, &here).map_err(|error| {
         vec![Finding {
             severity: Severity::Blocker,
-            code: "qemu-start".to_owned(),
+            code: "no-qemu-starts".to_owned(),
             what: format!("{} does not start: {}", here.qemu_binary.display(), crate::chain(&error)),
             advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
         }]
@@ -258,7 +258,7 @@ pub fn destination(
     let mut others = Vec::new();
     if let Ok(built) = &built {
         others.extend(left_out(&built.warnings));
-        others.extend(rewritten(&context.config.host, &built.notes));
+        others.extend(changed_paths(&context.config.host, &built.notes));
     }
     others.extend(disks.findings.into_iter().chain(room));
     others.extend(unreachable_source_finding);
@@ -431,10 +431,10 @@ pub fn ask(
 }
 
 /// Returns findings about endpoints that users of the VM find at another path or address here.
-fn rewritten(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
+fn changed_paths(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
     notes.iter().map(move |note| Finding {
         severity: Severity::Info,
-        code: "rewritten".to_owned(),
+        code: "path-changes".to_owned(),
         what: format!("on {here}, {note}"),
         advice: "find it there after the migration".to_owned(),
     })
@@ -452,7 +452,7 @@ fn unreachable_source_finding(
     let error = peers::connect(context, from, Some(reply_to), purpose).err()?;
     Some(Finding {
         severity: Severity::Warning,
-        code: "no-way-back".to_owned(),
+        code: "source-unreachable".to_owned(),
         what: format!(
             "{} must connect to {from} when a handover is interrupted, and cannot: {}",
             context.config.host,

@@ -41,9 +41,9 @@ impl RestartTime {
     /// Returns the code of the finding.
     pub fn code(self) -> &'static str {
         match self {
-            Self::AtOnce => "restarts",
-            Self::AtBoot => "starts-at-boot",
-            Self::Unknown => "restarts-unknown",
+            Self::AtOnce => "unit-restarts",
+            Self::AtBoot => "unit-starts-at-boot",
+            Self::Unknown => "unit-restart-unknown",
         }
     }
 }

@@ -23,7 +23,7 @@ fn a_unit_that_restarts_its_guest() {
             printf '[Service]\\nRestart=always\\n' >/run/systemd/system/vm-{VM}.service.d/restart.conf; systemctl daemon-reload"
         ))
         .unwrap();
-    assert_eq!(blockers(&rack, alpha, beta), ["restarts"]);
+    assert_eq!(blockers(&rack, alpha, beta), ["unit-restarts"]);
     assert_eq!(rack.migrate(VM, alpha, beta, &[]).code, 1);
     let wants = "/etc/systemd/system/multi-user.target.wants";
     alpha
@@ -31,7 +31,7 @@ fn a_unit_that_restarts_its_guest() {
             "rm -r /run/systemd/system/vm-{VM}.service.d; ln -s {unit} {wants}/vm-{VM}.service; systemctl daemon-reload"
         ))
         .unwrap();
-    assert_eq!(blockers(&rack, alpha, beta), ["starts-at-boot"]);
+    assert_eq!(blockers(&rack, alpha, beta), ["unit-starts-at-boot"]);
     alpha.shell(&format!("rm {wants}/vm-{VM}.service; systemctl daemon-reload")).unwrap();
 
     move_guest(&rack, alpha, beta, &[]);

@@ -40,7 +40,7 @@ fn to_an_older_kernel_and_not_back() {
             .into();
     let _serial = rack.start_guest(alpha, &guest).unwrap();
     let check = rack.whimbrel(alpha, &["migrate", VM, "--to", "beta", "--check"]).ok().json();
-    assert!(check.to_string().contains("kernel-old-there"), "{check:#}");
+    assert!(check.to_string().contains("destination-kernel-old"), "{check:#}");
     move_guest(&rack, alpha, beta, &[]);
     let blockers = blockers(&rack, beta, alpha);
     assert!(blockers.iter().any(|code| code.starts_with("kernel")), "{blockers:?}");

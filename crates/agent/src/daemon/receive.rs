@@ -94,7 +94,11 @@ impl Daemon {
         proposal: Proposal,
     ) -> Result<preflight::AcceptableProposal, Vec<Finding>> {
         proposal.validate().map_err(|error| {
-            blocker("proposal", crate::chain(&error), "use the same version of whimbrel on both hosts")
+            blocker(
+                "agents-incompatible",
+                crate::chain(&error),
+                "use the same version of whimbrel on both hosts",
+            )
         })?;
         self.check_name_is_free(id, proposal.check_only)?;
         preflight::destination(&self.context, from, id, proposal)
@@ -110,7 +114,7 @@ impl Daemon {
             Ok(None) => {}
             Err(error) => {
                 return Err(blocker(
-                    "journal",
+                    "journal-unusable",
                     crate::chain(&error),
                     "repair the journal on the destination",
                 ));
@@ -178,7 +182,7 @@ impl Daemon {
                     Some(_) => {
                         ("epoch", "try again: the source knows that epoch now, and will use a larger one")
                     }
-                    None => ("journal", SEE_DISK),
+                    None => ("journal-unusable", SEE_DISK),
                 };
                 driver.reject(blocker(code, crate::chain(&error), advice), error.largest_epoch());
             }

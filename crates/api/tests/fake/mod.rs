@@ -261,7 +261,8 @@ impl Control for Fake {
         let name = request.name.unwrap_or_else(|| vm("adopted"));
         let vm = summary(name.as_str());
         self.state.lock().unwrap().vms.insert(name.as_str().to_owned(), vm.clone());
-        let restarts = finding(Severity::Warning, "restarts", "web.service restarts it", "set Restart=no");
+        let restarts =
+            finding(Severity::Warning, "unit-restarts", "web.service restarts it", "set Restart=no");
         Ok(Adopted { vm, findings: vec![restarts] })
     }
 

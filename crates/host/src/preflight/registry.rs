@@ -24,7 +24,7 @@ pub(super) fn finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal)
     };
     Some(Finding {
         severity: Severity::Blocker,
-        code: "registry".to_owned(),
+        code: "registry-unusable".to_owned(),
         what,
         advice: "name the same witness, a third host, under [registry] on both".to_owned(),
     })

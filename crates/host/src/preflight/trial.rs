@@ -119,7 +119,7 @@ pub fn started_or_findings<T>(started: Result<T, ArrivalError>) -> Result<T, Vec
             ArrivalError::Refused(findings) => findings,
             _ => vec![Finding {
                 severity: Severity::Blocker,
-                code: "start".to_owned(),
+                code: "qemu-start-failed".to_owned(),
                 what,
                 advice: advice.to_owned(),
             }],

@@ -34,7 +34,7 @@ impl SecondCopy {
             return Ok(Self { old_states: Vec::new() });
         }
         if let Some(finding) =
-            ownership::refused(context, name).filter(|finding| finding.code == "owner-other")
+            ownership::refused(context, name).filter(|finding| finding.code == "owned-elsewhere")
         {
             let advice = format!(
                 "start it there; if it does not run there and never will again, use `--accept-risk`, and \

@@ -35,7 +35,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
         add(
             findings,
             Blocker,
-            "qemu-blocks",
+            "qemu-refuses",
             format!("QEMU itself refuses to migrate this guest: {reason}"),
             "remove the device or feature that QEMU names",
         );
@@ -384,7 +384,7 @@ pub(super) fn environment(source: &SourceFacts, destination: &DestinationFacts, 
         add(
             findings,
             Warning,
-            "kernel-old-there",
+            "destination-kernel-old",
             format!(
                 "the destination's kernel {} is older than 6.7: the guest can be migrated to it, but not \
                  away again",

@@ -134,7 +134,7 @@ fn equal_hosts_have_no_findings() {
 fn the_guest() {
     assert_eq!(found(|s, _| s.vm.problems.push(Problem::new("x", "a", "b"))), "x");
     assert_eq!(found(|_, d| d.problems.push(Problem::new("y", "a", "b"))), "y");
-    assert_eq!(found(|s, _| s.blocked_reasons.push("non-migratable device".to_owned())), "qemu-blocks");
+    assert_eq!(found(|s, _| s.blocked_reasons.push("non-migratable device".to_owned())), "qemu-refuses");
     assert_eq!(found(|s, _| s.run_state = "io-error".to_owned()), "run-state");
     assert_eq!(found(|s, _| s.run_state = "paused".to_owned()), "paused.");
     assert_eq!(found(|s, _| s.run_state = "prelaunch".to_owned()), "paused.");
@@ -154,9 +154,9 @@ fn the_guest() {
     assert_eq!(emulated("virtio-blk-pci", "1"), "virtio-emulated?");
     assert_eq!(emulated("virtio-blk-pci", "1,maxcpus=2"), "");
     assert_eq!(emulated("e1000", "1"), "");
-    assert_eq!(restart_finding(RestartTime::AtOnce), "restarts");
-    assert_eq!(restart_finding(RestartTime::AtBoot), "starts-at-boot");
-    assert_eq!(restart_finding(RestartTime::Unknown), "restarts-unknown?");
+    assert_eq!(restart_finding(RestartTime::AtOnce), "unit-restarts");
+    assert_eq!(restart_finding(RestartTime::AtBoot), "unit-starts-at-boot");
+    assert_eq!(restart_finding(RestartTime::Unknown), "unit-restart-unknown?");
     assert_eq!(found(|s, _| s.nested_guests = Some(true)), "nested-guests");
     assert_eq!(found(|s, _| s.nested_guests = Some(false)), "");
     assert_eq!(found(|s, _| s.vm.machine.cpu_option = Some("Skylake,+vmx".to_owned())), "nested-possible?");
@@ -295,7 +295,7 @@ fn storage() {
 fn surroundings() {
     assert_eq!(found(|s, _| s.host.kernel = "6.1.0-56-amd64".to_owned()), "kernel-old");
     assert_eq!(found(|s, _| s.host.kernel = "6.7.0".to_owned()), "");
-    assert_eq!(found(|_, d| d.host.kernel = "5.10.0".to_owned()), "kernel-old-there?");
+    assert_eq!(found(|_, d| d.host.kernel = "5.10.0".to_owned()), "destination-kernel-old?");
     assert_eq!(found(|_, d| d.missing_interfaces.push("tap0".to_owned())), "interface-missing");
     let option = |name: &'static str, value: &'static str| {
         found(move |s, _| s.vm.options.push(QemuOption::new(name, value)))

@@ -285,7 +285,7 @@ fn qemus_own_migration_blockers_are_blockers() {
         let process = find(&Selector::Pid(source.pid())).unwrap();
         let facts = gather::source(&mut source.qmp, &process, Vec::new()).unwrap();
         let found = check_source(&facts);
-        let blocked = found.iter().find(|finding| finding.code == "qemu-blocks");
+        let blocked = found.iter().find(|finding| finding.code == "qemu-refuses");
         let blocked = blocked.unwrap_or_else(|| panic!("{found:#?}"));
         assert_eq!(blocked.severity, Severity::Blocker);
         assert!(blocked.what.contains("vdi format"), "{blocked}");

@@ -379,7 +379,7 @@ fn silence(card: &CardFrames, host: &str) -> Option<Finding> {
     };
     Some(Finding {
         severity: Severity::Warning,
-        code: "not-reached".to_owned(),
+        code: "guest-not-reached".to_owned(),
         what: format!("no frame for {mac} reached {interface} on {host} within a second: {heard}"),
         advice: advice.to_owned(),
     })

@@ -159,7 +159,7 @@ pub enum Line {
     },
     /// All free pages must be sent.
     Poisoned,
-    /// Text for people.
+    /// Human-readable text.
     Note(String),
     /// Pages of a kind.
     Pages(Kind, Vec<Pages>),

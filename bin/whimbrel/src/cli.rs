@@ -171,7 +171,7 @@ pub(crate) struct AgentCommand {
     /// Only check that the configuration can be used, with all files that it names
     #[arg(long)]
     pub check_config: bool,
-    /// Format of log lines: `text` for people, `json` for programs. `RUST_LOG=debug` in the environment logs more
+    /// Format of log lines: `text`, or `json` for programs. `RUST_LOG=debug` in the environment logs more
     #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
     pub log_format: LogFormat,
 }

@@ -267,7 +267,7 @@ fn a_vm_that_ends_while_it_is_moved() {
     }
 }
 
-// ---- output of QEMU for people
+// ---- human-readable output of QEMU
 
 /// A log continues at the guest's host, and lines written at each host stay there.
 #[test]

@@ -1,4 +1,4 @@
-//! The agent's API for people and programs: HTTP/1.1 with JSON on a Unix socket that only its owner may open.
+//! The agent's API for users and programs: HTTP/1.1 with JSON on a Unix socket that only its owner may open.
 //!
 //! | method and path | request | answer |
 //! |---|---|---|

@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 pub struct Problem {
     /// Kind of problem, for programs; determines the HTTP status.
     pub kind: ProblemKind,
-    /// Description, for people.
+    /// Human-readable description.
     pub error: String,
-    /// Advice, for people; may be empty.
+    /// Human-readable advice; may be empty.
     pub advice: String,
     /// Findings, if the pre-flight checks refuse the request.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

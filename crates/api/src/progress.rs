@@ -112,7 +112,7 @@ pub struct Progress {
     pub elapsed_us: u64,
     /// Number of times that connections were made anew.
     pub reconnections: u32,
-    /// Message for people: the reason of a failure, or the event that it waits for.
+    /// Human-readable message: the reason of a failure, or the event that it waits for.
     pub message: Option<String>,
 }
 

@@ -474,7 +474,7 @@ impl Report {
     }
 }
 
-/// Returns the calendar time, in milliseconds since 1970; for people, never for measuring.
+/// Returns the calendar time, in milliseconds since 1970; to be read by humans, never for measuring.
 pub fn unix_ms_now() -> u64 {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)

@@ -292,9 +292,9 @@ pub struct MigrationStatus {
     pub state: String,
     /// Standing of the migration, in one of a few words.
     pub standing: Standing,
-    /// Message for people: the reason of a failure, or the event that it waits for.
+    /// Human-readable message: the reason of a failure, or the event that it waits for.
     pub message: Option<String>,
-    /// Advice for people.
+    /// Human-readable advice.
     pub advice: Option<String>,
     /// Time at which it began (RFC 3339, UTC).
     pub created: String,

@@ -46,7 +46,7 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Directory of the sockets of running QEMUs and agents.
     pub run_dir: PathBuf,
-    /// Directory of the files that QEMU writes for people (serial ports, logs) of arrived VMs.
+    /// Directory of the human-readable files that QEMU writes (serial ports, logs) of arrived VMs.
     pub log_dir: PathBuf,
     /// The API's socket.
     pub api_socket: PathBuf,

@@ -400,7 +400,7 @@ fn acquire_lease(file: File, path: &Path) -> Result<FileLease, String> {
     }
 }
 
-/// Returns the processes and loop devices that have a file open, for people. This process is not among them.
+/// Returns the processes and loop devices that have a file open, human-readable. This process is not among them.
 fn holders(path: &Path) -> Vec<String> {
     let Ok(file) = fs::metadata(path) else { return Vec::new() };
     let is_same = |path: &Path| {

@@ -1,4 +1,4 @@
-//! Files that a VM's QEMU writes for people: output of serial ports, and logs.
+//! Human-readable files that a VM's QEMU writes: output of serial ports, and logs.
 //!
 //! They outlive the VM's stay on this host, and the host's next boot. Each arrival has a directory of its own, so that
 //! nothing is overwritten; links in the run directory lead there while the VM is here.

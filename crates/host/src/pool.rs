@@ -95,7 +95,7 @@ impl Pool {
         }
     }
 
-    /// Returns the pool's name for people.
+    /// Returns the human-readable name of the pool.
     pub(crate) fn display_name(&self) -> String {
         match &self.storage {
             Storage::Directory { path, .. } => format!("the directory for images, {}", path.display()),

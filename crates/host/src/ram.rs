@@ -8,7 +8,7 @@ use qemu::ram::{RamBlock, RamKind};
 use serde::{Deserialize, Serialize};
 use tracee::{Process, TrackerStart};
 
-/// Returns the kind of a block's memory, for people.
+/// Returns the kind of a block's memory, human-readable.
 pub(crate) fn kind(block: &RamBlock) -> String {
     let pages = match block.page_size_bytes {
         4096 => String::new(),

@@ -97,7 +97,7 @@ pub enum ReceiveError {
     /// Guest memory, or a disk, cannot be written. New connections cannot help.
     #[error("cannot write {block} at {offset:#x}; is there enough space?")]
     Memory {
-        /// Name of the block, for people.
+        /// Name of the block, for messages.
         block: String,
         /// Offset in the block, in bytes.
         offset: u64,

@@ -31,7 +31,7 @@ pub struct Block {
     pub name: String,
     /// Length in use, in bytes.
     pub bytes: u64,
-    /// Begin of the block in QEMU's address space.
+    /// Start of the block in QEMU's address space.
     pub address: u64,
 }
 
@@ -123,7 +123,7 @@ pub fn hash_pages(pid: u32, block: &Block, chunk: u64) -> Result<Vec<u64>, Verif
 /// An open block.
 struct Memory {
     file: File,
-    /// Begin of the block in `file`, in bytes.
+    /// Start of the block in `file`, in bytes.
     start: u64,
     address: u64,
     bytes: u64,

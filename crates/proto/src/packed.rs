@@ -38,7 +38,7 @@ impl Codec {
     /// All codecs.
     pub const ALL: [Self; 2] = [Self::Lz4, Self::Zstd];
 
-    /// Returns the codec's name in messages and for people.
+    /// Returns the codec's name in messages and in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lz4 => "lz4",

@@ -68,7 +68,7 @@ pub struct HostRules {
     pub data_dirs: Vec<PathBuf>,
     /// Directory for the sockets and logs of this guest alone.
     pub run_dir: PathBuf,
-    /// Directory for files that QEMU writes for people (serial ports, logs); `None` means the run directory.
+    /// Directory for human-readable files that QEMU writes (serial ports, logs); `None` means the run directory.
     pub log_dir: Option<PathBuf>,
     /// Interface or bridge on this host for an interface, a bridge or a netdev id of the source host.
     pub tap: BTreeMap<String, String>,

@@ -57,7 +57,7 @@ impl Queue {
     }
 }
 
-/// Returns queues of disks for which a guest waits for ever, as text for people; none if this QEMU cannot report it.
+/// Returns queues of disks for which a guest waits for ever, as human-readable text; none if this QEMU cannot report it.
 /// Needs a second if there may be one.
 ///
 /// # Errors

@@ -51,7 +51,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Returns a name for people, unique within a tree as far as the devices themselves are.
+    /// Returns a human-readable name, unique within a tree as far as the devices themselves are.
     pub fn label(&self) -> String {
         let id = if self.id.is_empty() { String::new() } else { format!(" {:?}", self.id) };
         let place = if self.place.is_empty() { String::new() } else { format!(" at {}", self.place) };

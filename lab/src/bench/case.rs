@@ -255,7 +255,7 @@ impl Case {
         self
     }
 
-    /// Describes the case for people.
+    /// Describes the case, human-readable.
     pub fn describe(&self) -> String {
         let memory = self.memory_mib;
         let mut words = vec![match &self.program {

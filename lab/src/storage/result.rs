@@ -90,7 +90,7 @@ pub struct ClientObservations {
     pub disruption_ms: f64,
     /// The longest silence that touches the switchover or the second before or after it, ms.
     pub switchover_gap_ms: Option<f64>,
-    /// Time from the begin of that silence to the guest's stop, ms; negative if it began later.
+    /// Time from the start of that silence to the guest's stop, ms; negative if it began later.
     #[serde(default)]
     pub silent_before_stop_ms: Option<f64>,
     /// Time from the guest's resumption to the end of that silence, ms.
@@ -149,7 +149,7 @@ pub enum DiskQuantity {
     Disruption,
     /// The longest silence at the switchover, ms.
     Switchover,
-    /// Time from the begin of that silence to the guest's stop, ms.
+    /// Time from the start of that silence to the guest's stop, ms.
     BeforeStop,
     /// Time from the guest's resumption to the end of that silence, ms.
     AfterResume,

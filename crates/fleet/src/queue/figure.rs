@@ -25,7 +25,7 @@ pub const SCHEMA: &str = "whimbrel.energy.queue/1";
 /// A trace as it was simulated.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TraceSummary {
-    /// Name, for people.
+    /// Human-readable name.
     pub name: String,
     /// Seconds that were simulated.
     pub seconds: usize,

@@ -49,7 +49,7 @@ pub struct SweepPoint {
 pub struct Evaluation {
     /// [`SCHEMA`].
     pub schema: String,
-    /// Name of the trace, for people.
+    /// Human-readable name of the trace.
     pub trace: String,
     /// Number of hosts.
     pub hosts: usize,

@@ -1,4 +1,4 @@
-//! Error of a transport: its kind, for programs, and its cause, for people.
+//! Error of a transport: its kind, for programs, and its human-readable cause.
 
 use crate::error::{ConnectError, HandshakeError, LinkError};
 
@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// The text for people is that of the cause, once.
+    /// The human-readable text is that of the cause, once.
     #[test]
     fn the_text_is_that_of_the_cause() {
         let text = LinkError::Truncated.to_string();

@@ -22,7 +22,7 @@ const CHUNK_BYTES: usize = CHUNK_PAGES as usize / 8;
 #[derive(Debug)]
 pub struct MissingPagesFile {
     file: File,
-    /// Begin of each block in the file, in bytes.
+    /// Start of each block in the file, in bytes.
     places: Vec<u64>,
 }
 

@@ -44,7 +44,7 @@ struct RemainingState {
     tiers: Vec<Vec<PageSet>>,
     /// The last round that was taken.
     round: u32,
-    /// Begin of the next part: a block and a page of that block.
+    /// Start of the next part: a block and a page of that block.
     place: (usize, u64),
     /// Predicted pages behind requested ones, the last request first.
     ahead: VecDeque<Prefetch>,

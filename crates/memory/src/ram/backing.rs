@@ -9,11 +9,11 @@ use super::{DropWatch, RamError, RamRegion};
 /// Backing of a block.
 #[derive(Debug)]
 pub(super) enum BlockBacking {
-    /// A shared file, and the begin of the block in it, in bytes.
+    /// A shared file, and the start of the block in it, in bytes.
     File(RamFile, u64),
     /// Anonymous memory.
     Anonymous,
-    /// A private mapping of a file with small pages, and the begin of the block in it, in bytes. Pages that the process
+    /// A private mapping of a file with small pages, and the start of the block in it, in bytes. Pages that the process
     /// has neither in memory nor in swap are in the file.
     PrivateFile(RamFile, u64),
     /// Anything else: only the process can read it, and holes cannot be detected. Private mappings of hugetlbfs belong

@@ -74,7 +74,7 @@ fn touched(pagemap: &mut Pagemap, region: &RamRegion) -> Result<PageSet, RamErro
 struct FileWriter {
     region: RamRegion,
     file: RamFile,
-    /// Begin of the block in the file, in bytes.
+    /// Start of the block in the file, in bytes.
     offset: u64,
 }
 
@@ -108,7 +108,7 @@ impl BlockWriter for FileWriter {
         if self.region.page_bytes > PAGE_BYTES { DiscardMethod::Never } else { DiscardMethod::FromOutside }
     }
 
-    /// Queries only the begin of the data: for its end, the kernel would walk through all of the file's pages.
+    /// Queries only the start of the data: for its end, the kernel would walk through all of the file's pages.
     fn first_mapped(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
         let first = self.file.first_data(self.offset + range.start..self.offset + range.end)?;
         Ok(first.map(|at| at - self.offset))
@@ -123,7 +123,7 @@ struct ProcessWriter {
     region: RamRegion,
     memory: Arc<RemoteMemory>,
     pagemap: Arc<Mutex<Pagemap>>,
-    /// The file of huge pages behind the block, in which holes can be punched, and the begin of the block in it.
+    /// The file of huge pages behind the block, in which holes can be punched, and the start of the block in it.
     file: Option<(RamFile, u64)>,
     /// True if QEMU can give pages back and reads zeros then.
     discards: bool,

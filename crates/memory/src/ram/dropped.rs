@@ -26,7 +26,7 @@ const STEP_PAGES: u64 = 32;
 #[derive(Debug)]
 pub(crate) struct DropWatch {
     file: RamFile,
-    /// Begin of the block in the file, in bytes.
+    /// Start of the block in the file, in bytes.
     offset: u64,
 }
 

@@ -47,7 +47,7 @@ pub struct RamRegion {
     pub bytes: u64,
     /// Size of the host pages behind the block, in bytes.
     pub page_bytes: u64,
-    /// Begin of the block in QEMU's address space.
+    /// Start of the block in QEMU's address space.
     pub address: u64,
 }
 
@@ -102,7 +102,7 @@ pub trait BlockReader: Send + Sync {
     /// Returns QEMU's name of the block.
     fn name(&self) -> &str;
 
-    /// Returns a description for people.
+    /// Returns a human-readable description.
     fn description(&self) -> String {
         format!("guest memory: RAM block {}", self.name())
     }
@@ -136,7 +136,7 @@ pub trait BlockWriter: Send + Sync {
     /// Returns QEMU's name of the block.
     fn name(&self) -> &str;
 
-    /// Returns a description for people.
+    /// Returns a human-readable description.
     fn description(&self) -> String {
         format!("guest memory: RAM block {}", self.name())
     }

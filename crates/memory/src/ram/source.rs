@@ -39,7 +39,7 @@ pub fn open_source(process: &Process, regions: &[RamRegion]) -> Result<Vec<Box<d
 struct FileReader {
     region: RamRegion,
     file: RamFile,
-    /// Begin of the block in the file, in bytes.
+    /// Start of the block in the file, in bytes.
     offset: u64,
 }
 
@@ -56,7 +56,7 @@ impl BlockReader for FileReader {
         Ok(self.file.read_at(self.offset + offset, into)?)
     }
 
-    /// Queries only the begin of the data: to find its end, the kernel walks through all of the data that follows, to
+    /// Queries only the start of the data: to find its end, the kernel walks through all of the data that follows, to
     /// the end of a file that may be all data, and that for each chunk.
     fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
         first_data(&self.file, self.offset, range)
@@ -90,7 +90,7 @@ struct PrivateReader {
     memory: Arc<RemoteMemory>,
     table: Arc<Mutex<PageTable>>,
     file: RamFile,
-    /// Begin of the block in the file, in bytes.
+    /// Start of the block in the file, in bytes.
     offset: u64,
 }
 

@@ -10,7 +10,7 @@ use crate::ram::BlockWriter;
 pub(super) struct Target<'a> {
     /// Its block.
     pub(super) writer: &'a dyn BlockWriter,
-    /// Begin of its chunk in the block, in bytes.
+    /// Start of its chunk in the block, in bytes.
     pub(super) base: u64,
 }
 

@@ -116,7 +116,7 @@ pub enum SendError {
     /// Guest memory, or a disk, cannot be read; new connections cannot help.
     #[error("cannot read {block} at {offset:#x}")]
     Memory {
-        /// Name of the block, for people.
+        /// Name of the block, for messages.
         block: String,
         /// Offset in the block, in bytes.
         offset: u64,

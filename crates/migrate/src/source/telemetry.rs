@@ -76,7 +76,7 @@ impl Telemetry {
         self.publisher.now()
     }
 
-    /// Records the begin of a round: its pass, and the pages that wait for a later one.
+    /// Records the start of a round: its pass, and the pages that wait for a later one.
     pub(crate) fn begin_round(&self, pass: u32, later: DeferredPages) {
         *lock(&self.later) = later;
         self.update(|progress| progress.pass = pass);

@@ -80,9 +80,9 @@ pub enum DiskMode {
 pub struct CopiedDisk {
     /// Name in the proposal. The position in the list, counted on from the RAM blocks, is the index on the streams.
     pub name: String,
-    /// Path of the image at the destination, for people.
+    /// Path of the image at the destination, for messages to users.
     pub path: String,
-    /// Format of the image, for people.
+    /// Format of the image, for messages to users.
     pub format: String,
     /// True if all of it has to be sent, zeros too, because the new image does not read as zeros before it is written.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

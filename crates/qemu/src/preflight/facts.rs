@@ -117,7 +117,7 @@ fn hugepages() -> BTreeMap<u64, u64> {
 /// Other processes that map the guest's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mappers {
-    /// Processes other than QEMU that map it, as text for people.
+    /// Processes other than QEMU that map it, as human-readable text.
     pub found: Vec<String>,
     /// Processes that could not be inspected. If there are any, `found` may be incomplete.
     pub unreadable: Vec<String>,
@@ -155,7 +155,7 @@ pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
     mappers
 }
 
-/// Returns the name and number of a process as text for people.
+/// Returns the name and number of a process as human-readable text.
 pub fn process_label(pid: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     format!("{} (process {pid})", name.trim())

@@ -145,7 +145,7 @@ impl Journal {
         self.set(id, "note details of a migration", "details = ?4", text, durability)
     }
 
-    /// Records a message for people about the migration's state.
+    /// Records a human-readable message about the migration's state.
     pub fn set_message(&self, id: &MigrationId, message: &str) -> Result<(), JournalError> {
         let message = shortened(message);
         self.set(id, "note a message", "message = ?4", message, Durability::Process)

@@ -83,7 +83,7 @@ pub struct MigrationRecord {
     pub open: bool,
     /// Further data that this side needs in order to go on or to clean up after a restart; its driver defines it.
     pub details: serde_json::Value,
-    /// Message for people about the state.
+    /// Human-readable message about the state.
     pub message: Option<String>,
     /// Time at which it began, in milliseconds since 1970.
     pub created_unix_ms: u64,

@@ -226,7 +226,7 @@ impl FrameReader {
         Ok(header.kind)
     }
 
-    /// Receives the begin of a payload of pages, `bytes` long, whose data is placed. Returns the length of its head.
+    /// Receives the start of a payload of pages, `bytes` long, whose data is placed. Returns the length of its head.
     fn fill_head(&mut self, bytes: usize, deadline: Option<Instant>) -> Result<usize, TransportError> {
         self.frame.resize(HEADER_BYTES + bytes.min(FIXED_BYTES), 0);
         self.fill(deadline)?;

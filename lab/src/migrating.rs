@@ -40,8 +40,8 @@ pub(crate) fn migrate(
     migrate_while(agents, from, to, vm, more, patience, |_| Ok(()))
 }
 
-/// Migrates like [`migrate`], and runs `concurrent` at the same time. The receiver passed to it is disconnected when the
-/// migration has ended, with success or without. Returns when both have ended.
+/// Migrates like [`migrate`], and runs `concurrent` at the same time. The receiver passed to it is disconnected when
+/// the migration has ended, with success or without. Returns when both have ended.
 pub(crate) fn migrate_while(
     agents: &Agents,
     from: &Host,

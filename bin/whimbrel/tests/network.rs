@@ -339,8 +339,8 @@ fn tracked(host: &Host) -> Vec<u16> {
     of_service.map(|line| port(line).unwrap()).collect()
 }
 
-/// Sends packets to the guest from more and more addresses until `end`: to answer it has to ask for each, and claims its
-/// own address in this way.
+/// Sends packets to the guest from more and more addresses until `end`: to answer it has to ask for each, and claims
+/// its own address in this way.
 fn make_guest_ask(router: &Host, end: &AtomicBool) {
     for number in 100..=250 {
         if end.load(Ordering::Relaxed) {

@@ -1,8 +1,8 @@
 //! Checks that no modules of a crate use one another in a circle, neither directly nor through others.
 //!
 //! Reads the sources: `crate::…` names another module of the crate, directly or by what the crate's root re-exports;
-//! `super::…` names one in the same folder or above. The modules of each folder are compared, each with all that is below
-//! it. A module and those below it belong together, and may name one another. Comments and tests do not count.
+//! `super::…` names one in the same folder or above. The modules of each folder are compared, each with all that is
+//! below it. A module and those below it belong together, and may name one another. Comments and tests do not count.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 

@@ -1,5 +1,5 @@
-//! Checks that no two types of a crate share a name, and that no function has one too long to read: a name that means two
-//! things has to be read with its path.
+//! Checks that no two types of a crate share a name, and that no function has one too long to read: a name that means
+//! two things has to be read with its path.
 //!
 //! Reads the sources; tests and other programs of a crate do not count for types.
 

@@ -1,6 +1,7 @@
 //! Checks that no struct of the libraries has more fields than a reader can keep in mind.
 //!
-//! Reads the sources, tests included. clippy has the limit on the length of functions (`clippy.toml`), and none on fields.
+//! Reads the sources, tests included. clippy has the limit on the length of functions (`clippy.toml`), and none on
+//! fields.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 

@@ -90,8 +90,8 @@ pub struct Report {
     /// First frames of the guest's network cards at the destination; none if they were not measured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network: Vec<CardFrames>,
-    /// Tracked connections of the guest, which firewalls and NAT of the hosts know; absent if there were none, or if they
-    /// were not copied.
+    /// Tracked connections of the guest, which firewalls and NAT of the hosts know; absent if there were none, or if
+    /// they were not copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<TrackedConnections>,
     /// Bytes on the wire from source to destination, all connections.

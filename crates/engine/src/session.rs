@@ -2,8 +2,8 @@
 //! [`DestinationSession`]), and their common parts: time as a value, contact with the peer, the queue of requests to
 //! the ownership registry.
 //!
-//! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one event
-//! have the same time, and can be made again.
+//! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one
+//! event have the same time, and can be made again.
 
 mod destination;
 mod patience;

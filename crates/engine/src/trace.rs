@@ -1,7 +1,8 @@
 //! Traces: the observations that a policy was shown and its decisions, for replay.
 //!
 //! A [`Decider`] reads no clock and draws no random number, so its decisions follow from its observations.
-//! [`TracedPolicy`] records both as a [`Trace`]; those of a migration are [`Traces`](crate::traces::Traces), and become part of its report.
+//! [`TracedPolicy`] records both as a [`Trace`]; those of a migration are [`Traces`](crate::traces::Traces), and become
+//! part of its report.
 //!
 //! A trace begins where its policy begins, and keeps a limited number of entries; of the observations after them it
 //! keeps only the count. Dropping the first entries instead would need the policy's learned state, which is more than

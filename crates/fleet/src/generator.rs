@@ -1,8 +1,8 @@
 //! A seeded request trace: days of a tournament, second by second.
 //!
-//! The paper's trace, of the website of the Australian Open, is not public. This one has what makes such a trace hard to
-//! follow: a daily cycle, sessions that begin at a set hour, crowds that come within a minute, and finals that exceed
-//! all days before. Its parameters were chosen before the first simulation, and were not changed afterwards.
+//! The paper's trace, of the website of the Australian Open, is not public. This one has what makes such a trace hard
+//! to follow: a daily cycle, sessions that begin at a set hour, crowds that come within a minute, and finals that
+//! exceed all days before. Its parameters were chosen before the first simulation, and were not changed afterwards.
 //!
 //! | part | value |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! Placement and consolidation: which VMs move, and which hosts are woken and put to sleep. The same code runs live and in
-//! simulations.
+//! Placement and consolidation: which VMs move, and which hosts are woken and put to sleep. The same code runs live and
+//! in simulations.
 //!
 //! A [`Planner`] is fed with the CPU use of all VMs at even intervals ([`Planner::observe`]), and asked for a [`Plan`]
 //! for a [`View`] of the fleet. It reads no clock; equal inputs give equal plans. Each move, each host that is woken or
@@ -11,8 +11,8 @@
 //!    is known ([`forecast`]). A host's *need* is the forecast of all of its VMs, plus *headroom*: a percentile of the
 //!    errors that the forecasts of just these VMs had lately, all taken at the same time.
 //! 2. *Relief.* A host without processor time left is relieved if the forecast agrees: one sample moves nothing.
-//! 3. *Consolidation.* A host that has run for the minimum time is emptied if all of its VMs fit elsewhere with a margin
-//!    on top of the need, and if the energy saved exceeds what the moves and the transition cost.
+//! 3. *Consolidation.* A host that has run for the minimum time is emptied if all of its VMs fit elsewhere with a
+//!    margin on top of the need, and if the energy saved exceeds what the moves and the transition cost.
 //! 4. *Constraints*, at every step: memory, the number of cores, anti-affinity, pinned VMs, cordoned hosts, limits of
 //!    moves and transitions; and the VMs of the fullest host must find room on the others if it fails.
 
@@ -47,8 +47,8 @@ impl Planner {
         Ok(Self { settings, forecasters: Vec::new(), observed: 0 })
     }
 
-    /// Learns the CPU use of all VMs, by their numbers, in the unit of the hosts' capacities. All samples are of the same
-    /// interval; none where a VM was not observed.
+    /// Learns the CPU use of all VMs, by their numbers, in the unit of the hosts' capacities. All samples are of the
+    /// same interval; none where a VM was not observed.
     pub fn observe(&mut self, now_s: f64, samples: &[Option<f32>]) {
         self.observed += 1;
         if self.forecasters.len() < samples.len() {

@@ -79,8 +79,8 @@ pub fn interfaces<'a>(
     Ok(cards.into_iter().filter_map(named).collect())
 }
 
-/// Repeats an announcement, in a thread, for as long as the guest is here: a QEMU that is held or has ended has passed it
-/// on.
+/// Repeats an announcement, in a thread, for as long as the guest is here: a QEMU that is held or has ended has passed
+/// it on.
 pub fn repeat_announcement(announcer: Announcer, process: Process) -> io::Result<()> {
     let repeat = move || {
         for pause in announcement::PAUSES {

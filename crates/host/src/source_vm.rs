@@ -193,7 +193,8 @@ impl SourceVm {
     }
 
     /// Returns true if the guest runs, false if its user has paused it. In any other state it is not moved: the
-    /// destination would turn a guest whose disk has failed, or that has crashed, into a paused one (docs/traps.md, trap 17).
+    /// destination would turn a guest whose disk has failed, or that has crashed, into a paused one (docs/traps.md,
+    /// trap 17).
     pub fn check_run_state(&mut self) -> Result<bool, VmError> {
         let status = self.ask(qemu::control::status)?;
         self.ran = status.status == "running";
@@ -338,9 +339,9 @@ impl SourceVm {
         true
     }
 
-    /// Fails if a device was plugged or unplugged since the start (docs/traps.md, trap 12), or if a drive has another disk:
-    /// the destination's QEMU was started with those of the start. Needs some milliseconds, so the caller does this
-    /// while it waits for something else.
+    /// Fails if a device was plugged or unplugged since the start (docs/traps.md, trap 12), or if a drive has another
+    /// disk: the destination's QEMU was started with those of the start. Needs some milliseconds, so the caller does
+    /// this while it waits for something else.
     pub fn check_unchanged(&mut self) -> Result<(), VmError> {
         if self.ask(ram_table)? != self.ram_table {
             return Err(VmError::Changed("the guest's memory".to_owned()));

@@ -330,8 +330,8 @@ impl PagePattern {
     }
 }
 
-/// The runs of pages of one pattern in a buffer that begins with the first page. Each page is checked once: the one that
-/// ends a run is the first of the next run.
+/// The runs of pages of one pattern in a buffer that begins with the first page. Each page is checked once: the one
+/// that ends a run is the first of the next run.
 struct PatternRuns {
     first: u64,
     rest: Range<u64>,

@@ -281,8 +281,8 @@ impl PageCursor {
 
 impl ReadablePages {
     /// Splits off the first `pages` pages from a position on, extended to the next boundary. The others stay owed if
-    /// the caller adds them again ([`OwedPages::take_back`]). Returns also the beginning of the next part; None if this one
-    /// reaches the end.
+    /// the caller adds them again ([`OwedPages::take_back`]). Returns also the beginning of the next part; None if this
+    /// one reaches the end.
     pub fn part(
         mut self,
         from: PageCursor,

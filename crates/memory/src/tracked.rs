@@ -91,8 +91,8 @@ impl TrackedRam {
         self.compared = true;
     }
 
-    /// Reports all pages found written to `reductions` from now on, in the order of the regions. Has to be called before
-    /// any page is left out, because these marks cannot be obtained in another way.
+    /// Reports all pages found written to `reductions` from now on, in the order of the regions. Has to be called
+    /// before any page is left out, because these marks cannot be obtained in another way.
     pub fn report_to(&mut self, reductions: Reductions) {
         self.reductions = reductions;
     }

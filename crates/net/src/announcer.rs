@@ -37,8 +37,8 @@ impl Announcer {
         Self { cards: cards.into_iter().map(|card| (card, Vec::new())).collect() }
     }
 
-    /// Sets the addresses that the guest has claimed on the card that the other host names by this MAC address, which is
-    /// the card's present one.
+    /// Sets the addresses that the guest has claimed on the card that the other host names by this MAC address, which
+    /// is the card's present one.
     pub fn set_claims(&mut self, mac: Mac, claims: &[Claim]) {
         let place = position_of_card(self.cards().map(|card| card.mac), mac);
         if let Some((card, known)) = place.and_then(|place| self.cards.get_mut(place)) {

@@ -2,8 +2,8 @@
 //!
 //! A rule of netfilter at the egress of a tap forwards each frame to a tap of our own, except frames that bear
 //! [`MARK`]. The rules stand in a table that belongs to our connection to netfilter: when this process ends in any way,
-//! the kernel closes the connection and removes the table with it, so that no guest stays cut off. Our own taps end with
-//! their descriptors.
+//! the kernel closes the connection and removes the table with it, so that no guest stays cut off. Our own taps end
+//! with their descriptors.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -75,8 +75,8 @@ pub struct Diversion {
 }
 
 impl Diversion {
-    /// Diverts what is sent on the interfaces of these cards, in the network namespace of this thread. `name` is the migration's,
-    /// which all rules and devices bear.
+    /// Diverts what is sent on the interfaces of these cards, in the network namespace of this thread. `name` is the
+    /// migration's, which all rules and devices bear.
     ///
     /// # Errors
     /// Among others if the kernel has no egress hook or no tables with an owner; nothing has changed then.
@@ -136,8 +136,8 @@ impl Diversion {
         card.sender.send(frame.sendable_header(), &frame.frame)
     }
 
-    /// Removes the rules: from now on frames go to the guest by themselves. Those that were diverted before remain in our
-    /// taps. A second call has no effect.
+    /// Removes the rules: from now on frames go to the guest by themselves. Those that were diverted before remain in
+    /// our taps. A second call has no effect.
     pub fn stop(&self) -> io::Result<()> {
         if self.is_stopped.swap(true, Ordering::Relaxed) {
             return Ok(());

@@ -37,8 +37,8 @@ impl fmt::Display for Mac {
 }
 
 /// Returns the position of the card that another host names by this MAC address. A guest may have changed it: the QEMU
-/// that runs it prints the present one, and a QEMU that was just started the original one. If there is one card only, it
-/// is meant all the same.
+/// that runs it prints the present one, and a QEMU that was just started the original one. If there is one card only,
+/// it is meant all the same.
 pub fn position_of_card(cards: impl IntoIterator<Item = Mac>, named: Mac) -> Option<usize> {
     let cards: Vec<_> = cards.into_iter().collect();
     cards.iter().position(|card| *card == named).or((cards.len() == 1).then_some(0))

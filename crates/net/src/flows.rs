@@ -9,8 +9,8 @@ use crate::conntrack::{BadFlows, TrackedConnection};
 /// Most entries that are copied for one guest.
 pub const MOST_FLOWS: usize = 65_536;
 
-/// Time for which a copy lasts without packets at least, if the entry itself does: a copy gets no packets until the guest
-/// runs beside it.
+/// Time for which a copy lasts without packets at least, if the entry itself does: a copy gets no packets until the
+/// guest runs beside it.
 const LEAST_LEFT: Duration = Duration::from_secs(10);
 
 /// Change to the entries of the other host.
@@ -18,7 +18,8 @@ const LEAST_LEFT: Duration = Duration::from_secs(10);
 pub enum FlowChange {
     /// There is a new entry.
     Install(TrackedConnection),
-    /// There is a new entry, whose NAT uses an address of the source host. It is of use only at a host with that address.
+    /// There is a new entry, whose NAT uses an address of the source host. It is of use only at a host with that
+    /// address.
     InstallWithOwnAddress(TrackedConnection),
     /// An entry has ended, or is about to be replaced.
     Remove(TrackedConnection),

@@ -137,8 +137,8 @@ impl FrameOrder {
         }
     }
 
-    /// Returns the time at which the direct frames are to be delivered, unless the source sends more until then; none if
-    /// the guest does not run yet.
+    /// Returns the time at which the direct frames are to be delivered, unless the source sends more until then; none
+    /// if the guest does not run yet.
     pub fn due_at(&self) -> Option<Instant> {
         let ran = self.ran?;
         let quiet = if self.direct.is_empty() { PATIENCE } else { QUIET };

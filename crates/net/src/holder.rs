@@ -66,8 +66,8 @@ impl Holder {
         lock(&self.kept).passed_on
     }
 
-    /// Ends the hold of a guest that runs here again: delivers all frames in their order, and then those that arrived in
-    /// between. Returns the number of those that the guest got.
+    /// Ends the hold of a guest that runs here again: delivers all frames in their order, and then those that arrived
+    /// in between. Returns the number of those that the guest got.
     pub fn deliver_back(mut self) -> io::Result<usize> {
         self.end();
         let kept = std::mem::take(&mut *lock(&self.kept));

@@ -56,7 +56,8 @@ pub struct InstallResult {
 }
 
 impl FlowInstaller {
-    /// Opens connections to the kernel, in the network namespace of this thread. Entries are listed in the file `record`.
+    /// Opens connections to the kernel, in the network namespace of this thread. Entries are listed in the file
+    /// `record`.
     ///
     /// # Errors
     /// Among others if this host has no connection tracking, or does not allow its use.

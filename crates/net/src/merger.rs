@@ -103,8 +103,8 @@ impl Merger {
         self.0.0.diversion.interfaces()
     }
 
-    /// Begins to keep diverted frames, and delivers the frames that the source has sent: the state of the guest's cards is
-    /// loaded, and the guest is announced a moment from now.
+    /// Begins to keep diverted frames, and delivers the frames that the source has sent: the state of the guest's cards
+    /// is loaded, and the guest is announced a moment from now.
     pub fn announced(&self) -> io::Result<()> {
         let mut state = self.0.0.lock();
         if matches!(state.phase, Phase::Discarding) {
@@ -236,8 +236,8 @@ impl State {
         }
     }
 
-    /// Delivers the frames that wait, as far as the guest's tap has room. Frames that cannot be sent are lost, and all of
-    /// them if a guest that runs leaves no room for long.
+    /// Delivers the frames that wait, as far as the guest's tap has room. Frames that cannot be sent are lost, and all
+    /// of them if a guest that runs leaves no room for long.
     fn flush(&mut self, diversion: &Diversion) {
         if matches!(self.phase, Phase::Discarding) {
             return;
@@ -332,8 +332,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Ends the diversion, and delivers the frames that wait. Frames that were diverted before the rules went follow; those
-    /// that the guest gets by itself may overtake them.
+    /// Ends the diversion, and delivers the frames that wait. Frames that were diverted before the rules went follow;
+    /// those that the guest gets by itself may overtake them.
     fn release(&self) -> io::Result<()> {
         self.diversion.stop()?;
         loop {

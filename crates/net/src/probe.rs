@@ -1,10 +1,10 @@
 //! Probe of a network: frames that prove that two taps are in one layer-2 network, and that a gateway answers there.
 //!
 //! The source sends a frame with the number of this probe from the guest's tap to all stations, and looks for it at the
-//! guest's tap at the destination: where it arrives with the same VLAN tag, the guest will be reached, and reach others,
-//! as before. Gateways are asked as a station asks that has no address yet: by an ARP probe (RFC 5227) or a neighbour
-//! solicitation from the unspecified address (RFC 4862). So no address of another station is used, and no neighbour
-//! learns a wrong one. The MAC addresses are locally administered, and thrown away.
+//! guest's tap at the destination: where it arrives with the same VLAN tag, the guest will be reached, and reach
+//! others, as before. Gateways are asked as a station asks that has no address yet: by an ARP probe (RFC 5227) or a
+//! neighbour solicitation from the unspecified address (RFC 4862). So no address of another station is used, and no
+//! neighbour learns a wrong one. The MAC addresses are locally administered, and thrown away.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

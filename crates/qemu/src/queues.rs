@@ -57,8 +57,8 @@ impl Queue {
     }
 }
 
-/// Returns queues of disks for which a guest waits for ever, as human-readable text; none if this QEMU cannot report it.
-/// Needs a second if there may be one.
+/// Returns queues of disks for which a guest waits for ever, as human-readable text; none if this QEMU cannot report
+/// it. Needs a second if there may be one.
 ///
 /// # Errors
 /// If the monitor fails.

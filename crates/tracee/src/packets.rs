@@ -100,8 +100,8 @@ impl PacketSocket {
         let mut steps: Vec<_> = filter.iter().map(step).collect();
         let len = libc::c_ushort::try_from(steps.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let program = libc::sock_fprog { len, filter: steps.as_mut_ptr() };
-        // SAFETY: the type of this option; its pointer is to `len` instructions that outlive the call. The kernel checks
-        // the program before it accepts it.
+        // SAFETY: the type of this option; its pointer is to `len` instructions that outlive the call. The kernel
+        // checks the program before it accepts it.
         unsafe { self.set_option(libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, &program) }
     }
 
@@ -175,7 +175,8 @@ impl PacketSocket {
     ///
     /// # Errors
     /// `ENOBUFS` if the device's queue is full: the frame can be sent again a little later. Also if the frame is to be
-    /// divided and the device cannot do that: then it can never be sent. `EMSGSIZE` if it is longer than the device allows.
+    /// divided and the device cannot do that: then it can never be sent. `EMSGSIZE` if it is longer than the device
+    /// allows.
     pub fn send(&self, header: [u8; VIRTIO_HEADER_BYTES], frame: &[u8]) -> io::Result<()> {
         let sent = rustix::io::writev(&self.socket, &[IoSlice::new(&header), IoSlice::new(frame)])?;
         if sent == header.len() + frame.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }

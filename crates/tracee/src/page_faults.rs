@@ -5,10 +5,10 @@
 //! alike, so no thread sees half of one; and a page that exists is not overwritten, whichever process placed it,
 //! because its process may have written to it since.
 //!
-//! **There is no undo.** After unregistering, waiting threads read zeros (docs/traps.md, trap 10), so nothing here does that
-//! by itself: a second descriptor stays inside the process ([`crate::Injector::create_lasting_userfaultfd`]), and with
-//! it the threads continue to wait when the agent dies, until another one takes over ([`PageFaultHandler::take_over`]).
-//! [`PageFaultHandler::end`] is for the time when every page has been placed.
+//! **There is no undo.** After unregistering, waiting threads read zeros (docs/traps.md, trap 10), so nothing here does
+//! that by itself: a second descriptor stays inside the process ([`crate::Injector::create_lasting_userfaultfd`]), and
+//! with it the threads continue to wait when the agent dies, until another one takes over
+//! ([`PageFaultHandler::take_over`]). [`PageFaultHandler::end`] is for the time when every page has been placed.
 //!
 //! A range may be unmapped in the meantime, as QEMU does with the memory of a device that is unplugged: no thread can
 //! wait there, and memory that is mapped there later is not managed here.
@@ -123,8 +123,8 @@ impl PageFaultHandler {
     }
 
     /// Continues the work of another agent, with the descriptor that was left inside the process. Waits that the other
-    /// agent has read and not answered are reported again: all threads are woken once (docs/traps.md, trap 15). Nothing is
-    /// registered anew: a range that is no longer registered was unmapped, and other memory may be mapped there now.
+    /// agent has read and not answered are reported again: all threads are woken once (docs/traps.md, trap 15). Nothing
+    /// is registered anew: a range that is no longer registered was unmapped, and other memory may be mapped there now.
     ///
     /// # Errors
     /// If the process is gone, or has no such descriptor. Waiting threads continue to wait.

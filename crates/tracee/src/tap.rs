@@ -55,8 +55,8 @@ impl Tap {
     }
 
     /// Opens the tap with this name, and makes it if there is none; a device that is made here ends with the last
-    /// descriptor. Its frames have a header of `header_bytes` bytes: checksums may be missing, but segments are divided.
-    /// If that is zero, frames have no header, and lack nothing.
+    /// descriptor. Its frames have a header of `header_bytes` bytes: checksums may be missing, but segments are
+    /// divided. If that is zero, frames have no header, and lack nothing.
     pub fn open(interface: &str, header_bytes: i32) -> io::Result<Self> {
         let descriptor = OwnedFd::from(
             OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(TUN_DEVICE)?,

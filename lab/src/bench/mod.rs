@@ -13,8 +13,8 @@
 //! destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each migration.
 //!
 //! A guest whose program comes to an end (a kernel of the NAS Parallel Benchmarks, [`crate::Nas`]) is watched until
-//! then, on either host, and *no-migration* is the same run without a migration. Such a program verifies itself. Where the
-//! hosts have other guests too, the work that each of those did during the migration is recorded ([`Noises`]).
+//! then, on either host, and *no-migration* is the same run without a migration. Such a program verifies itself. Where
+//! the hosts have other guests too, the work that each of those did during the migration is recorded ([`Noises`]).
 
 mod bar;
 mod bars;

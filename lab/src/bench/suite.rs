@@ -184,8 +184,8 @@ pub fn suites() -> Vec<Suite> {
     let crowded = vec![Contender::NoMigration, OURS, DEFAULT, MULTIFD_2];
     let noise = vec![noise, (pressure, crowded.clone()), (headlong, crowded)];
 
-    // The same, with the ways to give way one by one. A guest that only reads, at the link's rate and as fast as copying
-    // goes, when every processor is taken; and one that writes, so that scans cost it as well.
+    // The same, with the ways to give way one by one. A guest that only reads, at the link's rate and as fast as
+    // copying goes, when every processor is taken; and one that writes, so that scans cost it as well.
     let restrained = [Restraints::None, Restraints::Niceness, Restraints::All].map(Contender::Restrained);
     let restrained = [&[Contender::NoMigration], &restrained[..]].concat();
     let crowded = |name: &str| Case { neighbours: true, ..idle(name).unpaced() };

@@ -66,8 +66,8 @@ impl Rack {
         CommandOutput::by(&mut host.command(&words))
     }
 
-    /// Starts the tiny guest on a host, as a unit `vm-NAME`, waits until its load runs, and lets the agent adopt it. A user
-    /// that runs it is also in the group `kvm`, and owns its tap.
+    /// Starts the tiny guest on a host, as a unit `vm-NAME`, waits until its load runs, and lets the agent adopt it. A
+    /// user that runs it is also in the group `kvm`, and owns its tap.
     pub fn start_guest(&self, host: &RackHost, spec: &GuestSpec) -> Result<RackSerial> {
         let user = spec.user.unwrap_or(0).to_string();
         for device in &spec.devices {

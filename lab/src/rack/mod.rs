@@ -1,6 +1,6 @@
-//! The rack: whole Debian machines as hosts, each with its own kernel, systemd, KVM and QEMU, emulated by a QEMU on this
-//! machine. They have what the namespaces of one kernel do not: KVM that runs stock guests, vhost-net, device mapper,
-//! NFS, other kernels, a power that can fail. It shows that something works or does not, never how fast.
+//! The rack: whole Debian machines as hosts, each with its own kernel, systemd, KVM and QEMU, emulated by a QEMU on
+//! this machine. They have what the namespaces of one kernel do not: KVM that runs stock guests, vhost-net, device
+//! mapper, NFS, other kernels, a power that can fail. It shows that something works or does not, never how fast.
 //!
 //! ```text
 //!          clients: this namespace, 10.92.0.254, 10.93.0.254
@@ -50,8 +50,8 @@ const TOOLS_BYTES: u64 = 256 << 20;
 /// Racks share two processors, and would wait for each other anyway.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Hosts that are up. Their power fails when this is dropped; if the test is failing, their logs and states are left in a
-/// directory that is printed.
+/// Hosts that are up. Their power fails when this is dropped; if the test is failing, their logs and states are left in
+/// a directory that is printed.
 #[derive(Debug)]
 pub struct Rack {
     /// The hosts, in the order in which they were asked for.

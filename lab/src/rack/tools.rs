@@ -39,8 +39,8 @@ impl Tools {
         self
     }
 
-    /// Makes the disk: always of the same size, so that states fit. With `brings_qemu` it has this machine's QEMU, and the
-    /// libraries that it needs.
+    /// Makes the disk: always of the same size, so that states fit. With `brings_qemu` it has this machine's QEMU, and
+    /// the libraries that it needs.
     pub(super) fn write(&self, environment: &Environment, image: &Path, brings_qemu: bool) -> Result<()> {
         let tree = image.with_extension("tree");
         for part in ["kernel", "tiny"] {

@@ -94,8 +94,8 @@ impl TriedOn {
         Self { schema: SCHEMA.to_owned(), results: Vec::new() }
     }
 
-    /// Adds rows of a run, a JSON document a line, which replace those of the same subjects. Of two runs of one test the
-    /// failed one counts.
+    /// Adds rows of a run, a JSON document a line, which replace those of the same subjects. Of two runs of one test
+    /// the failed one counts.
     pub fn add(&mut self, commit: &str, rows: &str) -> Result<(), serde_json::Error> {
         let mut new: Vec<Row> = Vec::new();
         for line in rows.lines() {

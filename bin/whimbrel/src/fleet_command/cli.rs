@@ -89,7 +89,8 @@ pub(crate) struct QueueOptions {
 
 #[derive(Debug, Args)]
 pub(crate) struct VmsOptions {
-    /// Trace: a line "# YYYYMMDD" for each day, then 288 values of CPU use in percent for each VM; also compressed by xz;
+    /// Trace: a line "# YYYYMMDD" for each day, then 288 values of CPU use in percent for each VM; also compressed by
+    /// xz;
     /// - for the standard input
     #[arg(long, value_name = "FILE")]
     pub trace: PathBuf,

@@ -93,7 +93,8 @@ fn mean_move_s(days: &[Day], hosts: usize, move_factor: f64) -> Result<f64, BadE
     Ok((0..setup.vms.len()).map(|vm| setup.move_s(vm)).sum::<f64>() / setup.vms.len() as f64)
 }
 
-/// Carries out tasks in threads, which take the next one as soon as they are free; returns results in the order of tasks.
+/// Carries out tasks in threads, which take the next one as soon as they are free; returns results in the order of
+/// tasks.
 fn in_threads<T: Copy + Sync, R: Send>(
     tasks: &[T],
     threads: usize,

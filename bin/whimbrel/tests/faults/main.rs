@@ -77,7 +77,8 @@ fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
     let mut draw = Generator(seed);
     let mut ways: Vec<_> = (0..cells).map(|_| all.swap_remove(draw.below(all.len()))).collect();
     print_past_harness(&format!("{cells} cells drawn with WHIMBREL_SEED={seed}"));
-    // One cell again and again, for debugging: WHIMBREL_CELL="CutBoth at destination/starting/continued:before-effects".
+    // One cell again and again, for debugging:
+    // WHIMBREL_CELL="CutBoth at destination/starting/continued:before-effects".
     if let Ok(cell) = std::env::var("WHIMBREL_CELL") {
         ways = vec![InjuryPlan::parse(&cell); 10];
     }

@@ -28,8 +28,8 @@ fn upgrade_qemu(host: &RackHost) {
     assert!(program.trim().ends_with(" (deleted)"), "{program}");
 }
 
-/// A user of its own runs QEMU without any privilege, and a filter forbids it system calls; the filter goes along. Then its
-/// program is replaced while it runs.
+/// A user of its own runs QEMU without any privilege, and a filter forbids it system calls; the filter goes along. Then
+/// its program is replaced while it runs.
 #[test]
 #[ignore = "make rack"]
 fn a_confined_qemu_and_one_that_is_upgraded() {

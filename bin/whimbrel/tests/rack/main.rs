@@ -1,5 +1,5 @@
-//! Whole machines as hosts: what the namespaces of one kernel do not have (docs/rack.md). One smoke test runs always; the
-//! others are those of `make rack`.
+//! Whole machines as hosts: what the namespaces of one kernel do not have (docs/rack.md). One smoke test runs always;
+//! the others are those of `make rack`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 

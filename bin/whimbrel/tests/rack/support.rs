@@ -95,8 +95,8 @@ pub(crate) fn run_in_guest(rack: &Rack, script: &str) -> String {
     rack.switch.within(run).unwrap().unwrap()
 }
 
-/// Migrates the guest with `--verify`, and returns the report. Nothing may differ, all of it must have been compared, and
-/// the guest itself must find every page as it wrote it. Returns its serial line at the destination, too.
+/// Migrates the guest with `--verify`, and returns the report. Nothing may differ, all of it must have been compared,
+/// and the guest itself must find every page as it wrote it. Returns its serial line at the destination, too.
 #[track_caller]
 pub(crate) fn move_guest(rack: &Rack, from: &RackHost, to: &RackHost, more: &[&str]) -> (Value, RackSerial) {
     // A stop takes long where all is emulated.

@@ -130,7 +130,8 @@ impl Daemon {
         u16::try_from(self.context.templates.count()).unwrap_or(u16::MAX)
     }
 
-    /// Reserves the VM's name and a driver's thread, enters PREPARED in the journal, and lets the thread receive the VM.
+    /// Reserves the VM's name and a driver's thread, enters PREPARED in the journal, and lets the thread receive the
+    /// VM.
     fn receive(
         self: &Arc<Self>,
         mut connection: Channel,

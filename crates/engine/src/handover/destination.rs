@@ -7,9 +7,10 @@
 //!        discarded ◄──────┼── refusing ──► refused           crashed
 //!                         ▼
 //!                      refused
-//!
-//! QEMU lost: the host has booted since PREPARED, and the registry is asked whether the copy can have run, or the source
 //! ```
+//!
+//! *QEMU lost*: the host has booted since PREPARED, and the registry is asked whether the copy can have run, or the
+//! source.
 //!
 //! *Completing* exists in post-copy alone: the guest runs at the destination, which owns it, but some of its memory is
 //! still at the source. It needs both hosts until the last page has arrived, and so RUNNING is not sent before.
@@ -184,8 +185,8 @@ pub enum DestinationEffect {
     },
     /// Ask the source; ends in `SourceAnswered` or `PeerLost`.
     AskSource,
-    /// Send a request to the registry; ends in `RegistryAnswered`. The agent need not wait for the answer before the next
-    /// effect.
+    /// Send a request to the registry; ends in `RegistryAnswered`. The agent need not wait for the answer before the
+    /// next effect.
     Registry {
         /// Purpose of the request.
         why: RequestPurpose,

@@ -15,8 +15,8 @@
 //! Before COMMITTED every failure leads to ABORTED, and the guest continues at the source. From COMMITTED on the
 //! source does not run the guest by itself: only REFUSED, the registry, or an operator return it.
 //!
-//! *QEMU lost* is the one state both before and after that point: the source's QEMU is lost, the journal has no ABORTED,
-//! and so the destination may hold the last copy of the guest, or even run it.
+//! *QEMU lost* is the one state both before and after that point: the source's QEMU is lost, the journal has no
+//! ABORTED, and so the destination may hold the last copy of the guest, or even run it.
 //!
 //! Such a host asks before it starts the VM, and if the destination turns out to be ready, sends GO: the guest cannot
 //! have run at the source since it was stopped, because that would be in the journal, durably. It does not reclaim:
@@ -199,8 +199,8 @@ pub enum SourceEffect {
     Answer(Verdict),
     /// Ask for the destination's state; it answers READY, RUNNING, REFUSED or CRASHED.
     AskDestination,
-    /// Send a request to the registry; ends in `RegistryAnswered`. The agent need not wait for the answer before the next
-    /// effect.
+    /// Send a request to the registry; ends in `RegistryAnswered`. The agent need not wait for the answer before the
+    /// next effect.
     Registry {
         /// Purpose of the request.
         why: RequestPurpose,

@@ -141,8 +141,8 @@ impl DestinationSession {
     /// Records that an effect of `event` failed, so that those after it were not performed. Returns the event that
     /// follows at once: a migration that cannot be journalled is not begun.
     ///
-    /// An event that happened cannot be dropped: it is handled again until the journal accepts it. A statement of another
-    /// party is dropped ([`DestinationEvent::is_statement`]).
+    /// An event that happened cannot be dropped: it is handled again until the journal accepts it. A statement of
+    /// another party is dropped ([`DestinationEvent::is_statement`]).
     pub fn effect_failed(&mut self, event: &DestinationEvent) -> Option<DestinationEvent> {
         if self.turns.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
             return Some(DestinationEvent::Failed);
@@ -159,8 +159,8 @@ impl DestinationSession {
         matches!(state, DestinationState::Discarded)
     }
 
-    /// Records that QEMU did not answer `cont`, so that it is not known whether the guest ran: QEMU is looked for as after
-    /// a restart.
+    /// Records that QEMU did not answer `cont`, so that it is not known whether the guest ran: QEMU is looked for as
+    /// after a restart.
     pub fn cont_not_answered(&mut self) {
         self.must_find_qemu = true;
     }

@@ -22,8 +22,8 @@ impl Reconnect {
     }
 }
 
-/// Patience of a source with the destination while the guest is stopped: longer than everything should need, but not for
-/// ever. An agent that hangs is no reason to keep the guest stopped, even if its host works.
+/// Patience of a source with the destination while the guest is stopped: longer than everything should need, but not
+/// for ever. An agent that hangs is no reason to keep the guest stopped, even if its host works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StopPatience {
     /// Downtime that the policy expected when it decided to stop.
@@ -38,8 +38,8 @@ impl StopPatience {
         now.after(self.expected_downtime.saturating_mul(4)).after(self.standstill)
     }
 
-    /// Returns the time until which the source waits for the results of a comparison, for which it needed `took` itself:
-    /// the destination has as much to do.
+    /// Returns the time until which the source waits for the results of a comparison, for which it needed `took`
+    /// itself: the destination has as much to do.
     pub fn compared_by(self, now: Time, took: Duration) -> Time {
         self.answer_by(now).after(took.saturating_mul(4))
     }

@@ -4,12 +4,12 @@ use super::turns::Turns;
 use super::{Time, Turn};
 use crate::handover::source::{SourceEvent, SourceState};
 
-/// Session of a source: the state of its handover, and all that decides what its driver does next once the phases of the
-/// migration have ended.
+/// Session of a source: the state of its handover, and all that decides what its driver does next once the phases of
+/// the migration have ended.
 ///
-/// The driver asks for a [`Turn`], carries it out by [`source`](crate::handover::source::source), and reports what became
-/// of it. An event that an effect caused is handled
-/// first, then a repetition that is due, then an event from outside.
+/// The driver asks for a [`Turn`], carries it out by [`source`](crate::handover::source::source), and reports what
+/// became of it. An event that an effect caused is handled first, then a repetition that is due, then an event from
+/// outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSession {
     turns: Turns<SourceState, SourceEvent>,
@@ -124,8 +124,8 @@ impl SourceSession {
     }
 
     /// Records that an effect of `event` failed, so that those after it were not performed. Returns the event that
-    /// follows at once: if the state is not COMMITTED, because that could not be journalled or was never tried, the guest
-    /// continues at the source.
+    /// follows at once: if the state is not COMMITTED, because that could not be journalled or was never tried, the
+    /// guest continues at the source.
     pub fn effect_failed(&mut self, event: &SourceEvent) -> Option<SourceEvent> {
         self.has_failed_effects = true;
         (self.precedes_commit() && *event != SourceEvent::Failed).then_some(SourceEvent::Failed)
@@ -137,11 +137,12 @@ impl SourceSession {
         self.unjournalled = None;
     }
 
-    /// Records that the journal does not accept the entry for `state`. Returns true if the state is entered all the same.
+    /// Records that the journal does not accept the entry for `state`. Returns true if the state is entered all the
+    /// same.
     ///
-    /// Space for the entry was reserved, so the cause is not a full disk but a broken one. Without ABORTED in the journal
-    /// a restart aborts, too: to continue without the entry risks nothing unless the host fails before the entry can be
-    /// made. A guest that is stopped for ever is worse.
+    /// Space for the entry was reserved, so the cause is not a full disk but a broken one. Without ABORTED in the
+    /// journal a restart aborts, too: to continue without the entry risks nothing unless the host fails before the
+    /// entry can be made. A guest that is stopped for ever is worse.
     pub fn entry_failed(&mut self, state: &SourceState) -> bool {
         let may_be_late = matches!(state, SourceState::Aborting | SourceState::Aborted);
         if may_be_late {

@@ -12,7 +12,8 @@ use crate::world::incarnation;
 pub(crate) type SourceStep = Result<Step<SourceState, SourceEffect>, Illegal>;
 pub(crate) type DestinationStep = Result<Step<DestinationState, DestinationEffect>, Illegal>;
 
-/// The two functions under test, what the sessions decide, and the behaviour of the source's agent that the model needs.
+/// The two functions under test, what the sessions decide, and the behaviour of the source's agent that the model
+/// needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules {
     pub(crate) source: fn(&MigrationTerms, &SourceState, &SourceEvent) -> SourceStep,
@@ -20,8 +21,8 @@ pub(crate) struct Rules {
     /// HELD: data that the destination needs for READY is only sent when the guest has not run since the stop, and its
     /// QEMU is held, so that no program can continue it any more.
     pub(crate) holds: bool,
-    /// Event that follows the one that ended the source's phases. A source whose QEMU died before HELD gives up, because it
-    /// knows that it did not send everything.
+    /// Event that follows the one that ended the source's phases. A source whose QEMU died before HELD gives up,
+    /// because it knows that it did not send everything.
     pub(crate) after_phases: fn(&SourceSession) -> Option<SourceEvent>,
     /// Rule by which the source enters a state whose entry the journal did not accept.
     pub(crate) enters_without_entry: fn(&mut SourceSession, &SourceState) -> bool,

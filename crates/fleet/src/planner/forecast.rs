@@ -24,8 +24,8 @@ pub struct Forecast {
     pub unknown: f32,
     /// The VM is known well enough, and rested long enough, to be moved for consolidation.
     pub may_move: bool,
-    /// Errors of the last forecasts, by the number of the observation. Errors of several VMs are added element by element:
-    /// VMs that rise together need more headroom than VMs that do not.
+    /// Errors of the last forecasts, by the number of the observation. Errors of several VMs are added element by
+    /// element: VMs that rise together need more headroom than VMs that do not.
     pub errors: [f32; ERRORS],
 }
 

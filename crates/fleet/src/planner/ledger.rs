@@ -168,8 +168,8 @@ impl<'a> Ledger<'a> {
         best.map(|(.., host)| host)
     }
 
-    /// Returns the share of its capacity that a host has left with one VM more, of processors or of memory, whichever is
-    /// scarcer.
+    /// Returns the share of its capacity that a host has left with one VM more, of processors or of memory, whichever
+    /// is scarcer.
     fn room(&self, vm: usize, host: usize, share: f64) -> f64 {
         let (spec, entry) = (self.host(host), &self.entries[host]);
         let level = entry.level + f64::from(self.forecasts[vm].level);
@@ -235,8 +235,8 @@ impl<'a> Ledger<'a> {
         self.open.retain(|other| *other as usize != host);
     }
 
-    /// Returns the fullest host if its VMs would find no room on others that are on, should it fail; `without` are hosts
-    /// that are to sleep.
+    /// Returns the fullest host if its VMs would find no room on others that are on, should it fail; `without` are
+    /// hosts that are to sleep.
     ///
     /// Forecasts count without headroom here: the failure of a host is an emergency, and VMs that are restarted may be
     /// slower for a while. Memory has to be there.

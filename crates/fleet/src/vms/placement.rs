@@ -26,7 +26,8 @@ pub(super) struct Placement<'a> {
     past: &'a VecDeque<&'a [f32]>,
     pub(super) hosts: Vec<HostUse>,
     pub(super) host_of: Vec<u32>,
-    /// Memory in use on each host, in MB. A VM that is to leave uses it until it has left, which is after this decision.
+    /// Memory in use on each host, in MB. A VM that is to leave uses it until it has left, which is after this
+    /// decision.
     memory_mb: Vec<f64>,
     /// Host of each VM before this decision.
     origin: &'a [u32],

@@ -75,8 +75,8 @@ pub enum Finding {
         /// The policy.
         policy: String,
     },
-    /// A local regression packs hosts fuller than a threshold of 80%: it must need less energy than THR-MMT, and have more
-    /// overload.
+    /// A local regression packs hosts fuller than a threshold of 80%: it must need less energy than THR-MMT, and have
+    /// more overload.
     RegressionAndThreshold {
         /// Energy of LR-MMT as a share of THR-MMT's.
         energy: f64,
@@ -119,8 +119,8 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Energy of LR-MMT as a share of THR-MMT's that is plausible. The regression lets hosts be filled to 1 ÷ 1.2 = 83% where
-/// the threshold is 80%, so it needs a little less, where processors are what fills hosts.
+/// Energy of LR-MMT as a share of THR-MMT's that is plausible. The regression lets hosts be filled to 1 ÷ 1.2 = 83%
+/// where the threshold is 80%, so it needs a little less, where processors are what fills hosts.
 const REGRESSION_SHARE: std::ops::RangeInclusive<f64> = 0.75..=1.005;
 
 /// Share of unserved demand above which a policy does not work.

@@ -59,8 +59,8 @@ pub enum BadSetup {
     Power(#[from] BadPowerCurve),
 }
 
-/// MIPS of a core and watts at 0, 10, … 100% of the two types of hosts (`SPECpower_ssj2008`): HP `ProLiant` ML110 G4 and
-/// G5, with two cores and 4 GB each.
+/// MIPS of a core and watts at 0, 10, … 100% of the two types of hosts (`SPECpower_ssj2008`): HP `ProLiant` ML110 G4
+/// and G5, with two cores and 4 GB each.
 const HOST_TYPES: [(f64, [f64; 11]); 2] = [
     (1860.0, [86.0, 89.4, 92.6, 96.0, 99.5, 102.0, 106.0, 108.0, 112.0, 114.0, 117.0]),
     (2660.0, [93.7, 97.0, 101.0, 105.0, 110.0, 116.0, 121.0, 125.0, 129.0, 133.0, 135.0]),

@@ -71,8 +71,8 @@ struct World<'a> {
 
 /// Simulates all steps of a set-up under a policy.
 ///
-/// VMs begin where [`first_placement`] puts them. At each step the policy decides by the demand of that step, which then
-/// lasts for the step. A host without VMs is off.
+/// VMs begin where [`first_placement`] puts them. At each step the policy decides by the demand of that step, which
+/// then lasts for the step. A host without VMs is off.
 pub fn simulate(setup: &Setup, policy: &mut impl Policy) -> Result<Metrics, BadSetup> {
     let mut world = World::new(setup, first_placement(setup)?);
     let mut past: VecDeque<&[f32]> = VecDeque::new();
@@ -98,8 +98,8 @@ pub fn simulate(setup: &Setup, policy: &mut impl Policy) -> Result<Metrics, BadS
     Ok(world.metrics(&asked))
 }
 
-/// Returns the host of each VM at the start: the one whose power grows least, with room for all MIPS and memory that the
-/// VM may ask for. It is the same for all policies.
+/// Returns the host of each VM at the start: the one whose power grows least, with room for all MIPS and memory that
+/// the VM may ask for. It is the same for all policies.
 pub(super) fn first_placement(setup: &Setup) -> Result<Vec<u32>, BadSetup> {
     let mut used = vec![(0.0, 0.0); setup.hosts.len()];
     let mut host_of = Vec::with_capacity(setup.vms.len());

@@ -1,10 +1,10 @@
 //! Reachability of a guest at its destination, shown before it moves: a probe proves that the networks of its taps are
 //! the same on both hosts, and that their gateways answer there.
 //!
-//! The source sends frames from the guest's taps, through their ports of the bridges, until its proposal is answered. The
-//! destination looks for them at the taps of the QEMU that it starts for the guest, in a check and in a migration. So a
-//! wrong bridge, a missing VLAN and a switch that does not carry it are found before the guest is touched. A filter of
-//! MAC addresses hides the probe, too: that a network is not proven does not mean that it is another one.
+//! The source sends frames from the guest's taps, through their ports of the bridges, until its proposal is answered.
+//! The destination looks for them at the taps of the QEMU that it starts for the guest, in a check and in a migration.
+//! So a wrong bridge, a missing VLAN and a switch that does not carry it are found before the guest is touched. A
+//! filter of MAC addresses hides the probe, too: that a network is not proven does not mean that it is another one.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;

@@ -3,8 +3,8 @@
 //!
 //! They are not read. The hashes of their pages are known from the outgoing migration, which computed them for
 //! references; they are stored as the image's catalogue. The catalogue need not be right: pages that were written last
-//! differ from their hashes, and the image may have been changed since. Each page is compared before it is used, as with
-//! any template.
+//! differ from their hashes, and the image may have been changed since. Each page is compared before it is used, as
+//! with any template.
 //!
 //! One thread does all work on them, because it calls file systems, which may hang: then no new image becomes known,
 //! and callers wait for the thread no longer than [`PATIENCE`].

@@ -1,8 +1,8 @@
 //! Images on storage that both hosts have: content that a guest has read from them into its memory is present at the
 //! destination already, and need not be sent.
 //!
-//! The source reads them beside the rounds, at lower priority than all else, and records the hashes of their pages as it
-//! goes; the destination reads the referenced pages from the same images. Both number the images in the order of the
+//! The source reads them beside the rounds, at lower priority than all else, and records the hashes of their pages as
+//! it goes; the destination reads the referenced pages from the same images. Both number the images in the order of the
 //! VM's description. An image may change while it is read: each page is compared before it is used, as with any
 //! template.
 //!

@@ -37,9 +37,9 @@ pub trait MessageReceiver: fmt::Debug + Send {
 /// A view of a connection from other threads. It does not keep the connection open.
 pub trait ConnectionHandle: fmt::Debug + Send + Sync {
     /// Ends the connection at once, in both directions: calls that wait in its halves return, with
-    /// [`TransportError::Closed`]. From the return of this call on, the transport changes no memory by itself; a call of
-    /// [`DirectReceiver::receive`](super::DirectReceiver::receive) that has begun may still do so until it returns. A
-    /// second call has no effect.
+    /// [`TransportError::Closed`]. From the return of this call on, the transport changes no memory by itself; a call
+    /// of [`DirectReceiver::receive`](super::DirectReceiver::receive) that has begun may still do so until it returns.
+    /// A second call has no effect.
     fn shutdown(&self);
 
     /// Returns the number of bytes sent, encryption included.

@@ -3,12 +3,13 @@
 //! # Direct placement
 //!
 //! A frame's payload is bytes that the sender holds. A transport that reaches memory by itself (through the kernel, or
-//! through a network card) need not get them: it moves ranges of a region of the source's memory into the same ranges of
-//! the destination's. Such a payload is described by a layout, a list of [`Part`]s: bytes that the caller holds, and
+//! through a network card) need not get them: it moves ranges of a region of the source's memory into the same ranges
+//! of the destination's. Such a payload is described by a layout, a list of [`Part`]s: bytes that the caller holds, and
 //! names of ranges between them. Its concatenation is the payload that a transport without this ability would carry.
 //!
 //! ```text
-//!  sender      DirectSender::send(bytes = head ++ fillings, layout = [Bytes(head), Memory(r, a..b), Bytes(8), Memory(r, c..d)])
+//!  sender      DirectSender::send(bytes = head ++ fillings,
+//!                                 layout = [Bytes(head), Memory(r, a..b), Bytes(8), Memory(r, c..d)])
 //!  receiver    FrameSource::receive ─► head ─► checks ─► DirectReceiver::receive(layout) ─► memory, bytes = fillings
 //! ```
 //!

@@ -5,7 +5,8 @@ use crate::error::{ConnectError, HandshakeError, LinkError};
 /// Reason that a transport gives, in its own type.
 type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// Error of a connection, whatever the transport. All but [`TransportError::Deadline`] of a receiver end the connection.
+/// Error of a connection, whatever the transport. All but [`TransportError::Deadline`] of a receiver end the
+/// connection.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
     /// This side ended the connection, by its handle or after an earlier error.

@@ -7,16 +7,16 @@
 //! | page requests | [`Channel`] | requests for pages and their answers; never behind bulk |
 //!
 //! A [`Transport`] opens them at the source, and expects them at the destination ([`Arrivals`]). Drivers and the data
-//! plane know these traits and [`TransportError`] only. [`TcpTransport`] is TCP, with TLS or without; `fake` is memory of
-//! one process, for tests.
+//! plane know these traits and [`TransportError`] only. [`TcpTransport`] is TCP, with TLS or without; `fake` is memory
+//! of one process, for tests.
 //!
 //! # What every transport keeps
 //!
 //! - Frames of a stream arrive in order, whole, and once, or the stream ends.
 //! - A frame counts as delivered when its receiver has acknowledged it, and for no other reason: the data plane
 //!   acknowledges what is in the destination's memory.
-//! - The connections of a generation end as a whole. After [`ConnectionHandle::shutdown`] and the end of the thread that
-//!   receives, nothing of them changes memory any more.
+//! - The connections of a generation end as a whole. After [`ConnectionHandle::shutdown`] and the end of the thread
+//!   that receives, nothing of them changes memory any more.
 //! - Control and page requests do not wait for bulk.
 //! - No call waits for ever for a silent peer.
 

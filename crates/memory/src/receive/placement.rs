@@ -24,8 +24,8 @@ pub(super) struct Placement {
 }
 
 impl Placement {
-    /// Plans the placement of a frame's data, as far as the block allows it. Keeps the runs that the data plane applies:
-    /// all but those of placed data.
+    /// Plans the placement of a frame's data, as far as the block allows it. Keeps the runs that the data plane
+    /// applies: all but those of placed data.
     pub(super) fn plan(&mut self, target: Target<'_>, region: u16, runs: &mut Vec<PageRun>) {
         self.layout.clear();
         self.bytes.clear();

@@ -8,9 +8,9 @@
 //! | [`compression`] | the data of frames is compressed | of frames | of frames |
 //!
 //! A [`Reduction`] is shared by all streams and all generations of a migration, and learns what happens to the pages
-//! that it has reduced. Each stream has encoders of its own ([`encoding`](crate::chunk::encoding)), and at the destination decoders
-//! ([`decoding`]). A migration's reductions are a list ([`Reductions`]): of its encoders the first that can reduce a
-//! page does so.
+//! that it has reduced. Each stream has encoders of its own ([`encoding`](crate::chunk::encoding)), and at the
+//! destination decoders ([`decoding`]). A migration's reductions are a list ([`Reductions`]): of its encoders the first
+//! that can reduce a page does so.
 
 use std::fmt;
 use std::sync::Arc;

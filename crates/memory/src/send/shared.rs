@@ -282,8 +282,8 @@ impl SenderState {
         Ok(())
     }
 
-    /// Sends as many pages of a chunk as fit into a frame. Returns its content, the counts of its pages, and its length,
-    /// in bytes.
+    /// Sends as many pages of a chunk as fit into a frame. Returns its content, the counts of its pages, and its
+    /// length, in bytes.
     fn send_frame(
         &self,
         stream: u16,

@@ -191,8 +191,8 @@ impl Stream {
     }
 
     /// Records that pages which an unacknowledged frame presumed to be at the destination are missing there: they stay
-    /// owed. Returns their chunk, and how they were sent; None if there is no such frame that presumed them, or they were
-    /// reported before.
+    /// owed. Returns their chunk, and how they were sent; None if there is no such frame that presumed them, or they
+    /// were reported before.
     pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<(ChunkId, PresumedPages)> {
         let mut flight = lock(&self.flight);
         let index = seq.checked_sub(flight.acked + 1)?;

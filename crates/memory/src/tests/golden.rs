@@ -28,8 +28,8 @@ use crate::{
     Deltas, HintedPages, OwedPages, ReadablePages, Receiver, ReductionStage, Sender, Templates, lock,
 };
 
-/// Holds acknowledgements back until every stream has ended the round. Connections that break do so when the destination
-/// has applied everything.
+/// Holds acknowledgements back until every stream has ended the round. Connections that break do so when the
+/// destination has applied everything.
 #[derive(Default)]
 struct Gate {
     state: Mutex<GateState>,

@@ -57,8 +57,8 @@ impl DestinationDriver {
         self.resources.participants.check(&self.proposal, plan)
     }
 
-    /// Makes what QEMU opens when it is started, and adds it to `artifacts`. After an error, and if QEMU does not start,
-    /// the caller [undoes](Self::undo_start) it.
+    /// Makes what QEMU opens when it is started, and adds it to `artifacts`. After an error, and if QEMU does not
+    /// start, the caller [undoes](Self::undo_start) it.
     pub fn prepare_start(&mut self, artifacts: &mut ArrivalArtifacts) -> Result<(), ArrivalError> {
         self.resources.participants.prepare(artifacts)
     }

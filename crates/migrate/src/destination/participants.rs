@@ -19,8 +19,8 @@
 //! ```
 //!
 //! Before `commit` every step can be undone: a participant that cannot undo one of its steps says so in its
-//! [`ArrivingProfile`], and is refused. If an agent dies right after the guest's start, its successor leaves `commit` out;
-//! `finish` it calls in any case.
+//! [`ArrivingProfile`], and is refused. If an agent dies right after the guest's start, its successor leaves `commit`
+//! out; `finish` it calls in any case.
 
 mod disks;
 mod memory;
@@ -80,8 +80,8 @@ pub(super) trait ArrivingParticipant: Send {
     /// Acts right before the guest is to run, whose devices are loaded. Is called again if `cont` is repeated.
     fn before_cont(&mut self);
 
-    /// Acts once the guest runs here, or is its user's to resume. `runs_for` is the time for which it has run; none if it
-    /// stays paused.
+    /// Acts once the guest runs here, or is its user's to resume. `runs_for` is the time for which it has run; none if
+    /// it stays paused.
     fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>);
 
     /// Ends all work of this agent on a copy that is about to be discarded; its QEMU may live.

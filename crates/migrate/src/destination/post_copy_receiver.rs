@@ -8,8 +8,8 @@
 //! thread of the agent requests the page on the page stream. Another thread places the pages that arrive on that
 //! stream; the remaining pages arrive over the data streams. Neither needs the driver, which may itself wait for QEMU.
 //!
-//! QEMU holds a second descriptor, and a file ([`MissingPagesFile`]) lists the missing pages: if this agent dies, the threads
-//! keep waiting, and the next agent takes over ([`PostCopyReceiver::take_over`]).
+//! QEMU holds a second descriptor, and a file ([`MissingPagesFile`]) lists the missing pages: if this agent dies, the
+//! threads keep waiting, and the next agent takes over ([`PostCopyReceiver::take_over`]).
 
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};

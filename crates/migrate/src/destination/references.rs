@@ -1,4 +1,5 @@
-//! Content of this host to which the source may refer instead of sending it: templates, and images that both hosts have.
+//! Content of this host to which the source may refer instead of sending it: templates, and images that both hosts
+//! have.
 
 use std::sync::Arc;
 use std::thread;

@@ -1,5 +1,5 @@
-//! Stages of a VM's arrival, one type each. A stage owns what exists in it, neither before nor after it, and is moved into
-//! the next one. Its way back returns what it owns.
+//! Stages of a VM's arrival, one type each. A stage owns what exists in it, neither before nor after it, and is moved
+//! into the next one. Its way back returns what it owns.
 //!
 //! ```text
 //!            ┌─load─► Idle     (the device state is loaded, and no pages are missing)
@@ -35,8 +35,8 @@ impl Receiving {
         Self { pages, discarded: DiscardedPages::default(), page_stream: None }
     }
 
-    /// Moves on: pages are missing for a guest that is about to run here. Returns the connection for page requests, too,
-    /// if the source has made it.
+    /// Moves on: pages are missing for a guest that is about to run here. Returns the connection for page requests,
+    /// too, if the source has made it.
     pub(super) fn place(self, missing: PostCopyReceiver) -> (Placing, Option<Channel>) {
         (Placing { pages: self.pages, missing }, self.page_stream)
     }

@@ -18,10 +18,10 @@
 //! ```
 //!
 //! Every step can be undone: a participant that cannot undo one of its steps before `commit` names it in its
-//! [`Profile`], and is refused. Even `commit` may be followed by `undo`: the destination may refuse the guest, or return
-//! it. It may be called again, after the source has tried to reclaim the guest, and it may be left out: QEMU may be lost
-//! before COMMITTED is in the journal, and an agent that was restarted after it does not repeat the call. Participants
-//! undo in the reverse order of the list: what holds the guest's frames, which runs again, goes first.
+//! [`Profile`], and is refused. Even `commit` may be followed by `undo`: the destination may refuse the guest, or
+//! return it. It may be called again, after the source has tried to reclaim the guest, and it may be left out: QEMU may
+//! be lost before COMMITTED is in the journal, and an agent that was restarted after it does not repeat the call.
+//! Participants undo in the reverse order of the list: what holds the guest's frames, which runs again, goes first.
 
 mod disks;
 mod memory;
@@ -105,8 +105,8 @@ pub(super) trait Participant: Send {
     /// Acts once COMMITTED is in the journal. May be called again, or never, and [`undo`](Self::undo) may follow.
     fn commit(&mut self);
 
-    /// Undoes all that was changed on this host, by this agent or by one before it; `vm` is absent if its QEMU is gone. A
-    /// guest that is to run runs already. Is called again if it has to be.
+    /// Undoes all that was changed on this host, by this agent or by one before it; `vm` is absent if its QEMU is gone.
+    /// A guest that is to run runs already. Is called again if it has to be.
     fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo;
 
     /// Acts after the end of QEMU, whose guest runs at the destination.
@@ -275,8 +275,8 @@ impl Participants {
         Ok(Payload::new(readers, post_copied))
     }
 
-    /// Performs the next step of the preparation of those that are not prepared, and adds the pages of each that becomes
-    /// prepared to `owed`.
+    /// Performs the next step of the preparation of those that are not prepared, and adds the pages of each that
+    /// becomes prepared to `owed`.
     pub(super) fn prepare(
         &mut self,
         vm: &mut SourceVm,
@@ -343,7 +343,8 @@ impl Participants {
         self.members.iter_mut().for_each(|member| member.participant.after_round(stats));
     }
 
-    /// Returns the dirty log of all participants that are prepared. Without `qmp`, of those that need no request to QEMU.
+    /// Returns the dirty log of all participants that are prepared. Without `qmp`, of those that need no request to
+    /// QEMU.
     pub(super) fn log<'a>(&'a mut self, qmp: Option<&'a mut Qmp>) -> impl DirtyLog + 'a {
         Log { members: &mut self.members, qmp }
     }
@@ -404,7 +405,8 @@ impl Participants {
         self.reach("commit");
     }
 
-    /// Undoes all that was changed on this host, in the reverse order. All participants undo, whatever one of them returns.
+    /// Undoes all that was changed on this host, in the reverse order. All participants undo, whatever one of them
+    /// returns.
     pub(super) fn undo(&mut self, mut vm: Option<&mut SourceVm>) -> Undo {
         let mut all = Undo::Done;
         for member in self.members.iter_mut().rev() {

@@ -20,7 +20,8 @@ use api::{self, StopPolicy, ThrottleWrites};
 /// Content that the data streams send: the blocks of all participants.
 pub(crate) struct Payload {
     readers: SourceRam,
-    /// Lengths of the blocks that may be sent after the guest runs at the destination, in bytes. The others follow them.
+    /// Lengths of the blocks that may be sent after the guest runs at the destination, in bytes. The others follow
+    /// them.
     ram_bytes: Vec<u64>,
     /// Reductions of the data that is sent.
     saving: Reductions,

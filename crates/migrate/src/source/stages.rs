@@ -199,8 +199,8 @@ pub(super) enum SourceStage {
     Initial,
     /// The phases have failed while the guest ran.
     RolledBack(RolledBack),
-    /// The phases have ended, or failed, while the guest was stopped. If QEMU is lost, the destination may have the only
-    /// copy of the guest.
+    /// The phases have ended, or failed, while the guest was stopped. If QEMU is lost, the destination may have the
+    /// only copy of the guest.
     Stopped(Stopped),
     /// COMMITTED is in the journal.
     Committed(Committed),

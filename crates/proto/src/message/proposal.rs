@@ -133,7 +133,8 @@ pub struct Acceptance {
     /// True if the destination supports [`Message::Discard`](super::Message::Discard).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub can_discard: bool,
-    /// True if the destination supports [`Message::Claims`](super::Message::Claims), and sends [`Message::FirstFrames`](super::Message::FirstFrames).
+    /// True if the destination supports [`Message::Claims`](super::Message::Claims), and sends
+    /// [`Message::FirstFrames`](super::Message::FirstFrames).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub has_network: bool,
     /// True if the source may hold frames for the guest, and send them ([`Purpose::Frames`](super::Purpose::Frames)).

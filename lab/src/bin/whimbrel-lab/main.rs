@@ -1,5 +1,5 @@
-//! Makes hosts on this machine, as network namespaces, and measures migrations between them. A program of its own: the one
-//! that users install links nothing that only tests and benchmarks need.
+//! Makes hosts on this machine, as network namespaces, and measures migrations between them. A program of its own: the
+//! one that users install links nothing that only tests and benchmarks need.
 //!
 //! | exit code | meaning |
 //! |---|---|

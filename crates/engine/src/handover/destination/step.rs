@@ -384,7 +384,8 @@ fn final_without_guest(state: &State, event: &Event) -> TransitionResult {
 
 /// The copy is lost, and perhaps entries that it has run. Only proof that it never ran permits the removal of its
 /// images. That is a registry in which ownership was never acquired for it; or a source that is ABORTED, which has
-/// never committed, as long as this host does not send CRASHED, upon which a source that has lost its QEMU itself aborts.
+/// never committed, as long as this host does not send CRASHED, upon which a source that has lost its QEMU itself
+/// aborts.
 fn qemu_lost(terms: &MigrationTerms, event: &Event) -> TransitionResult {
     let here = || Move::to(State::QemuLost);
     let read = || ask(RequestPurpose::Read, Some(registry::read(terms)));

@@ -1,7 +1,7 @@
 //! Connections in the memory of one process, for tests: no sockets, no threads, and faults at chosen points.
 //!
-//! [`connection`] returns both ends of one. Each [`End`] becomes a [`DataStream`] or a [`Channel`]; its sending half may
-//! be cut after a number of bytes, or may corrupt a frame. The bytes between the ends are those of TCP without TLS.
+//! [`connection`] returns both ends of one. Each [`End`] becomes a [`DataStream`] or a [`Channel`]; its sending half
+//! may be cut after a number of bytes, or may corrupt a frame. The bytes between the ends are those of TCP without TLS.
 //!
 //! [`FakeTransport`] opens such connections between agents. An end may place memory directly, in one of two ways
 //! ([`Placement`]). In order: the sender reads the regions when it is flushed, and the receiver writes the data to its

@@ -1,15 +1,15 @@
-//! Hinted pages (soft pages in the paper): memory that the guest reports as unused (Koto et al., `SonicMigration`, section
-//! 3). It is not sent.
+//! Hinted pages (soft pages in the paper): memory that the guest reports as unused (Koto et al., `SonicMigration`,
+//! section 3). It is not sent.
 //!
 //! # Condition for leaving a page out
 //!
 //! The guest is asked after the marks of a round were cleared ([`HintedPages::begin`], after
-//! [`OwedPages::clear_marks`](crate::OwedPages::clear_marks)). A page that it reports as free was so at some moment after that.
-//! If the page was written after that moment, it has a mark. If not, its content is unobserved: software that allocates
-//! a free page writes it first.
+//! [`OwedPages::clear_marks`](crate::OwedPages::clear_marks)). A page that it reports as free was so at some moment
+//! after that. If the page was written after that moment, it has a mark. If not, its content is unobserved: software
+//! that allocates a free page writes it first.
 //!
-//! So a free page may have any content at the destination (docs/traps.md, trap 16), until a dirty scan finds a mark: then it
-//! no longer counts as free, and that scan adds it to the pages owed.
+//! So a free page may have any content at the destination (docs/traps.md, trap 16), until a dirty scan finds a mark:
+//! then it no longer counts as free, and that scan adds it to the pages owed.
 //!
 //! An answer may take as long as several rounds. Pages that scans have found since the request count as not free,
 //! whatever the answer reports. When the answer is complete, the pages that it does not name stop being free, too
@@ -25,8 +25,8 @@
 //! # Page cache
 //!
 //! Clean page cache is in use, but the guest can give it back. It is put off ([`HintedPages::cache`],
-//! [`ReadablePages::without`]) and stays owed. Before the stop the guest is asked to give it back, and a round sends the
-//! pages that were put off: pages free by then as holes, all others as they are.
+//! [`ReadablePages::without`]) and stays owed. Before the stop the guest is asked to give it back, and a round sends
+//! the pages that were put off: pages free by then as holes, all others as they are.
 //!
 //! [`ReadablePages::without`]: crate::ReadablePages::without
 

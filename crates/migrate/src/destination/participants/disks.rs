@@ -1,5 +1,5 @@
-//! Disks as an arriving participant: images of copied disks are made before QEMU is started, and closed while QEMU loads
-//! the devices; no image may be replaced before QEMU opens it once more.
+//! Disks as an arriving participant: images of copied disks are made before QEMU is started, and closed while QEMU
+//! loads the devices; no image may be replaced before QEMU opens it once more.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Copied disks as a participant: their writes are recorded by QEMU from before the first byte is read, and they are sent
-//! before memory.
+//! Copied disks as a participant: their writes are recorded by QEMU from before the first byte is read, and they are
+//! sent before memory.
 
 mod write_throttle;
 
@@ -231,7 +231,8 @@ impl Disks {
         left.filter_map(|disk| disk.file.as_ref().map(PathBuf::from)).collect()
     }
 
-    /// Removes sockets of an agent before this one, and ends the server behind one of them; this agent's are gone by now.
+    /// Removes sockets of an agent before this one, and ends the server behind one of them; this agent's are gone by
+    /// now.
     fn end_servers_of_a_predecessor(&self) {
         let _ = std::fs::remove_file(self.socket());
         block::image::end_unused_server(&self.compare_socket());

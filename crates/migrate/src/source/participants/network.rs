@@ -1,7 +1,7 @@
 //! Network cards as a participant. Which addresses the guest claims is observed while it runs here, so that the
 //! destination can announce them. From shortly before the stop on, frames for the guest are held and sent to the
-//! destination; if the guest stays, it gets them here, and is announced here again. Its tracked connections are copied to
-//! the destination.
+//! destination; if the guest stays, it gets them here, and is announced here again. Its tracked connections are copied
+//! to the destination.
 
 mod flows;
 mod held_link;
@@ -72,8 +72,8 @@ impl Network {
         }
     }
 
-    /// Begins to copy the tracked connections of the cards. Without this, firewalls that know only their own connections
-    /// cut those of the guest.
+    /// Begins to copy the tracked connections of the cards. Without this, firewalls that know only their own
+    /// connections cut those of the guest.
     fn copy_flows(&mut self) {
         let started = if self.takes_flows {
             FlowCopier::start(&self.environment, self.listener.clone(), &self.interfaces)

@@ -203,7 +203,8 @@ impl SourceDriver {
         Ok(self.record_outcome(state, &plan, outcome, later.as_ref(), &streaming.payload))
     }
 
-    /// Records what became of a round from which `later` was left out. Returns the streams, and all pages that are owed.
+    /// Records what became of a round from which `later` was left out. Returns the streams, and all pages that are
+    /// owed.
     fn record_outcome(
         &mut self,
         state: &mut PreCopy,

@@ -90,8 +90,8 @@ impl SourceDriver {
         Ok(Streams { sender, page_stream })
     }
 
-    /// Lets the participants act before a round of up to `pages` pages; returns the number of pages after which they want
-    /// to act again.
+    /// Lets the participants act before a round of up to `pages` pages; returns the number of pages after which they
+    /// want to act again.
     pub(super) fn before_round(&mut self, pages: u64) -> Result<u64, Failure> {
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.before_round(vm, pages)

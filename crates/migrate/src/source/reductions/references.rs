@@ -1,6 +1,6 @@
-//! Page references to content that the destination already has. Of the copied disks: the source agent asks about some of
-//! their pages, and the destination reports the content of the templates that have such pages. Of memory and of images
-//! that both hosts have, while the link is slow and as long as references pay.
+//! Page references to content that the destination already has. Of the copied disks: the source agent asks about some
+//! of their pages, and the destination reports the content of the templates that have such pages. Of memory and of
+//! images that both hosts have, while the link is slow and as long as references pay.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

@@ -22,9 +22,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tun_rs::{DeviceBuilder, Layer, SyncDevice};
 use whimbrel_guest_load::mix;
 
+use crate::addresses::Direction;
 use crate::error::{Context, Result};
 use crate::host::Host;
-use crate::network::Direction;
 
 /// Largest packet. Larger than Ethernet's, so that fewer are handled for the same data.
 const MTU: u16 = 9000;

@@ -105,7 +105,7 @@ impl Host {
         if self.run(&["ip", "link", "show", "dev", name]).is_err() {
             self.run(&["ip", "tuntap", "add", "dev", name, "mode", "tap"])?;
         }
-        self.run(&["ip", "link", "set", "dev", name, "master", crate::network::VM_BRIDGE, "up"])?;
+        self.run(&["ip", "link", "set", "dev", name, "master", crate::addresses::VM_BRIDGE, "up"])?;
         Ok(())
     }
 

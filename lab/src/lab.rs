@@ -30,10 +30,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
+pub use crate::addresses::{Direction, MIGRATION_LINK, VM_BRIDGE, VM_GATEWAY, vm_address};
 use crate::emulator::{Emulator, Settings};
 use crate::error::{Context, Error, Result};
 use crate::host::{Host, namespaces, remove_namespace};
-pub use crate::network::{Direction, MIGRATION_LINK, VM_BRIDGE, VM_GATEWAY, vm_address};
 use crate::run::run;
 use crate::traffic::traffic;
 pub use packets::Packets;

@@ -32,6 +32,7 @@
 //! # }
 //! ```
 
+mod addresses;
 mod agents;
 pub mod bare;
 pub mod bench;
@@ -52,7 +53,6 @@ pub mod lab;
 mod migrating;
 mod monitor;
 mod nas;
-mod network;
 mod pki;
 pub mod rack;
 mod run;

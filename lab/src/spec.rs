@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 pub use whimbrel_guest_load::Pattern;
 
+use crate::addresses::VM_GATEWAY;
 use crate::bare;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Context, Result};
 use crate::nas::Nas;
-use crate::network::VM_GATEWAY;
 use command_line::CommandLine;
 
 /// A guest to be started. Start from [`GuestSpec::tiny`] or [`GuestSpec::bare`] and change what matters.

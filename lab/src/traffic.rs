@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
+use crate::addresses::MIGRATION_LINK;
 use crate::error::{Context, Error, Result};
 use crate::host::Host;
-use crate::network::MIGRATION_LINK;
 
 /// Bytes and packets that a host has sent over the migration link so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use proto::{MigrationId, VmName};
 
-use super::network::NetworkState;
+use super::network_state::NetworkState;
 use super::problem::Problem;
 use super::types::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,

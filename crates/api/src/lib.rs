@@ -31,7 +31,7 @@
 mod choices;
 mod client;
 mod control;
-mod network;
+mod network_state;
 mod options;
 mod problem;
 pub mod progress;
@@ -45,7 +45,7 @@ pub use choices::*;
 pub use client::{Client, ClientError, Lines, MigrationSelector};
 pub use control::Control;
 pub use engine::handover::Role;
-pub use network::*;
+pub use network_state::*;
 pub use options::{MigrationOptions, MigrationSettings};
 pub use problem::{Problem, ProblemKind, with_causes};
 pub use proto::ids::BadName;

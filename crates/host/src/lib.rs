@@ -16,7 +16,7 @@ pub mod left_images;
 pub mod logs;
 pub mod missing_pages_record;
 pub mod names;
-pub mod network;
+pub mod network_cards;
 pub mod network_items;
 pub mod ownership;
 pub mod peers;

@@ -117,7 +117,7 @@ impl Rack {
             .and_then(|()| make(&directory))
             .and_then(|()| fs::create_dir_all(directory.join(NAMESPACE)))
             .context(|| format!("cannot make {}", directory.display()))?;
-        let switch = Host::new(&prefix, NAMESPACE, &directory, &[crate::network::VM_GATEWAY]);
+        let switch = Host::new(&prefix, NAMESPACE, &directory, &[crate::addresses::VM_GATEWAY]);
         let environment = environment.clone();
         let rack = Self { hosts: Vec::new(), switch, environment, directory, _turn: turn };
         rack.make_switch()?;

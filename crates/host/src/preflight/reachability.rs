@@ -19,7 +19,7 @@ use proto::message::{Finding, NetworkProbe, ProbedCard, Severity};
 use qemu::qmp::Qmp;
 use tracee::Process;
 
-use crate::{SourceVm, network};
+use crate::{SourceVm, network_cards};
 use api::NetworkCheck;
 
 /// Longest look for the source's frames, and for the answers of gateways.
@@ -78,8 +78,8 @@ fn try_begin(vm: &mut SourceVm, required: bool) -> Result<SourceProbe, String> {
 
 /// Returns the cards of a QEMU whose taps can be reached by their names.
 fn reachable_cards(qmp: &mut Qmp, process: &Process) -> Result<Vec<Card>, String> {
-    let cards = network::cards(qmp, process).map_err(|error| crate::chain(&error))?;
-    let interfaces = network::interfaces(&cards, process).map_err(|error| crate::chain(&error))?;
+    let cards = network_cards::cards(qmp, process).map_err(|error| crate::chain(&error))?;
+    let interfaces = network_cards::interfaces(&cards, process).map_err(|error| crate::chain(&error))?;
     if interfaces.is_empty() && !cards.is_empty() {
         return Err("QEMU's taps are in another network namespace than the agent".to_owned());
     }

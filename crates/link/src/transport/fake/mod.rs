@@ -10,8 +10,8 @@
 
 mod direct;
 mod halves;
+mod in_process;
 mod line;
-mod network;
 
 use std::fmt;
 use std::io;
@@ -21,8 +21,8 @@ use proto::HostId;
 
 use super::{Channel, DataStream, TransportError};
 use halves::{FrameReader, FrameWriter};
+pub use in_process::FakeTransport;
 use line::{Side, SideHandle};
-pub use network::FakeTransport;
 
 /// Faults of a sending half.
 #[derive(Clone, Copy, Debug, Default)]

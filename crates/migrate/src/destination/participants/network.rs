@@ -24,7 +24,7 @@ use super::{
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use host::verification::CompareError;
-use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, network};
+use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, network_cards};
 
 /// Time after which a guest that nothing has reached is reported.
 const FIRST_FRAMES_WAIT: Duration = Duration::from_secs(1);
@@ -176,8 +176,9 @@ impl ArrivingCards {
     fn find(vm: &mut ArrivingVm, migration: &MigrationId) -> Self {
         let found = vm.process.try_clone().map_err(|error| crate::chain(&error)).and_then(|process| {
             let qmp = vm.qmp().map_err(|error| crate::chain(&error))?;
-            let cards = network::cards(qmp, &process).map_err(|error| crate::chain(&error))?;
-            let interfaces = network::interfaces(&cards, &process).map_err(|error| crate::chain(&error))?;
+            let cards = network_cards::cards(qmp, &process).map_err(|error| crate::chain(&error))?;
+            let interfaces =
+                network_cards::interfaces(&cards, &process).map_err(|error| crate::chain(&error))?;
             Ok((cards, interfaces))
         });
         match found {
@@ -253,7 +254,7 @@ impl ArrivingCards {
     fn guest_runs(&mut self, process: &Process, ran: SystemTime) {
         self.release();
         if let (Some(announcer), Ok(process)) = (self.announcer.take(), process.try_clone())
-            && let Err(error) = network::repeat_announcement(announcer, process)
+            && let Err(error) = network_cards::repeat_announcement(announcer, process)
         {
             warn!(%error, "the announcement of the guest is not repeated");
         }

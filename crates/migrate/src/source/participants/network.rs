@@ -25,7 +25,7 @@ use crate::source::failure::Failure;
 use api::progress::DiskProgress;
 use api::report::TrackedConnections;
 use host::verification::BlockHashes;
-use host::{SourceVm, network};
+use host::{SourceVm, network_cards};
 
 /// Longest wait until QEMU has read the frames that reached it before the diversion.
 const RING_PATIENCE: Duration = Duration::from_millis(20);
@@ -44,7 +44,7 @@ pub(super) struct Network {
     /// True if the destination may have announced the guest there.
     may_be_announced: bool,
     /// Interfaces behind the cards.
-    interfaces: Vec<network::Interface>,
+    interfaces: Vec<network_cards::Interface>,
     /// Copies tracked connections; absent where that is impossible, and where no card has a tap.
     flows: Option<FlowCopier>,
     /// Observes the claims; absent where that is impossible, and where no card has a tap.
@@ -117,7 +117,7 @@ impl Network {
 
     /// Returns the cards that were found at the start. QEMU, which may need long for an answer, is not asked.
     fn cards(&self, vm: &SourceVm) -> Result<Vec<Card>, String> {
-        let card = |(_, mac): &network::Interface| Card { mac: *mac, taps: Vec::new() };
+        let card = |(_, mac): &network_cards::Interface| Card { mac: *mac, taps: Vec::new() };
         let mut cards: Vec<_> = self.interfaces.iter().map(card).collect();
         for (_, tap) in Tap::of_process(&vm.process).map_err(|error| crate::chain(&error))? {
             let place = self.interfaces.iter().position(|(interface, _)| interface == tap.interface());
@@ -143,7 +143,7 @@ impl Network {
         let frames = announcer.announce();
         self.environment.controls.note("announced-here", frames.to_string());
         let process = vm.process.try_clone().map_err(|error| crate::chain(&error))?;
-        network::repeat_announcement(announcer, process).map_err(|error| crate::chain(&error))
+        network_cards::repeat_announcement(announcer, process).map_err(|error| crate::chain(&error))
     }
 }
 
@@ -312,11 +312,11 @@ impl Participant for Network {
 }
 
 /// Returns the cards of a VM with taps, and the interfaces behind them.
-fn find_cards(vm: &mut SourceVm) -> Result<(Vec<Card>, Vec<network::Interface>), String> {
+fn find_cards(vm: &mut SourceVm) -> Result<(Vec<Card>, Vec<network_cards::Interface>), String> {
     let process = vm.process.try_clone().map_err(|error| crate::chain(&error))?;
     let qmp = vm.monitor().map_err(|error| crate::chain(&error))?;
-    let cards = network::cards(qmp, &process).map_err(|error| crate::chain(&error))?;
-    let interfaces = network::interfaces(&cards, &process).map_err(|error| crate::chain(&error))?;
+    let cards = network_cards::cards(qmp, &process).map_err(|error| crate::chain(&error))?;
+    let interfaces = network_cards::interfaces(&cards, &process).map_err(|error| crate::chain(&error))?;
     Ok((cards, interfaces))
 }
 

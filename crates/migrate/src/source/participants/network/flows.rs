@@ -19,7 +19,7 @@ use tracing::{debug, warn};
 
 use super::super::Environment;
 use api::report::TrackedConnections;
-use host::{network, peers};
+use host::{network_cards, peers};
 
 /// Pause after the first list of connections; it is doubled up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -69,7 +69,7 @@ impl FlowCopier {
     pub(super) fn start(
         environment: &Environment,
         listener: Option<Arc<Listener>>,
-        interfaces: &[network::Interface],
+        interfaces: &[network_cards::Interface],
     ) -> Result<Self, String> {
         let chain = |error: std::io::Error| crate::chain(&error);
         let netfilter = Socket::netfilter().map_err(chain)?;

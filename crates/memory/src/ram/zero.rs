@@ -2,18 +2,16 @@
 
 use proto::pages::FILLING_BYTES;
 
-/// Bytes compared at a time. The loop over them has no early exit, so that it is compiled to wide instructions.
-const STEP: usize = 128;
+/// Bytes compared at a time: as many as stay in the processor's first cache beside a page.
+const STEP: usize = 4096;
 
 /// Source of zeros. Its length is also that of one check of memory that stays allocated.
 pub(super) static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// Returns true if all bytes are zero. Pages with contents mostly differ in their first bytes, so these are checked
-/// first.
+/// Returns true if all bytes are zero. The comparison is the C library's, which has wide instructions at every level of
+/// optimisation, and ends at the first difference.
 pub fn is_zero(bytes: &[u8]) -> bool {
-    let (steps, rest) = bytes.as_chunks::<STEP>();
-    steps.iter().all(|step| step.iter().fold(0, |seen, byte| seen | byte) == 0)
-        && rest.iter().all(|byte| *byte == 0)
+    bytes.chunks(STEP).all(|step| *step == ZEROS[..step.len()])
 }
 
 /// Returns the eight bytes that a page repeats, if it does: debugging kernels and other systems fill free memory with

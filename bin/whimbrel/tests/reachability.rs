@@ -58,6 +58,12 @@ fn assert_found(cluster: &Cluster, code: &str, texts: &[&str]) {
     }
 }
 
+/// Returns the codes of a report's findings.
+fn codes(report: &Value) -> Vec<String> {
+    let findings = report["findings"].as_array().unwrap();
+    findings.iter().map(|found| found["code"].as_str().unwrap().to_owned()).collect()
+}
+
 /// The tap in another bridge, in none, and a user who wants that or does not.
 #[test]
 fn another_bridge_at_the_destination_is_found() {
@@ -74,13 +80,21 @@ fn another_bridge_at_the_destination_is_found() {
     let (possible, found) = check(&cluster, &["--network-check", "require"]);
     assert!(!possible && found[0].0 == "network-unproven", "{found:?}");
     assert_eq!(check(&cluster, &["--network-check", "off"]), (true, Vec::new()));
+    // What the source asks the guest in its own network does not reach it there, by no way.
+    let is_reached = |report: &Value| {
+        let warned = codes(report).contains(&"guest-not-reached".to_owned());
+        assert_ne!(report["network"][0]["first_in_us"].is_u64(), warned, "{report}");
+        !warned
+    };
+    assert!(!is_reached(&cluster.migrate(VM, "a", "b", &["--network-check", "off"])));
+    assert!(!is_reached(&cluster.migrate(VM, "b", "a", &["--network-check", "off"])));
 
     run(b, &format!("ip link set dev {tap} nomaster"));
     assert_found(&cluster, "network-unproven", &[&format!("{tap} on b (in no bridge)")]);
     run(b, &format!("ip link set dev {tap} master {VM_BRIDGE}"));
     let report = cluster.migrate(VM, "a", "b", &["--network-check", "require"]);
-    let codes: Vec<_> = report["findings"].as_array().unwrap().iter().map(|found| &found["code"]).collect();
-    assert!(codes.contains(&&"network-proven".into()), "{codes:?}");
+    assert!(codes(&report).contains(&"network-proven".to_owned()), "{report}");
+    assert!(is_reached(&report), "nobody sends to this guest but the source");
 }
 
 #[test]

@@ -22,6 +22,7 @@
 //! | [`holder`], [`merger`] | hold frames at the source; deliver them at the destination, in order |
 //! | [`probe`] | frames that prove that two taps are in one network; pure |
 //! | [`prober`] | sends and looks for these frames |
+//! | [`pinger`] | asks a guest that has moved, from the host where it was |
 //! | [`ports`] | the place of a tap in the bridges of its host |
 //! | [`inventory`] | lists what this program has in the kernel of a host |
 
@@ -41,10 +42,12 @@ pub mod inventory;
 pub mod listener;
 pub mod merger;
 pub mod netlink;
+pub mod pinger;
 pub mod ports;
 pub mod probe;
 pub mod prober;
 pub mod reachability;
+mod repeater;
 
 pub use announcer::Announcer;
 pub use claims::{Claim, Claims};
@@ -56,6 +59,7 @@ pub use installer::FlowInstaller;
 pub use inventory::{KernelItem, KernelItemKind};
 pub use listener::Listener;
 pub use merger::{Merger, MergerInput};
+pub use pinger::{PingedCard, Pinger};
 pub use probe::NetworkProof;
 pub use prober::{ProbedTap, Prober};
 pub use reachability::{FirstFrames, FirstFramesWatch};

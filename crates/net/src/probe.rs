@@ -62,6 +62,13 @@ pub fn question(address: IpAddr, from: Mac) -> Vec<u8> {
     }
 }
 
+/// Composes the same question for one station alone, which is asked if it has the address.
+pub fn question_to(station: Mac, address: IpAddr, from: Mac) -> Vec<u8> {
+    let mut frame = question(address, from);
+    frame[..station.0.len()].copy_from_slice(&station.0);
+    frame
+}
+
 /// Composes a neighbour solicitation from the unspecified address.
 fn solicitation(address: Ipv6Addr, from: Mac) -> Vec<u8> {
     let [.., high, middle, low] = address.octets();

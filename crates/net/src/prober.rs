@@ -3,25 +3,23 @@
 
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracee::PacketSocket;
 use tracing::debug;
 
 use crate::announcer::{Card, send};
 use crate::ethernet::{Frame, Mac};
 use crate::probe::{NetworkProof, Side, frame, question, station};
+use crate::repeater::{Pause, Repeater};
 use crate::{filter, ports};
 
 /// Pause between the frames of the source, of which any may be lost: short at first, because the destination waits for
 /// one as soon as its QEMU has started.
-const FIRST_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
 /// Pause after [`FIRST_TIME`].
-const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+const PAUSE: Duration = Duration::from_millis(50);
 /// Time in which most QEMUs start.
 const FIRST_TIME: Duration = Duration::from_secs(1);
 /// Time after which the source ends by itself.
@@ -32,32 +30,18 @@ const QUESTION_PAUSE: Duration = Duration::from_millis(200);
 /// Sends the frames of a probe in a thread, until it is dropped.
 #[derive(Debug)]
 pub struct Prober {
-    end: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
+    _repeater: Repeater,
 }
 
 impl Prober {
     /// Begins to send from the taps of these cards, each without a tag and in each of its VLANs.
     pub fn start(nonce: u64, cards: Vec<(Card, Vec<u16>)>) -> io::Result<Self> {
-        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
-        let until = Arc::clone(&end);
-        let thread =
-            thread::Builder::new().name("probe".to_owned()).spawn(move || repeat(nonce, &cards, &until))?;
-        Ok(Self { end, thread: Some(thread) })
+        let _repeater = Repeater::start("probe", move |pause| repeat(nonce, &cards, pause))?;
+        Ok(Self { _repeater })
     }
 }
 
-impl Drop for Prober {
-    fn drop(&mut self) {
-        // The counter of a new descriptor has room.
-        let _ = rustix::io::write(&*self.end, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            drop(thread.join());
-        }
-    }
-}
-
-fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], end: &OwnedFd) {
+fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], pause: &Pause) {
     let began = Instant::now();
     loop {
         for (number, (card, vlans)) in cards.iter().enumerate() {
@@ -68,9 +52,8 @@ fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], end: &OwnedFd) {
                 }
             }
         }
-        let pause = if began.elapsed() < FIRST_TIME { &FIRST_PAUSE } else { &PAUSE };
-        let is_ended = poll(&mut [PollFd::new(end, PollFlags::IN)], Some(pause)).is_ok_and(|ready| ready > 0);
-        if is_ended || began.elapsed() > LONGEST {
+        let time = if began.elapsed() < FIRST_TIME { FIRST_PAUSE } else { PAUSE };
+        if !pause.wait(time) || began.elapsed() > LONGEST {
             break;
         }
     }
@@ -123,7 +106,7 @@ pub fn prove(nonce: u64, taps: &[ProbedTap<'_>], patience: Duration) -> io::Resu
         }
         let mut waits: Vec<_> = sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
         // After an error the deadline ends this all the same.
-        let _ = poll(&mut waits, Some(&PAUSE));
+        let _ = poll(&mut waits, Timespec::try_from(PAUSE).ok().as_ref());
         for (socket, proof) in sockets.iter().zip(&mut proofs) {
             read(socket, proof)?;
         }

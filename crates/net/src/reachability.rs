@@ -10,6 +10,9 @@ use crate::announcement::is_announcement;
 use crate::ethernet::{Frame, Mac};
 use crate::filter;
 
+/// Longest wait for a frame of a guest that was reached: one that is idle may have no reason to send.
+const ANSWER_PATIENCE: Duration = Duration::from_millis(100);
+
 /// Times of the first frames of a card since the guest ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FirstFrames {
@@ -67,10 +70,11 @@ impl FirstFramesWatch {
         Ok(Self { sockets, cards })
     }
 
-    /// Waits until each card has received and sent a frame, at most `patience`. Returns the times of these frames after
-    /// `ran`, by the kernel; frames before `since` do not count.
+    /// Waits until each card has received and sent a frame, at most `patience`, and less if each card has received one.
+    /// Returns the times of these frames after `ran`, by the kernel; frames before `since` do not count.
     pub fn measure(mut self, since: SystemTime, ran: SystemTime, patience: Duration) -> Vec<FirstFrames> {
-        let deadline = Instant::now() + patience;
+        let mut deadline = Instant::now() + patience;
+        let mut are_reached = false;
         loop {
             let cards = &mut self.cards;
             // An interface that is gone has no more frames.
@@ -78,6 +82,10 @@ impl FirstFramesWatch {
                 let Some(first) = cards.get_mut(*card) else { return false };
                 read(socket, first, since, ran).is_ok() && !first.is_complete()
             });
+            if !are_reached && self.cards.iter().all(|card| card.first_in.is_some()) {
+                are_reached = true;
+                deadline = deadline.min(Instant::now() + ANSWER_PATIENCE);
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             if self.sockets.is_empty() || left.is_zero() {
                 return self.cards;

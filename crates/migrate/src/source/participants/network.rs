@@ -5,6 +5,7 @@
 
 mod flows;
 mod held_link;
+mod ping;
 
 use std::sync::Arc;
 use std::thread;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{PageSet, Reductions, RoundStats, ScanError, ScanStats};
 use net::announcer::Card;
-use net::{Announcer, Claims, Diversion, HeldFrame, Listener};
+use net::{Announcer, Claims, Diversion, HeldFrame, Listener, Pinger};
 use proto::message::{CardClaims, CardFrames, ClaimedAddress, Finding, Message, Severity};
 use qemu::qmp::Qmp;
 use tracee::Tap;
@@ -20,6 +21,7 @@ use tracing::warn;
 
 use self::flows::FlowCopier;
 use self::held_link::{FramesLink, HeldLink};
+use self::ping::BridgedCard;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
 use api::progress::DiskProgress;
@@ -45,6 +47,10 @@ pub(super) struct Network {
     may_be_announced: bool,
     /// Interfaces behind the cards.
     interfaces: Vec<network_cards::Interface>,
+    /// Cards that can be asked once the guest is at the destination.
+    bridged: Vec<BridgedCard>,
+    /// Asks the guest at the destination, until its first frames are reported.
+    pinger: Option<Pinger>,
     /// Copies tracked connections; absent where that is impossible, and where no card has a tap.
     flows: Option<FlowCopier>,
     /// Observes the claims; absent where that is impossible, and where no card has a tap.
@@ -65,6 +71,8 @@ impl Network {
             // An agent before this one may have left the guest to the destination.
             may_be_announced: true,
             interfaces: Vec::new(),
+            bridged: Vec::new(),
+            pinger: None,
             flows: None,
             listener: None,
             link: None,
@@ -167,6 +175,9 @@ impl Participant for Network {
                 self.environment.controls.note("addresses-not-observed", reason);
             }
             return Ok(Preparation::Done);
+        }
+        if self.expects_first_frames {
+            self.bridged = ping::bridged(&self.interfaces);
         }
         let named = self.interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
         match Listener::start(named) {
@@ -274,6 +285,11 @@ impl Participant for Network {
     }
 
     fn finish(&mut self) {
+        if self.expects_first_frames {
+            let claims = self.listener.as_ref().map_or_else(Vec::new, |listener| listener.claims());
+            let guests = self.flows.as_ref().map(FlowCopier::addresses).unwrap_or_default();
+            self.pinger = ping::start(&self.bridged, &claims, &guests);
+        }
         self.report_flows();
         let (link, listener, held) = (self.link.take(), self.listener.take(), self.holder.take());
         if let Some(held) = &held {
@@ -302,7 +318,7 @@ impl Participant for Network {
         if *epoch != terms.epoch() {
             return;
         }
-        self.expects_first_frames = false;
+        (self.expects_first_frames, self.pinger) = (false, None);
         let host = terms.destination.as_str();
         controls.report(|report| {
             report.findings.extend(cards.iter().filter_map(|card| silence(card, host)));

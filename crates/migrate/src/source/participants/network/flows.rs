@@ -48,6 +48,8 @@ struct CopyState {
     is_settled: bool,
     connection: Option<Arc<dyn ConnectionHandle>>,
     copied: TrackedConnections,
+    /// Addresses of the guest, as far as they are known.
+    addresses: BTreeSet<IpAddr>,
 }
 
 /// Next work of the thread.
@@ -104,6 +106,11 @@ impl FlowCopier {
         let is_open = |state: &mut CopyState| !state.is_settled;
         let waited = self.0.changed.wait_timeout_while(state, LAST_PATIENCE, is_open);
         waited.unwrap_or_else(PoisonError::into_inner).0.is_settled
+    }
+
+    /// Returns the addresses of the guest, as far as they are known.
+    pub(super) fn addresses(&self) -> BTreeSet<IpAddr> {
+        self.0.lock().addresses.clone()
     }
 
     /// Removes the copied entries here in a while, and returns the result for the report. Returns at once.
@@ -222,6 +229,7 @@ impl FlowSource {
         if guests.is_empty() {
             return Ok(());
         }
+        shared.lock().addresses.clone_from(&guests);
         let listed = conntrack::list(&self.netfilter, &guests, MOST_FLOWS);
         let (entries, is_whole) = listed.map_err(|error| crate::chain(&error))?;
         if !is_whole {

@@ -1,0 +1,47 @@
+//! Questions to the guest at the destination.
+
+use std::collections::BTreeSet;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+use std::net::IpAddr;
+
+use net::netlink::Socket;
+use net::{Claims, Mac, PingedCard, Pinger, addresses, ports};
+use tracing::debug;
+
+use host::network_cards;
+
+/// A card, and the bridge from which it can be asked.
+pub(super) type BridgedCard = (Mac, String);
+
+/// Returns the cards in bridges in whose networks the host itself is: it can ask them there.
+pub(super) fn bridged(interfaces: &[network_cards::Interface]) -> Vec<BridgedCard> {
+    let bridge = |(interface, mac): &network_cards::Interface| match ports::bridge_port(interface) {
+        Ok(port) => port.filter(|port| port.vlan == port.host_vlan).map(|port| (*mac, port.bridge)),
+        Err(error) => {
+            debug!(interface, %error, "the bridge of a card is unknown");
+            None
+        }
+    };
+    interfaces.iter().filter_map(bridge).collect()
+}
+
+/// Begins to ask the cards for the addresses that they claimed, for those that the host knows as their own, and for
+/// `others` of the guest.
+pub(super) fn start(cards: &[BridgedCard], claims: &[Claims], others: &BTreeSet<IpAddr>) -> Option<Pinger> {
+    let route = Socket::route().ok()?;
+    let asked = |(mac, bridge): &BridgedCard| {
+        let claimed = claims.iter().filter(|claims| claims.mac() == *mac).flat_map(Claims::all);
+        let mut addresses: BTreeSet<_> = claimed.map(|claim| claim.address).collect();
+        addresses.extend(addresses::neighbours(&route, &[*mac]).unwrap_or_default());
+        addresses.extend(others);
+        PingedCard { mac: *mac, bridge: bridge.clone(), addresses: addresses.into_iter().collect() }
+    };
+    let asked: Vec<_> = cards.iter().map(asked).collect();
+    if asked.is_empty() {
+        return None;
+    }
+    let nonce = RandomState::new().build_hasher().finish();
+    Pinger::start(nonce, &asked)
+        .inspect_err(|error| debug!(%error, "the guest is not asked at its new place"))
+        .ok()
+}

@@ -1,12 +1,16 @@
-//! Completeness of the manual: all findings of the pre-flight checks, and all paths of the API.
+//! Completeness of the manual: all findings of the pre-flight checks, and all paths of the API. An option of a
+//! migration is in as many files as the manual for developers says.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
+mod sources;
+
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use qemu::restart_units::RestartTime;
+use sources::{sources, without_comments};
 
 /// Source text that precedes a finding's code, without white space.
 const BEFORE: [&str; 9] = [
@@ -83,6 +87,33 @@ fn every_path_of_the_api_stands_in_the_manual() {
     let missing: Vec<_> =
         paths.iter().filter(|path| !page.contains(&path.replace("{migration}", migration))).collect();
     assert!(missing.is_empty(), "{missing:?}");
+}
+
+/// The example of docs/hacking.md.
+#[test]
+fn an_option_is_in_four_files() {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+    let is_test = |path: &Path| path.iter().any(|part| part == "tests" || part == "tests.rs");
+    let roots = ["crates", "bin", "docs"].map(|root| workspace.join(root));
+    let mut files: Vec<_> = roots[..2].iter().flat_map(|root| sources(root)).collect();
+    files.retain(|path| !is_test(path.strip_prefix(&workspace).unwrap()));
+    files.push(roots[2].join("agent.example.toml"));
+    files.extend(fs::read_dir(roots[2].join("operations")).unwrap().map(|entry| entry.unwrap().path()));
+    let names = |path: &&PathBuf| {
+        let text = fs::read_to_string(path).unwrap();
+        without_comments(&text).replace('-', "_").contains("hybrid_passes")
+    };
+    let found: BTreeSet<_> =
+        files.iter().filter(names).map(|path| path.strip_prefix(&workspace).unwrap()).collect();
+    let listed: BTreeSet<_> = [
+        "crates/api/src/options.rs",
+        "crates/migrate/src/source/payload.rs",
+        "docs/agent.example.toml",
+        "docs/operations/migrating.md",
+    ]
+    .map(Path::new)
+    .into();
+    assert_eq!(found, listed);
 }
 
 fn page(name: &str) -> String {

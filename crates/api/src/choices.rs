@@ -57,6 +57,12 @@ impl StopPolicy {
             Self::Rounds => "rounds",
         }
     }
+
+    /// Returns true if no downtime at all may be requested: benchmarks do that with one policy, so that rounds go on
+    /// until their maximum.
+    pub(crate) fn may_have_no_downtime(self) -> bool {
+        self.name() == "target"
+    }
 }
 
 /// Ways in which copying may restrain itself while the guest waits for processors.

@@ -46,7 +46,7 @@ pub use client::{Client, ClientError, Lines, MigrationSelector};
 pub use control::Control;
 pub use engine::handover::Role;
 pub use network_state::*;
-pub use options::{MigrationOptions, MigrationSettings};
+pub use options::{InvalidOption, MigrationOptions, MigrationSettings};
 pub use problem::{Problem, ProblemKind, with_causes};
 pub use proto::ids::BadName;
 pub use proto::message::{DiskMode, Finding, Severity};

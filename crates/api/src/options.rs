@@ -2,7 +2,10 @@
 //!
 //! An option that is added here is a field of [`MigrationOptions`] (HTTP and, with the feature `cli`, the arguments of
 //! `whimbrel migrate`) and of [`MigrationSettings`] (the table `[migration]` of the configuration, and the report).
+//! Which values are possible is defined here, too: [`MigrationSettings::check_configured`] holds for the configuration,
+//! [`MigrationSettings::check_requested`] for a request.
 
+use proto::limits::STREAMS;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "comparison")]
@@ -140,6 +143,106 @@ options! {
     restraints: Restraints = Restraints::All;
 }
 
+/// Option with an impossible value, for which a configuration or a request is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what}; {advice}")]
+pub struct InvalidOption {
+    /// Name of the option.
+    pub option: &'static str,
+    /// The problem, for people.
+    pub what: String,
+    /// Advice, for people.
+    pub advice: String,
+}
+
+impl InvalidOption {
+    fn new(option: &'static str, what: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { option, what: what.into(), advice: advice.into() }
+    }
+}
+
+impl MigrationSettings {
+    /// Checks the values of a configuration. A request may choose any policy for them.
+    pub fn check_configured(&self) -> Result<(), InvalidOption> {
+        self.check_values()?;
+        self.check_passes()
+    }
+
+    /// Checks the values of a migration that was requested with these options; with `verify`, both sides are compared.
+    pub fn check_requested(&self, options: &MigrationOptions, verify: bool) -> Result<(), InvalidOption> {
+        if options.max_total_ms.is_some() {
+            self.check_time_limit()?;
+        }
+        if self.policy == StopPolicy::Hybrid {
+            self.check_passes()?;
+        } else if options.hybrid_passes.is_some() {
+            let what = "a number of passes can be chosen only with --policy hybrid";
+            let advice = "omit --hybrid-passes, or choose --policy hybrid";
+            return Err(InvalidOption::new("hybrid_passes", what, advice));
+        }
+        if self.policy == StopPolicy::Sla
+            && matches!(options.free_page_hints, Some(HintedMemory::Cold | HintedMemory::All))
+        {
+            let what =
+                "with --policy sla the guest cannot free page cache: the time for it cannot be predicted";
+            return Err(InvalidOption::new("free_page_hints", what, "choose --free-page-hints free or none"));
+        }
+        if verify && self.needs_post_copy() {
+            let what = "memory that is sent after the VM was started at the destination cannot be compared";
+            let advice = "omit --verify, or choose another --policy and --on-limit";
+            return Err(InvalidOption::new("policy", what, advice));
+        }
+        self.check_values()
+    }
+
+    /// Checks each value by itself.
+    pub fn check_values(&self) -> Result<(), InvalidOption> {
+        let invalid = |option, what: String, advice: String| Err(InvalidOption::new(option, what, advice));
+        if !(1..=STREAMS).contains(&self.streams) {
+            let what = format!("{} streams are not possible", self.streams);
+            return invalid("streams", what, format!("choose 1 to {STREAMS}"));
+        }
+        if self.max_downtime_ms == 0 && !self.policy.may_have_no_downtime() {
+            let default = Self::default().max_downtime_ms;
+            let advice = format!("choose 1 or more milliseconds; the default is {default}");
+            return invalid("max_downtime_ms", "a downtime of 0 is not possible".to_owned(), advice);
+        }
+        if self.max_rounds == 0 {
+            let what = "0 rounds are not possible: the first one sends all memory".to_owned();
+            return invalid("max_rounds", what, "choose 1 or more".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Checks the number of passes before post-copy.
+    fn check_passes(&self) -> Result<(), InvalidOption> {
+        let (passes, most) = (self.hybrid_passes, self.max_rounds);
+        if passes == 0 {
+            let what = "0 passes are not possible: all of memory is sent once before post-copy";
+            return Err(InvalidOption::new("hybrid_passes", what, "choose 1 or more"));
+        }
+        if passes > most {
+            let what = format!("{passes} passes exceed the maximum of {most} rounds");
+            return Err(InvalidOption::new("hybrid_passes", what, "choose fewer passes, or more rounds"));
+        }
+        Ok(())
+    }
+
+    /// Refuses a limit on the total time for policies that do not keep it.
+    pub fn check_time_limit(&self) -> Result<(), InvalidOption> {
+        if self.policy == StopPolicy::Sla {
+            return Ok(());
+        }
+        let what = format!("the policy `{}` has no limit on the total time", self.policy.name());
+        Err(InvalidOption::new("max_total_ms", what, "choose --policy sla, or omit --max-total"))
+    }
+
+    /// Returns true if these values require post-copy.
+    pub fn needs_post_copy(&self) -> bool {
+        self.policy == StopPolicy::Hybrid || self.on_limit == OnLimit::PostCopy
+    }
+}
+
 #[cfg(feature = "comparison")]
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
@@ -175,5 +278,62 @@ mod tests {
         assert_eq!(serde_json::to_string(&options).unwrap(), r#"{"streams":3}"#);
         assert!(serde_json::from_str::<MigrationOptions>(r#"{"straems":3}"#).is_err());
         assert!(serde_json::from_str::<MigrationSettings>(r#"{"straems":3}"#).is_err());
+    }
+
+    /// Returns the option for which a request is refused that changes the defaults so, if it is refused.
+    fn refused(options: &MigrationOptions, verify: bool) -> Option<&'static str> {
+        let settings = MigrationSettings::default().with(options);
+        settings.check_requested(options, verify).err().map(|invalid| invalid.option)
+    }
+
+    #[test]
+    fn impossible_values_are_refused_wherever_they_come_from() {
+        let default = MigrationSettings::default();
+        default.check_configured().unwrap();
+        let hybrid = MigrationSettings { policy: StopPolicy::Hybrid, ..default.clone() };
+        for (settings, option) in [
+            (MigrationSettings { streams: 0, ..default.clone() }, "streams"),
+            (MigrationSettings { streams: STREAMS + 1, ..default.clone() }, "streams"),
+            (MigrationSettings { max_downtime_ms: 0, ..default.clone() }, "max_downtime_ms"),
+            (MigrationSettings { max_rounds: 0, hybrid_passes: 0, ..default.clone() }, "max_rounds"),
+            (MigrationSettings { hybrid_passes: 0, ..hybrid.clone() }, "hybrid_passes"),
+            (MigrationSettings { hybrid_passes: 31, ..hybrid.clone() }, "hybrid_passes"),
+        ] {
+            let requested = settings.check_requested(&MigrationOptions::default(), false);
+            assert_eq!(requested.unwrap_err().option, option);
+            assert_eq!(settings.check_configured().unwrap_err().option, option);
+        }
+    }
+
+    #[test]
+    fn configured_passes_fit_any_policy_and_requested_ones_theirs() {
+        let configured = MigrationSettings { hybrid_passes: 31, ..MigrationSettings::default() };
+        assert_eq!(configured.check_configured().unwrap_err().option, "hybrid_passes");
+        let few_rounds = MigrationOptions { max_rounds: Some(3), ..MigrationOptions::default() };
+        let five_passes = MigrationSettings { hybrid_passes: 5, ..MigrationSettings::default() };
+        five_passes.with(&few_rounds).check_requested(&few_rounds, false).unwrap();
+    }
+
+    #[test]
+    fn requested_options_without_effect_are_refused() {
+        let none = MigrationOptions::default();
+        let sla = MigrationOptions { policy: Some(StopPolicy::Sla), ..none.clone() };
+        let hybrid = MigrationOptions { policy: Some(StopPolicy::Hybrid), ..none.clone() };
+        let cold = Some(HintedMemory::Cold);
+        for (options, verify, option) in [
+            (none.clone(), true, None),
+            (sla.clone(), true, None),
+            (hybrid.clone(), false, None),
+            (hybrid.clone(), true, Some("policy")),
+            (MigrationOptions { on_limit: Some(OnLimit::PostCopy), ..none.clone() }, true, Some("policy")),
+            (MigrationOptions { max_total_ms: Some(1), ..none.clone() }, false, Some("max_total_ms")),
+            (MigrationOptions { max_total_ms: Some(1), ..sla.clone() }, false, None),
+            (MigrationOptions { hybrid_passes: Some(2), ..none.clone() }, false, Some("hybrid_passes")),
+            (MigrationOptions { hybrid_passes: Some(2), ..hybrid.clone() }, false, None),
+            (MigrationOptions { free_page_hints: cold, ..sla.clone() }, false, Some("free_page_hints")),
+            (MigrationOptions { free_page_hints: cold, ..none.clone() }, false, None),
+        ] {
+            assert_eq!(refused(&options, verify), option, "{options:?}");
+        }
     }
 }

@@ -5,6 +5,8 @@ use std::fmt;
 use proto::message::Finding;
 use serde::{Deserialize, Serialize};
 
+use crate::options::InvalidOption;
+
 /// Reason for the failure of a request, and advice. The body of every unsuccessful answer, and the error type of
 /// [`Control`](super::Control).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,6 +84,12 @@ impl fmt::Display for Problem {
 }
 
 impl std::error::Error for Problem {}
+
+impl From<InvalidOption> for Problem {
+    fn from(InvalidOption { what, advice, .. }: InvalidOption) -> Self {
+        Self::new(ProblemKind::BadRequest, what, advice)
+    }
+}
 
 /// Formats an error and its causes in one line, as `what: why: why`.
 pub fn with_causes(error: &dyn std::error::Error) -> String {

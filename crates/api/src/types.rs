@@ -425,3 +425,15 @@ pub struct Limits {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_total_ms: Option<u64>,
 }
+
+impl From<&Limits> for MigrationOptions {
+    fn from(limits: &Limits) -> Self {
+        Self {
+            bandwidth_bytes_per_s: limits.bandwidth_bytes_per_s,
+            max_downtime_ms: limits.max_downtime_ms,
+            max_rounds: limits.max_rounds,
+            max_total_ms: limits.max_total_ms,
+            ..Self::default()
+        }
+    }
+}

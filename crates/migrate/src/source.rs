@@ -43,7 +43,7 @@ use crate::clock::Clock;
 use agreement::Agreement;
 use api::progress::{Phase, Publisher};
 use api::report::Report;
-use api::{HintedMemory, MigrateRequest, MigrationSettings, OnLimit, StopPolicy, ThrottleWrites};
+use api::{HintedMemory, MigrateRequest, MigrationSettings, StopPolicy, ThrottleWrites};
 use host::Context;
 pub use host::SourceVm;
 use host::config::Config;
@@ -125,15 +125,10 @@ impl Goals {
         self.settings.throttle_writes = ThrottleWrites::Off;
     }
 
-    /// Returns true if the goals require post-copy.
-    pub fn needs_post_copy(&self) -> bool {
-        self.settings.policy == StopPolicy::Hybrid || self.settings.on_limit == OnLimit::PostCopy
-    }
-
     /// Returns true if the goals allow post-copy, provided that the destination supports it.
     pub fn can_post_copy(&self) -> bool {
         // Pages that arrive while the guest runs cannot be compared.
-        self.needs_post_copy() || self.settings.policy == StopPolicy::Sla && !self.verify
+        self.settings.needs_post_copy() || self.settings.policy == StopPolicy::Sla && !self.verify
     }
 }
 

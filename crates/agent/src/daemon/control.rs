@@ -9,15 +9,15 @@ use engine::handover::destination::DestinationEvent;
 use engine::handover::source::SourceEvent;
 use proto::{HostId, MigrationId, VmName};
 
-use super::drive::{check_time_limit, internal};
+use super::drive::internal;
 use super::{Daemon, DriverMailbox};
 use api::Control;
 use api::progress::{Publisher, Standing, Watcher};
 use api::report::Report;
 use api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
-    LeftImage, Limits, MigrateRequest, MigrationStatus, NetworkState, RecoverReport, RecoverRequest,
-    RunRequest, VmDetail, VmSummary,
+    LeftImage, Limits, MigrateRequest, MigrationOptions, MigrationStatus, NetworkState, RecoverReport,
+    RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use api::{Problem, ProblemKind};
 use host::{left_images, network_items, preflight, vms};
@@ -205,19 +205,15 @@ impl Control for UserApi {
             };
             return Err(Problem::new(ProblemKind::Conflict, error, advice));
         };
+        let changed = MigrationOptions::from(&limits);
+        let settings = controls.goals().settings.with(&changed);
         if limits.max_total_ms.is_some() {
-            check_time_limit(&controls.goals())?;
+            settings.check_time_limit()?;
         }
+        settings.check_values()?;
         let goals = controls.change(|goals| {
-            if let Some(rate) = limits.bandwidth_bytes_per_s {
-                goals.settings.bandwidth_bytes_per_s = rate;
-            }
-            goals.settings.max_downtime_ms = limits.max_downtime_ms.unwrap_or(goals.settings.max_downtime_ms);
-            goals.settings.max_rounds = limits.max_rounds.unwrap_or(goals.settings.max_rounds);
+            goals.settings = goals.settings.with(&changed);
             goals.has_default_rounds &= limits.max_rounds.is_none();
-            if let Some(ms) = limits.max_total_ms {
-                goals.settings.max_total_ms = ms;
-            }
         });
         controls.rate.set_rate(goals.bandwidth_bytes_per_s());
         Ok(Limits {

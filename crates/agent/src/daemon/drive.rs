@@ -14,7 +14,7 @@ use super::{Daemon, DriverHandle, DriverMailbox};
 use api::progress::Publisher;
 use api::report::{Report, unix_ms_now};
 use api::{CheckReport, MigrateRequest, MigrationStatus};
-use api::{HintedMemory, Problem, ProblemKind, StopPolicy};
+use api::{Problem, ProblemKind};
 use host::preflight;
 use host::{ownership, vms};
 use migrate::source::{self, Goals, MigrationControls};
@@ -40,7 +40,7 @@ impl Daemon {
         let (vm, to) = (request.vm.clone(), request.to.clone());
         let record = self.known(&vm)?;
         self.has_not_ended(&record)?;
-        self.reachable(request)?;
+        self.check_request(request)?;
         // During a migration the VM's monitor belongs to that migration.
         self.check_not_in_migration(&vm)?;
         let mut offer = self.offer(&record, request, true)?;
@@ -77,7 +77,7 @@ impl Daemon {
     /// Begins a migration; its driver continues by itself.
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
         let (requested, requested_unix_ms) = (Instant::now(), unix_ms_now());
-        self.reachable(request)?;
+        self.check_request(request)?;
         self.wait_for_last_migration(&request.vm)?;
         let _exclusive = self.context.names.exclusive(&request.vm);
         let record = self.known(&request.vm)?;
@@ -203,7 +203,8 @@ impl Daemon {
         })
     }
 
-    fn reachable(&self, request: &MigrateRequest) -> Result<(), Problem> {
+    /// Refuses a request whose destination or options are impossible.
+    fn check_request(&self, request: &MigrateRequest) -> Result<(), Problem> {
         let to = &request.to;
         if *to == self.context.config.host {
             let error = format!("{} is on {to} already", request.vm);
@@ -225,53 +226,8 @@ impl Daemon {
                 "the witness cannot be the source or destination; choose another host",
             ));
         }
-        let goals = Goals::new(request, &self.context.config);
-        if request.options.max_total_ms.is_some() {
-            check_time_limit(&goals)?;
-        }
-        if request.options.hybrid_passes.is_some() && goals.settings.policy != StopPolicy::Hybrid {
-            let error = "a number of passes can be chosen only with --policy hybrid";
-            let advice = "omit --hybrid-passes, or choose --policy hybrid";
-            return Err(Problem::new(ProblemKind::BadRequest, error, advice));
-        }
-        if goals.settings.hybrid_passes == 0 {
-            let error = "0 passes are not possible: all of memory is sent once before post-copy";
-            return Err(Problem::new(ProblemKind::BadRequest, error, "choose --hybrid-passes 1 or more"));
-        }
-        if goals.settings.policy == StopPolicy::Hybrid
-            && goals.settings.hybrid_passes > goals.settings.max_rounds
-        {
-            let (passes, most) = (goals.settings.hybrid_passes, goals.settings.max_rounds);
-            let error = format!("{passes} passes exceed the maximum of {most} rounds");
-            let advice = "choose fewer --hybrid-passes, or more --max-rounds";
-            return Err(Problem::new(ProblemKind::BadRequest, error, advice));
-        }
-        if goals.settings.policy == StopPolicy::Sla
-            && matches!(request.options.free_page_hints, Some(HintedMemory::Cold | HintedMemory::All))
-        {
-            let error =
-                "with --policy sla the guest cannot free page cache: the time for it cannot be predicted";
-            return Err(Problem::new(
-                ProblemKind::BadRequest,
-                error,
-                "choose --free-page-hints free or none",
-            ));
-        }
-        if request.verify && goals.needs_post_copy() {
-            let error = "memory that is sent after the VM was started at the destination cannot be compared";
-            let advice = "omit --verify, or choose another --policy and --on-limit";
-            return Err(Problem::new(ProblemKind::BadRequest, error, advice));
-        }
-        let streams = request.options.streams.unwrap_or(self.context.config.migration.streams);
-        if !(1..=proto::limits::STREAMS).contains(&streams) {
-            let error = format!("{streams} streams are not possible");
-            return Err(Problem::new(
-                ProblemKind::BadRequest,
-                error,
-                format!("choose 1 to {}", proto::limits::STREAMS),
-            ));
-        }
-        Ok(())
+        let settings = Goals::new(request, &self.context.config).settings;
+        Ok(settings.check_requested(&request.options, request.verify)?)
     }
 
     /// Waits for the end of a migration that is decided. A user who knows that a VM has moved may move it on at once, a
@@ -343,13 +299,4 @@ impl Daemon {
 
 pub(super) fn internal(error: &JournalError) -> Problem {
     Problem::caused_by(ProblemKind::Internal, error, "see the agent's log")
-}
-
-/// Refuses a limit on the total time for policies that do not keep it.
-pub(super) fn check_time_limit(goals: &Goals) -> Result<(), Problem> {
-    if goals.settings.policy == StopPolicy::Sla {
-        return Ok(());
-    }
-    let error = format!("the policy `{}` has no limit on the total time", goals.settings.policy.name());
-    Err(Problem::new(ProblemKind::BadRequest, error, "choose --policy sla, or omit --max-total"))
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use api::MigrationSettings;
 use block::volume::VolumeGroup;
-use proto::{HostId, limits};
+use proto::HostId;
 use serde::Deserialize;
 
 use super::locate::Locator;
@@ -172,7 +172,9 @@ impl Checks<'_> {
         let registry = file.registry.map(|registry| registry.host);
         let hosts = self.hosts(file.hosts)?;
         self.registry(&file.host, file.role, registry.as_ref(), &hosts)?;
-        self.migration(&file.migration)?;
+        file.migration
+            .check_configured()
+            .map_err(|invalid| self.wrong(&["migration", invalid.option], invalid.to_string()))?;
         self.tuning(&file.tuning)?;
         self.timeouts(&file.timeouts)?;
         if file.qemu.binaries.is_empty() {
@@ -362,36 +364,6 @@ impl Checks<'_> {
                 .wrong(&["disks", "shared"], format!("{word:?} is neither an absolute path nor an address"))),
             None => Ok(shared),
         }
-    }
-
-    fn migration(&self, options: &MigrationSettings) -> Result<(), ConfigError> {
-        let wrong = |key, what: &str| Err(self.wrong(&["migration", key], what));
-        if options.streams == 0 || options.streams > limits::STREAMS {
-            return wrong(
-                "streams",
-                &format!("{} streams; choose 1 to {}", options.streams, limits::STREAMS),
-            );
-        }
-        if options.max_downtime_ms == 0 {
-            return wrong("max_downtime_ms", "cannot be 0; the default is 300");
-        }
-        if options.max_rounds == 0 {
-            return wrong("max_rounds", "cannot be 0: the first round sends all memory");
-        }
-        if options.hybrid_passes == 0 {
-            return wrong(
-                "hybrid_passes",
-                "cannot be 0: post-copy begins after at least one pass over all memory",
-            );
-        }
-        if options.hybrid_passes > options.max_rounds {
-            let (passes, rounds) = (options.hybrid_passes, options.max_rounds);
-            return wrong(
-                "hybrid_passes",
-                &format!("{passes} passes are more than the {rounds} of max_rounds"),
-            );
-        }
-        Ok(())
     }
 
     fn tuning(&self, tuning: &Tuning) -> Result<(), ConfigError> {

@@ -151,7 +151,13 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nmax_downtime_ms = 0",
         5,
         "migration.max_downtime_ms",
-        "30",
+        "300",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nmax_rounds = 3\nhybrid_passes = 4",
+        6,
+        "migration.hybrid_passes",
+        "fewer passes",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[timeouts]\n\nretry_ms = 0",

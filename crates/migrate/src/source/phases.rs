@@ -298,7 +298,7 @@ impl SourceDriver {
                 format!("the destination does not confirm that it receives a copy of disk {}", disk.name);
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
-        if self.controls.goals().needs_post_copy() && !post_copy {
+        if self.controls.goals().settings.needs_post_copy() && !post_copy {
             let reason =
                 format!("post-copy is not possible: {why_not}. Choose another --policy or --on-limit");
             return Err(Failure::new(SourceEvent::Failed, reason));

@@ -17,6 +17,7 @@ use std::time::Duration;
 use link::transport::TcpTransport;
 use link::{Endpoint, Identity, IdentityError, Listener, ListenerHandle, Peer, Router, Settings, TlsFiles};
 use proto::MigrationId;
+use qemu::describe::redact_secrets;
 use tracee::Injector;
 use tracing::info;
 
@@ -72,7 +73,7 @@ impl Agent {
     /// [`tracee::injector_main`], the guard [`guard_main`](crate::guard_main).
     pub fn start(config: Config, injector: HelperProgram, guard: HelperProgram) -> Result<Self, StartError> {
         let endpoint = endpoint(&config)?;
-        let journal = Journal::open(&config.state_dir)?;
+        let journal = Journal::open(&config.state_dir, redact_secrets)?;
         let boot_id =
             std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(StartError::BootId)?;
         let registry = config.registry.as_ref().and_then(|witness| registry(&config, witness, &endpoint));

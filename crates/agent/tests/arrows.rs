@@ -27,14 +27,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-api", &["whimbrel-proto", "whimbrel-engine"]),
     (
         "whimbrel-store",
-        &[
-            "whimbrel-proto",
-            "whimbrel-engine",
-            "whimbrel-link",
-            "whimbrel-qemu",
-            "whimbrel-tracee",
-            "whimbrel-api",
-        ],
+        &["whimbrel-proto", "whimbrel-engine", "whimbrel-link", "whimbrel-tracee", "whimbrel-api"],
     ),
     (
         "whimbrel-host",

@@ -21,6 +21,7 @@ use link::{
 };
 use proto::message::{Message, Proposal};
 use proto::{Epoch, HostId, Incarnation, MigrationId, VmName};
+use qemu::describe::redact_secrets;
 use serde_json::{Value, json};
 use tracee::{Injector, Process};
 
@@ -128,7 +129,7 @@ impl World {
         let config = Config::parse(&folder.path().join("agent.toml"), &text).unwrap();
         let router = link::Router::default();
         let context = Context {
-            journal: Journal::open(&config.state_dir).unwrap(),
+            journal: Journal::open(&config.state_dir, redact_secrets).unwrap(),
             transport: Arc::new(TcpTransport::new(endpoint("a"), router.clone())),
             router,
             registry,

@@ -80,11 +80,16 @@ enum WriteSpace {
     Reserved,
 }
 
+/// Function that returns the description of a VM without its secrets. Whoever knows the format of descriptions provides
+/// it; the journal stores no description that has not passed through it.
+pub type Redaction = fn(&serde_json::Value) -> serde_json::Value;
+
 /// The journal of one agent.
 #[derive(Debug)]
 pub struct Journal {
     connection: Mutex<OpenDatabase>,
     path: PathBuf,
+    redact: Redaction,
     /// Device and inode of the database.
     file: (u64, u64),
     // Held for its lock.
@@ -204,8 +209,9 @@ pub enum JournalError {
 }
 
 impl Journal {
-    /// Opens the journal in a state directory, makes it if there is none, and migrates an older format.
-    pub fn open(state_dir: &Path) -> Result<Self, JournalError> {
+    /// Opens the journal in a state directory, makes it if there is none, and migrates an older format. `redact` removes
+    /// the secrets from descriptions before they are stored.
+    pub fn open(state_dir: &Path, redact: Redaction) -> Result<Self, JournalError> {
         let directory = |path: &Path| {
             let path = path.to_owned();
             move |source| JournalError::Directory { path, source }
@@ -217,7 +223,7 @@ impl Journal {
         let reserve = Reserve::open(&path).map_err(directory(&path))?;
         let file = identity(&path).map_err(directory(&path))?;
         let open = OpenDatabase { connection, durability: Durability::Synced, reserve };
-        Ok(Self { connection: Mutex::new(open), path, file, _lock: lock })
+        Ok(Self { connection: Mutex::new(open), path, redact, file, _lock: lock })
     }
 
     /// Returns the database's path.

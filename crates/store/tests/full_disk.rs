@@ -11,7 +11,7 @@ use engine::handover::MigrationTerms;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
-use serde_json::json;
+use serde_json::{Value, json};
 use store::journal::{Durability, Journal, JournalError, NewMigration, State};
 use whimbrel_store as store;
 
@@ -74,7 +74,7 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
         || Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) };
     let aborted = State::Source(SourceState::Aborted);
     {
-        let journal = Journal::open(small.0.path()).unwrap();
+        let journal = Journal::open(small.0.path(), Value::clone).unwrap();
         for id in &leaving {
             begin(&journal, id, State::Source(SourceState::Prepared { run: true })).unwrap();
         }
@@ -113,7 +113,7 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
         }
     }
     fs::remove_file(small.filler()).unwrap();
-    let journal = Journal::open(small.0.path()).unwrap();
+    let journal = Journal::open(small.0.path(), Value::clone).unwrap();
     for id in &leaving {
         let record = journal.migration(id).unwrap().unwrap();
         assert_eq!((record.state, record.open), (aborted.clone(), false));

@@ -361,7 +361,7 @@ fn an_agent_that_cannot_read_what_is_open_does_not_start() {
     let folder = tempfile::tempdir().unwrap();
     let text = "host = \"a\"\nlisten = \"127.0.0.1:0\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n[tls]\nplain = true\n";
     let config = Config::parse(&folder.path().join("agent.toml"), text).unwrap();
-    let journal = Journal::open(&config.state_dir).unwrap();
+    let journal = Journal::open(&config.state_dir, redact_secrets).unwrap();
     let state = State::Source(SourceState::Prepared { run: true });
     let new = store::journal::NewMigration { terms: &terms("a", "b"), state, proposal: &proposal() };
     journal.begin(&new).unwrap();

@@ -5,7 +5,6 @@ use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::message::Proposal;
 use proto::{Epoch, MigrationId, VmName};
-use qemu::describe::redact_secrets;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -46,8 +45,8 @@ impl Journal {
         let id = &new.terms.migration;
         let state = json(new.state.to_json(), || format!("state of {id}"))?;
         let terms = json(serde_json::to_string(new.terms), || format!("terms of {id}"))?;
-        let kept =
-            Proposal { description: redact_secrets(&new.proposal.description), ..new.proposal.clone() };
+        let description = (self.redact)(&new.proposal.description);
+        let kept = Proposal { description, ..new.proposal.clone() };
         let proposal = json(serde_json::to_string(&kept), || format!("proposal of {id}"))?;
         let now = unix_ms_now() as i64;
         let room = WriteSpace::Free(proposal.len());

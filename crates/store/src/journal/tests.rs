@@ -7,12 +7,17 @@ use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::message::Proposal;
 use proto::{Generation, HostId, Incarnation};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::*;
 use api::MigrationSettings;
 use api::progress::Standing;
 use api::report::{Outcome, Report};
+
+/// Opens a journal whose descriptions have no secrets.
+fn open_journal(state_dir: &Path) -> Result<Journal, JournalError> {
+    Journal::open(state_dir, Value::clone)
+}
 
 fn name(name: &str) -> VmName {
     VmName::new(name).unwrap()
@@ -57,14 +62,14 @@ fn what_was_recorded_is_there_after_a_restart() {
     let id = id("web", 1);
     let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
     {
-        let journal = Journal::open(folder.path()).unwrap();
+        let journal = open_journal(folder.path()).unwrap();
         assert_eq!(journal.next_epoch(&id.vm).unwrap(), Epoch(1));
         begin(&journal, &id, prepared()).unwrap();
         journal.record_source(&id, &committed, Durability::Process).unwrap();
         journal.set_details(&id, &json!({"fd": 3}), Durability::Process).unwrap();
         journal.set_message(&id, "waits").unwrap();
     }
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     let record = journal.migration(&id).unwrap().unwrap();
     assert_eq!(record.state, State::Source(committed));
     assert_eq!((record.role(), record.peer().as_str()), (engine::handover::Role::Source, "beta"));
@@ -78,7 +83,7 @@ fn what_was_recorded_is_there_after_a_restart() {
 #[test]
 fn a_vm_has_one_open_migration_at_a_time() {
     let folder = tempfile::tempdir().unwrap();
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     begin(&journal, &id("web", 1), prepared()).unwrap();
     let error = begin(&journal, &id("web", 2), prepared()).unwrap_err();
     assert!(matches!(&error, JournalError::AlreadyOpen { open } if *open == id("web", 1)), "{error}");
@@ -95,12 +100,12 @@ fn epochs_only_grow_wherever_they_were_learnt() {
     let folder = tempfile::tempdir().unwrap();
     let vm = name("web");
     {
-        let journal = Journal::open(folder.path()).unwrap();
+        let journal = open_journal(folder.path()).unwrap();
         assert_eq!(journal.next_epoch(&vm).unwrap(), Epoch(1));
         journal.learn_epoch(&vm, Epoch(9)).unwrap();
         journal.learn_epoch(&vm, Epoch(4)).unwrap();
     }
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     assert_eq!(journal.next_epoch(&vm).unwrap(), Epoch(10));
     assert_eq!(
         journal.next_epoch(&vm).unwrap(),
@@ -120,7 +125,7 @@ fn epochs_only_grow_wherever_they_were_learnt() {
 #[test]
 fn transitions_of_unknown_or_foreign_migrations_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     begin(&journal, &id("web", 1), prepared()).unwrap();
     let aborted = SourceState::Aborted;
     let unknown = journal.record_source(&id("web", 2), &aborted, Durability::Synced).unwrap_err();
@@ -133,7 +138,7 @@ fn transitions_of_unknown_or_foreign_migrations_are_refused() {
 #[test]
 fn the_log_does_not_grow_from_migration_to_migration() {
     let folder = tempfile::tempdir().unwrap();
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     let log_bytes = || std::fs::metadata(folder.path().join("journal.sqlite-wal")).unwrap().len();
     let migrate = |epoch| {
         let id = id("web", epoch);
@@ -154,7 +159,7 @@ fn the_log_does_not_grow_from_migration_to_migration() {
 #[test]
 fn vms_and_reports_are_kept() {
     let folder = tempfile::tempdir().unwrap();
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     let record =
         VmRecord::new(name("web"), json!({"cpus": 2}), (77, u64::MAX), "boot", PathBuf::from("/run/q.sock"));
     journal.put_vm(&record).unwrap();
@@ -173,14 +178,36 @@ fn vms_and_reports_are_kept() {
 }
 
 #[test]
+fn descriptions_are_stored_without_secrets() {
+    let folder = tempfile::tempdir().unwrap();
+    let redact = |description: &Value| json!({"cpus": description["cpus"]});
+    let journal = Journal::open(folder.path(), redact).unwrap();
+    let description = json!({"cpus": 2, "password": "c2VjcmV0"});
+    let vm = |which| VmRecord::new(name(which), description.clone(), (77, 1), "boot", PathBuf::from("/q"));
+    journal.put_vm(&vm("web")).unwrap();
+    journal.put_arrived_vm(&vm("db")).unwrap();
+    let proposal = Proposal { description: description.clone(), ..proposal() };
+    let id = id("web", 1);
+    journal.begin(&NewMigration { terms: &terms(&id), state: prepared(), proposal: &proposal }).unwrap();
+    let stored = json!({"cpus": 2});
+    assert!(journal.vms().unwrap().iter().all(|vm| vm.description == stored));
+    assert_eq!(journal.proposal(&id).unwrap().unwrap(), Proposal { description: stored, ..proposal });
+    drop(journal);
+    for file in std::fs::read_dir(folder.path()).unwrap() {
+        let bytes = std::fs::read(file.unwrap().path()).unwrap();
+        assert!(!bytes.windows(8).any(|part| part == b"c2VjcmV0"));
+    }
+}
+
+#[test]
 fn a_second_agent_is_told_who_the_first_is() {
     let folder = tempfile::tempdir().unwrap();
-    let first = Journal::open(folder.path()).unwrap();
-    let error = Journal::open(folder.path()).unwrap_err();
+    let first = open_journal(folder.path()).unwrap();
+    let error = open_journal(folder.path()).unwrap_err();
     assert!(matches!(error, JournalError::Locked { .. }), "{error}");
     assert!(error.to_string().contains(&format!("(pid {})", std::process::id())), "{error}");
     drop(first);
-    Journal::open(folder.path()).unwrap();
+    open_journal(folder.path()).unwrap();
 }
 
 /// Otherwise SQLite would go on in files that cannot be found again.
@@ -188,14 +215,14 @@ fn a_second_agent_is_told_who_the_first_is() {
 fn nothing_is_begun_in_a_journal_that_was_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (state_dir, aside) = (folder.path().join("state"), folder.path().join("aside"));
-    let journal = Journal::open(&state_dir).unwrap();
+    let journal = open_journal(&state_dir).unwrap();
     let (first, second) = (id("web", 1), id("db", 1));
     begin(&journal, &first, prepared()).unwrap();
     // The directory is moved away, replaced, and deleted.
     std::fs::rename(&state_dir, &aside).unwrap();
     let gone = |journal: &Journal| begin(journal, &second, prepared()).unwrap_err();
     assert!(matches!(gone(&journal), JournalError::Gone { .. }));
-    drop(Journal::open(&state_dir).unwrap());
+    drop(open_journal(&state_dir).unwrap());
     assert!(matches!(gone(&journal), JournalError::Gone { .. }));
     std::fs::remove_dir_all(&state_dir).unwrap();
     let text = gone(&journal).to_string();
@@ -211,7 +238,7 @@ fn nothing_is_begun_in_a_journal_that_was_deleted() {
     std::fs::rename(&aside, &state_dir).unwrap();
     begin(&journal, &second, prepared()).unwrap();
     drop(journal);
-    let journal = Journal::open(&state_dir).unwrap();
+    let journal = open_journal(&state_dir).unwrap();
     assert_eq!(journal.migration(&first).unwrap().unwrap().state, State::Source(SourceState::Aborted));
     assert!(journal.migration(&second).unwrap().is_some());
 }
@@ -219,12 +246,12 @@ fn nothing_is_begun_in_a_journal_that_was_deleted() {
 #[test]
 fn a_newer_format_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
-    drop(Journal::open(folder.path()).unwrap());
+    drop(open_journal(folder.path()).unwrap());
     let path = folder.path().join(FILE_NAME);
     let newer = |version: i64| Connection::open(&path).unwrap().pragma_update(None, "user_version", version);
     newer(99).unwrap();
     let before = std::fs::read(&path).unwrap();
-    let error = Journal::open(folder.path()).unwrap_err();
+    let error = open_journal(folder.path()).unwrap_err();
     assert!(matches!(error, JournalError::Newer { found: 99, .. }), "{error}");
     assert_eq!(std::fs::read(&path).unwrap(), before);
 }
@@ -237,12 +264,12 @@ fn damage_is_called_damage() {
         "this is no database, it is a letter to the editor".repeat(100),
     )
     .unwrap();
-    let error = Journal::open(folder.path()).unwrap_err();
+    let error = open_journal(folder.path()).unwrap_err();
     assert!(matches!(error, JournalError::Damaged { .. }), "{error}");
 
     // A database with garbage in a page in the middle.
     let folder = tempfile::tempdir().unwrap();
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     for n in 1..40 {
         begin(&journal, &id(&format!("vm{n}"), 1), prepared()).unwrap();
     }
@@ -253,7 +280,7 @@ fn damage_is_called_damage() {
     assert!(bytes.len() > 5 * 4096);
     bytes[4096..5 * 4096].fill(0x5a);
     std::fs::write(&path, bytes).unwrap();
-    let error = Journal::open(folder.path()).unwrap_err();
+    let error = open_journal(folder.path()).unwrap_err();
     assert!(matches!(error, JournalError::Damaged { .. }), "{error}");
     assert!(error.to_string().contains("backup"), "{error}");
 }
@@ -261,7 +288,7 @@ fn damage_is_called_damage() {
 #[test]
 fn a_full_disk_is_said_and_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     begin(&journal, &id("web", 1), prepared()).unwrap();
     // SQLite itself reports that there is no space when a database may not grow.
     let pages: i64 =
@@ -279,7 +306,7 @@ fn an_unusable_directory_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     std::fs::write(&file, "").unwrap();
-    let error = Journal::open(&file.join("state")).unwrap_err();
+    let error = open_journal(&file.join("state")).unwrap_err();
     assert!(matches!(error, JournalError::Directory { .. }), "{error}");
     assert!(error.to_string().contains("state_dir"), "{error}");
 }
@@ -288,7 +315,7 @@ fn an_unusable_directory_is_named() {
 #[test]
 fn victim_that_writes_until_it_is_killed() {
     let Ok(directory) = std::env::var("WHIMBREL_TEST_JOURNAL") else { return };
-    let journal = Journal::open(Path::new(&directory)).unwrap();
+    let journal = open_journal(Path::new(&directory)).unwrap();
     let id = id("web", 1);
     if journal.migration(&id).unwrap().is_none() {
         begin(&journal, &id, prepared()).unwrap();
@@ -322,7 +349,7 @@ fn writes_survive_a_killed_agent() {
         victim.wait().unwrap();
         last = lines.map_while(Result::ok).filter_map(|line| number(&line)).last().unwrap_or(last);
 
-        let journal = Journal::open(folder.path()).unwrap();
+        let journal = open_journal(folder.path()).unwrap();
         let State::Source(SourceState::Committed { incarnation, .. }) =
             journal.migration(&id("web", 1)).unwrap().unwrap().state
         else {
@@ -341,7 +368,7 @@ fn cost_of_writes() {
     let folder =
         tempfile::tempdir_in(std::env::var("WHIMBREL_TEST_DIR").unwrap_or_else(|_| "/var/tmp".into()))
             .unwrap();
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     let id = id("web", 1);
     begin(&journal, &id, prepared()).unwrap();
     for durability in [Durability::Process, Durability::Synced] {
@@ -380,7 +407,7 @@ fn a_journal_of_the_first_format_is_taken_over() {
         .unwrap();
     database.execute("INSERT INTO vms VALUES ('web', '{}', 7, 9, '/run/q.sock', 5)", []).unwrap();
     drop(database);
-    let journal = Journal::open(folder.path()).unwrap();
+    let journal = open_journal(folder.path()).unwrap();
     assert_eq!(journal.open_migrations().unwrap()[0].state, prepared());
     let record = journal.vm(&name("web")).unwrap().unwrap();
     assert_eq!((record.pid, record.boot_id.as_str()), (7, ""));

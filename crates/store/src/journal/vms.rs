@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use proto::VmName;
-use qemu::describe::redact_secrets;
 use rusqlite::{OptionalExtension, Row, params};
 use tracee::{Process, ProcessError};
 
@@ -16,7 +15,7 @@ use api::report::unix_ms_now;
 pub struct VmRecord {
     /// Name of the VM.
     pub vm: VmName,
-    /// Its description, as `qemu::VmDescription`.
+    /// Its description, as `qemu::VmDescription`; from the journal, without secrets.
     pub description: serde_json::Value,
     /// Process id of its QEMU.
     pub pid: u32,
@@ -66,7 +65,7 @@ impl Journal {
     }
 
     fn keep_vm(&self, record: &VmRecord, room: impl FnOnce(usize) -> WriteSpace) -> Result<(), JournalError> {
-        let description = redact_secrets(&record.description).to_string();
+        let description = (self.redact)(&record.description).to_string();
         let room = room(description.len());
         self.write("keep a VM", Durability::Synced, room, |transaction| {
             transaction

@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
-use api::progress::{DiskProgress, Phase, Progress, Standing};
+use api::progress::{PartProgress, Phase, Progress, Standing};
 use api::report::{bytes, milliseconds, rate};
 use api::{Client, ClientError, MigrationId, MigrationSelector};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
@@ -194,17 +194,18 @@ fn now(progress: &Progress) -> Vec<String> {
     if matches!(progress.phase, Phase::PreCopy | Phase::LastRound | Phase::PostCopy) {
         parts.push(format!("{} left", bytes(progress.remaining_bytes)));
         parts.push(rate(progress.rate_bytes_per_s));
-        parts.extend(progress.disks.iter().filter(|disk| disk.round_bytes > 0).map(disk));
+        parts.extend(progress.parts.iter().filter(|part| part.round_bytes > 0).map(by_itself));
     }
     parts.extend(progress.downtime_us.map(|us| format!("downtime {}", milliseconds(us))));
     parts.extend(progress.message.as_deref().map(crate::output::plain));
     parts
 }
 
-/// Describes the progress of a disk.
-fn disk(disk: &DiskProgress) -> String {
-    let done = bytes(disk.round_bytes.saturating_sub(disk.remaining_bytes));
-    format!("disk {} {done} of {}", crate::output::plain(&disk.name), bytes(disk.round_bytes))
+/// Describes the progress of a part of the VM.
+fn by_itself(part: &PartProgress) -> String {
+    let done = bytes(part.round_bytes.saturating_sub(part.remaining_bytes));
+    let [kind, name] = [&part.kind, &part.name].map(|text| crate::output::plain(text));
+    format!("{kind} {name} {done} of {}", bytes(part.round_bytes))
 }
 
 /// Returns the outlook from earlier rounds; empty before the first has ended.
@@ -236,14 +237,15 @@ mod tests {
         };
         assert_eq!(now(&progress).join(", "), "round 3, 16.0 MiB left, 1.0 GiB/s");
         assert_eq!(outlook(&progress).join(", "), "dirtied 100.0 MiB/s, downtime 12.0 ms expected");
-        let disk = |name: &str, round_mib: u64, remaining_mib: u64| DiskProgress {
+        let disk = |name: &str, round_mib: u64, remaining_mib: u64| PartProgress {
+            kind: "disk".to_owned(),
             name: name.to_owned(),
             bytes: 1 << 40,
             round_bytes: round_mib << 20,
             remaining_bytes: remaining_mib << 20,
         };
-        let disks = vec![disk("sda", 64, 16), disk("sdb", 0, 0)];
-        let with_disks = Progress { disks, ..progress.clone() };
+        let parts = vec![disk("sda", 64, 16), disk("sdb", 0, 0)];
+        let with_disks = Progress { parts, ..progress.clone() };
         let words = "round 3, 16.0 MiB left, 1.0 GiB/s, disk sda 48.0 MiB of 64.0 MiB";
         assert_eq!(now(&with_disks).join(", "), words, "nothing is to be sent of the other");
         let first = Progress { round: 1, expected_downtime_us: None, ..progress.clone() };

@@ -60,14 +60,16 @@ impl Standing {
     }
 }
 
-/// Progress of a disk that is copied.
+/// Progress of a part of the VM that users see by itself, like a disk that is copied.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DiskProgress {
-    /// Name of the disk in the description.
+pub struct PartProgress {
+    /// Kind of the part, in a word: `disk`.
+    pub kind: String,
+    /// Name of the part in the description.
     pub name: String,
-    /// Length of the disk, in bytes.
+    /// Length of the part, in bytes.
     pub bytes: u64,
-    /// Bytes of the disk that had to be sent when this round began.
+    /// Bytes of the part that had to be sent when this round began.
     pub round_bytes: u64,
     /// The part of `round_bytes` that is still to be sent, in bytes.
     pub remaining_bytes: u64,
@@ -92,9 +94,9 @@ pub struct Progress {
     pub round_bytes: u64,
     /// The part of `round_bytes` that is still to be sent, in bytes.
     pub remaining_bytes: u64,
-    /// Progress of each copied disk.
+    /// Progress of the parts of the VM that users see by themselves, in the order in which they are sent.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub disks: Vec<DiskProgress>,
+    pub parts: Vec<PartProgress>,
     /// Bytes sent on all streams since the beginning, on the wire.
     pub sent_bytes: u64,
     /// Sending rate, in bytes per second on the wire.

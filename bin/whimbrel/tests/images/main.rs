@@ -355,10 +355,10 @@ fn what_is_discarded_while_it_is_copied_is_a_hole_there() {
         let migration = cluster.a.begin(&[&words[..], &["--on-limit", "stop", "--bandwidth", "8M"]].concat());
         cluster.wait_for_sent(20 << 20);
         cluster.wait_for_progress(|progress| {
-            let disk = &progress["disks"][0];
+            let disk = &progress["parts"][0];
             let number = |what: &str| disk[what].as_u64().unwrap();
             let (to_do, left) = (number("round_bytes"), number("remaining_bytes"));
-            disk["name"] == "disk0"
+            (&disk["kind"], &disk["name"]) == (&json!("disk"), &json!("disk0"))
                 && number("bytes") == 64 << 20
                 && to_do == 64 << 20
                 && 0 < left

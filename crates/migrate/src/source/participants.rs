@@ -44,7 +44,7 @@ use qemu::qmp::Qmp;
 use super::MigrationControls;
 use super::failure::Failure;
 use super::payload::Payload;
-use api::progress::DiskProgress;
+use super::telemetry::ShownBlock;
 use host::verification::BlockHashes;
 use host::{Context, SourceVm};
 
@@ -63,8 +63,9 @@ pub(super) trait Participant: Send {
     /// then.
     fn blocks(&mut self, vm: &SourceVm) -> Result<Vec<Block>, Failure>;
 
-    /// Returns the blocks that users see in the progress, each by itself.
-    fn progress(&self) -> Vec<DiskProgress>;
+    /// Returns those of its [`blocks`](Self::blocks) that users see in the progress, each by itself; the number of the
+    /// first block is 0.
+    fn progress(&self) -> Vec<ShownBlock>;
 
     /// Acts right before a round is sent in which up to `pages` pages are sent. Returns the number of pages after which
     /// it has to be called again.
@@ -323,9 +324,14 @@ impl Participants {
         waiting.flat_map(|member| &member.first).map(|pages| pages.pages() * PAGE_BYTES).sum()
     }
 
-    /// Returns the blocks that users see in the progress.
-    pub(super) fn progress(&self) -> Vec<DiskProgress> {
-        self.members.iter().flat_map(|member| member.participant.progress()).collect()
+    /// Returns the blocks that users see in the progress, in the order of the list.
+    pub(super) fn progress(&self) -> Vec<ShownBlock> {
+        let shown = |member: &Member| {
+            let mut shown = member.participant.progress();
+            shown.iter_mut().for_each(|block| block.number += member.blocks.start);
+            shown
+        };
+        self.members.iter().flat_map(shown).collect()
     }
 
     /// Acts before a round of up to `pages` pages; returns the number of pages after which it has to be called again.

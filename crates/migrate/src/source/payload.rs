@@ -84,8 +84,8 @@ impl Payload {
 
     /// Returns the counts of pages that wait for a later round, for the progress display.
     pub(crate) fn waiting(&self, later: &OwedPages) -> DeferredPages {
-        let of_disks = later.blocks().iter().skip(self.ram_bytes.len()).map(PageSet::count);
-        DeferredPages { pages: later.pages(), of_disks: of_disks.collect() }
+        let of_blocks = later.blocks().iter().map(PageSet::count);
+        DeferredPages { pages: later.pages(), of_blocks: of_blocks.collect() }
     }
 }
 

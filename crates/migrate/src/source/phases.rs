@@ -351,7 +351,7 @@ impl SourceDriver {
         self.resources.participants.check(&agreed)?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let payload = self.resources.participants.open(vm)?;
-        self.telemetry.update(|progress| progress.disks = self.resources.participants.progress());
+        self.telemetry.show(self.resources.participants.progress());
         Ok(payload)
     }
 

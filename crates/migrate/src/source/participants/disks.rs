@@ -23,7 +23,7 @@ use self::write_throttle::DiskWriteThrottle;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::Goals;
 use crate::source::failure::Failure;
-use api::progress::DiskProgress;
+use crate::source::telemetry::ShownBlock;
 use host::disks::{DiskLog, LeavingDisk, SocketPath, drop_page_cache, first_pages};
 use host::verification::{BlockHashes, DiskImage};
 use host::{Context, SourceVm, ThrottleGuard, VmError};
@@ -281,13 +281,14 @@ impl Participant for Disks {
             .map_err(|error| cannot_read(&error.into()))
     }
 
-    fn progress(&self) -> Vec<DiskProgress> {
-        let shown = |(name, bytes): &(String, u64)| DiskProgress {
+    fn progress(&self) -> Vec<ShownBlock> {
+        let shown = |(number, (name, bytes)): (usize, &(String, u64))| ShownBlock {
+            number,
+            kind: "disk",
             name: name.clone(),
             bytes: *bytes,
-            ..DiskProgress::default()
         };
-        self.lengths.iter().map(shown).collect()
+        self.lengths.iter().enumerate().map(shown).collect()
     }
 
     fn before_round(&mut self, vm: &mut SourceVm, pages: u64) -> Result<u64, Failure> {

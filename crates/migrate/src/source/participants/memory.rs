@@ -7,7 +7,7 @@ use tracee::{InjectError, TrackerStart};
 
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
-use api::progress::DiskProgress;
+use crate::source::telemetry::ShownBlock;
 use host::ram;
 use host::verification::BlockHashes;
 use host::{Context, SourceVm};
@@ -94,7 +94,7 @@ impl Participant for Memory {
         Ok(readers.into_iter().map(block).collect())
     }
 
-    fn progress(&self) -> Vec<DiskProgress> {
+    fn progress(&self) -> Vec<ShownBlock> {
         Vec::new()
     }
 

@@ -24,7 +24,7 @@ use self::held_link::{FramesLink, HeldLink};
 use self::ping::BridgedCard;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
-use api::progress::DiskProgress;
+use crate::source::telemetry::ShownBlock;
 use api::report::TrackedConnections;
 use host::verification::BlockHashes;
 use host::{SourceVm, network_cards};
@@ -197,7 +197,7 @@ impl Participant for Network {
         Ok(Vec::new())
     }
 
-    fn progress(&self) -> Vec<DiskProgress> {
+    fn progress(&self) -> Vec<ShownBlock> {
         Vec::new()
     }
 

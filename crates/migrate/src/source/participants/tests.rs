@@ -84,8 +84,10 @@ impl Participant for Fake {
         Ok(if bytes == 0 { Vec::new() } else { vec![block] })
     }
 
-    fn progress(&self) -> Vec<DiskProgress> {
-        Vec::new()
+    fn progress(&self) -> Vec<ShownBlock> {
+        let (name, bytes) = (self.profile.name.to_owned(), self.pages * PAGE_BYTES);
+        let block = ShownBlock { number: 0, kind: "fake", name, bytes };
+        if bytes == 0 { Vec::new() } else { vec![block] }
     }
 
     fn before_round(&mut self, _: &mut SourceVm, pages: u64) -> Result<u64, Failure> {
@@ -200,6 +202,11 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     participants.check(&AGREED).unwrap();
     let payload = participants.open(&mut vm).unwrap();
     assert_eq!(payload.ram_bytes(), [8 * PAGE_BYTES], "only blocks that may follow the guest");
+    let shown = |(number, name, pages): (usize, &str, u64)| {
+        let (name, bytes) = (name.to_owned(), pages * PAGE_BYTES);
+        ShownBlock { number, kind: "fake", name, bytes }
+    };
+    assert_eq!(participants.progress(), [(0, "first", 8), (1, "early", 4)].map(shown));
     assert_eq!(taken(&steps), ["first check", "early check", "early prepare"]);
     let mut owed = participants.first_pages();
     assert_eq!(owed.pages(), 4, "memory waits");

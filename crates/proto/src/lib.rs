@@ -27,8 +27,8 @@
 //! ```
 //!
 //! If the destination has templates of disks, the source queries them after `Accept` with `QueryTemplates`; the
-//! destination answers with one or more `TemplatePages`. Pages that the destination has are then [referred
-//! to](reference). Images that both hosts have (those of disks that are not copied) need no query: they are the
+//! destination answers with one or more `TemplatePages`. Pages that the destination has are then
+//! [referred to](reference). Images that both hosts have (those of disks that are not copied) need no query: they are the
 //! templates from number 8 on, in the order of `disks` and their `layers` in the proposal's description.
 //!
 //! If an earlier version of a page was sent, a [delta](delta) replaces the page. Where the link is slower than

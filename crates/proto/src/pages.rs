@@ -18,7 +18,7 @@
 //!
 //! - `Ack` is `seq u64 | waited u32`: everything up to and including frame *seq* has been applied, and since the `Ack`
 //!   before the destination has waited for frames for *waited* µs.
-//! - `Missing` is sent before the `Ack` of its frame, see [reference](crate::reference).
+//! - `Missing` is sent before the `Ack` of its frame, see [references](crate::reference).
 //!
 //! Pages that are compressed travel in frames of another kind ([`crate::packed`]).
 

@@ -12,16 +12,23 @@ fn module_page(source: &str) -> String {
     lines.map(|line| plain(line.strip_prefix(' ').unwrap_or(line)) + "\n").collect()
 }
 
-/// Removes links, which have no meaning outside the source: [`limits`] becomes `limits`.
+/// Removes links, which have no meaning outside the source: [`limits`] becomes `limits`, [delta](delta) becomes delta.
 fn plain(line: &str) -> String {
     let mut plain = String::new();
     let mut rest = line;
-    while let Some((before, link)) = rest.split_once("[`") {
-        let Some((name, after)) = link.split_once("`]") else { break };
-        write!(plain, "{before}`{name}`").unwrap();
-        rest = after;
-        if let Some((_, after)) = after.strip_prefix('(').and_then(|target| target.split_once(')')) {
+    while let Some((before, link)) = rest.split_once('[') {
+        let Some((text, after)) = link.split_once(']') else { break };
+        plain += before;
+        let target = after.strip_prefix('(').and_then(|target| target.split_once(')'));
+        if let Some((_, behind)) = target {
+            plain += text;
+            rest = behind;
+        } else if text.starts_with('`') {
+            plain += text;
             rest = after;
+        } else {
+            plain.push('[');
+            rest = link;
         }
     }
     plain + rest

@@ -320,7 +320,8 @@ impl Agent {
         let whimbrel = WHIMBREL.to_owned();
         let mut words = self.starter.iter().chain([&whimbrel]);
         let mut command = self.host.command(words.next().unwrap());
-        command.args(words).arg("agent").arg("--config").arg(self.config()).env("RUST_LOG", "info");
+        let logged = std::env::var("RUST_LOG").unwrap_or_else(|_| "info".to_owned());
+        command.args(words).arg("agent").arg("--config").arg(self.config()).env("RUST_LOG", logged);
         let mut daemon = lab::Daemon::start(&mut command, &self.directory.join("agent.log")).unwrap();
         let deadline = Instant::now() + DEADLINE;
         while self.cli(&["vm", "list"]).code != 0 {

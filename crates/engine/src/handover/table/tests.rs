@@ -57,7 +57,7 @@ fn a_change_of_state_is_journalled_before_anything_else() {
 const BEGIN: &str = "<!-- handover-table -->\n";
 const END: &str = "<!-- /handover-table -->";
 
-/// `UPDATE_DOCS=1` writes the table into docs/handover-table.md; without it the page has to be current.
+/// `BLESS=1` writes the table into docs/handover-table.md; without it the page has to be current.
 #[test]
 #[allow(clippy::disallowed_methods, reason = "a page is read, nothing is decided")]
 fn the_page_has_the_table() {
@@ -71,13 +71,13 @@ fn the_page_has_the_table() {
     let (table, after) =
         rest.split_once(END).expect("docs/handover-table.md has the mark <!-- /handover-table -->");
     let fresh = format!("\n{}", table_markdown());
-    if std::env::var_os("UPDATE_DOCS").is_some() {
+    if std::env::var_os("BLESS").is_some() {
         std::fs::write(&path, format!("{before}{BEGIN}{fresh}{END}{after}"))
             .expect("docs/handover-table.md is writable");
     } else {
         assert_eq!(
             table, fresh,
-            "docs/handover-table.md is out of date: UPDATE_DOCS=1 cargo test -p whimbrel-engine"
+            "docs/handover-table.md is out of date: BLESS=1 cargo test -p whimbrel-engine --lib table"
         );
     }
 }

@@ -137,7 +137,7 @@ pub fn end_probes(config: &Config) {
 }
 
 /// Finds the QEMU that an agent started with a monitor at `path`.
-pub fn find_by_monitor(path: &Path) -> Option<Process> {
+pub(crate) fn find_by_monitor(path: &Path) -> Option<Process> {
     qemu::find::find_by_own_monitor(path).and_then(|pid| Process::open(pid).ok())
 }
 

@@ -323,7 +323,7 @@ impl Arrival {
 
 /// Returns findings with one blocker.
 fn blocker(code: &str, what: String, advice: &str) -> Vec<Finding> {
-    vec![Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }]
+    vec![Finding::new(Severity::Blocker, code, what, advice)]
 }
 
 /// Returns the names of all codecs that can be decompressed here.

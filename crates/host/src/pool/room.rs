@@ -41,7 +41,7 @@ impl Pool {
     /// Returns findings for images that need this much space, given the space that arriving VMs will still use.
     pub(crate) fn check_space(&self, needed_bytes: u64, reserved_bytes: u64) -> Vec<Finding> {
         match self.room() {
-            Err(error) => vec![finding(
+            Err(error) => vec![Finding::new(
                 Severity::Blocker,
                 "disk-pool",
                 format!("{} cannot be used: {error}", self.display_name()),
@@ -56,7 +56,7 @@ impl Pool {
             return self.space_finding(&room.usage, needed_bytes, reserved_bytes).into_iter().collect();
         };
         if let Some(word) = &thin.trouble {
-            return vec![finding(
+            return vec![Finding::new(
                 Severity::Blocker,
                 "disk-pool",
                 format!("{} cannot be written: the kernel reports {word}", self.display_name()),
@@ -91,7 +91,7 @@ impl Pool {
             0 => "free space there, or name another one under [disks.pool]",
             _ => "free space there, lower `keep_free_percent`, or name another one under [disks.pool]",
         };
-        Some(finding(Severity::Blocker, "disk-space", what, advice))
+        Some(Finding::new(Severity::Blocker, "disk-space", what, advice))
     }
 
     /// Returns a finding if a thin pool would run out of metadata: such a pool fails all of its volumes, and is hard to
@@ -110,7 +110,7 @@ impl Pool {
             self.kept()
         );
         let advice = "give the pool more metadata (lvextend --poolmetadatasize), or name another one under [disks.pool]";
-        Some(finding(Severity::Blocker, "disk-space", what, advice))
+        Some(Finding::new(Severity::Blocker, "disk-space", what, advice))
     }
 
     fn old_data_finding(&self, thin: &ThinPool) -> Option<Finding> {
@@ -123,7 +123,7 @@ impl Pool {
             self.display_name()
         );
         let advice = "enable zeroing (lvchange --zero y)";
-        Some(finding(Severity::Warning, "disk-pool-old-data", what, advice))
+        Some(Finding::new(Severity::Warning, "disk-pool-old-data", what, advice))
     }
 
     /// Describes the part that stays free, for a sentence about free space.
@@ -151,10 +151,6 @@ impl Pool {
         let metadata = thin.map(|thin| &thin.metadata).filter(|usage| is_short(usage))?;
         Some(short("no space is left for metadata in ", metadata))
     }
-}
-
-fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Finding {
-    Finding { severity, code: code.to_owned(), what, advice: advice.to_owned() }
 }
 
 #[cfg(test)]

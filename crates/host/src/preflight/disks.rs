@@ -107,7 +107,7 @@ pub(super) fn plan(
             continue;
         }
         let Some(pool) = pool else {
-            plan.findings.push(finding(
+            plan.findings.push(Finding::new(
                 Severity::Blocker,
                 "disk-no-pool",
                 format!("disk {} is to be copied, and the destination has no pool for images", wanted.name),
@@ -116,7 +116,7 @@ pub(super) fn plan(
             continue;
         };
         if disk.encrypted {
-            plan.findings.push(finding(
+            plan.findings.push(Finding::new(
                 Severity::Blocker,
                 "disk-encrypted-copy",
                 format!("disk {} is encrypted, and its copy would be plain text", wanted.name),
@@ -131,7 +131,7 @@ pub(super) fn plan(
         plan.findings
             .extend(snapshots_finding(disk, wanted.drop_snapshots).into_iter().chain(bitmaps_finding(disk)));
         let location = pool.location(id, &wanted.name, disk.format.as_deref(), &unique_word());
-        plan.findings.push(finding(
+        plan.findings.push(Finding::new(
             Severity::Info,
             "disk-copied",
             format!(
@@ -162,7 +162,7 @@ fn shared_file_finding(disk: &Disk, all: &[Disk]) -> Option<Finding> {
         disk.name, other.name
     );
     let advice = "put it on shared storage and use `--disk NAME=shared` for both";
-    Some(finding(Severity::Blocker, "disk-twice-copy", what, advice))
+    Some(Finding::new(Severity::Blocker, "disk-twice-copy", what, advice))
 }
 
 /// Returns a finding for copy-on-read, with which QEMU writes everything that is read from a backing image into the
@@ -198,7 +198,7 @@ fn copy_on_read_finding(disk: &Disk, options: &[QemuOption]) -> Option<Finding> 
     );
     let advice =
         "start the VM without copy-on-read; or put the disk on shared storage and use `--disk NAME=shared`";
-    Some(finding(Severity::Blocker, "disk-copy-on-read-copy", what, advice))
+    Some(Finding::new(Severity::Blocker, "disk-copy-on-read-copy", what, advice))
 }
 
 /// Returns a finding for QEMU versions that are unsafe to read from. Up to QEMU 8 the server from which a disk is read
@@ -220,7 +220,7 @@ fn iothread_finding(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
     );
     let advice = "start the VM with QEMU 9.0 or newer, or without iothreads; or put the disk on shared \
                   storage and use `--disk NAME=shared`";
-    Some(finding(Severity::Blocker, "disk-iothread-copy", what, advice))
+    Some(Finding::new(Severity::Blocker, "disk-iothread-copy", what, advice))
 }
 
 /// Returns a finding for internal snapshots, because only the present content that the guest sees is copied.
@@ -236,7 +236,7 @@ fn snapshots_finding(disk: &Disk, accepted: bool) -> Option<Finding> {
     } else {
         "delete them, leave them in the image at the source (`--leave-snapshots`), or share the disk (`--disk NAME=shared`)"
     };
-    (!disk.snapshots.is_empty()).then(|| finding(severity, "disk-snapshots-copy", what, advice))
+    (!disk.snapshots.is_empty()).then(|| Finding::new(severity, "disk-snapshots-copy", what, advice))
 }
 
 /// Returns a finding for dirty bitmaps: they belong to the image at the source, which does not record later writes.
@@ -247,7 +247,7 @@ fn bitmaps_finding(disk: &Disk) -> Option<Finding> {
         disk.bitmaps.join(", ")
     );
     let advice = "make the next backup of this disk a full one";
-    (!disk.bitmaps.is_empty()).then(|| finding(Severity::Warning, "disk-bitmaps-copy", what, advice))
+    (!disk.bitmaps.is_empty()).then(|| Finding::new(Severity::Warning, "disk-bitmaps-copy", what, advice))
 }
 
 impl DiskPlan {
@@ -299,7 +299,7 @@ pub(super) fn unopened_image_finding(images: &[PathBuf], open: &[String]) -> Opt
         0 => format!("QEMU was started for the VM and has not opened {}", image.display()),
         times => format!("QEMU was started for the VM and has {} open {times} times", image.display()),
     };
-    Some(finding(Severity::Blocker, "disk-unclear", what, "this is a bug in Whimbrel; please report it"))
+    Some(Finding::new(Severity::Blocker, "disk-unclear", what, "this is a bug in Whimbrel; please report it"))
 }
 
 /// True if the disk is known not to be on shared storage. If nothing is known, the user has to choose.
@@ -326,10 +326,6 @@ pub(super) fn unique_word() -> String {
         word = api::report::unix_ms_now().to_be_bytes();
     }
     format!("{:016x}", u64::from_be_bytes(word))
-}
-
-fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Finding {
-    Finding { severity, code: code.to_owned(), what, advice: advice.to_owned() }
 }
 
 #[cfg(test)]

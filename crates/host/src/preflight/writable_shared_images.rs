@@ -53,7 +53,8 @@ impl WritableSharedImage {
     /// Returns a finding if the QEMU with this process id will not be able to write to the image.
     pub(super) fn refused(&self, pid: u32) -> Option<Finding> {
         if let Err(error) = check_can_open_as(pid, &self.path) {
-            return Some(blocker(
+            return Some(Finding::new(
+                Severity::Blocker,
                 "disk-not-writable",
                 format!("QEMU at the destination cannot open {} for writing: {error}", self.path.display()),
                 "give the user that QEMU runs as there write access: check the file's owner and mode, \
@@ -61,7 +62,8 @@ impl WritableSharedImage {
             ));
         }
         if self.is_raw_and_direct && self.has_no_alignment().unwrap_or(false) {
-            return Some(blocker(
+            return Some(Finding::new(
+                Severity::Blocker,
                 "disk-alignment",
                 format!(
                     "the length of {} is not a multiple of {LARGEST_BLOCK_BYTES} and its first block is a \
@@ -88,10 +90,6 @@ impl WritableSharedImage {
             Err(error) => Err(error.into()),
         }
     }
-}
-
-fn blocker(code: &str, what: String, advice: &str) -> Finding {
-    Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }
 }
 
 #[cfg(test)]

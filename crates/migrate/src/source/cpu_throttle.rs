@@ -11,8 +11,7 @@ use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
 
 use super::sending_rate::SendingRate;
 use host::HelperProgram;
-use host::guard::{DismissOnDrop, ThrottleGuard};
-use host::{SourceVm, VmError};
+use host::{DismissOnDrop, SourceVm, ThrottleGuard, VmError};
 
 /// Throttle of the guest's processors, which are in groups of their own.
 #[derive(Debug)]

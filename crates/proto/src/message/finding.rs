@@ -15,6 +15,13 @@ pub struct Finding {
     pub advice: String,
 }
 
+impl Finding {
+    /// Creates a finding.
+    pub fn new(severity: Severity, code: &str, what: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { severity, code: code.to_owned(), what: what.into(), advice: advice.into() }
+    }
+}
+
 /// Severity of a [`Finding`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

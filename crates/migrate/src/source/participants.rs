@@ -4,6 +4,7 @@
 //! list. A new one is added to [`of_a_vm`], and needs no other change.
 //!
 //! ```text
+//! report         what was agreed on, for the report
 //! check          what was agreed on is possible; nothing has changed on this host yet
 //! prepare        from its end on, the guest's writes are recorded
 //! before_round   a round of pages is about to be sent; after_round: it was sent
@@ -45,6 +46,7 @@ use super::MigrationControls;
 use super::failure::Failure;
 use super::payload::Payload;
 use super::telemetry::ShownBlock;
+use api::report::Report;
 use host::verification::BlockHashes;
 use host::{Context, SourceVm};
 
@@ -52,6 +54,9 @@ use host::{Context, SourceVm};
 pub(super) trait Participant: Send {
     /// Returns the facts about this participant that never change.
     fn profile(&self) -> Profile;
+
+    /// Adds to the report what both hosts have agreed on. The report is in the journal before anything is sent.
+    fn report(&self, agreed: &Agreed<'_>, report: &mut Report);
 
     /// Learns what both hosts have agreed on, and refuses what is impossible.
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure>;
@@ -234,6 +239,11 @@ impl Participants {
     #[cfg(test)]
     pub(super) fn add(&mut self, participant: Box<dyn Participant>) {
         self.members.extend(Self::new(self.faults.clone(), vec![participant]).members);
+    }
+
+    /// Adds to the report what both hosts have agreed on.
+    pub(super) fn report(&self, agreed: &Agreed<'_>, report: &mut Report) {
+        self.members.iter().for_each(|member| member.participant.report(agreed, report));
     }
 
     /// Refuses what cannot be migrated, before anything changes on this host.

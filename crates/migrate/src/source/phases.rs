@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use ::memory::OwedPages;
 use engine::handover::source::{SourceEvent, SourceState};
 use link::transport::{ConnectionHandle, MessageSender};
-use proto::message::{Acceptance, CopiedDisk, DiskMode, Message, ProposedDisk};
+use proto::message::{Acceptance, DiskMode, Message, ProposedDisk};
 use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
@@ -43,7 +43,7 @@ use super::stages::{Accepted, Proposed, RolledBack, SourceStage, Stopped, Stream
 use super::streams::Streams;
 use super::{SourceDetails, SourceDriver};
 use api::progress::Phase;
-use api::report::{Disk, Measured};
+use api::report::Measured;
 use api::{StopPolicy, ThrottleCpu};
 use host::SourceVm;
 use store::journal::Durability;
@@ -256,12 +256,6 @@ impl SourceDriver {
         self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
         let proposed =
             self.agreement.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
-        let disk = |copied: &CopiedDisk| Disk {
-            name: copied.name.clone(),
-            bytes: proposed.iter().find(|one| one.name == copied.name).map_or(0, |one| one.bytes),
-            path: copied.path.clone(),
-            format: copied.format.clone(),
-        };
         let Acceptance {
             copied,
             references,
@@ -283,11 +277,13 @@ impl SourceDriver {
             || "its version of whimbrel does not support it".to_owned(),
             |finding| finding.what.clone(),
         );
+        let proposal = self.agreement.proposal.as_ref();
+        let agreed = Agreed { proposal, copied: &copied, has_network, takes_frames, takes_flows };
         self.controls.report(|report| {
             report.destination.ram_kind = Some(ram_kind);
             report.destination.qemu_version = qemu_version;
             report.findings.extend(findings);
-            report.disks = copied.iter().map(disk).collect();
+            self.resources.participants.report(&agreed, report);
         });
         self.record_accepted()?;
         let left_out = |disk: &&ProposedDisk| {

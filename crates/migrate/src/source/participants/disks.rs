@@ -24,6 +24,7 @@ use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopK
 use crate::source::Goals;
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
+use api::report::{Disk, Report};
 use host::disks::{DiskLog, LeavingDisk, SocketPath, drop_page_cache, first_pages};
 use host::verification::{BlockHashes, DiskImage};
 use host::{Context, SourceVm, ThrottleGuard, VmError};
@@ -245,6 +246,18 @@ impl Participant for Disks {
         Profile { name: "disks", can_post_copy: false, is_sent_first: true, irreversible: None }
     }
 
+    /// The report names the copies of disks.
+    fn report(&self, agreed: &Agreed<'_>, report: &mut Report) {
+        let proposed = || agreed.proposal.iter().flat_map(|proposal| &proposal.disks);
+        let disk = |copied: &CopiedDisk| Disk {
+            name: copied.name.clone(),
+            bytes: proposed().find(|disk| disk.name == copied.name).map_or(0, |disk| disk.bytes),
+            path: copied.path.clone(),
+            format: copied.format.clone(),
+        };
+        report.disks = agreed.copied.iter().map(disk).collect();
+    }
+
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         let description = agreed.proposal.map(|proposal| proposal.description.clone());
         self.described = description.and_then(|description| serde_json::from_value(description).ok());
@@ -378,8 +391,44 @@ impl Participant for Disks {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::time::Instant;
+
     use super::*;
-    use host::testing::{Qemu, World};
+    use crate::source::MigrationControls;
+    use api::MigrationSettings;
+    use host::testing::{Qemu, World, proposal, terms};
+    use proto::message::ProposedDisk;
+
+    #[test]
+    fn the_report_names_what_is_copied() {
+        let (world, terms, settings) = (World::new(), terms("a", "b"), MigrationSettings::default());
+        let (source, destination) = (terms.source.clone(), terms.destination.clone());
+        let mut report = Report::begin(terms.migration.clone(), source, destination, settings.clone());
+        let goals = Goals::restored(settings, &world.context.config);
+        let controls = Arc::new(MigrationControls::new(goals, report.clone(), Instant::now()));
+        let disks = Disks::new(&Environment { context: Arc::clone(&world.context), terms, controls });
+        let proposed = |name: &str, bytes| ProposedDisk {
+            name: name.to_owned(),
+            bytes,
+            allocated_bytes: 0,
+            wanted: DiskMode::Auto,
+            drop_snapshots: false,
+        };
+        let proposal = Proposal { disks: vec![proposed("sda", 10), proposed("sdb", 20)], ..proposal() };
+        let [name, path, format] = ["sdb", "/pool/sdb", "raw"].map(str::to_owned);
+        let copied = [CopiedDisk { name, path, format, send_zeros: false }];
+        let agreed = Agreed {
+            proposal: Some(&proposal),
+            copied: &copied,
+            has_network: false,
+            takes_frames: false,
+            takes_flows: false,
+        };
+        disks.report(&agreed, &mut report);
+        let [name, path, format] = ["sdb", "/pool/sdb", "raw"].map(str::to_owned);
+        assert_eq!(report.disks, [Disk { name, bytes: 20, path, format }]);
+    }
 
     #[test]
     fn writes_are_not_throttled_where_no_guard_can_be_started() {

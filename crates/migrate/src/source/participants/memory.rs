@@ -8,6 +8,7 @@ use tracee::{InjectError, TrackerStart};
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
+use api::report::Report;
 use host::ram;
 use host::verification::BlockHashes;
 use host::{Context, SourceVm};
@@ -74,6 +75,8 @@ impl Participant for Memory {
     fn profile(&self) -> Profile {
         Profile { name: "memory", can_post_copy: true, is_sent_first: false, irreversible: None }
     }
+
+    fn report(&self, _: &Agreed<'_>, _: &mut Report) {}
 
     fn check(&mut self, _: &Agreed<'_>) -> Result<(), Failure> {
         Ok(())

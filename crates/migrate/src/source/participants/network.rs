@@ -25,7 +25,7 @@ use self::ping::BridgedCard;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
-use api::report::TrackedConnections;
+use api::report::{Report, TrackedConnections};
 use host::verification::BlockHashes;
 use host::{SourceVm, network_cards};
 
@@ -159,6 +159,8 @@ impl Participant for Network {
     fn profile(&self) -> Profile {
         Profile { name: "network", can_post_copy: false, is_sent_first: false, irreversible: None }
     }
+
+    fn report(&self, _: &Agreed<'_>, _: &mut Report) {}
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         (self.expects_first_frames, self.takes_frames) = (agreed.has_network, agreed.takes_frames);

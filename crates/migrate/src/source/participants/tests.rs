@@ -66,6 +66,10 @@ impl Participant for Fake {
         self.profile
     }
 
+    fn report(&self, _: &Agreed<'_>, _: &mut Report) {
+        self.step("report");
+    }
+
     fn check(&mut self, _: &Agreed<'_>) -> Result<(), Failure> {
         self.step("check");
         Ok(())

@@ -67,8 +67,8 @@ impl Pinger {
             let asked = card.questions().map(|address| question_to(card.mac, address, from));
             frames.push((socket, asked.collect()));
         }
-        let _repeater = Repeater::start("ping", move |pause| repeat(&frames, pause))?;
-        Ok(Self { _repeater })
+        let repeater = Repeater::start("ping", move |pause| repeat(&frames, pause))?;
+        Ok(Self { _repeater: repeater })
     }
 }
 

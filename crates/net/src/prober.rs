@@ -36,8 +36,8 @@ pub struct Prober {
 impl Prober {
     /// Begins to send from the taps of these cards, each without a tag and in each of its VLANs.
     pub fn start(nonce: u64, cards: Vec<(Card, Vec<u16>)>) -> io::Result<Self> {
-        let _repeater = Repeater::start("probe", move |pause| repeat(nonce, &cards, pause))?;
-        Ok(Self { _repeater })
+        let repeater = Repeater::start("probe", move |pause| repeat(nonce, &cards, pause))?;
+        Ok(Self { _repeater: repeater })
     }
 }
 

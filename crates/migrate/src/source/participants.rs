@@ -338,7 +338,9 @@ impl Participants {
     pub(super) fn progress(&self) -> Vec<ShownBlock> {
         let shown = |member: &Member| {
             let mut shown = member.participant.progress();
-            shown.iter_mut().for_each(|block| block.number += member.blocks.start);
+            for block in &mut shown {
+                block.number += member.blocks.start;
+            }
             shown
         };
         self.members.iter().flat_map(shown).collect()

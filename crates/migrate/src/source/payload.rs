@@ -13,7 +13,6 @@ use engine::pre_copy::{
 use engine::pre_copy::{RoundCountPolicy, TargetPolicy};
 
 use super::Goals;
-use super::telemetry::DeferredPages;
 use api::report::Round;
 use api::{self, StopPolicy, ThrottleWrites};
 
@@ -80,12 +79,6 @@ impl Payload {
     /// Returns how many pages are owed that have to be sent before the guest runs at the destination.
     pub(crate) fn must_precopy_pages(&self, owed: &OwedPages) -> u64 {
         owed.blocks().iter().skip(self.ram_bytes.len()).map(PageSet::count).sum()
-    }
-
-    /// Returns the counts of pages that wait for a later round, for the progress display.
-    pub(crate) fn waiting(&self, later: &OwedPages) -> DeferredPages {
-        let of_blocks = later.blocks().iter().map(PageSet::count);
-        DeferredPages { pages: later.pages(), of_blocks: of_blocks.collect() }
     }
 }
 

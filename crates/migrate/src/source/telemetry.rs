@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{BlockProgress, SenderHandle};
+use ::memory::{BlockProgress, OwedPages, PageSet, SenderHandle};
 use link::transport::ConnectionHandle;
 use proto::limits::PAGE_BYTES;
 
@@ -37,6 +37,14 @@ pub(crate) struct DeferredPages {
     pub(crate) pages: u64,
     /// Pages of each block; empty if only their sum is known.
     pub(crate) of_blocks: Vec<u64>,
+}
+
+impl DeferredPages {
+    /// Counts the pages that wait for a later round.
+    pub(crate) fn of(later: &OwedPages) -> Self {
+        let of_blocks = later.blocks().iter().map(PageSet::count);
+        Self { pages: later.pages(), of_blocks: of_blocks.collect() }
+    }
 }
 
 /// Block of pages that users see in the progress by itself.

@@ -14,6 +14,7 @@ use crate::source::SourceDriver;
 use crate::source::failure::Failure;
 use crate::source::stages::Streaming;
 use crate::source::streams::Streams;
+use crate::source::telemetry::DeferredPages;
 use api::OnLimit;
 
 impl SourceDriver {
@@ -77,7 +78,7 @@ impl SourceDriver {
             let pages = self.before_round(all)?;
             self.handle_notices()?;
             let (part, later, next) = scanned.part(place, pages);
-            self.telemetry.begin_round(0, streaming.payload.waiting(&later));
+            self.telemetry.begin_round(0, DeferredPages::of(&later));
             let sent = self.send_scanned(streams, part, None, streaming)?;
             is_whole &= sent.stats.is_some();
             self.resources.participants.after_round(sent.stats.as_ref());

@@ -190,7 +190,7 @@ impl SourceDriver {
         let RoundPages { scanned, later, until } = scheduler.select_pages(scanned, payload);
         let resent_pages = scheduler.count_resent(&scanned, payload);
         let plan = RoundPlan { scanned_at, pass: scheduler.passes + 1, resent_pages };
-        let waiting = later.as_ref().map(|later| payload.waiting(later)).unwrap_or_default();
+        let waiting = later.as_ref().map(DeferredPages::of).unwrap_or_default();
         self.telemetry.begin_round(plan.pass, waiting);
         if let Some(later) = &later {
             payload.keep_versions(later);

@@ -351,3 +351,40 @@ impl Shared {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ethernet::compose;
+
+    fn frame(number: u8) -> HeldFrame {
+        let card = Mac([0x52, 0x54, 0, 0, 0, 1]);
+        let frame = compose(card, Mac([2; 6]), None, 0x0800, &[number; 40]);
+        HeldFrame { card, header: [0; 10], frame }
+    }
+
+    #[test]
+    fn direct_frames_wait_until_the_source_is_silent() {
+        let now = Instant::now();
+        let mut state = State {
+            phase: Phase::Discarding,
+            is_merging: true,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            had_room: now,
+            delivered: 0,
+        };
+        state.announced(now);
+        state.direct(vec![frame(20)], now);
+        state.take_from_source(vec![frame(11)], now);
+        if let Phase::Keeping(order) = &mut state.phase {
+            order.runs(now);
+        }
+        state.direct(vec![frame(21)], now);
+        assert_eq!(state.waiting, [frame(11)]);
+        state.direct(Vec::new(), now + OVERDUE);
+        assert_eq!(state.waiting, [frame(11), frame(20), frame(21)]);
+        state.take_from_source(vec![frame(12)], now + OVERDUE);
+        assert_eq!(state.waiting.len(), 4, "a late one is not lost");
+    }
+}

@@ -2,6 +2,11 @@
 //! [`DestinationSession`]), and their common parts: time as a value, contact with the peer, the queue of requests to
 //! the ownership registry.
 //!
+//! A session accompanies the handover. What a source does before it, in this order, has types of its own, which exist
+//! as long as their part of the migration:
+//!
+//! - [`Rounds`]: rounds while the guest runs, and the stop itself;
+//!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one
 //! event have the same time, and can be made again.
 
@@ -16,7 +21,10 @@ use std::time::Duration;
 pub use destination::{DestinationRepetition, DestinationSession, RepetitionFacts, SilenceLimits};
 pub use patience::{Reconnect, StopPatience};
 pub use registry_client::RegistryClient;
-pub use source::{SourceRepetition, SourceSession};
+pub use source::{
+    DecidedRound, Ending, PageSelection, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound,
+    SourceRepetition, SourceSession,
+};
 pub use turns::Turn;
 
 /// Time since an origin that the driver has chosen.

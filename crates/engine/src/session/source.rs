@@ -1,4 +1,10 @@
+mod passes;
+mod rounds;
+
 use std::time::Duration;
+
+pub use passes::PageSelection;
+pub use rounds::{DecidedRound, Ending, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound};
 
 use super::turns::Turns;
 use super::{Time, Turn};

@@ -1,16 +1,13 @@
-//! Content that the data streams send, and the observations of rounds for the policy.
+//! Content that the data streams send, and rounds as the policy learns of them.
 
-use std::time::{Duration, Instant};
-
-use ::memory::{
-    BlockReader, OwedPages, PageSet, ReductionStage, Reductions, RoundStats, ScanStats, SourceRam,
-};
+use ::memory::{BlockReader, OwedPages, PageSet, ReductionStage, Reductions, RoundStats, SourceRam};
 use engine::pre_copy::{
-    AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PreCopyGoals, RoundObservation,
-    SlaPolicy, TracedStopPolicy,
+    AvailableStrategies, FixedCost, HybridPolicy, OnLimit, PatternPolicy, PreCopyGoals, SlaPolicy,
+    TracedStopPolicy,
 };
 #[cfg(feature = "comparison")]
 use engine::pre_copy::{RoundCountPolicy, TargetPolicy};
+use engine::session::SentRound;
 
 use super::Goals;
 use api::report::Round;
@@ -121,56 +118,15 @@ pub(crate) fn pre_copy_goals(goals: &Goals) -> PreCopyGoals {
     }
 }
 
-/// A round that was sent, with the time of the scan before it.
-pub(crate) struct SentRound {
-    pub(crate) stats: RoundStats,
-    pub(crate) scanned_at: Instant,
-    /// Number of passes over the dirty pages, including this round's.
-    pub(crate) pass: u32,
-    /// Dirty pages that the round left to the next.
-    pub(crate) remaining_pages: u64,
-    /// Those of `remaining_pages` that have to be sent before the guest runs at the destination.
-    pub(crate) remaining_must_precopy_pages: u64,
-    /// Pages of the round that were sent shortly before, too.
-    pub(crate) resent_pages: u64,
-}
-
-/// Pages that are dirty after a round.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct DirtyCounts {
-    pub(crate) pages: u64,
-    /// Dirty pages without any knowledge that would save the link a part of them.
-    pub(crate) unknown: u64,
-    /// Those of `pages` that have to be sent before the guest runs at the destination.
-    pub(crate) must_precopy: u64,
-}
-
-/// Returns the policy's observation of a round and of the scan that followed it; `elapsed` is the time since the
-/// migration was requested.
-pub(crate) fn observe(
-    sent: &SentRound,
-    scan: ScanStats,
-    dirty: DirtyCounts,
-    scanned_at: Instant,
-    elapsed: Duration,
-) -> RoundObservation {
-    let stats = &sent.stats;
-    RoundObservation {
-        round: sent.pass,
-        dirty_pages: dirty.pages,
-        full_pages: dirty.unknown,
-        must_precopy_pages: dirty.must_precopy,
+/// Returns what a policy learns of a round from its statistics alone.
+pub(crate) fn sent_round(stats: &RoundStats) -> SentRound {
+    SentRound {
         pages_sent: stats.contents.pages(),
         empty_pages: stats.contents.empty(),
         reduced_pages: stats.contents.delta + stats.contents.reference + stats.contents.hinted,
-        remaining_pages: sent.remaining_pages,
-        remaining_must_precopy_pages: sent.remaining_must_precopy_pages,
-        resent_pages: sent.resent_pages,
         bytes_sent: stats.wire_bytes,
         duration_ns: stats.duration_us.saturating_mul(1000),
-        interval_ns: scanned_at.duration_since(sent.scanned_at).as_nanos() as u64,
-        scan_ns: scan.duration_us.saturating_mul(1000),
-        elapsed_ns: elapsed.as_nanos() as u64,
+        ..SentRound::default()
     }
 }
 

@@ -15,7 +15,7 @@
 //! in ([`stages`](super::stages)): after a failure, the stage's way back leaves to the driver what has to be undone.
 
 mod disks_first;
-mod pass_scheduler;
+mod page_selector;
 mod post_copy;
 mod pre_copy;
 mod rounds;
@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::OwedPages;
 use engine::handover::source::{SourceEvent, SourceState};
+use engine::session::Ending;
 use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::{Acceptance, DiskMode, Message, ProposedDisk};
 use proto::packed::Codec;
@@ -70,15 +71,6 @@ pub(crate) struct StopClock {
     /// Downtime that the policy expected when it decided to stop.
     pub(crate) expected_downtime: Duration,
     pub(crate) measured: Measured,
-}
-
-/// Kind of the stop that ends the rounds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ending {
-    /// The guest is stopped while the remaining pages are sent.
-    LastRound,
-    /// The remaining pages are sent while the guest runs at the destination.
-    PostCopy,
 }
 
 /// Streams and pages with which rounds begin.

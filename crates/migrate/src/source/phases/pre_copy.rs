@@ -1,17 +1,14 @@
-//! Pre-copy: rounds until the policy decides to stop.
-
-use std::time::{Duration, Instant};
+//! Pre-copy: carries out the steps of rounds until the guest is to be stopped.
 
 use ::memory::{OwedPages, ReductionStage};
 use engine::handover::source::SourceEvent;
 use engine::pre_copy::{
-    AvailableStrategies, CostHistory, Decision, Outlook, RoundObservation, StopTrace, ThrottleChange,
-    TracedStopPolicy,
+    AvailableStrategies, CostHistory, Decision, RoundObservation, StopTrace, ThrottleChange, TracedStopPolicy,
 };
+use engine::session::{DecidedRound, Ending, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound, Time};
 use engine::throttle::processors::ThrottleDemand;
 
-use super::Ending;
-use super::pass_scheduler::{PassScheduler, RoundPages};
+use super::page_selector::{PageSelector, RoundPages};
 use super::rounds::{DirtyScan, RoundOutcome};
 use crate::source::failure::Failure;
 use crate::source::payload::Payload;
@@ -26,45 +23,25 @@ use api::progress::Phase;
 
 /// State of pre-copy between two rounds.
 struct PreCopy {
-    scheduler: PassScheduler,
-    /// The round before the present dirty scan; none if it was cut off.
-    sent: Option<payload::SentRound>,
+    rounds: Rounds,
+    selector: PageSelector,
     /// Conversation with the guest about its free pages, if there is one.
     hints: Option<FreePageHints>,
-    /// True until one round was sent.
-    is_first: bool,
-}
-
-/// Decision after a dirty scan.
-#[derive(Clone, Copy)]
-enum NextStep {
-    /// A round, of up to `most_pages` pages, or of those alone that cannot be sent later.
-    Round { most_pages: Option<u64>, must_precopy_only: bool },
-    /// The stop, with its kind.
-    Stop { expected_downtime: Duration, ending: Ending },
-}
-
-/// Step after a dirty scan.
-enum AfterScan {
-    /// These pages are sent as the scheduler decides.
-    Round(DirtyScan),
-    /// All of these pages are sent: they include deferred page cache, which the guest was asked to free first.
-    TakenBack(DirtyScan),
-    /// The guest is stopped; these pages remain.
-    Stop(OwedPages, Ending),
 }
 
 /// Facts about a round that are known before it is sent.
 struct RoundPlan {
-    scanned_at: Instant,
+    scanned_at: Time,
     /// Number of the pass, from 1.
     pass: u32,
     /// Pages of the round that were sent shortly before.
     resent_pages: u64,
+    /// Pages that wait for a later round.
+    later: Option<OwedPages>,
 }
 
 impl SourceDriver {
-    /// Sends rounds until the policy decides to stop.
+    /// Sends rounds until the guest is to be stopped.
     pub(super) fn pre_copy(
         &mut self,
         streams: Streams,
@@ -72,20 +49,18 @@ impl SourceDriver {
         streaming: &mut Streaming,
     ) -> Result<(Streams, OwedPages, Ending), Failure> {
         self.phase(Phase::PreCopy);
-        let mut state = PreCopy {
-            scheduler: self.new_pass_scheduler(0),
-            sent: None,
-            hints: self.connect_to_guest(&streaming.reductions),
-            is_first: true,
-        };
+        let (policy, selector) = self.new_policy();
+        let hints = self.connect_to_guest(&streaming.reductions);
+        let mut state = PreCopy { rounds: Rounds::new(policy), selector, hints };
         let (mut streams, mut owed) = (streams, owed);
         loop {
             let scanned = self.scan_between_rounds(&mut state, owed, streaming)?;
-            (streams, owed) = match self.after_scan(&mut state, scanned, streaming)? {
-                AfterScan::Round(scanned) => self.send_planned(&mut state, streams, scanned, streaming)?,
-                AfterScan::TakenBack(scanned) => self.send_taken_back(&state, streams, scanned, streaming)?,
-                AfterScan::Stop(owed, ending) => return Ok((streams, owed, ending)),
-            };
+            self.decide(&mut state.rounds, &scanned, &streaming.payload);
+            let ending;
+            (streams, owed, ending) = self.after_scan(&mut state, streams, scanned, streaming)?;
+            if let Some(ending) = ending {
+                return Ok((streams, owed, ending));
+            }
         }
     }
 
@@ -95,57 +70,74 @@ impl SourceDriver {
         owed: OwedPages,
         streaming: &mut Streaming,
     ) -> Result<DirtyScan, Failure> {
-        let reports_pages = state.scheduler.passes == 0 || self.agreement.can_post_copy;
+        let can_post_copy = self.agreement.can_post_copy;
+        let reports_pages = state.rounds.needs_written_pages(can_post_copy);
         let mut scanned = self.scan_dirty(owed, reports_pages, &mut streaming.payload)?;
-        if self.agreement.can_post_copy {
+        if can_post_copy {
             streaming.records.writes.note(scanned.found.clone());
         }
-        state.scheduler.record_scan(&mut scanned);
+        if state.rounds.is_first_pass() && !state.selector.record_scan(&mut scanned) {
+            state.rounds.end_first_pass();
+        }
         Ok(scanned)
     }
 
-    /// Carries out the policy's decision after a dirty scan; without a round before it there is none.
+    /// Carries out the steps after a dirty scan, until a round was sent or the guest is to be stopped. Returns the
+    /// streams, the pages that are owed, and the kind of the stop if the guest is to be stopped.
     fn after_scan(
         &mut self,
         state: &mut PreCopy,
+        streams: Streams,
         scanned: DirtyScan,
         streaming: &mut Streaming,
-    ) -> Result<AfterScan, Failure> {
+    ) -> Result<(Streams, OwedPages, Option<Ending>), Failure> {
         let mut scanned = scanned;
-        let Some(mut sent) = state.sent.take() else { return Ok(AfterScan::Round(scanned)) };
-        sent.pass = state.scheduler.passes;
-        match self.decide(&mut state.scheduler.policy, &sent, &scanned, &streaming.payload)? {
-            NextStep::Round { most_pages, must_precopy_only } => {
-                // The remaining pages of disks are sent last, so that nothing needs time between them and the stop.
-                if must_precopy_only && streaming.records.discards.is_none(self.connections.generation) {
-                    scanned = self.discard_before_stop(scanned, streaming)?;
+        loop {
+            let facts = self.round_facts(state, streaming);
+            match state.rounds.next_step(facts) {
+                RoundStep::Send => {
+                    let (streams, owed) = self.send_planned(state, streams, scanned, streaming)?;
+                    return Ok((streams, owed, None));
                 }
-                (state.scheduler.most_pages, state.scheduler.must_precopy_only) =
-                    (most_pages, must_precopy_only);
-            }
-            NextStep::Stop { expected_downtime, ending } => {
-                if let Some(hints) = state.hints.as_mut().filter(|hints| hints.has_deferred()) {
-                    // The source agent waits for the guest.
-                    self.lift_cpu_throttle();
-                    scanned.readable = self.take_back(hints, scanned.readable)?;
-                    // The guest writes to its records of each page that it gives back, for as long as that lasts:
-                    // neither those writes nor this round predict the rounds that follow.
-                    state.scheduler = self.new_pass_scheduler(state.scheduler.passes);
-                    return Ok(AfterScan::TakenBack(scanned));
+                RoundStep::Discard => scanned = self.discard_before_stop(scanned, streaming)?,
+                RoundStep::TakeBack => scanned = self.take_deferred_back(state, scanned)?,
+                RoundStep::SendTakenBack => {
+                    let (streams, owed) = self.send_taken_back(state, streams, scanned, streaming)?;
+                    return Ok((streams, owed, None));
                 }
-                self.handle_notices()?;
-                if ending == Ending::PostCopy {
-                    scanned = self.discard_before_stop(scanned, streaming)?;
-                }
-                if self.connections.control.is_some() {
+                RoundStep::CheckControl => self.handle_notices()?,
+                RoundStep::Stop { expected_downtime, ending } => {
                     self.reporter.stop_clock.expected_downtime = expected_downtime;
-                    return Ok(AfterScan::Stop(scanned.readable.give_up(), ending));
+                    return Ok((streams, scanned.readable.give_up(), Some(ending)));
                 }
-                // The guest is not stopped to wait for a link that is cut.
-                (state.scheduler.most_pages, state.scheduler.must_precopy_only) = (None, false);
+                RoundStep::GiveUp { reason } => {
+                    self.fixed_costs(CostHistory::forget);
+                    return Err(Failure::new(SourceEvent::Failed, reason.to_string()));
+                }
             }
         }
-        Ok(AfterScan::Round(scanned))
+    }
+
+    fn round_facts(&self, state: &PreCopy, streaming: &Streaming) -> RoundFacts {
+        RoundFacts {
+            has_control: self.connections.control.is_some(),
+            has_deferred: state.hints.as_ref().is_some_and(FreePageHints::has_deferred),
+            has_discarded: !streaming.records.discards.is_none(self.connections.generation),
+        }
+    }
+
+    /// Lets the guest give back its deferred page cache, and begins a policy without observations.
+    fn take_deferred_back(&mut self, state: &mut PreCopy, scanned: DirtyScan) -> Result<DirtyScan, Failure> {
+        let mut scanned = scanned;
+        // The source agent waits for the guest.
+        self.lift_cpu_throttle();
+        if let Some(hints) = &mut state.hints {
+            scanned.readable = self.take_back(hints, scanned.readable)?;
+        }
+        let (policy, selector) = self.new_policy();
+        state.rounds.taken_back(policy);
+        state.selector = selector;
+        Ok(scanned)
     }
 
     /// Sends all pages of a dirty scan, in a round that no policy learns of.
@@ -156,7 +148,7 @@ impl SourceDriver {
         scanned: DirtyScan,
         streaming: &mut Streaming,
     ) -> Result<(Streams, OwedPages), Failure> {
-        let pass = state.scheduler.passes + 1;
+        let pass = state.rounds.passes() + 1;
         self.handle_notices()?;
         self.telemetry.begin_round(pass, DeferredPages::default());
         streaming.records.discards.mark_resent();
@@ -167,7 +159,7 @@ impl SourceDriver {
         Ok((streams, owed))
     }
 
-    /// Sends the pages that the scheduler selects.
+    /// Sends the selected pages.
     fn send_planned(
         &mut self,
         state: &mut PreCopy,
@@ -177,22 +169,24 @@ impl SourceDriver {
     ) -> Result<(Streams, OwedPages), Failure> {
         let mut scanned = scanned;
         if let Some(hints) = &mut state.hints {
-            scanned.readable = self.ask_guest(hints, scanned.readable, state.is_first)?;
-            state.scheduler.set_hints_pending(hints.is_first_pending());
+            scanned.readable = self.ask_guest(hints, scanned.readable, state.rounds.is_first())?;
+            state.selector.set_hints_pending(hints.is_first_pending());
         }
         self.before_round(scanned.readable.pages())?;
         self.handle_notices()?;
-        let scheduler = &mut state.scheduler;
+        let (rounds, selector) = (&mut state.rounds, &mut state.selector);
         let scanned_at = scanned.scanned_at;
         let Streaming { payload, records, .. } = &mut *streaming;
-        scheduler.interval_factor = records.pressure.as_ref().map_or(1, PressureMeter::interval_factor);
-        let must_precopy_only = scheduler.must_precopy_only;
-        let RoundPages { scanned, later, until } = scheduler.select_pages(scanned, payload);
-        let resent_pages = scheduler.count_resent(&scanned, payload);
-        let plan = RoundPlan { scanned_at, pass: scheduler.passes + 1, resent_pages };
+        let interval_factor = records.pressure.as_ref().map_or(1, PressureMeter::interval_factor);
+        let must_precopy_only = rounds.sends_must_precopy_only();
+        let selection = rounds.select_pages(scanned.readable.pages(), interval_factor);
+        let RoundPages { scanned, later, until } =
+            selector.select(selection, interval_factor, scanned, payload);
+        let resent_pages = selector.count_resent(&scanned, payload);
         let waiting = later.as_ref().map(DeferredPages::of).unwrap_or_default();
+        let plan = RoundPlan { scanned_at, pass: rounds.passes() + 1, resent_pages, later };
         self.telemetry.begin_round(plan.pass, waiting);
-        if let Some(later) = &later {
+        if let Some(later) = &plan.later {
             payload.keep_versions(later);
         }
         if !must_precopy_only {
@@ -200,56 +194,48 @@ impl SourceDriver {
         }
         let outcome = self.send_scanned(streams, scanned, until, streaming)?;
         self.resources.participants.after_round(outcome.stats.as_ref());
-        Ok(self.record_outcome(state, &plan, outcome, later.as_ref(), &streaming.payload))
+        Ok(self.record_outcome(state, &plan, outcome, &streaming.payload))
     }
 
-    /// Records what became of a round from which `later` was left out. Returns the streams, and all pages that are
-    /// owed.
+    /// Records what became of a round. Returns the streams, and all pages that are owed.
     fn record_outcome(
-        &mut self,
+        &self,
         state: &mut PreCopy,
         plan: &RoundPlan,
         outcome: RoundOutcome,
-        later: Option<&OwedPages>,
         payload: &Payload,
     ) -> (Streams, OwedPages) {
         let RoundOutcome { streams, mut owed, stats } = outcome;
-        let scheduler = &mut state.scheduler;
-        let refused_pages = stats.as_ref().map_or(0, |stats| stats.refused_pages);
-        // Pages that the destination refused count as sent in this round.
-        let remaining_pages = later.map_or(0, OwedPages::pages) + owed.pages().saturating_sub(refused_pages);
-        let remaining_must_precopy_pages =
-            payload.must_precopy_pages(&owed) + later.map_or(0, |later| payload.must_precopy_pages(later));
-        scheduler.sent(stats.as_ref(), &owed);
+        let later = plan.later.as_ref();
+        if let Some(stats) = &stats {
+            // Pages that the destination refused count as sent in this round.
+            let unsent_pages = owed.pages().saturating_sub(stats.refused_pages);
+            let remaining_pages = later.map_or(0, OwedPages::pages) + unsent_pages;
+            let must_precopy_later = later.map_or(0, |later| payload.must_precopy_pages(later));
+            let sent = SentRound {
+                scanned_at: plan.scanned_at,
+                remaining_pages,
+                remaining_must_precopy_pages: payload.must_precopy_pages(&owed) + must_precopy_later,
+                resent_pages: plan.resent_pages,
+                ..payload::sent_round(stats)
+            };
+            state.rounds.sent(sent, state.selector.sent(stats, &owed));
+            self.complete_round_report(plan.pass, remaining_pages, plan.resent_pages);
+        } else {
+            state.selector.cut(&owed);
+            state.rounds.cut();
+        }
         if let Some(later) = later {
             owed.take_back(later);
         }
-        state.is_first &= stats.is_none();
-        if scheduler.has_sent_all() {
+        if state.rounds.has_sent_all() {
             payload.end_reductions(ReductionStage::MemorySent);
         }
-        if stats.is_none() {
-            // While there was no link, the guest was not slowed down.
-            scheduler.policy.throttle_changed(ThrottleChange::Free);
-        }
-        let pass = scheduler.passes;
-        let RoundPlan { scanned_at, pass: of_pass, resent_pages } = *plan;
-        state.sent = stats.map(|stats| {
-            self.complete_round_report(of_pass, remaining_pages, resent_pages);
-            payload::SentRound {
-                stats,
-                scanned_at,
-                pass,
-                remaining_pages,
-                remaining_must_precopy_pages,
-                resent_pages,
-            }
-        });
         (streams, owed)
     }
 
-    /// Creates a scheduler whose policy has no observations yet, after `passes` passes.
-    fn new_pass_scheduler(&self, passes: u32) -> PassScheduler {
+    /// Creates a policy that has no observations yet, and the selector of its rounds.
+    fn new_policy(&self) -> (TracedStopPolicy, PageSelector) {
         let goals = self.controls.goals();
         let ways = AvailableStrategies {
             slow_down: self.resources.cpu_throttle.is_some(),
@@ -257,62 +243,34 @@ impl SourceDriver {
         };
         let policy = payload::policy(&goals, ways, self.fixed_costs(|history| history.estimate()));
         self.controls.report(|report| report.traces.stop.push(policy.trace().clone()));
-        PassScheduler::new(policy, goals.sampling, passes)
+        let selector = PageSelector::new(&policy, goals.sampling);
+        (policy, selector)
     }
 
-    /// Decides the next step, after a round and the dirty scan that followed it.
-    fn decide(
-        &mut self,
-        policy: &mut TracedStopPolicy,
-        sent: &payload::SentRound,
-        scanned: &DirtyScan,
-        payload: &Payload,
-    ) -> Result<NextStep, Failure> {
-        let owed = scanned.readable.owed();
-        let (pages, unknown) = (owed.pages(), payload.full_pages(owed));
-        let dirty = payload::DirtyCounts { pages, unknown, must_precopy: scanned.must_precopy_pages };
-        let elapsed = self.controls.requested.elapsed();
-        let observed = payload::observe(sent, scanned.scan, dirty, scanned.scanned_at, elapsed);
-        let goals = self.controls.goals();
-        policy.set_goals(payload::pre_copy_goals(&goals));
-        let before = policy.outlook();
-        let decision = policy.decide(&observed);
-        self.report_decision(&observed, &decision, policy.trace());
-        self.note_way(before, policy.outlook());
-        match decision {
-            Decision::NextRound { most_pages, expected_downtime_ns, slow, must_precopy_only } => {
-                let demand = ThrottleDemand {
-                    is_chosen: slow,
-                    is_requested: goals.settings.throttle_cpu != ThrottleCpu::Off,
-                    passes: sent.pass,
-                    expected_downtime_ns,
-                    max_downtime_ns: payload::pre_copy_goals(&goals).max_downtime_ns,
-                };
-                if let Some(change) = self.slow_down(&observed, demand) {
-                    policy.throttle_changed(change);
-                }
-                Ok(NextStep::Round { most_pages, must_precopy_only })
-            }
-            Decision::StopAndCopy { expected_downtime_ns, .. } => {
-                let expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                Ok(NextStep::Stop { expected_downtime, ending: Ending::LastRound })
-            }
-            Decision::PostCopy { expected_downtime_ns } => {
-                let expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                Ok(NextStep::Stop { expected_downtime, ending: Ending::PostCopy })
-            }
-            Decision::GiveUp { reason } => {
-                self.fixed_costs(CostHistory::forget);
-                Err(Failure::new(SourceEvent::Failed, reason.to_string()))
-            }
+    /// Lets the policy decide after a round and the dirty scan that followed it, and reports its decision.
+    fn decide(&mut self, rounds: &mut Rounds, scanned: &DirtyScan, payload: &Payload) {
+        let decided = rounds.scanned(|| self.scan_facts(scanned, payload));
+        let Some(DecidedRound { observed, decision, new_outlook, demand }) = decided else { return };
+        self.report_decision(&observed, &decision, rounds.policy().trace());
+        if let Some(outlook) = new_outlook {
+            self.note("way", outlook.to_string());
+        }
+        if let Some(change) = demand.and_then(|demand| self.slow_down(&observed, demand)) {
+            rounds.throttle_changed(change);
         }
     }
 
-    /// Notes a change of the way that the policy has chosen, and the reason.
-    fn note_way(&self, before: Option<Outlook>, now: Option<Outlook>) {
-        let Some(now) = now else { return };
-        if before.is_none_or(|before| (before.chosen, before.is_feasible) != (now.chosen, now.is_feasible)) {
-            self.note("way", now.to_string());
+    fn scan_facts(&self, scanned: &DirtyScan, payload: &Payload) -> ScanFacts {
+        let (owed, goals) = (scanned.readable.owed(), self.controls.goals());
+        ScanFacts {
+            scanned_at: scanned.scanned_at,
+            scan_ns: scanned.scan.duration_us.saturating_mul(1000),
+            dirty_pages: owed.pages(),
+            full_pages: payload.full_pages(owed),
+            must_precopy_pages: scanned.must_precopy_pages,
+            elapsed: self.controls.requested.elapsed(),
+            goals: payload::pre_copy_goals(&goals),
+            is_throttle_requested: goals.settings.throttle_cpu != ThrottleCpu::Off,
         }
     }
 

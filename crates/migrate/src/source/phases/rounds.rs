@@ -6,6 +6,7 @@ use ::memory::{
     CompletedRound, InterruptedRound, OwedPages, PageCursor, PageSet, PartBoundary, ReadablePages,
     RoundStats, ScanStats, Sender,
 };
+use engine::session::Time;
 use host::VmError;
 use tracing::info;
 
@@ -24,7 +25,7 @@ pub(super) struct DirtyScan {
     /// Pages that have to be sent before the guest runs at the destination.
     pub(super) must_precopy_pages: u64,
     pub(super) scan: ScanStats,
-    pub(super) scanned_at: Instant,
+    pub(super) scanned_at: Time,
     drain_us: u64,
     /// Pages of memory that were written since the scan before, if they were requested.
     pub(super) found: Vec<PageSet>,
@@ -110,7 +111,7 @@ impl SourceDriver {
         payload: &mut Payload,
     ) -> Result<DirtyScan, Failure> {
         let reported_blocks = if reports_pages { payload.ram_blocks() } else { 0 };
-        let scanned_at = Instant::now();
+        let scanned_at = self.clock.read();
         let cannot_ask = |error: VmError| Failure::local("cannot query QEMU", &error);
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let participants = &mut self.resources.participants;

@@ -6,6 +6,7 @@
 //! as long as their part of the migration:
 //!
 //! - [`Rounds`]: rounds while the guest runs, and the stop itself;
+//! - [`LinkState`], [`Reconnection`]: the connections over which rounds are sent, and new ones after a cut;
 //!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one
 //! event have the same time, and can be made again.
@@ -19,11 +20,11 @@ mod turns;
 use std::time::Duration;
 
 pub use destination::{DestinationRepetition, DestinationSession, RepetitionFacts, SilenceLimits};
-pub use patience::{Reconnect, StopPatience};
+pub use patience::StopPatience;
 pub use registry_client::RegistryClient;
 pub use source::{
-    DecidedRound, Ending, PageSelection, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound,
-    SourceRepetition, SourceSession,
+    DecidedRound, Ending, LinkState, PageSelection, ReconnectStep, Reconnection, RoundFacts, RoundStep,
+    Rounds, ScanFacts, SentRound, SourceRepetition, SourceSession,
 };
 pub use turns::Turn;
 

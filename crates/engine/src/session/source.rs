@@ -1,8 +1,10 @@
+mod connections;
 mod passes;
 mod rounds;
 
 use std::time::Duration;
 
+pub use connections::{LinkState, ReconnectStep, Reconnection};
 pub use passes::PageSelection;
 pub use rounds::{DecidedRound, Ending, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound};
 

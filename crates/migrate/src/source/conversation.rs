@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::handover::source::{SourceEvent, SourceState};
-use engine::session::Reconnect;
+use engine::session::{LinkState, ReconnectStep, Reconnection};
 use link::transport::{BulkSettings, MessageSender, TransportError};
 use proto::Purpose;
 use proto::message::Message;
@@ -18,10 +18,6 @@ use super::phases::ControlStream;
 use super::streams::{OpenedStreams, Streams};
 use api::progress::Phase;
 use host::peers;
-
-/// Minimum time that a destination has between closing its data streams and sending its reason: it ends its QEMU in
-/// between.
-const MIN_REASON_WAIT: Duration = Duration::from_millis(300);
 
 impl SourceDriver {
     pub(super) fn connect_control(&mut self) -> Result<ControlStream, peers::PeerError> {
@@ -69,30 +65,38 @@ impl SourceDriver {
         self.lift_cpu_throttle();
         let timeouts = &self.context.config.timeouts;
         let give_up_after = Duration::from_millis(timeouts.give_up_after_ms);
-        let attempts = Reconnect::begin(self.clock.read(), give_up_after);
-        let pause = self.retry();
-        if self.connections.control.is_some() {
-            self.await_reason(pause.max(MIN_REASON_WAIT))?;
-            self.connections.control = None;
-        }
+        let (now, pause) = (self.clock.read(), self.retry());
+        let mut reconnection = Reconnection::begin(self.link_state(), give_up_after, pause, now);
         loop {
-            self.connections.generation = self.connections.generation.next();
-            match self.resume_streams() {
-                Ok(opened) => {
-                    self.note("reconnected", format!("generation {}", self.connections.generation));
-                    self.controls.report(|report| report.reconnections += 1);
-                    self.telemetry.update(|progress| progress.reconnections += 1);
-                    self.phase(Phase::PreCopy);
-                    return self.start_sender(payload, opened);
+            match reconnection.next_step() {
+                ReconnectStep::AwaitReason(wait) => {
+                    self.await_reason(wait)?;
+                    self.connections.control = None;
                 }
-                Err(failure) if attempts.tries_again(&failure.event, self.clock.read()) => {
-                    warn!(reason = failure.reason, "not reconnected yet");
+                ReconnectStep::Connect(generation) => {
+                    self.connections.generation = generation;
+                    match self.resume_streams() {
+                        Ok(opened) => return self.start_reconnected(payload, opened),
+                        Err(failure) if reconnection.tries_again(&failure.event, self.clock.read()) => {
+                            warn!(reason = failure.reason, "not reconnected yet");
+                        }
+                        Err(failure) => return Err(failure),
+                    }
                 }
-                Err(failure) => return Err(failure),
+                ReconnectStep::Pause(pause) => {
+                    self.connections.control = None;
+                    self.pause(pause)?;
+                }
             }
-            self.connections.control = None;
-            self.pause(pause)?;
         }
+    }
+
+    fn start_reconnected(&mut self, payload: &Payload, opened: OpenedStreams) -> Result<Streams, Failure> {
+        self.note("reconnected", format!("generation {}", self.connections.generation));
+        self.controls.report(|report| report.reconnections += 1);
+        self.telemetry.update(|progress| progress.reconnections += 1);
+        self.phase(Phase::PreCopy);
+        self.start_sender(payload, opened)
     }
 
     /// Waits for the reason of a destination that gives up: it sends the reason on the control stream, and its data
@@ -237,6 +241,11 @@ impl SourceDriver {
             }
         }
         if connection { Ok(()) } else { Err(Failure::local("cannot send the guest's memory", cause)) }
+    }
+
+    /// Returns the state of the connections.
+    pub(super) fn link_state(&self) -> LinkState {
+        LinkState { has_control: self.connections.control.is_some(), generation: self.connections.generation }
     }
 
     /// Returns true if `link` is the present control connection.

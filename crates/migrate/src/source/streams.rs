@@ -2,6 +2,7 @@
 
 use ::memory::Sender;
 use link::transport::{Channel, DataStream};
+use proto::Generation;
 
 /// Connections of a generation that were just opened.
 pub(super) struct OpenedStreams {
@@ -13,6 +14,7 @@ pub(super) struct OpenedStreams {
 
 /// Sender over the data streams of a generation, with the generation's connection for page requests.
 pub(super) struct Streams {
+    pub(super) generation: Generation,
     pub(super) sender: Sender,
     /// Connection for page requests, until the post-copy server uses it; present if post-copy is possible.
     pub(super) page_stream: Option<Channel>,

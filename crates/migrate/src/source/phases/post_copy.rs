@@ -102,7 +102,7 @@ impl SourceDriver {
         records: &mut StreamingRecords,
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
-        let Streams { sender, page_stream } = streams;
+        let Streams { generation, sender, page_stream } = streams;
         let payload = &stopped.payload;
         payload.end_reductions(ReductionStage::PostCopy);
         let mut owed = owed;
@@ -120,7 +120,7 @@ impl SourceDriver {
         let (sender, remaining) = self.send_must_precopy(sender, cleared.skip_drain(), payload)?;
         self.handle_last_notices()?;
         if remaining.pages() > 0 {
-            let streams = Streams { sender, page_stream };
+            let streams = Streams { generation, sender, page_stream };
             self.announce_and_serve(streams, &remaining, stopped, records)?;
         }
         self.reporter.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
@@ -158,7 +158,7 @@ impl SourceDriver {
         stopped: &mut Stopped,
         records: &mut StreamingRecords,
     ) -> Result<(), Failure> {
-        let Streams { sender, page_stream } = streams;
+        let Streams { sender, page_stream, .. } = streams;
         let payload = &stopped.payload;
         let remaining_memory = &remaining.blocks()[..payload.ram_blocks()];
         let blocks = records.discards.with(remaining_memory, self.connections.generation);

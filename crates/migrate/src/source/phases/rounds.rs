@@ -61,12 +61,11 @@ pub(super) struct RoundOutcome {
 }
 
 impl SourceDriver {
-    /// Opens the data streams. If the control stream was lost, all connections are made anew, because otherwise the
-    /// destination could not be informed of a round's end. A link that is cut before the first stream opens is worth
-    /// waiting for like any other.
+    /// Opens the data streams. If the control stream was lost, all connections are made anew. A link that is cut before
+    /// the first stream opens is worth waiting for like any other.
     pub(in crate::source) fn open_streams(&mut self, payload: &Payload) -> Result<Streams, Failure> {
         self.handle_notices()?;
-        if self.connections.control.is_none() {
+        if !self.link_state().can_open_streams() {
             return self.reconnect(payload, self.control_loss().reason);
         }
         match self.connect_streams() {
@@ -88,7 +87,7 @@ impl SourceDriver {
         let sender = started.map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         self.inbox.interrupts(Some(sender.handle()));
         self.telemetry.follow(Some(sender.handle()));
-        Ok(Streams { sender, page_stream })
+        Ok(Streams { generation: self.connections.generation, sender, page_stream })
     }
 
     /// Lets the participants act before a round of up to `pages` pages; returns the number of pages after which they
@@ -141,14 +140,14 @@ impl SourceDriver {
     ) -> Result<RoundOutcome, Failure> {
         let Streaming { payload, records, .. } = streaming;
         let DirtyScan { readable, must_precopy_pages, scan, drain_us, .. } = scanned;
-        if self.connections.control.is_none() {
+        if !self.link_state().can_carry_round(streams.generation) {
             self.inbox.interrupts(None);
             drop(streams);
             let streams = self.open_streams(payload)?;
             return Ok(RoundOutcome { streams, owed: readable.give_up(), stats: None });
         }
         let pages = readable.pages();
-        let Streams { sender, page_stream } = streams;
+        let Streams { generation, sender, page_stream } = streams;
         if let Some(pressure) = &mut records.pressure {
             pressure.restrain(&sender.handle());
         }
@@ -178,7 +177,8 @@ impl SourceDriver {
                         ..payload::round_report(&stats)
                     });
                 });
-                Ok(RoundOutcome { streams: Streams { sender, page_stream }, owed, stats: Some(stats) })
+                let streams = Streams { generation, sender, page_stream };
+                Ok(RoundOutcome { streams, owed, stats: Some(stats) })
             }
             Err(interrupted) => {
                 let InterruptedRound { owed, cause, .. } = *interrupted;

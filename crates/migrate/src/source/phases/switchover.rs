@@ -112,7 +112,7 @@ impl SourceDriver {
         stopped: &Stopped,
     ) -> Result<(Vec<u8>, Streams), Failure> {
         let began = Instant::now();
-        let Streams { sender, page_stream } = streams;
+        let Streams { generation, sender, page_stream } = streams;
         let payload = &stopped.payload;
         let acknowledged_by = self.switchover_deadline();
         // No program gives memory back from now on.
@@ -148,7 +148,7 @@ impl SourceDriver {
         self.telemetry.follow(None);
         self.handle_last_notices()?;
         self.reporter.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
-        Ok((state, Streams { sender, page_stream }))
+        Ok((state, Streams { generation, sender, page_stream }))
     }
 
     /// Sets the deadline for messages to the destination while the guest is stopped.

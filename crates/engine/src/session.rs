@@ -8,6 +8,8 @@
 //! - [`Rounds`]: rounds while the guest runs, and the stop itself;
 //! - [`LinkState`], [`Reconnection`]: the connections over which rounds are sent, and new ones after a cut;
 //!
+//! In the meantime, [`SourceSession::meaning`] is what a notice from outside means.
+//!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one
 //! event have the same time, and can be made again.
 
@@ -23,8 +25,9 @@ pub use destination::{DestinationRepetition, DestinationSession, RepetitionFacts
 pub use patience::StopPatience;
 pub use registry_client::RegistryClient;
 pub use source::{
-    DecidedRound, Ending, LinkState, PageSelection, ReconnectStep, Reconnection, RoundFacts, RoundStep,
-    Rounds, ScanFacts, SentRound, SourceRepetition, SourceSession,
+    DecidedRound, Ending, LinkState, MessageOrigin, NoticeFacts, NoticeMeaning, PageSelection, PhaseNotice,
+    ReconnectStep, Reconnection, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound, SourceRepetition,
+    SourceSession, SourceWait,
 };
 pub use turns::Turn;
 

@@ -1,10 +1,12 @@
 mod connections;
+mod notices;
 mod passes;
 mod rounds;
 
 use std::time::Duration;
 
 pub use connections::{LinkState, ReconnectStep, Reconnection};
+pub use notices::{MessageOrigin, NoticeFacts, NoticeMeaning, PhaseNotice, SourceWait};
 pub use passes::PageSelection;
 pub use rounds::{DecidedRound, Ending, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound};
 

@@ -1,10 +1,14 @@
 //! Connections to the destination during the phases, and the messages on them.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use engine::handover::source::{SourceEvent, SourceState};
-use engine::session::{LinkState, ReconnectStep, Reconnection};
+use engine::handover::source::SourceEvent;
+use engine::session::{
+    LinkState, MessageOrigin, NoticeFacts, NoticeMeaning, PhaseNotice, ReconnectStep, Reconnection,
+    SourceWait,
+};
 use link::transport::{BulkSettings, MessageSender, TransportError};
 use proto::Purpose;
 use proto::message::Message;
@@ -104,14 +108,8 @@ impl SourceDriver {
     fn await_reason(&mut self, patience: Duration) -> Result<(), Failure> {
         let until = Instant::now() + patience;
         while let Some(notice) = self.inbox.wait(until) {
-            match notice {
-                SourceNotice::Lost { link, .. } if self.is_control(link) => return Ok(()),
-                SourceNotice::Lost { .. } => {}
-                notice => {
-                    if let Some(message) = self.handle_notice(notice)? {
-                        return Err(unexpected(&message));
-                    }
-                }
+            if self.handle_notice(notice, SourceWait::Reason)?.is_break() {
+                break;
             }
         }
         Ok(())
@@ -159,7 +157,7 @@ impl SourceDriver {
                 SourceNotice::Message { message: Message::Ping, .. } => {}
                 SourceNotice::Lost { link: lost, error: None } if lost == link => break,
                 notice => {
-                    if let Err(failure) = self.handle_notice(notice) {
+                    if let Err(failure) = self.handle_notice(notice, SourceWait::Answer) {
                         return failure;
                     }
                 }
@@ -172,7 +170,7 @@ impl SourceDriver {
     pub(super) fn receive_message(&mut self, deadline: Instant) -> Result<Message, Failure> {
         loop {
             if let Some(notice) = self.inbox.wait(deadline)
-                && let Some(message) = self.handle_notice(notice)?
+                && let ControlFlow::Break(Some(message)) = self.handle_notice(notice, SourceWait::Answer)?
             {
                 return Ok(message);
             }
@@ -187,12 +185,8 @@ impl SourceDriver {
     pub(super) fn pause(&mut self, pause: Duration) -> Result<(), Failure> {
         let until = Instant::now() + pause;
         while let Some(notice) = self.inbox.wait(until) {
-            if let SourceNotice::Lost { .. } = notice {
-                continue;
-            }
-            if let Some(message) = self.handle_notice(notice)? {
-                return Err(unexpected(&message));
-            }
+            // No notice ends the pause, unless it ends the migration.
+            let _: ControlFlow<_> = self.handle_notice(notice, SourceWait::Link)?;
         }
         Ok(())
     }
@@ -201,17 +195,7 @@ impl SourceDriver {
     /// it is mended before the next round is sent ([`SourceDriver::send_scanned`]).
     pub(super) fn handle_notices(&mut self) -> Result<(), Failure> {
         while let Some(notice) = self.inbox.waiting() {
-            match notice {
-                SourceNotice::Lost { link, error } if self.is_control(link) => {
-                    self.connections.control = None;
-                    self.connections.control_lost = error;
-                }
-                notice => {
-                    if let Some(message) = self.handle_notice(notice)? {
-                        return Err(unexpected(&message));
-                    }
-                }
-            }
+            let _: ControlFlow<_> = self.handle_notice(notice, SourceWait::NextStep)?;
         }
         Ok(())
     }
@@ -233,12 +217,7 @@ impl SourceDriver {
     pub(super) fn handle_notices_or(&mut self, cause: &::memory::SendError) -> Result<(), Failure> {
         let connection = cause.is_connection() || matches!(cause, ::memory::SendError::Cancelled);
         while let Some(notice) = self.inbox.waiting() {
-            if let SourceNotice::Lost { .. } = notice {
-                continue;
-            }
-            if let Some(message) = self.handle_notice(notice)? {
-                return Err(unexpected(&message));
-            }
+            let _: ControlFlow<_> = self.handle_notice(notice, SourceWait::Link)?;
         }
         if connection { Ok(()) } else { Err(Failure::local("cannot send the guest's memory", cause)) }
     }
@@ -253,72 +232,87 @@ impl SourceDriver {
         self.connections.control.as_ref().is_some_and(|control| control.link == link)
     }
 
-    /// Handles a notice during the phases: a message is returned, everything else ends the migration or is answered.
-    pub(super) fn handle_notice(&mut self, notice: SourceNotice) -> Result<Option<Message>, Failure> {
-        match notice {
-            // A message on a connection that has been replaced answers no question of the present one.
-            SourceNotice::Message { link: Some(link), .. } if !self.is_control(link) => Ok(None),
-            SourceNotice::Message { message: Message::Ping, .. } => {
-                self.send_message(&Message::Pong)?;
-                Ok(None)
+    /// Handles a notice during the phases. Breaks when the wait is over; with the message if that is the answer that
+    /// the source waits for.
+    fn handle_notice(
+        &mut self,
+        notice: SourceNotice,
+        wait: SourceWait,
+    ) -> Result<ControlFlow<Option<Message>>, Failure> {
+        match (self.meaning(&notice, wait), notice) {
+            (NoticeMeaning::Nothing, SourceNotice::OfferEnded) => self.registry.is_offering = false,
+            (NoticeMeaning::Ping, _) => self.send_message(&Message::Pong)?,
+            (NoticeMeaning::Answer, SourceNotice::Message { message, .. }) => {
+                return Ok(ControlFlow::Break(Some(message)));
             }
-            SourceNotice::Message { message: Message::Pong, .. }
-            | SourceNotice::Event(SourceEvent::Repeat) => Ok(None),
-            // An answer about templates that arrives after the source stopped waiting.
-            SourceNotice::Message { message: Message::TemplatePages { .. }, .. }
-                if !self.agreement.is_querying_templates =>
-            {
-                Ok(None)
-            }
-            // This concerns another attempt.
-            SourceNotice::Message { message: Message::Refused { epoch, .. }, .. }
-            | SourceNotice::Asked { epoch, .. }
-                if epoch != self.terms.epoch() =>
-            {
-                Ok(None)
-            }
-            SourceNotice::Message { message: Message::Refused { epoch, reason }, .. } => Err(Failure::new(
-                SourceEvent::Refused { epoch },
-                format!("the destination aborted: {reason}"),
-            )),
-            SourceNotice::Message { link: Some(_), message } => Ok(Some(message)),
-            // Answers arrive on the connection that the question was sent on.
-            SourceNotice::Message { link: None, message } => Err(unexpected(&message)),
-            SourceNotice::Lost { link, error } if self.is_control(link) => {
+            (NoticeMeaning::Question, SourceNotice::Asked { epoch, reply }) => self.asked(epoch, reply),
+            (NoticeMeaning::ControlLost, SourceNotice::Lost { error, .. }) => {
+                self.connections.control = None;
                 self.connections.control_lost = error;
-                Err(self.control_loss())
             }
-            SourceNotice::OfferEnded => {
-                self.registry.is_offering = false;
-                Ok(None)
+            (NoticeMeaning::WaitOver, _) => return Ok(ControlFlow::Break(None)),
+            (NoticeMeaning::End(event), notice) => {
+                let reason = self.end_reason(notice);
+                return Err(Failure::new(event, reason));
             }
-            SourceNotice::Lost { .. } => Ok(None),
-            SourceNotice::ServingEnded { generation, .. } if generation != self.connections.generation => {
-                Ok(None)
-            }
-            // The guest is still stopped at the source.
-            SourceNotice::ServingEnded { error, .. } => Err(Failure::new(
-                SourceEvent::PeerLost,
-                error.unwrap_or_else(|| "the destination ended the page stream too early".to_owned()),
-            )),
-            SourceNotice::Asked { epoch, reply } => {
-                if matches!(self.session.state(), SourceState::Stopped { .. }) {
-                    self.asked(epoch, reply);
-                    return Ok(None);
-                }
-                Err(Failure::new(
-                    SourceEvent::Asked { epoch },
-                    "the destination has lost its state and queries the source",
-                ))
-            }
-            SourceNotice::Event(event) => {
-                let reason = match &event {
-                    SourceEvent::Cancel => "cancelled by a user",
-                    SourceEvent::QemuDied => self.qemu_end_reason(),
-                    _ => "ended from outside",
+            (
+                NoticeMeaning::Nothing
+                | NoticeMeaning::Answer
+                | NoticeMeaning::Question
+                | NoticeMeaning::ControlLost,
+                _,
+            ) => {}
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn meaning(&self, notice: &SourceNotice, wait: SourceWait) -> NoticeMeaning {
+        let facts = NoticeFacts {
+            wait,
+            epoch: self.terms.epoch(),
+            generation: self.connections.generation,
+            is_querying_templates: self.agreement.is_querying_templates,
+        };
+        let notice = match notice {
+            SourceNotice::Message { link, message } => {
+                let origin = match link {
+                    Some(link) if self.is_control(*link) => MessageOrigin::Control,
+                    Some(_) => MessageOrigin::Replaced,
+                    None => MessageOrigin::Destination,
                 };
-                Err(Failure::new(event, reason))
+                PhaseNotice::Message { origin, message }
             }
+            SourceNotice::Asked { epoch, .. } => PhaseNotice::Asked { epoch: *epoch },
+            SourceNotice::Lost { link, .. } => PhaseNotice::Lost { is_control: self.is_control(*link) },
+            SourceNotice::ServingEnded { generation, .. } => {
+                PhaseNotice::ServingEnded { generation: *generation }
+            }
+            SourceNotice::OfferEnded => PhaseNotice::OfferEnded,
+            SourceNotice::Event(event) => PhaseNotice::Event(event),
+        };
+        self.session.meaning(notice, facts)
+    }
+
+    /// Returns the reason for users, of a notice that ends the migration.
+    fn end_reason(&mut self, notice: SourceNotice) -> String {
+        match notice {
+            SourceNotice::Message { message: Message::Refused { reason, .. }, .. } => {
+                format!("the destination aborted: {reason}")
+            }
+            SourceNotice::Message { message, .. } => unexpected(&message).reason,
+            SourceNotice::Lost { error, .. } => {
+                self.connections.control_lost = error;
+                self.control_loss().reason
+            }
+            SourceNotice::ServingEnded { error, .. } => {
+                error.unwrap_or_else(|| "the destination ended the page stream too early".to_owned())
+            }
+            SourceNotice::Asked { .. } => {
+                "the destination has lost its state and queries the source".to_owned()
+            }
+            SourceNotice::Event(SourceEvent::Cancel) => "cancelled by a user".to_owned(),
+            SourceNotice::Event(SourceEvent::QemuDied) => self.qemu_end_reason().to_owned(),
+            SourceNotice::Event(_) | SourceNotice::OfferEnded => "ended from outside".to_owned(),
         }
     }
 }

@@ -5,8 +5,11 @@
 //! A session accompanies the handover. What a source does before it, in this order, has types of its own, which exist
 //! as long as their part of the migration:
 //!
-//! - [`Rounds`]: rounds while the guest runs, and the stop itself;
+//! - [`agree`]: the destination's acceptance is enough for the goals, or not;
+//! - [`StartOrder`], [`DiskRounds`]: rounds of disks alone, before memory;
+//! - [`Rounds`]: rounds while the guest runs, discards before the stop ([`DiscardSeries`]), and the stop itself;
 //! - [`LinkState`], [`Reconnection`]: the connections over which rounds are sent, and new ones after a cut;
+//! - [`Switchover`]: the remaining pages, and their comparison, while the guest is stopped.
 //!
 //! In the meantime, [`SourceSession::meaning`] is what a notice from outside means.
 //!
@@ -25,9 +28,10 @@ pub use destination::{DestinationRepetition, DestinationSession, RepetitionFacts
 pub use patience::StopPatience;
 pub use registry_client::RegistryClient;
 pub use source::{
-    DecidedRound, Ending, LinkState, MessageOrigin, NoticeFacts, NoticeMeaning, PageSelection, PhaseNotice,
-    ReconnectStep, Reconnection, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound, SourceRepetition,
-    SourceSession, SourceWait,
+    AcceptedTerms, DecidedRound, DiscardSeries, DiskRounds, Ending, FailedDiscard, LinkState, MessageOrigin,
+    NoticeFacts, NoticeMeaning, PageSelection, PhaseNotice, PostCopyGoal, ReconnectStep, Reconnection,
+    RoundFacts, RoundStep, Rounds, ScanFacts, SentRound, SourceRepetition, SourceSession, SourceWait,
+    StartOrder, Switchover, UnmetGoal, agree, learns_epoch,
 };
 pub use turns::Turn;
 

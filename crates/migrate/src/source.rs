@@ -1,9 +1,9 @@
 //! The source's driver: one thread that migrates a VM from this host to another.
 //!
-//! A migration is a list of phases, each a function: check, prepare, pre-copy, stop, last pages, device state. They end
-//! in READY or in a [`Failure`](failure::Failure); both are events for the engine, which makes every decision from then
-//! on ([`handover`]). Every outside event (a message, a lost link, a user's command, QEMU's end) arrives in one
-//! [`inbox`], so that no phase can miss it.
+//! A migration is a list of phases, each a function: check, prepare, pre-copy, stop, last pages, device state. They
+//! carry out the steps that [`engine::session`] decides, and end in READY or in a [`Failure`](failure::Failure); both
+//! are events for the engine's state machine of the handover ([`handover`]). Every outside event (a message, a lost
+//! link, a user's command, QEMU's end) arrives in one [`inbox`], so that no phase can miss it.
 
 mod agreement;
 mod conversation;

@@ -1,14 +1,22 @@
+mod agreement;
 mod connections;
+mod discard_series;
+mod disk_rounds;
 mod notices;
 mod passes;
 mod rounds;
+mod switchover;
 
 use std::time::Duration;
 
+pub use agreement::{AcceptedTerms, PostCopyGoal, UnmetGoal, agree, learns_epoch};
 pub use connections::{LinkState, ReconnectStep, Reconnection};
+pub use discard_series::{DiscardSeries, FailedDiscard};
+pub use disk_rounds::{DiskRounds, StartOrder};
 pub use notices::{MessageOrigin, NoticeFacts, NoticeMeaning, PhaseNotice, SourceWait};
 pub use passes::PageSelection;
 pub use rounds::{DecidedRound, Ending, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound};
+pub use switchover::Switchover;
 
 use super::turns::Turns;
 use super::{Time, Turn};
@@ -115,6 +123,11 @@ impl SourceSession {
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_lost_everywhere(&self) -> bool {
         matches!(self.turns.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
+    }
+
+    /// Returns true if the guest is to run after the handover; false if its user had paused it.
+    pub fn runs_afterwards(&self) -> bool {
+        switchover::runs_afterwards(&self.turns.state)
     }
 
     /// Returns true if the source may still give up by itself.

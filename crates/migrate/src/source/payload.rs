@@ -82,12 +82,7 @@ impl Payload {
 /// Returns the policy that decides when to stop the guest, for the actions (slowing down, post-copy) that are possible
 /// with it.
 pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost) -> TracedStopPolicy {
-    let goal = pre_copy_goals(goals);
-    let on_limit = match goals.settings.on_limit {
-        api::OnLimit::Stop => OnLimit::Stop,
-        api::OnLimit::PostCopy => OnLimit::PostCopy,
-        api::OnLimit::Abort => OnLimit::Abort,
-    };
+    let (goal, on_limit) = (pre_copy_goals(goals), on_limit(goals));
     match goals.settings.policy {
         StopPolicy::Pattern => {
             let policy = PatternPolicy::new(goal, on_limit, fixed).sampling(goals.sampling);
@@ -105,6 +100,15 @@ pub(crate) fn policy(goals: &Goals, ways: AvailableStrategies, fixed: FixedCost)
         StopPolicy::Target => TracedStopPolicy::new(TargetPolicy::new(goal, on_limit)),
         #[cfg(feature = "comparison")]
         StopPolicy::Rounds => TracedStopPolicy::new(RoundCountPolicy::default()),
+    }
+}
+
+/// Returns the action at a limit.
+pub(crate) fn on_limit(goals: &Goals) -> OnLimit {
+    match goals.settings.on_limit {
+        api::OnLimit::Stop => OnLimit::Stop,
+        api::OnLimit::PostCopy => OnLimit::PostCopy,
+        api::OnLimit::Abort => OnLimit::Abort,
     }
 }
 

@@ -10,9 +10,10 @@
 //! load        the destination loads the device state: READY
 //! ```
 //!
-//! A phase that cannot continue returns a [`Failure`]: the event for the engine, and the reason for users. The rounds
-//! are in [`pre_copy`]; the work while the guest is stopped is in [`switchover`]. Each phase has the stage that it runs
-//! in ([`stages`](super::stages)): after a failure, the stage's way back leaves to the driver what has to be undone.
+//! The next step is decided in [`engine::session`], and carried out here. A phase that cannot continue returns a
+//! [`Failure`]: the event for the engine, and the reason for users. The rounds are in [`pre_copy`]; the work while the
+//! guest is stopped is in [`switchover`]. Each phase has the stage that it runs in ([`stages`](super::stages)): after a
+//! failure, the stage's way back leaves to the driver what has to be undone.
 
 mod disks_first;
 mod page_selector;
@@ -25,10 +26,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::OwedPages;
-use engine::handover::source::{SourceEvent, SourceState};
-use engine::session::Ending;
+use engine::handover::source::SourceEvent;
+use engine::session::{self, Ending, PostCopyGoal, StartOrder, Switchover, UnmetGoal};
 use link::transport::{ConnectionHandle, MessageSender};
-use proto::message::{Acceptance, DiskMode, Message, ProposedDisk};
+use proto::message::{Acceptance, Message};
 use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
@@ -42,7 +43,7 @@ use super::pressure::PressureMeter;
 use super::reductions::ReductionControl;
 use super::stages::{Accepted, Proposed, RolledBack, SourceStage, Stopped, Streaming, StreamingRecords};
 use super::streams::Streams;
-use super::{SourceDetails, SourceDriver};
+use super::{Goals, SourceDetails, SourceDriver};
 use api::progress::Phase;
 use api::report::Measured;
 use api::{StopPolicy, ThrottleCpu};
@@ -73,12 +74,11 @@ pub(crate) struct StopClock {
     pub(crate) measured: Measured,
 }
 
-/// Streams and pages with which rounds begin.
+/// Streams and pages with which rounds begin, in this order of participants.
 struct FirstRound {
     streams: Streams,
     owed: OwedPages,
-    /// True if pages are sent before all participants are prepared.
-    is_disks_first: bool,
+    order: StartOrder,
 }
 
 /// Content of READY.
@@ -135,8 +135,9 @@ impl SourceDriver {
     ) -> Result<(FirstRound, ReductionControl), Failure> {
         let payload = &mut accepted.payload;
         let shared = self.shared_images(capabilities, payload);
-        let is_disks_first = self.resources.participants.is_any_sent_first();
-        let known = if self.uses_references(capabilities) && (is_disks_first || shared.is_some()) {
+        let order = StartOrder::of(self.resources.participants.is_any_sent_first());
+        let has_common_content = order == StartOrder::DisksFirst || shared.is_some();
+        let known = if self.uses_references(capabilities) && has_common_content {
             Some((self.query_destination_content(capabilities, payload)?, shared))
         } else {
             None
@@ -144,12 +145,11 @@ impl SourceDriver {
         let control = self.start_reductions(capabilities, known, payload);
         accepted.reductions = control.reductions().clone();
         let mut owed = self.resources.participants.first_pages();
-        if !is_disks_first {
-            // Before the streams are open: preparing may need seconds.
+        if order == StartOrder::Together {
             owed = self.prepare_others(owed, payload)?;
         }
         let streams = self.open_streams(payload)?;
-        Ok((FirstRound { streams, owed, is_disks_first }, control))
+        Ok((FirstRound { streams, owed, order }, control))
     }
 
     /// Runs the phases in which pages are sent while the guest runs, and stops it.
@@ -177,8 +177,8 @@ impl SourceDriver {
         streaming: &mut Streaming,
         first: FirstRound,
     ) -> Result<(Streams, OwedPages, Ending), Failure> {
-        let FirstRound { mut streams, mut owed, is_disks_first } = first;
-        if is_disks_first {
+        let FirstRound { mut streams, mut owed, order } = first;
+        if order == StartOrder::DisksFirst {
             (streams, owed) = self.send_disks_first(streams, owed, streaming)?;
             owed = self.prepare_others(owed, &streaming.payload)?;
         }
@@ -194,17 +194,19 @@ impl SourceDriver {
         owed: OwedPages,
         ending: Ending,
     ) -> Result<Ready, Failure> {
-        // A guest that was paused by its user does not write: it has no reason to need both hosts.
-        if ending == Ending::PostCopy && !matches!(self.session.state(), SourceState::Stopped { run: false })
-        {
-            let state = self.announce_pages(streams, owed, stopped, &mut records)?;
-            return self.load(&state, stopped, None, records);
-        }
-        let (state, streams) = self.last_pages(streams, owed, stopped)?;
-        if self.controls.goals().verify {
+        let must_compare = self.controls.goals().verify;
+        let switchover = Switchover::begin(ending, self.session.state(), must_compare);
+        let (state, streams) = match switchover.ending() {
+            Ending::PostCopy => (self.announce_pages(streams, owed, stopped, &mut records)?, None),
+            Ending::LastRound => {
+                let (state, streams) = self.last_pages(streams, owed, stopped)?;
+                (state, Some(streams))
+            }
+        };
+        if switchover.is_compared() {
             self.verify(stopped)?;
         }
-        self.load(&state, stopped, Some(streams), records)
+        self.load(&state, stopped, streams, records)
     }
 
     /// Ends the phases with a failure. A guest that continues at the source does so first; what the stage has left is
@@ -248,6 +250,7 @@ impl SourceDriver {
         self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
         let proposed =
             self.agreement.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
+        let accepted = session::agree(&proposed, &acceptance, post_copy_goal(&self.controls.goals()));
         let Acceptance {
             copied,
             references,
@@ -257,8 +260,6 @@ impl SourceDriver {
             ram_kind,
             qemu_version,
             findings,
-            post_copy,
-            can_discard,
             has_network,
             takes_frames,
             takes_flows,
@@ -278,21 +279,17 @@ impl SourceDriver {
             self.resources.participants.report(&agreed, report);
         });
         self.record_accepted()?;
-        let left_out = |disk: &&ProposedDisk| {
-            disk.wanted == DiskMode::Copy && copied.iter().all(|copied| copied.name != disk.name)
+        let unmet = |goal| match goal {
+            UnmetGoal::Disk(name) => {
+                format!("the destination does not confirm that it receives a copy of disk {name}")
+            }
+            UnmetGoal::PostCopy => {
+                format!("post-copy is not possible: {why_not}. Choose another --policy or --on-limit")
+            }
         };
-        if let Some(disk) = proposed.iter().find(left_out) {
-            let reason =
-                format!("the destination does not confirm that it receives a copy of disk {}", disk.name);
-            return Err(Failure::new(SourceEvent::Failed, reason));
-        }
-        if self.controls.goals().settings.needs_post_copy() && !post_copy {
-            let reason =
-                format!("post-copy is not possible: {why_not}. Choose another --policy or --on-limit");
-            return Err(Failure::new(SourceEvent::Failed, reason));
-        }
-        self.agreement.can_discard = can_discard;
-        self.agreement.can_post_copy = post_copy && self.controls.goals().can_post_copy();
+        let terms = accepted.map_err(|goal| Failure::new(SourceEvent::Failed, unmet(goal)))?;
+        self.agreement.can_discard = terms.can_discard;
+        self.agreement.can_post_copy = terms.can_post_copy;
         let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
         Ok(Capabilities {
             copied,
@@ -306,12 +303,9 @@ impl SourceDriver {
         })
     }
 
-    /// Makes the next epoch larger than `largest`: a journal that was begun anew assigns epochs that other hosts have
-    /// already seen. A peer cannot set any number: there must be epochs left.
+    /// Makes the next epoch larger than `largest`.
     fn learn_epoch(&mut self, largest: Epoch) {
-        const LEAP: u64 = 1 << 32;
-        let own = self.terms.epoch();
-        if largest.0 > own.0.saturating_add(LEAP) {
+        if !session::learns_epoch(self.terms.epoch(), largest) {
             warn!(%largest, "ignored an epoch that is too large");
         } else if let Err(error) = self.context.journal.learn_epoch(&self.terms.migration.vm, largest) {
             warn!(error = crate::chain(&error), "cannot record the epoch in the journal");
@@ -396,5 +390,16 @@ impl SourceDriver {
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {
         self.resources.vm.as_mut().ok_or_else(gone)
+    }
+}
+
+/// Returns the goal for post-copy.
+fn post_copy_goal(goals: &Goals) -> PostCopyGoal {
+    if goals.settings.needs_post_copy() {
+        PostCopyGoal::Required
+    } else if goals.can_post_copy() {
+        PostCopyGoal::Allowed
+    } else {
+        PostCopyGoal::NotUsed
     }
 }

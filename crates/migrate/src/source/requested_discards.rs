@@ -3,33 +3,28 @@
 use std::time::Duration;
 
 use ::memory::PageSet;
-use engine::discards::{DiscardDecision, DiscardPolicy, PendingDiscard};
+use engine::discards::DiscardPolicy;
+use engine::session::DiscardSeries;
 use engine::trace::TracedPolicy;
 use proto::Generation;
 
 /// Pages that the destination was asked to discard while the guest ran at the source.
 #[derive(Debug)]
 pub(super) struct RequestedDiscards {
-    policy: TracedPolicy<DiscardPolicy>,
+    series: DiscardSeries,
     pages: Vec<PageSet>,
     /// Pages among them that no round can have sent again since.
     away: Vec<PageSet>,
-    /// Generation of the connections on which they were announced. Over new connections, the destination has forgotten
-    /// the list.
-    generation: Generation,
-    /// Duration of the last discard at the destination.
-    took: Duration,
 }
 
 impl RequestedDiscards {
     pub(super) fn none() -> Self {
-        let policy = TracedPolicy::new(DiscardPolicy::default());
-        Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
+        Self { series: DiscardSeries::default(), pages: Vec::new(), away: Vec::new() }
     }
 
     /// Returns true if no pages of this generation are discarded.
     pub(super) fn is_none(&self, generation: Generation) -> bool {
-        self.generation != generation || self.away.iter().all(PageSet::is_empty)
+        !self.series.is_of(generation) || self.away.iter().all(PageSet::is_empty)
     }
 
     /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
@@ -39,27 +34,24 @@ impl RequestedDiscards {
 
     /// Returns the policy that decides whether pages are discarded before the stop.
     pub(super) fn policy(&self) -> &TracedPolicy<DiscardPolicy> {
-        &self.policy
+        self.series.policy()
     }
 
     /// Begins a new series of discards, independent of earlier ones.
     pub(super) fn begin(&mut self) {
-        self.policy.reset();
-        self.took = Duration::ZERO;
+        self.series.begin();
     }
 
     /// Returns the pages of `owed` that the destination has not discarded, if they are to be announced now.
     pub(super) fn next(&mut self, owed: &[PageSet], generation: Generation) -> Option<Vec<PageSet>> {
-        if self.generation != generation {
+        if self.series.renew(generation) {
             self.pages = owed.iter().map(PageSet::emptied).collect();
-            (self.away, self.generation) = (self.pages.clone(), generation);
+            self.away = self.pages.clone();
         }
         let mut unnamed = owed.to_vec();
         unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
         let pages = unnamed.iter().map(PageSet::count).sum();
-        let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
-        (self.policy.decide_on(PendingDiscard { pages, took_ns }) == DiscardDecision::Discard)
-            .then_some(unnamed)
+        self.series.discards(pages).then_some(unnamed)
     }
 
     /// Records pages that the destination has discarded, which lasted `took` there.
@@ -67,7 +59,7 @@ impl RequestedDiscards {
         for known in [&mut self.pages, &mut self.away] {
             known.iter_mut().zip(pages).for_each(|(known, pages)| known.insert(pages));
         }
-        self.took = took;
+        self.series.discarded(took);
     }
 
     /// Returns the pages for post-copy: `remaining`, and all pages that the destination was asked to discard. Rounds in
@@ -75,7 +67,7 @@ impl RequestedDiscards {
     /// no harm.
     pub(super) fn with(&self, remaining: &[PageSet], generation: Generation) -> Vec<PageSet> {
         let mut all = remaining.to_vec();
-        if self.generation == generation {
+        if self.series.is_of(generation) {
             all.iter_mut().zip(&self.pages).for_each(|(all, discarded)| all.insert(discarded));
         }
         all

@@ -1,21 +1,18 @@
 //! Rounds of the participants that are sent first: the others, which would be written to in the meantime, begin when
 //! little of the first remains.
 
-use std::time::Duration;
-
 use ::memory::{OwedPages, PageCursor};
-use engine::disks_first::{DiskRound, DisksFirstPolicy, NextPhase};
+use engine::disks_first::NextPhase;
 use engine::handover::source::SourceEvent;
-use engine::trace::TracedPolicy;
+use engine::session::DiskRounds;
 use proto::limits::PAGE_BYTES;
 
 use super::rounds::DirtyScan;
-use crate::source::SourceDriver;
 use crate::source::failure::Failure;
 use crate::source::stages::Streaming;
 use crate::source::streams::Streams;
 use crate::source::telemetry::DeferredPages;
-use api::OnLimit;
+use crate::source::{SourceDriver, payload};
 
 impl SourceDriver {
     /// Sends rounds of the participants that are sent first, until the policy lets the others begin.
@@ -26,36 +23,28 @@ impl SourceDriver {
         streaming: &mut Streaming,
     ) -> Result<(Streams, OwedPages), Failure> {
         let (mut streams, mut owed) = (streams, owed);
-        let mut sent_bytes = None;
-        let memory_bytes = self.resources.participants.waiting_bytes();
-        let mut policy = TracedPolicy::new(DisksFirstPolicy { memory_bytes });
+        let mut rounds = DiskRounds::new(self.resources.participants.waiting_bytes());
         loop {
             let scanned = self.scan(owed, &mut streaming.payload)?;
-            let dirty_bytes = scanned.readable.pages() * PAGE_BYTES;
-            if let Some(sent_bytes) = sent_bytes {
-                let observed = DiskRound { dirty_bytes, sent_bytes };
-                let next = policy.decide_on(observed);
+            let next = rounds.scanned(scanned.readable.pages() * PAGE_BYTES);
+            if let Some(policy) = rounds.policy() {
                 self.controls.report(|report| policy.update_report(&mut report.traces.others.disks));
-                if next == NextPhase::Memory {
-                    return Ok((streams, scanned.readable.give_up()));
-                }
+            }
+            if next == NextPhase::Memory {
+                return Ok((streams, scanned.readable.give_up()));
             }
             let sent = self.send_in_parts(streams, scanned, streaming)?;
-            sent_bytes = sent.is_whole.then_some(dirty_bytes);
+            rounds.sent(sent.is_whole);
             (streams, owed) = (sent.streams, sent.owed);
             self.has_time_for_others()?;
         }
     }
 
-    /// Fails if the limit on the total time has passed and the action at the limit is to abort: then there is nothing
-    /// to wait for.
+    /// Fails if there is no time left for the others.
     fn has_time_for_others(&self) -> Result<(), Failure> {
         let goals = self.controls.goals();
-        let limit = goals
-            .max_total_ms()
-            .filter(|_| goals.settings.on_limit == OnLimit::Abort)
-            .map(Duration::from_millis);
-        if limit.is_some_and(|limit| self.controls.requested.elapsed() > limit) {
+        let (limits, on_limit) = (payload::pre_copy_goals(&goals), payload::on_limit(&goals));
+        if DiskRounds::is_too_late(&limits, on_limit, self.controls.requested.elapsed()) {
             let reason = "the time limit is reached before all memory was sent: allow more time, or a higher \
                           bandwidth";
             return Err(Failure::new(SourceEvent::Failed, reason));

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{CompletedRound, OwedPages, PageSet, ReadablePages, ReductionStage, Sender, encode_set};
 use engine::handover::source::SourceEvent;
+use engine::session::FailedDiscard;
 use proto::limits::DISCARD_BYTES;
 use proto::message::Message;
 
@@ -47,13 +48,15 @@ impl SourceDriver {
             payload.forget_versions(&unnamed);
             match self.discard(&unnamed) {
                 Ok(took) => discards.add(&unnamed, took),
-                Err(Failure { event: event @ (SourceEvent::PeerLost | SourceEvent::PeerSilent), reason }) => {
-                    self.agreement.can_discard &= event != SourceEvent::PeerSilent;
-                    self.connections.control = None;
-                    self.connections.control_lost = Some(reason);
-                    break;
-                }
-                Err(failure) => return Err(failure),
+                Err(failure) => match FailedDiscard::of(&failure.event) {
+                    FailedDiscard::Cut { tries_again } => {
+                        self.agreement.can_discard &= tries_again;
+                        self.connections.control = None;
+                        self.connections.control_lost = Some(failure.reason);
+                        break;
+                    }
+                    FailedDiscard::End => return Err(failure),
+                },
             }
             self.context.faults.reach(|| "source/named".to_owned());
             scanned = self.scan_dirty(scanned.readable.give_up(), true, payload)?;

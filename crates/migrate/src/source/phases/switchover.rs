@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ::memory::{
     CompletedRound, DirtyLog, InterruptedRound, OwedPages, ReductionStage, RoundStats, ScanFailed, Sender,
 };
-use engine::handover::source::{SourceEvent, SourceState};
+use engine::handover::source::SourceEvent;
 use engine::session::StopPatience;
 use proto::message::Message;
 use tracing::warn;
@@ -285,7 +285,7 @@ impl SourceDriver {
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         self.resources.participants.ready(vm)?;
         self.freeze()?;
-        let run = !matches!(self.session.state(), SourceState::Stopped { run: false });
+        let run = self.session.runs_afterwards();
         // Even if sending fails, the message may have arrived.
         self.session.set_may_have_all(stopped.server.is_none());
         self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;

@@ -13,6 +13,9 @@
 //!
 //! In the meantime, [`SourceSession::meaning`] is what a notice from outside means.
 //!
+//! At the destination it is the session that admits each message of an arriving VM ([`Admission`]), and
+//! [`ControlLink`] that ends a generation of connections.
+//!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one
 //! event have the same time, and can be made again.
 
@@ -24,7 +27,10 @@ mod turns;
 
 use std::time::Duration;
 
-pub use destination::{DestinationRepetition, DestinationSession, RepetitionFacts, SilenceLimits};
+pub use destination::{
+    Admission, ControlLink, DestinationRepetition, DestinationSession, MessageFacts, NotReady, PayloadKind,
+    RefusedPayload, RepetitionFacts, SilenceLimits,
+};
 pub use patience::StopPatience;
 pub use registry_client::RegistryClient;
 pub use source::{

@@ -23,9 +23,8 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationReport, DestinationState};
-use engine::session::{DestinationSession, RegistryClient};
+use engine::session::{ControlLink, DestinationSession, RegistryClient};
 use link::transport::{ConnectionHandle, MessageSender};
-use proto::Generation;
 use proto::message::Proposal;
 
 use crate::clock::Clock;
@@ -65,19 +64,18 @@ type Link = (Box<dyn MessageSender>, Arc<dyn ConnectionHandle>);
 
 /// Connections of the source.
 struct DestinationConnections {
-    generation: Generation,
     /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
     /// count.
     links: BTreeMap<u64, Link>,
-    /// The control stream among `links`.
-    control: Option<u64>,
+    /// The control stream among `links`, and its generation.
+    control: ControlLink,
     /// A device state, or a list of pages, that is being received on the control stream.
     incoming_payload: Option<loading::IncomingPayload>,
 }
 
 impl DestinationConnections {
     fn new() -> Self {
-        Self { generation: Generation(1), links: BTreeMap::new(), control: None, incoming_payload: None }
+        Self { links: BTreeMap::new(), control: ControlLink::new(), incoming_payload: None }
     }
 }
 

@@ -1,5 +1,9 @@
+mod arrival;
+
 use std::collections::VecDeque;
 use std::time::Duration;
+
+pub use arrival::{Admission, ControlLink, MessageFacts, NotReady, PayloadKind, RefusedPayload};
 
 use super::turns::Turns;
 use super::{Time, Turn};

@@ -103,7 +103,7 @@ impl DestinationDriver {
         });
         let no_post_copy = tried.and_then(Result::err).as_ref().map(post_copy_receiver::finding);
         receiving
-            .begin(self.connections.generation)
+            .begin(self.connections.control.generation())
             .map_err(|source| ArrivalError::Directory { path: vm.artifacts.directory.clone(), source })?;
         Ok((receiving, no_post_copy))
     }
@@ -120,7 +120,7 @@ impl DestinationDriver {
 
     /// Registers the source's first control stream.
     pub fn attach_control_stream(&mut self, connection: link::transport::Channel) -> std::io::Result<()> {
-        self.inbox.mailbox().connected(connection, Some(self.connections.generation))?;
+        self.inbox.mailbox().connected(connection, Some(self.connections.control.generation()))?;
         let now = self.clock.read();
         if let Some(notice) = self.inbox.wait(self.clock.instant(now)) {
             self.notice(notice);
@@ -185,26 +185,18 @@ impl DestinationDriver {
             DestinationNotice::Connected { link, writer, handle, generation } => {
                 self.session.record_contact(generation.is_some(), self.clock.now());
                 self.connections.links.insert(link, (writer, handle));
-                match generation {
-                    Some(generation) if generation >= self.connections.generation => {
-                        if let Some(old) = self.connections.control.replace(link) {
-                            self.hang_up(old);
-                        }
-                        self.connections.generation = generation;
-                    }
-                    // The source notices the closed connection, and makes a newer one.
-                    Some(_) => self.hang_up(link),
-                    None => {}
+                if let Some(ended) = self.connections.control.connected(link, generation) {
+                    self.hang_up(ended);
                 }
             }
             DestinationNotice::Message { link, message } => {
-                let is_on_control = self.connections.control == Some(link);
+                let is_on_control = self.connections.control.is(link);
                 self.session.record_contact(is_on_control, self.clock.now());
                 self.message(link, message);
             }
             DestinationNotice::Reply(message) => self.send_message(&message),
             DestinationNotice::PageStream { generation, connection }
-                if generation == self.connections.generation =>
+                if self.connections.control.is_present(generation) =>
             {
                 self.attach(connection);
             }
@@ -213,22 +205,22 @@ impl DestinationDriver {
                 info!(migration = %self.terms.migration, error, "link lost");
             }
             DestinationNotice::Blob { link, bytes }
-                if self.connections.control == Some(link)
-                    && *self.session.state() == DestinationState::Prepared =>
+                if self.session.is_arriving(self.connections.control.is(link)) =>
             {
                 self.blob(&bytes);
             }
             DestinationNotice::Blob { link, .. } => self.handle_unexpected_message(link, "device state"),
             DestinationNotice::Lost { link, error } => {
                 self.connections.links.remove(&link);
-                if self.connections.control == Some(link) {
-                    self.connections.control = None;
+                if self.connections.control.lost(link) {
                     info!(migration = %self.terms.migration, error, "the control stream was lost");
                     let next = self.session.control_lost(self.clock.now());
                     self.take_next(next);
                 }
             }
-            DestinationNotice::Broken { generation, error } if generation == self.connections.generation => {
+            DestinationNotice::Broken { generation, error }
+                if self.connections.control.is_present(generation) =>
+            {
                 self.fail(&error);
             }
             // These belong to a replaced generation, or are checked in any case before the next notice.
@@ -249,7 +241,7 @@ impl DestinationDriver {
     fn repeat(&mut self) {
         self.resume_post_copy();
         let facts = RepetitionFacts {
-            has_control: self.connections.control.is_some(),
+            has_control: self.connections.control.link().is_some(),
             is_cont_pending: self.resources.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending),
         };
         let limits = SilenceLimits {

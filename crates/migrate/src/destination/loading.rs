@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
+use engine::session::{DestinationSession, NotReady, PayloadKind, RefusedPayload};
 use link::transport::Channel;
 use proto::limits::PAGE_BYTES;
 use proto::message::Message;
@@ -16,17 +17,6 @@ use super::stages::{ArrivalStage, Placing};
 use api::progress::Phase;
 use host::missing_pages_record::MissingPagesRecord;
 use store::journal::Durability;
-
-/// Payload that is sent in pieces.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PayloadKind {
-    /// Pages that are to be discarded, because they will be missing when the guest runs.
-    TakenAway,
-    /// Pages that are missing when the guest runs.
-    MissingPages,
-    /// The state of the guest's devices.
-    Devices,
-}
 
 /// A payload that is being received in pieces.
 pub(crate) struct IncomingPayload {
@@ -41,9 +31,10 @@ impl DestinationDriver {
         let Some(pages) = self.resources.stage.pages() else {
             return self.fail("nothing is being received");
         };
-        match pages.begin(self.connections.generation) {
+        let generation = self.connections.control.generation();
+        match pages.begin(generation) {
             Ok(()) => {
-                info!(migration = %self.terms.migration, generation = %self.connections.generation, "resumed");
+                info!(migration = %self.terms.migration, %generation, "resumed");
                 self.connections.incoming_payload = None;
                 self.resources.stage.forget_discarded();
                 self.send_message(&Message::Resumed);
@@ -62,16 +53,19 @@ impl DestinationDriver {
 
     /// Begins to receive a payload in pieces.
     pub(super) fn begin_payload(&mut self, what: PayloadKind, bytes: u64, digest: String) {
-        if bytes > proto::limits::DEVICE_STATE_BYTES {
-            return self.fail(&format!("a device state of {bytes} bytes is too large"));
+        let can_begin_post_copy = self.proposal.post_copy && self.resources.stage.missing().is_none();
+        match DestinationSession::admit_payload(what, bytes, can_begin_post_copy) {
+            Ok(()) => {
+                let payload = IncomingPayload { what, bytes, digest, received: Vec::new() };
+                self.connections.incoming_payload = Some(payload);
+            }
+            Err(RefusedPayload::TooLarge) => {
+                self.fail(&format!("a device state of {bytes} bytes is too large"));
+            }
+            Err(RefusedPayload::NoPostCopy) => {
+                self.fail("the source listed missing pages, but post-copy is not possible here");
+            }
         }
-        let is_of_pages = matches!(what, PayloadKind::TakenAway | PayloadKind::MissingPages);
-        if is_of_pages && (bytes == 0 || self.resources.stage.missing().is_some() || !self.proposal.post_copy)
-        {
-            return self.fail("the source listed missing pages, but post-copy is not possible here");
-        }
-        self.connections.incoming_payload =
-            Some(IncomingPayload { what, bytes, digest, received: Vec::new() });
     }
 
     pub(super) fn blob(&mut self, blob: &[u8]) {
@@ -217,10 +211,7 @@ impl DestinationDriver {
 
     /// Ends post-copy once all pages are present.
     pub(super) fn finish_post_copy_if_complete(&mut self) {
-        if !self.resources.stage.is_complete()
-            || !matches!(self.session.state(), DestinationState::Completing { .. })
-            || self.is_to_be_stopped()
-        {
+        if !self.session.ends_post_copy(self.resources.stage.is_complete(), self.is_to_be_stopped()) {
             return;
         }
         if let Some(missing) = self.resources.stage.missing() {
@@ -246,15 +237,22 @@ impl DestinationDriver {
 
     /// Makes this host READY with the loaded state: the source is held, and can no longer go on by itself.
     pub(super) fn enter_ready(&mut self, run: bool) {
-        let Some(vm) = self.resources.vm.as_mut().filter(|_| self.reporter.loaded.is_some()) else {
-            return self.fail("the source is held before all pages have arrived");
+        let is_loaded = self.resources.vm.is_some() && self.reporter.loaded.is_some();
+        let has_missing_pages = self.resources.stage.missing().is_some();
+        let held = DestinationSession::admit_held(is_loaded, has_missing_pages, run);
+        let vm = match (held, self.resources.vm.as_mut()) {
+            (Ok(()), Some(vm)) => vm,
+            (Err(NotReady::NotLoaded), _) | (Ok(()), None) => {
+                return self.fail("the source is held before all pages have arrived");
+            }
+            (Err(NotReady::MissingForPaused), _) => {
+                return self.fail("pages are missing for a guest that stays paused; please report this");
+            }
         };
-        if self.resources.stage.missing().is_some() && !run {
-            return self.fail("pages are missing for a guest that stays paused; please report this");
-        }
         match vm.freeze() {
             Ok(()) => {
-                let incarnation = vm.incarnation(&self.context.boot_id, self.connections.generation);
+                let generation = self.connections.control.generation();
+                let incarnation = vm.incarnation(&self.context.boot_id, generation);
                 self.take(&DestinationEvent::Loaded { incarnation, run });
             }
             Err(error) => self.fail(&crate::chain(&error)),

@@ -142,7 +142,7 @@ impl DestinationDriver {
     }
 
     pub(crate) fn send_incomplete(&mut self) {
-        let (epoch, generation) = (self.terms.epoch(), self.connections.generation);
+        let (epoch, generation) = (self.terms.epoch(), self.connections.control.generation());
         let (since_us, continue_us, resumed_us) = self.since_continued();
         let untrusted = self.untrusted().map(|untrusted| untrusted.page);
         self.send_message(&Message::Incomplete {

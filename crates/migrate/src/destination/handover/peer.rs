@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
+use engine::session::{Admission, MessageFacts, PayloadKind};
 use link::transport::Incoming;
 use proto::message::{Acceptance, Finding, Message, Severity};
 use proto::{Epoch, Purpose};
@@ -13,7 +14,6 @@ use tracing::{info, warn};
 use super::effects::DestinationEffectError;
 use crate::destination::DestinationDriver;
 use crate::destination::inbox::DestinationNotice;
-use crate::destination::loading::PayloadKind;
 use crate::state_machine::StateMachine;
 use host::peers;
 
@@ -36,12 +36,16 @@ impl DestinationDriver {
         }
     }
 
-    /// Processes a message of the source. Messages of the handover name their epoch and are valid on any connection;
-    /// all others belong to the control stream.
+    /// Processes a message of the source.
     pub(super) fn message(&mut self, link: u64, message: Message) {
-        // They are valid up to READY and no further: after that the loaded copy must not be touched, and may run.
-        let arriving =
-            self.connections.control == Some(link) && *self.session.state() == DestinationState::Prepared;
+        let facts = MessageFacts {
+            is_on_control: self.connections.control.is(link),
+            has_missing_pages: self.resources.stage.missing().is_some(),
+            epoch: self.terms.epoch(),
+        };
+        if self.session.admission(&message, facts) == Admission::Unexpected {
+            return self.handle_unexpected_message(link, &kind(&message));
+        }
         let event = match message {
             Message::Go { epoch, incarnation, run } => {
                 self.reporter.go_received_at.get_or_insert_with(Instant::now);
@@ -55,26 +59,22 @@ impl DestinationDriver {
             Message::Verdict { epoch, verdict } => DestinationEvent::SourceAnswered { epoch, verdict },
             Message::Ping => return self.send_message(&Message::Pong),
             Message::Pong => return,
-            Message::Resume if arriving || self.can_receive_pages_on(link) => return self.resume(),
-            Message::QueryTemplates { names } if arriving => return self.query_templates(names),
-            Message::Verify { block, first_chunk, hashes } if arriving => {
+            Message::Resume => return self.resume(),
+            Message::QueryTemplates { names } => return self.query_templates(names),
+            Message::Verify { block, first_chunk, hashes } => {
                 return self.verify(block, first_chunk, &hashes);
             }
-            Message::Discard { bytes, digest } if arriving => {
+            Message::Discard { bytes, digest } => {
                 return self.begin_payload(PayloadKind::TakenAway, bytes, digest);
             }
-            Message::MissingPages { bytes, digest, .. } if arriving => {
+            Message::MissingPages { bytes, digest, .. } => {
                 return self.begin_payload(PayloadKind::MissingPages, bytes, digest);
             }
-            message @ Message::Claims { .. } if arriving => {
-                return self.resources.participants.learn(&message);
-            }
-            Message::DeviceState { bytes, digest } if arriving => {
+            message @ Message::Claims { .. } => return self.resources.participants.learn(&message),
+            Message::DeviceState { bytes, digest } => {
                 return self.begin_payload(PayloadKind::Devices, bytes, digest);
             }
-            Message::Held { epoch, run } if arriving && epoch == self.terms.epoch() => {
-                return self.enter_ready(run);
-            }
+            Message::Held { run, .. } => return self.enter_ready(run),
             other => return self.handle_unexpected_message(link, &kind(&other)),
         };
         match self.feed(&event) {
@@ -83,11 +83,6 @@ impl DestinationDriver {
             }
             done => self.done(&event, done),
         }
-    }
-
-    /// True if pages may arrive on the streams that belong to this connection, whatever else is decided.
-    fn can_receive_pages_on(&self, link: u64) -> bool {
-        self.connections.control == Some(link) && self.resources.stage.missing().is_some()
     }
 
     /// Handles a message that is not valid in this state. It is ignored if it arrives late from a replaced connection.

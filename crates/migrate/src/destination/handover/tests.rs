@@ -89,7 +89,7 @@ fn a_protocol_violation_after_ready_closes_the_connection_only() {
 fn late_messages_on_an_older_connection_are_ignored() {
     let world = World::new();
     let (mut driver, _old) = driver(&world, DestinationState::Prepared, None);
-    let old = driver.connections.control.unwrap();
+    let old = driver.connections.control.link().unwrap();
     let (here, _new) = World::from_peer();
     driver.inbox.mailbox().connected(here, Some(Generation(2))).unwrap();
     let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
@@ -104,7 +104,8 @@ fn late_messages_on_an_older_connection_are_ignored() {
 fn a_control_stream_of_an_old_generation_is_closed() {
     let world = World::new();
     let (mut driver, mut present) = driver(&world, DestinationState::Prepared, None);
-    driver.connections.generation = Generation(2);
+    let control = driver.connections.control.link().unwrap();
+    driver.connections.control.connected(control, Some(Generation(2)));
     let (here, mut old) = World::from_peer();
     driver.inbox.mailbox().connected(here, Some(Generation(1))).unwrap();
     let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
@@ -208,7 +209,7 @@ fn what_belongs_before_ready_has_no_place_after_it() {
         let starting = DestinationState::Starting { incarnation, again: false };
         let (mut driver, mut source) = driver(&world, starting.clone(), Some(vm));
         driver.reporter.loaded = Some((String::new(), 0));
-        driver.message(driver.connections.control.unwrap(), late);
+        driver.message(driver.connections.control.link().unwrap(), late);
         source.receive_until_closed();
         assert!(!qemu.is_frozen());
         assert_eq!(world.state(), State::Destination(starting));

@@ -23,12 +23,12 @@ fn a_third_participant_takes_part_in_an_arrival_that_fails() {
     assert!(driver.started(vm).unwrap().is_none());
     assert_eq!(taken(&steps), ["third check", "third prepare", "third open"]);
     let verify = Message::Verify { block: 0, first_chunk: 3, hashes: vec!["a".to_owned()] };
-    driver.message(driver.connections.control.unwrap(), verify);
+    driver.message(driver.connections.control.link().unwrap(), verify);
     source.receive_until(
         |message| matches!(message, Message::Verified { different_chunks } if *different_chunks == [3]),
     );
     assert_eq!(taken(&steps), [r#"third compare 0 3 ["a"]"#]);
-    driver.message(driver.connections.control.unwrap(), Message::Claims { cards: vec![] });
+    driver.message(driver.connections.control.link().unwrap(), Message::Claims { cards: vec![] });
     assert_eq!(taken(&steps), ["third learn Claims { cards: [] }"]);
     let settled = thread::spawn(move || driver.run());
     source.send_message(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });

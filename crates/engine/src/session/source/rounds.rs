@@ -219,7 +219,7 @@ impl Rounds {
         let mut demand = None;
         self.stage = match decision {
             Decision::NextRound { expected_downtime_ns, most_pages, slow, must_precopy_only } => {
-                self.passes.limit(RoundLimits { most_pages, must_precopy_only: must_precopy_only });
+                self.passes.limit(RoundLimits { most_pages, must_precopy_only });
                 demand = Some(ThrottleDemand {
                     is_chosen: slow,
                     is_requested: scan.is_throttle_requested,

@@ -304,7 +304,6 @@ impl Rounds {
     /// Records that the round was cut off: the policy learns nothing of it. While there was no link, the guest was not
     /// slowed down.
     pub fn cut(&mut self) {
-        self.sent = None;
         self.policy.throttle_changed(ThrottleChange::Free);
     }
 }

@@ -7,6 +7,7 @@
 //! - [`disks_first`]: the moment at which memory begins, after rounds of disks alone.
 //! - [`compression`]: the choice of the compression level.
 //! - [`discards`]: post-copy: the number of discards before the guest is stopped.
+//! - [`forecast`]: the forecast of a migration, before it starts and while it runs.
 //! - [`pre_copy`]: the moment at which the guest is stopped.
 //! - [`pressure`]: the restraint of copying on a busy host, for the sake of the guest.
 //! - [`push`]: post-copy: size and rate of the parts in which the remaining pages are pushed.
@@ -18,6 +19,7 @@
 pub mod compression;
 pub mod discards;
 pub mod disks_first;
+pub mod forecast;
 pub mod handover;
 pub mod pre_copy;
 pub mod pressure;

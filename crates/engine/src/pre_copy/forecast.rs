@@ -30,7 +30,7 @@ impl Default for FixedCost {
 
 impl FixedCost {
     /// Returns the downtime if sending the last pages takes `pages_ns`.
-    pub(super) fn downtime_ns(&self, pages_ns: u64) -> u64 {
+    pub fn downtime_ns(&self, pages_ns: u64) -> u64 {
         [self.stop_ns, pages_ns.max(self.save_ns), self.load_ns, self.continue_ns]
             .into_iter()
             .fold(0, u64::saturating_add)

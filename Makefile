@@ -98,7 +98,7 @@ guest-agent:
 
 bench-functions:
 	scripts/setup packages
-	$(CARGO) bench --locked -p whimbrel-proto -p whimbrel-link -p whimbrel-memory -p whimbrel-tracee --bench functions
+	$(CARGO) bench --locked -p whimbrel-proto -p whimbrel-engine -p whimbrel-link -p whimbrel-memory -p whimbrel-tracee --bench functions
 
 callgrind:
 	scripts/setup packages bench

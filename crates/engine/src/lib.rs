@@ -8,6 +8,7 @@
 //! - [`compression`]: the choice of the compression level.
 //! - [`discards`]: post-copy: the number of discards before the guest is stopped.
 //! - [`forecast`]: the forecast of a migration, before it starts and while it runs.
+//! - [`planner`]: the placement of a fleet's VMs, and the order of their moves.
 //! - [`pre_copy`]: the moment at which the guest is stopped.
 //! - [`pressure`]: the restraint of copying on a busy host, for the sake of the guest.
 //! - [`push`]: post-copy: size and rate of the parts in which the remaining pages are pushed.
@@ -21,6 +22,7 @@ pub mod discards;
 pub mod disks_first;
 pub mod forecast;
 pub mod handover;
+pub mod planner;
 pub mod pre_copy;
 pub mod pressure;
 pub mod push;

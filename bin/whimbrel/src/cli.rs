@@ -154,7 +154,7 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: NetCommand,
     },
-    /// Simulate energy and placement of a fleet on traces; needs no agent
+    /// Plan moves for a fleet, or simulate its energy and placement on traces; needs no agent
     Fleet {
         #[command(subcommand)]
         command: FleetCommand,

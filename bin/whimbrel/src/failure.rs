@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use agent::daemon::StartError;
 use api::report::SCHEMA;
 use api::{ClientError, Problem, ProblemKind, with_causes};
+use engine::planner::Refusal;
 use fleet::trace::TraceError;
 use host::config::ConfigError;
 
@@ -80,6 +81,25 @@ pub(crate) enum Failure {
         /// The day.
         day: String,
     },
+    /// An inventory, or settings of plans, cannot be read.
+    #[error("{path} cannot be used", path = path.display())]
+    Inventory {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: serde_json::Error,
+    },
+    /// A host, or what it is to be like, is not in the inventory.
+    #[error("the inventory has no host {host}{other}")]
+    NoSuchHost {
+        /// The host.
+        host: String,
+        /// The platform that it is to be like.
+        other: String,
+    },
+    /// There is no plan.
+    #[error(transparent)]
+    Unplanned(#[from] Refusal),
     /// A setting of a simulation is impossible.
     #[error("the simulation is impossible")]
     Setting(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -122,7 +142,16 @@ impl Failure {
             | Self::Trace { .. }
             | Self::NoSuchDay { .. }
             | Self::Setting(_)
+            | Self::Inventory { .. }
+            | Self::NoSuchHost { .. }
             | Self::Agent(StartError::Identity(_)) => Code::Usage,
+            Self::Unplanned(refusal) => {
+                if refusal.is_bad_input() {
+                    Code::Usage
+                } else {
+                    Code::Failed
+                }
+            }
             Self::Unwatched(_) => Code::InDoubt,
             Self::Client(_) | Self::Agent(_) | Self::System { .. } => Code::Failed,
         }
@@ -139,7 +168,17 @@ impl Failure {
             | Self::NoTraces { .. }
             | Self::Trace { .. }
             | Self::NoSuchDay { .. }
+            | Self::NoSuchHost { .. }
             | Self::Setting(_) => Problem::new(ProblemKind::BadRequest, with_causes(self), ""),
+            Self::Inventory { .. } => {
+                let advice = "see docs/operations/planning.md for all fields";
+                Problem::new(ProblemKind::BadRequest, with_causes(self), advice)
+            }
+            Self::Unplanned(refusal) => {
+                let is_bad_input = refusal.is_bad_input();
+                let kind = if is_bad_input { ProblemKind::BadRequest } else { ProblemKind::Refused };
+                Problem::new(kind, with_causes(self), refusal.advice())
+            }
             Self::Agent(StartError::Identity(_)) => {
                 let advice = "see docs/operations/certificates.md for their required content";
                 Problem::new(ProblemKind::BadRequest, with_causes(self), advice)

@@ -1,6 +1,8 @@
-//! Simulations of a fleet: without an agent.
+//! Plans for a fleet, and simulations of one: without an agent.
 
 mod cli;
+mod matrix;
+mod plan;
 mod queue;
 mod vms;
 
@@ -13,9 +15,12 @@ use cli::SimulateCommand;
 
 /// Carries out a command about the fleet.
 pub(crate) fn run(command: FleetCommand, output: &Output) -> Result<Code, Failure> {
-    let FleetCommand::Simulate { command } = command;
     match command {
-        SimulateCommand::Queue(options) => queue::simulate(&options, output),
-        SimulateCommand::Vms(options) => vms::simulate(&options, output),
+        FleetCommand::Simulate { command: SimulateCommand::Queue(options) } => {
+            queue::simulate(&options, output)
+        }
+        FleetCommand::Simulate { command: SimulateCommand::Vms(options) } => vms::simulate(&options, output),
+        FleetCommand::Plan(options) => plan::show(&options, output),
+        FleetCommand::Matrix(options) => matrix::show(&options, output),
     }
 }

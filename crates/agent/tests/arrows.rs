@@ -78,7 +78,17 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-guest-load", &[]),
     ("whimbrel-nas", &[]),
     // What only tests and benchmarks need is not linked into the program that users install.
-    ("whimbrel", &["whimbrel-agent", "whimbrel-api", "whimbrel-fleet", "whimbrel-host", "whimbrel-tracee"]),
+    (
+        "whimbrel",
+        &[
+            "whimbrel-agent",
+            "whimbrel-api",
+            "whimbrel-engine",
+            "whimbrel-fleet",
+            "whimbrel-host",
+            "whimbrel-tracee",
+        ],
+    ),
     ("whimbrel-lab", &["whimbrel-api", "whimbrel-fleet", "whimbrel-guest-load"]),
     (
         "whimbrel-examples",

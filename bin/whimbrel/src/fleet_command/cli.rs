@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
+use engine::planner::inventory::PlatformChange;
 use fleet::power_curve::PowerCurve;
 use fleet::queue::figure::{HEADROOMS_PERCENT, LATENCIES_S, MIN_RUNS_S};
 use fleet::vms::POLICIES;
@@ -14,6 +15,64 @@ pub(crate) enum FleetCommand {
         #[command(subcommand)]
         command: SimulateCommand,
     },
+    /// Plan moves: empty hosts, level load, spread groups, or bring VMs back
+    ///
+    /// The inventory is a JSON file; docs/operations/planning.md explains it. Nothing is moved.
+    Plan(PlanOptions),
+    /// Show which VM could run where, why not, and the CPU model that all hosts have
+    Matrix(MatrixOptions),
+}
+
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("goal").required(true))]
+pub(crate) struct PlanOptions {
+    /// Inventory of hosts and VMs, as JSON; - for the standard input
+    #[arg(long, value_name = "FILE")]
+    pub inventory: PathBuf,
+    /// Empty hosts
+    #[arg(long, value_name = "HOST,…", value_delimiter = ',', group = "goal")]
+    pub drain: Vec<String>,
+    /// Hosts to which the VMs of emptied hosts go; by default all others
+    #[arg(long, value_name = "HOST,…", value_delimiter = ',', requires = "drain")]
+    pub to: Vec<String>,
+    /// Relieve hosts that are busier than others
+    #[arg(long, group = "goal")]
+    pub balance: bool,
+    /// Spread the VMs of each group over zones
+    #[arg(long, group = "goal")]
+    pub spread: bool,
+    /// Put VMs on hosts: back to where they were, for instance
+    #[arg(long, value_name = "VM=HOST,…", value_delimiter = ',', group = "goal", value_parser = placement)]
+    pub place: Vec<(String, String)>,
+    /// Time in which all moves have to be over, in seconds
+    #[arg(long, value_name = "SECONDS")]
+    pub deadline: Option<u64>,
+    /// Plan what is possible, and list VMs that stay
+    #[arg(long)]
+    pub partial: bool,
+    /// Limits and hysteresis, as JSON; those that are missing keep their defaults
+    #[arg(long, value_name = "FILE")]
+    pub settings: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MatrixOptions {
+    /// Inventory of hosts and VMs, as JSON; - for the standard input
+    #[arg(long, value_name = "FILE")]
+    pub inventory: PathBuf,
+    /// VMs to show; by default all
+    #[arg(long, value_name = "VM,…", value_delimiter = ',')]
+    pub vm: Vec<String>,
+    /// Show what would be if a host had another QEMU, kernel, or the processor of a platform; may be repeated
+    #[arg(long, value_name = "HOST:qemu=VERSION|kernel=VERSION|cpu=PLATFORM", value_parser = what_if)]
+    pub what_if: Vec<WhatIf>,
+}
+
+/// Change of a host that is only thought of.
+#[derive(Clone, Debug)]
+pub(crate) struct WhatIf {
+    pub(crate) host: String,
+    pub(crate) change: PlatformChange,
 }
 
 #[derive(Debug, Subcommand)]
@@ -137,6 +196,25 @@ pub(crate) enum Gaps {
     Exclude,
     /// They are an error.
     Refuse,
+}
+
+fn placement(text: &str) -> Result<(String, String), String> {
+    let pair = text.split_once('=').filter(|(vm, host)| !vm.is_empty() && !host.is_empty());
+    pair.map(|(vm, host)| (vm.to_owned(), host.to_owned())).ok_or_else(|| "has to be VM=HOST".to_owned())
+}
+
+fn what_if(text: &str) -> Result<WhatIf, String> {
+    let wrong = || "has to be HOST:qemu=VERSION, HOST:kernel=VERSION or HOST:cpu=PLATFORM".to_owned();
+    let (host, change) = text.rsplit_once(':').ok_or_else(wrong)?;
+    let (what, value) = change.split_once('=').filter(|(_, value)| !value.is_empty()).ok_or_else(wrong)?;
+    let (host, value) = (host.to_owned(), Some(value.to_owned()));
+    let none = PlatformChange::default();
+    match what {
+        "qemu" => Ok(WhatIf { host, change: PlatformChange { qemu: value, ..none } }),
+        "kernel" => Ok(WhatIf { host, change: PlatformChange { kernel: value, ..none } }),
+        "cpu" => Ok(WhatIf { host, change: PlatformChange { cpu_of: value, ..none } }),
+        _ => Err(wrong()),
+    }
 }
 
 fn positive(text: &str) -> Result<f64, String> {
